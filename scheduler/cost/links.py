@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zerofx.errors import PlanError
-from zerofx.ir.streams import COLLECTIVE, LINKS, NVME_READ, NVME_WRITE, TO_DEVICE, TO_HOST
+from zerofx.ir.streams import LINKS, NVME_READ, NVME_WRITE, TO_DEVICE, TO_HOST, axes_of_stream
 from zerofx.scheduler.cost.machine import (
     Link,
     Machine,
@@ -23,6 +23,8 @@ from zerofx.scheduler.cost.machine import (
     copy_seconds,
     wire_bytes,
 )
+from zerofx.scheduler.cost.wire_volume import ranks_on_node
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.tiers import Tier
 
 _APART = 2.0  # sizes differ enough to tell latency from bandwidth if the largest is as many times the smallest
@@ -57,13 +59,15 @@ class MeasuredLink:
         return self.latency + num_bytes * self.seconds_per_byte
 
 
-def predicted_link(stream: str, machine: Machine, num_ranks: int) -> MeasuredLink | None:
-    """What ``machine`` says of a stream; None where it has no such link."""
-    if stream == COLLECTIVE:
+def predicted_link(stream: str, machine: Machine, mesh: Mesh) -> MeasuredLink | None:
+    """What ``machine`` says of a stream; None where it has no such link, or the mesh no such ranks."""
+    axes = axes_of_stream(stream)
+    if axes is not None:
+        num_ranks, local = mesh.size(axes), ranks_on_node(mesh, axes, machine.ranks_per_node)
         if num_ranks < 2:
             return None
-        latency = collective_latency("all_gather", num_ranks, machine)
-        seconds = collective_seconds("all_gather", _PROBE_BYTES, num_ranks, machine)
+        latency = collective_latency("all_gather", num_ranks, machine, ranks_on_node=local)
+        seconds = collective_seconds("all_gather", _PROBE_BYTES, num_ranks, machine, ranks_on_node=local)
         return MeasuredLink(latency, (seconds - latency) / wire_bytes("all_gather", _PROBE_BYTES, num_ranks))
     if stream not in LINKS or (machine.nvme is None and stream in (NVME_READ, NVME_WRITE)):
         return None
@@ -74,12 +78,12 @@ def predicted_link(stream: str, machine: Machine, num_ranks: int) -> MeasuredLin
 
 
 def measured_links(
-    transfers: Mapping[str, Iterable[Transfer]], machine: Machine, num_ranks: int
+    transfers: Mapping[str, Iterable[Transfer]], machine: Machine, mesh: Mesh
 ) -> dict[str, MeasuredLink]:
     """What was measured of each stream that ``machine`` has; streams without transfers are left out."""
     found = {}
     for stream, made in transfers.items():
-        predicted = predicted_link(stream, machine, num_ranks)
+        predicted = predicted_link(stream, machine, mesh)
         sizes: dict[int, list[float]] = {}
         for num_bytes, seconds in made:
             if num_bytes > 0 and seconds > 0:
@@ -113,14 +117,26 @@ def _scaled(samples: Sequence[tuple[int, float, int]], predicted: MeasuredLink) 
     return MeasuredLink(predicted.latency * factor, predicted.seconds_per_byte * factor)
 
 
-def corrected_machine(machine: Machine, links: Mapping[str, MeasuredLink], num_ranks: int) -> Machine:
-    """``machine`` with links that take, for transfers among ``num_ranks`` ranks, what was measured."""
+@dataclass(frozen=True)
+class _Ring:
+    """Collectives along some axes, as measured and as predicted; ``crosses``: whether their groups leave a node."""
+
+    measured: MeasuredLink
+    predicted: MeasuredLink
+    num_ranks: int
+    crosses: bool
+
+
+def corrected_machine(machine: Machine, links: Mapping[str, MeasuredLink], mesh: Mesh) -> Machine:
+    """``machine`` with links that take, for transfers between the ranks of ``mesh``, what was measured."""
+    rings = []
     for stream, measured in links.items():
-        predicted = predicted_link(stream, machine, num_ranks)
+        predicted, axes = predicted_link(stream, machine, mesh), axes_of_stream(stream)
         if predicted is None:
             continue
-        if stream == COLLECTIVE:
-            machine = _with_collectives(machine, measured, predicted, num_ranks)
+        if axes is not None:
+            crosses = ranks_on_node(mesh, axes, machine.ranks_per_node) < mesh.size(axes)
+            rings.append(_Ring(measured, predicted, mesh.size(axes), crosses))
         elif stream in (TO_HOST, TO_DEVICE):
             machine = _with_host_link(machine, stream, measured)
         else:
@@ -128,19 +144,27 @@ def corrected_machine(machine: Machine, links: Mapping[str, MeasuredLink], num_r
             drive, nvme = Link(machine.ranks_per_node / measured.seconds_per_byte, measured.latency), machine.nvme
             nvme = replace(nvme, read=drive) if stream == NVME_READ else replace(nvme, write=drive)
             machine = replace(machine, nvme=nvme)
-    return machine
+    return _with_rings(machine, rings) if rings else machine
 
 
-def _with_collectives(machine: Machine, measured: MeasuredLink, predicted: MeasuredLink, num_ranks: int) -> Machine:
-    """Which of the links sets the pace is left as it is: within a node and between nodes are off by the same factor."""
-    slower = measured.seconds_per_byte / predicted.seconds_per_byte
+def _with_rings(machine: Machine, rings: Sequence[_Ring]) -> Machine:
+    """Links within a node are off by as much as the collectives that stay there, and links between nodes by as much as
+    those that cross them, on average. Where there are no such collectives, both are off by the same factor."""
 
-    def corrected(link: Link) -> Link:
-        hop = measured.latency / (num_ranks - 1)  # where the machine says nothing of hops they are alike
-        latency = link.latency * measured.latency / predicted.latency if predicted.latency else hop
-        return Link(link.bandwidth / slower, latency)
+    def corrected(link: Link, *, crosses: bool) -> Link:
+        of_kind = [ring for ring in rings if ring.crosses == crosses] or rings
+        slower = statistics.fmean(ring.measured.seconds_per_byte / ring.predicted.seconds_per_byte for ring in of_kind)
+        latencies = (
+            # Where the machine says nothing of hops they are alike.
+            link.latency * ring.measured.latency / ring.predicted.latency
+            if ring.predicted.latency
+            else ring.measured.latency / (ring.num_ranks - 1)
+            for ring in of_kind
+        )
+        return Link(link.bandwidth / slower, statistics.fmean(latencies))
 
-    return replace(machine, intra_node=corrected(machine.intra_node), inter_node=corrected(machine.inter_node))
+    within, between = corrected(machine.intra_node, crosses=False), corrected(machine.inter_node, crosses=True)
+    return replace(machine, intra_node=within, inter_node=between)
 
 
 def _with_host_link(machine: Machine, stream: str, measured: MeasuredLink) -> Machine:

@@ -19,6 +19,7 @@ from zerofx.errors import PlanError
 from zerofx.scheduler.cost.links import MeasuredLink, Transfer, corrected_machine, measured_links
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
+from zerofx.scheduler.plan.mesh import Mesh
 
 FORMAT = 2
 
@@ -57,14 +58,14 @@ class MeasuredCosts:
         regions: Iterable[TimedRegion],
         machine: Machine,
         transfers: Mapping[str, Iterable[Transfer]] | None = None,
-        num_ranks: int = 1,
+        mesh: Mesh | None = None,
     ) -> MeasuredCosts:
         """What was measured, compared with what ``machine`` predicts.
 
         Args:
             seconds: of one call, by region key.
             regions: the regions that ran; those that were not measured do not count.
-            transfers: collectives among ``num_ranks`` ranks, and copies between tiers, by stream.
+            transfers: collectives between the ranks of ``mesh`` (one rank without), and copies, by stream.
         """
         measured = predicted = 0.0
         for region in regions:
@@ -72,11 +73,11 @@ class MeasuredCosts:
                 measured += seconds[region.key]
                 predicted += sum(_predicted(region, machine))
         scale = measured / predicted if measured and predicted else 1.0
-        return MeasuredCosts(dict(seconds), scale, measured_links(transfers or {}, machine, num_ranks))
+        return MeasuredCosts(dict(seconds), scale, measured_links(transfers or {}, machine, mesh or Mesh()))
 
-    def machine(self, machine: Machine, num_ranks: int) -> Machine:
-        """``machine`` with the links that were measured, for steps of ``num_ranks`` ranks."""
-        return corrected_machine(machine, self.links, num_ranks)
+    def machine(self, machine: Machine, mesh: Mesh) -> Machine:
+        """``machine`` with the links that were measured, for steps on ``mesh``."""
+        return corrected_machine(machine, self.links, mesh)
 
     def of_nodes(self, regions: Iterable[TimedRegion], machine: Machine) -> dict[str, float]:
         """Seconds of every node of ``regions``, by name, for ``simulate``.

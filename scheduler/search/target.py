@@ -12,6 +12,7 @@ from zerofx.options import CompileOptions
 from zerofx.scheduler.cost.liveness import MemoryEvent
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.measured import MeasuredCosts
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.settings import Settings
 
 # What compiled regions take and free inside, by region key: equal regions hold equal memory.
@@ -61,9 +62,9 @@ class Target:
         """Whether times are those of fused kernels, which wait for memory: on a GPU, where regions are compiled."""
         return self.compiles_regions and not self.on_cpu
 
-    def with_costs(self, costs: MeasuredCosts, num_ranks: int) -> Target:
-        """The same where operators and links of ``num_ranks`` ranks take what was measured."""
-        return replace(self, machine=costs.machine(self.machine, num_ranks), costs=costs)
+    def with_costs(self, costs: MeasuredCosts, mesh: Mesh) -> Target:
+        """The same where operators, and links between the ranks of ``mesh``, take what was measured."""
+        return replace(self, machine=costs.machine(self.machine, mesh), costs=costs)
 
     def with_measured(self, memory: RegionMemory) -> Target:
         """The same with what regions hold that have been compiled by now."""

@@ -9,7 +9,7 @@ What the way leads through: ``driver/captures.py`` (captured), ``driver/prepared
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,16 +97,26 @@ def kept_plan(request: Request, earlier: Earlier, control: Control) -> Plan | No
     return recalled.step.program.plan
 
 
+def prepared_together(request: Request, control: Control) -> Prepared:
+    """A model's first step, captured, and shared along the axis ``model``; the same on all ranks. Collective.
+
+    Raises:
+        ZeroFXError: as ``prepare``.
+    """
+    captures = control.attempt("capture a step", lambda: _captures(request, {}))
+    captures = share_computation(request, captures, None, control.share)
+    prepared = control.attempt("capture a step", lambda: prepare(request, captures))
+    prepared.agree(control)
+    return prepared
+
+
 def fits_budget(request: Request, control: Control) -> bool:
     """Whether a plan of a model's first step fits the budget; nothing is compiled. Collective.
 
     Raises:
         ZeroFXError: as ``prepare``.
     """
-    captures, _ = control.attempt("capture a step", lambda: _captured(request, None))
-    captures = share_computation(request, captures, None, control.share)
-    prepared = control.attempt("capture a step", lambda: prepare(request, captures))
-    prepared.agree(control)
+    prepared = prepared_together(request, control)
     budget = budget_bytes(request.options.memory_budget, request.machine)
     try:
         _agree_on_plan(prepared, target_of(prepared), budget, control)
@@ -125,12 +135,13 @@ def _preparing_the_compiler(request: Request) -> contextlib.AbstractContextManag
     return preparation(device_of(request.model).type).begun()
 
 
+def _captures(request: Request, strides: Mapping[int, tuple[int, ...]]) -> Captures:
+    return Captures(request.model, request.batch, request.options, request.settings, strides, verbose=request.verbose)
+
+
 def _captured(request: Request, earlier: Earlier | None) -> tuple[Captures, step_cache.Recalled | None]:
     """The step's forward, recorded, and the step if an earlier run has kept it."""
-    strides = earlier.state.strides() if earlier is not None else {}
-    captures = Captures(
-        request.model, request.batch, request.options, request.settings, strides, verbose=request.verbose
-    )
+    captures = _captures(request, earlier.state.strides() if earlier is not None else {})
     with watched("capturing the model", show=request.verbose):
         key = step_cache.key_of_step(request, captures, earlier)
     return captures, step_cache.find(key, request, captures, earlier) if key is not None else None

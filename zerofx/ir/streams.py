@@ -9,7 +9,9 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_source
+from zerofx.ir.communicators import read, written
 from zerofx.ir.facts import DEVICE, Role, placeholder, tier_of
+from zerofx.scheduler.plan.mesh import SHARD, Axes
 from zerofx.scheduler.plan.tiers import Tier
 
 COMPUTE, COLLECTIVE, HOST = "compute", "collective", "host"
@@ -94,14 +96,24 @@ def in_order(streams: Iterable[str]) -> list[str]:
     return sorted(set(streams), key=lambda stream: (STREAMS.index(stream.partition(" ")[0]), stream))
 
 
-def stream_of(node: fx.Node) -> str:
-    """The stream that a node runs on; of a copy of two legs, that of the one beyond the host.
+def stream_along(axes: Axes) -> str:
+    """The stream of collectives along some axes of a mesh; but for ``shard``, it names them: ``"collective model"``."""
+    return COLLECTIVE if axes == SHARD else f"{COLLECTIVE} {written(axes)}"
 
-    Collectives along other axes of a mesh than ``shard`` have streams of their own: ``"collective replicate"``.
-    """
+
+def axes_of_stream(stream: str) -> Axes | None:
+    """The axes whose collectives a stream has; None for a stream of other work."""
+    kind, _, axes = stream.partition(" ")
+    if kind != COLLECTIVE:
+        return None
+    return read(axes) if axes else SHARD
+
+
+def stream_of(node: fx.Node) -> str:
+    """The stream that a node runs on; of a copy of two legs, that of the one beyond the host."""
     if node.target in ops.COLLECTIVES:
         axes = node.kwargs.get("over")
-        return COLLECTIVE if axes is None else f"{COLLECTIVE} {axes}"
+        return COLLECTIVE if axes is None else stream_along(read(str(axes)))
     if runs_on_host(node):
         return HOST
     legs = [hop.stream for hop in hops_of(node)]

@@ -71,7 +71,7 @@ class Planner:
             transfers: all collectives, and copies between tiers, by stream.
         """
         seconds = {key: statistics.median(spans) for key, spans in measured.items()}
-        costs = MeasuredCosts.of(seconds, regions, self.target.machine, transfers, self._request.num_ranks)
+        costs = MeasuredCosts.of(seconds, regions, self.target.machine, transfers, self._request.mesh)
         known = list(candidates)
         if self.budget is not None:  # without one, nothing of a plan depends on costs
             for variation in variations(self._request.options, self._request.mesh):
@@ -101,7 +101,7 @@ class Planner:
         return plan.with_prediction(rehearsal.predicted(plan))
 
     def _target(self, costs: MeasuredCosts | None) -> Target:
-        return self.target if costs is None else self.target.with_costs(costs, self._request.num_ranks)
+        return self.target if costs is None else self.target.with_costs(costs, self._request.mesh)
 
     def _judged(self, candidate: Candidate, before: Sequence[Candidate]) -> Candidate:
         """``candidate``, with the reason not to run it, if there is one."""

@@ -15,12 +15,13 @@ from torch import nn
 from zerofx.capture.randomness import kept_randomness
 from zerofx.codegen.regions import Region, regions_of
 from zerofx.errors import UsageError, ZeroFXError
-from zerofx.ir.streams import COLLECTIVE
+from zerofx.ir.streams import axes_of_stream
 from zerofx.optimizers import copy_optimizer
 from zerofx.options import CompileOptions
 from zerofx.precision import LossScale
 from zerofx.runtime.measure.measure import Measurement
 from zerofx.scheduler.cost.links import Transfer
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.session.step import Step
 
@@ -116,8 +117,8 @@ def free_copies(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def slowest(measured: Sequence[Measurement]) -> Measurement:
-    """What ranks have measured as one: the longest times and the highest peaks among them."""
+def slowest(measured: Sequence[Measurement], mesh: Mesh) -> Measurement:
+    """What the ranks of ``mesh`` have measured as one: the longest times and the highest peaks among them."""
     tiers = dict.fromkeys(tier for of_rank in measured for tier in of_rank.peak_bytes)
     keys = dict.fromkeys(key for of_rank in measured for key in of_rank.region_seconds)
     streams = dict.fromkeys(stream for of_rank in measured for stream in of_rank.transfers)
@@ -131,20 +132,25 @@ def slowest(measured: Sequence[Measurement]) -> Measurement:
         between_seconds=max(of_rank.between_seconds for of_rank in measured),
         region_seconds={key: max(of_rank.region_seconds.get(key, 0.0) for of_rank in measured) for key in keys},
         transfers={
-            stream: _transfers(stream, [of_rank.transfers.get(stream, ()) for of_rank in measured])
+            stream: _transfers(stream, [of_rank.transfers.get(stream, ()) for of_rank in measured], mesh)
             for stream in streams
         },
     )
 
 
-def _transfers(stream: str, of_ranks: Sequence[tuple[Transfer, ...]]) -> tuple[Transfer, ...]:
-    """What all ranks have moved: each copy of each rank, and each collective once.
+def _transfers(stream: str, of_ranks: Sequence[tuple[Transfer, ...]], mesh: Mesh) -> tuple[Transfer, ...]:
+    """What all ranks have moved: each copy of each rank, and each collective of each group of ranks once.
 
     A rank that comes early to a collective waits for the others there: it takes what it takes on the last to come.
     """
-    if stream != COLLECTIVE:
+    axes = axes_of_stream(stream)
+    if axes is None:
         return tuple(transfer for transfers in of_ranks for transfer in transfers)
-    return tuple(min(together, key=lambda transfer: transfer.seconds) for together in zip(*of_ranks, strict=True))
+    return tuple(
+        min(together, key=lambda transfer: transfer.seconds)
+        for members in mesh.groups(axes)
+        for together in zip(*(of_ranks[rank] for rank in members), strict=True)
+    )
 
 
 def _described(error: BaseException) -> str:

@@ -25,10 +25,9 @@ from zerofx.capture.counted import counted
 from zerofx.codegen.regions import Region
 from zerofx.deferred import make_buffers
 from zerofx.driver.asked import describe_request, measured_at_hand
-from zerofx.driver.captures import Captures
 from zerofx.driver.check_training import check_training
-from zerofx.driver.driver import target_of
-from zerofx.driver.prepared import Prepared, Request, prepare
+from zerofx.driver.driver import prepared_together, target_of
+from zerofx.driver.prepared import Request
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.ir.batch import Batch
 from zerofx.lowering.lower import lower
@@ -42,7 +41,6 @@ from zerofx.scheduler.cost.cpu.peaks import refuse_profilers
 from zerofx.scheduler.cost.links import Transfer
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.measured import MeasuredCosts
-from zerofx.scheduler.plan.mesh import SHARD
 from zerofx.session.lending.owners import claim, release
 from zerofx.settings import read_settings
 from zerofx.torch_private.profiler import is_profiling
@@ -95,10 +93,10 @@ def tune(
     """
     check_names(options, TuneOptions, "tune")
     checked = check_options(stage=stage, machine=machine, **options)
-    if checked.mesh is not None and (checked.mesh == AUTO or checked.mesh.world != SHARD):
+    if checked.mesh == AUTO:
         raise UsageError(
-            f"expected a mesh of one axis for zerofx.tune, which measures one link between ranks, found "
-            f"{checked.mesh}: tune with all ranks along 'shard', or plan with zerofx.plan(mesh=...)"
+            "expected the number of ranks on each axis for zerofx.tune, which compares plans of one mesh, found "
+            "mesh='auto': give the one that zerofx.plan(mesh='auto') chooses"
         )
     check_training(model, optimizer, checked)
     make_buffers(model)
@@ -151,8 +149,9 @@ class _Tuner:
         self._machine = measured_at_hand(self._training.device, self._options, self._settings, control)
         self._budget = budget_bytes(self._options.memory_budget, self._machine)
         control.attempt("save the plan", lambda: self._check_folder(save))
-        self._prepared = control.attempt("capture a step", self._capture)
-        self._prepared.agree(control)
+        request = control.attempt("check the batch", self._request)
+        # A candidate is compared with others of the same buckets.
+        self._prepared = replace(prepared_together(request, control), may_be_sliced=False)
         # Rank 0 alone decides: what it shares, all have.
         planner = Planner(self._prepared, target_of(self._prepared))
         self._candidates = control.share("share the plans to try", planner.plan)
@@ -177,7 +176,7 @@ class _Tuner:
         if save is not None and self._control.rank == 0 and not save.parent.is_dir():
             raise UsageError(f"expected a folder to save the plan in, found that {save.parent} is none")
 
-    def _capture(self) -> Prepared:
+    def _request(self) -> Request:
         training = self._training
         constant = ConstantArguments(self._options.constant, training.model, self._options.objective.forward)
         named = counted(self._options.loss_terms, training.args, training.keywords, self._control.num_ranks)
@@ -185,13 +184,10 @@ class _Tuner:
         check_batch(training.model, batch)
         asked = self._options.mesh
         assert asked != AUTO, "refused before"
-        request = Request(
+        return Request(
             training.model, training.optimizer, batch, self._options, self._settings,
             mesh_for(asked, self._control.num_ranks), self._machine, verbose=self._control.rank == 0,
         )  # fmt: skip
-        captures = Captures(training.model, batch, self._options, self._settings, verbose=request.verbose)
-        # A candidate is compared with others of the same buckets.
-        return replace(prepare(request, captures), may_be_sliced=False)
 
     # ------------------------------------------------------------------------------------------------ running
 
@@ -225,7 +221,8 @@ class _Tuner:
         if failed:
             rank, why = next(iter(failed.items()))
             return replace(candidate, outcome=f"failed{f' on rank {rank}' if len(trials) > 1 else ''}: {why}")
-        measured = slowest([trial.measured for trial in trials if trial.measured is not None])
+        mesh = self._prepared.request.mesh
+        measured = slowest([trial.measured for trial in trials if trial.measured is not None], mesh)
         over = measured.peak_bytes["device"] - self._budget if self._budget is not None else 0
         outcome = f"does not fit: measured {format_bytes(over)} too much" if over > 0 else ""
         return replace(candidate, measured=measured, outcome=outcome)
@@ -261,7 +258,7 @@ class _Tuner:
             return
         prepared = self._prepared
         captured = prepared.captures.graph(result.plan.num_micro_batches)
-        target = replace(target_of(prepared), verbose=False).with_costs(result.costs, self._control.num_ranks)
+        target = replace(target_of(prepared), verbose=False).with_costs(result.costs, prepared.request.mesh)
         lowered = lower(captured.clone(), result.plan, prepared.layout, prepared.programs, target)
         training = self._training
         what = f"{type(training.model).__name__} with {type(training.optimizer).__name__}, times from measured costs"

@@ -23,6 +23,7 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.simulate import Simulation, simulate
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
 
@@ -125,7 +126,7 @@ def test_links_that_were_measured_are_those_of_the_prediction() -> None:
     """Gathers that are awaited at once are exposed for as long as they take."""
     prepared = prepare(Waves(), (torch.randn(64, WIDTH),), num_ranks=2)
     plan = made(prepared, None, None, prefetch=0, recompute="none")
-    said = predicted_link("collective", CPU, 2)
+    said = predicted_link("collective", CPU, Mesh(shard=2))
     assert said is not None
     seconds = []
     for factor in (1.0, 10.0, 1000.0):

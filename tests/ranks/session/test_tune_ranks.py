@@ -17,13 +17,14 @@ from torch import nn
 
 import zerofx
 from tests.lib.distributed import run_ranks
+from tests.lib.sharing import SHARING
 from tests.lib.tuning import check, noisy, peak_of, rows, tune
-from tests.lib.users import adamw, ids, tiny, untouched
+from tests.lib.users import adamw, eager_step, ids, tiny, untouched
 from zerofx import Candidate, Plan, TuneResult, ZeroFXError
-from zerofx.driver.driver import target_of
-from zerofx.driver.prepared import prepare
+from zerofx.driver.driver import prepared_together, target_of
 from zerofx.runtime.measure.measure import Measurement
 from zerofx.scheduler.cost.machine import Link, Machine
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.search.evaluate import Rehearsal
 from zerofx.tuning import trial, tuner
 from zerofx.tuning import tuner as tuning
@@ -101,11 +102,11 @@ def tune_from(machine: Machine, model: nn.Module, batch: Any, **options: Any) ->
     seen: list[Any] = []
 
     def noted(*args: Any, **keywords: Any) -> Any:
-        seen.append(prepare(*args, **keywords))
+        seen.append(prepared_together(*args, **keywords))
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuner, "prepare", noted)
+        patch.setattr(tuner, "prepared_together", noted)
         result = tune(model, adamw(model), batch, machine=machine, **options)
     return result, regions_alone(result, seen[0], machine)
 
@@ -125,6 +126,39 @@ def test_collectives_that_took_other_times_correct_the_links_between_ranks() -> 
     assert without > 5.0 and corrected < 1.0
     assert result.costs.links["collective"].seconds(1 << 10) < 1.0
     assert "collective: " in str(result)
+
+
+def tune_on_a_mesh(axes: dict[str, int], machine: Machine) -> tuple[TuneResult, list[float], list[float]]:
+    """The result, and the losses of training by its plan, and on one process of the same batch."""
+    os.environ["ZEROFX_TIMEOUT"] = "60"
+    mesh = Mesh(**axes)
+    batch = {"ids": ids(0), "labels": ids(9)}  # for all ranks: those along "model" share it
+    model, alone = tiny(), tiny()
+    result = tune(model, adamw(model), batch, mesh=axes, machine=machine, num_candidates=2)
+    optimizer, theirs = adamw(model), adamw(alone)
+    step = zerofx.compile(model, optimizer, backend="eager", mesh=axes, machine=machine, plan=result.plan)
+    losses = [float(step(**batch)) for _ in range(3)]
+    step.close()
+    assert result.plan.mesh == mesh
+    return result, losses, [float(eager_step(alone, theirs, **batch)) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("axes", "num_ranks", "streams"),
+    [
+        ({"replicate": 2}, 2, {"collective replicate"}),
+        ({"shard": 2, "model": 2}, 4, {"collective", "collective model"}),
+    ],
+)
+def test_plans_of_a_mesh_are_tuned_by_the_links_along_its_axes(
+    axes: dict[str, int], num_ranks: int, streams: set[str]
+) -> None:
+    results = run_ranks(tune_on_a_mesh, num_ranks, axes, SHARING)
+    result, losses, expected = results[0]
+    assert all(other == results[0] for other in results)
+    check(result)
+    assert streams <= set(result.costs.links) and result.measured.transfers.keys() >= streams
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_copies_that_took_other_times_correct_the_links_to_the_host() -> None:

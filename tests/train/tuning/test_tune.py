@@ -114,6 +114,7 @@ def test_a_model_that_a_step_trains_is_refused() -> None:
         ({"batch": torch.zeros(1)}, "batch to be a tuple or a dict of keywords, found Tensor"),
         ({"stage": 4}, "expected stage 0"),
         ({"save": "no_such_folder/plan.json"}, "found that no_such_folder is none"),
+        ({"mesh": "auto"}, "found mesh=.auto.: give the one that zerofx.plan"),
     ],
 )
 def test_arguments_are_checked(options: Mapping[str, Any], message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from zerofx.ir.communicators import written
+from zerofx.ir.streams import stream_along
 from zerofx.runtime.comm.transport import Transport
 from zerofx.scheduler.plan.mesh import Axes, Mesh
 
@@ -23,7 +24,9 @@ class Communicators:
             return
         for axes in sorted(used):
             is_world = mesh.size(axes) == mesh.num_ranks
-            self._over[written(axes)] = world if is_world else world.among(mesh.groups(axes))
+            transport = world if is_world else world.among(mesh.groups(axes))
+            transport.stream = stream_along(axes)
+            self._over[written(axes)] = transport
 
     def over(self, axes: str) -> Transport:
         """The transport along ``axes`` (``zerofx/ir/communicators.py`` has how they are written)."""

@@ -14,7 +14,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from zerofx.ir.streams import COLLECTIVE
 from zerofx.runtime.comm.groups import close_connections, destroyed_with
 from zerofx.runtime.comm.patience import wait_for
 from zerofx.runtime.comm.same_host.channels import GlooChannel, MemoryChannel, Message, open_channels
@@ -68,12 +67,13 @@ class Connections:
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
         return self.channels[rank].receive(tensor, tag)
 
-    def under_way(self, works: list[Message], num_bytes: int) -> Callable[[], None]:
-        """What waits for messages, ``num_bytes`` of them sent; as a step is measured, a thread sees them come."""
+    def under_way(self, works: list[Message], num_bytes: int, stream: str) -> Callable[[], None]:
+        """What waits for messages of a collective on ``stream``, ``num_bytes`` of them sent; as a step is measured, a
+        thread sees them come."""
         self._started = [*(work for work in self._started if work), works]
         if self.log.running and works:
             self._watch = self._watch or _Watch(self.log)
-            return self._watch.see(works, num_bytes)
+            return self._watch.see(works, num_bytes, stream)
         if not self.log.running:
             self._stop_watching()
 
@@ -135,22 +135,24 @@ class Connections:
 class _Watch:
     """A thread that notes when messages have come: whoever waits for them may come later than they do.
 
-    Collectives are taken to run one after the other, as in predictions: one begins where the one before it ends.
+    Collectives of a stream are taken to run one after the other, as in predictions: one begins where the one before it
+    ends.
     """
 
     def __init__(self, log: SpanLog) -> None:
         self._log = log
         self._workers = Workers("messages")
-        self._free = 0.0
+        self._free: dict[str, float] = {}
 
-    def see(self, works: list[Message], num_bytes: int) -> Callable[[], None]:
+    def see(self, works: list[Message], num_bytes: int, stream: str) -> Callable[[], None]:
         began = time.perf_counter()
 
         def watch() -> None:
             for work in works:
                 work.wait()
-            begin, self._free = max(began, self._free), time.perf_counter()
-            self._log.add(COLLECTIVE, begin, self._free, num_bytes)
+            begin, ended = max(began, self._free.get(stream, 0.0)), time.perf_counter()
+            self._free[stream] = ended
+            self._log.add(stream, begin, ended, num_bytes)
 
         seen = self._workers.submit(watch)
 

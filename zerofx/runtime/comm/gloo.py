@@ -69,7 +69,7 @@ class PointToPoint(Transport):
         # Their messages leave back to back, which is all that a group of gathers can save here.
         pairs = zip(fulls, shards, strict=True)
         works = [work for full, shard in pairs for work in self._gather(full, shard, self._members)]
-        arrived = self._connections.under_way(works, sum(shard.nbytes for shard in shards) * len(self._peers))
+        arrived = self._under_way(works, sum(shard.nbytes for shard in shards) * len(self._peers))
 
         def finish(_source: object) -> None:
             arrived()
@@ -95,7 +95,7 @@ class PointToPoint(Transport):
                 for place, member in enumerate(self._members)
                 if place != self.rank
             ]
-        arrived = self._connections.under_way(works, received[0].nbytes * len(self._peers))
+        arrived = self._under_way(works, received[0].nbytes * len(self._peers))
 
         def finish(source: torch.Tensor | None) -> torch.Tensor:
             assert source is not None
@@ -125,7 +125,7 @@ class PointToPoint(Transport):
             works += [self._connections.receive(into[place], members[place], tag) for place in others]
             works += [self._connections.send(sent[place], members[place], tag) for place in others]
             into[own].copy_(sent[own])
-        arrived = self._connections.under_way(works, parts.nbytes // size * (size - 1))
+        arrived = self._under_way(works, parts.nbytes // size * (size - 1))
 
         def finish(_source: object) -> torch.Tensor:
             arrived()
@@ -142,7 +142,7 @@ class PointToPoint(Transport):
                 self._connections.receive(received, self._members[self.rank - 1], tag),
                 self._connections.send(value, self._members[following], tag),
             ]
-        arrived = self._connections.under_way(works, value.nbytes)
+        arrived = self._under_way(works, value.nbytes)
 
         def finish(_source: object) -> torch.Tensor:
             arrived()
@@ -163,7 +163,7 @@ class PointToPoint(Transport):
         works += [self._connections.send(part, peer, tag) for peer, part in sent if part.numel()]
         if own.numel():
             parts[self.rank].copy_(own)
-        arrived = self._connections.under_way(works, sum(part.nbytes for _, part in sent))
+        arrived = self._under_way(works, sum(part.nbytes for _, part in sent))
 
         def finish(_source: object) -> torch.Tensor:
             arrived()
@@ -176,7 +176,7 @@ class PointToPoint(Transport):
             slices = [(peer, _slice(result, number, each)) for number, peer in self._others()]
             works = [self._connections.receive(part, peer, tag) for peer, part in slices if part.numel()]
             works += [self._connections.send(summed, peer, tag) for peer, _ in slices if summed.numel()]
-            self._connections.under_way(works, summed.nbytes * len(slices))()
+            self._under_way(works, summed.nbytes * len(slices))()
             return result.view(value.shape)
 
         return Pending(result, finish)
@@ -198,6 +198,9 @@ class PointToPoint(Transport):
         if len(self._members) == self._connections.num_ranks:  # those of some ranks are those of all
             self._connections.close()
 
+    def _under_way(self, works: list[Message], num_bytes: int) -> Callable[[], None]:
+        return self._connections.under_way(works, num_bytes, self.stream)
+
     def _others(self) -> list[tuple[int, int]]:
         """All members but this rank, with their numbers."""
         return [(number, member) for number, member in enumerate(self._members) if number != self.rank]
@@ -206,7 +209,7 @@ class PointToPoint(Transport):
         return [self._members[place] for place in members_of(group, self.rank, size, self.num_ranks)]
 
     def _gathered(self, full: torch.Tensor, shard: torch.Tensor, members: list[int]) -> Pending[torch.Tensor]:
-        arrived = self._connections.under_way(self._gather(full, shard, members), shard.nbytes * (len(members) - 1))
+        arrived = self._under_way(self._gather(full, shard, members), shard.nbytes * (len(members) - 1))
 
         def finish(_source: object) -> torch.Tensor:
             arrived()

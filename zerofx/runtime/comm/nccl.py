@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from zerofx.ir.streams import COLLECTIVE
 from zerofx.runtime.comm.groups import destroy
 from zerofx.runtime.comm.transport import Group, Groups, Pending, T, Transport, members_of
 from zerofx.runtime.measure.spans import SpanLog
@@ -181,7 +180,7 @@ class Nccl(Transport):
         with torch.cuda.stream(self._stream):
             if timed:
                 begun.record(self._stream)
-                self._log.add_events(COLLECTIVE, begun, done, sum(sent.values()))
+                self._log.add_events(self.stream, begun, done, sum(sent.values()))
             launch()
             done.record(self._stream)
         for tensor in unheld:

@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import torch
 
 from zerofx.errors import RankMismatchError
+from zerofx.ir.streams import COLLECTIVE
 
 T = TypeVar("T")
 
@@ -49,12 +50,14 @@ def members_of(group: Group, rank: int, size: int, num_ranks: int) -> list[int]:
 class Transport(Protocol):
     """Moves slices between the ranks of a group, this one number ``rank`` of ``num_ranks``.
 
-    ``sent_to`` counts what this rank has sent to each other, by its number among all ranks, payload only.
+    ``sent_to`` counts what this rank has sent to each other, by its number among all ranks, payload only. ``stream`` is
+    what its collectives are noted as, where a step is measured.
     """
 
     rank: int
     num_ranks: int
     sent_to: Counter[int]
+    stream: str = COLLECTIVE
     notice: str = ""  # what makes it slower than it could be, and what to do
 
     def among(self, groups: Groups) -> Transport:
