@@ -18,6 +18,7 @@ from zerofx.report.page_style import SCRIPT, STYLE
 from zerofx.report.page_tables import decisions_table, layer_bars, peak_table, schedule_html
 from zerofx.report.pictures import KINDS, colour_of, legend, memory_data, memory_picture, tier_picture, timeline_picture
 from zerofx.report.rows import legs_of
+from zerofx.report.shared_layer import shared_section
 from zerofx.report.table import totals_line
 from zerofx.units import format_bytes, format_count, format_seconds
 
@@ -126,7 +127,7 @@ ranks do the same. All numbers are predictions of the plan.</p>
 <p>Each decision of the plan with its reason; equal ones of successive layers share a line.</p>
 {decisions_table(schedule.decisions)}
 {whole_plan}
-<h2>The peak</h2>
+{shared_section(schedule.shared)}<h2>The peak</h2>
 <p>The largest tensors on the device when it holds most, {format_bytes(totals.peak_bytes)}: which they are, the line of
 the model that makes them, and why they are there then. Equal tensors of successive layers share a line.</p>
 {peak_table(schedule.peak.tensors, totals.peak_bytes)}

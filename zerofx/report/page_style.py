@@ -19,6 +19,7 @@ svg text { fill: var(--soft); font: 12px system-ui, sans-serif; }
 .limit, .peak { stroke: var(--alarm); stroke-dasharray: 6 4; } line.peak { stroke: var(--text); }
 circle.peak { fill: var(--text); stroke: var(--back); stroke-dasharray: none; }
 svg text.limit { fill: var(--alarm); stroke: none; } svg text.peak { fill: var(--text); stroke: none; }
+.rank { stroke: #4e79a7; } svg text.name { fill: var(--text); }
 .cursor { stroke: var(--text); } .slice:hover { opacity: .65; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 18px; padding: 0; margin: 6px 0; }
 .swatch { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 6px; }

@@ -25,6 +25,7 @@ from zerofx.lowering.lower import LoweredStep
 from zerofx.report.page import write_html
 from zerofx.report.peak import Peak, peak_of
 from zerofx.report.rows import Row, Totals
+from zerofx.report.shared_layer import SharedLayer, shared_layer
 from zerofx.report.table import schedule_table
 from zerofx.report.trace import chrome_trace
 from zerofx.scheduler.cost.categories import memory_curve
@@ -43,7 +44,7 @@ class Schedule:
     ``rows`` has every node, ``instructions`` every region and event. ``memory`` has seconds from the step's begin and
     the bytes on the device from there on, by category; ``slower_memory`` has seconds and bytes of each slower tier in
     use. ``peak`` is what the peak is made of, ``decisions`` what was decided and why: a kind of decision, what it is
-    about, and the reason.
+    about, and the reason. ``shared`` is one layer as ranks of the axis ``model`` share it, where they do.
     """
 
     rows: tuple[Row, ...]
@@ -53,6 +54,7 @@ class Schedule:
     slower_memory: dict[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
     peak: Peak = field(default_factory=lambda: Peak((), {}))
     decisions: tuple[tuple[str, str, str], ...] = ()
+    shared: SharedLayer | None = None
 
     def table(self, fold: bool = True) -> str:
         """The instructions as text; ``fold=False`` writes every layer out."""
@@ -124,6 +126,7 @@ def make_schedule(lowered: LoweredStep) -> Schedule:
         slower,
         peak,
         tuple(_decisions(lowered.plan)),
+        shared_layer(lowered, rows),
     )
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from zerofx.scheduler.plan.placements import Sharded, placement_of
+from zerofx.scheduler.plan.placements import Partial, Ragged, Sharded, placement_of
 
 if TYPE_CHECKING:
     from zerofx.scheduler.plan.decisions import ShardingDecision
@@ -43,8 +43,11 @@ def _parameters(decisions: Iterable[ShardingDecision]) -> Iterator[str]:
 
 def placement_words(text: str) -> str:
     """A placement as people say it."""
-    placement = placement_of(text)
-    if not isinstance(placement, Sharded):
-        return "whole"
-    groups = f", in {placement.groups} groups" if placement.groups > 1 else ""
-    return f"in parts along dimension {placement.dim}{groups}"
+    match placement_of(text):
+        case Partial(reduction):
+            return "a sum of what the ranks have" if reduction == "sum" else f"the {reduction} of what the ranks have"
+        case Ragged(dim):
+            return f"rows of its groups along dimension {dim}"
+        case Sharded(dim, groups):
+            return f"in parts along dimension {dim}{f', in {groups} groups' if groups > 1 else ''}"
+    return "whole"

@@ -1,0 +1,174 @@
+"""One layer as the ranks of the axis ``model`` share it: its operators, how results lie on them, what they send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from html import escape
+
+from torch import fx
+
+from zerofx.ir import ops, value_ops
+from zerofx.ir.aliasing import storage_source, tensors_of
+from zerofx.ir.facts import Phase, copied_from, origin
+from zerofx.ir.text import target_name
+from zerofx.lowering.lower import LoweredStep
+from zerofx.report.axes import RIGHT, svg_open
+from zerofx.report.rows import Row
+from zerofx.scheduler.plan.decisions import ShardingDecision
+from zerofx.scheduler.plan.placements import Partial, Ragged, Sharded, placement_of
+from zerofx.scheduler.plan.text.shared import placement_words
+from zerofx.units import format_bytes, format_seconds
+
+_ROW, _BOX, _MOST_BOXES = 24, 14, 8  # height of a row, side of a rank's box, ranks that have one
+_BOXES_AT, _SHAPES_AT, _WORDS_AT = 8, 720, 880
+_PART, _SUM, _SENT = "#4e79a7", "#f28e2b", "#b0609f"
+
+
+@dataclass(frozen=True)
+class SharedStep:
+    """Operators in a row whose results lie alike on the ranks, or one collective on a value.
+
+    ``shape`` is that of the last result on one rank, ``placement`` as ``scheduler/plan/placements.py`` writes it. A
+    collective has neither: ``num_bytes`` is what a rank sends, ``waited_seconds`` how long computation waits for it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    placement: str = ""
+    num_bytes: int = 0
+    seconds: float = 0.0
+    waited_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class SharedLayer:
+    """The forward of one layer, shared by ``num_ranks`` ranks, in the order that it runs."""
+
+    layer: str
+    num_ranks: int
+    steps: tuple[SharedStep, ...]
+
+
+def shared_layer(lowered: LoweredStep, rows: Mapping[fx.Node, Row]) -> SharedLayer | None:
+    """The layer in the middle of those that ranks of the axis ``model`` share; None where none is shared."""
+    plan, graph = lowered.plan, lowered.graph
+    if plan.model == 1:
+        return None
+    nodes = [node for node in graph.calls() if _is_forward(node) and graph.unit_of(node)]
+    shared = dict.fromkeys(graph.unit_of(node) for node in nodes if node.target in value_ops.VALUE_COLLECTIVES)
+    if not shared:
+        return None
+    layer = list(shared)[len(shared) // 2]
+    decisions = {decision.node: decision for decision in plan.shardings if not decision.parameter}
+    own = [node for node in nodes if graph.unit_of(node) == layer]
+    return SharedLayer(layer, plan.model, tuple(_merged(_steps(own, rows, decisions))))
+
+
+def _is_forward(node: fx.Node) -> bool:
+    return origin(node).phase is Phase.FORWARD and copied_from(node) is None
+
+
+def _steps(
+    nodes: list[fx.Node], rows: Mapping[fx.Node, Row], decisions: Mapping[str, ShardingDecision]
+) -> Iterator[tuple[SharedStep, bool]]:
+    """The steps, and whether each may share a line with those around it. Views are not among them."""
+    waits = {node.args[0]: rows[node].exposed_seconds for node in nodes if node.target is ops.wait and node in rows}
+    for node in nodes:
+        if node not in rows:
+            continue
+        row = rows[node]
+        if node.target in value_ops.VALUE_COLLECTIVES:
+            source, _ = storage_source(node.all_input_nodes[0])
+            moved = "weights" if source.op == "placeholder" or source.target in ops.EVENTS else _name(source)
+            name = f"{_name(node)} of {moved}"
+            yield SharedStep(name, (), "", row.wire_bytes, row.seconds, waits.get(node, 0.0)), False
+            continue
+        # Products and attention compute more than they move.
+        is_heavy = row.flops > row.bytes_in + row.bytes_out
+        placement = _placement(node, decisions, is_heavy=is_heavy)
+        if placement:
+            yield SharedStep(_name(node), _shape(node), placement), not is_heavy
+
+
+def _name(node: fx.Node) -> str:
+    return target_name(node).removeprefix("aten.").removeprefix("zerofx.").partition(".")[0].lstrip("_")
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(tensors_of(node)[0].shape)
+
+
+def _placement(node: fx.Node, decisions: Mapping[str, ShardingDecision], *, is_heavy: bool) -> str:
+    """How a result lies: by the decision for it, or for its first reader where other operators take its place; ``""``
+    where neither says so."""
+    if node.name in decisions:
+        return decisions[node.name].outputs[0] or ""
+    if not is_heavy:
+        return ""
+    while node.users and (reader := next(iter(node.users))).name not in decisions:
+        node = reader
+    if not node.users:
+        return ""
+    return dict(zip(reader.all_input_nodes, decisions[reader.name].inputs, strict=False)).get(node, "")
+
+
+def _merged(steps: Iterator[tuple[SharedStep, bool]]) -> list[SharedStep]:
+    """Neighbours that lie alike as one, but for products and attention."""
+    merged: list[SharedStep] = []
+    before = False
+    for step, may_share in steps:
+        if before and may_share and merged[-1].placement == step.placement:
+            merged[-1] = replace(step, name=f"{merged[-1].name}, {step.name}")
+        else:
+            merged.append(step)
+        before = may_share
+    return merged
+
+
+def shared_section(shared: SharedLayer | None) -> str:
+    """The layer as a part of a page, with words to it; empty where there is none."""
+    if shared is None:
+        return ""
+    return f"""<h2>One layer, shared</h2>
+<p>The forward of {escape(shared.layer)} as the {shared.num_ranks} ranks of the axis <i>model</i> share it, from top to
+bottom, with the shape that one of them has. Boxes are ranks: filled ones have the whole result, one filled box of many
+says that each has its own part, orange ones that the result is the sum of what they have. A bar is a collective between
+them.</p>
+<div class="wide">{_picture(shared)}</div>
+"""
+
+
+def _picture(shared: SharedLayer) -> str:
+    parts = [svg_open(_ROW * len(shared.steps) + 4, f"{shared.layer}, shared by {shared.num_ranks} ranks", "shared")]
+    for number, step in enumerate(shared.steps):
+        parts += _drawn(step, _ROW * number + 4, shared.num_ranks)
+    return "".join([*parts, "</svg>"])
+
+
+def _drawn(step: SharedStep, top: int, num_ranks: int) -> Iterator[str]:
+    middle, width = top + _BOX / 2 + 4, (_BOX + 3) * min(num_ranks, _MOST_BOXES) - 3
+    if step.placement:
+        for rank in range(min(num_ranks, _MOST_BOXES)):
+            yield (
+                f'<rect x="{_BOXES_AT + (_BOX + 3) * rank}" y="{top}" width="{_BOX}" height="{_BOX}" '
+                f'fill="{_fill(step.placement, rank)}" class="rank"/>'
+            )
+        words = placement_words(step.placement)
+    else:
+        yield f'<rect x="{_BOXES_AT}" y="{top + 3}" width="{width}" height="{_BOX - 6}" fill="{_SENT}"/>'
+        waited = f", {format_seconds(step.waited_seconds)} waited for" if step.waited_seconds else ", hidden"
+        words = f"{format_bytes(step.num_bytes)} sent, {format_seconds(step.seconds)}{waited}"
+    at = _BOXES_AT + width + 24
+    name = step.name if len(step.name) <= 72 else f"{step.name[:70]}…"
+    yield f'<text x="{at}" y="{middle}" class="name">{escape(name)}<title>{escape(step.name)}</title></text>'
+    yield f'<text x="{_SHAPES_AT}" y="{middle}">{" x ".join(map(str, step.shape))}</text>'
+    yield f'<text x="{_WORDS_AT}" y="{middle}">{escape(words)}</text>'
+    yield f'<line x1="{_BOXES_AT}" x2="{RIGHT}" y1="{top + _BOX + 5}" y2="{top + _BOX + 5}" class="grid"/>'
+
+
+def _fill(text: str, rank: int) -> str:
+    placement = placement_of(text)
+    if isinstance(placement, Partial):
+        return _SUM
+    return _PART if rank == 0 or not isinstance(placement, Sharded | Ragged) else "none"
