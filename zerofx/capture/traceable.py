@@ -24,8 +24,8 @@ from zerofx.capture.values.known import KnownValues
 from zerofx.ir.batch import Batch
 from zerofx.ir.casts import ComputeDtype, cast_of
 from zerofx.ir.graph import Strides
+from zerofx.torch_private.activation_checkpoints import without_checkpoints
 from zerofx.torch_private.capture import FakeTensorMode, compiling, fake_mode, fake_tensor
-from zerofx.torch_private.checkpoints import without_checkpoints
 from zerofx.torch_private.dispatch import without_log_of_fakes, without_modes
 from zerofx.torch_private.modules import buffer_table, parameter_table
 from zerofx.torch_private.tensors import as_parameter
