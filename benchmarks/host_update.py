@@ -25,7 +25,8 @@ import torch
 from tabulate import tabulate
 
 from benchmarks.lib.processes import RESULTS
-from zerofx.runtime.tiers.tiers import Stored, Tiers
+from zerofx.runtime.tiers.stored import Stored
+from zerofx.runtime.tiers.tiers import Tiers
 
 BYTES_PER_PARAMETER = 4 * 4 + 3 * 4  # gradient, parameter, moments read; parameter, moments written
 

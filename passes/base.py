@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from zerofx.ir.edit import Rewrite
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.rewrite import Rewrite
 from zerofx.ir.text import target_name
 from zerofx.scheduler.plan.plan import Plan
 

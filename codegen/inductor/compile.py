@@ -27,7 +27,7 @@ from zerofx.errors import CompilerError
 from zerofx.ir import ops
 from zerofx.scheduler.cost.liveness import MemoryEvent
 from zerofx.torch_private.capture import FakeTensorMode
-from zerofx.torch_private.inductor import compile_graph, decompositions, set_up, shape_aware_mode, source_of
+from zerofx.torch_private.inductor.compile import compile_graph, decompositions, set_up, shape_aware_mode, source_of
 
 RegionFunction = Callable[[list[Any]], tuple[torch.Tensor, ...]]
 

@@ -19,7 +19,7 @@ from zerofx.disk.cache import DiskCache, key_of
 from zerofx.disk.own_files import UnsafeError, own_folder, private_folder, warn_once, why_unsafe
 from zerofx.errors import CompilerError
 from zerofx.settings import read_settings, user_cache
-from zerofx.torch_private.inductor_cpp import (
+from zerofx.torch_private.inductor.cpp import (
     CacheBase,
     CppBuilder,
     CppPythonBindingsCodeCache,
@@ -40,7 +40,7 @@ from zerofx.torch_private.inductor_cpp import (
     valid_vec_isa_list,
     x86_isa_checker,
 )
-from zerofx.torch_private.inductor_cpp import config as inductor_config
+from zerofx.torch_private.inductor.cpp import config as inductor_config
 
 Built = TypeVar("Built")
 

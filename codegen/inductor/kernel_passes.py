@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zerofx.scheduler.cost.overwriting import overwriting_order, overwritten
-from zerofx.torch_private.inductor_scheduler import (
+from zerofx.torch_private.inductor.scheduler import (
     BaseSchedulerNode,
     CustomSchedulerPass,
     FusedSchedulerNode,

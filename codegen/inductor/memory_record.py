@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from zerofx.ir.aliasing import tensors_in
 from zerofx.scheduler.cost.cpu.workspace import workspace_bytes
 from zerofx.scheduler.cost.liveness import MemoryEvent
-from zerofx.torch_private.inductor_wrapper import (
+from zerofx.torch_private.inductor.wrapper import (
     DEVICE,
     EMPTY,
     NUMBERS,

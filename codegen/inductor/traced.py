@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from zerofx.ir.rewrite import Rewrite
+from zerofx.ir.edit import Rewrite
 from zerofx.torch_private.operators import OpOverload
 
 

@@ -154,14 +154,12 @@ def menu(segment: Segment, machine: Machine, *, inlines: bool = False) -> tuple[
     """The levels of a segment, from keeping all to computing most again; each keeps less than the one before.
 
     ``inlines``: whether backward is compiled so that some of it costs nothing (``scheduler/decide/inlined.py``): the
-    level after the first is ``free_level`` then, if that keeps less.
+    first levels are ``free_levels`` then.
     """
     seconds = {node: 0.0 if inlines and is_free_again(node) else _seconds(node, machine) for node in segment.operators}
     sizes = [storage_size(storage) for storage in segment.values]
     rates = [sizes[i] / seconds[s[0]] for i, s in enumerate(segment.values) if seconds.get(s[0]) and sizes[i]]
-    levels = [keep_all(segment)]
-    if inlines and (level := free_level(segment)).num_bytes < levels[0].num_bytes:
-        levels.append(level)
+    levels = list(free_levels(segment)) if inlines else [keep_all(segment)]
     if not rates:
         return tuple(levels)
     high, low = 2 * max(rates), min(rates) / len(segment.operators)
@@ -173,11 +171,12 @@ def menu(segment: Segment, machine: Machine, *, inlines: bool = False) -> tuple[
     return tuple(levels)
 
 
-def free_level(segment: Segment) -> Level:
-    """The level that computes again what costs nothing in a compiled backward, as far as less is kept then."""
+def free_levels(segment: Segment) -> tuple[Level, ...]:
+    """Keeping all, and where less is kept then, computing again what costs nothing in a compiled backward."""
     seconds = {node: 0.0 if is_free_again(node) else float("inf") for node in segment.operators}
     sizes = [storage_size(storage) for storage in segment.values]
-    return cheapest(segment, sizes, seconds, 1.0)
+    everything, free = keep_all(segment), cheapest(segment, sizes, seconds, 1.0)
+    return (everything, free) if free.num_bytes < everything.num_bytes else (everything,)
 
 
 def _seconds(node: fx.Node, machine: Machine) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from zerofx.scheduler.plan.json_format import ONLY_IF_SET
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,9 @@ class ReduceDecision:
     bucket: int
     wait_after: str | None
     reason: str
-    gathered_after: str | None = ""
-    earlier: tuple[str | None, ...] = ()
-    crossed_after: str | None = ""
+    gathered_after: str | None = field(default="", metadata=ONLY_IF_SET)
+    earlier: tuple[str | None, ...] = field(default=(), metadata=ONLY_IF_SET)
+    crossed_after: str | None = field(default="", metadata=ONLY_IF_SET)
 
     @property
     def updated_after(self) -> str | None:
@@ -84,7 +86,7 @@ class TileDecision:
     num_bytes: int
     reason: str
     layer: str = ""
-    over: Literal["rows", "classes"] = "rows"
+    over: Literal["rows", "classes"] = field(default="rows", metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from zerofx.scheduler.plan.json_format import ONLY_IF_SET
 from zerofx.scheduler.plan.mesh import SHARD, Axes
 
 
@@ -30,7 +31,7 @@ class Prediction:
     flops: int
     link_bytes: dict[str, int] = field(default_factory=dict)
     least_seconds: float | None = None
-    node_wire_bytes: dict[str, int] = field(default_factory=dict)
+    node_wire_bytes: dict[str, int] = field(default_factory=dict, metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,11 @@ class BucketSummary:
     shard_numel: int
     dtype: str
     compute_dtype: str
-    reduce_dtype: str | None = None
-    state_dtype: str | None = None
-    gathered_over: Axes = SHARD
-    states_over: Axes = SHARD
-    lent: bool = False
+    reduce_dtype: str | None = field(default=None, metadata=ONLY_IF_SET)
+    state_dtype: str | None = field(default=None, metadata=ONLY_IF_SET)
+    gathered_over: Axes = field(default=SHARD, metadata=ONLY_IF_SET)
+    states_over: Axes = field(default=SHARD, metadata=ONLY_IF_SET)
+    lent: bool = field(default=False, metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from zerofx.errors import PlanError
-from zerofx.scheduler.plan.mesh import SHARD
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -19,43 +18,24 @@ if TYPE_CHECKING:
 P = TypeVar("P", bound="DataclassInstance")
 
 _FORMAT = 1
-# Entries that a plan has only where they say something.
-_LEFT_OUT: dict[str, Any] = {
-    "wire": "exact", "ranks_per_node": None, "wires": (), "pieces": (), "max_grad_norm": None, "loss_scaled": False,
-    "grad_norms": False,
-    "replicate": 1, "model": 1, "shardings": (), "overlaps": (), "spreads": (), "states_reason": "",
-}  # fmt: skip
+
+ONLY_IF_SET = {"only if set": True}
+"""Metadata of fields that JSON has only where they are not at their defaults, of which most plans say nothing."""
 
 
-def as_data(plan: Plan) -> dict[str, Any]:
-    """All that a plan holds, as dicts, but for what most plans say nothing of: the wire, pieces, clipping, scaling,
-    axes of the mesh, what tiles are of, where gathered sums are awaited, what is reduced in each micro-batch, dtypes of
-    gradients and states that are others than usual."""
-    data = asdict(plan)
-    for bucket in data["buckets"]:
-        for name in ("reduce_dtype", "state_dtype", "lent"):
-            if bucket[name] in (None, False):
-                del bucket[name]
-    for reduce in data["reduces"]:
-        if reduce["gathered_after"] == "":
-            del reduce["gathered_after"]
-        if reduce["crossed_after"] == "":
-            del reduce["crossed_after"]
-        if not reduce["earlier"]:
-            del reduce["earlier"]
-    for bucket in data["buckets"]:
-        for name in ("gathered_over", "states_over"):
-            if bucket[name] == SHARD:
-                del bucket[name]
-    for tile in data["tiles"]:
-        if tile["over"] == "rows":
-            del tile["over"]
-    for name, nothing in _LEFT_OUT.items():
-        if data[name] == nothing:
-            del data[name]
-    if plan.prediction is not None and not plan.prediction.node_wire_bytes:
-        del data["prediction"]["node_wire_bytes"]
-    return data
+def as_data(value: Any) -> Any:
+    """A dataclass of plain data as JSON has it."""
+    if is_dataclass(value):
+        entries = ((entry, getattr(value, entry.name)) for entry in fields(value))
+        return {entry.name: as_data(given) for entry, given in entries if not _is_left_out(entry, given)}
+    if isinstance(value, dict):
+        return {name: as_data(item) for name, item in value.items()}
+    return [as_data(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _is_left_out(entry: Field[Any], given: Any) -> bool:
+    default = entry.default if entry.default_factory is MISSING else entry.default_factory()
+    return bool(entry.metadata == ONLY_IF_SET and given == default)
 
 
 def to_text(plan: Plan) -> str:
@@ -73,10 +53,8 @@ def read_plan(kind: type[P], text: str) -> P:
         data = json.loads(text)
         if data.pop("format") != _FORMAT:
             raise PlanError(f"expected a plan of format {_FORMAT}; make the plan anew with this version of zerofx")
-        data = {
-            name: list(default) if isinstance(default, tuple) else default for name, default in _LEFT_OUT.items()
-        } | data
-        return typed(kind, {entry.name: data[entry.name] for entry in fields(kind)})  # a saved report has more
+        needed = [entry.name for entry in fields(kind) if entry.name in data or entry.metadata != ONLY_IF_SET]
+        return typed(kind, {name: data[name] for name in needed})  # a saved report has more
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         if isinstance(error, PlanError):
             raise

@@ -26,7 +26,7 @@ from zerofx.scheduler.plan.decisions import (
     WireDecision,
 )
 from zerofx.scheduler.plan.facts import BucketSummary, GraphSummary, Prediction
-from zerofx.scheduler.plan.json_format import as_data, read_plan, to_text
+from zerofx.scheduler.plan.json_format import ONLY_IF_SET, as_data, read_plan, to_text
 from zerofx.scheduler.plan.mesh import Mesh
 
 
@@ -58,28 +58,28 @@ class Plan:
     reduces: tuple[ReduceDecision, ...]
     recomputes: tuple[RecomputeDecision, ...] = ()
     extra_keeps: tuple[str, ...] = ()
-    pieces: tuple[PieceDecision, ...] = ()
+    pieces: tuple[PieceDecision, ...] = field(default=(), metadata=ONLY_IF_SET)
     tiles: tuple[TileDecision, ...] = ()
     slices: tuple[SliceDecision, ...] = ()
-    shardings: tuple[ShardingDecision, ...] = ()
-    overlaps: tuple[OverlapDecision, ...] = ()
+    shardings: tuple[ShardingDecision, ...] = field(default=(), metadata=ONLY_IF_SET)
+    overlaps: tuple[OverlapDecision, ...] = field(default=(), metadata=ONLY_IF_SET)
     offloads: tuple[OffloadDecision, ...] = ()
-    spreads: tuple[SpreadDecision, ...] = ()
+    spreads: tuple[SpreadDecision, ...] = field(default=(), metadata=ONLY_IF_SET)
     states: tuple[StateDecision, ...] = ()
     parameters: tuple[ParameterDecision, ...] = ()
     gradients: tuple[GradientDecision, ...] = ()
     memory_budget: int | None = None
     num_micro_batches: int = 1
-    max_grad_norm: float | None = None
-    grad_norms: bool = False
-    loss_scaled: bool = False
+    max_grad_norm: float | None = field(default=None, metadata=ONLY_IF_SET)
+    grad_norms: bool = field(default=False, metadata=ONLY_IF_SET)
+    loss_scaled: bool = field(default=False, metadata=ONLY_IF_SET)
     micro_batches_reason: str = ""
-    wire: str = "exact"
-    ranks_per_node: int | None = None
-    wires: tuple[WireDecision, ...] = ()
-    replicate: int = 1
-    model: int = 1
-    states_reason: str = ""
+    wire: str = field(default="exact", metadata=ONLY_IF_SET)
+    ranks_per_node: int | None = field(default=None, metadata=ONLY_IF_SET)
+    wires: tuple[WireDecision, ...] = field(default=(), metadata=ONLY_IF_SET)
+    replicate: int = field(default=1, metadata=ONLY_IF_SET)
+    model: int = field(default=1, metadata=ONLY_IF_SET)
+    states_reason: str = field(default="", metadata=ONLY_IF_SET)
     prediction: Prediction | None = field(default=None, compare=False)
     summary: GraphSummary | None = field(default=None, compare=False)
 

@@ -17,7 +17,7 @@ from zerofx.passes.divide import end_regions_at
 from zerofx.scheduler.analysis.saved_values import storage_size, value_node
 from zerofx.scheduler.cost.timeline import Place, runs
 from zerofx.scheduler.cost.wire_volume import seconds_along
-from zerofx.scheduler.decide.activations import Level, Segment, free_level, keep_all, menu
+from zerofx.scheduler.decide.activations import Level, Segment, free_levels, menu
 from zerofx.scheduler.decide.gathers import Gathering, keep_menus, prefetch_menu, reduction_menu, why_kept
 from zerofx.scheduler.decide.gradients import Waiting, gradient_menus, place_gradients
 from zerofx.scheduler.decide.offload import Capacity, OffloadRequest, away_seconds, entries, joint_menu, place
@@ -137,9 +137,8 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
 def free_items(question: Question) -> list[Activations]:
     """The layers in which less is kept if backward computes again what costs it nothing."""
     first = {part.key: part for part in reversed(question.captured.segments) if part.unit}
-    menus = {key: (keep_all(part), free_level(part)) for key, part in first.items()}
-    less = {key for key, (everything, free) in menus.items() if free.num_bytes < everything.num_bytes}
-    return [Activations(part, menus[part.key]) for part in question.captured.segments if part.key in less]
+    menus = {key: levels for key, part in first.items() if len(levels := free_levels(part)) > 1}
+    return [Activations(part, menus[part.key]) for part in question.captured.segments if part.key in menus]
 
 
 def num_free(items: Sequence[Item], moves: Sequence[Move]) -> int:

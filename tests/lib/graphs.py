@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from zerofx.capture.trace import Batch, capture
-from zerofx.ir.buckets import BucketLayout, layout_of
+from zerofx.ir.bucketing import layout_of
+from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import Role, placeholder, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
@@ -22,7 +23,8 @@ from zerofx.passes.prepare.scale_loss import ScaleLoss
 from zerofx.passes.prepare.simplify import simplify
 from zerofx.passes.prepare.slice import slice_parameters
 from zerofx.pipeline import Stage, passes, run_passes
-from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters
+from zerofx.runtime.state.optimizer import OptimizerBinding
+from zerofx.runtime.state.parameter_groups import group_of_parameters
 from zerofx.scheduler.analysis.slices import Slices, named_slices
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.measured import MeasuredCosts
@@ -283,7 +285,7 @@ def prepare(
     slice_parameters(step, named_slices(step, slices or {}))
     accumulate(step, num_micro_batches, taken.divided_names())
     layout = layout_of(
-        step, groups, mesh or Mesh(shard=num_ranks), block,
+        step, groups, mesh or Mesh(shard=num_ranks), block=block,
         in_parts=in_parts, reduce_dtype=reduce_dtype, state_dtype=state_dtype,
     )  # fmt: skip
     binding = OptimizerBinding(optimizer, layout, step.device, prefer_fused=False)

@@ -168,7 +168,7 @@ def _trained_from(world: World, name: str, data: bytes) -> bool:
 
 
 def _read(world: World, name: str, data: bytes) -> bool:
-    from zerofx.driver.kept_step import KeptStep
+    from zerofx.driver.kept.step import KeptStep
     from zerofx.ir.serialise import from_json
     from zerofx.scheduler.search.stages.kept import Answer
 

@@ -20,12 +20,14 @@ from zerofx.codegen.regions import Region, cut
 from zerofx.driver.plan_only import plan
 from zerofx.errors import MemoryBudgetError
 from zerofx.ir.aliasing import storage_bytes, storage_source, tensors_of
-from zerofx.ir.buckets import BucketLayout, layout_of
+from zerofx.ir.bucketing import layout_of
+from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
 from zerofx.passes.prepare.simplify import simplify
 from zerofx.pipeline import run_quietly
-from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters
+from zerofx.runtime.state.optimizer import OptimizerBinding
+from zerofx.runtime.state.parameter_groups import group_of_parameters
 from zerofx.scheduler.analysis.saved_values import crossing_storages, value_node
 from zerofx.scheduler.cost.liveness import liveness, with_profiles
 from zerofx.scheduler.cost.machine import Machine

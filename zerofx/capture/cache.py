@@ -9,19 +9,17 @@ outside its parameters and buffers, or what is not the same once it is read. Tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from zerofx.capture.by_layer.forward_record import ForwardRecord
-from zerofx.capture.for_gpu.gpu import AbsentGpu
-from zerofx.capture.outside.lent import Lent, all_parameters, all_units
+from zerofx.capture.traceable import Forward
 from zerofx.capture.tracing_settings import tracing_settings
 from zerofx.disk.cache import MALFORMED, DiskCache, key_of
-from zerofx.ir.casts import ComputeDtype
-from zerofx.ir.graph import StepGraph, Strides
+from zerofx.ir.graph import StepGraph
 from zerofx.ir.serialise import NotStorableError, from_json, same_graph, to_json
 from zerofx.torch_private.capture import fake_mode
 
@@ -39,21 +37,9 @@ class KeptCapture:
     blank: StepGraph  # parameters and units of the model, and no node
 
     @staticmethod
-    def of(
-        cache: DiskCache,
-        record: ForwardRecord,
-        model: nn.Module,
-        batch_names: Sequence[str],
-        compute_dtype: ComputeDtype,
-        strides: Strides,
-        gpu: AbsentGpu | None = None,
-        lent: tuple[Lent, ...] = (),
-    ) -> KeptCapture:
-        """The place for the model whose forward is ``record``; other arguments as for ``capture``.
-
-        ``lent`` are the models of other steps that it uses.
-        """
-        parameters, units = all_parameters(model, lent, compute_dtype, strides), all_units(model, lent)
+    def of(cache: DiskCache, record: ForwardRecord, forward: Forward) -> KeptCapture:
+        """The place for the model whose ``forward`` does what ``record`` says."""
+        parameters, units = forward.parameters(), forward.units()
         blank = StepGraph(fx.Graph(), torch.device("cpu"), parameters, units)
         if cache.folder is None:
             return KeptCapture(cache, None, "", blank)
@@ -61,8 +47,8 @@ class KeptCapture:
             reason = f"it calls {record.foreign}, which is not torch's own: in the next run that may be other code"
             return KeptCapture(cache, None, reason, blank)
         parts = (
-            *tracing_settings(), record.text(),
-            repr(parameters), repr(sorted(units)), repr(batch_names), str(compute_dtype), repr(gpu),
+            *tracing_settings(), record.text(), repr(parameters), repr(sorted(units)), repr(forward.batch.names),
+            str(forward.compute_dtype), repr(forward.gpu),
         )  # fmt: skip
         return KeptCapture(cache, key_of("capture", parts), "", blank)
 

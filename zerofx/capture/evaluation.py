@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,27 +35,19 @@ class Evaluation(Objective):
         """All modules of the model are in evaluation mode, as after ``eval()``."""
         return in_evaluation_mode(model)
 
-    def run(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        scope: Callable[[], AbstractContextManager[None]],
-    ) -> tuple[torch.Tensor, Returned, tuple[torch.Tensor, ...]]:
+    def parts_of(self, returned: Any) -> tuple[torch.Tensor, Returned, tuple[torch.Tensor, ...]]:
         """The first tensor, the structure of all that is returned, and all its tensors.
 
         Raises:
-            UsageError: as ``outputs``.
             CaptureError: nothing is returned that is a tensor.
         """
-        with torch.no_grad():
-            returned, tensors = Returned.of_outputs(self.outputs(model, args, kwargs, scope))
-            if not tensors:
-                raise CaptureError(
-                    "expected a forward that returns a tensor to evaluate, or several, found none: return what is to "
-                    "be looked at"
-                )
-            return tensors[0], returned, tensors
+        structure, tensors = Returned.of_outputs(returned)
+        if not tensors:
+            raise CaptureError(
+                "expected a forward that returns a tensor to evaluate, or several, found none: return what is to "
+                "be looked at"
+            )
+        return tensors[0], structure, tensors
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ class Objective:
 
     def watched(self, model: nn.Module) -> dict[str, nn.Module]:
         """The model, and the modules that it is trained with, by what their attributes' paths begin with."""
-        return {"": model} | ({} if self.is_plain else self.outside.modules(model))
+        return {"": model} | self.outside.modules(model)
 
     def copied(self, memo: dict[int, Any]) -> Objective:
         """That of a copy of the model. What ``forward`` uses besides is shared: a step changes none of it."""
@@ -102,33 +102,6 @@ class Objective:
         """What the forward runs in."""
         return contextlib.nullcontext()
 
-    def outputs(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        scope: Callable[[], AbstractContextManager[None]],
-    ) -> Any:
-        """All that is computed of a batch, as it is returned; what is not of the model's forward runs in ``scope``.
-
-        Raises:
-            UsageError: the model or one of the two cannot be called with such a batch.
-        """
-        if self.forward is not None:
-            check_forward_call(self.forward, args, kwargs)
-            with scope():
-                return self.forward(model, *args, **kwargs)
-        if self.loss_fn is None:
-            return call_model(model, args, kwargs)
-        (own, named), (rest, others) = divided_call(model, self.loss_fn, args, kwargs)
-        outputs = call_model(model, own, named)
-        with scope():
-            try:
-                return self.loss_fn(outputs, *rest, **others)
-            except Exception as error:
-                error.add_note(f"in loss_fn(outputs{listed(rest, others)})")
-                raise
-
     def run(
         self,
         model: nn.Module,
@@ -136,29 +109,48 @@ class Objective:
         kwargs: dict[str, Any],
         scope: Callable[[], AbstractContextManager[None]],
     ) -> tuple[torch.Tensor, Returned, tuple[torch.Tensor, ...]]:
-        """The loss of a batch, what is returned besides, and the tensors of that; the loss is computed in ``scope``.
+        """The loss of a batch, what is returned besides, and the tensors of that.
+
+        What is not of the model's forward runs in ``scope``.
 
         Raises:
-            UsageError: as ``outputs``.
+            UsageError: the model, ``loss_fn`` or ``forward`` cannot be called with such a batch.
             CaptureError: there is no loss in what they give.
         """
-        returned = self.outputs(model, args, kwargs, scope)
-        if self.is_plain:
-            loss = find_loss(returned)
-            return loss, *self._besides(returned, loss)
+        if self.forward is not None:
+            check_forward_call(self.forward, args, kwargs)
+            with scope():
+                return self.parts_of(self.forward(model, *args, **kwargs))
+        if self.loss_fn is None:
+            return self.parts_of(call_model(model, args, kwargs))
+        (own, named), (rest, others) = divided_call(model, self.loss_fn, args, kwargs)
+        outputs = call_model(model, own, named)
         with scope():
-            if self.forward is None:
-                loss = find_loss(returned, source="loss_fn")
-                return loss, *self._besides(returned, loss)
-            if isinstance(returned, torch.Tensor):
-                return find_loss(returned, source="forward"), NOTHING_ELSE, ()
-            if not (type(returned) is tuple and len(returned) == 2 and isinstance(returned[0], torch.Tensor)):
-                raise CaptureError(
-                    f"expected forward to return its loss, a scalar tensor, or a pair (loss, extras), found "
-                    f"{_describe(returned)}: pick the loss, and put all that step() is to give besides into "
-                    f"one dict"
-                )
-            return find_loss(returned[0], source="forward"), *Returned.of_extras(returned[1])
+            try:
+                returned = self.loss_fn(outputs, *rest, **others)
+            except Exception as error:
+                error.add_note(f"in loss_fn(outputs{listed(rest, others)})")
+                raise
+            return self.parts_of(returned)
+
+    def parts_of(self, returned: Any) -> tuple[torch.Tensor, Returned, tuple[torch.Tensor, ...]]:
+        """What ``run`` gives, of what the model, ``loss_fn`` or ``forward`` has returned.
+
+        Raises:
+            CaptureError: as ``run``.
+        """
+        if self.forward is None:
+            loss = find_loss(returned, source="the model" if self.loss_fn is None else "loss_fn")
+            return loss, *self._besides(returned, loss)
+        if isinstance(returned, torch.Tensor):
+            return find_loss(returned, source="forward"), NOTHING_ELSE, ()
+        if not (type(returned) is tuple and len(returned) == 2 and isinstance(returned[0], torch.Tensor)):
+            raise CaptureError(
+                f"expected forward to return its loss, a scalar tensor, or a pair (loss, extras), found "
+                f"{_describe(returned)}: pick the loss, and put all that step() is to give besides into "
+                f"one dict"
+            )
+        return find_loss(returned[0], source="forward"), *Returned.of_extras(returned[1])
 
     def _besides(self, returned: Any, loss: torch.Tensor) -> tuple[Returned, tuple[torch.Tensor, ...]]:
         """What is handed out of what was returned, with its tensors: nothing where the loss would be all of it."""
@@ -197,7 +189,7 @@ class LossModule(nn.Module):
         super().__init__()
         self.model = model
         self.outside = nn.Module()
-        lent = () if objective.is_plain else objective.outside.lent
+        lent = objective.outside.lent
         self.lent = nn.ModuleList([lender.model for lender in lent])
         # In a tuple, neither a loss that is a module nor a model of another step is one of this one's.
         self._lenders = (lent,)
@@ -215,8 +207,7 @@ class LossModule(nn.Module):
         self.returned = NOTHING_ELSE
         self.trains = objective.trains
         self._has_run = False
-        if not objective.is_plain:
-            self._stand_in()
+        self._stand_in()
 
     def _stand_in(self) -> None:
         """Register fake tensors for those that are known to be used outside of the model."""
@@ -244,6 +235,8 @@ class LossModule(nn.Module):
                 inner.enter_context(stand_ins)
             args, kwargs = self._batch.rebuild(tensors)
             factor = factor_of(kwargs)
+            if not self.trains:
+                inner.enter_context(torch.no_grad())
             loss, self.returned, extras = objective.run(self.model, args, kwargs, self._loss_scope)
             now = self.all_buffers()
         if stand_ins.has_learned:

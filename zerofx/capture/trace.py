@@ -7,26 +7,22 @@ the module it came from, in forward *and* backward. Nothing of the model is comp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MappingProxyType
+from typing import Unpack
 
 from torch import nn
 
 from zerofx.capture.blame import explain
 from zerofx.capture.compat.decompositions import decompositions
-from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.for_gpu.retarget import retarget
 from zerofx.capture.layer_annotations import SourceLines
-from zerofx.capture.loss import Loss, Objective
 from zerofx.capture.normalise.joint import Joint, Normalisation
 from zerofx.capture.normalise.phase import NORMALISATIONS
-from zerofx.capture.outside.lent import all_parameters, all_units
 from zerofx.capture.outside.outside import OutsideFoundError
-from zerofx.capture.traceable import as_in_eager_mode_first, traceable
+from zerofx.capture.traceable import CaptureOptions, Forward, as_in_eager_mode_first, traceable
 from zerofx.capture.values.watched_calls import CallWatcher
 from zerofx.errors import ZeroFXError, warn, working
 from zerofx.ir.batch import Batch as Batch
-from zerofx.ir.casts import ComputeDtype
-from zerofx.ir.graph import StepGraph, Strides
+from zerofx.ir.graph import StepGraph
 from zerofx.torch_private.capture import joint_graph
 
 
@@ -34,12 +30,8 @@ def capture(
     model: nn.Module,
     batch: Batch,
     *,
-    loss_fn: Loss = None,
-    compute_dtype: ComputeDtype = None,
-    num_micro_batches: int = 1,
-    strides: Strides = MappingProxyType({}),
-    gpu: AbsentGpu | None = None,
     rewrites: Sequence[Normalisation] = NORMALISATIONS,
+    **options: Unpack[CaptureOptions],
 ) -> StepGraph:
     """Trace ``loss = model(*batch)`` and its backward.
 
@@ -62,38 +54,24 @@ def capture(
     Raises:
         CaptureError: the model cannot be one graph; the message names the source line.
     """
-    objective = Objective.of(loss_fn)
+    return capture_forward(Forward(model, batch, **options), rewrites)
+
+
+def capture_forward(forward: Forward, rewrites: Sequence[Normalisation] = NORMALISATIONS) -> StepGraph:
+    """What ``capture`` gives for a ``Forward`` of the same arguments."""
     return as_in_eager_mode_first(
-        lambda compiled: objective.outside.traced(
-            lambda: _captured(
-                model, batch, objective, compute_dtype, num_micro_batches, strides, gpu, rewrites, compiled
-            )
-        )
+        lambda compiled: forward.objective.outside.traced(lambda: _captured(forward, rewrites, compiled))
     )
 
 
-def _captured(
-    model: nn.Module,
-    batch: Batch,
-    objective: Objective,
-    compute_dtype: ComputeDtype,
-    num_micro_batches: int,
-    strides: Strides,
-    gpu: AbsentGpu | None,
-    rewrites: Sequence[Normalisation],
-    compiled: bool,
-) -> StepGraph:
+def _captured(forward: Forward, rewrites: Sequence[Normalisation], compiled: bool) -> StepGraph:
     """What ``capture`` gives of a forward that is told whether it is ``compiled``.
 
     Raises:
         OutsideFoundError: the objective uses tensors that it had not been known to use.
     """
-    watcher = CallWatcher()
-    with (
-        traceable(model, batch, objective, compute_dtype, num_micro_batches, strides, gpu, compiled=compiled) as traced,
-        watcher,
-        SourceLines(),
-    ):
+    watcher, batch, gpu = CallWatcher(), forward.batch, forward.gpu
+    with traceable(forward, compiled=compiled) as traced, watcher, SourceLines():
         lossy, fakes, here, mode = traced
         device = here if gpu is None else gpu.device
         try:
@@ -114,10 +92,8 @@ def _captured(
             f"as a buffer"
         )
     with working("make a step graph of what was captured"):
-        lent = lossy.lenders()
-        parameters = all_parameters(model, lent, compute_dtype, strides)
-        step = StepGraph(joint.graph, device, parameters, all_units(model, lent))
-        rewritten = Joint(step, joint, model, batch, watcher, lossy)
+        step = StepGraph(joint.graph, device, forward.parameters(), forward.units())
+        rewritten = Joint(step, joint, forward.model, batch, watcher, lossy)
         for rewrite in rewrites:
             rewrite.run(rewritten)
         return step

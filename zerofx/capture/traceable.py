@@ -6,9 +6,12 @@ Nothing of the model is computed or changed: what stands in for its tensors is t
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -16,16 +19,18 @@ from torch import nn
 from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.kept_modules import computing_in_float32
 from zerofx.capture.layer_annotations import LOSS_LAYER, in_layer, layer_annotations
+from zerofx.capture.layers import find_units
 from zerofx.capture.loss import Loss, LossModule, Objective
+from zerofx.capture.outside.lent import Lent
 from zerofx.capture.outside.outside import StandInMaker
 from zerofx.capture.randomness import drawing_with_torch
 from zerofx.capture.values.collective_calls import traceable_collectives
 from zerofx.capture.values.known import KnownValues
 from zerofx.ir.batch import Batch
 from zerofx.ir.casts import ComputeDtype, cast_of
-from zerofx.ir.graph import Strides
+from zerofx.ir.graph import ParameterInfo, Strides, parameter_infos
+from zerofx.torch_private.activation_checkpoints import without_checkpoints
 from zerofx.torch_private.capture import FakeTensorMode, compiling, fake_mode, fake_tensor
-from zerofx.torch_private.checkpoints import without_checkpoints
 from zerofx.torch_private.dispatch import without_log_of_fakes, without_modes
 from zerofx.torch_private.modules import buffer_table, parameter_table
 from zerofx.torch_private.tensors import as_parameter
@@ -48,34 +53,68 @@ def as_in_eager_mode_first(trace: Callable[[bool], T]) -> T:
     return trace(True)
 
 
+class CaptureOptions(TypedDict, total=False):
+    """What ``capture`` may be told besides the model and the batch; the fields of ``Forward``."""
+
+    loss_fn: Loss
+    compute_dtype: ComputeDtype
+    num_micro_batches: int
+    strides: Strides
+    gpu: AbsentGpu | None
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What is traced or recorded: a model's forward of a batch, and its loss; fields as arguments of ``capture``."""
+
+    model: nn.Module
+    batch: Batch
+    loss_fn: Loss = None
+    compute_dtype: ComputeDtype = None
+    num_micro_batches: int = 1
+    strides: Strides = field(default_factory=lambda: MappingProxyType({}))
+    gpu: AbsentGpu | None = None
+
+    @functools.cached_property
+    def objective(self) -> Objective:
+        """What is computed of the batch."""
+        return Objective.of(self.loss_fn)
+
+    @property
+    def lent(self) -> tuple[Lent, ...]:
+        """The models of other steps that are known to be used."""
+        return self.objective.outside.lent
+
+    def parameters(self) -> tuple[ParameterInfo, ...]:
+        """The model's parameters, and after them those of other steps that are read from buckets."""
+        others = (info for entry in self.lent for info in entry.parameters())
+        return (*parameter_infos(self.model, self.compute_dtype, self.strides), *others)
+
+    def units(self) -> frozenset[str]:
+        """The repeated layers of all these models."""
+        return frozenset((*find_units(self.model), *(unit for entry in self.lent for unit in entry.units())))
+
+
 @contextlib.contextmanager
 def traceable(
-    model: nn.Module,
-    batch: Batch,
-    loss_fn: Loss,
-    compute_dtype: ComputeDtype,
-    num_micro_batches: int,
-    strides: Strides,
-    gpu: AbsentGpu | None = None,
-    *,
-    compiled: bool,
+    forward: Forward, *, compiled: bool
 ) -> Iterator[tuple[LossModule, tuple[torch.Tensor, ...], torch.device, FakeTensorMode]]:
     """While open, the model is on fake tensors, and what runs knows its layer (``running_layer``).
 
     Gives the module that makes the loss, the fake tensors of the batch to call it with, their device, and their mode.
-    For an absent ``gpu`` that device is the CPU. ``compiled``: whether a forward that asks is told that it is.
+    For an absent GPU that device is the CPU. ``compiled``: whether a forward that asks is told that it is.
     """
+    model, batch, compute_dtype, gpu = forward.model, forward.batch, forward.compute_dtype, forward.gpu
+    lent = forward.lent
     mode, device = fake_mode(), tracing_device(model, batch, gpu)
-    objective = Objective.of(loss_fn)
-    lent = () if objective.is_plain else objective.outside.lent
     for lender in lent:
         lender.check()
     with (
         contextlib.ExitStack() as stack,
-        objective.setting(model),
+        forward.objective.setting(model),
         torch.enable_grad(),
         without_log_of_fakes(),
-        _fake_state(model, mode, compute_dtype, device, strides) as of_model,
+        _fake_state(model, mode, compute_dtype, device, forward.strides) as of_model,
         layer_annotations([("", model), *((lender.name, lender.model) for lender in lent)]),
         computing_in_float32(compute_dtype),
         compiling() if compiled else contextlib.nullcontext(),
@@ -101,7 +140,7 @@ def traceable(
 
         maker = StandInMaker(outside, of_all)
         with KnownValues() as known:
-            lossy = LossModule(model, batch, objective, num_micro_batches, loss_scope, known, maker)
+            lossy = LossModule(model, batch, forward.objective, forward.num_micro_batches, loss_scope, known, maker)
             yield lossy, fakes, device, mode
 
 

@@ -17,7 +17,8 @@ from zerofx.ir.buckets import Bucket
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.state import TrainingState
-from zerofx.runtime.tiers.tiers import Stored, Tiers
+from zerofx.runtime.tiers.stored import Stored
+from zerofx.runtime.tiers.tiers import Tiers
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import nn
 from zerofx.capture.by_layer.by_layer import Recorded, capture_by_layer, recorded_forward
 from zerofx.capture.by_layer.forward_record import ForwardRecord
 from zerofx.capture.for_gpu.gpu import AbsentGpu
+from zerofx.capture.traceable import Forward
 from zerofx.disk.cache import DiskCache
 from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch, micro_batch
@@ -111,11 +112,7 @@ class Captures:
         num = self.candidates[0]
         if num not in self._recorded:
             try:
-                self._recorded[num] = recorded_forward(
-                    self._model, self._part(num), cache, loss_fn=self._options.objective,
-                    compute_dtype=self._options.casts(self._model), num_micro_batches=num, strides=self._strides,
-                    gpu=self._gpu,
-                )  # fmt: skip
+                self._recorded[num] = recorded_forward(self._forward(num), cache)
             except Exception:  # noqa: BLE001 - what the model's own code raises is explained where it is captured
                 return None
         return self._recorded[num]
@@ -210,12 +207,15 @@ class Captures:
     def as_captured(self, num: int) -> StepGraph:
         """The graph of one of ``num`` micro-batches before it is prepared, captured at each call."""
         return capture_by_layer(
-            self._model, self._part(num), loss_fn=self._options.objective,
-            compute_dtype=self._options.casts(self._model), num_micro_batches=num, strides=self._strides, gpu=self._gpu,
-            allowed="stamp" not in self._settings.disable,
-            check=self._settings.verify == 2, say=self._say, cache=DiskCache(self._settings.cache_dir),
-            recorded=self._recorded.get(num),
+            self._forward(num), allowed="stamp" not in self._settings.disable, check=self._settings.verify == 2,
+            say=self._say, cache=DiskCache(self._settings.cache_dir), recorded=self._recorded.get(num),
         )  # fmt: skip
+
+    def _forward(self, num: int) -> Forward:
+        options = self._options
+        return Forward(
+            self._model, self._part(num), options.objective, options.casts(self._model), num, self._strides, self._gpu
+        )
 
     def _say(self, text: str) -> None:
         if self._writes:

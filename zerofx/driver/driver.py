@@ -3,7 +3,7 @@
 ``zerofx.compile`` comes here for every batch shape; ``zerofx.plan`` and ``zerofx.tune`` take the same steps one by one.
 What the way leads through: ``driver/captures.py`` (captured), ``driver/prepared.py`` (buckets and updates),
 ``scheduler/search/planner.py`` (planned), ``lowering/lower.py`` (lowered), ``lowering/load.py`` (compiled and loaded),
-``driver/step_cache.py`` (kept). Nothing of the user's is changed on it.
+``driver/kept/step_cache.py`` (kept). Nothing of the user's is changed on it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from zerofx.budgets import budget_bytes
 from zerofx.capture.checks import device_of
 from zerofx.disk.cache import MALFORMED
-from zerofx.driver import step_cache
 from zerofx.driver.captures import Captures
 from zerofx.driver.garbage import collecting_recent_garbage_only
 from zerofx.driver.given_plan import check_budget, check_graph, check_host_budget
+from zerofx.driver.kept import step_cache
 from zerofx.driver.lent import own_part
 from zerofx.driver.prepared import Earlier, Prepared, Request, agree_on_graph, prepare
 from zerofx.driver.sharing import check_batches, share_computation

@@ -24,7 +24,8 @@ from zerofx.disk.cache import MALFORMED
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.errors import PlanError, UsageError, ZeroFXError
 from zerofx.ir.batch import Batch
-from zerofx.ir.buckets import BucketLayout, layout_of
+from zerofx.ir.bucketing import layout_of
+from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import value
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.quantise import BLOCK
@@ -166,7 +167,7 @@ def _layout(step: StepGraph, saved: SavedGraph, plan: Plan) -> BucketLayout:
         for names in ([b.reduce_dtype for b in plan.buckets], [b.state_dtype for b in plan.buckets])
     )
     layout = layout_of(
-        step, saved.groups, plan.mesh, 1 if plan.wire == "exact" else BLOCK,
+        step, saved.groups, plan.mesh, block=1 if plan.wire == "exact" else BLOCK,
         in_parts=plan.has_parts, reduce_dtype=reduced, state_dtype=stored,
     )  # fmt: skip
     if tuple(map(summarise, layout.buckets)) != plan.buckets:

@@ -34,7 +34,7 @@ from zerofx.progress import watched
 from zerofx.report.meshes import MeshComparison
 from zerofx.report.saved import SavedPlan
 from zerofx.report.schedule import Schedule, make_schedule
-from zerofx.runtime.state.optimizer import group_of_parameters
+from zerofx.runtime.state.parameter_groups import group_of_parameters
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import matmul_seconds_at_peak
 from zerofx.scheduler.plan.mesh import Mesh

@@ -12,13 +12,15 @@ from zerofx.driver.captures import Captures
 from zerofx.driver.lent import Borrowed, with_borrowed
 from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch
-from zerofx.ir.buckets import BucketLayout, layout_of
+from zerofx.ir.bucketing import layout_of
+from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions, check_bucket_names
 from zerofx.progress import watched
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters, histories_of
+from zerofx.runtime.state.optimizer import OptimizerBinding
+from zerofx.runtime.state.parameter_groups import group_of_parameters, histories_of
 from zerofx.runtime.state.state import TrainingState
 from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
@@ -190,7 +192,7 @@ def _laid_out(
     """A model's first step: its parameters in buckets, and the update of each."""
     options, captured = request.options, captures.first
     layout = layout_of(
-        captured, groups, request.mesh, options.block,
+        captured, groups, request.mesh, block=options.block,
         in_parts=in_parts, reduce_dtype=options.reduced_in, state_dtype=options.states_in,
         histories=histories_of(request.model, request.optimizer),
     )  # fmt: skip

@@ -18,9 +18,10 @@ from torch import fx, nn
 from zerofx.disk.cache import MALFORMED
 from zerofx.disk.own_files import write_text
 from zerofx.driver.captures import Captures
-from zerofx.driver.kept_step import layout_data, read_layout
+from zerofx.driver.kept.step import layout_data, read_layout
 from zerofx.errors import UsageError
-from zerofx.ir.buckets import BucketLayout, layout_of
+from zerofx.ir.bucketing import layout_of
+from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import (
     Job,
     Placeholder,
@@ -46,7 +47,8 @@ from zerofx.ir.serialise import (
 )
 from zerofx.optimizers import UpdateProgram
 from zerofx.optimizers.program import ScalarStateSpec, StateSpec
-from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters
+from zerofx.runtime.state.optimizer import OptimizerBinding
+from zerofx.runtime.state.parameter_groups import group_of_parameters
 from zerofx.scheduler.plan.decisions import SliceDecision
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.torch_private.capture import fake_mode

@@ -8,7 +8,7 @@ from dataclasses import replace
 import xxhash
 
 from zerofx.driver.captures import Captures
-from zerofx.driver.kept_sharing import decided_once, read, written
+from zerofx.driver.kept.sharing import decided_once, read, written
 from zerofx.driver.prepared import Earlier, Request
 from zerofx.errors import RankMismatchError, UsageError, warn
 from zerofx.ir.batch import Batch, hash_of

@@ -1,9 +1,10 @@
-"""Helpers for graph edits: the readers of a node, copies of views, the first and last node of a unit."""
+"""Rewrites of graphs: what one is, and what they share (readers of a node, copies of views, the ends of a unit)."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from typing import ParamSpec, Protocol
 
 from torch import fx
 
@@ -12,6 +13,20 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import aliased_input, is_view
 from zerofx.ir.facts import Origin, origin, piece_of, set_origin, set_value, slice_of, value
 from zerofx.ir.graph import StepGraph
+
+P = ParamSpec("P")
+
+
+class Rewrite(Protocol[P]):
+    """A frozen dataclass whose fields are its options. ``run`` edits in place what it is given first.
+
+    ``name`` is what texts call it. A rewrite gets a valid graph and leaves a valid one.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
 
 
 def consumers(root: fx.Node) -> list[fx.Node]:

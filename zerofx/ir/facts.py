@@ -5,16 +5,18 @@ What zerofx adds to ``node.meta`` is read and written here, and nowhere else by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from zerofx.scheduler.plan.tiers import Tier
 from zerofx.torch_private.operators import OpOverload, schema_of
+
+T = TypeVar("T")
 
 DEVICE: Tier = "device"
 
@@ -92,21 +94,40 @@ class Task:
     index: int
 
 
+def _fact(name: str, kind: type[T]) -> tuple[Callable[[fx.Node], T | None], Callable[[fx.Node, T | None], fx.Node]]:
+    """What reads a fact about a node, None where it has none, and what records it and gives the node."""
+    key = f"zerofx_{name}"
+
+    def read(node: fx.Node) -> T | None:
+        known = node.meta.get(key)
+        return known if isinstance(known, kind) else None
+
+    def record(node: fx.Node, fact: T | None) -> fx.Node:
+        node.meta[key] = fact
+        return node
+
+    return read, record
+
+
+known_origin, set_origin = _fact("origin", Origin)
+"""Where a node comes from."""
+
+delayed_bucket, set_delayed = _fact("delayed", int)
+"""The bucket whose delayed update a node on the host is of; None for what computation waits for."""
+
+tile_of, set_tile = _fact("tile", str)
+"""The tile that a node is of; tiles of one chain have names of their own."""
+
+slice_of, set_slice = _fact("slice", str)
+"""The slice of a parameter that a node works on, by the slice's name."""
+
+piece_of, set_piece = _fact("piece", str)
+"""The piece of what is outside repeated layers that a node of the captured graph is of."""
+
+
 def origin(node: fx.Node) -> Origin:
     """The origin of a node; a node without one (a placeholder) belongs to the model's forward."""
     return known_origin(node) or Origin("", Phase.FORWARD)
-
-
-def known_origin(node: fx.Node) -> Origin | None:
-    """The origin of a node, if it has one."""
-    known = node.meta.get("zerofx_origin")
-    return known if isinstance(known, Origin) else None
-
-
-def set_origin(node: fx.Node, value: Origin) -> fx.Node:
-    """Record where ``node`` comes from; returns it."""
-    node.meta["zerofx_origin"] = value
-    return node
 
 
 def source_line(node: fx.Node) -> str:
@@ -173,54 +194,6 @@ def tier_of(node: fx.Node) -> Tier:
 def set_tier(node: fx.Node, tier: str) -> fx.Node:
     """Record where the storage of ``node`` lives; returns it."""
     node.meta["zerofx_tier"] = tier
-    return node
-
-
-def delayed_bucket(node: fx.Node) -> int | None:
-    """The bucket whose delayed update a node on the host is of; None for what computation waits for."""
-    bucket = node.meta.get("zerofx_delayed")
-    return bucket if isinstance(bucket, int) else None
-
-
-def set_delayed(node: fx.Node, bucket: int) -> fx.Node:
-    """Record that ``node`` is of the delayed update of ``bucket``; returns it."""
-    node.meta["zerofx_delayed"] = bucket
-    return node
-
-
-def tile_of(node: fx.Node) -> str | None:
-    """The tile that a node is of; tiles of one chain have names of their own."""
-    tile = node.meta.get("zerofx_tile")
-    return tile if isinstance(tile, str) else None
-
-
-def set_tile(node: fx.Node, tile: str | None) -> fx.Node:
-    """Record the tile that ``node`` is of; returns it."""
-    node.meta["zerofx_tile"] = tile
-    return node
-
-
-def slice_of(node: fx.Node) -> str | None:
-    """The slice of a parameter that a node works on, by the slice's name."""
-    slice_name = node.meta.get("zerofx_slice")
-    return slice_name if isinstance(slice_name, str) else None
-
-
-def set_slice(node: fx.Node, name: str) -> fx.Node:
-    """Record the slice of a parameter that ``node`` works on; returns it."""
-    node.meta["zerofx_slice"] = name
-    return node
-
-
-def piece_of(node: fx.Node) -> str | None:
-    """The piece of what is outside repeated layers that a node of the captured graph is of."""
-    piece = node.meta.get("zerofx_piece")
-    return piece if isinstance(piece, str) else None
-
-
-def set_piece(node: fx.Node, name: str) -> fx.Node:
-    """Record the piece that ``node`` is of; returns it."""
-    node.meta["zerofx_piece"] = name
     return node
 
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.facts import Role, placeholder
-from zerofx.ir.graph import StepGraph
+from zerofx.ir.graph import StepGraph, micro_batches_of
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ def loop_of(step: StepGraph) -> Loop | None:
     if not step.has_loop:
         return None
     begin, end = borders(step)
-    return Loop(begin, end, step.num_micro_batches - 2)
+    return Loop(begin, end, num_rounds(step, 1))
 
 
 def num_rounds(step: StepGraph, number: int) -> int:
     """How many micro-batches body ``number`` stands for."""
-    return step.num_micro_batches - 2 if step.has_loop and number == 1 else 1
+    return len(micro_batches_of(number, step.num_micro_batches))
 
 
 def times_run(step: StepGraph) -> dict[fx.Node, int]:

@@ -22,7 +22,7 @@ from zerofx.disk import dumps
 from zerofx.errors import PlanError
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import Role
-from zerofx.ir.graph import StepGraph, num_bodies
+from zerofx.ir.graph import StepGraph, micro_batches_of, num_bodies
 from zerofx.ir.returned import Returned
 from zerofx.lowering.lower import LoweredStep
 from zerofx.pipeline import Stage
@@ -87,7 +87,7 @@ class CompiledStep(StepProgram):
         num, each = self.plan.num_micro_batches, self.returned.num_tensors
         of_bodies = [tensors[i * each : (i + 1) * each] for i in range(num_bodies(num))]
         if num > len(of_bodies):  # a loop gives a list of what each round gives
-            of_bodies[1:2] = list(zip(*of_bodies[1], strict=True)) or [()] * (num - 2)
+            of_bodies[1:2] = list(zip(*of_bodies[1], strict=True)) or [()] * len(micro_batches_of(1, num))
         extras = [self.returned.rebuilt(tensors) for tensors in of_bodies]
         return extras if num > 1 or as_list else extras[0]
 

@@ -14,7 +14,8 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.runtime.comm.collectives import Joint
 from zerofx.runtime.comm.communicators import Communicators
 from zerofx.runtime.comm.transport import Group, LostRankError, Pending, Transport
-from zerofx.runtime.tiers.tiers import Stored, Tiers
+from zerofx.runtime.tiers.stored import Stored
+from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.plan.mesh import Mesh
 
 T = TypeVar("T")

@@ -51,7 +51,7 @@ def test_ranks_agree_whatever_their_devices(library: Path, tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor uses what torch itself deprecates
 def test_regions_sum_in_one_order_and_within_what_is_planned_for_them(library: Path, tmp_path: Path) -> None:
-    from zerofx.torch_private.inductor import misshapes_reductions
+    from zerofx.torch_private.inductor.compile import misshapes_reductions
 
     # With as many rows Inductor reduces over both dimensions in one kernel, and leaves the rest to the wrapper.
     many = {"stage": 0, "world_size": 1, "max_grad_norm": 1.0, "sequences": 256}

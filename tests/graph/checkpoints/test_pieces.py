@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zerofx.checkpoints.pieces import pieces_of
 from zerofx.disk.checkpoint.boxes import Box
-from zerofx.ir.buckets import make_layout
+from zerofx.ir.bucketing import make_layout
 from zerofx.ir.graph import ParameterInfo
 from zerofx.runtime.state.weights import whole_bucket
 from zerofx.scheduler.plan.mesh import Mesh

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerofx.ir.buckets import ALIGNMENT_BYTES, Bucket, BucketLayout, make_layout
+from zerofx.ir.bucketing import make_layout
+from zerofx.ir.buckets import ALIGNMENT_BYTES, Bucket, BucketLayout
 from zerofx.ir.graph import ParameterInfo
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.units import unit_of

@@ -68,32 +68,32 @@ def test_attention_of_grouped_heads_is_counted() -> None:
 def test_inductor_knows_passes_over_kernels_from_torch_2_13_on() -> None:
     from torch._inductor import custom_graph_pass
 
-    from zerofx.torch_private import inductor_fusion
+    from zerofx.torch_private.inductor import fusion
 
     assert hasattr(custom_graph_pass, "CustomSchedulerPass") == (TORCH >= (2, 13))
-    assert {"__call__", "uuid"} <= inductor_fusion.scheduler_pass_class().__abstractmethods__
+    assert {"__call__", "uuid"} <= fusion.scheduler_pass_class().__abstractmethods__
 
 
 def test_inductor_forgets_dependencies_in_torch_2_11() -> None:
     """It takes them from the loops anew, and looks at none of those that there were."""
     from torch._inductor.scheduler import SchedulerNode
 
-    from zerofx.torch_private import inductor_fusion
+    from zerofx.torch_private.inductor import fusion
 
     keeps = "fake_deps" in inspect.getsource(SchedulerNode.recompute_size_and_body)
-    assert inductor_fusion.forgets_dependencies() == (not keeps)
+    assert fusion.forgets_dependencies() == (not keeps)
 
 
 def test_fusions_are_decided_where_inductor_asks() -> None:
     from torch._inductor.scheduler import Scheduler
     from torch._inductor.virtualized import V
 
-    from zerofx.torch_private import inductor_fusion
+    from zerofx.torch_private.inductor import fusion
 
     assert "V.choices.can_fuse(" in inspect.getsource(Scheduler)
     before = type(V.choices)
-    with inductor_fusion.keeping_dependencies():
-        assert (type(V.choices) is not before) == inductor_fusion.forgets_dependencies()
+    with fusion.keeping_dependencies():
+        assert (type(V.choices) is not before) == fusion.forgets_dependencies()
     assert type(V.choices) is before
 
 
@@ -102,7 +102,7 @@ def test_draws_are_atens_in_regions() -> None:
     from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
 
-    from zerofx.torch_private import inductor
+    from zerofx.torch_private.inductor import compile as inductor
 
     draws = {aten.rand_like, aten.randn_like, aten.randint_like, aten.rrelu_with_noise_functional}
     with config.patch(fallback_random=True):
@@ -117,7 +117,7 @@ def test_reductions_over_both_dimensions_lose_their_shape_in_torch_2_11() -> Non
     from torch._inductor.codegen.simd import SIMDScheduling
 
     from zerofx.codegen.inductor.kernel_passes import KERNEL_PASSES
-    from zerofx.torch_private import inductor
+    from zerofx.torch_private.inductor import compile as inductor
 
     is_viewed = "final_shape" in inspect.getsource(SIMDScheduling)
     assert inductor.misshapes_reductions() == (not is_viewed)
@@ -128,9 +128,9 @@ def test_reductions_over_both_dimensions_lose_their_shape_in_torch_2_11() -> Non
 def test_passes_over_kernels_are_kept_on_disk_with_what_they_made() -> None:
     """Inductor pickles one of them as a setting, where it does not ask for its ``uuid``."""
     from zerofx.codegen.inductor.kernel_passes import KERNEL_PASSES
-    from zerofx.torch_private import inductor_scheduler
+    from zerofx.torch_private.inductor import scheduler
 
-    assert all(isinstance(kernel_pass, inductor_scheduler.CustomSchedulerPass) for kernel_pass in KERNEL_PASSES)
+    assert all(isinstance(kernel_pass, scheduler.CustomSchedulerPass) for kernel_pass in KERNEL_PASSES)
     assert [pickle.loads(pickle.dumps(each)).uuid() for each in KERNEL_PASSES] == [
         each.uuid() for each in KERNEL_PASSES
     ]

@@ -16,6 +16,7 @@ from zerofx.capture.by_layer import by_layer
 from zerofx.capture.by_layer.by_layer import capture_by_layer
 from zerofx.capture.by_layer.repeats import find_repeats
 from zerofx.capture.trace import capture
+from zerofx.capture.traceable import Forward
 from zerofx.driver.plan_only import plan
 from zerofx.ir.batch import Batch
 from zerofx.ir.casts import Casts
@@ -31,7 +32,7 @@ def compare(model: nn.Module, batch: tuple[Tensor, ...] = FEATURES, **options: A
     """Capture both ways, which has to give the same, and the model left as it was; returns what was said."""
     said: list[str] = []
     before = [(name, id(module)) for name, module in model.named_modules()]
-    found = capture_by_layer(model, Batch.of(batch, {}), say=said.append, **options)
+    found = capture_by_layer(Forward(model, Batch.of(batch, {}), **options), say=said.append)
     assert [(name, id(module)) for name, module in model.named_modules()] == before
     check_equal(found, capture(model, Batch.of(batch, {}), **options))
     (text,) = said
@@ -169,7 +170,7 @@ def test_models_of_transformers(name: str) -> None:
     ids = torch.ones(2, 5, dtype=torch.long)
     said: list[str] = []
     batch = Batch.of((), {"input_ids": ids, "labels": ids})
-    check_equal(capture_by_layer(model, batch, say=said.append), capture(model, batch))
+    check_equal(capture_by_layer(Forward(model, batch), say=said.append), capture(model, batch))
     assert said[0].startswith(f"captured 4 of {DEPTH} layers of ")
 
 
@@ -285,7 +286,7 @@ class Remembering(Deep):
 )
 def test_layers_that_differ_are_captured_one_by_one(model: Callable[[], nn.Module]) -> None:
     said: list[str] = []
-    found = capture_by_layer(model(), Batch.of(FEATURES, {}), say=said.append)
+    found = capture_by_layer(Forward(model(), Batch.of(FEATURES, {})), say=said.append)
     assert said[0].startswith("captured layer by layer: ") and len(said[0]) > 30
     layers = {origin(node).layer.partition(".norm")[0] for node in found.calls()}
     assert layers >= {f"layers.{index}" for index in range(DEPTH)}
@@ -308,7 +309,7 @@ def test_a_model_that_fails_is_left_as_it_was() -> None:
     layers = list(model.layers)
     model.layers[1].register_forward_hook(lambda *_: (_ for _ in ()).throw(ValueError("no")))
     with pytest.raises(Exception, match="no"):
-        capture_by_layer(model, Batch.of(FEATURES, {}))
+        capture_by_layer(Forward(model, Batch.of(FEATURES, {})))
     assert list(model.layers) == layers and all(not parameter.is_meta for parameter in model.parameters())
 
 
@@ -332,4 +333,4 @@ def test_what_is_stamped_out_is_checked_where_all_is(monkeypatch: pytest.MonkeyP
     whole = capture(Deep(depth=16), Batch.of(FEATURES, {}))
     monkeypatch.setattr(by_layer, "_stamped", lambda *_: whole)
     with pytest.raises(AssertionError, match="stamped"):
-        capture_by_layer(Deep(), Batch.of(FEATURES, {}), check=True)
+        capture_by_layer(Forward(Deep(), Batch.of(FEATURES, {})), check=True)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.lib.models import DIM, ROWS, Regression
 from zerofx.capture.by_layer.forward_record import record_forward
-from zerofx.capture.traceable import traceable
+from zerofx.capture.traceable import Forward, traceable
 from zerofx.ir.batch import Batch
 from zerofx.ir.canonical import Number, canonical
 from zerofx.torch_private.capture import fake_device, fake_mode
@@ -32,7 +32,7 @@ class Various(Regression):
 
 
 def test_text_of_lines_is_that_of_their_graph() -> None:
-    record = record_forward(Various(), BATCH, None, None, 2, {})
+    record = record_forward(Forward(Various(), BATCH, num_micro_batches=2))
     graph = record.graph()
     graph.lint()
     assert canonical(graph) == record.canonical()
@@ -51,7 +51,7 @@ def test_fake_parameters_are_those_that_torch_makes(requires_grad: bool) -> None
     with fake_mode():
         empty = torch.empty_strided(model.weight.shape, model.weight.stride())
     expected = nn.Parameter(empty, requires_grad=requires_grad)
-    with traceable(model, BATCH, None, None, 1, {}, compiled=False):
+    with traceable(Forward(model, BATCH), compiled=False):
         found = model.weight
         assert isinstance(found, nn.Parameter) and type(found) is type(expected)
         assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)

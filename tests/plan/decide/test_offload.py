@@ -12,7 +12,7 @@ from gpt import GPT
 from tests.lib.models import CASES
 from tests.lib.offloads import prepare_case
 from zerofx.capture.trace import Batch, capture
-from zerofx.ir.buckets import layout_of
+from zerofx.ir.bucketing import layout_of
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import Phase, origin
 from zerofx.passes.prepare.accumulate import accumulate

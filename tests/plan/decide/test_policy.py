@@ -12,7 +12,7 @@ from torch import nn
 from gpt import GPT
 from tests.lib.graphs import Normed, Peeking, Prepared, Shifts, Tied, TwoBlocks, features, prepare, token_ids
 from zerofx.codegen.regions import Region, cut
-from zerofx.ir.buckets import layout_of
+from zerofx.ir.bucketing import layout_of
 from zerofx.ir.facts import Phase, origin
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.plan.mesh import Mesh

@@ -24,6 +24,7 @@ from zerofx.capture.by_layer import by_layer
 from zerofx.capture.by_layer.by_layer import capture_by_layer
 from zerofx.capture.by_layer.forward_record import record_forward
 from zerofx.capture.trace import capture
+from zerofx.capture.traceable import Forward
 from zerofx.disk.cache import DiskCache
 from zerofx.ir.batch import Batch
 from zerofx.ir.graph import StepGraph
@@ -65,7 +66,7 @@ def captured(
 ) -> tuple[StepGraph, bool]:
     """The graph, and whether it was kept by an earlier call."""
     said: list[str] = []
-    found = capture_by_layer(model, Batch.of(batch, {}), say=said.append, cache=DiskCache(folder), **options)
+    found = capture_by_layer(Forward(model, Batch.of(batch, {}), **options), say=said.append, cache=DiskCache(folder))
     return found, HIT in said
 
 
@@ -73,7 +74,7 @@ def captured(
 def test_models_of_all_kinds(tmp_path: Path, case: str) -> None:
     args, kwargs = CASES[case].batch(torch.Generator().manual_seed(0))
     model, batch = CASES[case].model(), Batch.of(args, kwargs)
-    found = [capture_by_layer(model, batch, loss_fn=CASES[case].loss_fn, cache=DiskCache(tmp_path)) for _ in range(2)]
+    found = [capture_by_layer(Forward(model, batch, CASES[case].loss_fn), cache=DiskCache(tmp_path)) for _ in range(2)]
     assert all(same_graph(one, capture(model, batch, loss_fn=CASES[case].loss_fn)) for one in found)
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -124,7 +125,7 @@ def test_calls_that_are_composed_of_the_same_operators_are_told_apart(tmp_path: 
         lambda x: x + torch.mm(x, x.t()).sum(),
     ]
     batch = Batch.of(FEATURES, {})
-    records = [record_forward(Fallible(change), batch, None, None, 1, {}) for change in changes]
+    records = [record_forward(Forward(Fallible(change), batch)) for change in changes]
     assert records[0].canonical() == records[1].canonical()
     captured(tmp_path, Fallible(changes[0]))
     assert not captured(tmp_path, Fallible(changes[1]))[1]
@@ -211,7 +212,9 @@ def test_what_is_not_torch_s_own_is_never_kept_and_says_why(
 ) -> None:
     for _ in range(2):
         said: list[str] = []
-        found = capture_by_layer(Fallible(change), Batch.of(FEATURES, {}), say=said.append, cache=DiskCache(tmp_path))
+        found = capture_by_layer(
+            Forward(Fallible(change), Batch.of(FEATURES, {})), say=said.append, cache=DiskCache(tmp_path)
+        )
         assert [line for line in said if line.startswith("not kept for the next run") and reason in line]
         assert same_graph(found, capture(Fallible(change), Batch.of(FEATURES, {})))
     assert not list(tmp_path.iterdir())

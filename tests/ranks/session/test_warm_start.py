@@ -22,7 +22,8 @@ from tests.lib.models import CASES, DIM, Layer, adamw, batches
 from tests.lib.sharing import SHARING
 from tests.lib.training import step_of, train_compiled
 from zerofx import RankMismatchError
-from zerofx.driver import driver, step_cache
+from zerofx.driver import driver
+from zerofx.driver.kept import step_cache
 from zerofx.lowering import lower as lowering
 from zerofx.lowering.load import build
 from zerofx.lowering.lower import lower

@@ -11,7 +11,8 @@ import torch
 
 from zerofx.errors import TierError
 from zerofx.runtime.tiers.snapshot import Snapshot
-from zerofx.runtime.tiers.tiers import Place, Stored, Tiers
+from zerofx.runtime.tiers.stored import Place, Stored
+from zerofx.runtime.tiers.tiers import Tiers
 
 NUMEL, BLOCK = 1024, 4096  # elements of a value, and bytes of its block on the host
 CPU = torch.device("cpu")

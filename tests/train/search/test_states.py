@@ -13,7 +13,7 @@ from gpt import GPT
 from tests.lib.budgets import gpt, same_bits, small_machine, trained
 from zerofx.capture.trace import Batch, capture
 from zerofx.driver.plan_only import PlannedStep
-from zerofx.ir.buckets import layout_of
+from zerofx.ir.bucketing import layout_of
 from zerofx.scheduler.cost.machine import Link, Machine
 from zerofx.scheduler.cost.timeline import seconds_by_place
 from zerofx.scheduler.decide.states import Placement, state_menus

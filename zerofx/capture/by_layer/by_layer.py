@@ -11,9 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
-from torch import fx, nn
+from torch import fx
 
 from zerofx.capture.by_layer.forward_record import ForwardRecord, record_forward
 from zerofx.capture.by_layer.repeats import Repeat, find_repeats, shortened
@@ -27,35 +26,25 @@ from zerofx.capture.by_layer.replicate import (
     without_outputs,
 )
 from zerofx.capture.cache import KeptCapture
-from zerofx.capture.for_gpu.gpu import AbsentGpu
-from zerofx.capture.loss import Loss, Objective
 from zerofx.capture.normalise.name_inputs import placeholder_name
-from zerofx.capture.outside.lent import all_parameters, all_units
-from zerofx.capture.trace import capture
+from zerofx.capture.trace import capture_forward
+from zerofx.capture.traceable import Forward
 from zerofx.disk.cache import NOT_KEPT, DiskCache
-from zerofx.ir.batch import Batch
 from zerofx.ir.canonical import canonical
-from zerofx.ir.casts import ComputeDtype
 from zerofx.ir.facts import Role, placeholder
-from zerofx.ir.graph import StepGraph, Strides
+from zerofx.ir.graph import StepGraph
 
 
 def capture_by_layer(
-    model: nn.Module,
-    batch: Batch,
+    whole: Forward,
     *,
-    loss_fn: Loss = None,
-    compute_dtype: ComputeDtype = None,
-    num_micro_batches: int = 1,
-    strides: Strides = MappingProxyType({}),
-    gpu: AbsentGpu | None = None,
     allowed: bool = True,
     check: bool = False,
     say: Callable[[str], object] = lambda _: None,
     cache: DiskCache = NOT_KEPT,
     recorded: Recorded | None = None,
 ) -> StepGraph:
-    """What ``capture`` gives, to the name, where layers repeat at a fraction of its cost; arguments as there.
+    """What ``capture_forward`` gives, to the name, where layers repeat at a fraction of its cost.
 
     ``allowed``: whether layers may be stamped out. ``check``: whether what was stamped out, or read from ``cache``, is
     compared with a whole capture. ``say`` is told which layers were stamped out, or why none were, of a model that has
@@ -64,18 +53,17 @@ def capture_by_layer(
     Raises:
         CaptureError: as ``capture``.
     """
-    whole = _Whole(model, batch, Objective.of(loss_fn), compute_dtype, num_micro_batches, strides, gpu)
-    repeats = find_repeats(model) if allowed else ()
+    repeats = find_repeats(whole.model) if allowed else ()
     if not repeats and cache.folder is None:
-        return whole.capture()
+        return capture_forward(whole)
     try:
-        recorded = recorded or _recorded(whole, cache)
+        recorded = recorded or recorded_forward(whole, cache)
     except Exception as error:  # noqa: BLE001 - what the model's own code raises is explained where it is captured
         if repeats:
             say(f"captured layer by layer: {_in_short(error)}")
         if cache.folder is not None:
             say(f"not kept for the next run: {_in_short(error)}")
-        return whole.capture()
+        return capture_forward(whole)
     record, place = recorded.record, recorded.place
     captured = place.graph(recorded.text) if recorded.text is not None else None
     if captured is not None:
@@ -83,16 +71,18 @@ def capture_by_layer(
     elif repeats and (captured := _try_to_stamp(whole, repeats, record, say)) is not None:
         captured = place.keep(captured, say)
     else:
-        captured = whole.capture()
+        captured = capture_forward(whole)
         # A forward that does not do the same twice may have done something else while it was captured.
-        if place.key is not None and whole.record().text() != record.text():
+        if place.key is not None and record_forward(whole).text() != record.text():
             say("not kept for the next run: its forward does not do the same each time")
         else:
             captured = place.keep(captured, say)
     assert captured is not None
     # Of all layers; but for what is copied, in no file.
     captured.returned = replace(record.returned, copied=captured.returned.copied)
-    assert not check or captured.text() == whole.capture().text(), "layers were stamped out, or kept, as they are not"
+    assert not check or captured.text() == capture_forward(whole).text(), (
+        "layers were stamped out, or kept, as they are not"
+    )
     return captured
 
 
@@ -105,33 +95,16 @@ class Recorded:
     text: str | None
 
 
-def recorded_forward(
-    model: nn.Module,
-    batch: Batch,
-    cache: DiskCache,
-    *,
-    loss_fn: Loss = None,
-    compute_dtype: ComputeDtype = None,
-    num_micro_batches: int = 1,
-    strides: Strides = MappingProxyType({}),
-    gpu: AbsentGpu | None = None,
-) -> Recorded:
-    """Run and record a model's forward, and look for its graph in ``cache``; other arguments as for ``capture``.
+def recorded_forward(forward: Forward, cache: DiskCache) -> Recorded:
+    """Run and record a model's forward, and look for its graph in ``cache``.
 
     Raises:
         Exception: what the model's own code raises, and ``NotRepeatedError`` as ``record_forward``.
     """
-    whole = _Whole(model, batch, Objective.of(loss_fn), compute_dtype, num_micro_batches, strides, gpu)
-    return _recorded(whole, cache)
 
-
-def _recorded(whole: _Whole, cache: DiskCache) -> Recorded:
     def once() -> Recorded:
-        record = whole.record()
-        place = KeptCapture.of(
-            cache, record, whole.model, whole.batch.names, whole.compute_dtype, whole.strides, whole.gpu,
-            Objective.of(whole.loss_fn).outside.lent,
-        )  # fmt: skip
+        record = record_forward(forward)
+        place = KeptCapture.of(cache, record, forward)
         return Recorded(record, place, place.read())
 
     recorded = once()
@@ -142,7 +115,7 @@ def _recorded(whole: _Whole, cache: DiskCache) -> Recorded:
 
 
 def _try_to_stamp(
-    whole: _Whole, repeats: Sequence[Repeat], record: ForwardRecord, say: Callable[[str], object]
+    whole: Forward, repeats: Sequence[Repeat], record: ForwardRecord, say: Callable[[str], object]
 ) -> StepGraph | None:
     try:
         stamped = _stamped(whole, repeats, record.canonical())
@@ -161,51 +134,27 @@ def _in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-@dataclass(frozen=True)
-class _Whole:
-    model: nn.Module
-    batch: Batch
-    loss_fn: Loss
-    compute_dtype: ComputeDtype
-    num_micro_batches: int
-    strides: Strides
-    gpu: AbsentGpu | None
-
-    def capture(self) -> StepGraph:
-        return capture(
-            self.model, self.batch, loss_fn=self.loss_fn, compute_dtype=self.compute_dtype,
-            num_micro_batches=self.num_micro_batches, strides=self.strides, gpu=self.gpu,
-        )  # fmt: skip
-
-    def record(self) -> ForwardRecord:
-        return record_forward(
-            self.model, self.batch, self.loss_fn, self.compute_dtype, self.num_micro_batches, self.strides, self.gpu
-        )
-
-
-def _stamped(whole: _Whole, repeats: Sequence[Repeat], expected: str) -> StepGraph:
+def _stamped(whole: Forward, repeats: Sequence[Repeat], expected: str) -> StepGraph:
     """The whole model's graph, whose forward's record is ``expected``."""
     model = whole.model
     shortening = [(repeat, repeat.captured) for repeat in repeats]
     with shortened(model, shortening):
-        record = whole.record().graph()
+        record = record_forward(whole).graph()
         for repeat in repeats:
             stamp(record, repeat)
         if canonical(record) != expected:
             raise NotRepeatedError("the forward does not run all layers alike")
-        short = whole.capture()
+        short = capture_forward(whole)
     if short.constants:
         raise NotRepeatedError("the model has tensors that are neither parameters nor buffers")
     names = _Names(short)
     for entry in repeats:
         with shortened(model, [(other, other.fewer if other is entry else other.captured) for other in repeats]):
-            names.learn(entry, short, whole.capture())
+            names.learn(entry, short, capture_forward(whole))
     for element in repeats:
         Stamp(element, names).run(short)
     names.give(short)
-    lent = Objective.of(whole.loss_fn).outside.lent
-    parameters = all_parameters(model, lent, whole.compute_dtype, whole.strides)
-    captured = replace(short, parameters=parameters, units=all_units(model, lent))
+    captured = replace(short, parameters=whole.parameters(), units=whole.units())
     captured.graph.lint()
     return captured.clone()
 

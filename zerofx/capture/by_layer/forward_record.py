@@ -14,22 +14,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.autograd.function import BackwardCFunction
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.by_layer.record_lines import Line, graph_of, text_of
 from zerofx.capture.by_layer.replicate import NotRepeatedError
-from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.layer_annotations import running_layer
-from zerofx.capture.loss import Loss, LossModule, Objective
-from zerofx.capture.traceable import as_in_eager_mode_first, traceable
-from zerofx.ir.batch import Batch
+from zerofx.capture.loss import LossModule
+from zerofx.capture.traceable import Forward, as_in_eager_mode_first, traceable
 from zerofx.ir.canonical import Number
-from zerofx.ir.casts import ComputeDtype
 from zerofx.ir.facts import Origin, Phase, Placeholder, Role
-from zerofx.ir.graph import Strides
 from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.ir.serialise import LARGEST_LITERAL, TORCH_NAMESPACES
 from zerofx.torch_private.capture import fake_device, saves_by_hook
@@ -72,27 +68,16 @@ class ForwardRecord:
         return f"{self.canonical()}\n{self.asked}"
 
 
-def record_forward(
-    model: nn.Module,
-    batch: Batch,
-    loss_fn: Loss,
-    compute_dtype: ComputeDtype,
-    num_micro_batches: int,
-    strides: Strides,
-    gpu: AbsentGpu | None = None,
-) -> ForwardRecord:
-    """Run the forward on fake tensors; arguments as for ``capture``.
+def record_forward(forward: Forward) -> ForwardRecord:
+    """Run the forward on fake tensors.
 
     Raises:
         NotRepeatedError: the model runs Python in backward, or has tensors of its own that are neither parameters nor
             buffers.
     """
-    objective = Objective.of(loss_fn)
 
     def once(compiled: bool) -> ForwardRecord:
-        with traceable(
-            model, batch, objective, compute_dtype, num_micro_batches, strides, gpu, compiled=compiled
-        ) as traced:
+        with traceable(forward, compiled=compiled) as traced:
             lossy, fakes, _, mode = traced
             recorder, questions = _Recorder(lossy, fakes), _Asked()
             with mode, recorder, questions:
@@ -101,7 +86,7 @@ def record_forward(
             notes = "\n".join((*questions.names, *lossy.rebound, *lossy.checked))
             return ForwardRecord(lines, notes, recorder.foreign, lossy.returned)
 
-    return as_in_eager_mode_first(lambda compiled: objective.outside.traced(lambda: once(compiled)))
+    return as_in_eager_mode_first(lambda compiled: forward.objective.outside.traced(lambda: once(compiled)))
 
 
 class _Asked(TorchFunctionMode):

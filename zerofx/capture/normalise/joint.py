@@ -11,8 +11,8 @@ from torch import fx, nn
 from zerofx.capture.loss import LossModule
 from zerofx.capture.values.watched_calls import CallWatcher
 from zerofx.ir.batch import Batch
+from zerofx.ir.edit import Rewrite
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.rewrite import Rewrite
 from zerofx.torch_private.capture import PlainAOTOutput, descriptions
 
 _OUTSIDE = "outside."  # what names of stand-ins begin with in a ``LossModule``

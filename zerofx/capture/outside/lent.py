@@ -67,16 +67,3 @@ class Lent:
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """Buffers by all of their names."""
         return {self.named(name): b for name, b in self.model.named_buffers(remove_duplicate=False)}
-
-
-def all_parameters(
-    model: nn.Module, lent: tuple[Lent, ...], compute_dtype: ComputeDtype, strides: Strides
-) -> tuple[ParameterInfo, ...]:
-    """The parameters of a step's model, and after them those of other steps that it reads from buckets."""
-    others = (info for entry in lent for info in entry.parameters())
-    return (*parameter_infos(model, compute_dtype, strides), *others)
-
-
-def all_units(model: nn.Module, lent: tuple[Lent, ...]) -> frozenset[str]:
-    """The repeated layers of a step's model and of those that it reads."""
-    return frozenset((*find_units(model), *(unit for entry in lent for unit in entry.units())))

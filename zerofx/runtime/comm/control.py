@@ -1,8 +1,8 @@
 """Agreement between ranks outside the step: small objects over a gloo group of its own, always within a timeout.
 
 Ranks that meet tell one another what for, so that two that are in different places are told apart at once. A rank that
-does not come is found out when the timeout is over, and named: those that waited leave a note in the process group's
-store, and who left none was not there.
+does not come is found out when the timeout is over, and named: those that waited leave a note (``notes.py``), and who
+left none was not there.
 """
 
 from __future__ import annotations
@@ -10,31 +10,26 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, but not listed as public
 
 from zerofx.errors import RankMismatchError, TierError, ZeroFXError
 from zerofx.runtime.comm.groups import close_connections, destroyed_with, gloo_over
-from zerofx.runtime.comm.patience import WAYS_TO_WAIT, SilentRankError, Work, in_time, patience_seconds, wait_for
+from zerofx.runtime.comm.notes import Notes
+from zerofx.runtime.comm.patience import WAYS_TO_WAIT, SilentRankError, Work, patience_seconds, wait_for
 from zerofx.runtime.comm.transport import LostRankError
-from zerofx.torch_private.distributed import default_store
 
 T = TypeVar("T")
 
 _PURPOSE_BYTES = 96  # of a header; a SHA-256 follows, and a note
 _NOTE_BYTES = 32
-_STORE_SECONDS = 5.0  # for an answer of the process group's store
-_GRACE_SECONDS = 1.0  # for the others' notes, once waiting has failed here
+_GRACE_SECONDS = 1.0  # for the others to come to a meeting that this rank leaves after
 _SHOWN_LINES = 3
-_FAILED = "failed"  # key of the first failure of a rank
 
 
 class Control:
@@ -60,31 +55,23 @@ class Control:
         self._num_meetings = self._num_works = 0
         self._begun: dist.Work | None = None
         self._last_work: Work | None = None
-        self._store_answers = True
         self._on_failure: list[Callable[[], None]] = []
         if self.num_ranks > 1:
             assert group is not None
+            self._notes = Notes(self.rank, self.num_ranks, self.patience_seconds)
             self._group = self._connect(group, purpose)
             self._end = destroyed_with(self, self._group)
 
     def _connect(self, group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
         """A gloo group over the same ranks, once all of them want one."""
-        default = default_store()
-        # How many channels this rank has made before: the same number on all ranks that do the same.
-        count = f"zerofx/channels/{self.rank}"
         try:
-            self._store = PrefixStore(f"zerofx/{self._ask(lambda: default.add(count, 1))}", default)
-            keys = [f"0/{rank}" for rank in range(self.num_ranks)]
-            self._ask(lambda: self._store.set(keys[self.rank], "waited"))
-            self._ask(lambda: self._store.wait(keys, self._timeout), self.patience_seconds)
+            self._notes.begin()
         except RuntimeError as error:
             absence = self._absence(purpose, error)
-            with contextlib.suppress(RuntimeError):
-                self._ask(lambda: self._store.delete_key(keys[self.rank]))
-                self._ask(lambda: default.add(count, -1))
+            self._notes.withdraw()
             raise absence from error
         try:
-            return self._ask(lambda: gloo_over(group, self._timeout), 2 * self.patience_seconds)
+            return self._notes.ask(lambda: gloo_over(group, self._timeout), 2 * self.patience_seconds)
         except RuntimeError as error:
             raise self._absence(purpose, error) from error
 
@@ -257,20 +244,14 @@ class Control:
         if self._group is None or self.lost:
             return
         self.lost = what
-        with contextlib.suppress(RuntimeError):
-            self._ask(lambda: self._store.compare_set(_FAILED, "", what))
+        self._notes.tell_failure(what)
         close_connections(self._group)
         for call in self._on_failure:
             call()
 
     def failure(self) -> str:
         """``rank 1 ...``: the first failure that a rank has told of; empty where none has."""
-        if self._group is None:
-            return ""
-        with contextlib.suppress(RuntimeError):
-            if self._ask(lambda: self._store.check([_FAILED])):
-                return self._ask(lambda: self._store.get(_FAILED)).decode()
-        return ""
+        return "" if self._group is None else self._notes.failure()
 
     def close(self) -> None:
         """Destroy the group, after the last meeting of all ranks; nothing can be agreed on after it."""
@@ -326,20 +307,6 @@ class Control:
             self.fail(f"rank {self.rank} was to {purpose} ({type(error).__name__})")
             raise
 
-    def _ask(self, call: Callable[[], T], seconds: float = 0.0) -> T:
-        """``call`` of the store, whose methods wait without end where the process that holds it is stopped.
-
-        Raises:
-            RuntimeError: the store has failed, or does not answer.
-        """
-        if not self._store_answers:
-            raise RuntimeError("the process group's store does not answer")
-        try:
-            return in_time(call, seconds + _STORE_SECONDS)
-        except TimeoutError as error:
-            self._store_answers = False
-            raise RuntimeError(f"the process group's store does not answer: {error}") from error
-
     def _exchange(self, value: Any, purpose: str) -> list[Any]:
         values: list[Any] = [None] * self.num_ranks
         try:
@@ -359,7 +326,7 @@ class Control:
                 f"expected all {self.num_ranks} ranks to {purpose}, found that {failure}. Restart all ranks from a "
                 f"checkpoint"
             )
-        missing = f"rank {known}" if known is not None else self._missing()
+        missing = f"rank {known}" if known is not None else self._notes.missing(self._num_meetings)
         what = f"{missing} did not come to {purpose}"
         if self._group is not None:
             self.fail(what)
@@ -368,21 +335,6 @@ class Control:
             f"not come, while rank {self.rank} did. Every rank must call the same things in the same order; look for "
             f"an error on the missing ranks, or {WAYS_TO_WAIT}. {_first_line(error)}"
         )
-
-    def _missing(self) -> str:
-        """The ranks that have left no note that they waited for the same."""
-        keys = [f"{self._num_meetings}/{rank}" for rank in range(self.num_ranks)]
-        try:
-            self._ask(lambda: self._store.set(keys[self.rank], "waited"))
-            deadline = time.monotonic() + min(_GRACE_SECONDS, self.patience_seconds)
-            while not self._ask(lambda: self._store.check(keys)) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            absent = [str(rank) for rank, key in enumerate(keys) if not self._ask(partial(self._store.check, [key]))]
-        except RuntimeError:
-            if self.num_ranks == 2:
-                return f"rank {1 - self.rank}"
-            return "some, the one that holds the process group's store (mostly rank 0) among them,"
-        return f"rank{'s' if len(absent) > 1 else ''} {', '.join(absent)}" if absent else "some"
 
 
 def check_equal(values: Sequence[Any], what: str, hint: str) -> None:

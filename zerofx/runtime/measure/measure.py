@@ -25,7 +25,7 @@ from zerofx.ir.streams import COMPUTE, HOST
 from zerofx.runtime.comm.transport import Pending
 from zerofx.runtime.executor import Outcome, Runtime, StepFunction, functions_of, with_functions
 from zerofx.runtime.measure.spans import Span, SpanLog, StreamUse, busy_seconds, stream_uses, transfers_of
-from zerofx.runtime.tiers.tiers import Stored
+from zerofx.runtime.tiers.stored import Stored
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak, CudaPeak
 from zerofx.scheduler.cost.links import Transfer
 

@@ -14,7 +14,7 @@ from zerofx.capture.outside.outside import Outside
 from zerofx.ir.batch import Batch, micro_batch
 from zerofx.ir.casts import cast_of
 from zerofx.ir.facts import Placeholder, Role, placeholder
-from zerofx.ir.graph import StepGraph, num_bodies
+from zerofx.ir.graph import StepGraph, micro_batches_of
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.loss_scaler import LossScaler
 from zerofx.runtime.state.state import TrainingState
@@ -111,10 +111,6 @@ def batch_tensors(step: StepArguments, batch: Batch, compute_dtype: torch.dtype 
 
 def _parts(name: str, body: int | None, num_micro_batches: int) -> Iterator[tuple[str, int | None]]:
     """What a placeholder of a batch's tensor in a body stands for: keys, and the micro-batches that they are for."""
-    if body is None or num_micro_batches == num_bodies(num_micro_batches):
-        yield name, body
-    elif body == 1:
-        for turn in range(num_micro_batches - 2):
-            yield f"{name}[{turn}]", turn + 1
-    else:
-        yield name, 0 if body == 0 else num_micro_batches - 1
+    of_body = [None] if body is None else micro_batches_of(body, num_micro_batches)
+    for turn, part in enumerate(of_body):
+        yield f"{name}[{turn}]" if len(of_body) > 1 else name, part

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zerofx.ir.facts import DEVICE, Role
-from zerofx.runtime.tiers.tiers import Stored
+from zerofx.runtime.tiers.stored import Stored
 from zerofx.scheduler.plan.decisions import StateDecision
 from zerofx.torch_private.tensors import version_of
 

@@ -9,7 +9,8 @@ import torch
 
 from zerofx.runtime.comm.transport import Pending
 from zerofx.runtime.tiers.nvme import NvmeFile
-from zerofx.runtime.tiers.tiers import Stored, Tiers
+from zerofx.runtime.tiers.stored import Stored
+from zerofx.runtime.tiers.tiers import Tiers
 
 
 def is_on_nvme(value: torch.Tensor | Stored) -> bool:

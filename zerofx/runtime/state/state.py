@@ -17,7 +17,8 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.runtime.comm.communicators import Communicators
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.weights import Weights, whole_bucket
-from zerofx.runtime.tiers.tiers import Stored, Tiers
+from zerofx.runtime.tiers.stored import Stored
+from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.plan.decisions import ParameterDecision, StateDecision
 from zerofx.scheduler.plan.locations import Locations
 from zerofx.scheduler.plan.mesh import AXES, MODEL, Axes

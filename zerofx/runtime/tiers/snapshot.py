@@ -21,7 +21,8 @@ import torch
 
 from zerofx.errors import TierError
 from zerofx.runtime.tiers.nvme import NvmeFile
-from zerofx.runtime.tiers.tiers import Lease, Place, Stored, Tiers
+from zerofx.runtime.tiers.stored import Lease, Place, Stored
+from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.cost.blocks import size_class
 from zerofx.torch_private.tensors import version_of
 from zerofx.units import format_bytes

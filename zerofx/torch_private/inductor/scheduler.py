@@ -11,7 +11,7 @@ from torch._inductor.scheduler import BaseSchedulerNode as BaseSchedulerNode
 from torch._inductor.scheduler import FusedSchedulerNode as FusedSchedulerNode
 from torch._inductor.scheduler import SchedulerBuffer as SchedulerBuffer
 
-from zerofx.torch_private.inductor_fusion import scheduler_pass_class
+from zerofx.torch_private.inductor.fusion import scheduler_pass_class
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomSchedulerPass as CustomSchedulerPass

@@ -15,8 +15,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import make_fallback
 
 from zerofx.torch_private.capture import FakeTensorMode
-from zerofx.torch_private.inductor_fusion import keeping_dependencies
-from zerofx.torch_private.inductor_scheduler import CustomSchedulerPass
+from zerofx.torch_private.inductor.fusion import keeping_dependencies
+from zerofx.torch_private.inductor.scheduler import CustomSchedulerPass
 from zerofx.torch_private.versions import TORCH
 
 

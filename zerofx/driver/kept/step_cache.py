@@ -17,7 +17,7 @@ from zerofx.capture.traceable import tracing_device
 from zerofx.codegen.kernels.table import kernels_in_use
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.driver.captures import Captures
-from zerofx.driver.kept_step import KeptStep
+from zerofx.driver.kept.step import KeptStep
 from zerofx.driver.lent import with_borrowed
 from zerofx.driver.prepared import Earlier, Prepared, Request
 from zerofx.ir.serialise import NotStorableError
@@ -27,7 +27,8 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.optimizers.shadow import structural_flags
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters, histories_of
+from zerofx.runtime.state.optimizer import OptimizerBinding
+from zerofx.runtime.state.parameter_groups import group_of_parameters, histories_of
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import RegionMemory, Target
 from zerofx.torch_private.profiler import is_profiling

@@ -1,0 +1,142 @@
+"""Whether a graph does what its plan says, no less and no more: the verifier's rule ``plan``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.aliasing import storage_source
+from zerofx.ir.edit import consumers
+from zerofx.ir.facts import DEVICE, Job, Phase, Role, origin, placeholder, task_of, tier_of
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.streams import num_gathers_after, slice_gathered
+from zerofx.scheduler.plan.plan import Plan
+
+GATHERS = frozenset({ops.all_gather, ops.gather_on_node})
+
+
+def differences(step: StepGraph, plan: Plan) -> Iterator[str]:
+    """What the graph after the last pass does otherwise than ``plan`` says, a sentence a kind of decision."""
+    gathered = [_bucket_gathered(node) for node in parameter_gathers(step)]
+    reduced = [node.args[1] for node in step.calls() if is_reduction(node)]
+    crossing = [node.args[1] for node in step.calls() if node.target in ops.REDUCTIONS and not is_reduction(node)]
+    wanted = [
+        decision.bucket
+        for decision in plan.reduces
+        if plan.num_slices(plan.buckets[decision.bucket]) * plan.replicate > 1
+        for _ in (*decision.earlier, decision.wait_after)
+    ]
+    offloaded = [
+        f"{node.all_input_nodes[0].name} to {node.args[1]}"
+        for node in step.calls()
+        if node.target is ops.offload and origin(node).phase is Phase.FORWARD
+    ]
+    placed = {
+        f"{placeholder(node).bucket} on {tier_of(node)}"
+        for role in (Role.MASTER, Role.STATE)
+        for node in step.placeholders(role)
+        if tier_of(node) != DEVICE
+    }
+    parameters = [
+        f"{placeholder(node).bucket} on {tier_of(node)}"
+        for node in step.placeholders(Role.SHARD)
+        if tier_of(node) != DEVICE
+    ]
+    launched = [num_gathers_after(node) for node in step.calls() if node.target in GATHERS and slice_gathered(node)]
+    sent = [numbers for numbers in plan.launches if plan.num_slices(plan.buckets[plan.gathers[numbers[0]].bucket]) > 1]
+    merged = [following for numbers in sent for following in reversed(range(len(numbers)))]
+    waiting = [
+        f"{_bucket_of_gradients(node)} on {node.args[1]}"
+        for node in step.calls()
+        if node.target is ops.offload and origin(node).phase is Phase.BACKWARD
+    ]
+    planned_waiting = [
+        f"{decision.bucket} on {decision.tier}" for decision in plan.gradients for _ in decision.free_after
+    ]
+    settled = [node.args[0] for node in step.calls() if node.target is ops.settle]
+    clipped = [ops.square_sum for _ in plan.reduces] if plan.max_grad_norm is not None or plan.grad_norms else []
+    checked = [ops.check_gradients] if plan.loss_scaled else []
+    stateful = {placeholder(n).bucket for role in (Role.MASTER, Role.STATE) for n in step.placeholders(role)}
+    states = [f"{decision.bucket} on {decision.tier}" for decision in plan.states if decision.bucket in stateful]
+    updated = {decision.bucket for decision in plan.reduces}
+    for what, carried_out, planned in (
+        ("gathers buckets", gathered, [decision.bucket for decision in plan.gathers]),
+        ("merges gathers with as many after them", launched, merged),
+        ("reduces buckets", reduced, wanted),
+        ("sums across replicas", crossing, [r.bucket for r in plan.reduces if r.crossed_after != ""]),
+        ("keeps states of buckets", sorted(placed), states),
+        (
+            "keeps parameters of buckets",
+            parameters,
+            [f"{decision.bucket} on {decision.tier}" for decision in plan.parameters],
+        ),
+        ("has gradients waiting of buckets", waiting, planned_waiting),
+        ("sums squares of gradients", [n.target for n in step.calls() if n.target is ops.square_sum], clipped),
+        ("checks gradients", [n.target for n in step.calls() if n.target is ops.check_gradients], checked),
+        ("delays updates of buckets", settled, [d.bucket for d in plan.states if d.delayed and d.bucket in updated]),
+        ("sends", _of_wire(step), _planned_wire(plan)),
+        ("offloads", offloaded, [f"{decision.value} to {decision.tier}" for decision in plan.offloads]),
+    ):
+        if Counter(carried_out) != Counter(planned):
+            yield f"the graph {what} {sorted(map(str, carried_out))}, the plan says {sorted(map(str, planned))}"
+
+
+def _bucket_of_gradients(offload: fx.Node) -> object:
+    """The bucket whose gradient buffer, or what was reloaded of it, is offloaded."""
+    node = offload
+    while node.target is not ops.empty_gradients:
+        node, _ = storage_source(node.all_input_nodes[0])
+    return node.args[0]
+
+
+def parameter_gathers(step: StepGraph) -> list[fx.Node]:
+    """What makes a whole bucket of a rank's slice: its gather, or on one rank its copy to the device."""
+    gathered = []
+    for node in step.calls():
+        gathers = node.target in GATHERS
+        comes_up = node.target is ops.reload and tier_of(node) == DEVICE and origin(node).phase is not Phase.UPDATE
+        if (gathers or comes_up) and slice_gathered(node) is not None:
+            if any(reader.target in (ops.all_gather, ops.quantise) for reader in consumers(node)):
+                continue  # a copy of what is gathered next
+            gathered.append(node)
+    return gathered
+
+
+def _bucket_gathered(gather: fx.Node) -> int | None:
+    shard = slice_gathered(gather)
+    assert shard is not None
+    return placeholder(shard).bucket
+
+
+def is_reduction(node: fx.Node) -> bool:
+    """Whether a bucket's reduction starts here: a hop across nodes or replicas belongs to one that has."""
+    if node.target in ops.REDUCTIONS:
+        task = task_of(node)
+        return task is None or task.job is not Job.CROSSING
+    return node.target is ops.exchange and node.args[3] != "across"
+
+
+def _planned_wire(plan: Plan) -> list[str]:
+    lines = []
+    for decision in plan.wires:
+        lines += [f"gathers {decision.bucket} in {decision.gather}"] if decision.gather != "exact" else []
+        lines += [f"second shard of {decision.bucket}"] if decision.second_shard else []
+        lines += [f"reduces {decision.bucket} in {decision.reduce}"] if decision.reduce != "exact" else []
+    return lines
+
+
+def _of_wire(step: StepGraph) -> list[str]:
+    """How buckets are sent otherwise than exactly, in words."""
+    lines = set()
+    for node in step.calls():
+        if node.target is ops.quantise and slice_gathered(node) is not None:
+            lines.add(f"gathers {_bucket_gathered(node)} in {node.args[2]}")
+        if node.target is ops.second_shard:
+            lines.add(f"second shard of {node.args[1]}")
+        if node.target is ops.exchange:
+            (small,) = (source for source in node.all_input_nodes)
+            lines.add(f"reduces {node.args[1]} in {small.args[2]}")
+    return sorted(lines)

@@ -1,0 +1,60 @@
+"""Which parameters of a model its optimizer trains, and which of those may share a bucket.
+
+What an optimizer has seen of a parameter so far, its history, is its states and the numbers among them: parameters with
+different histories cannot be updated as one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zerofx.capture.checks import check_owner
+from zerofx.errors import OptimizerError
+from zerofx.ir.graph import ParameterInfo
+
+
+def group_of_parameters(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: tuple[ParameterInfo, ...], with_gradient: set[str]
+) -> dict[str, int]:
+    """The index of the param group of each parameter that the step trains, by name.
+
+    A parameter that is frozen, or that the loss does not depend on, is not trained, as in eager mode.
+
+    Raises:
+        OptimizerError: the optimizer holds a tensor that is not the model's, or lacks a parameter that gets a gradient.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    check_owner(model, optimizer)
+    groups = {names[id(p)]: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    missing = [info.name for info in parameters if info.name in with_gradient and info.name not in groups]
+    if missing:
+        raise OptimizerError(
+            f"expected every trainable parameter in the optimizer, found {len(missing)} that are not: "
+            f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}. To train them, add them to a param group; "
+            f"to leave them as they are, call requires_grad_(False) on them"
+        )
+    return {name: index for name, index in groups.items() if name in with_gradient}
+
+
+def histories_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """What tells parameters that were trained in other steps from each other, by name: their states, and the numbers
+    among them, such as steps. Empty where all are alike."""
+    entries = {name: (p, optimizer.state.get(p, {})) for name, p in model.named_parameters()}
+    # Of a parameter of one element, states look like numbers.
+    numbers = {
+        state
+        for parameter, entry in entries.values()
+        for state, value in entry.items()
+        if parameter.dim() and (isinstance(value, int | float) or (isinstance(value, torch.Tensor) and not value.dim()))
+    }
+    texts = {
+        name: repr(
+            [
+                (state, float(value) if state in numbers else "")
+                for state, value in sorted(entry.items(), key=lambda item: item[0])
+            ]
+        )
+        for name, (_, entry) in entries.items()
+    }
+    return texts if len(set(texts.values())) > 1 else {}
