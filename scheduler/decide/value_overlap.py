@@ -43,7 +43,7 @@ def decide_overlaps(step: StepGraph, machine: Machine) -> tuple[OverlapDecision,
     for _, run in itertools.groupby(step.calls(), key=lambda node: (step.unit_of(node), origin(node).phase)):
         nodes = list(run)
         if any(node.target in VALUE_COLLECTIVES for node in nodes):
-            overlaps += _moved(nodes, _Run(following, machine).ordered(nodes))
+            overlaps += _moved(nodes, _Run(nodes, following, machine).ordered())
     return tuple(overlaps)
 
 
@@ -62,19 +62,20 @@ class _Run:
     ``clock`` is the time on the stream of computation, ``link`` that on the collectives'.
     """
 
-    def __init__(self, following: Mapping[fx.Node, int], machine: Machine) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], following: Mapping[fx.Node, int], machine: Machine) -> None:
+        self._nodes, self._inside = nodes, set(nodes)
         self._following, self._machine = following, machine
         self._order: dict[fx.Node, None] = {}
         self._held: dict[fx.Node, None] = {}
         self._ends: dict[fx.Node, float] = {}  # of collectives, by the node that starts them
         self._clock = self._link = 0.0
 
-    def ordered(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """All of ``nodes``, each after what it reads."""
-        inside, waiting = set(nodes), dict[fx.Node, None]()
-        for segment in _segments(nodes):
+    def ordered(self) -> list[fx.Node]:
+        """All nodes, each after what it reads."""
+        waiting: dict[fx.Node, None] = {}
+        for segment in _segments(self._nodes):
             for node in segment:
-                if self._following[node] == 1 and self._is_ready(node, inside):
+                if self._following[node] == 1 and self._is_ready(node):
                     self._add(node)
             for node in segment:
                 if node in self._order:
@@ -95,8 +96,8 @@ class _Run:
     def _is_held(self, node: fx.Node) -> bool:
         return not self._following[node] and origin(node).phase is Phase.BACKWARD
 
-    def _is_ready(self, node: fx.Node, inside: set[fx.Node]) -> bool:
-        return all(read in self._order or read not in inside for read in node.all_input_nodes)
+    def _is_ready(self, node: fx.Node) -> bool:
+        return all(read in self._order or read not in self._inside for read in node.all_input_nodes)
 
     def _add(self, node: fx.Node) -> None:
         self._order[node] = None
@@ -128,9 +129,9 @@ class _Run:
         self._add(wait)
 
     def _is_computed_next(self, held: fx.Node) -> bool:
-        """Whether a held node reads none, and does not wait for a collective that is not done."""
+        """Whether all that a held node reads is there, and it does not wait for a collective that is not done."""
         is_early = held.target is ops.wait and self._end_of(held) > self._clock
-        return not is_early and self._held.keys().isdisjoint(held.all_input_nodes)
+        return not is_early and self._is_ready(held)
 
 
 def _segments(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import hypothesis
+import hypothesis.strategies as st
 import torch
+from torch import fx
 
 from tests.lib.models.huggingface import llama
 from tests.plan.decide.test_shardings import captured
 from zerofx import Machine
-from zerofx.ir.facts import origin
-from zerofx.ir.graph import StepGraph
+from zerofx.ir import ops, value_ops
+from zerofx.ir.facts import Origin, Phase, Placeholder, Role, origin, set_placeholder, set_value
+from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.passes.prepare.overlap import overlap
 from zerofx.passes.prepare.partition import partition
 from zerofx.scheduler.analysis.sharding_ways import sharding_ways
@@ -74,3 +78,32 @@ def test_without_collectives_nothing_moves() -> None:
     step = captured(llama(), input_ids=tokens, labels=tokens)
     partition(step, (), 2)
     assert not decide_overlaps(step, MACHINE)
+
+
+@st.composite
+def backwards(draw: st.DrawFn) -> StepGraph:
+    """A layer's backward of sums and collectives on them, each of whatever came before it."""
+    graph = fx.Graph()
+    given = set_placeholder(
+        set_value(graph.placeholder("x"), torch.empty(64, device="meta")), Placeholder(Role.INPUT, "x")
+    )
+    where, values = Origin("layer", Phase.BACKWARD), [given]
+    for is_sent in draw(st.lists(st.booleans(), min_size=2, max_size=24)):
+        read = draw(st.sampled_from(values))
+        if is_sent:
+            sent = insert_call(graph, value_ops.all_reduce_values, (read, "sum", 2), where, {"over": "model"})
+            values.append(insert_call(graph, ops.wait, (sent,), where))
+        else:
+            other = draw(st.sampled_from(values))
+            values.append(insert_call(graph, torch.ops.aten.add.Tensor, (read, other), where))
+    graph.output((values[-1],))
+    return StepGraph(graph, torch.device("cpu"), (), frozenset({"layer"}))
+
+
+@hypothesis.given(backwards())
+@hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
+def test_everything_stands_after_what_it_reads(step: StepGraph) -> None:
+    names = sorted(node.name for node in step.graph.nodes)
+    overlap(step, decide_overlaps(step, MACHINE))
+    step.graph.lint()
+    assert sorted(node.name for node in step.graph.nodes) == names
