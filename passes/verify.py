@@ -6,7 +6,8 @@ names                  no two nodes have one: what is emitted is made of them
 release                a gathered buffer is released once, and nothing reads it afterwards
 residency              once the gather pass has run, every whole parameter buffer, gathered or copied up, is released
 launches               gathers that start as one collective stand one after the other, and all of them are there
-waits                  nothing but its wait reads a started collective or copy; each is awaited once
+waits                  nothing but its wait reads a started collective or copy; each is awaited once, and what one on
+                       a value reads is held until then
 gradients              every trained bucket is reduced at most once in a micro-batch
 update                 a slice is not written before its last gather, or copy to a faster tier, is done with it
 in place               no slice that is gathered in place is written before all ranks are done with what they gathered
@@ -50,6 +51,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of
 from zerofx.ir.streams import num_gathers_after, runs_on_host
 from zerofx.ir.text import target_name
+from zerofx.ir.value_ops import VALUE_COLLECTIVES
 from zerofx.passes.in_place import gathers_of_lasting_slices
 from zerofx.passes.lib.plan_check import GATHERS, differences, is_reduction, parameter_gathers
 from zerofx.scheduler.plan.plan import Plan
@@ -99,6 +101,8 @@ def _check_started(step: StepGraph, after: str, node: fx.Node) -> None:
     others = [user.name for user in node.users if user.target is not ops.wait]
     if len(waits) != 1 or others:
         _fail(step, after, node, f"waits: {node.name} has {len(waits)} waits and is read by {others}")
+    if node.target in VALUE_COLLECTIVES and waits[0].args != (node, node.args[0]):
+        _fail(step, after, waits[0], f"waits: {waits[0].name} does not hold what {node.name} reads until then")
 
 
 def _check_launches(step: StepGraph, after: str) -> None:

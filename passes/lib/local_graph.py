@@ -55,8 +55,7 @@ class LocalGraph:
         return node
 
     def all_reduced(self, node: fx.Node, reduction: str = "sum") -> fx.Node:
-        pending = self.call(value_ops.all_reduce_values, self._dense(node), reduction, self.num_ranks, over=AXIS)
-        return self.call(ops.wait, pending, node)
+        return self._sent(value_ops.all_reduce_values, self._dense(node), reduction)
 
     def handing_on(self, node: fx.Node) -> fx.Node:
         return self.call(value_ops.shift_values, self._dense(node), self.num_ranks, over=AXIS)
@@ -149,21 +148,20 @@ class LocalGraph:
         return self._shaped(picked, shape)
 
     def _gathered(self, node: fx.Node, placement: Sharded) -> fx.Node:
-        part = self._dense(node)
-        pending = self.call(value_ops.gather_values, part, self.num_ranks, over=AXIS)
-        return self._from_ranks(self.call(ops.wait, pending, part), placement)
+        return self._from_ranks(self._sent(value_ops.gather_values, self._dense(node)), placement)
 
     def _scattered(self, node: fx.Node, placement: Sharded) -> fx.Node:
-        parts = self._dense(self._ranks_first(node, placement))
-        pending = self.call(value_ops.reduce_scatter_values, parts, self.num_ranks, over=AXIS)
-        return self.call(ops.wait, pending, parts)
+        return self._sent(value_ops.reduce_scatter_values, self._dense(self._ranks_first(node, placement)))
 
     def _exchanged(self, node: fx.Node, source: Sharded, target: Sharded) -> fx.Node:
         if source.dim == target.dim:  # other groups: whole first, as parts of parts would have to be named
             return self._own_part(self._gathered(node, source), target)
         parts = self._dense(self._ranks_first(node, target))
-        pending = self.call(value_ops.exchange_values, parts, self.num_ranks, over=AXIS)
-        return self._from_ranks(self.call(ops.wait, pending, parts), source)
+        return self._from_ranks(self._sent(value_ops.exchange_values, parts), source)
+
+    def _sent(self, target: OpOverload[..., Any], value: fx.Node, *more: Any) -> fx.Node:
+        """What a collective makes of a value, awaited; the value, which it reads, is held until then."""
+        return self.call(ops.wait, self.call(target, value, *more, self.num_ranks, over=AXIS), value)
 
     def _of_rows(self, target: OpOverload[..., Any], node: fx.Node, placement: Ragged) -> fx.Node:
         assert self.values is not None

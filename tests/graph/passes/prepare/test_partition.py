@@ -25,6 +25,7 @@ from zerofx.ir.value_ops import gather_values
 from zerofx.passes.lib.placement_check import check_placements, whole_calls
 from zerofx.passes.prepare.partition import partition
 from zerofx.passes.prepare.simplify import simplify
+from zerofx.passes.verify import verify
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, sharding_ways, slot_of
 from zerofx.scheduler.plan.decisions import ShardingDecision
 from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, Ragged, placement_of
@@ -93,6 +94,7 @@ def compare(
     whole_graph = whole_calls(step)
     partition(step, tuple(decisions), num_ranks)
     step.graph.lint()
+    verify(step, "partition")
     unknown = check_placements(step, whole_graph, num_ranks)
     # What is attended to a run of tokens at a time is no part of any value, and nothing is known of what is made of it.
     by_tokens = [node for node in step.calls() if is_attention(node.target) and node.name not in whole_graph]
@@ -211,3 +213,27 @@ def test_a_value_that_is_not_kept_whole_is_gathered_once_more_for_backward(again
     of_result = [node for (source, index), node in gathers if (source.name, index) == (attention.name, 0)]
     # It is read by the projection in forward and, whole, by attention's own backward.
     assert [origin(node).phase for node in of_result] == [Phase.FORWARD, *([Phase.BACKWARD] if again else [])]
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.mm(x, self.weight).t().exp().mean()
+
+
+def test_what_is_copied_to_be_sent_is_held_until_it_is_there() -> None:
+    torch.manual_seed(0)
+    model, batch = Transposed(), Batch.of((torch.randn(4, 8),), {})
+    step = capture(model, batch)
+    (weight,) = step.placeholders(Role.PARAMETER)
+    product = next(node for node in step.calls() if node.target is torch.ops.aten.mm.default)
+    transposed = next(node for node in product.users if node.target is torch.ops.aten.t.default)
+    terms = (
+        ShardingDecision(weight.name, ("S0",)),
+        ShardingDecision(product.name, ("P",), ("S1", "S0")),
+        ShardingDecision(transposed.name, ("P",), ("P",)),
+    )
+    compare(model, batch, step, terms, 2)
