@@ -112,7 +112,7 @@ class Runtime:
             return self.all_gather_onto(full, shard, more, bucket, over=over)
         if not more:
             self._start_joint(over)
-        return Pending(whole, lambda _source: whole)
+        return Pending.after(whole)
 
     def all_gather_onto(
         self, full: torch.Tensor, shard: torch.Tensor, more: int = 0, bucket: int = -1, *, over: str = "shard"

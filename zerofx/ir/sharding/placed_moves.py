@@ -117,9 +117,9 @@ def _whole_alone(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
     return WHOLE
 
 
-def dim_of(node: fx.Node, index: int, default: int = 0) -> int:
+def dim_of(node: fx.Node, index: int) -> int:
     """The dimension that a call's argument names, counted from the front."""
-    return dims_of(node, argument(node, index, "dim", default), len(shape_of(read_tensors(node)[0])))[0]
+    return dims_of(node, argument(node, index, "dim", 0), len(shape_of(read_tensors(node)[0])))[0]
 
 
 def _cut(kinds: Kinds, dim: int, size: int, parts: Sequence[tuple[int, int]]) -> tuple[Kinds, ...]:

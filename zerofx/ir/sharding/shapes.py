@@ -105,12 +105,12 @@ def put_along(index: int) -> PatternsOf:
     return patterns
 
 
-def cut_along(index: int, default: int = 0) -> PatternsOf:
+def cut_along(index: int) -> PatternsOf:
     """Of a dimension that is cut or joined, given as an argument: all others."""
 
     def patterns(node: fx.Node) -> list[Pattern]:
         rank = len(_source_shape(node))
-        return [*same_dims(node, dims_of(node, argument(node, index, "dim", default), rank)), linear(node)]
+        return [*same_dims(node, dims_of(node, argument(node, index, "dim", 0), rank)), linear(node)]
 
     return patterns
 
