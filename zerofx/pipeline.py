@@ -204,13 +204,9 @@ def run_preparations(
     for listed in PREPARE:
         if listed.name not in left_out:
             preparation: Preparation = listed.instance(
-                slices=slices,
-                num_micro_batches=num_micro_batches,
-                divided=frozenset(divided),
-                shardings=shardings,
-                overlaps=overlaps,
-                num_parts=num_parts,
-            )
+                slices=slices, num_micro_batches=num_micro_batches, divided=frozenset(divided),
+                shardings=shardings, overlaps=overlaps, num_parts=num_parts,
+            )  # fmt: skip
             is_shared = listed.kind is Partition and settings.verify > 0
             whole = whole_calls(step) if is_shared else {}
             preparation.run(step)
