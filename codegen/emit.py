@@ -137,9 +137,9 @@ class _Statement:
     unpacks: bool
 
 
-def region_source(name: str, region: Region, kernels: frozenset[str] = frozenset()) -> str:
-    """The function that does what ``region`` does, with launches of ``kernels`` where there are some."""
-    return region_text(_region(name, region, kernels))
+def region_source(name: str, region: Region) -> str:
+    """The function that does what ``region`` does."""
+    return region_text(_region(name, region, frozenset()))
 
 
 def _region(name: str, region: Region, kernels: frozenset[str]) -> RegionText:

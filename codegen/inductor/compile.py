@@ -26,7 +26,6 @@ from zerofx.codegen.inductor.traced import RegionRewrite, TracedRegion
 from zerofx.errors import CompilerError
 from zerofx.ir import ops
 from zerofx.scheduler.cost.liveness import MemoryEvent
-from zerofx.torch_private.capture import FakeTensorMode
 from zerofx.torch_private.inductor.compile import compile_graph, decompositions, set_up, shape_aware_mode, source_of
 
 RegionFunction = Callable[[list[Any]], tuple[torch.Tensor, ...]]
@@ -114,12 +113,6 @@ def rewritten(
         for rewrite in rewrites:
             rewrite.run(region)
     return region
-
-
-def fake_like(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """A fake tensor to compile for."""
-    with FakeTensorMode():
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def _own_fake(given: Any) -> Any:

@@ -18,8 +18,8 @@ from zerofx.torch_private.operators import OpOverload
 
 
 class KeepOrder(CustomSchedulerPass):
-    """What reads a buffer after an operator has written into it (dropout's mask, max pooling's gradient) stays behind,
-    and operators that draw random numbers stay in their order.
+    """Reads of a buffer that an operator has written into (dropout's mask, max pooling's gradient) stay after
+    that, and operators that draw random numbers stay in their order.
 
     Where Inductor of torch 2.13 fits the loops of two kernels to each other, it takes their reads from the loops anew
     and forgets which writes they follow, unless they have a dependency that no loop shows
@@ -83,12 +83,12 @@ class Overwrite(CustomSchedulerPass):
 
 def _overwrite(kernel: FusedSchedulerNode) -> None:
     loops = {loop.get_name(): loop for loop in kernel.get_nodes()}
-    made = kernel.get_buffer_names()
+    own = kernel.get_buffer_names()
     ends: dict[str, set[str]] = {name: set() for name in loops}
     readers: dict[str, set[str]] = {}
     for value, buffer in kernel.scheduler.name_to_buf.items():
         users = {user.node.get_name() for user in buffer.users}
-        if value in made or not users or not users <= loops.keys() or not has_memory(buffer):
+        if value in own or not users or not users <= loops.keys() or not has_memory(buffer):
             continue
         if all(_fits(loops[entry], buffer) for entry in users):
             readers[value] = users

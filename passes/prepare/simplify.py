@@ -59,14 +59,14 @@ def simplify(step: StepGraph) -> None:
 
 def _is_scattered(source: fx.Node, copy: fx.Node) -> bool:
     """Whether a copy, in the source's dtype and shape, is only put into other tensors."""
-    one, other = tensor(source), tensor(copy)
+    original, other = tensor(source), tensor(copy)
     is_put = all(facts_of(user.target).kind is OperatorKind.SCATTER and user.args[0] is not copy for user in copy.users)
-    return is_put and (one.dtype, one.shape) == (other.dtype, other.shape)
+    return is_put and (original.dtype, original.shape) == (other.dtype, other.shape)
 
 
-def _is_like(made: fx.Node, copy: fx.Node) -> bool:
+def _is_like(source: fx.Node, copy: fx.Node) -> bool:
     """Whether a copy is of something that an operator has made for it alone, and in its dtype and strides."""
-    if made.op != "call_function" or aliased_input(made) is not None or len(made.users) > 1:
+    if source.op != "call_function" or aliased_input(source) is not None or len(source.users) > 1:
         return False
-    one, other = tensor(made), tensor(copy)
-    return (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+    original, other = tensor(source), tensor(copy)
+    return (original.dtype, original.shape, original.stride()) == (other.dtype, other.shape, other.stride())

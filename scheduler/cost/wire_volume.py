@@ -97,21 +97,21 @@ def node_wire_bytes(
     """What the first node's ranks send in all ``collectives``; ``pairwise``: gathers are no rings, as on a CPU."""
     within = across = 0
     for node in collectives:
-        one = collective_of(node, mesh, ranks_per_node)
-        inside, outside = _sent(one, min(mesh.num_ranks, ranks_per_node), pairwise=pairwise)
+        sent = collective_of(node, mesh, ranks_per_node)
+        inside, outside = _sent(sent, min(mesh.num_ranks, ranks_per_node), pairwise=pairwise)
         within, across = within + inside, across + outside
     return {WITHIN: within, ACROSS: across}
 
 
-def _sent(one: Collective, local: int, *, pairwise: bool) -> tuple[int, int]:
-    others = one.num_ranks - one.ranks_on_node
-    if one.kind == "broadcast":  # from the first rank alone
-        return one.full_bytes * (one.ranks_on_node - 1), one.full_bytes * others
+def _sent(sent: Collective, local: int, *, pairwise: bool) -> tuple[int, int]:
+    others = sent.num_ranks - sent.ranks_on_node
+    if sent.kind == "broadcast":  # from the first rank alone
+        return sent.full_bytes * (sent.ranks_on_node - 1), sent.full_bytes * others
     # Each rank of a node is in a group, which has as many ranks there as any.
-    part = one.full_bytes // one.num_ranks * (local // one.ranks_on_node) * (2 if one.kind == "all_reduce" else 1)
-    if one.kind == "shift":
+    part = sent.full_bytes // sent.num_ranks * (local // sent.ranks_on_node) * (2 if sent.kind == "all_reduce" else 1)
+    if sent.kind == "shift":
         crosses = min(1, others)
-        return (one.ranks_on_node - crosses) * part, crosses * part
-    if pairwise or one.kind == "all_to_all" or not others:
-        return one.ranks_on_node * (one.ranks_on_node - 1) * part, one.ranks_on_node * others * part
-    return (one.ranks_on_node - 1) * (one.num_ranks - 1) * part, (one.num_ranks - 1) * part
+        return (sent.ranks_on_node - crosses) * part, crosses * part
+    if pairwise or sent.kind == "all_to_all" or not others:
+        return sent.ranks_on_node * (sent.ranks_on_node - 1) * part, sent.ranks_on_node * others * part
+    return (sent.ranks_on_node - 1) * (sent.num_ranks - 1) * part, (sent.num_ranks - 1) * part

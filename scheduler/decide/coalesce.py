@@ -134,7 +134,7 @@ def _latency(bucket: Bucket, machine: Machine) -> float:
 
 
 def _transfer(bucket: Bucket, machine: Machine) -> float:
-    """Seconds of a bucket's gather that its bytes take."""
+    """The part of a gather's seconds that its bytes take; the rest is latency."""
     whole = seconds_along("all_gather", bucket.full_bytes, bucket.mesh, bucket.gathered_over, machine)
     return whole - _latency(bucket, machine)
 
@@ -151,7 +151,7 @@ class _Merged:
         return _Merged({**self.first, gather.name: first.name}, extra)
 
     def seconds(self, events: Sequence[Event]) -> float:
-        """Of a step of these events, with gathers merged."""
+        """The seconds of a step of these events, with gathers merged."""
         return end_seconds(self._changed(events))
 
     def _changed(self, events: Sequence[Event]) -> Iterator[Event]:

@@ -79,7 +79,7 @@ def starts_of(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine
 
 
 def _read_ahead(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine: Machine) -> list[Start]:
-    """The same where nothing is on the device before it is wanted: what comes from nvme is on the host in time.
+    """``starts_of`` where nothing is on the device before it is wanted: what comes from nvme is on the host in time.
 
     It is read at most so many runs ahead as there are buffers.
     """

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from zerofx.options import CompileOptions
-from zerofx.scheduler.plan.locations import Locations
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.problem import Problem, Work
+from zerofx.scheduler.search.problem import Problem
 from zerofx.scheduler.search.stage import Search, Stage, trail
 from zerofx.scheduler.search.stages.as_asked import AsAsked
 from zerofx.scheduler.search.stages.forward_only import ForwardOnly
@@ -22,7 +20,6 @@ from zerofx.scheduler.search.stages.parameter_slices import ParameterSlices
 from zerofx.scheduler.search.stages.replicas import Replicas
 from zerofx.scheduler.search.stages.rungs import Rungs
 from zerofx.scheduler.search.stages.wire import Wire
-from zerofx.scheduler.search.target import Target
 
 STAGES: Final[tuple[Stage, ...]] = (
     Replicas(),  # states in parts of slices on each replica, or whole slices on all where that is exposed less
@@ -48,24 +45,14 @@ EVALUATION: Final[tuple[Stage, ...]] = (
 )
 
 
-def make_plan(
-    work: Work,
-    target: Target,
-    options: CompileOptions,
-    memory_budget: int | None,
-    locations: Locations | None = None,
-    homes: Locations | None = None,
-) -> Plan:
+def make_plan(problem: Problem) -> Plan:
     """Decide: without a budget as the options say, with one the fastest plan that fits.
 
-    ``memory_budget``: bytes on the device. ``locations``: of an evaluation, where parameters and states lie.
-    ``homes``: where they stay between steps of a training step that is one of several; None where the plan says it.
     With ``ZEROFX_DEBUG=2`` each stage writes what it tried, and why it stopped.
 
     Raises:
-        BudgetMissedError: no plan fits ``memory_budget``, or none does within the host budget.
+        BudgetMissedError: no plan fits the budget, or none does within the host budget.
         UsageError: ``options.tile`` names what cannot be tiled, or ranks do not fill nodes and ``options.wire`` asks.
     """
-    with trail(verbose=target.verbose, debug=target.settings.debug) as log:
-        stages = STAGES if locations is None else EVALUATION
-        return Search(stages, log).plan(Problem.of(work, target, options, memory_budget, locations, homes))
+    with trail(verbose=problem.target.verbose, debug=problem.target.settings.debug) as log:
+        return Search(STAGES if problem.locations is None else EVALUATION, log).plan(problem)

@@ -103,7 +103,11 @@ class Problem:
         locations: Locations | None = None,
         homes: Locations | None = None,
     ) -> Problem:
-        """The problem with everything open."""
+        """The problem with everything open.
+
+        ``memory_budget``: bytes on the device. ``locations``: of an evaluation, where parameters and states lie.
+        ``homes``: where they stay between steps of a training step that is one of several; None where the plan says it.
+        """
         rehearsal = Rehearsal(work.graph(work.candidates[0]), work.layout, work.updates[0], target)
         return Problem(work, rehearsal, options, memory_budget, target.machine, locations=locations, homes=homes)
 

@@ -14,6 +14,7 @@ from zerofx.ir.batch import Batch
 from zerofx.torch_private.modules import compiles_calls, is_compiled
 from zerofx.torch_private.tensors import has_hooks
 
+_SHOWN = 5  # names in a message
 _WRAPPERS = (
     nn.parallel.DistributedDataParallel,
     nn.DataParallel,
@@ -216,10 +217,10 @@ def misfits(missing: Sequence[str], unexpected: Sequence[str], other: Sequence[s
     return ", ".join(f"{len(listed)} {what} ({names(listed)})" for what, listed in kinds if listed)
 
 
-def names(items: Iterable[str], limit: int = 5) -> str:
-    """The first ``limit`` of ``items``, and how many more there are."""
+def names(items: Iterable[str]) -> str:
+    """The first of ``items``, and how many more there are."""
     listed = list(items)
-    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
+    return ", ".join(listed[:_SHOWN]) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")
 
 
 def check_owner(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -199,10 +199,6 @@ class _Latest:
         return piece.view(self._values[state], first).clone(memory_format=torch.contiguous_format)
 
 
-def _bytes(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-
 def _number(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 

@@ -37,7 +37,7 @@ from zerofx.runtime.comm.control import Control, check_equal
 from zerofx.runtime.state.optimizer import OptimizerBinding
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
-from zerofx.scheduler.search.problem import BudgetMissedError
+from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 from zerofx.scheduler.search.target import RegionMemory, Target
 
 # At most so many plan/compile rounds; the first of them target the full budget, later ones a reduced one.
@@ -222,9 +222,12 @@ def _agree_on_plan(
 
     def planned() -> str:
         assert not isinstance(options.plan, Path), "a file has been read"
-        given = options.plan
-        locations, homes = prepared.request.locations, prepared.request.homes
-        return (given or make_plan(prepared, target, options, memory_budget, locations, homes)).to_json()
+        if options.plan is not None:
+            return options.plan.to_json()
+        request = prepared.request
+        return make_plan(
+            Problem.of(prepared, target, options, memory_budget, request.locations, request.homes)
+        ).to_json()
 
     plan = Plan.from_json(control.share("share the plan", planned))
     if prepared.may_be_sliced and not prepared.is_for(plan):

@@ -230,7 +230,7 @@ class _Estimates:
             request.machine, request.options, request.settings, device, on_cpu=self._on_cpu, verbose=False
         )
         target = replace(target, estimates=self._memory)
-        plan = make_plan(prepared, target, request.options, None)
+        plan = make_plan(Problem.of(prepared, target, request.options, None))
         problem = Problem.of(prepared.for_plan(plan), target, request.options, None)
         _, simulation = problem.rehearsal.simulated(plan)
         sent = simulation.node_wire_bytes

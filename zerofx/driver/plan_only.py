@@ -40,6 +40,7 @@ from zerofx.scheduler.cost.roofline import matmul_seconds_at_peak
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
+from zerofx.scheduler.search.problem import Problem
 from zerofx.scheduler.search.target import Target
 from zerofx.settings import Settings, read_settings
 from zerofx.units import format_bytes, format_seconds, on_tiers
@@ -298,7 +299,7 @@ def _planned(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedSte
     target = Target.of(
         machine, options, request.settings, prepared.captured.device, on_cpu=machine.is_cpu, verbose=verbose
     )
-    decided = make_plan(prepared, target, options, budget_bytes(options.memory_budget, machine))
+    decided = make_plan(Problem.of(prepared, target, options, budget_bytes(options.memory_budget, machine)))
     prepared = prepared.for_plan(decided)
     lowered = lower_step(prepared, prepared.graph(decided.num_micro_batches), decided, target)
     return PlannedStep(lowered, prepared.layout, machine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import get_args
 
 from torch import fx
@@ -34,8 +34,3 @@ def axes_of(node: fx.Node, mesh: Mesh) -> Axes:
     if node.target in ops.OVER_AXES:
         return read(str(node.kwargs.get("over", written(SHARD))))
     return mesh.world
-
-
-def in_order(sets: Iterable[Axes]) -> list[Axes]:
-    """Distinct sets of axes in an order that is the same on all ranks."""
-    return sorted(set(sets))

@@ -45,14 +45,6 @@ def num_bodies(num_micro_batches: int) -> int:
     return min(num_micro_batches, _MOST_BODIES)
 
 
-def micro_batches_of(body: int, num_micro_batches: int) -> range:
-    """The micro-batches that a body of a graph of so many stands for."""
-    if num_micro_batches == num_bodies(num_micro_batches):
-        return range(body, body + 1)
-    last = num_micro_batches - 1
-    return (range(1), range(1, last), range(last, last + 1))[body]
-
-
 @dataclass(frozen=True)
 class ParameterInfo:
     """A distinct parameter tensor.

@@ -14,7 +14,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.facts import Role, placeholder
-from zerofx.ir.graph import StepGraph, micro_batches_of
+from zerofx.ir.graph import StepGraph, num_bodies
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,14 @@ class Loop:
             nodes.append(node)
             node = node.next
         return nodes
+
+
+def micro_batches_of(body: int, num_micro_batches: int) -> range:
+    """The micro-batches that a body of a graph of so many stands for."""
+    if num_micro_batches == num_bodies(num_micro_batches):
+        return range(body, body + 1)
+    last = num_micro_batches - 1
+    return (range(1), range(1, last), range(last, last + 1))[body]
 
 
 def borders(step: StepGraph) -> list[fx.Node]:

@@ -31,24 +31,16 @@ def _scattered(parts: torch.Tensor, num_ranks: int, *, over: str) -> torch.Tenso
     return parts.new_empty(parts.shape[1:])
 
 
-def _reduced(value: torch.Tensor, reduction: str, num_ranks: int, *, over: str) -> torch.Tensor:
-    return value.new_empty(value.shape)
-
-
-def _exchanged(parts: torch.Tensor, num_ranks: int, *, over: str) -> torch.Tensor:
-    return parts.new_empty(parts.shape)
-
-
-def _shifted(value: torch.Tensor, num_ranks: int, *, over: str) -> torch.Tensor:
+def _alike(value: torch.Tensor, *_args: object, over: str) -> torch.Tensor:
     return value.new_empty(value.shape)
 
 
 for _name, _fake in (
     ("gather_values", _gathered),
     ("reduce_scatter_values", _scattered),
-    ("all_reduce_values", _reduced),
-    ("exchange_values", _exchanged),
-    ("shift_values", _shifted),
+    ("all_reduce_values", _alike),
+    ("exchange_values", _alike),
+    ("shift_values", _alike),
 ):
     _library.impl(_name, _fake, "Meta")
 

@@ -22,7 +22,8 @@ from zerofx.disk import dumps
 from zerofx.errors import PlanError
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import Role
-from zerofx.ir.graph import StepGraph, micro_batches_of, num_bodies
+from zerofx.ir.graph import StepGraph, num_bodies
+from zerofx.ir.micro_batches import micro_batches_of
 from zerofx.ir.returned import Returned
 from zerofx.lowering.lower import LoweredStep
 from zerofx.pipeline import Stage

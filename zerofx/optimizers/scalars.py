@@ -181,6 +181,18 @@ def describe(expr: Expr) -> str:
             return " and ".join(dict.fromkeys(leaves)) or "a constant"
 
 
+def _both_ways(op: str) -> tuple[Any, Any]:
+    """The methods of a ``TrackedScalar`` for ``op``, with the scalar before the other operand, and after it."""
+
+    def before(self: TrackedScalar, other: Any) -> Any:
+        return self._apply(op, self, other)
+
+    def after(self: TrackedScalar, other: Any) -> Any:
+        return self._apply(op, other, self)
+
+    return before, after
+
+
 class TrackedScalar(float):
     """A float that records the expression it was computed by.
 
@@ -212,50 +224,18 @@ class TrackedScalar(float):
             return self.tape.decide(expr, value)
         return TrackedScalar(expr, value, self.tape)
 
-    def __add__(self, other: Any) -> Any:
-        return self._apply("add", self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._apply("add", other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._apply("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._apply("sub", other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._apply("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._apply("mul", other, self)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._apply("truediv", self, other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self._apply("truediv", other, self)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return self._apply("floordiv", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return self._apply("floordiv", other, self)
-
-    def __mod__(self, other: Any) -> Any:
-        return self._apply("mod", self, other)
-
-    def __rmod__(self, other: Any) -> Any:
-        return self._apply("mod", other, self)
+    __add__, __radd__ = _both_ways("add")
+    __sub__, __rsub__ = _both_ways("sub")
+    __mul__, __rmul__ = _both_ways("mul")
+    __truediv__, __rtruediv__ = _both_ways("truediv")
+    __floordiv__, __rfloordiv__ = _both_ways("floordiv")
+    __mod__, __rmod__ = _both_ways("mod")
+    __pow__, __rpow__ = _both_ways("pow")
+    __lt__, __le__, __gt__, __ge__ = (_both_ways(op)[0] for op in ("lt", "le", "gt", "ge"))
+    __eq__, __ne__ = (_both_ways(op)[0] for op in ("eq", "ne"))
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
-
-    def __pow__(self, other: Any, modulus: None = None) -> Any:
-        return self._apply("pow", self, other)
-
-    def __rpow__(self, other: Any, modulus: None = None) -> Any:
-        return self._apply("pow", other, self)
 
     def __neg__(self) -> Any:
         return self._apply("neg", self)
@@ -265,24 +245,6 @@ class TrackedScalar(float):
 
     def __abs__(self) -> Any:
         return self._apply("abs", self)
-
-    def __lt__(self, other: Any) -> Any:
-        return self._apply("lt", self, other)
-
-    def __le__(self, other: Any) -> Any:
-        return self._apply("le", self, other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._apply("gt", self, other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._apply("ge", self, other)
-
-    def __eq__(self, other: Any) -> Any:
-        return self._apply("eq", self, other)
-
-    def __ne__(self, other: Any) -> Any:
-        return self._apply("ne", self, other)
 
     def __bool__(self) -> bool:
         return bool(self != 0)

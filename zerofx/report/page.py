@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zerofx.disk.own_files import write_text
 from zerofx.ir.streams import in_order
 from zerofx.report.page_style import SCRIPT, STYLE
 from zerofx.report.page_tables import decisions_table, layer_bars, peak_table, schedule_html
@@ -81,26 +79,8 @@ ABOUT_INSTRUCTIONS: Mapping[str, str] = {
 }
 
 
-def write_html(
-    schedule: Schedule,
-    path: str | Path,
-    title: str = "zerofx step",
-    *,
-    limits: Mapping[str, int] | None = None,
-    notes: str = "",
-) -> None:
-    """Write the page of a schedule.
-
-    Args:
-        path: the file to write; one that exists is replaced.
-        title: the page's heading.
-        limits: bytes to draw as lines over the memory curve, by what they are: ``{"device": 80 * 2**30}``.
-        notes: text that can be opened below what was decided, such as ``str(plan)``.
-    """
-    write_text(path, _page(schedule, title, limits or {}, notes))
-
-
-def _page(schedule: Schedule, title: str, limits: Mapping[str, int], notes: str) -> str:
+def page(schedule: Schedule, title: str, limits: Mapping[str, int], notes: str) -> str:
+    """One page for a browser, which needs nothing else; ``limits`` and ``notes`` as for ``Schedule.to_html``."""
     totals, seconds = schedule.totals, schedule.totals.step_seconds
     memory, categories = memory_picture(schedule.memory, schedule.instructions, limits, seconds, totals.peak_bytes)
     tiers = "".join(tier_picture(tier, curve, seconds) for tier, curve in schedule.slower_memory.items())

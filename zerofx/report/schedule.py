@@ -22,7 +22,7 @@ from zerofx.ir.facts import copied_from, origin, tier_of
 from zerofx.ir.streams import stream_of
 from zerofx.ir.text import target_name
 from zerofx.lowering.lower import LoweredStep
-from zerofx.report.page import write_html
+from zerofx.report.page import page
 from zerofx.report.peak import Peak, peak_of
 from zerofx.report.rows import Row, Totals
 from zerofx.report.shared_layer import SharedLayer, shared_layer
@@ -83,10 +83,10 @@ class Schedule:
         """Write one page for a browser, which needs nothing else: what was decided, what the peak is made of, memory,
         streams and the table, with explanations.
 
-        ``limits`` are bytes to draw over the memory curve, by what they are; ``notes``, such as ``str(plan)``, can be
-        opened below what was decided.
+        ``limits`` are bytes to draw over the memory curve, by what they are (``{"device": 80 * 2**30}``); ``notes``,
+        such as ``str(plan)``, can be opened below what was decided.
         """
-        write_html(self, path, title, limits=limits, notes=notes)
+        write_text(path, page(self, title, limits or {}, notes))
 
     def __str__(self) -> str:
         return self.table()

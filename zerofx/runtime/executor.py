@@ -14,7 +14,6 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.runtime.comm.collectives import Joint
 from zerofx.runtime.comm.communicators import Communicators
 from zerofx.runtime.comm.transport import Group, LostRankError, Pending, Transport
-from zerofx.runtime.tiers.stored import Stored
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.plan.mesh import Mesh
 
@@ -33,6 +32,10 @@ class Runtime:
         self._scalars: Mapping[int, tuple[float, ...]] = {}
         self._agreed: Callable[[], object] | None = None
         self._joint = Joint()
+        # What is between tiers is theirs; a step's file asks the runtime for all that it does.
+        self.offload, self.reload, self.copy_into = tiers.offload, tiers.reload, tiers.copy_into
+        self.empty_stored, self.settle = tiers.empty_stored, tiers.settle_host
+        self.host, self.host_later = tiers.on_host, tiers.on_host_later
         # What the step that was ended last has given: ``check_finite`` has its loss, ``check_gradients`` all of it.
         self.stopped: list[torch.Tensor] | None = None
 
@@ -112,7 +115,7 @@ class Runtime:
             return self.all_gather_onto(full, shard, more, bucket, over=over)
         if not more:
             self._start_joint(over)
-        return Pending(whole, lambda _source: whole)
+        return Pending.after(whole)
 
     def all_gather_onto(
         self, full: torch.Tensor, shard: torch.Tensor, more: int = 0, bucket: int = -1, *, over: str = "shard"
@@ -176,27 +179,6 @@ class Runtime:
     def second_shard(self, full: torch.Tensor, bucket: int, num_ranks: int) -> torch.Tensor:
         assert self._transport is not None
         return full.chunk(num_ranks)[self._transport.rank % num_ranks].clone()
-
-    def offload(self, value: torch.Tensor, tier: str) -> Pending[Stored]:
-        return self.tiers.offload(value, tier)
-
-    def reload(self, stored: Stored, tier: str = "device") -> Pending[Any]:
-        return self.tiers.reload(stored, tier)
-
-    def copy_into(self, into: torch.Tensor | Stored, source: torch.Tensor | Stored) -> Pending[Any]:
-        return self.tiers.copy_into(into, source)
-
-    def empty_stored(self, numel: int, dtype: torch.dtype, tier: str) -> Stored:
-        return self.tiers.empty_stored(numel, dtype, tier)
-
-    def host(self, function: Callable[[list[Any]], object], inputs: list[Any]) -> Any:
-        return self.tiers.on_host(function, inputs)
-
-    def host_later(self, function: Callable[[list[Any]], object], inputs: list[Any], bucket: int) -> None:
-        self.tiers.on_host_later(function, inputs, bucket)
-
-    def settle(self, bucket: int) -> None:
-        self.tiers.settle_host(bucket)
 
     def update(self, function: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         """An update's region, on the device: what is saved of its inputs is kept first."""

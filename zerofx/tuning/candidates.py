@@ -16,7 +16,7 @@ from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.evaluate import Rehearsal
 from zerofx.scheduler.search.planner import make_plan
-from zerofx.scheduler.search.problem import BudgetMissedError
+from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 from zerofx.scheduler.search.target import Target
 from zerofx.tuning.result import Candidate, candidate_table
 from zerofx.tuning.variations import Variation, variations
@@ -89,7 +89,7 @@ class Planner:
         """The plan of a variation, going by ``costs`` if there are any; predicted as without them."""
         budget = self.budget if variation.searched else None
         try:
-            plan = make_plan(self.prepared, self._target(costs), variation.options, budget)
+            plan = make_plan(Problem.of(self.prepared, self._target(costs), variation.options, budget))
         except BudgetMissedError as error:
             return Candidate(variation.name, None, f"does not fit: takes at least {format_bytes(error.least_bytes)}")
         return Candidate(variation.name, self._predicted(replace(plan, memory_budget=self.budget), None))

@@ -120,13 +120,7 @@ def largest_micro_batch(
                 fitting = following
             else:
                 missed = following
-        while missed - fitting > 1:
-            middle = (fitting + missed) // 2
-            if trials.fits(middle):
-                fitting = middle
-            else:
-                missed = middle
-        return trials.result(fitting, _limit_bytes(options))
+        return trials.result(trials.border(fitting, missed, 1), _limit_bytes(options))
 
 
 def smallest_world(
@@ -175,13 +169,7 @@ def smallest_world(
                 f"{trials.refusals[trials.least.value]}"
             )
         unit = 1 if fitting <= node else node
-        while fitting - missed > unit:
-            middle = (missed // unit + fitting // unit) // 2 * unit
-            if trials.fits(middle):
-                fitting = middle
-            else:
-                missed = middle
-        return trials.result(fitting, _limit_bytes(captured.request.options))
+        return trials.result(trials.border(fitting, missed, unit), _limit_bytes(captured.request.options))
 
 
 class _Trials:
@@ -200,6 +188,13 @@ class _Trials:
         """With a progress bar, if it takes long: where the search stands, since its length is not known before."""
         with watched(f"{self._quantity} 1", "plans") as self._bar:
             yield self
+
+    def border(self, fitting: int, missed: int, unit: int) -> int:
+        """The multiple of ``unit`` next to the first that does not fit, between one that does and one that does not."""
+        while abs(fitting - missed) > unit:
+            middle = (fitting // unit + missed // unit) // 2 * unit
+            fitting, missed = (middle, missed) if self.fits(middle) else (fitting, middle)
+        return fitting
 
     def fits(self, value: int) -> bool:
         """Plan for ``value``."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lib.fakes import fake_like
 from tests.lib.graphs import DIM, Prepared, prepare
 from zerofx.codegen.emit import emit
 from zerofx.codegen.inductor.background import Background
@@ -70,7 +71,7 @@ def test_inputs_that_share_a_fake_value_stay_apart() -> None:
 
 
 def test_a_result_is_laid_out_as_planned_where_a_decomposition_lays_it_out_otherwise() -> None:
-    from zerofx.codegen.inductor.compile import compile_region, fake_like
+    from zerofx.codegen.inductor.compile import compile_region
 
     def joined(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
         nothing, x = inputs
@@ -87,7 +88,7 @@ def test_a_result_is_laid_out_as_planned_where_a_decomposition_lays_it_out_other
 
 def test_a_bias_is_added_in_the_loop_behind_its_product() -> None:
     """Inductor would put the two together again, and ATen copy the bias into every row first."""
-    from zerofx.codegen.inductor.compile import compile_region, fake_like
+    from zerofx.codegen.inductor.compile import compile_region
 
     def layer(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
         x, weight, bias = inputs
@@ -129,7 +130,7 @@ def test_a_region_that_cannot_be_compiled_is_named() -> None:
 
 
 def test_a_result_that_lies_otherwise_than_its_fake_tensor_says_is_reported() -> None:
-    from zerofx.codegen.inductor.compile import compile_region, fake_like
+    from zerofx.codegen.inductor.compile import compile_region
 
     @torch.library.custom_op("zerofx_tests::doubled", mutates_args=())
     def doubled(x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.lib.fakes import fake_like
+
 pytestmark = [
     pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Inductor uses what torch itself deprecates
@@ -101,7 +103,7 @@ def _in_turn(inputs: list[Any]) -> tuple[Tensor, ...]:
 
 def _most_held(function: Region, given: list[Tensor]) -> int:
     """Compile a region, check it against eager mode, and return the most bytes that it holds beside its inputs."""
-    from zerofx.codegen.inductor.compile import compile_region, fake_like
+    from zerofx.codegen.inductor.compile import compile_region
 
     fakes = [fake_like(one.shape, one.stride(), one.dtype, "cpu") for one in given]
     compiled = compile_region(function, fakes, function.__name__)

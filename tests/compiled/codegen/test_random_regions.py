@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lib.fakes import fake_like
+
 pytestmark = [
     pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Inductor uses what torch itself deprecates
@@ -25,7 +27,7 @@ def _dropout_of_a_layer(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
 
 def test_a_buffer_is_read_after_what_is_written_into_it() -> None:
     """Inductor of torch 2.13 fuses the read with what was before the write where it fits their loops to each other."""
-    from zerofx.codegen.inductor.compile import compile_region, fake_like
+    from zerofx.codegen.inductor.compile import compile_region
 
     given = [torch.randn(16, 16), torch.randn(16, 32), torch.randn(32)]
     compiled = compile_region(
@@ -39,7 +41,7 @@ def test_a_buffer_is_read_after_what_is_written_into_it() -> None:
 
 
 def test_random_numbers_are_those_of_eager_mode() -> None:
-    from zerofx.codegen.inductor.compile import compile_region, fake_like
+    from zerofx.codegen.inductor.compile import compile_region
 
     def noise(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
         (x,) = inputs

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lib.fakes import fake_like
+
 pytestmark = [
     pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Inductor uses what torch itself deprecates
@@ -27,7 +29,7 @@ def _swap(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
 def test_two_inputs_change_places(dtype: torch.dtype) -> None:
-    from zerofx.codegen.inductor.compile import compile_region, fake_like
+    from zerofx.codegen.inductor.compile import compile_region
 
     compiled = compile_region(_swap, [fake_like([8], [1], dtype, "cpu")] * 2, "swap")
     a, b = torch.tensor([3, 0, 1, 0, 2, 0, 4, 5]).to(dtype), torch.tensor([0, 1, 1, 2, 0, 0, 7, 0]).to(dtype)
@@ -39,7 +41,7 @@ def test_two_inputs_change_places(dtype: torch.dtype) -> None:
 
 
 def test_a_copy_in_another_dtype_is_of_what_was_there() -> None:
-    from zerofx.codegen.inductor.compile import compile_region, fake_like
+    from zerofx.codegen.inductor.compile import compile_region
 
     def noted(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
         flags, x = inputs

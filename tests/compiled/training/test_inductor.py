@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zerofx
 from gpt import GPT
 from tests.lib.distributed import run_ranks
+from tests.lib.fakes import fake_like
 from tests.lib.models import CASES, Case, sgd, tokens
 from tests.lib.training import differences, train_compiled, train_plain
 
@@ -42,7 +43,7 @@ def test_one_process_trains_like_eager_mode_within_rounding() -> None:
 
 
 def test_sums_by_index_have_one_order_on_several_threads() -> None:
-    from zerofx.codegen.inductor.compile import compile_region, fake_like
+    from zerofx.codegen.inductor.compile import compile_region
 
     def summed(inputs: list[Any]) -> tuple[Tensor, ...]:
         values, rows, columns = inputs

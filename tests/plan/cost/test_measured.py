@@ -26,6 +26,7 @@ from zerofx.scheduler.cost.simulate import Simulation, simulate
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
+from zerofx.scheduler.search.problem import Problem
 
 CPU = Machine.named("cpu")
 
@@ -102,7 +103,8 @@ def made(
     options = check_options(
         stage=3, backend="eager", machine=CPU, prefetch=prefetch, memory_budget=budget, recompute=recompute
     )
-    return make_plan(prepared, target(CPU, costs=costs, num_ranks=prepared.layout.num_ranks), options, budget)
+    asked = target(CPU, costs=costs, num_ranks=prepared.layout.num_ranks)
+    return make_plan(Problem.of(prepared, asked, options, budget))
 
 
 def predicted_seconds(prepared: Prepared, plan: Plan, costs: MeasuredCosts) -> float:

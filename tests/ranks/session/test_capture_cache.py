@@ -23,7 +23,7 @@ from zerofx.capture import cache as capture_cache
 from zerofx.capture.by_layer import by_layer
 from zerofx.capture.by_layer.by_layer import capture_by_layer
 from zerofx.capture.by_layer.forward_record import record_forward
-from zerofx.capture.trace import capture
+from zerofx.capture.trace import capture, capture_forward
 from zerofx.capture.traceable import Forward
 from zerofx.disk.cache import DiskCache
 from zerofx.ir.batch import Batch
@@ -62,11 +62,12 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def captured(
-    folder: Path, model: nn.Module, batch: tuple[Tensor, ...] = FEATURES, **options: Any
+    folder: Path, model: nn.Module, batch: tuple[Tensor, ...] = FEATURES, *, check: bool = False, **options: Any
 ) -> tuple[StepGraph, bool]:
     """The graph, and whether it was kept by an earlier call."""
     said: list[str] = []
-    found = capture_by_layer(Forward(model, Batch.of(batch, {}), **options), say=said.append, cache=DiskCache(folder))
+    forward = Forward(model, Batch.of(batch, {}), **options)
+    found = capture_by_layer(forward, check=check, say=said.append, cache=DiskCache(folder))
     return found, HIT in said
 
 
@@ -262,7 +263,7 @@ def _train_in_turn(folder: str) -> list[tuple[list[Tensor], dict[str, Tensor], i
     rank, found = torch.distributed.get_rank(), []
     for who in (None, 0, 1):
         os.environ["ZEROFX_CACHE_DIR"] = folder if rank == who else "0"
-        with mock.patch.object(by_layer, "capture", side_effect=capture) as count:
+        with mock.patch.object(by_layer, "capture_forward", side_effect=capture_forward) as count:
             trained = train_compiled(CASES["stack"], 3, 2)
         found.append((trained.losses, trained.state, count.call_count))
     return found

@@ -24,8 +24,8 @@ def _all_gather(
     return shard.new_empty(shard.numel() * num_ranks)
 
 
-def _all_gather_into(full: torch.Tensor, shard: torch.Tensor, bucket: int, *, over: str = "shard") -> torch.Tensor:
-    return full
+def _first(given: torch.Tensor, *_args: object, **_options: object) -> torch.Tensor:
+    return given
 
 
 def _reduce_scatter(gradients: torch.Tensor, bucket: int, num_ranks: int, *, over: str = "shard") -> torch.Tensor:
@@ -34,10 +34,6 @@ def _reduce_scatter(gradients: torch.Tensor, bucket: int, num_ranks: int, *, ove
 
 def _reduce_scatter_into(gradients: torch.Tensor, bucket: int, num_ranks: int, *, over: str = "shard") -> torch.Tensor:
     return gradients.narrow(0, 0, gradients.numel() // num_ranks)
-
-
-def _wait(pending: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
-    return pending
 
 
 def _nothing(*_args: object) -> None:
@@ -52,12 +48,8 @@ def _copy_of(value: torch.Tensor, *_args: object) -> torch.Tensor:
     return value.clone()
 
 
-def _copied(value: torch.Tensor, tier: str = "device") -> torch.Tensor:
-    return value.new_empty_strided(value.shape, value.stride())
-
-
-def _copy_into(into: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    return into
+def _like(given: torch.Tensor, *_args: object) -> torch.Tensor:
+    return given.new_empty_strided(given.shape, given.stride())
 
 
 def _empty_stored(numel: int, dtype: torch.dtype, tier: str, *, device: torch.device) -> torch.Tensor:
@@ -151,10 +143,6 @@ def _attention_backward(
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _exchange(parts: torch.Tensor, bucket: int, num_ranks: int, group: str) -> torch.Tensor:
-    return torch.empty_like(parts)
-
-
 def implement(library: torch.library.Library) -> None:
     """Register kernels and fakes with the library that has defined the operators."""
     for module, name, kernel in (
@@ -193,10 +181,10 @@ def implement(library: torch.library.Library) -> None:
 
     for name, fake in (
         ("all_gather", _all_gather),
-        ("all_gather_into", _all_gather_into),
+        ("all_gather_into", _first),
         ("reduce_scatter", _reduce_scatter),
         ("reduce_scatter_into", _reduce_scatter_into),
-        ("wait", _wait),
+        ("wait", _first),
         ("release", _nothing),
         ("settle", _nothing),
         ("check_finite", _nothing),
@@ -204,9 +192,9 @@ def implement(library: torch.library.Library) -> None:
         ("check_gradients", _nothing),
         ("empty_gradients", _empty_gradients),
         ("broadcast", _nothing),
-        ("offload", _copied),
-        ("reload", _copied),
-        ("copy_into", _copy_into),
+        ("offload", _like),
+        ("reload", _like),
+        ("copy_into", _first),
         ("empty_stored", _empty_stored),
         ("bernoulli_into", _nothing),
         ("checked", _copy_of),
@@ -226,7 +214,7 @@ def implement(library: torch.library.Library) -> None:
         ("softmax_chunk", _stats),
         ("softmax_gradient", _nothing),
         ("gather_on_node", _all_gather),
-        ("exchange", _exchange),
+        ("exchange", _like),
         ("second_shard", _reduce_scatter),
         ("square_sum", _one_number),
         ("largest", _one_number),

@@ -34,7 +34,7 @@ def elsewhere_zero(rank: Local, values: fx.Node, inside: fx.Node) -> fx.Node:
 
 
 def _embedding(node: fx.Node) -> list[Pattern]:
-    """Rows of a table, its first argument."""
+    """The patterns of a lookup in a table, the first argument."""
     rank = len(shape_of(node))
     by_index = [Pattern((d,), (None, d)) for d in range(rank - 1)]
     return [*by_index, Pattern((rank - 1,), (1, None)), Pattern(("sum",), (0, None), _rows_here, in_groups=False)]
@@ -69,7 +69,7 @@ def _gradient_of_rows_here(rank: Local) -> Any:
 
 
 def _along(index: int) -> PatternsOf:
-    """Of gathers and scatters along a dimension, given as an argument: the others where all tensors have them."""
+    """The patterns of gathers and scatters along a dimension, an argument: the others, where all tensors have them."""
 
     def patterns(node: fx.Node) -> list[Pattern]:
         rank = len(shape_of(read_tensors(node)[0]))

@@ -135,7 +135,7 @@ def _whole_call(node: fx.Node, dims: Sequence[int | None], num_ranks: int) -> fx
 
 
 def _where(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds, ...] | None:
-    """Of a number in the place of a tensor torch has no rule: what lies there is elementwise."""
+    """The kinds of ``where``, of which torch has no rule with a number in the place of a tensor: it is elementwise."""
     if node.target is not _aten.where.ScalarOther:
         return _by_rules(node, read, num_ranks, {})
     shape, possible = shape_of(node), set[Kind]({REPLICATED} if all(REPLICATED in kinds for kinds in read) else ())

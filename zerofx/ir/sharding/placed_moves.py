@@ -21,7 +21,7 @@ _MOST_GROUPS = 64
 
 
 def same(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
-    """What lies as its source does."""
+    """The kinds of a result that lies as its source does."""
     return read[0]
 
 
@@ -105,7 +105,7 @@ def any_part(shape: Sequence[int], dims: Sequence[int]) -> set[Kind]:
 
 
 def _filled(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
-    """The same number everywhere lies in any way; zeros add up to zeros, too."""
+    """The kinds of the same number everywhere: all of them; zeros add up to zeros, too."""
     shape, target = shape_of(node), node.target
     name = schema_of(target).name.removeprefix("aten::")  # type: ignore[arg-type]  # an operator
     numbers = [item for item in node.args if isinstance(item, int | float)]
@@ -117,13 +117,13 @@ def _whole_alone(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
     return WHOLE
 
 
-def dim_of(node: fx.Node, index: int, default: int = 0) -> int:
+def dim_of(node: fx.Node, index: int) -> int:
     """The dimension that a call's argument names, counted from the front."""
-    return dims_of(node, argument(node, index, "dim", default), len(shape_of(read_tensors(node)[0])))[0]
+    return dims_of(node, argument(node, index, "dim", 0), len(shape_of(read_tensors(node)[0])))[0]
 
 
 def _cut(kinds: Kinds, dim: int, size: int, parts: Sequence[tuple[int, int]]) -> tuple[Kinds, ...]:
-    """Of ``parts`` of a dimension of ``size``, from their first places to their ends."""
+    """The kinds of ``parts`` of a dimension of ``size``, each from its first place to its end."""
     possible: list[set[Kind]] = [set() for _ in parts]
     for kind in kinds:
         for part, (start, end) in zip(possible, parts, strict=True):

@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 
 
 def _reduced(over: Reduction, *, mean: bool = False) -> PatternsOf:
-    """Of reductions over the dimensions of the second argument, kept or not as the third says."""
+    """The patterns of reductions over the dimensions of the second argument, kept or not as the third says."""
 
     def patterns(node: fx.Node) -> list[Pattern]:
         rank = len(shape_of(read_tensors(node)[0]))
@@ -46,7 +46,7 @@ def _part_of_mean(rank: Local) -> Any:
 
 
 def _all_reduced(over: Reduction, *, mean: bool = False) -> PatternsOf:
-    """Of reductions to one number."""
+    """The patterns of reductions to one number."""
 
     def patterns(node: fx.Node) -> list[Pattern]:
         rank = len(shape_of(read_tensors(node)[0]))
@@ -57,7 +57,7 @@ def _all_reduced(over: Reduction, *, mean: bool = False) -> PatternsOf:
 
 
 def _rows(index: int) -> PatternsOf:
-    """Of operators that need all of a dimension, given as an argument, and nothing of other rows."""
+    """The patterns of operators that need all of a dimension, which is an argument, and nothing of other rows."""
 
     def patterns(node: fx.Node) -> list[Pattern]:
         rank = len(shape_of(read_tensors(node)[0]))
@@ -116,7 +116,7 @@ def _without_input(node: fx.Node) -> list[Pattern]:
 
 
 def _like_input(node: fx.Node) -> list[Pattern]:
-    """Of operators that make something in the shape of their input."""
+    """The patterns of operators that make something in the shape of their input."""
     return [*same_dims(node), Pattern((None,), ("sum",))]
 
 

@@ -31,12 +31,12 @@ def _permuted(node: fx.Node, order: list[int]) -> list[Pattern]:
 
 
 def transposed_matrix(node: fx.Node) -> list[Pattern]:
-    """Of ``t``."""
+    """The patterns of ``t``, the transpose of a matrix."""
     return _permuted(node, list(range(len(_source_shape(node))))[::-1])
 
 
 def transposed(node: fx.Node) -> list[Pattern]:
-    """Of two dimensions that change places."""
+    """The patterns of an operator in which two dimensions change places."""
     order = list(range(len(_source_shape(node))))
     first, second = (dims_of(node, argument(node, 1 + i, f"dim{i}"), len(order))[0] for i in range(2))
     order[first], order[second] = order[second], order[first]
@@ -44,12 +44,12 @@ def transposed(node: fx.Node) -> list[Pattern]:
 
 
 def permuted(node: fx.Node) -> list[Pattern]:
-    """Of dimensions in another order."""
+    """The patterns of an operator that puts dimensions in another order."""
     return _permuted(node, list(dims_of(node, argument(node, 1, "dims"), len(_source_shape(node)))))
 
 
 def expanded(node: fx.Node) -> list[Pattern]:
-    """Ranks share the places of a dimension that is repeated too: each repeats its part."""
+    """The patterns of an expansion: ranks share a dimension that is repeated too, as each repeats its part."""
     source, shape = _source_shape(node), tuple(value(node).shape)
     front = len(shape) - len(source)
     pairs = [(d, d - front if d >= front and source[d - front] == shape[d] else None) for d in range(len(shape))]
@@ -57,14 +57,14 @@ def expanded(node: fx.Node) -> list[Pattern]:
 
 
 def with_dim(node: fx.Node) -> list[Pattern]:
-    """Of one dimension that is put in."""
+    """The patterns of an operator that puts one dimension in."""
     rank = len(_source_shape(node))
     dim = dims_of(node, argument(node, 1, "dim"), rank + 1)[0]
     return [*along(node, [(d + (d >= dim), d) for d in range(rank)]), linear(node)]
 
 
 def without_dims(node: fx.Node) -> list[Pattern]:
-    """Dimensions of one place that are left out; others that are named stay."""
+    """The patterns of an operator that leaves out dimensions of one place; others that it names stay."""
     source = _source_shape(node)
     named = dims_of(node, argument(node, 1, "dim"), len(source))
     left = [d for d in range(len(source)) if d not in named or source[d] != 1]
@@ -72,7 +72,7 @@ def without_dims(node: fx.Node) -> list[Pattern]:
 
 
 def same_places(node: fx.Node) -> list[Pattern]:
-    """Of a tensor under other strides where these are of one place alone: nothing moves."""
+    """The patterns of a tensor under other strides that moves nothing, as they differ in dimensions of one place."""
     source, given = value(read_tensors(node)[0]), value(node)
     pairs = zip(given.shape, source.stride(), given.stride(), strict=True) if source.shape == given.shape else ()
     stays = source.shape == given.shape and source.storage_offset() == given.storage_offset()
@@ -86,7 +86,7 @@ def _as_it_is(rank: Local) -> Any:
 
 
 def picked(node: fx.Node) -> list[Pattern]:
-    """One place of a dimension, or all of them one by one."""
+    """The patterns of an operator that picks one place of a dimension, or all of them one by one."""
     rank = len(_source_shape(node))
     dim = dims_of(node, argument(node, 1, "dim", 0), rank)[0]
     left = [d for d in range(rank) if d != dim]
@@ -94,7 +94,7 @@ def picked(node: fx.Node) -> list[Pattern]:
 
 
 def put_along(index: int) -> PatternsOf:
-    """Of what is put along a dimension of its own, given as an argument: tensors, or one among zeros."""
+    """The patterns of tensors, or one among zeros, that are put along a dimension of their own, an argument."""
 
     def patterns(node: fx.Node) -> list[Pattern]:
         rank = len(value(node).shape)
@@ -105,18 +105,18 @@ def put_along(index: int) -> PatternsOf:
     return patterns
 
 
-def cut_along(index: int, default: int = 0) -> PatternsOf:
-    """Of a dimension that is cut or joined, given as an argument: all others."""
+def cut_along(index: int) -> PatternsOf:
+    """The patterns of an operator that cuts or joins a dimension, which is an argument: all others may be sharded."""
 
     def patterns(node: fx.Node) -> list[Pattern]:
         rank = len(_source_shape(node))
-        return [*same_dims(node, dims_of(node, argument(node, index, "dim", default), rank)), linear(node)]
+        return [*same_dims(node, dims_of(node, argument(node, index, "dim", 0), rank)), linear(node)]
 
     return patterns
 
 
 def joined_dims(node: fx.Node) -> list[Pattern]:
-    """Of tensors that are joined; an empty one without dimensions, as caches begin with, is none of them."""
+    """The patterns of tensors that are joined. Empty ones without dimensions, as caches begin with, are none."""
     shape, parts = tuple(value(node).shape), read_tensors(node)
     dim = dims_of(node, argument(node, 1, "dim", 0), len(shape))[0]
     joined_parts = [part for part in parts if shape_of(part) != (0,)]

@@ -90,11 +90,6 @@ class _Listener(Recorder):
             for item in value.values() if isinstance(value, dict) else value:
                 self.bind_numbers(item)
 
-    def truth(self, tensor: torch.Tensor) -> bool:
-        if self.cell(tensor).expr is None:
-            raise self.refuse("branches on the values of a whole tensor")
-        return bool(self.plain_item(tensor))
-
     def make_scalar(self, func: Any, value: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         self.paused = True
         tensor: torch.Tensor = func(value, **kwargs)

@@ -57,12 +57,7 @@ class Joint:
     def add(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
         """One more; nothing is moved before ``start``."""
         self._parts.append((full, shard))
-
-        def finish(_source: object) -> torch.Tensor:
-            self._finish()
-            return full
-
-        return Pending(full, finish)
+        return Pending.after(full, self._finish)
 
     def start(self, transport: Transport) -> None:
         fulls, shards = zip(*self._parts, strict=True)

@@ -70,11 +70,7 @@ class PointToPoint(Transport):
         pairs = zip(fulls, shards, strict=True)
         works = [work for full, shard in pairs for work in self._gather(full, shard, self._members)]
         arrived = self._under_way(works, sum(shard.nbytes for shard in shards) * len(self._peers))
-
-        def finish(_source: object) -> None:
-            arrived()
-
-        return Pending(None, finish)
+        return Pending.after(None, arrived)
 
     def reduce_scatter(self, gradients: torch.Tensor, *, in_place: bool = False) -> Pending[torch.Tensor]:
         num_shard = gradients.numel() // self.num_ranks
@@ -126,12 +122,7 @@ class PointToPoint(Transport):
             works += [self._connections.send(sent[place], members[place], tag) for place in others]
             into[own].copy_(sent[own])
         arrived = self._under_way(works, parts.nbytes // size * (size - 1))
-
-        def finish(_source: object) -> torch.Tensor:
-            arrived()
-            return received
-
-        return Pending(received, finish)
+        return Pending.after(received, arrived)
 
     def shift(self, value: torch.Tensor) -> Pending[torch.Tensor]:
         received, following = torch.empty_like(value), (self.rank + 1) % self.num_ranks
@@ -143,12 +134,7 @@ class PointToPoint(Transport):
                 self._connections.send(value, self._members[following], tag),
             ]
         arrived = self._under_way(works, value.nbytes)
-
-        def finish(_source: object) -> torch.Tensor:
-            arrived()
-            return received
-
-        return Pending(received, finish)
+        return Pending.after(received, arrived)
 
     def all_reduce(self, value: torch.Tensor, reduction: str) -> Pending[torch.Tensor]:
         flat = value.reshape(-1)
@@ -210,12 +196,7 @@ class PointToPoint(Transport):
 
     def _gathered(self, full: torch.Tensor, shard: torch.Tensor, members: list[int]) -> Pending[torch.Tensor]:
         arrived = self._under_way(self._gather(full, shard, members), shard.nbytes * (len(members) - 1))
-
-        def finish(_source: object) -> torch.Tensor:
-            arrived()
-            return full
-
-        return Pending(full, finish)
+        return Pending.after(full, arrived)
 
     def _gather(self, full: torch.Tensor, shard: torch.Tensor, members: list[int]) -> list[Message]:
         works: list[Message] = []

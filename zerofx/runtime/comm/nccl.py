@@ -185,12 +185,7 @@ class Nccl(Transport):
             done.record(self._stream)
         for tensor in unheld:
             tensor.record_stream(self._stream)
-
-        def finish(_source: object) -> T:
-            torch.cuda.current_stream(self._device).wait_event(done)
-            return result
-
-        return Pending(result, finish)
+        return Pending.after(result, lambda: torch.cuda.current_stream(self._device).wait_event(done))
 
 
 def gather_coalesced(group: dist.ProcessGroup, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:

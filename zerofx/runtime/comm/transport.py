@@ -34,6 +34,17 @@ class Pending(Generic[T]):
     kind: str = ""
     bucket: int = -1
 
+    @staticmethod
+    def after(result: T, *waits: Callable[[], object]) -> Pending[T]:
+        """A result that is valid once each of ``waits`` has returned."""
+
+        def finish(_source: object) -> T:
+            for wait in waits:
+                wait()
+            return result
+
+        return Pending(result, finish)
+
 
 def members_of(group: Group, rank: int, size: int, num_ranks: int) -> list[int]:
     """The ranks of the group that ``rank`` is in, in order.

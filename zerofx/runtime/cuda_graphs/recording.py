@@ -258,47 +258,44 @@ class _Recorder:
             return [self._lasting(each) for each in argument]
         return argument
 
+    def _of_runtime(self, name: str, *args: Any, **keywords: Any) -> _Late:
+        return self.call(lambda values, given: getattr(values.runtime, name)(*given, **keywords), args)
+
     def hyperparameters(self, bucket: int) -> _Late:
-        return self.call(lambda values, args: values.runtime.hyperparameters(*args), [bucket])
+        return self._of_runtime("hyperparameters", bucket)
 
     def all_gather(
         self, shard: Any, bucket: int, num_ranks: int, more: int = 0, *, in_place: bool = False, over: str = "shard"
     ) -> _Late | _Gather:
         if isinstance(shard, _Late):
-            args = [shard, bucket, num_ranks, more]
-            return self.call(lambda values, args: values.runtime.all_gather(*args, over=over), args)
+            return self._of_runtime("all_gather", shard, bucket, num_ranks, more, over=over)
         like = self._state[shard.name] if isinstance(shard, _Given) else shard
         self._open(work=False)
         full = like.new_empty(like.numel() * num_ranks)
-        args = [full, shard, more]
-        started = self.call(lambda values, args: values.runtime.all_gather_onto(*args, over=over), args)
-        return _Gather(started, full)
+        return _Gather(self._of_runtime("all_gather_onto", full, shard, more, over=over), full)
 
     def all_gather_into(self, full: Any, shard: Any, bucket: int, *, over: str = "shard") -> _Late | _Gather:
-        args = [full, shard, bucket]
-        started = self.call(lambda values, args: values.runtime.all_gather_into(*args, over=over), args)
+        started = self._of_runtime("all_gather_into", full, shard, bucket, over=over)
         return _Gather(started, full) if isinstance(full, torch.Tensor) else started
 
     def reduce_scatter(self, gradients: Any, bucket: int, num_ranks: int, *, over: str = "shard") -> _Late:
-        args = [gradients, bucket, num_ranks]
-        return self.call(lambda values, args: values.runtime.reduce_scatter(*args, over=over), args)
+        return self._of_runtime("reduce_scatter", gradients, bucket, num_ranks, over=over)
 
     def reduce_scatter_into(self, gradients: Any, bucket: int, num_ranks: int, *, over: str = "shard") -> _Late:
-        args = [gradients, bucket, num_ranks]
-        return self.call(lambda values, args: values.runtime.reduce_scatter_into(*args, over=over), args)
+        return self._of_runtime("reduce_scatter_into", gradients, bucket, num_ranks, over=over)
 
     def check_finite(self, loss: Any) -> None:
-        self.call(lambda values, args: values.runtime.check_finite(*args), [loss])
+        self._of_runtime("check_finite", loss)
 
     def check_gradients(self, largest: Any, outcome: list[Any]) -> None:
-        self.call(lambda values, args: values.runtime.check_gradients(*args), [largest, outcome])
+        self._of_runtime("check_gradients", largest, outcome)
 
     def broadcast(self, buffers: list[Any]) -> None:
-        self.call(lambda values, args: values.runtime.broadcast(*args), [buffers])
+        self._of_runtime("broadcast", buffers)
 
     def wait(self, pending: Any, source: Any = None) -> Any:
         started = pending.started if isinstance(pending, _Gather) else pending
-        arrived = self.call(lambda values, args: values.runtime.wait(*args), [started, source])
+        arrived = self._of_runtime("wait", started, source)
         return pending.full if isinstance(pending, _Gather) else arrived
 
     def __getattr__(self, name: str) -> Any:

@@ -14,7 +14,8 @@ from zerofx.capture.outside.outside import Outside
 from zerofx.ir.batch import Batch, micro_batch
 from zerofx.ir.casts import cast_of
 from zerofx.ir.facts import Placeholder, Role, placeholder
-from zerofx.ir.graph import StepGraph, micro_batches_of
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.micro_batches import micro_batches_of
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.loss_scaler import LossScaler
 from zerofx.runtime.state.state import TrainingState

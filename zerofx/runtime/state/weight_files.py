@@ -12,13 +12,13 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from zerofx.disk.checkpoint.boxes import Box
 from zerofx.disk.checkpoint.folder import LATEST, resolve
 from zerofx.disk.checkpoint.marker import MARKER
 from zerofx.disk.checkpoint.reader import CheckpointReader
 from zerofx.errors import CheckpointError, UsageError
-from zerofx.torch_private.checkpoint_files import create_read_items_for_chunk_list
 
 if TYPE_CHECKING:
     from safetensors import safe_open

@@ -11,7 +11,7 @@ import concurrent.futures
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,8 +28,6 @@ from zerofx.runtime.tiers.stored import Lease, Place, Stored
 
 if TYPE_CHECKING:
     from zerofx.runtime.tiers.snapshot import Snapshot
-
-T = TypeVar("T")
 
 
 class Tiers:
@@ -214,7 +212,7 @@ class Tiers:
             self.moved_bytes[TO_HOST] += num_bytes
             if isinstance(place, torch.Tensor):
                 into.landed = copy.landed
-                return _pending(into, copy.finish)
+                return Pending.after(into, copy.finish)
             return self._start_write(into, block.place, copy.landed, copy.finish, then=block.end)
         if isinstance(place, NvmeFile):
             assert isinstance(source.lease.place, torch.Tensor), "a copy is between two tiers"
@@ -222,7 +220,7 @@ class Tiers:
         assert isinstance(source.lease.place, NvmeFile), "a copy is between two tiers"
         read = self._connected().read(source.lease.place, place)
         self.moved_bytes[NVME_READ] += num_bytes
-        return _pending(into, read.result)
+        return Pending.after(into, read.result)
 
     def _start_write(
         self,
@@ -236,7 +234,7 @@ class Tiers:
         assert isinstance(into.lease.place, NvmeFile)
         written = self._connected().write(into.lease.place, block, after)
         self.moved_bytes[NVME_WRITE] += into.lease.num_bytes
-        return _pending(into, finish, written.result, then)
+        return Pending.after(into, finish, written.result, then)
 
     def _start_back(self, into: torch.Tensor, source: Stored) -> Pending[Any]:
         num_bytes, place = source.lease.num_bytes, source.lease.place
@@ -244,14 +242,14 @@ class Tiers:
         if isinstance(place, torch.Tensor):
             copy = self._running().start(TO_DEVICE, place[:num_bytes], _bytes_of(into))
             source.lease.used_by(copy)
-            return _pending(into, copy.finish)
+            return Pending.after(into, copy.finish)
         block = self._lease("host", num_bytes)
         assert isinstance(block.place, torch.Tensor)
         read = self._connected().read(place, block.place)
         self.moved_bytes[NVME_READ] += num_bytes
         copy = self._running().start(TO_DEVICE, block.place[:num_bytes], _bytes_of(into), after=read.result)
         block.used_by(copy)
-        return _pending(into, copy.finish, block.end)
+        return Pending.after(into, copy.finish, block.end)
 
     def settle(self) -> None:
         """Block until nothing is under way: after a step that failed."""
@@ -300,15 +298,6 @@ class Tiers:
     def _count(self, tier: str, num_bytes: int) -> None:
         self._held[tier] += num_bytes
         self._peak[tier] = max(self._peak[tier], self._held[tier])
-
-
-def _pending(result: T, *finish: Callable[[], object]) -> Pending[T]:
-    def finish_all(_source: object) -> T:
-        for wait in finish:
-            wait()
-        return result
-
-    return Pending(result, finish_all)
 
 
 def _without_gradients(function: Callable[[list[Any]], object], inputs: list[Any]) -> object:

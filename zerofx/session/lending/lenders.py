@@ -54,7 +54,7 @@ class Lenders:
 
     @property
     def key(self) -> str:
-        """Tells the places where what is read lies now from others that it was or may be in."""
+        """A text that says where what is read lies now: another one wherever it lies elsewhere."""
         return "\n".join(
             f"{name} {steps.num_made}: {'not prepared' if steps.taken is None else steps.taken.state.locations()}"
             for name, steps in self._used().items()
@@ -90,14 +90,14 @@ class Lenders:
         )
 
     def has_changed(self) -> bool:
-        """Whether another step trains by now what is known to be used, and was nobody's."""
+        """Whether a tensor that is used, and that no step trained, is trained by another step now."""
         return any(
             (owner := owner_of(tensor)) is not None and owner.steps is not None
             for tensor in self._outside.tensors().values()
         )
 
     def settle(self, agreed: Callable[[], object]) -> None:
-        """Have the updates done that other steps have left to the host, once all ranks have ``agreed`` to read them.
+        """Wait for updates that other steps have left to the host, once all ranks have ``agreed`` to read the models.
 
         Collective at stages 1 and 2.
         """
@@ -136,7 +136,7 @@ class Lenders:
 
     @property
     def _names(self) -> list[str]:
-        """Of those of which something is used."""
+        """The names of the models of which something is used."""
         return [lender.name for lender in self._outside.lent]
 
     @property

@@ -89,12 +89,12 @@ def operator_called(name: str) -> OpOverload[..., Any] | None:
         path = f"aten.{rest}"
     else:
         return None
-    found: Any = torch.ops
+    named: Any = torch.ops
     for part in path.split("."):
-        found = getattr(found, part, None)
-    if isinstance(found, OpOverloadPacket):
-        found = getattr(found, "default", None)
-    return found if isinstance(found, OpOverload) else None
+        named = getattr(named, part, None)
+    if isinstance(named, OpOverloadPacket):
+        named = getattr(named, "default", None)
+    return named if isinstance(named, OpOverload) else None
 
 
 def unknown_statement(statement: ast.AST) -> InternalError:
