@@ -76,8 +76,8 @@ class Listed:
     @property
     def name(self) -> str:
         """What texts call it."""
-        found: str = self.kind.name
-        return found
+        name: str = self.kind.name
+        return name
 
     @property
     def about(self) -> str:
@@ -85,7 +85,7 @@ class Listed:
         paragraph = " ".join((self.kind.__doc__ or "").partition("\n\n")[0].split())
         return f"{paragraph.removesuffix('.').partition('. ')[0]}."
 
-    def made(self, **given: object) -> Any:
+    def rewrite(self, **given: object) -> Any:
         """The rewrite, with those of ``given`` that it has fields for."""
         return self.kind(**{entry.name: given[entry.name] for entry in fields(self.kind) if entry.name in given})
 
@@ -203,7 +203,7 @@ def run_preparations(
     left_out |= {*([] if loss_scaled else [ScaleLoss.name]), *([] if num_parts > 1 else [Partition.name, Overlap.name])}
     for listed in PREPARE:
         if listed.name not in left_out:
-            one: Preparation = listed.made(
+            preparation: Preparation = listed.rewrite(
                 slices=slices,
                 num_micro_batches=num_micro_batches,
                 divided=frozenset(divided),
@@ -213,7 +213,7 @@ def run_preparations(
             )
             is_shared = listed.kind is Partition and settings.verify > 0
             whole = whole_calls(step) if is_shared else {}
-            one.run(step)
+            preparation.run(step)
             if is_shared:
                 check_placements(step, whole, num_parts)
 
@@ -222,7 +222,7 @@ def passes(
     layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Plan, *, guarded: bool = False
 ) -> tuple[Pass, ...]:
     """The passes that have something to do for ``plan``, in order; ``guarded`` as the step's graph is."""
-    return tuple(entry.made(layout=layout, programs=programs) for entry in PLAN if entry.when(plan, guarded))
+    return tuple(entry.rewrite(layout=layout, programs=programs) for entry in PLAN if entry.when(plan, guarded))
 
 
 def orders(plan: Plan, *, guarded: bool = False) -> tuple[PassText, ...]:
@@ -333,16 +333,16 @@ def run_quietly(
             _run(entry, step, plan)
 
 
-def _run(one: Pass, step: StepGraph, plan: Plan) -> None:
+def _run(graph_pass: Pass, step: StepGraph, plan: Plan) -> None:
     """Run a pass.
 
     Raises:
         InternalError: it raised what it did not mean to; says how to leave it out, if that can be.
     """
-    optional = any(one.name == listed.name and listed.optional for listed in PLAN)
-    remedy = f"Set ZEROFX_DISABLE={one.name}, which leaves it out" if optional else ""
-    with working(f"run the pass {one.name}", remedy, only_own=False):
-        one.run(step, plan)
+    optional = any(graph_pass.name == listed.name and listed.optional for listed in PLAN)
+    remedy = f"Set ZEROFX_DISABLE={graph_pass.name}, which leaves it out" if optional else ""
+    with working(f"run the pass {graph_pass.name}", remedy, only_own=False):
+        graph_pass.run(step, plan)
 
 
 def _say(report: PassReport, debug: int) -> None:

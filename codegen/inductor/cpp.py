@@ -80,10 +80,10 @@ def check_compiler(device: torch.device) -> None:
     if device.type == "cpu":
         try:
             compiler = get_cpp_compiler()
-            found = shutil.which(compiler) is not None
+            is_there = shutil.which(compiler) is not None
         except RuntimeError:  # torch's InvalidCxxCompiler
-            found = False
-        if not found:
+            is_there = False
+        if not is_there:
             raise CompilerError(
                 "backend='inductor' expects a C++ compiler, found none (looked for $CXX, g++ and clang++): install one "
                 "(Debian and Ubuntu: apt-get install g++), or use backend='eager'"
@@ -223,8 +223,8 @@ class VectorInstructions:
         settings = [
             (name, entry) for name, entry in inductor_config.save_config_portable().items() if name.startswith("cpp")
         ]
-        told = [compiler, get_compiler_version_info(compiler), *map(str, kinds), repr(sorted(settings))]
-        self._key = key_of("vectors", told)
+        facts = [compiler, get_compiler_version_info(compiler), *map(str, kinds), repr(sorted(settings))]
+        self._key = key_of("vectors", facts)
         self._all_work = bool(self._kinds) and cache.read(self._key) is not None
         self._programs: set[str] = set()
         self._is_known_what_is_picked = False
@@ -249,9 +249,9 @@ class VectorInstructions:
 
     def _conclude(self) -> None:
         with self._telling(self._all_work):
-            found = valid_vec_isa_list()
-        if self._kinds and found == self._kinds and not self._all_work:
-            self._cache.write(self._key, str([*map(str, found)]))
+            valid = valid_vec_isa_list()
+        if self._kinds and valid == self._kinds and not self._all_work:
+            self._cache.write(self._key, str([*map(str, valid)]))
         self._precompile(pick_vec_isa())
 
     def _telling(self, works: bool) -> Any:
@@ -299,6 +299,6 @@ def _precompile_headers(kind: VecISA, cache: DiskCache) -> None:
     options = CppTorchDeviceOptions(compile_only=False, min_optimize=False, **command)
     line = CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
     key = key_of("headers", [header, line, get_compiler_version_info(get_cpp_compiler())])
-    made = cache.read(key)
-    if made is None or not any(Path(made + suffix).is_file() for suffix in _PRECOMPILED):
+    path = cache.read(key)
+    if path is None or not any(Path(path + suffix).is_file() for suffix in _PRECOMPILED):
         cache.write(key, precompile_header(header, line, min_optimize=False, **command))

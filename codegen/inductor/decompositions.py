@@ -127,10 +127,10 @@ def _embedding_gradient(
     grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> torch.Tensor:
     """By ATen: Inductor would mask and convert what is added in buffers of their own, and add it in any order."""
-    found: torch.Tensor = torch.ops.zerofx.embedding_gradient(
+    gradient: torch.Tensor = torch.ops.zerofx.embedding_gradient(
         grad, indices, num_weights, padding_idx, scale_grad_by_freq
     )
-    return found
+    return gradient
 
 
 _OWN: Decompositions = {

@@ -18,8 +18,8 @@ from zerofx.torch_private.operators import OpOverload
 
 
 class KeepOrder(CustomSchedulerPass):
-    """What reads a buffer after an operator has written into it (dropout's mask, max pooling's gradient) stays behind,
-    and operators that draw random numbers stay in their order.
+    """What reads a buffer after an operator has written into it (dropout's mask, max pooling's gradient) stays after
+    that, and operators that draw random numbers stay in their order.
 
     Where Inductor of torch 2.13 fits the loops of two kernels to each other, it takes their reads from the loops anew
     and forgets which writes they follow, unless they have a dependency that no loop shows
@@ -34,10 +34,10 @@ class KeepOrder(CustomSchedulerPass):
         for node in [entry for each in nodes for entry in each.get_nodes()]:
             read = {dep.name for dep in node.read_writes.reads}
             for name in sorted(read & set(node.mutation_renames.values())):
-                _keep_behind(node, name)
+                _keep_after(node, name)
             if _draws(node):
                 if drawn is not None:
-                    _keep_behind(node, drawn.get_outputs()[0].get_name())
+                    _keep_after(node, drawn.get_outputs()[0].get_name())
                 drawn = node
         return nodes
 
@@ -45,7 +45,7 @@ class KeepOrder(CustomSchedulerPass):
         return "zerofx: reads follow the writes before them, and draws one another"
 
 
-def _keep_behind(node: BaseSchedulerNode, buffer: str) -> None:
+def _keep_after(node: BaseSchedulerNode, buffer: str) -> None:
     node.add_fake_dep(WeakDep(buffer, mutating_buf=node.get_name(), is_fake=True))
 
 
@@ -83,12 +83,12 @@ class Overwrite(CustomSchedulerPass):
 
 def _overwrite(kernel: FusedSchedulerNode) -> None:
     loops = {loop.get_name(): loop for loop in kernel.get_nodes()}
-    made = kernel.get_buffer_names()
+    own = kernel.get_buffer_names()
     ends: dict[str, set[str]] = {name: set() for name in loops}
     readers: dict[str, set[str]] = {}
     for value, buffer in kernel.scheduler.name_to_buf.items():
         users = {user.node.get_name() for user in buffer.users}
-        if value in made or not users or not users <= loops.keys() or not has_memory(buffer):
+        if value in own or not users or not users <= loops.keys() or not has_memory(buffer):
             continue
         if all(_fits(loops[entry], buffer) for entry in users):
             readers[value] = users

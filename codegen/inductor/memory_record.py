@@ -149,8 +149,8 @@ class _Record:
             case ast.Slice(lower=ast.expr() as lower, upper=ast.expr() as upper, step=None):
                 return slice(self._evaluate(lower), self._evaluate(upper))
             case ast.List() | ast.Tuple():
-                made = [self._evaluate(item) for item in expression.elts]
-                return made if isinstance(expression, ast.List) else tuple(made)
+                items = [self._evaluate(item) for item in expression.elts]
+                return items if isinstance(expression, ast.List) else tuple(items)
             case ast.Subscript():
                 return self._evaluate(expression.value)[self._evaluate(expression.slice)]
             case ast.Attribute() if ast.unparse(expression).startswith("torch."):
@@ -200,8 +200,8 @@ class _Record:
     def _operator(self, target: OpOverload, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
         is_written = keywords.pop("out", None) is not None  # where the caller has memory for it
         node = _node(target, *_ordered(target, args, keywords))
-        made = [tensor for tensor in tensors_in(node.meta["val"]) if not self._names[memory_of(tensor)]]
-        num_bytes = 0 if is_written else sum(tensor.untyped_storage().nbytes() for tensor in made)
+        outputs = [tensor for tensor in tensors_in(node.meta["val"]) if not self._names[memory_of(tensor)]]
+        num_bytes = 0 if is_written else sum(tensor.untyped_storage().nbytes() for tensor in outputs)
         if scratch := workspace_bytes(node):
             self._events += [MemoryEvent(num_bytes + scratch), MemoryEvent(-num_bytes - scratch)]
         return None if is_written else node.meta["val"]
@@ -212,7 +212,7 @@ def _ordered(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call by their places in the operator's schema, as the rules for workspaces read them.
 
-    Beside them, by name, those which the schema takes in no other way.
+    Besides, by name, those which the schema takes in no other way.
     """
     places = [argument for argument in schema_of(target).arguments if not argument.kwarg_only]
     rest = {name: value for name, value in keywords.items() if all(name != argument.name for argument in places)}

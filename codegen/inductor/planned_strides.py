@@ -34,23 +34,23 @@ class _InPlannedStrides(fx.Interpreter):
     """Runs a graph so that every value has the strides recorded for it."""
 
     def run_node(self, n: fx.Node) -> Any:
-        found = super().run_node(n)
+        computed = super().run_node(n)
         planned = n.meta.get("val")
-        if isinstance(found, list | tuple) and isinstance(planned, list | tuple):
-            return tuple(map(_with_strides, found, planned))
-        return _with_strides(found, planned)
+        if isinstance(computed, list | tuple) and isinstance(planned, list | tuple):
+            return tuple(map(_with_strides, computed, planned))
+        return _with_strides(computed, planned)
 
 
-def _with_strides(found: Any, planned: Any) -> Any:
-    """``found`` laid out like ``planned``, where both are tensors that fill their memory."""
-    if not isinstance(found, torch.Tensor) or not isinstance(planned, torch.Tensor):
-        return found
+def _with_strides(computed: Any, planned: Any) -> Any:
+    """``computed`` laid out like ``planned``, where both are tensors that fill their memory."""
+    if not isinstance(computed, torch.Tensor) or not isinstance(planned, torch.Tensor):
+        return computed
     differ = any(
         entry != other
-        for size, entry, other in zip(found.shape, found.stride(), planned.stride(), strict=True)
+        for size, entry, other in zip(computed.shape, computed.stride(), planned.stride(), strict=True)
         if size > 1
     )
     if not differ:
-        return found
+        return computed
     order = sorted(range(planned.dim()), key=lambda dim: (-planned.stride()[dim], -planned.shape[dim], dim))
-    return found.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
+    return computed.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])

@@ -59,10 +59,10 @@ def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]
         set_placeholder(node, replace(placeholder(node), part=0))
     total, loss = step.loss, step.loss
     extras, gradients = [*step.extras], [step.gradients]
-    latest, made = dict(mutations), set(calls)
+    latest, computed = dict(mutations), set(calls)
     for number in range(1, step.num_bodies):
         handed_on = [name for name in latest if buffers[name].users] if step.has_loop else []
-        latest |= {name: _made_here(step, latest[name], made) for name in handed_on}
+        latest |= {name: _made_here(step, latest[name], computed) for name in handed_on}
         _begin(step, number, (total, *(latest[name] for name in handed_on)) if step.has_loop else ())
         copies = {node: node for node in step.placeholders()}
         copies |= {node: _part_of(step, node, number) for node in inputs}
@@ -72,16 +72,16 @@ def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]
         total = _sum(step, total, copies[loss])
         extras += [copies[node] for node in extras[: step.num_extras]]
         gradients.append({name: copies[node] for name, node in gradients[0].items()})
-        latest, made = {name: copies[node] for name, node in mutations.items()}, {copies[node] for node in calls}
+        latest, computed = {name: copies[node] for name, node in mutations.items()}, {copies[node] for node in calls}
     step.set_outputs(total, latest, *gradients, extras=extras)
 
 
-def _made_here(step: StepGraph, node: fx.Node, made: Collection[fx.Node]) -> fx.Node:
-    """A value that a micro-batch leaves a buffer with, as one of what that micro-batch has ``made``.
+def _made_here(step: StepGraph, node: fx.Node, computed: Collection[fx.Node]) -> fx.Node:
+    """A value that a micro-batch leaves a buffer with, as one of what that micro-batch has ``computed``.
 
     It may hand on what it was given: where two buffers change places, say.
     """
-    if value_node(storage_source(node)) in made:
+    if value_node(storage_source(node)) in computed:
         return node
     with step.graph.inserting_before(step.output):
         return insert_call(step.graph, torch.ops.aten.clone.default, (node,), Origin("", Phase.FORWARD))

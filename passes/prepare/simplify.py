@@ -59,14 +59,14 @@ def simplify(step: StepGraph) -> None:
 
 def _is_scattered(source: fx.Node, copy: fx.Node) -> bool:
     """Whether a copy, in the source's dtype and shape, is only put into other tensors."""
-    one, other = tensor(source), tensor(copy)
+    given, copied = tensor(source), tensor(copy)
     is_put = all(facts_of(user.target).kind is OperatorKind.SCATTER and user.args[0] is not copy for user in copy.users)
-    return is_put and (one.dtype, one.shape) == (other.dtype, other.shape)
+    return is_put and (given.dtype, given.shape) == (copied.dtype, copied.shape)
 
 
-def _is_like(made: fx.Node, copy: fx.Node) -> bool:
+def _is_like(original: fx.Node, copy: fx.Node) -> bool:
     """Whether a copy is of something that an operator has made for it alone, and in its dtype and strides."""
-    if made.op != "call_function" or aliased_input(made) is not None or len(made.users) > 1:
+    if original.op != "call_function" or aliased_input(original) is not None or len(original.users) > 1:
         return False
-    one, other = tensor(made), tensor(copy)
-    return (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+    given, copied = tensor(original), tensor(copy)
+    return (given.dtype, given.shape, given.stride()) == (copied.dtype, copied.shape, copied.stride())

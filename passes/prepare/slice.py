@@ -7,7 +7,7 @@
 
 Like ``simplify`` it runs before the plan is made. The slices it leaves are parameters of the captured graph, each with
 a gradient: the layout gives each a bucket, and so a gather, a reduction, an update and a place in the tiers of its
-own. A slice's part of a weight's gradient is computed beside its other use in backward, while it is there.
+own. A slice's part of a weight's gradient is computed next to its other use in backward, while it is there.
 
 What is put together of slices (columns, rows, lookups) has the same terms in the same order: it is bit-for-bit what it
 was wherever a kernel's result for a column does not depend on how many columns it is given (matrix products of a BLAS
@@ -77,13 +77,13 @@ class _Slicer:
         step, what = self._step, self._what
         self._weights = [self._placeholder(number) for number in range(len(self._bounds))]
         parts: dict[fx.Node, list[fx.Node]] = {}
-        beside = self._beside()
+        companion = self._companion()
         for use in what.uses:
-            gradient = what.gradient[-1] if use is beside else None
-            joined, found = self._use(use, gradient)
+            gradient = what.gradient[-1] if use is companion else None
+            joined, slices = self._use(use, gradient)
             use.node.replace_all_uses_with(joined)
             if gradient is not None:
-                parts[gradient] = found
+                parts[gradient] = slices
         for node in what.gradient:
             if node not in parts:
                 with step.graph.inserting_before(node):
@@ -113,8 +113,8 @@ class _Slicer:
         set_value(node, self._step.fake((end - start, *tensor(whole).shape[1:]), tensor(whole).dtype))
         return set_placeholder(node, Placeholder(Role.PARAMETER, name))
 
-    def _beside(self) -> Use | None:
-        """The use in backward beside which the gradient can be computed slice by slice, if there is one."""
+    def _companion(self) -> Use | None:
+        """The use in backward next to which the gradient can be computed slice by slice, if there is one."""
         gradient = self._what.gradient
         product = product_of(gradient[0]) if len(gradient) == 1 else None
         if product is None:
@@ -128,26 +128,26 @@ class _Slicer:
         return None
 
     def _use(self, use: Use, gradient: fx.Node | None) -> tuple[fx.Node, list[fx.Node]]:
-        """What ``use`` gives, put together of slices in front of it; and the slices of ``gradient`` beside them."""
+        """What ``use`` gives, put together of slices in front of it; and the slices of ``gradient`` next to them."""
         graph, count = self._step.graph, len(self._bounds)
         product = product_of(gradient) if gradient is not None else None
         if product is not None:
             _put_views_before(product, use.node)
-        found: list[fx.Node] = []
+        results: list[fx.Node] = []
         gradients: list[fx.Node] = []
         with graph.inserting_before(use.node):
             for number in range(count):
                 if use.way is Way.LOOKUP:
-                    found = [self._lookup(use.node, number, found)]
+                    results = [self._lookup(use.node, number, results)]
                 elif use.way is Way.SUM:
-                    found = [self._add(use, number, found)]
+                    results = [self._add(use, number, results)]
                 else:
-                    found.append(self._product(use, number))
+                    results.append(self._product(use, number))
                 if gradient is not None:
                     gradients.append(self._gradient(gradient, number, {}))
-            joined = found[0]
-            if len(found) > 1:
-                joined = self._call(use.node, None, _aten.cat.default, found, 1 if use.way is Way.COLUMNS else 0)
+            joined = results[0]
+            if len(results) > 1:
+                joined = self._call(use.node, None, _aten.cat.default, results, 1 if use.way is Way.COLUMNS else 0)
             joined = self._cast(use.node, None, joined, tensor(use.node).dtype)
         return joined, gradients
 
@@ -194,11 +194,11 @@ class _Slicer:
         last = len(self._bounds) - 1
         outside = self._outside(node, number, indices, first=number == 0, last=number == last)
         within = self._within(node, number, indices, outside, 0)
-        found = self._call(node, number, _aten.embedding.default, self._weights[number], within)
+        rows = self._call(node, number, _aten.embedding.default, self._weights[number], within)
         if not before:
-            return found
+            return rows
         apart = self._call(node, number, _aten.unsqueeze.default, outside, -1)
-        return self._call(node, number, _aten.where.self, apart, before[0], found)
+        return self._call(node, number, _aten.where.self, apart, before[0], rows)
 
     def _outside(self, node: fx.Node, number: int, indices: fx.Node, *, first: bool, last: bool) -> fx.Node:
         """Which of the indices do not lie in a slice; the ``first`` has all below it, the ``last`` all above."""
@@ -207,9 +207,9 @@ class _Slicer:
         above = None if last else self._call(node, number, _aten.ge.Scalar, indices, end)
         if below is not None and above is not None:
             return self._call(node, number, _aten.logical_or.default, below, above)
-        found = below if below is not None else above
-        assert found is not None, "there are two slices at least"
-        return found
+        outside = below if below is not None else above
+        assert outside is not None, "there are two slices at least"
+        return outside
 
     def _within(self, node: fx.Node, number: int, indices: fx.Node, outside: fx.Node, otherwise: int) -> fx.Node:
         """Indices into a slice, ``otherwise`` where they are outside of it."""
@@ -224,8 +224,8 @@ class _Slicer:
             assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
             if product is node:
                 return self._call(node, number, _aten.mm.default, self._part(node, number, left, 0), right)
-            made = self._call(node, number, _aten.mm.default, left, self._part(node, number, right, 1))
-            return self._call(node, number, _aten.t.default, made)
+            transposed = self._call(node, number, _aten.mm.default, left, self._part(node, number, right, 1))
+            return self._call(node, number, _aten.t.default, transposed)
         if node.target is _aten.add.Tensor:
             terms = [parts[source][number] for source in node.args if isinstance(source, fx.Node)]
             return self._call(node, number, _aten.add.Tensor, *terms)
@@ -239,8 +239,8 @@ class _Slicer:
         # What lies elsewhere goes to a row after the slice, which is its padding.
         within = self._within(node, number, indices, outside, rows)
         args = (grad, within, rows + 1, rows, by_frequency)
-        found = self._call(node, number, node.target, *args)
-        return self._call(node, number, _aten.slice.Tensor, found, 0, 0, rows)
+        padded_rows = self._call(node, number, node.target, *args)
+        return self._call(node, number, _aten.slice.Tensor, padded_rows, 0, 0, rows)
 
     def _part(self, node: fx.Node, number: int, source: fx.Node, dim: int) -> fx.Node:
         """The part of a matrix that goes with a slice: a view."""
@@ -259,8 +259,8 @@ class _Slicer:
 
     def _call(self, node: fx.Node, number: int | None, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A new call in the place of ``node``, on slice ``number`` or on what is put together of all."""
-        made = insert_call(self._step.graph, target, args, origin(node), kwargs)
-        return made if number is None else set_slice(made, self._names[number])
+        call = insert_call(self._step.graph, target, args, origin(node), kwargs)
+        return call if number is None else set_slice(call, self._names[number])
 
 
 def _put_views_before(node: fx.Node, place: fx.Node) -> None:

@@ -37,7 +37,7 @@ def _of_loops(kernel: list[fx.Node], fused: Fused, machine: Machine) -> float:
     read, computed = _read(kernel, fused)
     own = set(kernel)
     num_bytes = sum(size for storage, size in read.items() if storage[0] not in own)
-    num_bytes += sum(storage_size(s) for node in kernel for s in outputs_of(node) if s in fused.kept)
+    num_bytes += sum(storage_size(s) for node in kernel for s in outputs_of(node) if s in fused.stored)
     dtype = tensors_of(kernel[-1])[0].dtype
     arithmetic = sum(map(node_flops, computed)) / machine.vector_flops(dtype)
     return max(arithmetic, num_bytes / machine.memory_bandwidth) + machine.device.launch_latency
@@ -52,7 +52,7 @@ def _read(kernel: Iterable[fx.Node], fused: Fused) -> tuple[dict[Storage, int], 
         for source in pending.pop().all_input_nodes:
             storage = storage_source(source)
             owner = storage[0]
-            if storage in fused.kept or owner not in fused.members or not is_inlined(owner):
+            if storage in fused.stored or owner not in fused.members or not is_inlined(owner):
                 size = sum(map(touched_bytes, tensors_of(source)))
                 read[storage] = max(read.get(storage, 0), min(size, storage_size(storage)))
             elif owner not in computed:

@@ -29,14 +29,14 @@ from zerofx.scheduler.cost.overwriting import overwriting_order, overwritten
 class Fused:
     """The kernels that a region is taken to run in, in order.
 
-    ``order`` are its operators, ``members`` all of its nodes, ``kept`` the storages that take memory, ``reads`` those
+    ``order`` are its operators, ``members`` all of its nodes, ``stored`` the storages that take memory, ``reads`` those
     that are read to compute an operator, through what is inlined into it, and ``behind`` the operators that it needs.
     """
 
     kernels: list[list[fx.Node]]
     order: list[fx.Node]
     members: set[fx.Node]
-    kept: set[Storage]
+    stored: set[Storage]
     reads: Mapping[fx.Node, set[Storage]]
     behind: Mapping[fx.Node, set[fx.Node]]
 
@@ -45,12 +45,12 @@ def fuse(region: RegionLike) -> Fused:
     """What is computed together when ``region`` is compiled."""
     order = [node for node in region.own if not is_view(node) and node.target is not operator.getitem]
     members = set(region.own)
-    kept = _stored(order, members)
-    reads = {node: _read(node, members, kept) for node in order}
+    stored = _stored(order, members)
+    reads = {node: _read(node, members, stored) for node in order}
     needs = {node: {storage[0] for storage in reads[node] if storage[0] in reads} for node in order}
     behind = _ancestors(order, needs)
-    kernels = _kernels([n for n in _together(order, reads, needs, behind, kept) if _runs(n, kept)], reads, needs)
-    return Fused(kernels, order, members, kept, reads, behind)
+    kernels = _kernels([n for n in _together(order, reads, needs, behind, stored) if _runs(n, stored)], reads, needs)
+    return Fused(kernels, order, members, stored, reads, behind)
 
 
 def estimated_memory(
@@ -62,7 +62,7 @@ def estimated_memory(
     step will run on a CPU, whose kernels keep workspaces, wherever it was captured.
     """
     fused = fuse(region)
-    order, members, kept, reads, behind = fused.order, fused.members, fused.kept, fused.reads, fused.behind
+    order, members, stored, reads, behind = fused.order, fused.members, fused.stored, fused.reads, fused.behind
     kernels = fused.kernels
     last: dict[Storage, int] = {}
     for number, kernel in enumerate(kernels):
@@ -79,7 +79,7 @@ def estimated_memory(
         free = [s for s in dying.get(number, ()) if s in live and s not in leaving]
         kernel, over = _overwriting(kernel, free, reads, behind)
         for node in kernel:
-            for storage in (s for s in outputs_of(node) if s in kept):
+            for storage in (s for s in outputs_of(node) if s in stored):
                 size = storage_size(storage)
                 taken = next((s for s in free if s in over[node] and live[s] == size), None)
                 if taken is None:
@@ -102,15 +102,15 @@ def _kernels(
     order: Iterable[fx.Node], reads: Mapping[fx.Node, set[Storage]], needs: Mapping[fx.Node, set[fx.Node]]
 ) -> list[list[fx.Node]]:
     """``order`` in kernels: loops that stand in a row, run over as many elements and read the same, or each other."""
-    found: list[list[fx.Node]] = []
+    kernels: list[list[fx.Node]] = []
     for node in order:
-        before = found[-1] if found else []
+        before = kernels[-1] if kernels else []
         alike = [n for n in before if is_loop(n) and _extent(n, reads) == _extent(node, reads)]
         if is_loop(node) and any(other in needs[node] or reads[node] & reads[other] for other in alike):
             before.append(node)
         else:
-            found.append([node])
-    return found
+            kernels.append([node])
+    return kernels
 
 
 def _extent(node: fx.Node, reads: Mapping[fx.Node, set[Storage]]) -> int:
@@ -150,11 +150,11 @@ def _together(
     reads: Mapping[fx.Node, set[Storage]],
     needs: Mapping[fx.Node, set[fx.Node]],
     behind: Mapping[fx.Node, set[fx.Node]],
-    kept: set[Storage],
+    stored: set[Storage],
 ) -> list[fx.Node]:
     """``order`` with loops over the same elements of the same value in one place, as Inductor fuses them: what the
     later of two needs is then computed before the earlier."""
-    found: list[fx.Node] = []
+    ordered: list[fx.Node] = []
     placed: set[fx.Node] = set()
     rank = {node: number for number, node in enumerate(order)}
 
@@ -163,12 +163,12 @@ def _together(
             place(source)
         if node not in placed:
             placed.add(node)
-            found.append(node)
+            ordered.append(node)
 
     alike: dict[Storage, list[fx.Node]] = {}  # loops over the elements of a value that they read
     shared: dict[fx.Node, list[Storage]] = {}
     for node in order:
-        if is_inlined(node) and _runs(node, kept):
+        if is_inlined(node) and _runs(node, stored):
             shared[node] = [s for s in reads[node] if storage_size(s) == _extent(node, reads)]
             for storage in shared[node]:
                 alike.setdefault(storage, []).append(node)
@@ -190,61 +190,61 @@ def _together(
                 place(source)
         for element in sorted(group, key=rank.__getitem__):
             place(element)
-    return found
+    return ordered
 
 
 def _ancestors(order: Iterable[fx.Node], needs: Mapping[fx.Node, set[fx.Node]]) -> dict[fx.Node, set[fx.Node]]:
     """What each node needs, and what that needs, and so on."""
-    found: dict[fx.Node, set[fx.Node]] = {}
+    ancestors: dict[fx.Node, set[fx.Node]] = {}
     for node in order:
-        found[node] = set(needs[node]).union(*(found[source] for source in needs[node]))
-    return found
+        ancestors[node] = set(needs[node]).union(*(ancestors[source] for source in needs[node]))
+    return ancestors
 
 
 def _stored(order: Iterable[fx.Node], members: set[fx.Node]) -> set[Storage]:
     """The storages that take memory."""
     nodes = list(order)
-    found = {s for node in nodes if not is_inlined(node) and aliased_input(node) is None for s in outputs_of(node)}
-    found |= _leaving(nodes, members)
+    stored = {s for node in nodes if not is_inlined(node) and aliased_input(node) is None for s in outputs_of(node)}
+    stored |= _leaving(nodes, members)
     for node in nodes:
         if not is_loop(node):
-            found.update(storage_source(source) for source in node.all_input_nodes if source in members)
-    return found
+            stored.update(storage_source(source) for source in node.all_input_nodes if source in members)
+    return stored
 
 
 def _leaving(order: Iterable[fx.Node], members: set[fx.Node]) -> set[Storage]:
     """The storages that are read outside the region, through views or not."""
-    found = set()
+    leaving = set()
     for node in order:
         pending = list(node.users)
         while pending:
             user = pending.pop()
             if user not in members and not is_view(user):
-                found |= {s for source in user.all_input_nodes if (s := storage_source(source))[0] is node}
+                leaving |= {s for source in user.all_input_nodes if (s := storage_source(source))[0] is node}
             elif is_view(user) or user.target is operator.getitem:
                 pending.extend(user.users)
-    return found
+    return leaving
 
 
-def _runs(node: fx.Node, kept: set[Storage]) -> bool:
-    return not is_inlined(node) or any(storage in kept for storage in outputs_of(node))
+def _runs(node: fx.Node, stored: set[Storage]) -> bool:
+    return not is_inlined(node) or any(storage in stored for storage in outputs_of(node))
 
 
-def _read(node: fx.Node, members: set[fx.Node], kept: set[Storage]) -> set[Storage]:
+def _read(node: fx.Node, members: set[fx.Node], stored: set[Storage]) -> set[Storage]:
     """The storages in memory that are read to compute ``node``, through ``members`` that are inlined into it."""
-    found: set[Storage] = set()
+    storages: set[Storage] = set()
     seen: set[fx.Node] = set()
     pending = list(node.all_input_nodes)
     while pending:
         source = pending.pop()
         storage = storage_source(source)
         owner = storage[0]
-        if storage in kept or owner not in members or not is_inlined(owner):
-            found.add(storage)
+        if storage in stored or owner not in members or not is_inlined(owner):
+            storages.add(storage)
         elif owner not in seen:
             seen.add(owner)
             pending.extend(owner.all_input_nodes)
-    return found
+    return storages
 
 
 def is_inlined(node: fx.Node) -> bool:
@@ -265,11 +265,11 @@ def outputs_of(node: fx.Node) -> list[Storage]:
     """The storages that ``node`` makes, those of a loop as far as they are used."""
     if aliased_input(node) is not None:
         return []
-    found = node.meta.get("val")
-    if isinstance(found, torch.Tensor):
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
         return [(node, 0)]
-    if not isinstance(found, list | tuple):
+    if not isinstance(value, list | tuple):
         return []
     used = {user.args[1] for user in node.users if user.target is operator.getitem}
-    made = [i for i, output in enumerate(found) if isinstance(output, torch.Tensor)]
-    return [(node, i) for i in made if i in used or not is_inlined(node)]
+    tensors = [i for i, output in enumerate(value) if isinstance(output, torch.Tensor)]
+    return [(node, i) for i in tensors if i in used or not is_inlined(node)]

@@ -182,15 +182,15 @@ def _tier_use(
 
 
 def _persistent_bytes(step: StepGraph, tier: str, size_of: Callable[[int], int] = int) -> int:
-    kept = (n for n in step.placeholders() if placeholder(n).alias_of is None and tier_of(n) == tier)
-    return sum(times_held(step, node) * size_of(storage_bytes(t)) for node in kept for t in tensors_of(node))
+    held = (n for n in step.placeholders() if placeholder(n).alias_of is None and tier_of(n) == tier)
+    return sum(times_held(step, node) * size_of(storage_bytes(t)) for node in held for t in tensors_of(node))
 
 
 def _by_reader(last_use: Mapping[Storage, fx.Node]) -> dict[fx.Node, list[Storage]]:
-    found: dict[fx.Node, list[Storage]] = {}
+    by_reader: dict[fx.Node, list[Storage]] = {}
     for storage, reader in last_use.items():
-        found.setdefault(reader, []).append(storage)
-    return found
+        by_reader.setdefault(reader, []).append(storage)
+    return by_reader
 
 
 @dataclass(frozen=True)
@@ -265,8 +265,8 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def _output_bytes(node: fx.Node, excess: Sequence[int]) -> list[tuple[int, int]]:
-    found = node.meta.get("val")
-    outputs = found if isinstance(found, list | tuple) else (found,)
+    value = node.meta.get("val")
+    outputs = value if isinstance(value, list | tuple) else (value,)
     sizes = [(index, storage_bytes(out)) for index, out in enumerate(outputs) if isinstance(out, torch.Tensor)]
     if not excess:
         return sizes

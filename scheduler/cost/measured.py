@@ -84,7 +84,7 @@ class MeasuredCosts:
 
         The nodes of a region share its seconds in proportion to what ``machine`` predicts for them.
         """
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for region in regions:
             predicted = _predicted(region, machine)
             total = sum(predicted)
@@ -92,8 +92,8 @@ class MeasuredCosts:
             # Where nothing is predicted to take time, the region's last node stands for all of it.
             shares = predicted if total else [0.0] * (len(predicted) - 1) + [1.0]
             for node, share in zip(region.own, shares, strict=True):
-                found[node.name] = taken * share / (total or 1.0)
-        return found
+                seconds[node.name] = taken * share / (total or 1.0)
+        return seconds
 
     def to_json(self) -> str:
         """The costs as JSON text; ``MeasuredCosts.from_json`` gives equal costs back."""

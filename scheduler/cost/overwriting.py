@@ -22,22 +22,22 @@ def overwriting_order(
         ends: the values of the size of its result that a loop reads, and that nothing reads after the kernel.
         needs: the loops whose results a loop needs, directly or not; others than the kernel's may be among them.
     """
-    rest, found, claimed = list(loops), list[Loop](), set[Value]()
+    rest, order, claimed = list(loops), list[Loop](), set[Value]()
     while rest:
         free = [entry for entry in rest if not any(entry in needs[other] for other in rest)]
         numbers = {element: len(ends[element] - claimed) for element in free}
-        taken = min(reversed(free), key=lambda one: (not numbers[one], numbers[one]))
+        taken = min(reversed(free), key=lambda loop: (not numbers[loop], numbers[loop]))
         rest.remove(taken)
-        found.insert(0, taken)
+        order.insert(0, taken)
         claimed |= ends[taken]
-    return found if len(overwritten(found, ends)) > len(overwritten(loops, ends)) else list(loops)
+    return order if len(overwritten(order, ends)) > len(overwritten(loops, ends)) else list(loops)
 
 
 def overwritten(order: Sequence[Loop], ends: Mapping[Loop, AbstractSet[Value]]) -> dict[Loop, set[Value]]:
     """The values that each loop, in this order, is the last to read, for the loops that have some."""
-    found, later = dict[Loop, set[Value]](), set[Value]()
+    values, later = dict[Loop, set[Value]](), set[Value]()
     for loop in reversed(order):
         if last := ends[loop] - later:
-            found[loop] = set(last)
+            values[loop] = set(last)
         later |= ends[loop]
-    return found
+    return values

@@ -47,7 +47,7 @@ Event = float | Start | Wait | Until
 
 def events_of(step: StepGraph, simulation: Simulation) -> list[Event]:
     """The step as ``simulation`` has run it; what is started has the name of its node."""
-    found: list[Event] = []
+    events: list[Event] = []
     computing = 0.0
     for node in step.calls():
         timing = simulation.timings[node]
@@ -62,15 +62,15 @@ def events_of(step: StepGraph, simulation: Simulation) -> list[Event]:
         elif node.target is ops.settle:
             event = Until(timing.start_seconds if timing.exposed_seconds else 0.0)
         elif delayed_bucket(node) is not None:
-            continue  # beside the next step
+            continue  # during the next step
         else:
             computing += timing.seconds
             continue
-        found += [computing, event]
+        events += [computing, event]
         computing = 0.0
         if node.target is ops.broadcast:
-            found.append(Wait(node.name, 0.0))
-    return [*found, computing]
+            events.append(Wait(node.name, 0.0))
+    return [*events, computing]
 
 
 def end_seconds(events: Iterable[Event]) -> float:

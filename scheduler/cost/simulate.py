@@ -76,7 +76,7 @@ class Simulation:
 
     @property
     def step_seconds(self) -> float:
-        """Until the last node ends that the next step does not run beside."""
+        """Until the last node ends that does not run during the next step."""
         ends = (t.start_seconds + t.seconds for n, t in self.timings.items() if delayed_bucket(n) is None)
         return max(ends, default=0.0)
 
@@ -87,33 +87,33 @@ class Simulation:
     @property
     def exposed_by_stream(self) -> dict[str, float]:
         """Seconds that computation waits for each stream that it waits for; a copy's are those of its last leg."""
-        found: dict[str, float] = {}
+        exposed: dict[str, float] = {}
         for node, timing in self.timings.items():
             if timing.exposed_seconds:
                 stream = _awaited_stream(node)
-                found[stream] = found.get(stream, 0.0) + timing.num_runs * timing.exposed_seconds
-        return found
+                exposed[stream] = exposed.get(stream, 0.0) + timing.num_runs * timing.exposed_seconds
+        return exposed
 
     @property
     def busy_by_stream(self) -> dict[str, float]:
         """Seconds in which each stream has something to do; streams without are left out."""
-        found: dict[str, float] = {}
+        busy: dict[str, float] = {}
         for node, timing in self.timings.items():
             for stream, seconds in (
                 [(leg.stream, leg.seconds) for leg in timing.legs] or [(stream_of(node), timing.seconds)]
             ):  # fmt: skip
                 if seconds:
-                    found[stream] = found.get(stream, 0.0) + timing.num_runs * seconds
-        return found
+                    busy[stream] = busy.get(stream, 0.0) + timing.num_runs * seconds
+        return busy
 
     @property
     def link_bytes(self) -> dict[str, int]:
         """Bytes moved between tiers by stream; streams without are left out."""
-        found: dict[str, int] = {}
+        moved: dict[str, int] = {}
         for timing in self.timings.values():
             for leg in timing.legs:
-                found[leg.stream] = found.get(leg.stream, 0) + timing.num_runs * leg.num_bytes
-        return {stream: found[stream] for stream in LINKS if stream in found}
+                moved[leg.stream] = moved.get(leg.stream, 0) + timing.num_runs * leg.num_bytes
+        return {stream: moved[stream] for stream in LINKS if stream in moved}
 
     @property
     def wire_bytes(self) -> int:
@@ -154,12 +154,12 @@ def simulate(
 
 def _under_way(simulation: Simulation) -> dict[int, float]:
     """Seconds from the step's end to that of each delayed update that ends beyond it, by bucket."""
-    end, found = simulation.step_seconds, dict[int, float]()
+    end, remaining = simulation.step_seconds, dict[int, float]()
     for node, timing in simulation.timings.items():
         bucket, done = delayed_bucket(node), timing.start_seconds + timing.seconds
         if bucket is not None and done > end:
-            found[bucket] = done - end
-    return found
+            remaining[bucket] = done - end
+    return remaining
 
 
 def _timings(
@@ -317,12 +317,18 @@ def _collectives(together: list[fx.Node], start: float, mesh: Mesh, machine: Mac
     first = collective_of(together[0], mesh, machine.ranks_per_node)
     latency = collective_latency(first.kind, first.num_ranks, machine, ranks_on_node=first.ranks_on_node)
     for node in together:
-        one = collective_of(node, mesh, machine.ranks_per_node)
-        alone = collective_seconds(one.kind, one.full_bytes, one.num_ranks, machine, ranks_on_node=one.ranks_on_node)
+        collective = collective_of(node, mesh, machine.ranks_per_node)
+        alone = collective_seconds(
+            collective.kind,
+            collective.full_bytes,
+            collective.num_ranks,
+            machine,
+            ranks_on_node=collective.ranks_on_node,
+        )
         seconds = alone - (latency if timings else 0.0)
-        sent = wire_bytes(one.kind, one.full_bytes, one.num_ranks)
+        sent = wire_bytes(collective.kind, collective.full_bytes, collective.num_ranks)
         exposed = seconds if node.target is ops.broadcast else 0.0
-        timings.append(NodeTiming(start, seconds, exposed, one.full_bytes, one.full_bytes, sent, 0))
+        timings.append(NodeTiming(start, seconds, exposed, collective.full_bytes, collective.full_bytes, sent, 0))
         start += seconds
     return timings
 

@@ -1,6 +1,6 @@
 """When each layer computes: the runs of a step's units in order, with the seconds that each takes.
 
-The scale on which transfers are placed: what is moved beside a run hides behind it.
+The scale on which transfers are placed: what is moved during a run is hidden by it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Run:
 
 def seconds_by_place(step: StepGraph, machine: Machine) -> dict[Place, float]:
     """Seconds of computation in each unit and phase, over all its runs."""
-    found: dict[Place, float] = {}
+    by_place: dict[Place, float] = {}
     for node in step.calls():
         if not is_view(node):
             place = (step.unit_of(node), origin(node).phase)
-            found[place] = found.get(place, 0.0) + node_cost(node, machine).seconds
-    return found
+            by_place[place] = by_place.get(place, 0.0) + node_cost(node, machine).seconds
+    return by_place
 
 
 def runs(step: StepGraph, seconds: Mapping[Place, float]) -> list[Run]:
@@ -65,9 +65,9 @@ def runs(step: StepGraph, seconds: Mapping[Place, float]) -> list[Run]:
             spans.append((place, node, node))
             parts.append(part)
     times = Counter(place for place, _, _ in spans)
-    found, now = [], 0.0
+    timed, now = [], 0.0
     for place, first, last in spans:
         end = now + seconds.get(place, 0.0) / times[place]
-        found.append(Run(*place, first, last, now, end))
+        timed.append(Run(*place, first, last, now, end))
         now = end
-    return found
+    return timed

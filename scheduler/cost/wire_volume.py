@@ -97,21 +97,28 @@ def node_wire_bytes(
     """What the first node's ranks send in all ``collectives``; ``pairwise``: gathers are no rings, as on a CPU."""
     within = across = 0
     for node in collectives:
-        one = collective_of(node, mesh, ranks_per_node)
-        inside, outside = _sent(one, min(mesh.num_ranks, ranks_per_node), pairwise=pairwise)
+        collective = collective_of(node, mesh, ranks_per_node)
+        inside, outside = _sent(collective, min(mesh.num_ranks, ranks_per_node), pairwise=pairwise)
         within, across = within + inside, across + outside
     return {WITHIN: within, ACROSS: across}
 
 
-def _sent(one: Collective, local: int, *, pairwise: bool) -> tuple[int, int]:
-    others = one.num_ranks - one.ranks_on_node
-    if one.kind == "broadcast":  # from the first rank alone
-        return one.full_bytes * (one.ranks_on_node - 1), one.full_bytes * others
+def _sent(collective: Collective, local: int, *, pairwise: bool) -> tuple[int, int]:
+    others = collective.num_ranks - collective.ranks_on_node
+    if collective.kind == "broadcast":  # from the first rank alone
+        return collective.full_bytes * (collective.ranks_on_node - 1), collective.full_bytes * others
     # Each rank of a node is in a group, which has as many ranks there as any.
-    part = one.full_bytes // one.num_ranks * (local // one.ranks_on_node) * (2 if one.kind == "all_reduce" else 1)
-    if one.kind == "shift":
+    part = (
+        collective.full_bytes
+        // collective.num_ranks
+        * (local // collective.ranks_on_node)
+        * (2 if collective.kind == "all_reduce" else 1)
+    )
+    if collective.kind == "shift":
         crosses = min(1, others)
-        return (one.ranks_on_node - crosses) * part, crosses * part
-    if pairwise or one.kind == "all_to_all" or not others:
-        return one.ranks_on_node * (one.ranks_on_node - 1) * part, one.ranks_on_node * others * part
-    return (one.ranks_on_node - 1) * (one.num_ranks - 1) * part, (one.num_ranks - 1) * part
+        return (collective.ranks_on_node - crosses) * part, crosses * part
+    if pairwise or collective.kind == "all_to_all" or not others:
+        return collective.ranks_on_node * (
+            collective.ranks_on_node - 1
+        ) * part, collective.ranks_on_node * others * part
+    return (collective.ranks_on_node - 1) * (collective.num_ranks - 1) * part, (collective.num_ranks - 1) * part

@@ -96,7 +96,7 @@ def rewrite(saved: SavedGraph, passes: Sequence[PassText], plan: Plan | None, sa
 
 def _run(listed: Listed, step: StepGraph, saved: SavedGraph, layout: BucketLayout | None, plan: Plan) -> None:
     if listed in PREPARE:
-        preparation = listed.made(
+        preparation = listed.rewrite(
             slices=plan.slices, num_micro_batches=plan.num_micro_batches, divided=saved.divided,
             shardings=plan.shardings, overlaps=plan.overlaps, num_parts=plan.model,
         )  # fmt: skip
@@ -107,7 +107,7 @@ def _run(listed: Listed, step: StepGraph, saved: SavedGraph, layout: BucketLayou
     programs = {
         bucket.index: storing_states(saved.programs[bucket.slots[0].source], bucket.state_dtype) for bucket in updated
     }
-    listed.made(layout=layout, programs=programs).run(step, plan)
+    listed.rewrite(layout=layout, programs=programs).run(step, plan)
 
 
 @contextlib.contextmanager
@@ -211,7 +211,7 @@ def _rewrite_regions(step: StepGraph, listed: Sequence[Listed], say: Say) -> Non
     for key, name in emitted.functions.items():
         region = first[key]
         if region.inputs and not region.is_update:
-            watched = [_WatchedRegion(entry.made(), name, say) for entry in listed]
+            watched = [_WatchedRegion(entry.rewrite(), name, say) for entry in listed]
             rewritten(namespace[name], [value(node) for node in region.inputs], kernels, watched)
 
 

@@ -25,9 +25,9 @@ def annotated(key: str, text: str) -> AbstractContextManager[None]:
 
 def running_annotation(key: str) -> str:
     """What nodes that are traced now have under ``key``."""
-    found = traceback.current_meta.get(_ENTRIES, {}).get(key, "")
-    assert isinstance(found, str)
-    return found
+    annotation = traceback.current_meta.get(_ENTRIES, {}).get(key, "")
+    assert isinstance(annotation, str)
+    return annotation
 
 
 def annotations_of(node: fx.Node) -> Mapping[str, Any]:

@@ -27,11 +27,11 @@ reduce_single: Callable[..., object] = getattr(dist, "reduce_scatter_single", No
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """The timeout that a process group was made with, the least of its backends'; None where it has none."""
-    found = []
+    timeouts = []
     for device in group._device_types:
         options: Any = getattr(group._get_backend(device), "options", None)
-        found += [options._timeout] if hasattr(options, "_timeout") else []
-    return min(found, default=None)
+        timeouts += [options._timeout] if hasattr(options, "_timeout") else []
+    return min(timeouts, default=None)
 
 
 def unboxed_group(group: Any) -> dist.ProcessGroup:

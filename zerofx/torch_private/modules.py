@@ -48,8 +48,8 @@ def compiles_calls(module: nn.Module) -> bool:
 
 def initializer(module: nn.Module) -> Callable[[nn.Module], object] | None:
     """What a model of transformers gives values to one of its modules by."""
-    found: Callable[[nn.Module], object] | None = getattr(module, "_init_weights", None)
-    return found
+    function: Callable[[nn.Module], object] | None = getattr(module, "_init_weights", None)
+    return function
 
 
 def refer_to_weights(layer: nn.RNNBase, *, refer: bool) -> None:

@@ -49,9 +49,9 @@ def _check_layouts() -> None:
         InternalError: they differ.
     """
     with without_modes(), without_python_dispatcher(), torch._C.DisableTorchFunction(), torch.no_grad():
-        one = torch.empty_strided((2, 3, 4), (1, 8, 2), device="cpu")
+        dense = torch.empty_strided((2, 3, 4), (1, 8, 2), device="cpu")
         others = (torch.empty((2, 3, 4), device="cpu"), torch.empty((2, 3, 1), device="cpu").expand(2, 3, 4))
-        pairs = [(one, other) for other in others] + [(other, one) for other in others]
+        pairs = [(dense, other) for other in others] + [(other, dense) for other in others]
         agree = [(first + second).permute(_elementwise_order(first, second)).is_contiguous() for first, second in pairs]
         for layout in (torch.contiguous_format, torch.channels_last):
             image = torch.empty((2, 3, 4, 4), device="cpu", memory_format=layout)
@@ -87,8 +87,8 @@ def empty_like_fake(
 
 def without_memory(kind: type[Wrapper], shape: torch.Size, **like: Any) -> Wrapper:
     """A tensor of a subclass with a ``__torch_dispatch__`` that has no memory; ``like``: dtype, device, strides, ..."""
-    made: Wrapper = kind._make_wrapper_subclass(kind, shape, **like)
-    return made
+    tensor: Wrapper = kind._make_wrapper_subclass(kind, shape, **like)
+    return tensor
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -100,17 +100,19 @@ class Call(NamedTuple):
     target: OpOverload
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    made: tuple[Like, ...]
+    outputs: tuple[Like, ...]
 
     @staticmethod
-    def of(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], made: Iterable[Tensor]) -> Call | None:
-        """A call with nodes or (fake) tensors, which gives tensors like ``made``; None if any is not on a CPU."""
+    def of(
+        target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Iterable[Tensor]
+    ) -> Call | None:
+        """A call with nodes or (fake) tensors, which gives tensors like ``outputs``; None if any is not on a CPU."""
         try:
             return Call(
                 target,
                 tuple([_described(arg) for arg in args]),
                 tuple([(name, _described(value)) for name, value in kwargs.items()]),
-                tuple([_like(tensor) for tensor in made]),
+                tuple([_like(tensor) for tensor in outputs]),
             )
         except _OtherDeviceError:
             return None
@@ -122,17 +124,17 @@ class Call(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return sum(like.num_bytes for like in (*self.given, *self.made))
+        return sum(like.num_bytes for like in (*self.given, *self.outputs))
 
     @property
     def num_steps(self) -> int:
         """What takes its time, if that is not to read and to write."""
         facts = facts_of(self.target)
         if facts.steps is not None:
-            return facts.steps(self.given, self.made)
+            return facts.steps(self.given, self.outputs)
         if not facts.is_cubic:
             return 0
-        numels = sorted(math.prod(like.shape) for like in (*self.given, *self.made))[-3:]
+        numels = sorted(math.prod(like.shape) for like in (*self.given, *self.outputs))[-3:]
         return math.isqrt(math.prod(numels) * numels[-1] ** (3 - len(numels))) if numels else 0
 
     @property
@@ -148,23 +150,23 @@ class Call(NamedTuple):
     @property
     def sizes(self) -> list[int]:
         """All sizes of its tensors, the largest first."""
-        return sorted({size for like in (*self.given, *self.made) for size in like.shape}, reverse=True)
+        return sorted({size for like in (*self.given, *self.outputs) for size in like.shape}, reverse=True)
 
     def resized(self, sizes: Mapping[int, int]) -> Call | None:
         """With other sizes wherever they occur, in numbers too; None where that cannot be."""
         try:
-            args, kwargs, made = (_resized(part, sizes) for part in (self.args, self.kwargs, self.made))
+            args, kwargs, outputs = (_resized(part, sizes) for part in (self.args, self.kwargs, self.outputs))
         except ValueError:
             return None
-        return self._replace(args=args, kwargs=kwargs, made=made)
+        return self._replace(args=args, kwargs=kwargs, outputs=outputs)
 
     def with_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """The same operator called on others; what that gives is found on meta tensors."""
         pairs = [(name, _described(value)) for name, value in kwargs.items()]
         call = self._replace(args=tuple([_described(arg) for arg in args]), kwargs=tuple(pairs))
         on_meta, more = call.filled(lambda like: torch.empty_strided(*like[:2], dtype=like.dtype, device="meta"))
-        made = tensors_in(self.target(*on_meta, **more))
-        results = tuple([Like(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in made])
+        outputs = tensors_in(self.target(*on_meta, **more))
+        results = tuple([Like(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in outputs])
         return Call(call.target, call.args, call.kwargs, results)
 
     def filled(self, values: Callable[[Like], Any]) -> tuple[list[Any], dict[str, Any]]:

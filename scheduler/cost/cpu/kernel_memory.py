@@ -1,12 +1,12 @@
 """What a call of an operator takes inside its kernel, and what memory its outputs keep: found by making the call.
 
-Kernels on CPU hold memory where one would not look. A number beside a tensor becomes a tensor, operands of mixed dtypes
-are converted, layouts are copied, each thread has a buffer of its own; and an output may keep more than it shows, as
-the mean of ``mse_loss`` keeps the memory of all the squares. No list of such things is ever whole. So the call is made,
-on the CPU at hand, with values that are made up, once for each combination of shapes, strides, dtypes and other
-arguments, and the profiler's record of its allocations is read. Nothing that a caller can see changes: the tensors are
-the call's own, and random generators are put back. What a call takes that would take long to make is told from smaller
-ones (``scheduler/cost/cpu/smaller_calls.py``).
+Kernels on CPU hold memory where one would not look. A number next to a tensor becomes a tensor, operands of mixed
+dtypes are converted, layouts are copied, each thread has a buffer of its own; and an output may keep more than it
+shows, as the mean of ``mse_loss`` keeps the memory of all the squares. No list of such things is ever whole. So the
+call is made, on the CPU at hand, with values that are made up, once for each combination of shapes, strides, dtypes and
+other arguments, and the profiler's record of its allocations is read. Nothing that a caller can see changes: the
+tensors are the call's own, and random generators are put back. What a call takes that would take long to make is told
+from smaller ones (``scheduler/cost/cpu/smaller_calls.py``).
 
 While a profiler of the user's runs, next to which there can be no other, and where memory for a call is short, nothing
 is known of calls that have not been made before; that is not remembered.
@@ -43,8 +43,8 @@ from zerofx.torch_private.tensors import memory_of, negated_view
 def kernel_memories(nodes: Iterable[fx.Node]) -> dict[fx.Node, KernelMemory | None]:
     """What each of some operators on CPU tensors takes; None where it cannot be known, or not yet."""
     calls = {node: call_of(node) for node in nodes}
-    found = call_memories(call for call in calls.values() if call is not None)
-    return {node: None if call is None else _looked_up(found, call) for node, call in calls.items()}
+    memories = call_memories(call for call in calls.values() if call is not None)
+    return {node: None if call is None else _looked_up(memories, call) for node, call in calls.items()}
 
 
 def call_memories(calls: Iterable[Call]) -> Mapping[Call, KernelMemory | None]:
@@ -93,14 +93,14 @@ def _learn(calls: Sequence[Call]) -> None:
     known.update(_records(list(dict.fromkeys(entry for pair in asked for entry in pair if entry not in known))))
     for call, two in parts.items():
         if two is not None:
-            known[call] = two.told(*[known[element] for element in two.calls])
+            known[call] = two.whole(*[known[element] for element in two.calls])
     for call, pair in pairs.items():
         first, second = (None, None) if pair is None else (known[pair[0]], known[pair[1]])
         if call.is_quick or (first is not None and first == second):
             known[call] = first
         else:
-            told = extrapolated(call, _records)
-            known[call] = told or (_record(call) if call.is_feasible else approximate(call, _records))
+            memory = extrapolated(call, _records)
+            known[call] = memory or (_record(call) if call.is_feasible else approximate(call, _records))
 
 
 def _record(call: Call) -> KernelMemory | None:
@@ -131,15 +131,15 @@ def _records(calls: Sequence[Call]) -> dict[Call, KernelMemory | None]:
             raise
         except (MemoryError, RuntimeError) as error:  # no memory, or the profiler's own
             raise _NotYetError from error
-    found: dict[Call, KernelMemory | None] = dict.fromkeys(calls)
-    for (call, _), made, most in zip(ready, sizes, peak.parts, strict=True):
-        if made is not None:
+    records: dict[Call, KernelMemory | None] = dict.fromkeys(calls)
+    for (call, _), outputs, most in zip(ready, sizes, peak.parts, strict=True):
+        if outputs is not None:
             excess = tuple(
                 max(0 if shape == like.shape else -like.num_bytes, size - like.num_bytes)
-                for (size, shape), like in zip(made, call.made, strict=True)
+                for (size, shape), like in zip(outputs, call.outputs, strict=True)
             )
-            found[call] = KernelMemory(max(0, most - sum(size for size, _ in made)), excess)
-    return found
+            records[call] = KernelMemory(max(0, most - sum(size for size, _ in outputs)), excess)
+    return records
 
 
 Arguments = tuple[list[Any], dict[str, Any]]
@@ -167,13 +167,13 @@ def _run(call: Call, arguments: Arguments, peak: CpuPeak | None) -> list[tuple[i
     with peak.part() if peak is not None else contextlib.nullcontext():
         try:
             with _refusing_values():
-                made: Any = call.target(*args, **kwargs)
+                results: Any = call.target(*args, **kwargs)
         except _ValuesError:
             return None
-    outputs = list(tensors_in(made))
+    outputs = list(tensors_in(results))
     shapes = [tuple(element.shape) for element in outputs]
-    if len(shapes) != len(call.made) or any(
-        shape != like.shape and 0 not in shape for shape, like in zip(shapes, call.made, strict=True)
+    if len(shapes) != len(call.outputs) or any(
+        shape != like.shape and 0 not in shape for shape, like in zip(shapes, call.outputs, strict=True)
     ):
         return None
     sizes = []

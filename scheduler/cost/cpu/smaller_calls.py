@@ -35,7 +35,7 @@ class Parts(NamedTuple):
     few: int
     calls: tuple[Call, Call]
 
-    def told(self, more: KernelMemory | None, less: KernelMemory | None) -> KernelMemory | None:
+    def whole(self, more: KernelMemory | None, less: KernelMemory | None) -> KernelMemory | None:
         """What the whole takes, by what these do: so much, and as much again for each part."""
         if more is None or less is None or self.many == self.few:
             return more
@@ -84,12 +84,12 @@ def extrapolated(call: Call, records: Records, depth: int = _DEPTH) -> KernelMem
             if not points:
                 continue
             if is_quick:
-                found = list(records(list(points.values())).values())
+                memories = list(records(list(points.values())).values())
             else:
-                found = [extrapolated(point, records, depth - 1) for point in points.values()]
-            told = _told(list(points), found, size)
-            if told is not None:
-                return told
+                memories = [extrapolated(point, records, depth - 1) for point in points.values()]
+            memory = _fitted(list(points), memories, size)
+            if memory is not None:
+                return memory
     return None
 
 
@@ -107,14 +107,14 @@ def _points(call: Call, size: int, *, is_quick: bool) -> dict[int, Call]:
                 gap = max(step, top // (_NUM_POINTS + 1) // step * step)
                 places = [top - number * gap for number in range(_NUM_POINTS)]
                 calls = {place: call.resized({size: place}) for place in places if place > 0}
-                found = {place: entry for place, entry in calls.items() if entry is not None}
-                return found if len(found) == _NUM_POINTS else {}
+                points = {place: entry for place, entry in calls.items() if entry is not None}
+                return points if len(points) == _NUM_POINTS else {}
             top -= max(step, top // 4 // step * step)
     return {}
 
 
-def _told(places: Sequence[int], found: Sequence[KernelMemory | None], at: int) -> KernelMemory | None:
-    known = [entry for entry in found if entry is not None]
+def _fitted(places: Sequence[int], memories: Sequence[KernelMemory | None], at: int) -> KernelMemory | None:
+    known = [entry for entry in memories if entry is not None]
     if len(known) < len(places):
         return None
     inside = _continued(places, [element.inside for element in known], at)
@@ -127,14 +127,14 @@ def _told(places: Sequence[int], found: Sequence[KernelMemory | None], at: int) 
 def _continued(places: Sequence[int], values: Sequence[int], at: int) -> int | None:
     """The value at ``at`` of the polynomial through equally spaced points; None if it has as many terms as points."""
     ahead = Fraction(places[0] - at, places[0] - places[1])
-    found, share, differences = Fraction(), Fraction(1), list(values)
+    total, share, differences = Fraction(), Fraction(1), list(values)
     for degree in range(len(values)):  # Newton's forward formula
-        found += share * differences[0]
+        total += share * differences[0]
         if len(differences) == 1 and differences[0]:
             return None
         share *= (ahead - degree) / (degree + 1)
         differences = [second - first for first, second in pairwise(differences)]
-    return int(found) if found.denominator == 1 and found >= 0 else None
+    return int(total) if total.denominator == 1 and total >= 0 else None
 
 
 def approximate(call: Call, records: Records) -> KernelMemory | None:
@@ -145,11 +145,11 @@ def approximate(call: Call, records: Records) -> KernelMemory | None:
         if smaller is None:
             return None
         if smaller.is_feasible:
-            found = records([smaller])[smaller]
-            if found is None:
+            memory = records([smaller])[smaller]
+            if memory is None:
                 return None
             growth = call.num_bytes / smaller.num_bytes
             return KernelMemory(
-                math.ceil(found.inside * growth), tuple(math.ceil(value * growth) for value in found.excess)
+                math.ceil(memory.inside * growth), tuple(math.ceil(value * growth) for value in memory.excess)
             )
     return None

@@ -1,9 +1,9 @@
 """Memory that an operator takes and gives back while it runs, beyond its outputs: what the profiler's allocations show.
 
 Eager kernels on CPU keep such buffers where one would not look: convolutions copy images, filters and results into
-another layout; a mean of squares has all of them; a number beside a tensor becomes one. So each call is made and looked
-at (``scheduler/cost/cpu/kernel_memory.py``), but for views, which hold nothing, and for what the table of operators has
-a formula for (``zerofx/ir/operators/own.py``), with the reason.
+another layout; a mean of squares has all of them; a number next to a tensor becomes one. So each call is made and
+looked at (``scheduler/cost/cpu/kernel_memory.py``), but for views, which hold nothing, and for what the table of
+operators has a formula for (``zerofx/ir/operators/own.py``), with the reason.
 
 Not covered: oneDNN's scratchpads of some KiB, and CUDA, where cuBLAS and cuDNN keep workspaces of their own.
 ``is_unknown`` says of which operators on CPU nothing is known: those that are not ATen's, and those that cannot be
@@ -31,20 +31,20 @@ _NOTHING = KernelMemory(0, ())
 
 def memories(nodes: Iterable[fx.Node]) -> dict[fx.Node, KernelMemory | None]:
     """What each of some nodes takes; None for an operator on CPU tensors of which it is not known."""
-    found: dict[fx.Node, KernelMemory | None] = {}
+    taken_by: dict[fx.Node, KernelMemory | None] = {}
     asked = []
     for node in nodes:
         inside = facts_of(node.target).inside
         if inside is not None:
             args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-            found[node] = KernelMemory(inside(*args, **kwargs), ()) if _is_on_cpu(node) else _NOTHING
+            taken_by[node] = KernelMemory(inside(*args, **kwargs), ()) if _is_on_cpu(node) else _NOTHING
         elif not isinstance(node.target, OpOverload) or node.target in ops.EVENTS or is_view(node):
-            found[node] = _NOTHING
+            taken_by[node] = _NOTHING
         else:
             asked.append(node)
     for node, taken in kernel_memories(asked).items():
-        found[node] = _NOTHING if taken is None and not _is_on_cpu(node) else taken
-    return found
+        taken_by[node] = _NOTHING if taken is None and not _is_on_cpu(node) else taken
+    return taken_by
 
 
 def workspace_bytes(node: fx.Node) -> int:

@@ -171,7 +171,7 @@ def test_steps_that_are_dropped_without_close_leave_no_descriptors_and_threads()
 
 def _apart(monkeypatched: bool) -> tuple[str, list[str]]:
     if monkeypatched:
-        channels._can_read = lambda told, machine: False  # as between containers of one machine
+        channels._can_read = lambda announced, machine: False  # as between containers of one machine
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ZeroFXWarning)
         step = _step()

@@ -89,12 +89,12 @@ def operator_called(name: str) -> OpOverload[..., Any] | None:
         path = f"aten.{rest}"
     else:
         return None
-    found: Any = torch.ops
+    value: Any = torch.ops
     for part in path.split("."):
-        found = getattr(found, part, None)
-    if isinstance(found, OpOverloadPacket):
-        found = getattr(found, "default", None)
-    return found if isinstance(found, OpOverload) else None
+        value = getattr(value, part, None)
+    if isinstance(value, OpOverloadPacket):
+        value = getattr(value, "default", None)
+    return value if isinstance(value, OpOverload) else None
 
 
 def unknown_statement(statement: ast.AST) -> InternalError:

@@ -196,11 +196,11 @@ def open_channels(
     with contextlib.closing(Calls(rank, patience_seconds)) as calls:
         word = torch.tensor([calls.word])
         here = torch.tensor([os.getpid(), word.data_ptr(), calls.word, _machine(), calls.name])
-        told = [one.tolist() for one in _from_all(group, here)]
+        announced = [entry.tolist() for entry in _from_all(group, here)]
         there: dict[int, AnnouncingEnd] = {}
         for peer in peers:
-            if reads_memory and _can_read(told[peer][:4], _machine()):
-                line = calls.call(peer, name=told[peer][4], word=told[peer][2])
+            if reads_memory and _can_read(announced[peer][:4], _machine()):
+                line = calls.call(peer, name=announced[peer][4], word=announced[peer][2])
                 if line is not None:
                     there[peer] = line
         reads = torch.tensor([peer in there for peer in range(num_ranks)])
@@ -209,35 +209,35 @@ def open_channels(
         lines = calls.take(both)
     machine = _machine()
     channels: dict[int, Channel] = {
-        peer: GlooChannel(group, peer, is_near=bool(machine) and told[peer][3] == machine) for peer in peers
+        peer: GlooChannel(group, peer, is_near=bool(machine) and announced[peer][3] == machine) for peer in peers
     }
     for peer in both:
-        channels[peer] = MemoryChannel(there[peer], lines[peer], told[peer][0], readers)
+        channels[peer] = MemoryChannel(there[peer], lines[peer], announced[peer][0], readers)
     return channels
 
 
 def _from_all(group: dist.ProcessGroup, here: torch.Tensor) -> list[torch.Tensor]:
-    found = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, here, group=group)
-    return found
+    tensors = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(tensors, here, group=group)
+    return tensors
 
 
-def _can_read(told: Sequence[int], machine: int) -> bool:
+def _can_read(announced: Sequence[int], machine: int) -> bool:
     """Whether the word that another rank has told is found where it says; never so where machines are not known."""
-    pid, address, word, its_machine = told
+    pid, address, word, its_machine = announced
     if not machine or machine != its_machine:
         return False
-    found = torch.zeros(1, dtype=torch.int64)
+    read = torch.zeros(1, dtype=torch.int64)
     try:
-        read_memory(pid, address, found)
+        read_memory(pid, address, read)
     except OSError:
         return False
-    return int(found) == word
+    return int(read) == word
 
 
 def _machine() -> int:
     """The same number for all processes under one running kernel; 0 where there is no telling, or no such reading."""
-    told = Path("/proc/sys/kernel/random/boot_id")
-    if sys.platform != "linux" or not told.exists():
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    if sys.platform != "linux" or not boot_id.exists():
         return 0
-    return int(told.read_text().strip().replace("-", ""), 16) % 2**62
+    return int(boot_id.read_text().strip().replace("-", ""), 16) % 2**62

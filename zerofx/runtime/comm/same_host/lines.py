@@ -82,10 +82,10 @@ class ReadingEnd:
         self._connection = _Connection(connection, peer)
 
     def next(self, tag: int) -> tuple[int, int]:
-        told = b""
-        while len(told) < _ANNOUNCEMENT.size:
-            told += self._connection.receive(_ANNOUNCEMENT.size - len(told))
-        number, address, num_bytes = _ANNOUNCEMENT.unpack(told)
+        data = b""
+        while len(data) < _ANNOUNCEMENT.size:
+            data += self._connection.receive(_ANNOUNCEMENT.size - len(data))
+        number, address, num_bytes = _ANNOUNCEMENT.unpack(data)
         assert number == tag, f"message {number} is sent where {tag} is expected"
         return address, num_bytes
 
@@ -132,17 +132,17 @@ class Calls:
 
     def take(self, peers: Iterable[int]) -> dict[int, ReadingEnd]:
         """The lines of all ``peers``, which have called already."""
-        awaited, found = set(peers), dict[int, ReadingEnd]()
+        awaited, ends = set(peers), dict[int, ReadingEnd]()
         while awaited:
             assert self._socket is not None, "no rank has called where there is nothing to call"
             connection, _ = self._socket.accept()
             peer = self._greeting(connection)
             if peer in awaited:
                 awaited.discard(peer)
-                found[peer] = ReadingEnd(connection, peer)
+                ends[peer] = ReadingEnd(connection, peer)
             else:
                 connection.close()
-        return found
+        return ends
 
     def close(self) -> None:
         if self._socket is not None:
@@ -152,11 +152,11 @@ class Calls:
         """The rank that has called; -1 for others."""
         self._set_patience(connection, _GREETING_SECONDS)
         try:
-            told = connection.recv(_GREETING.size, socket.MSG_WAITALL)
+            data = connection.recv(_GREETING.size, socket.MSG_WAITALL)
         except OSError:
             return -1
         self._set_patience(connection, self._patience_seconds)
-        rank, word = _GREETING.unpack(told) if len(told) == _GREETING.size else (-1, 0)
+        rank, word = _GREETING.unpack(data) if len(data) == _GREETING.size else (-1, 0)
         return int(rank) if word == self.word else -1
 
     @staticmethod
@@ -174,9 +174,9 @@ class _Connection:
         self._socket, self._peer = connection, peer
         weakref.finalize(self, connection.close)
 
-    def send(self, told: bytes) -> None:
+    def send(self, data: bytes) -> None:
         try:
-            self._socket.sendall(told)
+            self._socket.sendall(data)
         except BlockingIOError as error:
             raise LostRankError(f"rank {self._peer} did not come in time") from error
         except OSError as error:
@@ -185,14 +185,14 @@ class _Connection:
     def receive(self, num_bytes: int) -> bytes:
         """At most as many, and at least one."""
         try:
-            told = self._socket.recv(num_bytes)
+            data = self._socket.recv(num_bytes)
         except BlockingIOError as error:
             raise LostRankError(f"rank {self._peer} did not come in time") from error
         except OSError as error:
             raise self._failure(error) from error
-        if not told:
+        if not data:
             raise self._failure("it was closed")
-        return told
+        return data
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # closed there already

@@ -23,7 +23,7 @@ _WORD_BYTES = 8
 
 
 class SharedBuckets:
-    """The buckets that all ranks of ``group`` have beside each other."""
+    """The buckets that all ranks of ``group`` have next to each other."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -31,7 +31,7 @@ class SharedBuckets:
         self._buckets: WeakValueDictionary[int, _Bucket] = WeakValueDictionary()
 
     def share(self, shard: torch.Tensor) -> torch.Tensor:
-        """A copy of ``shard``, this rank's slice, beside the other ranks'; ``shard`` itself where that is not possible.
+        """A copy of ``shard``, this rank's slice, next to the others'; ``shard`` itself where that is not possible.
 
         Collective: on all ranks it is the one or the other, and the others' slices are there too when it returns.
         """
@@ -49,13 +49,13 @@ class SharedBuckets:
         return own
 
     def read(self, full: torch.Tensor, shard: torch.Tensor) -> torch.Tensor | None:
-        """All ranks' slices beside ``shard``; None if it is not in shared memory. Holds ``full`` while it is there."""
+        """All ranks' slices next to ``shard``; None if it is not in shared memory. Holds ``full`` meanwhile."""
         bucket = self._buckets.get(shard.data_ptr())
         return None if bucket is None else bucket.tensor(full.dtype, full.nbytes, 0, full)
 
     def _map(self, num_bytes: int) -> mmap.mmap | None:
         """The same memory on all ranks; None on all of them where one has not got it."""
-        told = torch.zeros(3, dtype=torch.int64)
+        announced = torch.zeros(3, dtype=torch.int64)
         descriptor = -1
         with contextlib.ExitStack() as opened:
             if self._rank == 0 and hasattr(os, "memfd_create"):
@@ -64,10 +64,10 @@ class SharedBuckets:
                     opened.callback(os.close, descriptor)
                     os.ftruncate(descriptor, num_bytes)
                     # By this word the others know that what they have opened is that.
-                    told = torch.tensor([os.getpid(), descriptor, secrets.randbits(62)])
-                    os.pwrite(descriptor, told[2].numpy().tobytes(), 0)
-            dist.broadcast(told, group=self._group, group_src=0)
-            pages = _opened(told.tolist(), num_bytes, descriptor)
+                    announced = torch.tensor([os.getpid(), descriptor, secrets.randbits(62)])
+                    os.pwrite(descriptor, announced[2].numpy().tobytes(), 0)
+            dist.broadcast(announced, group=self._group, group_src=0)
+            pages = _opened(announced.tolist(), num_bytes, descriptor)
             # After this all have opened it, and read the word.
             return pages if _on_all_ranks(self._group, pages is not None) else None
 
@@ -78,9 +78,9 @@ def share_memory(group: dist.ProcessGroup, permitted: bool) -> SharedBuckets | N
 
 
 def _on_all_ranks(group: dist.ProcessGroup, here: bool) -> bool:
-    found = torch.tensor([here])
-    every = [torch.empty_like(found) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, found, group=group)
+    answer = torch.tensor([here])
+    every = [torch.empty_like(answer) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, answer, group=group)
     return all(every)
 
 
@@ -90,16 +90,16 @@ class _Bucket:
     def __init__(self, pages: mmap.mmap) -> None:
         self._pages = pages
 
-    def tensor(self, dtype: torch.dtype, num_bytes: int, first_byte: int, kept: object) -> torch.Tensor:
+    def tensor(self, dtype: torch.dtype, num_bytes: int, first_byte: int, owner: object) -> torch.Tensor:
         """Some bytes of it as a flat tensor, which keeps another object for as long as its memory is in use."""
         buffer: ctypes.Array[ctypes.c_char] = (ctypes.c_char * num_bytes).from_buffer(self._pages, first_byte)
-        buffer.kept = kept  # type: ignore[attr-defined]  # instances take attributes
+        buffer.owner = owner  # type: ignore[attr-defined]  # instances take attributes
         return torch.frombuffer(buffer, dtype=dtype)
 
 
-def _opened(told: list[int], num_bytes: int, descriptor: int) -> mmap.mmap | None:
-    """The memory of ``told`` (process, its descriptor there, the word in it), mapped; None if it cannot be opened."""
-    pid, there, word = told
+def _opened(announced: list[int], num_bytes: int, descriptor: int) -> mmap.mmap | None:
+    """The memory of ``announced`` (process, its descriptor there, the word in it), mapped; None if that fails."""
+    pid, there, word = announced
     if not pid:
         return None
     try:
