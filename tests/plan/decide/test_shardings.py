@@ -65,10 +65,10 @@ def counted_out(ways: ShardingWays) -> float:
     costs = [[shared_seconds(n, r, mesh, FAST, Prices()) for r in menu] for n, menu in zip(nodes, menus, strict=True)]
     least = float("inf")
     for chosen in itertools.product(*(range(len(menu)) for menu in menus)):
-        rules = {node: menu[i] for node, menu, i in zip(nodes, menus, chosen, strict=True)}
         seconds = sum(cost[i] for cost, i in zip(costs, chosen, strict=True))
-        seconds += sum(_conversions(ways, rules, mesh))
-        least = min(least, seconds)
+        if seconds < least:
+            rules = {node: menu[i] for node, menu, i in zip(nodes, menus, chosen, strict=True)}
+            least = min(least, seconds + sum(_conversions(ways, rules, mesh)))
     return least
 
 
