@@ -81,17 +81,17 @@ def measured_links(
     transfers: Mapping[str, Iterable[Transfer]], machine: Machine, mesh: Mesh
 ) -> dict[str, MeasuredLink]:
     """What was measured of each stream that ``machine`` has; streams without transfers are left out."""
-    found = {}
-    for stream, made in transfers.items():
+    links = {}
+    for stream, timed in transfers.items():
         predicted = predicted_link(stream, machine, mesh)
         sizes: dict[int, list[float]] = {}
-        for num_bytes, seconds in made:
+        for num_bytes, seconds in timed:
             if num_bytes > 0 and seconds > 0:
                 sizes.setdefault(num_bytes, []).append(seconds)
         if predicted is not None and sizes:
             samples = [(size, statistics.median(taken), len(taken)) for size, taken in sorted(sizes.items())]
-            found[stream] = fit_link(samples, predicted)
-    return dict(sorted(found.items()))
+            links[stream] = fit_link(samples, predicted)
+    return dict(sorted(links.items()))
 
 
 def fit_link(samples: Sequence[tuple[int, float, int]], predicted: MeasuredLink) -> MeasuredLink:
