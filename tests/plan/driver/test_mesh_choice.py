@@ -107,7 +107,7 @@ def test_memory_decides_where_the_fastest_mesh_does_not_fit() -> None:
     assert tight.plan.mesh != free.plan.mesh
     assert tight.plan.peak_bytes["device"] <= budget
     with pytest.raises(MemoryBudgetError):
-        planned("auto", world_size=2, memory_budget="1MB", offload="none")
+        planned("auto", lambda: Tower(6), samples=2, world_size=2, memory_budget="1MB", offload="none")
 
 
 def test_pins_hold_on_all_meshes() -> None:
