@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -24,9 +25,11 @@ NAMES = listed("fields that are not used:", r"`(\w+)`")
 WORDS = listed("docstrings that are not used:", r'"(\w+)"')
 
 
-def files() -> Iterator[Path]:
-    for folder in COVERED:
-        yield from sorted((ROOT / folder).rglob("*.py"))
+@functools.cache
+def files() -> dict[Path, ast.Module]:
+    """All files that are covered, parsed."""
+    paths = [path for folder in COVERED for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 
 def names_defined(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -54,8 +57,8 @@ def test_names_say_what_they_hold() -> None:
     assert {"found", "one", "made", "kept", "thing", "stuff"} <= NAMES
     where = [
         f"{path.relative_to(ROOT)}:{line} {name}"
-        for path in files()
-        for name, line in names_defined(ast.parse(path.read_text(encoding="utf-8")))
+        for path, tree in files().items()
+        for name, line in names_defined(tree)
         if name in NAMES
     ]
     assert where == []
@@ -66,8 +69,8 @@ def test_prose_has_the_fields_words() -> None:
     pattern = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
     where = [
         f"{path.relative_to(ROOT)}:{line} {match[0]}"
-        for path in files()
-        for text, line in prose(path, ast.parse(path.read_text(encoding="utf-8")))
+        for path, tree in files().items()
+        for text, line in prose(path, tree)
         for match in pattern.finditer(text)
     ]
     assert where == []

@@ -3,6 +3,9 @@ in the way."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,9 +28,15 @@ MEGATRON = {
 }  # fmt: skip
 
 
-def language_model(model: nn.Module) -> StepGraph:
+@functools.cache
+def language_model(make: Callable[[], nn.Module] = llama) -> StepGraph:
+    """A captured model, which nobody changes."""
     tokens = torch.zeros(1, 16, dtype=torch.int64)
-    return captured(model, input_ids=tokens, labels=tokens)
+    return captured(make(), input_ids=tokens, labels=tokens)
+
+
+def half_llama() -> nn.Module:
+    return llama().to(torch.bfloat16)
 
 
 def left(step: StepGraph, asked: dict[str, str], num_ranks: int = 2) -> ShardingWays:
@@ -42,10 +51,8 @@ def of_layers(placements: dict[str, str]) -> dict[str, str]:
 
 
 def test_the_plan_of_transformers_is_the_one_that_is_found_unasked() -> None:
-    torch.manual_seed(0)
-    model = llama().to(torch.bfloat16)
-    step = language_model(model)
-    pins = pins_of(step, dict(model.tp_plan))  # type: ignore[arg-type]  # a property of its class
+    step = language_model(half_llama)
+    pins = pins_of(step, dict(half_llama().tp_plan))  # type: ignore[arg-type]  # a property of its class
     assert pins.ignored == ()
     asked = placements_of(step, pinned(sharding_ways(step, 2, pins.marks), pins))
     unasked = placements_of(step, sharding_ways(step, 2))
@@ -55,11 +62,10 @@ def test_the_plan_of_transformers_is_the_one_that_is_found_unasked() -> None:
 
 
 @pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
-def test_words_are_about_what_products_give(make: type) -> None:
+def test_words_are_about_what_products_give(make: Callable[[], nn.Module]) -> None:
     """A column is one of what is given: ``nn.Linear`` keeps it as a row, ``Conv1D`` does not, and a fused one in
     groups."""
-    torch.manual_seed(0)
-    step = language_model(make())
+    step = language_model(make)
     words = {pattern: word for pattern, word in MEGATRON.items() if ("c_" in pattern) == (make is gpt2)}
     lies = {
         name.partition(".h.0.")[2] or name.partition(".layers.0.")[2]: placement
@@ -78,8 +84,7 @@ def test_words_are_about_what_products_give(make: type) -> None:
 
 
 def test_norms_by_sequence_have_their_parameters_whole_and_give_parts_of_tokens() -> None:
-    torch.manual_seed(0)
-    step = language_model(llama())
+    step = language_model()
     pins = pins_of(step, {"*norm": "sequence"})
     ways = pinned(sharding_ways(step, 2, pins.marks), pins)
     decisions = {d.node: d for d in decide_shardings(ways, Mesh(model=2), FAST, Prices())}
@@ -89,21 +94,20 @@ def test_norms_by_sequence_have_their_parameters_whole_and_give_parts_of_tokens(
 
 def test_what_is_replicated_every_rank_does_whole() -> None:
     """Its results too, of which the last entry that names a module says where they lie."""
-    torch.manual_seed(0)
-    step = language_model(llama())
+    step = language_model()
     pins = pins_of(step, {"*norm": "sequence", "*input_layernorm": "replicated", "model.layers.?": "replicated"})
     ways = pinned(sharding_ways(step, 2, pins.marks), pins)
     outputs = {d.node: d.outputs for d in decide_shardings(ways, Mesh(model=2), FAST, Prices())}
     lie = {pin.module.rpartition(".")[2]: outputs.get(node.name, ("R",)) for node, pin in pins.results.items()}
     whole, in_parts = ("0", "1", "input_layernorm"), ("post_attention_layernorm", "norm")
     assert lie == dict.fromkeys(whole, ("R",)) | dict.fromkeys(in_parts, ("S1",))
-    assert all(placements_of(step, ways)[f"model.layers.0.self_attn.{n}_proj.weight"] != "R" for n in "qkvo")
+    parameters = placements_of(step, ways)
+    assert all(parameters[f"model.layers.0.self_attn.{n}_proj.weight"] != "R" for n in "qkvo")
 
 
 @pytest.mark.slow
 def test_one_of_two_layers_that_are_alike() -> None:
-    torch.manual_seed(0)
-    step = language_model(llama())
+    step = language_model()
     up = "model.layers.{}.mlp.up_proj.weight"
     lies = placements_of(step, left(step, {"*.up_proj": "column", up.format(1): "replicated"}))
     assert (lies[up.format(0)], lies[up.format(1)]) == ("S0", "R")
@@ -147,15 +151,13 @@ def test_styles_that_say_nothing_here_are_told() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(asked: dict[str, str], num_ranks: int, message: str) -> None:
-    torch.manual_seed(0)
-    step = language_model(llama())
+    step = language_model()
     with pytest.raises(UsageError, match=message):
         left(step, asked, num_ranks)
 
 
 def test_products_read_what_is_pinned_as_it_lies() -> None:
-    torch.manual_seed(0)
-    step = language_model(llama())
+    step = language_model()
     pins = pins_of(step, {"*.up_proj": "column", "*.down_proj": "row"})
     ways = pinned(sharding_ways(step, 2, pins.marks), pins)
     decisions = {d.node: d for d in decide_shardings(ways, Mesh(model=2), FAST, Prices())}

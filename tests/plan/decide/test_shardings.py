@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -59,39 +59,46 @@ class Chain(nn.Module):
 
 def counted_out(ways: ShardingWays) -> float:
     """The least seconds of all combinations of rules, each value converted at once for all who ask alike."""
-    nodes = [*ways.placeholders, *ways.rules]
-    menus = [[Rule((p,), ()) for p in ways.placeholders[n]] if n in ways.placeholders else ways.rules[n] for n in nodes]
-    mesh = Mesh(model=ways.num_ranks)
-    costs = [[shared_seconds(n, r, mesh, FAST, Prices()) for r in menu] for n, menu in zip(nodes, menus, strict=True)]
-    least = float("inf")
-    for chosen in itertools.product(*(range(len(menu)) for menu in menus)):
-        rules = {node: menu[i] for node, menu, i in zip(nodes, menus, chosen, strict=True)}
-        seconds = sum(cost[i] for cost, i in zip(costs, chosen, strict=True))
-        seconds += sum(_conversions(ways, rules, mesh))
-        least = min(least, seconds)
-    return least
+    menus = {node: [Rule((p,), ()) for p in placements] for node, placements in ways.placeholders.items()} | ways.rules
+    nodes, mesh = [*menus], Mesh(model=ways.num_ranks)
+    shared = [[shared_seconds(n, rule, mesh, FAST, Prices()) for rule in menus[n]] for n in nodes]
+    conversions = []  # of each value, by what is chosen for those that have a say in it
+    for source in nodes:
+        numbers = [number for number, node in enumerate(nodes) if node is source or node in _askers(ways, source)]
+        menu = list(itertools.product(*(range(len(shared[number])) for number in numbers)))
+        rules = [{nodes[n]: menus[nodes[n]][i] for n, i in zip(numbers, chosen, strict=True)} for chosen in menu]
+        seconds = [_conversion(ways, source, entry, mesh) for entry in rules]
+        conversions.append((numbers, dict(zip(menu, seconds, strict=True))))
+    return min(
+        sum(costs[i] for costs, i in zip(shared, chosen, strict=True))
+        + sum(seconds[*(chosen[number] for number in numbers)] for numbers, seconds in conversions)
+        for chosen in itertools.product(*(range(len(costs)) for costs in shared))
+    )
 
 
-def _conversions(ways: ShardingWays, rules: Mapping[fx.Node, Rule], mesh: Mesh) -> Iterator[float]:
-    asked: dict[fx.Node, set[Placement]] = {}
-    for node, rule in rules.items():
-        for source, placement in zip(read_tensors(node), rule.inputs, strict=True):
-            asked.setdefault(source, set()).add(placement)
-    step = ways.step
-    asked.setdefault(step.loss, set()).add(REPLICATED)
-    parameters = {placeholder(node).name: node for node in step.placeholders(Role.PARAMETER)}
-    for name, gradient in step.gradients.items():
-        lies = rules[parameters[name]].outputs[0]
+def _askers(ways: ShardingWays, source: fx.Node) -> dict[fx.Node, list[int]]:
+    """Who asks for a value, and the numbers of their inputs: what reads it; -1 for a parameter that it is of."""
+    step, nodes = ways.step, (*ways.placeholders, *ways.rules)
+    asked = {node: [i for i, read in enumerate(read_tensors(node)) if read is source] for node in nodes}
+    for node in step.placeholders(Role.PARAMETER):
+        if step.gradients[placeholder(node).name] is source:
+            asked[node].append(-1)
+    return {node: numbers for node, numbers in asked.items() if numbers}
+
+
+def _conversion(ways: ShardingWays, source: fx.Node, rules: Mapping[fx.Node, Rule], mesh: Mesh) -> float:
+    """Seconds in which what ``source`` gives is converted, once for each placement that is asked for."""
+    asked = {REPLICATED} if source is ways.step.loss else set[Placement]()
+    for node, numbers in _askers(ways, source).items():
+        lies = rules[node].outputs[0]
         assert lies is not None
-        asked.setdefault(gradient, set()).add(SUM if lies == REPLICATED else lies)
-    for source, placements in asked.items():
-        given = rules[source].outputs[0]
-        assert given is not None
-        for placement in placements - {given}:
-            if isinstance(placement, Partial) and isinstance(given, Partial):
-                yield float("inf")
-            else:
-                yield conversion_seconds(source.meta["val"], given, placement, mesh, FAST)
+        asked |= {(SUM if lies == REPLICATED else lies) if i < 0 else rules[node].inputs[i] for i in numbers}
+    given = rules[source].outputs[0]
+    assert given is not None
+    if isinstance(given, Partial) and any(isinstance(placement, Partial) for placement in asked - {given}):
+        return float("inf")
+    value = source.meta["val"]
+    return sum(conversion_seconds(value, given, placement, mesh, FAST) for placement in asked - {given})
 
 
 @pytest.mark.parametrize("words", [("relu",), ("double",)], ids=" ".join)
@@ -110,7 +117,7 @@ def test_nothing_that_can_be_counted_out_is_cheaper(words: tuple[str, ...]) -> N
         inputs = tuple(map(placement_of, decision.inputs))
         rules[node] = next(rule for rule in menu if (rule.outputs, rule.inputs) == (outputs, inputs))
     seconds = sum(shared_seconds(node, rule, mesh, FAST, Prices()) for node, rule in rules.items())
-    seconds += sum(_conversions(ways, rules, mesh))
+    seconds += sum(_conversion(ways, node, rules, mesh) for node in rules)
     assert seconds <= counted_out(ways) * 1.001
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import replace
 
@@ -35,12 +36,17 @@ MACHINE = replace(
 )
 
 
-def shared(num_layers: int = 4) -> StepGraph:
-    """A Llama as two ranks share it, in the order in which it was captured."""
+@functools.cache
+def _shared() -> StepGraph:
     tokens = torch.randint(32, (2, 16))
-    step = captured(llama(num_hidden_layers=num_layers), input_ids=tokens, labels=tokens)
+    step = captured(llama(num_hidden_layers=4), input_ids=tokens, labels=tokens)
     partition(step, decide_shardings(sharding_ways(step, 2), MESH, MACHINE, Prices()), 2)
     return step
+
+
+def shared() -> StepGraph:
+    """A Llama as two ranks share it, in the order in which it was captured."""
+    return _shared().clone()
 
 
 def test_computation_waits_less_for_collectives_on_values() -> None:

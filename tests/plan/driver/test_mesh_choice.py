@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,12 @@ def planned(mesh: Any, model: Callable[[], nn.Module] = Tower, samples: int = 32
     return zerofx.plan(tower, torch.optim.Adam(tower.parameters()), (x,), mesh=mesh, **options)
 
 
+@functools.cache
+def best_of_eight() -> zerofx.PlannedStep:
+    """Of layers that are alike, on eight ranks; nobody changes it."""
+    return planned("auto", world_size=8)
+
+
 def compared(planned: zerofx.PlannedStep) -> dict[Mesh, MeshOutcome]:
     assert planned.comparison is not None
     return {outcome.mesh: outcome for outcome in planned.comparison.outcomes}
@@ -66,7 +73,8 @@ def test_a_few_layers_say_what_all_of_them_take(in_turn: bool) -> None:
     def model() -> nn.Module:
         return Tower(14 if in_turn else DEPTH, in_turn=in_turn)
 
-    estimates = [o for o in compared(planned("auto", model, world_size=8)).values() if not o.is_planned]
+    best = planned("auto", model, world_size=8) if in_turn else best_of_eight()
+    estimates = [o for o in compared(best).values() if not o.is_planned]
     others = (Mesh(shard=8), Mesh(2, 4), Mesh(2, 2, 2), Mesh(shard=2, model=4))
     assert len(estimates) == len(candidates(8, 8, 3)) - 1
     for estimate in (one for one in estimates if one.mesh in others):
@@ -79,7 +87,7 @@ def test_a_few_layers_say_what_all_of_them_take(in_turn: bool) -> None:
 
 
 def test_no_mesh_that_fits_takes_less_for_a_sample() -> None:
-    best = planned("auto", world_size=8)
+    best = best_of_eight()
     outcomes = compared(best)
     assert set(outcomes) == set(candidates(8, 8, 3))
     assert outcomes[best.plan.mesh].is_planned and outcomes[best.plan.mesh].num_samples == 32 * 8 // best.plan.model
@@ -99,7 +107,7 @@ def test_memory_decides_where_the_fastest_mesh_does_not_fit() -> None:
     assert tight.plan.mesh != free.plan.mesh
     assert tight.plan.peak_bytes["device"] <= budget
     with pytest.raises(MemoryBudgetError):
-        planned("auto", world_size=2, memory_budget="1MB", offload="none")
+        planned("auto", lambda: Tower(6), samples=2, world_size=2, memory_budget="1MB", offload="none")
 
 
 def test_pins_hold_on_all_meshes() -> None:

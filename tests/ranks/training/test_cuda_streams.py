@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,10 +26,10 @@ STEPS = 3
 
 
 def _wrong(name: str, stage: int, options: dict[str, Any]) -> list[str]:
-    """What is wrong with training on streams, beside the same without."""
+    """What is wrong with training on streams, beside the same without, whose graphs have been checked."""
     case = CASES[name]
     expected = train_compiled(case, stage, STEPS, **options)
-    with on_streams() as streams:
+    with on_streams() as streams, mock.patch.dict(os.environ, ZEROFX_VERIFY="0"):
         found = train_compiled(case, stage, STEPS, **options)
     nothing = [] if streams.num_given else ["nothing was given to a stream"]
     return [*nothing, *differences(expected, found), *sorted(set(streams.races))]

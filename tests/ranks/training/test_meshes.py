@@ -19,6 +19,7 @@ from tests.lib.offloads import check_measured, placing, prepare_case, same_tenso
 from tests.lib.training import (
     Trained,
     build,
+    captured_once,
     differences,
     step_of,
     train_compiled,
@@ -32,6 +33,7 @@ HYBRID = {"replicate": 2, "shard": 2}
 RUNS: dict[str, dict[str, Any]] = {f"stage {stage}": {"stage": stage} for stage in range(4)}
 
 
+@captured_once()
 def _compared(names: list[str], mesh: dict[str, int], runs: dict[str, dict[str, Any]], steps: int) -> dict[str, Any]:
     """What is unlike DistributedDataParallel, and what unlike the first of the runs to the bit, by case and run."""
     wrong: dict[str, list[str]] = {}
