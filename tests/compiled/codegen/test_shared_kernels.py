@@ -26,6 +26,9 @@ extern "C"  void  kernel(float* out)
 """
 RUNGS = (16, 32, 48)
 
+# Inductor uses what torch itself deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 
 def num_built() -> int:
     return len(list(Path(cache_dir()).rglob("*.main.so")))

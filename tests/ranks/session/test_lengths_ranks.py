@@ -134,3 +134,34 @@ def test_all_ranks_are_told_of_a_batch_that_one_of_them_has() -> None:
     of_ranks = run_ranks(_refused, 2)
     assert all("at most 16 tokens, the longest of lengths=, found one of 20" in texts[0] for texts in of_ranks)
     assert all("expected labels of shape" in texts[1] for texts in of_ranks)
+
+
+def _evaluated(name: str) -> list[str]:
+    """What differs in evaluations of batches that have other lengths on each rank."""
+    rank, _ = world()
+    make, shift = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    step = zerofx.compile(model, adamw(model), 3, backend="eager", lengths=32)
+    step(**batch_of(0, rank, shift))
+    wrong = []
+    for number in range(4):
+        mine = batch_of(number, rank, shift)
+        found = step.evaluate(**mine)
+        with step.full_parameters(), torch.no_grad():
+            model.eval()
+            expected = model(**mine)
+            model.train()
+        for what in ("loss", "logits"):
+            one, other = found[what], expected[what]
+            if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-5, atol=1e-5):
+                wrong.append(f"batch {number}: {what} {one} is not {other}")
+    if step.evaluation.plan.stage != 3:
+        wrong.append("evaluated at another stage")
+    return wrong
+
+
+@pytest.mark.parametrize("name", ["pooled", pytest.param("llama", marks=pytest.mark.slow), "bert"])
+def test_ranks_evaluate_batches_of_their_own_lengths(name: str) -> None:
+    for rank, wrong in enumerate(run_ranks(_evaluated, 2, name)):
+        assert wrong == [], f"rank {rank}"
