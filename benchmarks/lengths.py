@@ -214,10 +214,10 @@ def print_builds(name: str, place: Path) -> None:
             request = {"part": "builds", "name": name, "lengths": lengths}
             taken.append(answer(request, 1, 2, place / f"{name}-of-{len(lengths)}"))
             print(f"{name}, {start} start, {len(lengths)} rungs: {json.dumps(taken[-1])}", flush=True)
-        one, all_of_them = taken
+        longest, ladder = taken
         for what in ("built", "CPU seconds"):
-            further = (all_of_them[what] - one[what]) / (len(RUNGS) - 1)
-            print(f"{what}: a further rung takes {further:.2f}, {further / one[what]:.2f} of the first", flush=True)
+            further = (ladder[what] - longest[what]) / (len(RUNGS) - 1)
+            print(f"{what}: a further rung takes {further:.2f}, {further / longest[what]:.2f} of the first", flush=True)
 
 
 def work(request: dict[str, Any]) -> None:

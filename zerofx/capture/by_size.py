@@ -110,15 +110,15 @@ def _followed(record: Numbers, known: Sequence[_Captured]) -> list[int] | None:
             return None
     varying = {column: wanted for column, wanted in becomes.items() if len(set(column)) > 1}
     columns = list(zip(*(entry.graph.numbers for entry in known), strict=True))
-    made: dict[Numbers, int] = {}
+    multiples: dict[Numbers, int] = {}
     for column in set(columns):
         if len(set(column)) > 1 and column not in varying:
-            found = {Fraction(becomes) for becomes in _products(tuple(map(Fraction, column)), varying, 2)}
-            if len(found) != 1 or (number := found.pop()).denominator != 1:
+            values = {Fraction(becomes) for becomes in _products(tuple(map(Fraction, column)), varying, 2)}
+            if len(values) != 1 or (number := values.pop()).denominator != 1:
                 return None
-            made[column] = int(number)
-    made |= varying
-    return [made.get(column, column[0]) for column in columns]
+            multiples[column] = int(number)
+    multiples |= varying
+    return [multiples.get(column, column[0]) for column in columns]
 
 
 def _products(column: tuple[Fraction, ...], varying: Mapping[Numbers, int], most: int) -> Iterator[Fraction]:

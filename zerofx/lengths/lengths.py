@@ -217,13 +217,13 @@ class Lengths:
         form = _form(batch)
         if form not in self._evaluated:
             self._evaluated[form] = self._tried_to_evaluate(batch, form)
-        found = self._evaluated[form]
-        if found is None:
+        padding = self._evaluated[form]
+        if padding is None:
             return None
-        sizes = self._agree(batch, found.axes)
+        sizes = self._agree(batch, padding.axes)
         if sizes.length > self.ladder.longest:
             return None
-        return found, found.size_for(self.ladder.rung_of(sizes.length), sizes.samples)
+        return padding, padding.size_for(self.ladder.rung_of(sizes.length), sizes.samples)
 
     def _tried_to_evaluate(self, batch: Batch, form: str) -> PaddedEvaluation | None:
         rung = next((rung for rung in self.ladder.rungs if rung > 2), 0)

@@ -33,7 +33,7 @@ def followed(without: Sequence[Tensor], padded: Sequence[Tensor], lengths: Pair,
     """
     if len(without) != len(padded):
         return f"{len(without)} outputs are {len(padded)} when they are padded"
-    found = []
+    follows = []
     for number, (own, other) in enumerate(zip(without, padded, strict=True)):
         changed = {
             dim: pair for dim, pair in enumerate(zip(own.shape, other.shape, strict=False)) if len(set(pair)) > 1
@@ -42,5 +42,5 @@ def followed(without: Sequence[Tensor], padded: Sequence[Tensor], lengths: Pair,
         if not is_told or (changed and lengths == samples):
             return f"output {number} of shape {list(own.shape)} is one of {list(other.shape)} when they are padded"
         tokens = tuple(dim for dim, pair in changed.items() if pair == lengths)
-        found.append(Follows(tokens, tuple(dim for dim in changed if dim not in tokens)))
-    return found
+        follows.append(Follows(tokens, tuple(dim for dim in changed if dim not in tokens)))
+    return follows

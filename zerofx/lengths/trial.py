@@ -100,22 +100,22 @@ class Trial:
             return f"in a trial {follows}, to {samples} samples of {self._rung} tokens"
         self.follows = tuple(follows)
         first, second = (
-            [of.cut(out, self._length, self._samples) for of, out in zip(follows, outputs, strict=True)]
+            tuple(of.cut(out, self._length, self._samples) for of, out in zip(follows, outputs, strict=True))
             for outputs in results
         )
-        for found, expected, part in ((first, self._expected, 1.0), (second, first, _SAME_SHAPE)):
-            for one, wanted in zip(found, expected, strict=True):
-                if not _close(one, wanted, part):
+        for outputs, expected, part in ((first, self._expected, 1.0), (second, first, _SAME_SHAPE)):
+            for output, wanted in zip(outputs, expected, strict=True):
+                if not _close(output, wanted, part):
                     return (
-                        f"in a trial {self._shown(wanted, one)} when they are padded to {samples} samples of "
+                        f"in a trial {self._shown(wanted, output)} when they are padded to {samples} samples of "
                         f"{self._rung} tokens" + ("" if part == 1 else ", with other ids for what is added")
                     )
         return ""
 
-    def _shown(self, expected: torch.Tensor, found: torch.Tensor) -> str:
+    def _shown(self, expected: torch.Tensor, padded: torch.Tensor) -> str:
         of = f"of {self._samples} samples of {self._length} tokens"
         if self._objective.trains:
-            return f"the loss {of} is {float(expected)}, and {float(found)}"
+            return f"the loss {of} is {float(expected)}, and {float(padded)}"
         return f"an output of shape {list(expected.shape)} {of} has other values"
 
     def _other_ids(self) -> dict[str, int]:
@@ -174,9 +174,9 @@ def _close(loss: torch.Tensor, expected: torch.Tensor, part: float) -> bool:
     if not expected.numel():
         return True
     rounding = _ROUNDING.get(expected.dtype, _LOW_ROUNDING) * part
-    both = (entry.to(torch.complex128 if entry.is_complex() else torch.float64) for entry in (loss, expected))
-    one, other = both
-    return bool((one - other).abs().max() <= rounding * other.abs().max() + 1e-12)
+    precise = torch.complex128 if expected.is_complex() else torch.float64
+    wanted = expected.to(precise)
+    return bool((loss.to(precise) - wanted).abs().max() <= rounding * wanted.abs().max() + 1e-12)
 
 
 @contextlib.contextmanager

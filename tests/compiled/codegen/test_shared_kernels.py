@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,10 @@ extern "C"  void  kernel(float* out)
 """
 RUNGS = (16, 32, 48)
 
-# Inductor uses what torch itself deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Inductor uses what torch itself deprecates
+]
 
 
 def num_built() -> int:
@@ -73,6 +76,7 @@ def test_a_number_that_varies_later_is_built_anew(tmp_path: Path, monkeypatch: p
     assert num_built() == 3
 
 
+@pytest.mark.slow
 def test_a_rung_has_the_bits_of_a_step_for_one_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("ZEROFX_CACHE_DIR", "0")

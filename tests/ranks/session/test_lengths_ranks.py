@@ -45,7 +45,7 @@ class Pooled(nn.Module):
         x = self.embed(input_ids)
         weights = torch.ones_like(x[..., :1]) if attention_mask is None else attention_mask.unsqueeze(-1)
         logits = self.head(x + (x * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True))
-        return CausalLMOutput(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+        return CausalLMOutput(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits)
 
 
 MODELS = {"llama": (_llama, 1), "bert": (_bert, 0), "pooled": (Pooled, 0)}
@@ -153,9 +153,9 @@ def _evaluated(name: str) -> list[str]:
             expected = model(**mine)
             model.train()
         for what in ("loss", "logits"):
-            one, other = found[what], expected[what]
-            if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-5, atol=1e-5):
-                wrong.append(f"batch {number}: {what} {one} is not {other}")
+            value, wanted = found[what], expected[what]
+            if value.shape != wanted.shape or not torch.allclose(value, wanted, rtol=1e-5, atol=1e-5):
+                wrong.append(f"batch {number}: {what} {value} is not {wanted}")
     if step.evaluation.plan.stage != 3:
         wrong.append("evaluated at another stage")
     return wrong
