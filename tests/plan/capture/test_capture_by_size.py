@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from gpt import GPT
 from zerofx.capture.by_layer.by_layer import capture_by_layer
 from zerofx.capture.by_size import KnownSizes
-from zerofx.capture.trace import capture
+from zerofx.capture.trace import capture_forward
+from zerofx.capture.traceable import Forward
 from zerofx.ir.batch import Batch
 from zerofx.ir.serialise import same_graph
 
@@ -93,9 +94,9 @@ def said_of_last(make: Callable[[], nn.Module], sizes: list[Size]) -> str:
     said: list[str] = []
     for size in sizes:
         said.clear()
-        batch = batch_of(model, size)
-        found = capture_by_layer(model, batch, say=said.append, sizes=known)
-        assert same_graph(found, capture(model, batch))
+        whole = Forward(model, batch_of(model, size))
+        found = capture_by_layer(whole, say=said.append, sizes=known)
+        assert same_graph(found, capture_forward(whole))
     return next((text for text in said if text == MADE), CAPTURED)
 
 
