@@ -177,7 +177,8 @@ class Steps:
         if self.lengths is not None:
             self.lengths.note(batch, compiled.plan, has_run=purpose == RUNNING)
         self.lenders.settle(agreed)
-        if purpose == RUNNING:
+        if purpose == RUNNING and self._waits_for_kernels:
+            agreed()
             self.finish()
         assert self.taken is not None and advance is not None
         return compiled, self.taken, advance, agreed

@@ -77,6 +77,7 @@ def test_a_number_that_varies_later_is_built_anew(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a batch of another shape is captured")
 def test_a_rung_has_the_bits_of_a_step_for_one_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("ZEROFX_CACHE_DIR", "0")
@@ -94,10 +95,12 @@ def test_a_rung_has_the_bits_of_a_step_for_one_length(tmp_path: Path, monkeypatc
     found = [shared(ids, ids) for ids in batches]
     assert num_built() == of_all, "all is built by prepare"
     shared.close()
+    # Files of regions are read from where they were written: elsewhere each is written anew, with kernels of its own.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "apart"))
     expected_model = model()
     fixed = zerofx.compile(expected_model, adamw(expected_model))
     expected = [fixed(batches[0], batches[0])]
-    of_one = num_built() - of_all
+    of_one = num_built()
     expected += [fixed(ids, ids) for ids in batches[1:]]
     assert torch.equal(torch.stack(found), torch.stack(expected))
     fixed.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from typing import Any
 
 import pytest
@@ -164,4 +165,41 @@ def _evaluated(name: str) -> list[str]:
 @pytest.mark.parametrize("name", ["pooled", pytest.param("llama", marks=pytest.mark.slow), "bert"])
 def test_ranks_evaluate_batches_of_their_own_lengths(name: str) -> None:
     for rank, wrong in enumerate(run_ranks(_evaluated, 2, name)):
+        assert wrong == [], f"rank {rank}"
+
+
+def _compiled() -> list[str]:
+    """What differs from eager mode where kernels are shared, and built before the first step runs."""
+    rank, _ = world()
+    make, shift = MODELS["pooled"]
+    torch.manual_seed(0)
+    model = make()
+    plain = copy.deepcopy(model)
+    optimizer = adamw(plain)
+    step = zerofx.compile(model, adamw(model), 2, lengths=(16, 32))
+    wrong = []
+    for number, length in enumerate((32, 10, 20)):
+        ids = torch.randint(TOKENS, (4, length), generator=torch.Generator().manual_seed(10 * number + rank))
+        optimizer.zero_grad()
+        expected = plain(ids, ids).loss
+        expected.backward()
+        for parameter in plain.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+        optimizer.step()
+        loss = step(input_ids=ids, labels=ids)
+        if not torch.allclose(loss, expected, rtol=1e-4):
+            wrong.append(f"step {number}: a loss of {float(loss)}, not {float(expected)}")
+    evaluated = step.evaluate(input_ids=ids, labels=ids).logits
+    if evaluated.shape != (4, 20, TOKENS):
+        wrong.append(f"logits of shape {list(evaluated.shape)}")
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler")
+def test_ranks_share_the_kernels_of_rungs() -> None:
+    for rank, wrong in enumerate(run_ranks(_compiled, 2)):
         assert wrong == [], f"rank {rank}"
