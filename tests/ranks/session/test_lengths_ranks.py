@@ -102,6 +102,11 @@ def _trained(name: str, options: dict[str, Any]) -> list[str]:
     ("name", "options"),
     [
         ("pooled", {"stage": 2, "accumulate": 2}),
+        *(
+            pytest.param("pooled", {"stage": 2, "mesh": mesh, "accumulate": number}, marks=pytest.mark.slow)
+            for mesh in ({"shard": 2}, {"replicate": 2})
+            for number in (1, 2)
+        ),
         pytest.param("llama", {"stage": 1, "accumulate": 4}, marks=pytest.mark.slow),
         pytest.param("llama", {"stage": 3}, marks=pytest.mark.slow),
         pytest.param("bert", {"stage": 3}, marks=pytest.mark.slow),
@@ -171,7 +176,7 @@ def test_ranks_evaluate_batches_of_their_own_lengths(name: str) -> None:
 def _compiled() -> list[str]:
     """What differs from eager mode where kernels are shared, and built before the first step runs."""
     rank, _ = world()
-    make, shift = MODELS["pooled"]
+    make, _ = MODELS["pooled"]
     torch.manual_seed(0)
     model = make()
     plain = copy.deepcopy(model)
