@@ -17,6 +17,7 @@ import argparse
 import copy
 import json
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -37,6 +38,7 @@ SHORTEST, LONGEST, VOCAB, TOKENS = 17, 512, 4096, 4096
 RUNGS = range(64, LONGEST + 1, 64)
 SAMPLES = {rung: TOKENS // rung for rung in RUNGS}
 NUM_RANKS = 2
+MODELS = ("gpt", "llama")
 
 
 def make(name: str) -> nn.Module:
@@ -190,9 +192,32 @@ def builds(name: str, lengths: list[int]) -> dict[str, Any]:
     model = make(name)
     step = zerofx.compile(model, adamw(model), lengths=lengths)
     ids = torch.randint(VOCAB, (8, max(lengths)))
-    began = time.perf_counter()
+    began, before = time.perf_counter(), _cpu_seconds()
     step.prepare(**_named(name, ids, ids))
-    return {"built": time.perf_counter() - began, "since start": time.time() - float(os.environ["BEGAN"])}
+    return {
+        "built": time.perf_counter() - began, "CPU seconds": _cpu_seconds() - before,
+        "since start": time.time() - float(os.environ["BEGAN"]),
+    }  # fmt: skip
+
+
+def _cpu_seconds() -> float:
+    """Of this process, and of compilers that it has waited for."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def print_builds(name: str, place: Path) -> None:
+    """What the longest rung takes to build, and all of them, with an empty cache and with one that has them."""
+    for start in ("first", "second"):
+        taken = []
+        for lengths in ([LONGEST], list(RUNGS)):
+            request = {"part": "builds", "name": name, "lengths": lengths}
+            taken.append(answer(request, 1, 2, place / f"{name}-of-{len(lengths)}"))
+            print(f"{name}, {start} start, {len(lengths)} rungs: {json.dumps(taken[-1])}", flush=True)
+        longest, ladder = taken
+        for what in ("built", "CPU seconds"):
+            further = (ladder[what] - longest[what]) / (len(RUNGS) - 1)
+            print(f"{what}: a further rung takes {further:.2f}, {further / longest[what]:.2f} of the first", flush=True)
 
 
 def work(request: dict[str, Any]) -> None:
@@ -226,7 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Batches of any length, padded to few.")
     parser.add_argument("--parts", nargs="+", default=["losses", "speed", "builds"])
     parser.add_argument("--documents", type=int, default=1000)
-    parser.add_argument("--model", choices=("gpt", "llama"), default="gpt")
+    parser.add_argument("--model", choices=MODELS, help="of speed, by default gpt; of builds, by default both")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -234,14 +259,11 @@ def main() -> None:
             request = {"part": "losses", "num_documents": options.documents}
             print(json.dumps(answer(request, NUM_RANKS, 1, place), indent=1), flush=True)
         if "speed" in options.parts:
-            request = {"part": "speed", "num_documents": options.documents, "name": options.model}
+            request = {"part": "speed", "num_documents": options.documents, "name": options.model or "gpt"}
             print(json.dumps(answer(request, NUM_RANKS, 1, place), indent=1), flush=True)
         if "builds" in options.parts:
-            for start in ("first", "second"):
-                for lengths in ([LONGEST], list(RUNGS)):
-                    request = {"part": "builds", "name": options.model, "lengths": lengths}
-                    seconds = answer(request, 1, 2, place / f"of-{len(lengths)}")
-                    print(f"{start} start, {len(lengths)} rungs: {json.dumps(seconds)}", flush=True)
+            for name in MODELS if options.model is None else [options.model]:
+                print_builds(name, place)
 
 
 if __name__ == "__main__":

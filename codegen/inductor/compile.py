@@ -6,6 +6,7 @@ The region is traced from the emitted source itself, so that an edited file comp
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +23,19 @@ from zerofx.codegen.inductor.decompositions import with_own
 from zerofx.codegen.inductor.kernel_passes import KERNEL_PASSES
 from zerofx.codegen.inductor.memory_record import memory_record
 from zerofx.codegen.inductor.phase import REGION_REWRITES
+from zerofx.codegen.inductor.shared_kernels import FileKernels, shared_kernels
 from zerofx.codegen.inductor.traced import RegionRewrite, TracedRegion
 from zerofx.errors import CompilerError
 from zerofx.ir import ops
 from zerofx.scheduler.cost.liveness import MemoryEvent
-from zerofx.torch_private.inductor.compile import compile_graph, decompositions, set_up, shape_aware_mode, source_of
+from zerofx.torch_private.inductor.compile import (
+    compile_graph,
+    decompositions,
+    making_kernels_with,
+    set_up,
+    shape_aware_mode,
+    source_of,
+)
 
 RegionFunction = Callable[[list[Any]], tuple[torch.Tensor, ...]]
 
@@ -62,17 +71,36 @@ def _could_not_be_compiled(name: str, error: BaseException) -> CompilerError:
 
 
 def compile_region(
-    function: RegionFunction, inputs: Sequence[Any], name: str, kernels: frozenset[str] = frozenset()
+    function: RegionFunction,
+    inputs: Sequence[Any],
+    name: str,
+    kernels: frozenset[str] = frozenset(),
+    *,
+    shared: bool = False,
 ) -> CompiledRegion:
     """Compile ``function`` for inputs like ``inputs`` (fake tensors or scalars).
 
     ``kernels``: those of zerofx's own that it uses (``codegen/kernels/table.py``). Where one has to be built it may
-    still be when this returns: see ``CompiledRegion.finish``.
+    still be when this returns: see ``CompiledRegion.finish``. ``shared``: whether kernels for CPUs are shared with
+    those of other sizes, and built by ``finish_shared`` or where they are called first.
 
     Raises:
         CompilerError: Inductor could not compile it; the message names the region.
     """
-    return without_damaged_libraries(lambda: _compiled(function, inputs, name, kernels))
+    with shared_kernels().sharing() if shared else contextlib.nullcontext():
+        return without_damaged_libraries(lambda: _compiled(function, inputs, name, kernels))
+
+
+def finish_shared() -> None:
+    """Build the kernels of all regions that were compiled as ``shared``.
+
+    Raises:
+        CompilerError: one could not be built.
+    """
+    try:
+        shared_kernels().finish()
+    except Exception as error:
+        raise _could_not_be_compiled("kernels of regions", error) from error
 
 
 def _compiled(function: RegionFunction, inputs: Sequence[Any], name: str, kernels: frozenset[str]) -> CompiledRegion:
@@ -84,7 +112,7 @@ def _compiled(function: RegionFunction, inputs: Sequence[Any], name: str, kernel
         background = Background("zerofx-kernels", _builds(region.graph))
         background.resume()
         examples = [node.meta["val"] for node in region.graph.find_nodes(op="placeholder")]
-        with set_up(*KERNEL_PASSES):
+        with set_up(*KERNEL_PASSES), making_kernels_with(FileKernels):
             compiled = compile_graph(region.module, examples, region.mode)
     except Exception as error:
         raise _could_not_be_compiled(name, error) from error

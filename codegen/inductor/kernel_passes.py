@@ -42,7 +42,7 @@ class KeepOrder(CustomSchedulerPass):
         return nodes
 
     def uuid(self) -> str:
-        return "zerofx: reads follow the writes before them, and draws one another"
+        return "zerofx: reads follow the writes before them, and draws one another; FileKernels makes kernels"
 
 
 def _keep_behind(node: BaseSchedulerNode, buffer: str) -> None:

@@ -25,7 +25,9 @@ class Target:
 
     ``on_cpu``: whether kernels and collectives are those of a CPU, which hold memory of their own.
     ``compiles_regions``: whether Inductor makes the kernels of regions, which hold less inside then. ``kernels``: those
-    of zerofx's own that the step uses. ``costs``: measured costs to go by; ``machine`` has their links.
+    of zerofx's own that the step uses. ``shares_kernels``: whether other steps differ from it in sizes alone, so that
+    its regions' kernels are built for all of them, once they are needed. ``costs``: measured costs to go by;
+    ``machine`` has their links.
     ``measured_regions``: what regions hold that have been compiled; ``estimates``: what regions hold by measuring, or
     else by an estimate, to which further estimates are added. ``region_seconds``: what they take, where times are those
     of fused kernels. ``verbose``: whether this rank shows progress, and writes what ``ZEROFX_DEBUG`` asks for.
@@ -36,6 +38,7 @@ class Target:
     on_cpu: bool
     compiles_regions: bool
     kernels: frozenset[str]
+    shares_kernels: bool = False
     costs: MeasuredCosts | None = None
     measured_regions: RegionMemory = field(default_factory=dict)
     estimates: dict[str, tuple[MemoryEvent, ...]] = field(default_factory=dict, repr=False, compare=False)
@@ -55,7 +58,8 @@ class Target:
         """The target of steps on ``machine`` whose graph has its tensors on ``device``."""
         compiles_regions = options.compiles_regions
         kernels = kernels_in_use(settings.kernels, device) if compiles_regions else frozenset[str]()
-        return Target(machine, settings, on_cpu, compiles_regions, kernels, verbose=verbose)
+        shares = compiles_regions and options.lengths is not None
+        return Target(machine, settings, on_cpu, compiles_regions, kernels, shares, verbose=verbose)
 
     @property
     def fuses(self) -> bool:

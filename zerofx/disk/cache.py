@@ -36,7 +36,7 @@ MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, Runti
 _MOST_BYTES = 256 << 20  # in one folder; beyond that what was not read for longest goes
 _PREFIX, _DAY_SECONDS = "zerofx-", 86_400
 _HASH_BYTES = hashlib.sha256().digest_size
-Kind = Literal["capture", "sharing", "plan", "step", "machine", "vectors", "headers"]
+Kind = Literal["capture", "sharing", "plan", "step", "machine", "vectors", "headers", "kernel"]
 _OURS = re.compile(rf"(?:{'|'.join(get_args(Kind))})-[0-9a-f]{{64}}|{_PREFIX}.*\{PART}")
 
 

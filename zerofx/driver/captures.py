@@ -12,6 +12,7 @@ from torch import nn
 
 from zerofx.capture.by_layer.by_layer import Recorded, capture_by_layer, recorded_forward
 from zerofx.capture.by_layer.forward_record import ForwardRecord
+from zerofx.capture.by_size import KnownSizes
 from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.traceable import Forward
 from zerofx.disk.cache import DiskCache
@@ -31,7 +32,8 @@ class Captures:
 
     ``candidates`` are the numbers that may be planned for, the least first: the divisors of the batch size where the
     number is left to the plan and a memory budget gives it a reason to take more than one. ``strides`` and ``gpu`` as
-    for ``capture``. ``verbose``: whether this rank writes how it was captured, where ``ZEROFX_DEBUG`` asks for passes.
+    for ``capture``, ``sizes`` as for ``capture_by_layer``. ``verbose``: whether this rank writes how it was captured,
+    where ``ZEROFX_DEBUG`` asks for passes.
     """
 
     def __init__(
@@ -44,9 +46,10 @@ class Captures:
         *,
         gpu: AbsentGpu | None = None,
         verbose: bool = False,
+        sizes: KnownSizes | None = None,
     ) -> None:
         self._model, self._batch, self._options, self._settings = model, batch, options, settings
-        self._strides, self._gpu = strides, gpu
+        self._strides, self._gpu, self._sizes = strides, gpu, sizes
         self._writes = verbose and settings.debug > 0
         self._captured: dict[int, StepGraph] = {}  # of one micro-batch each, before it is unrolled
         self._of_rank: dict[int, StepGraph] = {}  # likewise, of one rank of the model axis
@@ -209,6 +212,7 @@ class Captures:
         return capture_by_layer(
             self._forward(num), allowed="stamp" not in self._settings.disable, check=self._settings.verify == 2,
             say=self._say, cache=DiskCache(self._settings.cache_dir), recorded=self._recorded.get(num),
+            sizes=self._sizes,
         )  # fmt: skip
 
     def _forward(self, num: int) -> Forward:

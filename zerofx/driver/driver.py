@@ -136,7 +136,10 @@ def _preparing_the_compiler(request: Request) -> contextlib.AbstractContextManag
 
 
 def _captures(request: Request, strides: Mapping[int, tuple[int, ...]]) -> Captures:
-    return Captures(request.model, request.batch, request.options, request.settings, strides, verbose=request.verbose)
+    return Captures(
+        request.model, request.batch, request.options, request.settings, strides, verbose=request.verbose,
+        sizes=request.sizes,
+    )  # fmt: skip
 
 
 def _captured(request: Request, earlier: Earlier | None) -> tuple[Captures, step_cache.Recalled | None]:

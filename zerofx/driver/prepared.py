@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from zerofx.capture.by_size import KnownSizes
 from zerofx.driver.captures import Captures
 from zerofx.driver.lent import Borrowed, with_borrowed
 from zerofx.errors import UsageError
@@ -37,8 +38,8 @@ class Request:
 
     ``locations``: None for a training step; for an evaluation, where what it reads and what it leaves alone lies.
     ``homes``: for a training step next to others, where states and parameters stay; None where its plan says it.
-    ``lenders``: the models of other steps that may be read from buckets. ``verbose``: whether this rank shows how long
-    it takes.
+    ``lenders``: the models of other steps that may be read from buckets. ``sizes``: what was captured for batches of
+    other sizes, of which the step's graph may be made. ``verbose``: whether this rank shows how long it takes.
     """
 
     model: nn.Module
@@ -52,6 +53,7 @@ class Request:
     locations: Locations | None = None
     homes: Locations | None = None
     lenders: tuple[Borrowed, ...] = ()
+    sizes: KnownSizes | None = None
 
     @property
     def borrowed(self) -> tuple[Borrowed, ...]:

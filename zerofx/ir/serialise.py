@@ -38,6 +38,7 @@ from zerofx.torch_private.operators import OpOverload, schema_of
 LARGEST_LITERAL = 64  # elements of a constant that is kept by its values
 TORCH_NAMESPACES = frozenset({"aten", "prims"})  # of operators that are torch's: what they do follows from its version
 OWN_NAMESPACE = "zerofx"  # of those that passes put in
+_VALUE = 5  # the place of a value's number among what is written of a node
 _PLAIN = (type(None), bool, int, float, str)
 _NAMED: dict[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "size": torch.Size, "slice": lambda a: slice(*a)}
@@ -149,6 +150,24 @@ def from_json(
         gradient_names=list(data["gradients"]),
         constants={name: decoded_constant(*constant) for name, constant in data["constants"].items()},
     )
+
+
+def with_values_apart(text: str) -> str:
+    """What ``to_json`` has written, with each node's value written out where its number is: graphs of other sizes have
+    other values in common."""
+    data = json.loads(text)
+    for node in data["nodes"]:
+        node[_VALUE] = data["values"][node[_VALUE]]
+    return json.dumps({**data, "values": []})
+
+
+def with_values_together(text: str) -> str:
+    """What ``to_json`` would have written, of what ``with_values_apart`` has."""
+    data = json.loads(text)
+    values: dict[str, int] = {}
+    for node in data["nodes"]:
+        node[_VALUE] = values.setdefault(json.dumps(node[_VALUE]), len(values))
+    return json.dumps({**data, "values": list(map(json.loads, values))})
 
 
 def same_graph(first: StepGraph, other: StepGraph) -> bool:

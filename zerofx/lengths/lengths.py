@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from zerofx.capture.counted import COUNTS
-from zerofx.errors import UsageError
+from zerofx.capture.evaluation import Evaluation
+from zerofx.errors import UsageError, warn
 from zerofx.ir.batch import Batch
 from zerofx.ladder import AUTO, Ladder, ladder_up_to
 from zerofx.lengths.axes import Axes
+from zerofx.lengths.evaluated import PaddedEvaluation
 from zerofx.lengths.filling import Filling, resized
 from zerofx.lengths.trial import Trial, masked_axes
 from zerofx.options import CompileOptions
@@ -69,6 +71,7 @@ class Lengths:
         self.axes: Axes | None = None
         self.filling = Filling()
         self.known: list[Size] = []
+        self._evaluated: dict[str, PaddedEvaluation | None] = {}
         self._built: dict[Size, Plan] = {}
         self._num_steps = Counter[Size]()
 
@@ -140,10 +143,11 @@ class Lengths:
         self._check_length(sizes)
         return sizes
 
-    def _agree(self, batch: Batch) -> Sizes:
-        assert self.axes is not None, "a first batch has been seen"
+    def _agree(self, batch: Batch, axes: Axes | None = None) -> Sizes:
+        axes = axes or self.axes
+        assert axes is not None, "a first batch has been seen"
         try:
-            mine = self.axes.sizes(batch)
+            mine = axes.sizes(batch)
         except UsageError as error:
             self._control.start(f"raise {type(error).__name__}: {error}")
             raise
@@ -205,6 +209,46 @@ class Lengths:
             )
         return [self.padded(batch, (max(lengths), max(samples))) for batch in batches]
 
+    def evaluation(self, batch: Batch) -> tuple[PaddedEvaluation, Size] | None:
+        """How a batch is padded to be evaluated, and to how many tokens and samples; None for not at all. Collective.
+
+        Where batches like it cannot be padded, a warning says why, once; a longer one than the longest rung is not.
+        """
+        form = _form(batch)
+        if form not in self._evaluated:
+            self._evaluated[form] = self._tried_to_evaluate(batch, form)
+        padding = self._evaluated[form]
+        if padding is None:
+            return None
+        sizes = self._agree(batch, padding.axes)
+        if sizes.length > self.ladder.longest:
+            return None
+        return padding, padding.size_for(self.ladder.rung_of(sizes.length), sizes.samples)
+
+    def _tried_to_evaluate(self, batch: Batch, form: str) -> PaddedEvaluation | None:
+        rung = next((rung for rung in self.ladder.rungs if rung > 2), 0)
+        trial, why = None, "no rung has three tokens or more" * (not rung)
+        try:
+            axes = Axes.of(batch)
+            trial = Trial(self._model, Evaluation(self._options.objective), batch, axes, rung) if rung else None
+        except Exception as error:  # noqa: BLE001 - all ranks are told
+            why = f"in a trial {type(error).__name__} is raised: {error}"
+        whys = [entry for entry in self._control.gather(why, _TRYING) if entry]
+        if not whys and trial is not None:
+            filling, whys = self._first_of(trial, trial.fillings())
+            if filling is not None:
+                with_samples = self._first_of(trial, trial.with_samples(filling))[0]
+                if with_samples is None:
+                    self._first_of(trial, [filling])  # what outputs follow, once more
+                return PaddedEvaluation(
+                    form, masked_axes(axes) if filling.makes_mask else axes, with_samples or filling, trial.follows
+                )
+        warn(
+            f"batches are evaluated with as many tokens as they have, and each length captured apart, since padding "
+            f"would count: {'; '.join(dict.fromkeys(whys))}"
+        )
+        return None
+
     def example(self, batch: Batch, size: Size) -> Batch:
         """A batch of a size, made of another's values, to build a step with."""
         assert self.axes is not None, "a first batch has been seen"
@@ -253,5 +297,8 @@ class Lengths:
 
     def form(self, batch: Batch) -> str:
         """What a batch has besides the sizes that vary, as a text."""
-        assert self.axes is not None, "a first batch has been seen"
-        return replace(batch, tensors=tuple(t.new_empty(()) for t in batch.tensors)).signature()
+        return _form(batch)
+
+
+def _form(batch: Batch) -> str:
+    return replace(batch, tensors=tuple(t.new_empty(()) for t in batch.tensors)).signature()

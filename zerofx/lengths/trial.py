@@ -1,4 +1,4 @@
-"""Whether a model's batches can be padded: tried on a small one, before anything is changed."""
+"""Whether a model's batches can be padded: tried on a small one, on which nothing is trained."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from zerofx.checkpoints.random_states import random_states, set_random_states
 from zerofx.ir.batch import Batch
 from zerofx.lengths.axes import Axes
 from zerofx.lengths.filling import MASK, Filling, cut
+from zerofx.lengths.outputs import Follows, followed
 from zerofx.lengths.uses import Spread, Uses
 from zerofx.torch_private.modules import buffer_table
 
@@ -33,7 +34,9 @@ _SAME_SHAPE = 0.1  # of that, where sums are of the same shapes
 class Trial:
     """The loss of a few samples without padding, in evaluation mode, to compare with that of the same when padded.
 
-    ``rung``: how many tokens they are padded to; they have about half as many. Parameters are spread (``Spread``).
+    Of an ``Evaluation`` it is all outputs, without what belongs to padding; ``follows`` has the dimensions that do, as
+    the filling showed that was tried last. ``rung``: how many tokens they are padded to; they have about half as many.
+    Parameters are spread (``Spread``).
     """
 
     def __init__(self, model: nn.Module, objective: Objective, batch: Batch, axes: Axes, rung: int) -> None:
@@ -51,6 +54,7 @@ class Trial:
         ))  # fmt: skip
         self._expected, uses = self._run(self._small)
         self._has_nan = uses.has_nan
+        self.follows: tuple[Follows, ...] = ()
 
     def fillings(self) -> Sequence[Filling]:
         """What might pad tokens, in the order in which it is to be tried."""
@@ -75,29 +79,44 @@ class Trial:
 
     def obstacle(self, filling: Filling) -> str:
         """Why batches cannot be padded so; empty where they can."""
-        if statistics := self._statistics():
+        if self._objective.trains and (statistics := self._statistics()):
             return f"{statistics} normalises by the statistics of all tokens of a batch, padding among them"
         samples = self._samples + filling.pads_samples
         other = replace(filling, values={**filling.values, **self._other_ids()})
-        losses = []
+        results = []
         for tried in (filling, other):
             try:
-                loss, uses = self._run(
+                outputs, uses = self._run(
                     tried.padded(tried.with_mask(self._small, self._axes), masked_axes(self._axes), self._rung, samples)
                 )
             except Exception as error:  # noqa: BLE001 - all ranks are told, where no other filling does
                 return f"the forward of a padded batch raises {type(error).__name__}: {error}"
             if uses.has_nan and not self._has_nan:
                 return "the forward of a padded batch has NaN in it"
-            losses.append(loss)
-        for loss, expected, part in ((losses[0], self._expected, 1.0), (losses[1], losses[0], _SAME_SHAPE)):
-            if not _close(loss, expected, part):
-                return (
-                    f"in a trial the loss of {self._samples} samples of {self._length} tokens is {float(expected)}, "
-                    f"and {float(loss)} when they are padded to {samples} samples of {self._rung} tokens"
-                    + ("" if part == 1 else ", with other ids for what is added")
-                )
+            results.append(outputs)
+        pairs = (self._length, self._rung), (self._samples, samples)
+        follows = followed(self._expected, results[0], *pairs)
+        if isinstance(follows, str):
+            return f"in a trial {follows}, to {samples} samples of {self._rung} tokens"
+        self.follows = tuple(follows)
+        first, second = (
+            tuple(of.cut(out, self._length, self._samples) for of, out in zip(follows, outputs, strict=True))
+            for outputs in results
+        )
+        for outputs, expected, part in ((first, self._expected, 1.0), (second, first, _SAME_SHAPE)):
+            for output, wanted in zip(outputs, expected, strict=True):
+                if not _close(output, wanted, part):
+                    return (
+                        f"in a trial {self._shown(wanted, output)} when they are padded to {samples} samples of "
+                        f"{self._rung} tokens" + ("" if part == 1 else ", with other ids for what is added")
+                    )
         return ""
+
+    def _shown(self, expected: torch.Tensor, padded: torch.Tensor) -> str:
+        of = f"of {self._samples} samples of {self._length} tokens"
+        if self._objective.trains:
+            return f"the loss {of} is {float(expected)}, and {float(padded)}"
+        return f"an output of shape {list(expected.shape)} {of} has other values"
 
     def _other_ids(self) -> dict[str, int]:
         """Other numbers to pad with what is only looked up, which must not matter."""
@@ -119,8 +138,8 @@ class Trial:
         norms = (name for name, part in self._model.named_modules() if isinstance(part, _NORMS) and part.training)
         return next(norms, "")
 
-    def _run(self, batch: Batch) -> tuple[torch.Tensor, Uses]:
-        """The loss of a batch, and what was seen of it. Buffers and generators are as before."""
+    def _run(self, batch: Batch) -> tuple[tuple[torch.Tensor, ...], Uses]:
+        """The loss of a batch, or its outputs, and what was seen of it. Buffers and generators are as before."""
         device = device_of(self._model)
         random = random_states(device)
         args, kwargs = batch.rebuild(batch.tensors)
@@ -128,10 +147,11 @@ class Trial:
         uses = Uses(dict(zip(batch.names, batch.tensors, strict=True)), self._spread)
         try:
             with _buffers_kept(self._model), in_evaluation_mode(self._model), torch.enable_grad(), uses:
-                loss, *_ = self._objective.run(self._model, args, kwargs, contextlib.nullcontext)
+                loss, _, outputs = self._objective.run(self._model, args, kwargs, contextlib.nullcontext)
         finally:
             set_random_states(random, device)
-        return loss.detach(), uses
+        results = (loss,) if self._objective.trains else outputs
+        return tuple(result.detach() for result in results), uses
 
 
 def masked_axes(axes: Axes) -> Axes:
@@ -150,9 +170,13 @@ def _accepts_mask(called: object) -> bool:
 
 
 def _close(loss: torch.Tensor, expected: torch.Tensor, part: float) -> bool:
-    """Whether losses are equal up to a ``part`` of rounding."""
+    """Whether losses, or outputs, are equal up to a ``part`` of rounding, of the largest of them."""
+    if not expected.numel():
+        return True
     rounding = _ROUNDING.get(expected.dtype, _LOW_ROUNDING) * part
-    return bool(torch.isclose(loss.double(), expected.double(), rtol=rounding, atol=1e-12))
+    precise = torch.complex128 if expected.is_complex() else torch.float64
+    wanted = expected.to(precise)
+    return bool((loss.to(precise) - wanted).abs().max() <= rounding * wanted.abs().max() + 1e-12)
 
 
 @contextlib.contextmanager

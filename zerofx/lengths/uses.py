@@ -71,8 +71,10 @@ def _scale_of(parameter: torch.nn.Parameter) -> float:
 
 
 def is_without_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is deferred, or on ``meta``."""
-    return isinstance(tensor, DeferredTensor) or tensor.is_meta
+    """Whether a tensor is deferred, or on ``meta``, or NaN that takes no memory, as where a step has it in slices."""
+    if isinstance(tensor, DeferredTensor) or tensor.is_meta:
+        return True
+    return bool(tensor.numel()) and not any(tensor.stride()) and bool(tensor.detach()[(0,) * tensor.dim()].isnan())
 
 
 class Uses(TorchDispatchMode):

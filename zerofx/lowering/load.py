@@ -238,7 +238,8 @@ def load_step(
         def compile_one(key: str) -> None:
             name = functions[key]
             progress.set_description(f"compiling {name}", refresh=False)
-            compiled[key] = compile_region(namespace[name], inputs[key], name, kernels)
+            shared = target.shares_kernels and not edited
+            compiled[key] = compile_region(namespace[name], inputs[key], name, kernels, shared=shared)
             progress.update()
 
         def compile_all(keys: list[str]) -> None:

@@ -15,6 +15,8 @@ from zerofx.driver.driver import build_step
 from zerofx.driver.evaluation import request_to_evaluate, untrained
 from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch
+from zerofx.lengths.evaluated import PaddedEvaluation
+from zerofx.lengths.lengths import Size
 from zerofx.lowering.load import CompiledStep
 from zerofx.runtime.cuda_graphs.graphed import GraphedSteps
 from zerofx.runtime.measure.measure import Measurement, Meter
@@ -69,11 +71,14 @@ class Evaluations:
                 "step.prepare(batch) with a batch to train on first, or give zerofx.compile an example_batch"
             )
         with torch.inference_mode(False):
-            batch = self._steps.batch_of(args, kwargs, counts=False)
-            compiled, agreed = self._of(batch, taken)
+            given = self._steps.batch_of(args, kwargs, counts=False)
+            padding = self._padding(given)
+            batch = given if padding is None else padding[0].padded(given, padding[1])
+            compiled, agreed = self._of(batch, taken, None if padding is None else padding[0].form)
             random = random_states(taken.device)
             try:
-                return compiled.extras(self._run(compiled, batch, taken, agreed), as_list=False)
+                outputs = compiled.extras(self._run(compiled, batch, taken, agreed), as_list=False)
+                return outputs if padding is None else padding[0].cut(outputs, given)
             except BaseException as error:
                 failure = leave_evaluation(taken, self._life, error)
                 if failure is not error:
@@ -82,8 +87,19 @@ class Evaluations:
             finally:
                 set_random_states(random, taken.device)
 
-    def _of(self, batch: Batch, taken: TakenOver) -> tuple[CompiledStep, Agreed]:
-        """The evaluation of a batch, built if need be, and what waits until all ranks agree to run it."""
+    def _padding(self, batch: Batch) -> tuple[PaddedEvaluation, Size] | None:
+        """How ``lengths=`` pads a batch, and to what size. Collective, where it is asked for."""
+        lengths = self._steps.lengths
+        if lengths is None:
+            return None
+        with self._steps.capturing():  # a trial runs the model
+            return lengths.evaluation(batch)
+
+    def _of(self, batch: Batch, taken: TakenOver, form: str | None) -> tuple[CompiledStep, Agreed]:
+        """The evaluation of a batch, built if need be, and what waits until all ranks agree to run it.
+
+        ``form``: what the batch has besides the sizes that vary, where it was padded.
+        """
         with in_evaluation_mode(self._model):
             described = batch.described() | {"training mode": self._steps.mode()} | dtype_settings()
         signature = "\n".join(f"{name}: {text}" for name, text in described.items())
@@ -95,12 +111,15 @@ class Evaluations:
         compiled = self.shapes.take(signature, f"{locations}\n{lenders.key}")
         if compiled is None:
             agreed()
-            self.shapes.announce(signature, described)
+            form = signature if form is None else f"{form}; {described['training mode']}"
+            self.shapes.announce(form, described)
             with self._steps.capturing():
                 request = request_to_evaluate(self._steps.request(batch), batch, locations)
                 compiled = build_step(request, untrained(taken.earlier), self._life.control).compiled
             lenders.agree(taken.state)
-            self.shapes.put(signature, f"{locations}\n{lenders.key}", described, compiled)
+            self.shapes.put(signature, f"{locations}\n{lenders.key}", described, compiled, form)
+            self._steps.wait_for_kernels()
+            self._steps.finish()
         lenders.settle(agreed)
         return compiled, agreed
 

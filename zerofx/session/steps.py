@@ -14,6 +14,7 @@ from torch import nn
 
 from zerofx.budgets import budget_bytes, host_budget_bytes
 from zerofx.capture.absent_gradients import AbsentGradients
+from zerofx.capture.by_size import KnownSizes
 from zerofx.capture.checks import check_batch, device_of
 from zerofx.capture.constant_arguments import ConstantArguments
 from zerofx.capture.counted import counted
@@ -34,6 +35,7 @@ from zerofx.lengths.lengths import Lengths
 from zerofx.lowering.load import CompiledStep, load_step, read_edited
 from zerofx.meshes import AUTO, mesh_for
 from zerofx.options import CompileOptions
+from zerofx.progress import watched
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.cuda_graphs.obstacles import machine_obstacle, step_obstacle
 from zerofx.runtime.state.loss_scaler import LossScaler
@@ -98,6 +100,8 @@ class Steps:
         self.values = Values(model, options.weights, life.control)
         self.scaler = None if options.loss_scale is None else LossScaler(options.loss_scale)
         self._loaded: Path | None = None
+        self._waits_for_kernels = False
+        self._sizes = None if options.lengths is None else KnownSizes()
         self.num_made = 0  # times that the model was given back, to be taken over anew
         self.before_undoing: Callable[[], None] = lambda: None
         self._awaited: Awaited | None = None
@@ -173,8 +177,29 @@ class Steps:
         if self.lengths is not None:
             self.lengths.note(batch, compiled.plan, has_run=purpose == RUNNING)
         self.lenders.settle(agreed)
+        if purpose == RUNNING and self._waits_for_kernels:
+            agreed()
+            self.finish()
         assert self.taken is not None and advance is not None
         return compiled, self.taken, advance, agreed
+
+    def wait_for_kernels(self) -> None:
+        """Have ``finish`` build the kernels of a step that was built, where those of other lengths share them."""
+        self._waits_for_kernels = self.lengths is not None and self.options.compiles_regions
+
+    def finish(self) -> None:
+        """Build the kernels that steps wait for, before one runs. Collective, where there are any.
+
+        Raises:
+            CompilerError: one cannot be built.
+        """
+        if self._waits_for_kernels:
+            # Inductor takes seconds to import: only who needs it pays.
+            from zerofx.codegen.inductor.compile import finish_shared
+
+            with watched("building kernels", show=self._control.rank == 0):
+                self._control.attempt("build kernels", finish_shared)
+            self._waits_for_kernels = False
 
     @property
     def layers(self) -> Sequence[str]:
@@ -235,7 +260,7 @@ class Steps:
         return Request(
             self.model, self._optimizer, batch, options or self.options, self._settings, self.mesh, machine,
             verbose=self._control.rank == 0, lenders=self.lenders.borrowed,
-            homes=self.taken.state.locations() if self.taken is not None and stays else None,
+            homes=self.taken.state.locations() if self.taken is not None and stays else None, sizes=self._sizes,
         )  # fmt: skip
 
     @contextlib.contextmanager
@@ -283,6 +308,7 @@ class Steps:
         if self.shapes.is_empty:
             tell_kept_tensors(self.model, self.options.objective.forward or self.options.objective.loss_fn)
         self.machine, compiled = request.machine, built.compiled
+        self.wait_for_kernels()
         self._check_built(compiled)
         tiers = self._prepared_tiers(compiled, self.machine)
         if self.taken is not None:

@@ -71,6 +71,12 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def as_fake(tensor: torch.Tensor) -> FakeTensor:
+    """A tensor that is a fake one."""
+    assert isinstance(tensor, FakeTensor), "a captured graph has fake values"
+    return tensor
+
+
 def fake_tensor(
     mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:

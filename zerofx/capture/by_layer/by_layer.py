@@ -25,6 +25,7 @@ from zerofx.capture.by_layer.replicate import (
     stamp,
     without_outputs,
 )
+from zerofx.capture.by_size import KnownSizes
 from zerofx.capture.cache import KeptCapture
 from zerofx.capture.normalise.name_inputs import placeholder_name
 from zerofx.capture.trace import capture_forward
@@ -43,18 +44,20 @@ def capture_by_layer(
     say: Callable[[str], object] = lambda _: None,
     cache: DiskCache = NOT_KEPT,
     recorded: Recorded | None = None,
+    sizes: KnownSizes | None = None,
 ) -> StepGraph:
     """What ``capture_forward`` gives, to the name, where layers repeat at a fraction of its cost.
 
     ``allowed``: whether layers may be stamped out. ``check``: whether what was stamped out, or read from ``cache``, is
     compared with a whole capture. ``say`` is told which layers were stamped out, or why none were, of a model that has
     enough, and of a graph that was read, or why it is not kept. ``recorded``: what ``recorded_forward`` has given.
+    ``sizes``: what was captured at other sizes, of which the graph may follow; it is told of what is captured here.
 
     Raises:
         CaptureError: as ``capture``.
     """
     repeats = find_repeats(whole.model) if allowed else ()
-    if not repeats and cache.folder is None:
+    if not repeats and cache.folder is None and sizes is None:
         return capture_forward(whole)
     try:
         recorded = recorded or recorded_forward(whole, cache)
@@ -66,8 +69,12 @@ def capture_by_layer(
         return capture_forward(whole)
     record, place = recorded.record, recorded.place
     captured = place.graph(recorded.text) if recorded.text is not None else None
+    setting = f"{whole.batch.names} {whole.compute_dtype} {whole.gpu}"
     if captured is not None:
         say("captured by an earlier run, whose forward was the same")
+    elif sizes is not None and (captured := sizes.graph(record, place, setting)) is not None:
+        say("made of what was captured at other sizes")
+        captured = place.keep(captured, say)
     elif repeats and (captured := _try_to_stamp(whole, repeats, record, say)) is not None:
         captured = place.keep(captured, say)
     else:
@@ -78,6 +85,8 @@ def capture_by_layer(
         else:
             captured = place.keep(captured, say)
     assert captured is not None
+    if sizes is not None:
+        sizes.add(record, captured, setting)
     # Of all layers; but for what is copied, in no file.
     captured.returned = replace(record.returned, copied=captured.returned.copied)
     assert not check or captured.text() == capture_forward(whole).text(), (

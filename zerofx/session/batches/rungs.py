@@ -75,6 +75,7 @@ class Rungs:
                     self._prepare_rung(lengths, lengths.example(batch, size))
                     bar.update()
         self.prepare(batch)
+        self._steps.finish()
 
     def prepare(self, batch: Batch) -> None:
         """Build the step of a batch alone, and where there is none yet that of the rung that takes the most.

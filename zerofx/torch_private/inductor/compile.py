@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codegen.common import device_codegens, init_backend_registration
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import make_fallback
@@ -105,3 +109,31 @@ def set_up(before_fusion: CustomSchedulerPass, after_fusion: CustomSchedulerPass
     finally:
         settings.fill_uninitialized_memory = fills
         torch._C._set_deterministic_algorithms(enabled, warn_only=only_warns)
+
+
+@contextlib.contextmanager
+def making_kernels_with(maker: type[AsyncCompile]) -> Iterator[None]:
+    """While open, files that are generated for CPUs make their kernels with ``maker``, which can be imported; unless
+    another backend than Inductor's own is registered for CPUs."""
+
+    class Wrapper(PythonWrapperCodegen):
+        @staticmethod
+        def create(is_subgraph: bool, *rest: Any) -> PythonWrapperCodegen:
+            if is_subgraph:
+                part: PythonWrapperCodegen = PythonWrapperCodegen.create(is_subgraph, *rest)
+                return part
+            return Wrapper()  # type: ignore[no-untyped-call]  # torch's
+
+        def write_header(self) -> None:
+            super().write_header()
+            self.header.writeline(f"from {maker.__module__} import {maker.__name__}")
+            self.header.writeline(f"async_compile = {maker.__name__}()")
+
+    init_backend_registration()
+    before = device_codegens["cpu"]
+    if before.wrapper_codegen is PythonWrapperCodegen:
+        device_codegens["cpu"] = dataclasses.replace(before, wrapper_codegen=Wrapper)
+    try:
+        yield
+    finally:
+        device_codegens["cpu"] = before

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch._dynamo.device_interface import get_interface_for_device as get_interface_for_device
 from torch._inductor import codecache
 from torch._inductor import config as config
+from torch._inductor.async_compile import AsyncCompile as AsyncCompile
 from torch._inductor.codecache import CacheBase as CacheBase
 from torch._inductor.codecache import CppPythonBindingsCodeCache as CppPythonBindingsCodeCache
 from torch._inductor.codecache import torch_key as torch_key
