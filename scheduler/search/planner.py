@@ -66,6 +66,14 @@ def make_plan(
         BudgetMissedError: no plan fits ``memory_budget``, or none does within the host budget.
         UsageError: ``options.tile`` names what cannot be tiled, or ranks do not fill nodes and ``options.wire`` asks.
     """
+    return plan_for(Problem.of(work, target, options, memory_budget, locations, homes))
+
+
+def plan_for(problem: Problem) -> Plan:
+    """The same for a problem with everything open, which remembers what was simulated last.
+
+    Raises: as ``make_plan``.
+    """
+    target = problem.target
     with trail(verbose=target.verbose, debug=target.settings.debug) as log:
-        stages = STAGES if locations is None else EVALUATION
-        return Search(stages, log).plan(Problem.of(work, target, options, memory_budget, locations, homes))
+        return Search(STAGES if problem.locations is None else EVALUATION, log).plan(problem)

@@ -1,0 +1,236 @@
+"""What meshes make of a step, read from a few of its layers, and what they take at least.
+
+A mesh is planned and simulated for a few of the layers (``scheduler/analysis/shallow.py``), which says what all of them
+take. What does not depend on how ranks are laid out along ``replicate`` and ``shard`` is found once for each number of
+``model`` ranks: how they share the computation, how long one such group takes by itself, and what recomputation frees
+and costs. A mesh that holds more than fits of parameters and states alone, or whose computation or links are busy for
+longer than another takes, is left out with that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, replace
+
+from zerofx.budgets import budget_bytes
+from zerofx.driver.captures import Captures
+from zerofx.driver.prepared import Prepared, Request, prepare
+from zerofx.driver.sharing import shardings_of, shared_as
+from zerofx.errors import UsageError, ZeroFXError
+from zerofx.ir.facts import Phase, origin
+from zerofx.ir.graph import StepGraph
+from zerofx.options import Recompute
+from zerofx.report.meshes import MeshOutcome
+from zerofx.runtime.state.optimizer import OptimizerBinding
+from zerofx.scheduler.analysis.shallow import KEPT, rows_of, shallow
+from zerofx.scheduler.cost.simulate import Simulation
+from zerofx.scheduler.cost.wire_volume import ACROSS, WITHIN
+from zerofx.scheduler.plan.mesh import Mesh
+from zerofx.scheduler.search.mesh_floor import Floor, floor_of
+from zerofx.scheduler.search.planner import plan_for
+from zerofx.scheduler.search.problem import Problem
+from zerofx.scheduler.search.target import Target
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What is added up, layer by layer. ``computing``: seconds of the step but for its updates."""
+
+    peak_bytes: float
+    step_seconds: float
+    exposed_seconds: float
+    within: float
+    across: float
+    computing: float
+
+    def plus(self, times: float, more: Numbers, less: Numbers) -> Numbers:
+        """These, and ``times`` by how much ``more`` is more than ``less``."""
+        values = zip(astuple(self), astuple(more), astuple(less), strict=True)
+        return Numbers(*(own + times * (a - b) for own, a, b in values))
+
+
+@dataclass(frozen=True)
+class Recomputing:
+    """A step that keeps all, and the same where all is computed again that can be; ``held_bytes`` are its floor's."""
+
+    keeping: Numbers
+    least: Numbers
+    held_bytes: float
+
+    def within(self, numbers: Numbers, limit: int) -> Numbers:
+        """``numbers`` of a step that keeps all, where as much is computed again as ``limit`` asks for."""
+        freed = self.keeping.peak_bytes - self.least.peak_bytes
+        part = min((numbers.peak_bytes - limit) / freed, 1.0) if freed > 0 else 1.0
+        return numbers.plus(max(part, 0.0), self.least, self.keeping)
+
+
+class Estimates:
+    """What the meshes of ``num_ranks`` ranks make of the step of ``request``, which is for any; ``on_cpu`` as for
+    ``Target``."""
+
+    def __init__(self, request: Request, captures: Captures, num_ranks: int, *, on_cpu: bool) -> None:
+        self.verbose = request.verbose
+        machine = request.machine.for_ranks(num_ranks)
+        self._request = replace(request, machine=machine, verbose=False)
+        self._captures, self._num_ranks = captures, num_ranks
+        self._micro_batches = captures.candidates[0]
+        step = captures.of_one(self._micro_batches)
+        self._rows = rows_of(step)
+        self._steps = [shallow(step, self._rows), *(shallow(step, self._rows, row) for row in self._rows)]
+        self._names = [step.by_name() for step in self._steps]
+        self._shared: dict[int, list[Captures] | ZeroFXError] = {}
+        self._alone: dict[int, Numbers] = {}
+        self._recomputing: dict[tuple[int, bool], Recomputing] = {}
+        self._simulated: dict[Mesh, Numbers] = {}
+        self._floors: dict[Mesh, Floor] = {}
+        self._known: OptimizerBinding | None = None
+        self._target = Target.of(machine, request.options, request.settings, step.device, on_cpu=on_cpu, verbose=False)
+
+    def of(self, mesh: Mesh, fastest: float | None = None) -> MeshOutcome:
+        """What a step on ``mesh`` takes, or why it cannot run there.
+
+        Where it needs more memory than there is for parameters and states alone, or takes at least ``fastest`` seconds
+        a sample, what it takes at least. None: the step is simulated in any case.
+        """
+        outcome, request = self._outcome(mesh), self._on(mesh)
+        limit = outcome.limit_bytes
+        try:
+            if fastest is not None:
+                floor = self._floor(request)
+                held, seconds = round(floor.held_bytes), self._least(request)
+                least = replace(outcome, is_least=True, peak_bytes=held, step_seconds=seconds)
+                if held > limit or least.seconds_per_sample >= fastest:
+                    return least
+            keeping = numbers = self._numbers(request, self._recompute)
+            if numbers.peak_bytes > limit and self._is_searched:
+                key = (mesh.model, mesh.shard > 1)
+                if key not in self._recomputing:
+                    again, held_bytes = self._numbers(request, "full"), self._floor(request).held_bytes
+                    self._recomputing[key] = Recomputing(keeping, again, held_bytes)
+                numbers = self._recomputing[key].within(numbers, limit)
+        except ZeroFXError as error:
+            return replace(outcome, trouble=str(error))
+        return replace(
+            outcome, peak_bytes=round(numbers.peak_bytes), step_seconds=numbers.step_seconds,
+            exposed_seconds=numbers.exposed_seconds, least_seconds=keeping.step_seconds,
+            wire_bytes={WITHIN: round(numbers.within), ACROSS: round(numbers.across)},
+        )  # fmt: skip
+
+    def least_seconds(self, mesh: Mesh) -> float:
+        """What a step on ``mesh`` takes at least for a sample, of all ranks together; nothing where it cannot run."""
+        try:
+            return self._least(self._on(mesh)) / self._outcome(mesh).num_samples
+        except ZeroFXError:
+            return 0.0
+
+    @property
+    def _is_searched(self) -> bool:
+        options = self._request.options
+        return options.memory_budget is not None and options.recompute == "auto"
+
+    @property
+    def _recompute(self) -> Recompute:
+        """What is computed again where no memory is wanted for."""
+        asked = self._request.options.recompute
+        return "none" if asked == "auto" else asked
+
+    def _outcome(self, mesh: Mesh) -> MeshOutcome:
+        machine = self._request.machine
+        budget = budget_bytes(self._request.options.memory_budget, machine)
+        limit = machine.device.memory_bytes if budget is None else budget
+        return MeshOutcome(mesh, captured_samples(self._request) * mesh.num_ranks // mesh.model, limit_bytes=limit)
+
+    def _on(self, mesh: Mesh) -> Request:
+        return replace(self._request, mesh=mesh)
+
+    def _least(self, request: Request) -> float:
+        """Seconds that no step on the mesh is faster than: one group computes as long by itself, and links are busy.
+
+        What a budget asks to be computed again comes on top, as far as another mesh with as many ``model`` ranks has
+        shown it.
+        """
+        mesh, limit = request.mesh, self._outcome(request.mesh).limit_bytes
+        if mesh.model not in self._alone:
+            self._alone[mesh.model] = self._numbers(self._on(Mesh(model=mesh.model)), self._recompute)
+        computing, floor = self._alone[mesh.model].computing, self._floor(request)
+        recomputing = self._recomputing.get((mesh.model, mesh.shard > 1))
+        if recomputing is not None:
+            keeping = recomputing.keeping
+            peak = keeping.peak_bytes + floor.held_bytes - recomputing.held_bytes
+            computing += recomputing.within(replace(keeping, peak_bytes=peak), limit).computing - keeping.computing
+        return max(computing, floor.busy_seconds)
+
+    def _floor(self, request: Request) -> Floor:
+        if request.mesh not in self._floors:
+            parts = [self._prepared(request, part) for part in self._captures_of(request)]
+            short, *longer = [floor_of(self._problem(request, prepared), request.mesh) for prepared in parts]
+            whole = short
+            for row, more in zip(self._rows, longer, strict=True):
+                whole = whole.plus(len(row.repetitions) - KEPT, more, short)
+            self._floors[request.mesh] = whole
+        return self._floors[request.mesh]
+
+    def _captures_of(self, request: Request) -> list[Captures]:
+        """The short steps as one rank of the model axis runs them: the same for all meshes with as many there."""
+        model = request.mesh.model
+        if model not in self._shared:
+            request = self._on(Mesh(shard=self._num_ranks // model, model=model))
+            try:
+                shardings = shardings_of(request, self._captures)
+                short = [self._captures.short(self._micro_batches, step) for step in self._steps]
+                self._shared[model] = [
+                    shared_as(request, part, tuple(decision for decision in shardings if decision.node in names))
+                    for part, names in zip(short, self._names, strict=True)
+                ]
+            except ZeroFXError as error:
+                self._shared[model] = error
+        shared = self._shared[model]
+        if isinstance(shared, ZeroFXError):
+            raise shared
+        return shared
+
+    def _numbers(self, request: Request, recompute: Recompute) -> Numbers:
+        if recompute == self._recompute and request.mesh in self._simulated:
+            return self._simulated[request.mesh]
+        options = replace(request.options, memory_budget=None, recompute=recompute)
+        request = replace(request, options=options)
+        short, *longer = [self._of_part(request, part) for part in self._captures_of(request)]
+        whole = short
+        for row, more in zip(self._rows, longer, strict=True):
+            whole = whole.plus(len(row.repetitions) - KEPT, more, short)
+        if recompute == self._recompute:
+            self._simulated[request.mesh] = whole
+        return whole
+
+    def _of_part(self, request: Request, captures: Captures) -> Numbers:
+        prepared = self._prepared(request, captures)
+        problem = self._problem(request, prepared)
+        plan = plan_for(problem)
+        problem = problem.on(prepared.for_plan(plan), plan.num_micro_batches)
+        return _numbers_of(*problem.rehearsal.simulated(plan))
+
+    def _prepared(self, request: Request, captures: Captures) -> Prepared:
+        prepared = prepare(request, captures, known=self._known)
+        self._known = prepared.binding
+        return prepared
+
+    def _problem(self, request: Request, prepared: Prepared) -> Problem:
+        return Problem.of(prepared, self._target, request.options, None)
+
+
+def _numbers_of(step: StepGraph, simulation: Simulation) -> Numbers:
+    sent = simulation.node_wire_bytes
+    updating = sum(
+        simulation.timings[node].seconds for node in step.calls() if origin(node).phase is Phase.UPDATE
+    )  # fmt: skip
+    return Numbers(
+        simulation.live.peaks["device"], simulation.step_seconds, simulation.exposed_seconds, sent[WITHIN],
+        sent[ACROSS], simulation.step_seconds - updating,
+    )  # fmt: skip
+
+
+def captured_samples(request: Request) -> int:
+    """Samples of the batch that a rank is given; 1 where it has none that could be counted."""
+    try:
+        return request.batch.size()
+    except UsageError:
+        return 1
