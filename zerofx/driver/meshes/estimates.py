@@ -9,58 +9,19 @@ longer than another takes, is left out with that.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
 
 from zerofx.budgets import budget_bytes
 from zerofx.driver.captures import Captures
-from zerofx.driver.prepared import Prepared, Request, prepare
+from zerofx.driver.meshes.short_steps import Numbers, Recomputing, ShortSteps
+from zerofx.driver.prepared import Request
 from zerofx.driver.sharing import shardings_of, shared_as
 from zerofx.errors import UsageError, ZeroFXError
-from zerofx.ir.facts import Phase, origin
-from zerofx.ir.graph import StepGraph
 from zerofx.options import Recompute
 from zerofx.report.meshes import MeshOutcome
-from zerofx.runtime.state.optimizer import OptimizerBinding
-from zerofx.scheduler.analysis.shallow import KEPT, rows_of, shallow
-from zerofx.scheduler.cost.simulate import Simulation
 from zerofx.scheduler.cost.wire_volume import ACROSS, WITHIN
 from zerofx.scheduler.plan.mesh import Mesh
-from zerofx.scheduler.search.mesh_floor import Floor, floor_of
-from zerofx.scheduler.search.planner import plan_for
-from zerofx.scheduler.search.problem import Problem
-from zerofx.scheduler.search.target import Target
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """What is added up, layer by layer. ``computing``: seconds of the step but for its updates."""
-
-    peak_bytes: float
-    step_seconds: float
-    exposed_seconds: float
-    within: float
-    across: float
-    computing: float
-
-    def plus(self, times: float, more: Numbers, less: Numbers) -> Numbers:
-        """These, and ``times`` by how much ``more`` is more than ``less``."""
-        values = zip(astuple(self), astuple(more), astuple(less), strict=True)
-        return Numbers(*(own + times * (a - b) for own, a, b in values))
-
-
-@dataclass(frozen=True)
-class Recomputing:
-    """A step that keeps all, and the same where all is computed again that can be; ``held_bytes`` are its floor's."""
-
-    keeping: Numbers
-    least: Numbers
-    held_bytes: float
-
-    def within(self, numbers: Numbers, limit: int) -> Numbers:
-        """``numbers`` of a step that keeps all, where as much is computed again as ``limit`` asks for."""
-        freed = self.keeping.peak_bytes - self.least.peak_bytes
-        part = min((numbers.peak_bytes - limit) / freed, 1.0) if freed > 0 else 1.0
-        return numbers.plus(max(part, 0.0), self.least, self.keeping)
+from zerofx.scheduler.search.mesh_floor import Floor
 
 
 class Estimates:
@@ -72,18 +33,12 @@ class Estimates:
         machine = request.machine.for_ranks(num_ranks)
         self._request = replace(request, machine=machine, verbose=False)
         self._captures, self._num_ranks = captures, num_ranks
-        self._micro_batches = captures.candidates[0]
-        step = captures.of_one(self._micro_batches)
-        self._rows = rows_of(step)
-        self._steps = [shallow(step, self._rows), *(shallow(step, self._rows, row) for row in self._rows)]
-        self._names = [step.by_name() for step in self._steps]
+        self._short = ShortSteps(self._request, captures, on_cpu=on_cpu)
         self._shared: dict[int, list[Captures] | ZeroFXError] = {}
         self._alone: dict[int, Numbers] = {}
         self._recomputing: dict[tuple[int, bool], Recomputing] = {}
         self._simulated: dict[Mesh, Numbers] = {}
         self._floors: dict[Mesh, Floor] = {}
-        self._known: OptimizerBinding | None = None
-        self._target = Target.of(machine, request.options, request.settings, step.device, on_cpu=on_cpu, verbose=False)
 
     def of(self, mesh: Mesh, fastest: float | None = None) -> MeshOutcome:
         """What a step on ``mesh`` takes, or why it cannot run there.
@@ -161,12 +116,7 @@ class Estimates:
 
     def _floor(self, request: Request) -> Floor:
         if request.mesh not in self._floors:
-            parts = [self._prepared(request, part) for part in self._captures_of(request)]
-            short, *longer = [floor_of(self._problem(request, prepared), request.mesh) for prepared in parts]
-            whole = short
-            for row, more in zip(self._rows, longer, strict=True):
-                whole = whole.plus(len(row.repetitions) - KEPT, more, short)
-            self._floors[request.mesh] = whole
+            self._floors[request.mesh] = self._short.floor(request, self._captures_of(request))
         return self._floors[request.mesh]
 
     def _captures_of(self, request: Request) -> list[Captures]:
@@ -175,12 +125,8 @@ class Estimates:
         if model not in self._shared:
             request = self._on(Mesh(shard=self._num_ranks // model, model=model))
             try:
-                shardings = shardings_of(request, self._captures)
-                short = [self._captures.short(self._micro_batches, step) for step in self._steps]
-                self._shared[model] = [
-                    shared_as(request, part, tuple(decision for decision in shardings if decision.node in names))
-                    for part, names in zip(short, self._names, strict=True)
-                ]
+                parts = self._short.parts(shardings_of(request, self._captures))
+                self._shared[model] = [shared_as(request, *part) for part in parts]
             except ZeroFXError as error:
                 self._shared[model] = error
         shared = self._shared[model]
@@ -189,43 +135,11 @@ class Estimates:
         return shared
 
     def _numbers(self, request: Request, recompute: Recompute) -> Numbers:
-        if recompute == self._recompute and request.mesh in self._simulated:
-            return self._simulated[request.mesh]
-        options = replace(request.options, memory_budget=None, recompute=recompute)
-        request = replace(request, options=options)
-        short, *longer = [self._of_part(request, part) for part in self._captures_of(request)]
-        whole = short
-        for row, more in zip(self._rows, longer, strict=True):
-            whole = whole.plus(len(row.repetitions) - KEPT, more, short)
-        if recompute == self._recompute:
-            self._simulated[request.mesh] = whole
-        return whole
-
-    def _of_part(self, request: Request, captures: Captures) -> Numbers:
-        prepared = self._prepared(request, captures)
-        problem = self._problem(request, prepared)
-        plan = plan_for(problem)
-        problem = problem.on(prepared.for_plan(plan), plan.num_micro_batches)
-        return _numbers_of(*problem.rehearsal.simulated(plan))
-
-    def _prepared(self, request: Request, captures: Captures) -> Prepared:
-        prepared = prepare(request, captures, known=self._known)
-        self._known = prepared.binding
-        return prepared
-
-    def _problem(self, request: Request, prepared: Prepared) -> Problem:
-        return Problem.of(prepared, self._target, request.options, None)
-
-
-def _numbers_of(step: StepGraph, simulation: Simulation) -> Numbers:
-    sent = simulation.node_wire_bytes
-    updating = sum(
-        simulation.timings[node].seconds for node in step.calls() if origin(node).phase is Phase.UPDATE
-    )  # fmt: skip
-    return Numbers(
-        simulation.live.peaks["device"], simulation.step_seconds, simulation.exposed_seconds, sent[WITHIN],
-        sent[ACROSS], simulation.step_seconds - updating,
-    )  # fmt: skip
+        if recompute != self._recompute:
+            return self._short.numbers(request, self._captures_of(request), recompute)
+        if request.mesh not in self._simulated:
+            self._simulated[request.mesh] = self._short.numbers(request, self._captures_of(request), recompute)
+        return self._simulated[request.mesh]
 
 
 def captured_samples(request: Request) -> int:
