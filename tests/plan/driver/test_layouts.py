@@ -11,8 +11,12 @@ import torch
 import zerofx
 from tests.ranks.training.test_sequences import MACHINE, WIDTH, Sequence
 from zerofx import MemoryBudgetError
+from zerofx.driver.meshes import layouts as layouts_module
 from zerofx.driver.meshes.layouts import best_prices
+from zerofx.driver.plan_only import capture_for_plans
+from zerofx.options import check_options
 from zerofx.scheduler.cost.sharing import Prices
+from zerofx.scheduler.plan.decisions import ShardingDecision
 
 NUM_TOKENS = 4096
 
@@ -50,12 +54,26 @@ def test_a_budget_that_holds_all_changes_no_layout() -> None:
 
 
 def test_the_layout_that_is_simulated_fastest_is_taken() -> None:
-    """Of all prices that are tried none gives a layout that the simulator has a shorter step for."""
-    tried: dict[float, zerofx.Plan] = {}
-    for exposed in (1.0, 0.5, 0.0):
-        with mock.patch("zerofx.driver.sharing.best_prices", return_value=Prices(exposed)):
-            tried[exposed] = planned(precision="bf16")
-    with mock.patch("zerofx.driver.sharing.best_prices", side_effect=best_prices) as asked:
-        chosen = planned(precision="bf16")
-    assert asked.call_count == 1
-    assert chosen.step_seconds <= min(plan.step_seconds for plan in tried.values()) * (1 + 1e-3)
+    """What the program finds cheapest is a layout of several; the simulator says which."""
+    seconds = {1.0: 3.0, 0.5: 2.0, 0.0: 2.5}
+    layouts = {exposed: (ShardingDecision(str(exposed), (), ()),) for exposed in seconds}
+
+    def judged(_judge: object, layout: tuple[ShardingDecision, ...]) -> layouts_module._Judged:
+        return layouts_module._Judged(0.0, seconds[float(layout[0].node)], is_forced=False, seconds_per_byte=0.0)
+
+    with torch.device("meta"):
+        model, x = Sequence(), torch.empty(1, NUM_TOKENS, WIDTH)
+    options = check_options(stage=3, machine=MACHINE, backend="eager")
+    captured = capture_for_plans(model, torch.optim.SGD(model.parameters(), lr=0.3), (x,), options, verbose=False)
+
+    def taken() -> Prices:
+        return best_prices(
+            captured.request, captured.captures, lambda *_: captured.captures,
+            lambda prices: layouts[prices.exposed], Prices(),
+        )  # fmt: skip
+
+    with mock.patch.object(layouts_module._Judge, "of", judged):
+        assert taken() == Prices(exposed=0.5)
+        seconds[0.5] = 3.0 * (1 - 1e-4)  # next to nothing
+        seconds[0.0] = 3.0
+        assert taken() == Prices()

@@ -55,7 +55,7 @@ class Estimates:
                 least = replace(outcome, is_least=True, peak_bytes=held, step_seconds=seconds)
                 if held > limit or least.seconds_per_sample >= fastest:
                     return least
-            keeping = numbers = self._numbers(request, self._recompute)
+            keeping = numbers = self._numbers(request, request.options.recompute)
             if numbers.peak_bytes > limit and self._is_searched:
                 key = (mesh.model, mesh.shard > 1)
                 if key not in self._recomputing:
@@ -82,12 +82,6 @@ class Estimates:
         options = self._request.options
         return options.memory_budget is not None and options.recompute == "auto"
 
-    @property
-    def _recompute(self) -> Recompute:
-        """What is computed again where no memory is wanted for."""
-        asked = self._request.options.recompute
-        return "none" if asked == "auto" else asked
-
     def _outcome(self, mesh: Mesh) -> MeshOutcome:
         machine = self._request.machine
         budget = budget_bytes(self._request.options.memory_budget, machine)
@@ -105,7 +99,7 @@ class Estimates:
         """
         mesh, limit = request.mesh, self._outcome(request.mesh).limit_bytes
         if mesh.model not in self._alone:
-            self._alone[mesh.model] = self._numbers(self._on(Mesh(model=mesh.model)), self._recompute)
+            self._alone[mesh.model] = self._numbers(self._on(Mesh(model=mesh.model)), request.options.recompute)
         computing, floor = self._alone[mesh.model].computing, self._floor(request)
         recomputing = self._recomputing.get((mesh.model, mesh.shard > 1))
         if recomputing is not None:
@@ -135,7 +129,7 @@ class Estimates:
         return shared
 
     def _numbers(self, request: Request, recompute: Recompute) -> Numbers:
-        if recompute != self._recompute:
+        if recompute != request.options.recompute:
             return self._short.numbers(request, self._captures_of(request), recompute)
         if request.mesh not in self._simulated:
             self._simulated[request.mesh] = self._short.numbers(request, self._captures_of(request), recompute)

@@ -92,7 +92,7 @@ class _Judge:
     def of(self, layout: Shardings) -> _Judged:
         shared = [self.share(self.request, *part) for part in self.short.parts(layout)]
         recompute = self.request.options.recompute
-        keeping = self.short.numbers(self.request, shared, "none" if recompute == "auto" else recompute)
+        keeping = self.short.numbers(self.request, shared, recompute)
         if self.limit is None or keeping.peak_bytes <= self.limit:
             return _Judged(0.0, keeping.step_seconds, is_forced=False, seconds_per_byte=0.0)
         spread = keeping.step_seconds / keeping.peak_bytes  # where nothing is computed again
