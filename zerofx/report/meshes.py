@@ -20,8 +20,8 @@ class MeshOutcome:
     and ``limit_bytes`` what it has, or may take. ``wire_bytes`` is what the ranks of the first node send together, by
     where it goes. ``is_planned``: whether the mesh was planned and simulated whole; else the numbers are estimates from
     a few of its layers. ``least_seconds`` are those of a step in which nothing is given up for memory. ``is_least``:
-    whether it was left out for what it takes at least, which the peak and the seconds are then. ``trouble`` is why it
-    cannot be had, if it cannot.
+    whether it was left out for what it takes at least, which the seconds, and the peak if it is known, are then.
+    ``trouble`` is why it cannot be had, if it cannot.
     """
 
     mesh: Mesh
@@ -86,5 +86,6 @@ def _row(outcome: MeshOutcome) -> tuple[str, ...]:
         wire = outcome.wire_bytes or {}
         taken += [format_seconds(outcome.exposed_seconds)]
         taken += [format_bytes(wire.get(where, 0)) for where in ("within", "across")]
-    columns = [about + text for text in taken] + [""] * (6 - len(taken))
+    taken[0] = taken[0] if outcome.peak_bytes else ""
+    columns = [about + text if text else "" for text in taken] + [""] * (6 - len(taken))
     return (str(outcome.mesh), *columns, outcome.verdict)

@@ -12,7 +12,7 @@ best of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Protocol, TypeVar
@@ -85,13 +85,17 @@ def _estimated(estimates: Estimates, meshes: Sequence[Mesh]) -> dict[Mesh, MeshO
     outcomes: dict[Mesh, MeshOutcome] = {}
     with watched("comparing meshes", "meshes", show=estimates.verbose) as bar:
         for _, alike in groupby(meshes, key=lambda mesh: mesh.model):
-            for mesh in sorted(alike, key=estimates.least_seconds):
-                fitting = [outcome.seconds_per_sample for outcome in outcomes.values() if outcome.fits]
-                outcomes[mesh] = estimates.of(mesh, min(fitting, default=math.inf))
+            before = _fastest(outcomes)
+            for mesh in sorted(alike, key=lambda mesh: estimates.least_seconds(mesh, before)):
+                outcomes[mesh] = estimates.of(mesh, _fastest(outcomes))
                 bar.update()
         while (first := min(outcomes.values(), key=_order)).is_least and not first.trouble:
             outcomes[first.mesh] = estimates.of(first.mesh)
     return outcomes
+
+
+def _fastest(outcomes: Mapping[Mesh, MeshOutcome]) -> float:
+    return min((outcome.seconds_per_sample for outcome in outcomes.values() if outcome.fits), default=math.inf)
 
 
 def _planned(

@@ -50,6 +50,9 @@ class Estimates:
         limit = outcome.limit_bytes
         try:
             if fastest is not None:
+                shown = self._shown_by_fewer(mesh)
+                if shown >= fastest:
+                    return replace(outcome, is_least=True, step_seconds=shown * outcome.num_samples)
                 floor = self._floor(request)
                 held, seconds = round(floor.held_bytes), self._least(request)
                 least = replace(outcome, is_least=True, peak_bytes=held, step_seconds=seconds)
@@ -70,12 +73,26 @@ class Estimates:
             wire_bytes={WITHIN: round(numbers.within), ACROSS: round(numbers.across)},
         )  # fmt: skip
 
-    def least_seconds(self, mesh: Mesh) -> float:
-        """What a step on ``mesh`` takes at least for a sample, of all ranks together; nothing where it cannot run."""
+    def least_seconds(self, mesh: Mesh, fastest: float) -> float:
+        """What a step on ``mesh`` takes at least for a sample, of all ranks together; nothing where it cannot run.
+
+        Where that is known to be ``fastest`` or more, it is not found any closer.
+        """
+        shown = self._shown_by_fewer(mesh)
         try:
-            return self._least(self._on(mesh)) / self._outcome(mesh).num_samples
+            return shown if shown >= fastest else self._least(self._on(mesh)) / self._outcome(mesh).num_samples
         except ZeroFXError:
             return 0.0
+
+    def _shown_by_fewer(self, mesh: Mesh) -> float:
+        """Seconds a sample that a group of fewer ``model`` ranks has shown: what more ranks share, they could share so
+        too, each for several of the others, and send less."""
+        seconds = [
+            numbers.computing / self._outcome(Mesh(shard=self._num_ranks // model, model=model)).num_samples
+            for model, numbers in self._alone.items()
+            if mesh.model > model and mesh.model % model == 0
+        ]
+        return max(seconds, default=0.0)
 
     @property
     def _is_searched(self) -> bool:
