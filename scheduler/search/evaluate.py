@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -22,20 +23,31 @@ from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.held import Held, held
 from zerofx.scheduler.search.target import Target
 
+_REMEMBERED = 2  # simulations that a search remembers: those of two ways to do one thing are compared
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A plan without the reasons that are given for it as a whole, and what it came to."""
+
+    plan: Plan
+    rehearsal: Rehearsal
+    step: StepGraph
+    simulation: Simulation
+
 
 @dataclass(frozen=True)
 class Rehearsal:
     """A captured graph to carry plans out on, copy by copy, and the target that the outcome is predicted for.
 
-    ``latest`` is the plan that was simulated last, with what it came to: whoever spends what a plan leaves of a budget
-    asks for it twice.
+    ``latest``: what was simulated last, of this problem and others of one search, for whoever asks again.
     """
 
     captured: StepGraph
     layout: BucketLayout
     programs: Mapping[int, UpdateProgram]
     target: Target
-    latest: list[tuple[Plan, StepGraph, Simulation]] = field(default_factory=list, repr=False, compare=False)
+    latest: deque[Simulated] = field(default_factory=lambda: deque(maxlen=_REMEMBERED), repr=False, compare=False)
 
     def carried_out(self, plan: Plan) -> StepGraph:
         """The captured graph as all passes leave it."""
@@ -45,10 +57,18 @@ class Rehearsal:
 
     def simulated(self, plan: Plan) -> tuple[StepGraph, Simulation]:
         """The graph that carries ``plan`` out, and its run on paper."""
-        if not self.latest or self.latest[0][0] is not plan:
-            step = self.carried_out(plan)
-            self.latest[:] = [(plan, step, simulate_step(step, cut(step), self.layout, self.target))]
-        return self.latest[0][1:]
+        bare = replace(plan, states_reason="", micro_batches_reason="")
+        for known in self.latest:
+            if known.rehearsal.is_of(self.captured, self.layout, self.programs) and known.plan == bare:
+                return known.step, known.simulation
+        step = self.carried_out(plan)
+        simulation = simulate_step(step, cut(step), self.layout, self.target)
+        self.latest.append(Simulated(bare, self, step, simulation))
+        return step, simulation
+
+    def is_of(self, captured: StepGraph, layout: BucketLayout, programs: Mapping[int, UpdateProgram]) -> bool:
+        """Whether it is about these."""
+        return self.captured is captured and self.layout is layout and self.programs is programs
 
     def predicted(self, plan: Plan) -> Prediction:
         """What ``plan`` leads to."""

@@ -113,15 +113,15 @@ class Problem:
 
     def on(self, work: Work, num_micro_batches: int) -> Problem:
         """The same for other slices, or another number of micro-batches."""
-        graph = work.graph(num_micro_batches)
-        rehearsal = Rehearsal(graph, work.layout, work.updates[0], self.target)
+        graph, latest = work.graph(num_micro_batches), self.rehearsal.latest
+        rehearsal = Rehearsal(graph, work.layout, work.updates[0], self.target, latest)
         return replace(self, work=work, rehearsal=rehearsal)
 
     def with_update(self, programs: Mapping[int, UpdateProgram]) -> Problem:
         """The same where the optimizer's update is another."""
         if programs is self.rehearsal.programs:
             return self
-        return replace(self, rehearsal=replace(self.rehearsal, programs=programs, latest=[]))
+        return replace(self, rehearsal=replace(self.rehearsal, programs=programs))
 
     @property
     def target(self) -> Target:

@@ -19,7 +19,7 @@ from zerofx.deferred import make_buffers
 from zerofx.driver.captures import Captures
 from zerofx.driver.driver import lower_step
 from zerofx.driver.garbage import collecting_recent_garbage_only
-from zerofx.driver.mesh_choice import choose_mesh
+from zerofx.driver.meshes.choice import choose_mesh
 from zerofx.driver.prepared import Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.driver.sharing import shared_alone

@@ -144,7 +144,9 @@ class Prepared:
         key = (slices, in_parts)
         if key not in self.laid_out:
             captures = self.captures.sliced(slices)
-            self.laid_out[key] = _laid_out(self.request, captures, self.groups, self.laid_out, in_parts=in_parts)
+            self.laid_out[key] = _laid_out(
+                self.request, captures, self.groups, self.laid_out, self.binding, in_parts=in_parts
+            )
         return self.laid_out[key]
 
     def agree(self, control: Control) -> None:
@@ -160,10 +162,12 @@ class Prepared:
         )  # fmt: skip
 
 
-def prepare(request: Request, captures: Captures, earlier: Earlier | None = None) -> Prepared:
+def prepare(
+    request: Request, captures: Captures, earlier: Earlier | None = None, known: OptimizerBinding | None = None
+) -> Prepared:
     """Do all that can fail because of what the user gave, beginning with the first of ``captures``.
 
-    ``earlier`` is None for the first step of a model.
+    ``earlier`` is None for the first step of a model. ``known`` as for ``OptimizerBinding.programs``.
 
     Raises:
         ZeroFXError: the model cannot be captured, or the optimizer does not belong to it.
@@ -174,7 +178,7 @@ def prepare(request: Request, captures: Captures, earlier: Earlier | None = None
     if earlier is None:
         asked, plan = slices_asked(captured, request.options), request.options.plan
         in_parts = plan.has_parts if isinstance(plan, Plan) else request.options.states_over != "shard"
-        return _laid_out(request, captures.sliced(asked), groups, {}, in_parts=in_parts)
+        return _laid_out(request, captures.sliced(asked), groups, {}, known, in_parts=in_parts)
     captures = captures.sliced(slices_of(earlier.layout))
     check_bucket_names(request.options.policy.keep, [bucket.name for bucket in earlier.layout.buckets])
     _check_gradients(captures.first, earlier.layout)
@@ -188,6 +192,7 @@ def _laid_out(
     captures: Captures,
     groups: Mapping[str, int],
     laid_out: dict[tuple[Slices, bool], Prepared],
+    known: OptimizerBinding | None,
     *,
     in_parts: bool,
 ) -> Prepared:
@@ -200,7 +205,7 @@ def _laid_out(
     )  # fmt: skip
     check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])
     binding = OptimizerBinding(request.optimizer, layout, captured.device, prefer_fused=options.compiles_regions)
-    binding.programs(None, binding.held(dict(request.model.named_parameters())))
+    binding.programs(None, binding.held(dict(request.model.named_parameters())), known)
     layout, others = _with_borrowed(layout, request)
     updates = [update | others for update in binding.updates(ahead=options.memory_budget is not None)]
     return Prepared(request, captures, layout, binding, updates, groups, may_be_sliced=True, laid_out=laid_out)

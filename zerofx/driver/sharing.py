@@ -9,10 +9,12 @@ import xxhash
 
 from zerofx.driver.captures import Captures
 from zerofx.driver.kept.sharing import decided_once, read, written
+from zerofx.driver.meshes.layouts import best_prices
 from zerofx.driver.prepared import Earlier, Request
 from zerofx.errors import RankMismatchError, UsageError, warn
 from zerofx.ir.batch import Batch, hash_of
 from zerofx.progress import watched
+from zerofx.runtime.state.optimizer import hyperparameters
 from zerofx.scheduler.analysis.sharding_pins import pinned, pins_of
 from zerofx.scheduler.analysis.sharding_ways import sharding_ways
 from zerofx.scheduler.cost.sharing import Prices
@@ -142,14 +144,22 @@ def _decided(
 
     def decide() -> tuple[ShardingDecision, ...]:
         ways = pinned(sharding_ways(step, request.mesh.model, pins.marks), pins)
-        decided = decide_shardings(ways, request.mesh, request.machine, Prices(), given, explained=explained)
+
+        def at(prices: Prices, explained: bool = False) -> tuple[ShardingDecision, ...]:
+            return decide_shardings(ways, request.mesh, request.machine, prices, given, explained=explained)
+
+        prices = best_prices(request, captures, shared_as, at, Prices()) if simulated else Prices()
+        decided = at(prices, explained)
         asked = {node.name: ", ".join(map(str, of_node)) for node, of_node in pins.parameters.items()}
         return tuple(
             replace(decision, reason=f"as {asked[decision.node]} asks") if decision.node in asked else decision
             for decision in decided
         )
 
-    said = (repr(sorted(request.options.shardings.items())), repr(sorted(given.items())), str(explained))
+    simulated = explained and earlier is None and request.locations is None
+    said = [repr(sorted(request.options.shardings.items())), repr(sorted(given.items())), str(explained)]
+    if simulated:  # which follows from all that a plan does
+        said += [*request.options.texts("plan"), hyperparameters(request.optimizer)]
     with watched("sharing the computation", show=request.verbose):
         return decided_once(request, step, ShardingDecision, decide, *said)
 

@@ -19,7 +19,9 @@ class MeshOutcome:
     ``num_samples`` are those of all ranks together, which give ``seconds_per_sample``. ``peak_bytes`` are on the device
     and ``limit_bytes`` what it has, or may take. ``wire_bytes`` is what the ranks of the first node send together, by
     where it goes. ``is_planned``: whether the mesh was planned and simulated whole; else the numbers are estimates from
-    a few of its layers. ``trouble`` is why it cannot be had, if it cannot.
+    a few of its layers. ``least_seconds`` are those of a step in which nothing is given up for memory. ``is_least``:
+    whether it was left out for what it takes at least, which the seconds, and the peak if it is known, are then.
+    ``trouble`` is why it cannot be had, if it cannot.
     """
 
     mesh: Mesh
@@ -28,7 +30,9 @@ class MeshOutcome:
     limit_bytes: int = 0
     step_seconds: float = 0.0
     exposed_seconds: float = 0.0
+    least_seconds: float = 0.0
     wire_bytes: dict[str, int] | None = None
+    is_least: bool = False
     is_planned: bool = False
     trouble: str = ""
 
@@ -39,8 +43,17 @@ class MeshOutcome:
 
     @property
     def fits(self) -> bool:
-        """Whether it can be had."""
-        return not self.trouble and self.peak_bytes <= self.limit_bytes
+        """Whether it can be had, as far as was found."""
+        return not self.trouble and not self.is_least and self.peak_bytes <= self.limit_bytes
+
+    @property
+    def verdict(self) -> str:
+        """Whether it can be had, and is worth to be, in a word or two."""
+        if self.trouble:
+            return "cannot be"
+        if self.peak_bytes > self.limit_bytes:
+            return "does not fit"
+        return "slower" if self.is_least else "fits"
 
 
 @dataclass(frozen=True)
@@ -64,18 +77,15 @@ class MeshComparison:
 
 
 def _row(outcome: MeshOutcome) -> tuple[str, ...]:
-    about = "" if outcome.is_planned else "~"
-    verdict = "fits" if outcome.fits else "cannot be" if outcome.trouble else "does not fit"
     if not outcome.step_seconds:
-        return (str(outcome.mesh), *[""] * 6, verdict)
-    wire = outcome.wire_bytes or {}
-    return (
-        str(outcome.mesh),
-        about + format_bytes(outcome.peak_bytes),
-        about + format_seconds(outcome.step_seconds),
-        about + format_seconds(outcome.seconds_per_sample),
-        about + format_seconds(outcome.exposed_seconds),
-        about + format_bytes(wire.get("within", 0)),
-        about + format_bytes(wire.get("across", 0)),
-        verdict,
-    )
+        return (str(outcome.mesh), *[""] * 6, outcome.verdict)
+    about = "" if outcome.is_planned else ">" if outcome.is_least else "~"
+    taken = [format_bytes(outcome.peak_bytes), format_seconds(outcome.step_seconds)]
+    taken.append(format_seconds(outcome.seconds_per_sample))
+    if not outcome.is_least:
+        wire = outcome.wire_bytes or {}
+        taken += [format_seconds(outcome.exposed_seconds)]
+        taken += [format_bytes(wire.get(where, 0)) for where in ("within", "across")]
+    taken[0] = taken[0] if outcome.peak_bytes else ""
+    columns = [about + text if text else "" for text in taken] + [""] * (6 - len(taken))
+    return (str(outcome.mesh), *columns, outcome.verdict)

@@ -24,9 +24,9 @@ from zerofx.capture.tracing_settings import dtype_settings
 from zerofx.codegen.cpu.extras import CHANNELS
 from zerofx.codegen.kernels.current_device import on_device
 from zerofx.driver.asked import machine_at_hand
-from zerofx.driver.best_mesh import best_mesh
 from zerofx.driver.driver import build_step
 from zerofx.driver.given_plan import take_plan
+from zerofx.driver.meshes.best import best_mesh
 from zerofx.driver.prepared import Request
 from zerofx.driver.sharing import check_digests, digest_of
 from zerofx.errors import UsageError, ZeroFXError, warn

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +14,14 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx import MemoryBudgetError, UsageError
-from zerofx.driver.mesh_choice import candidates
-from zerofx.report.meshes import MeshOutcome
+from zerofx.driver.meshes.choice import candidates
+from zerofx.driver.meshes.estimates import Estimates
+from zerofx.driver.plan_only import capture_for_plans
+from zerofx.optimizers import trace_update
+from zerofx.options import check_options
+from zerofx.report.meshes import MeshComparison, MeshOutcome
 from zerofx.scheduler.plan.mesh import Mesh
+from zerofx.scheduler.search.evaluate import Rehearsal
 
 WIDTH, DEPTH = 1024, 9
 
@@ -59,6 +66,15 @@ def best_of_eight() -> zerofx.PlannedStep:
     return planned("auto", world_size=8)
 
 
+def estimated(model: Callable[[], nn.Module], num_ranks: int, samples: int = 32) -> Estimates:
+    with torch.device("meta"):
+        tower = model()
+        x = torch.empty(samples, 64, WIDTH)
+    options = check_options(stage=3, machine="h100-sxm", backend="eager")
+    captured = capture_for_plans(tower, torch.optim.Adam(tower.parameters()), (x,), options, verbose=False)
+    return Estimates(captured.request, captured.captures, num_ranks, on_cpu=False)
+
+
 def compared(planned: zerofx.PlannedStep) -> dict[Mesh, MeshOutcome]:
     assert planned.comparison is not None
     return {outcome.mesh: outcome for outcome in planned.comparison.outcomes}
@@ -68,22 +84,59 @@ def compared(planned: zerofx.PlannedStep) -> dict[Mesh, MeshOutcome]:
     "in_turn", [pytest.param(False, id="alike"), pytest.param(True, id="in turn", marks=pytest.mark.slow)]
 )
 def test_a_few_layers_say_what_all_of_them_take(in_turn: bool) -> None:
-    """Where nothing is searched, the estimate from four and five layers is the simulation of all, to rounding."""
+    """Where nothing is searched, the estimate from four and five layers is the simulation of all, to rounding, of the
+    layout that the program finds first."""
 
     def model() -> nn.Module:
         return Tower(14 if in_turn else DEPTH, in_turn=in_turn)
 
-    best = planned("auto", model, world_size=8) if in_turn else best_of_eight()
-    estimates = [o for o in compared(best).values() if not o.is_planned]
-    others = (Mesh(shard=8), Mesh(2, 4), Mesh(2, 2, 2), Mesh(shard=2, model=4))
-    assert len(estimates) == len(candidates(8, 8, 3)) - 1
-    for estimate in (one for one in estimates if one.mesh in others):
-        whole = planned(estimate.mesh, model)
+    estimates = estimated(model, 8)
+    for mesh in (Mesh(shard=8), Mesh(2, 4), Mesh(2, 2, 2), Mesh(shard=2, model=4)):
+        with mock.patch("zerofx.driver.sharing.best_prices", side_effect=lambda *args: args[-1]):
+            estimate, whole = estimates.of(mesh), planned(mesh, model)
         simulation = whole.lowered.simulation
         assert (estimate.step_seconds, estimate.exposed_seconds, estimate.peak_bytes) == pytest.approx(
             (simulation.step_seconds, simulation.exposed_seconds, simulation.live.peaks["device"]), rel=1e-9
         )
         assert estimate.wire_bytes == simulation.node_wire_bytes
+
+
+@pytest.mark.parametrize("samples", [pytest.param(2, id="states weigh most"), pytest.param(32, id="activations do")])
+def test_no_mesh_takes_less_than_its_bound(samples: int) -> None:
+    """What leaves a mesh out holds for what it takes when it is simulated; none that is left out could win."""
+    estimates = estimated(Tower, 8, samples)
+    for mesh in candidates(8, 8, 3):
+        shown = estimates.least_seconds(mesh, 0.0)  # by fewer ranks that share, where it is the second to be asked for
+        least, taken = estimates.of(mesh, max(shown, 1e-12)), estimates.of(mesh)
+        assert least.is_least and not taken.is_least
+        assert least.peak_bytes <= taken.peak_bytes and 0 < least.step_seconds <= taken.step_seconds
+        closer = estimates.least_seconds(mesh, math.inf)
+        assert shown <= closer * (1 + 1e-9) and closer <= taken.seconds_per_sample
+        assert estimates.of(mesh, taken.seconds_per_sample + 1e-12) == taken
+        assert str(MeshComparison((least,), "")).splitlines()[2].endswith("slower")
+
+
+def test_what_many_meshes_share_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer is traced once, and a plan that is simulated is not simulated again for its numbers."""
+    traced, carried_out = 0, []
+    trace, carry_out = trace_update, Rehearsal.carried_out
+
+    def counted(*args: Any, **named: Any) -> Any:
+        nonlocal traced
+        traced += 1
+        return trace(*args, **named)
+
+    def noted(rehearsal: Rehearsal, plan: zerofx.Plan) -> Any:
+        carried_out.append((len(rehearsal.captured.units), plan.replicate, plan.model, plan.has_parts))
+        return carry_out(rehearsal, plan)
+
+    monkeypatch.setattr("zerofx.runtime.state.optimizer.trace_update", counted)
+    monkeypatch.setattr(Rehearsal, "carried_out", noted)
+    estimates = estimated(Tower, 8)
+    for mesh in (Mesh(shard=8), Mesh(2, 4), Mesh(8)):
+        estimates.of(mesh)
+    assert traced == 1
+    assert len(carried_out) == len(set(carried_out)), "a plan is simulated once"
 
 
 def test_no_mesh_that_fits_takes_less_for_a_sample() -> None:

@@ -1,7 +1,7 @@
 """How ranks share a computation, kept on disk: it takes longer to decide than most plans that are made of it.
 
-It follows from the captured graph, the mesh, the machine and what is said of placements, so that steps of other stages,
-budgets and optimizers read it too.
+It follows from the captured graph, the mesh, the machine and what is said of placements; where layouts are simulated to
+choose among them, from what a plan follows from too.
 """
 
 from __future__ import annotations

@@ -103,7 +103,10 @@ class OptimizerBinding:
         return self._stored(self._programs)
 
     def programs(
-        self, state: TrainingState | None, held: Mapping[int, HeldState] = MappingProxyType({})
+        self,
+        state: TrainingState | None,
+        held: Mapping[int, HeldState] = MappingProxyType({}),
+        known: OptimizerBinding | None = None,
     ) -> dict[int, UpdateProgram]:
         """The update of each trained bucket, for the options and states that hold now.
 
@@ -111,13 +114,19 @@ class OptimizerBinding:
         optimizer is followed step by step (``zerofx.optimizers.following.follower``), from then on.
 
         ``held``: before there is a ``state``, what the optimizer holds itself, as the method ``held`` gives it.
+        ``known``: the optimizer as it is now with other buckets; what starts as one of those is not traced again.
 
         Raises:
             OptimizerError: the update cannot run on flat shards.
         """
         stand_ins = self._stand_ins(state, held)
         apart = list({stand_in.key: stand_in for stand_in in stand_ins.values()}.values())
-        if not self._is_followed:
+        traced = known._by_start() if known is not None else {}
+        is_known = known is not None and all(stand_in.key in traced for stand_in in apart)
+        if known is not None and is_known:
+            self._follower, self._is_followed = known._follower, known._is_followed
+            self._programs = {index: traced[stand_in.key] for index, stand_in in stand_ins.items()}
+        elif not self._is_followed:
             try:
                 self._programs = self._traced(stand_ins)
             except OptimizerError:
@@ -128,7 +137,7 @@ class OptimizerBinding:
                 # What its step does to several parameters, and later, is to be seen before the first step.
                 self._follower.programs(apart, steps_ahead=3)
                 self._is_followed = self._follower.changes_outside
-        if self._is_followed:
+        if self._is_followed and not is_known:
             followed = self._follower.programs(apart)
             self._programs = {index: followed[stand_in.key] for index, stand_in in stand_ins.items()}
         self._starts = stand_ins
@@ -141,6 +150,10 @@ class OptimizerBinding:
         digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
         self._variant = f"{type(self.optimizer).__name__}({'; '.join(flags)}), traced as {digest}"
         return programs
+
+    def _by_start(self) -> dict[Any, UpdateProgram]:
+        """The updates that hold now by what they start from."""
+        return {stand_in.key: self._programs[index] for index, stand_in in self._starts.items()}
 
     def _stored(self, programs: Mapping[int, UpdateProgram]) -> dict[int, UpdateProgram]:
         """``programs`` by bucket, with states as the buckets store them; the same object for the same of both."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from zerofx.driver.captures import Captures
-from zerofx.driver.mesh_choice import choose_mesh
+from zerofx.driver.meshes.choice import choose_mesh
 from zerofx.driver.plan_only import CapturedStep, plan_captured
 from zerofx.driver.prepared import Request
 from zerofx.runtime.comm.collectives import is_on_cpu

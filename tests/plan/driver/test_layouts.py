@@ -1,0 +1,79 @@
+"""Layouts on the model axis that the program's seconds do not tell apart: the simulator and the budget choose."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import zerofx
+from tests.ranks.training.test_sequences import MACHINE, WIDTH, Sequence
+from zerofx import MemoryBudgetError
+from zerofx.driver.meshes import layouts as layouts_module
+from zerofx.driver.meshes.layouts import best_prices
+from zerofx.driver.plan_only import capture_for_plans
+from zerofx.options import check_options
+from zerofx.scheduler.cost.sharing import Prices
+from zerofx.scheduler.plan.decisions import ShardingDecision
+
+NUM_TOKENS = 4096
+
+
+def planned(**options: Any) -> zerofx.Plan:
+    """One head on four ranks, which share its tokens."""
+    with torch.device("meta"):
+        model, x = Sequence(), torch.empty(1, NUM_TOKENS, WIDTH)
+    options = {"backend": "eager", "machine": MACHINE, "mesh": {"model": 4}, "offload": "none", **options}
+    return zerofx.plan(model, torch.optim.SGD(model.parameters(), lr=0.3), (x,), **options).plan
+
+
+def keys(plan: zerofx.Plan) -> set[str]:
+    """How keys lie where attention reads them."""
+    return {d.inputs[1] for d in plan.shardings if "attention" in d.node and "backward" not in d.node}
+
+
+def test_a_budget_that_gathered_keys_miss_is_met_by_a_ring() -> None:
+    free = planned()
+    assert keys(free) == {"R"}, "where memory costs nothing, keys are gathered"
+    budget = free.peak_bytes["device"] // 2
+    with (
+        mock.patch("zerofx.driver.sharing.best_prices", side_effect=lambda *args: args[-1]),
+        pytest.raises(MemoryBudgetError),
+    ):
+        planned(memory_budget=budget)
+    tight = planned(memory_budget=budget)
+    assert keys(tight) == {"S2/4"}, "each rank hands its keys on"
+    assert tight.peak_bytes["device"] <= budget and tight.step_seconds > free.step_seconds
+
+
+def test_a_budget_that_holds_all_changes_no_layout() -> None:
+    free = planned()
+    assert planned(memory_budget=2 * free.peak_bytes["device"]).shardings == free.shardings
+
+
+def test_the_layout_that_is_simulated_fastest_is_taken() -> None:
+    """What the program finds cheapest is a layout of several; the simulator says which."""
+    seconds = {1.0: 3.0, 0.5: 2.0, 0.0: 2.5}
+    layouts = {exposed: (ShardingDecision(str(exposed), (), ()),) for exposed in seconds}
+
+    def judged(_judge: object, layout: tuple[ShardingDecision, ...]) -> layouts_module._Judged:
+        return layouts_module._Judged(0.0, seconds[float(layout[0].node)], is_forced=False, seconds_per_byte=0.0)
+
+    with torch.device("meta"):
+        model, x = Sequence(), torch.empty(1, NUM_TOKENS, WIDTH)
+    options = check_options(stage=3, machine=MACHINE, backend="eager")
+    captured = capture_for_plans(model, torch.optim.SGD(model.parameters(), lr=0.3), (x,), options, verbose=False)
+
+    def taken() -> Prices:
+        return best_prices(
+            captured.request, captured.captures, lambda *_: captured.captures,
+            lambda prices: layouts[prices.exposed], Prices(),
+        )  # fmt: skip
+
+    with mock.patch.object(layouts_module._Judge, "of", judged):
+        assert taken() == Prices(exposed=0.5)
+        seconds[0.5] = 3.0 * (1 - 1e-4)  # next to nothing
+        seconds[0.0] = 3.0
+        assert taken() == Prices()

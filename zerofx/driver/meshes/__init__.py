@@ -1,0 +1,1 @@
+"""Which mesh a step is fastest on."""

@@ -1,0 +1,179 @@
+"""Which mesh a step is fastest on: ``mesh="auto"``.
+
+All ways to lay the ranks out are compared at equal work, by seconds a sample: ranks along ``model`` share the batch of
+one, so that a step on a mesh with that axis is one of fewer samples. The graph is captured once, and each mesh is
+simulated for a few of the layers (``zerofx/driver/meshes/estimates.py``), those that may be fastest first: what cannot
+fit, or takes at least as long as another that fits, is left out. The mesh that is fastest so, of those that fit, is
+planned whole. Where a memory budget asks for more than that, what a mesh needs is read off between a plan that keeps
+all and one that computes all it can again, and the fastest few are planned whole, as far as one may be faster than the
+best of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Protocol, TypeVar
+
+from zerofx.driver.captures import Captures
+from zerofx.driver.garbage import collecting_recent_garbage_only
+from zerofx.driver.meshes.estimates import Estimates
+from zerofx.driver.prepared import Request
+from zerofx.errors import MemoryBudgetError, UsageError
+from zerofx.lowering.lower import LoweredStep
+from zerofx.progress import watched
+from zerofx.report.meshes import MeshComparison, MeshOutcome
+from zerofx.scheduler.plan.mesh import Mesh
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.units import format_bytes, format_seconds
+
+_NODES_OF_MODEL = 2  # an axis that sends in every layer goes little beyond a node
+_MOST_WHOLE = 2  # meshes that are planned whole within a budget
+_MOST_REFUSED = 3  # meshes for which no plan is found, until those that need more are not tried any more
+
+
+class Planned(Protocol):
+    """A mesh that was planned whole."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def lowered(self) -> LoweredStep: ...
+    @property
+    def fits(self) -> bool: ...
+
+
+P = TypeVar("P", bound=Planned)
+
+
+def candidates(num_ranks: int, ranks_per_node: int, stage: int) -> list[Mesh]:
+    """The meshes of so many ranks: ``model`` on a node or a little beyond, all divisions of the others.
+
+    At stage 0 nothing is sliced, so that ``replicate`` would be another name for ``shard``.
+    """
+    meshes = []
+    for model in _divisors(num_ranks):
+        if model <= _NODES_OF_MODEL * ranks_per_node:
+            others = num_ranks // model
+            replicas = _divisors(others) if stage > 0 else [1]
+            meshes += [Mesh(replicate, others // replicate, model) for replicate in replicas]
+    return meshes
+
+
+def choose_mesh(
+    request: Request, captures: Captures, num_ranks: int, whole: Callable[[Mesh], P], *, on_cpu: bool
+) -> tuple[P, MeshComparison]:
+    """The fastest mesh of ``num_ranks`` ranks that fits, as ``whole`` plans it, and all that were compared.
+
+    ``request`` is for any mesh, ``on_cpu`` as for ``Target``. Where none fits and there is no budget, the one that
+    needs least is planned.
+
+    Raises:
+        MemoryBudgetError: no mesh has a plan that fits the memory budget.
+        ZeroFXError: the step can run on no mesh, or as ``whole``.
+    """
+    with collecting_recent_garbage_only():
+        estimates = Estimates(request, captures, num_ranks, on_cpu=on_cpu)
+        outcomes = _estimated(estimates, candidates(num_ranks, request.machine.ranks_per_node, request.options.stage))
+        return _planned(request, outcomes, whole)
+
+
+def _estimated(estimates: Estimates, meshes: Sequence[Mesh]) -> dict[Mesh, MeshOutcome]:
+    """What all ``meshes`` take, or at least take; where none fits, what needs least is simulated."""
+    outcomes: dict[Mesh, MeshOutcome] = {}
+    with watched("comparing meshes", "meshes", show=estimates.verbose) as bar:
+        for _, alike in groupby(meshes, key=lambda mesh: mesh.model):
+            before = _fastest(outcomes)
+            for mesh in sorted(alike, key=lambda mesh: estimates.least_seconds(mesh, before)):
+                outcomes[mesh] = estimates.of(mesh, _fastest(outcomes))
+                bar.update()
+        while (first := min(outcomes.values(), key=_order)).is_least and not first.trouble:
+            outcomes[first.mesh] = estimates.of(first.mesh)
+    return outcomes
+
+
+def _fastest(outcomes: Mapping[Mesh, MeshOutcome]) -> float:
+    return min((outcome.seconds_per_sample for outcome in outcomes.values() if outcome.fits), default=math.inf)
+
+
+def _planned(
+    request: Request, outcomes: dict[Mesh, MeshOutcome], whole: Callable[[Mesh], P]
+) -> tuple[P, MeshComparison]:
+    """The best of ``outcomes``, as ``whole`` plans it."""
+    best: tuple[P, MeshOutcome] | None = None
+    refusals: list[MemoryBudgetError] = []
+    ranked = sorted(outcomes.values(), key=_order)
+    for number, outcome in enumerate(ranked):
+        if outcome.trouble or (len(refusals) >= _MOST_REFUSED and not outcome.fits):
+            break
+        # Within a budget an estimate may be of more than what a plan takes: it says whom to plan first, and no more.
+        if best is not None:
+            if number >= (_MOST_WHOLE if request.options.memory_budget is not None else 1):
+                break
+            if not outcome.fits or outcome.least_seconds / outcome.num_samples >= best[1].seconds_per_sample:
+                continue
+        try:
+            planned = whole(outcome.mesh)
+        except MemoryBudgetError as error:
+            refusals.append(error)
+            outcomes[outcome.mesh] = replace(outcome, trouble="no plan fits")
+            continue
+        now = outcomes[outcome.mesh] = _as_planned(outcome, planned)
+        if best is None or _order(now) < _order(best[1]):
+            best = planned, now
+    if best is None:
+        if refusals:
+            raise min(refusals, key=lambda error: getattr(error, "least_bytes", math.inf))
+        raise UsageError(f"expected a mesh that the step can run on: {ranked[0].trouble}")
+    others = sorted((o for o in outcomes.values() if o is not best[1]), key=_order)
+    return best[0], MeshComparison((best[1], *others), _reason(best[1], others))
+
+
+def _order(outcome: MeshOutcome) -> tuple[int, float]:
+    """The fastest that fits first, then what is slower, then what needs least, then what cannot be."""
+    place = ("fits", "slower", "does not fit", "cannot be").index(outcome.verdict)
+    return place, float(outcome.peak_bytes) if outcome.verdict == "does not fit" else outcome.seconds_per_sample
+
+
+def _as_planned(outcome: MeshOutcome, planned: Planned) -> MeshOutcome:
+    plan = planned.plan
+    return replace(
+        outcome, peak_bytes=plan.peak_bytes["device"], step_seconds=plan.step_seconds,
+        exposed_seconds=plan.exposed_seconds, wire_bytes=planned.lowered.simulation.node_wire_bytes, is_planned=True,
+    )  # fmt: skip
+
+
+def _reason(best: MeshOutcome, others: Sequence[MeshOutcome]) -> str:
+    """Why the best is: by how much, because of what, and what would be faster if it fit."""
+    if not best.fits:
+        return f"{best.mesh}: no mesh fits {format_bytes(best.limit_bytes)}, and this one needs least"
+    text = f"{best.mesh}: {format_seconds(best.seconds_per_sample)} a sample"
+    fitting = sorted((other for other in others if other.fits), key=lambda outcome: not outcome.is_planned)
+    second = next(iter(fitting), None)
+    slower = [other for other in others if other.verdict == "slower"]
+    if second is None and slower:
+        least = min(slower, key=lambda outcome: outcome.seconds_per_sample)
+        text += f", where {least.mesh} takes {format_seconds(least.seconds_per_sample)} or longer"
+    elif second is None:
+        text += ", the only mesh that fits"
+    else:
+        waits = second.exposed_seconds / second.num_samples - best.exposed_seconds / best.num_samples
+        longer = second.seconds_per_sample - best.seconds_per_sample
+        does, by = ("waits", waits) if waits >= longer - waits else ("computes", longer - waits)
+        less = longer / second.seconds_per_sample
+        text += f", {less:.1%} less than {second.mesh}"
+        text += f", which {does} {format_seconds(by)} a sample longer" + (
+            " for communication" if does == "waits" else ""
+        )
+    tempting = [o for o in others if o.verdict == "does not fit" and o.seconds_per_sample < best.seconds_per_sample]
+    if tempting:
+        fastest = min(tempting, key=lambda outcome: outcome.seconds_per_sample)
+        needs = "needs at least" if fastest.is_least else "needs"
+        text += f"; {fastest.mesh} {needs} {format_bytes(fastest.peak_bytes)} of {format_bytes(fastest.limit_bytes)}"
+    return text
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

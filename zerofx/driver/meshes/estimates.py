@@ -1,0 +1,161 @@
+"""What meshes make of a step, read from a few of its layers, and what they take at least.
+
+A mesh is planned and simulated for a few of the layers (``scheduler/analysis/shallow.py``), which says what all of them
+take. What does not depend on how ranks are laid out along ``replicate`` and ``shard`` is found once for each number of
+``model`` ranks: how they share the computation, how long one such group takes by itself, and what recomputation frees
+and costs. A mesh that holds more than fits of parameters and states alone, or whose computation or links are busy for
+longer than another takes, is left out with that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zerofx.budgets import budget_bytes
+from zerofx.driver.captures import Captures
+from zerofx.driver.meshes.short_steps import Numbers, Recomputing, ShortSteps
+from zerofx.driver.prepared import Request
+from zerofx.driver.sharing import shardings_of, shared_as
+from zerofx.errors import UsageError, ZeroFXError
+from zerofx.options import Recompute
+from zerofx.report.meshes import MeshOutcome
+from zerofx.scheduler.cost.wire_volume import ACROSS, WITHIN
+from zerofx.scheduler.plan.mesh import Mesh
+from zerofx.scheduler.search.mesh_floor import Floor
+
+
+class Estimates:
+    """What the meshes of ``num_ranks`` ranks make of the step of ``request``, which is for any; ``on_cpu`` as for
+    ``Target``."""
+
+    def __init__(self, request: Request, captures: Captures, num_ranks: int, *, on_cpu: bool) -> None:
+        self.verbose = request.verbose
+        machine = request.machine.for_ranks(num_ranks)
+        self._request = replace(request, machine=machine, verbose=False)
+        self._captures, self._num_ranks = captures, num_ranks
+        self._short = ShortSteps(self._request, captures, on_cpu=on_cpu)
+        self._shared: dict[int, list[Captures] | ZeroFXError] = {}
+        self._alone: dict[int, Numbers] = {}
+        self._recomputing: dict[tuple[int, bool], Recomputing] = {}
+        self._simulated: dict[Mesh, Numbers] = {}
+        self._floors: dict[Mesh, Floor] = {}
+
+    def of(self, mesh: Mesh, fastest: float | None = None) -> MeshOutcome:
+        """What a step on ``mesh`` takes, or why it cannot run there.
+
+        Where it needs more memory than there is for parameters and states alone, or takes at least ``fastest`` seconds
+        a sample, what it takes at least. None: the step is simulated in any case.
+        """
+        outcome, request = self._outcome(mesh), self._on(mesh)
+        limit = outcome.limit_bytes
+        try:
+            if fastest is not None:
+                shown = self._shown_by_fewer(mesh)
+                if shown >= fastest:
+                    return replace(outcome, is_least=True, step_seconds=shown * outcome.num_samples)
+                floor = self._floor(request)
+                held, seconds = round(floor.held_bytes), self._least(request)
+                least = replace(outcome, is_least=True, peak_bytes=held, step_seconds=seconds)
+                if held > limit or least.seconds_per_sample >= fastest:
+                    return least
+            keeping = numbers = self._numbers(request, request.options.recompute)
+            if numbers.peak_bytes > limit and self._is_searched:
+                key = (mesh.model, mesh.shard > 1)
+                if key not in self._recomputing:
+                    again, held_bytes = self._numbers(request, "full"), self._floor(request).held_bytes
+                    self._recomputing[key] = Recomputing(keeping, again, held_bytes)
+                numbers = self._recomputing[key].within(numbers, limit)
+        except ZeroFXError as error:
+            return replace(outcome, trouble=str(error))
+        return replace(
+            outcome, peak_bytes=round(numbers.peak_bytes), step_seconds=numbers.step_seconds,
+            exposed_seconds=numbers.exposed_seconds, least_seconds=keeping.step_seconds,
+            wire_bytes={WITHIN: round(numbers.within), ACROSS: round(numbers.across)},
+        )  # fmt: skip
+
+    def least_seconds(self, mesh: Mesh, fastest: float) -> float:
+        """What a step on ``mesh`` takes at least for a sample, of all ranks together; nothing where it cannot run.
+
+        Where that is known to be ``fastest`` or more, it is not found any closer.
+        """
+        shown = self._shown_by_fewer(mesh)
+        try:
+            return shown if shown >= fastest else self._least(self._on(mesh)) / self._outcome(mesh).num_samples
+        except ZeroFXError:
+            return 0.0
+
+    def _shown_by_fewer(self, mesh: Mesh) -> float:
+        """Seconds a sample that a group of fewer ``model`` ranks has shown: what more ranks share, they could share so
+        too, each for several of the others, and send less."""
+        seconds = [
+            numbers.computing / self._outcome(Mesh(shard=self._num_ranks // model, model=model)).num_samples
+            for model, numbers in self._alone.items()
+            if mesh.model > model and mesh.model % model == 0
+        ]
+        return max(seconds, default=0.0)
+
+    @property
+    def _is_searched(self) -> bool:
+        options = self._request.options
+        return options.memory_budget is not None and options.recompute == "auto"
+
+    def _outcome(self, mesh: Mesh) -> MeshOutcome:
+        machine = self._request.machine
+        budget = budget_bytes(self._request.options.memory_budget, machine)
+        limit = machine.device.memory_bytes if budget is None else budget
+        return MeshOutcome(mesh, captured_samples(self._request) * mesh.num_ranks // mesh.model, limit_bytes=limit)
+
+    def _on(self, mesh: Mesh) -> Request:
+        return replace(self._request, mesh=mesh)
+
+    def _least(self, request: Request) -> float:
+        """Seconds that no step on the mesh is faster than: one group computes as long by itself, and links are busy.
+
+        What a budget asks to be computed again comes on top, as far as another mesh with as many ``model`` ranks has
+        shown it.
+        """
+        mesh, limit = request.mesh, self._outcome(request.mesh).limit_bytes
+        if mesh.model not in self._alone:
+            self._alone[mesh.model] = self._numbers(self._on(Mesh(model=mesh.model)), request.options.recompute)
+        computing, floor = self._alone[mesh.model].computing, self._floor(request)
+        recomputing = self._recomputing.get((mesh.model, mesh.shard > 1))
+        if recomputing is not None:
+            keeping = recomputing.keeping
+            peak = keeping.peak_bytes + floor.held_bytes - recomputing.held_bytes
+            computing += recomputing.within(replace(keeping, peak_bytes=peak), limit).computing - keeping.computing
+        return max(computing, floor.busy_seconds)
+
+    def _floor(self, request: Request) -> Floor:
+        if request.mesh not in self._floors:
+            self._floors[request.mesh] = self._short.floor(request, self._captures_of(request))
+        return self._floors[request.mesh]
+
+    def _captures_of(self, request: Request) -> list[Captures]:
+        """The short steps as one rank of the model axis runs them: the same for all meshes with as many there."""
+        model = request.mesh.model
+        if model not in self._shared:
+            request = self._on(Mesh(shard=self._num_ranks // model, model=model))
+            try:
+                parts = self._short.parts(shardings_of(request, self._captures))
+                self._shared[model] = [shared_as(request, *part) for part in parts]
+            except ZeroFXError as error:
+                self._shared[model] = error
+        shared = self._shared[model]
+        if isinstance(shared, ZeroFXError):
+            raise shared
+        return shared
+
+    def _numbers(self, request: Request, recompute: Recompute) -> Numbers:
+        if recompute != request.options.recompute:
+            return self._short.numbers(request, self._captures_of(request), recompute)
+        if request.mesh not in self._simulated:
+            self._simulated[request.mesh] = self._short.numbers(request, self._captures_of(request), recompute)
+        return self._simulated[request.mesh]
+
+
+def captured_samples(request: Request) -> int:
+    """Samples of the batch that a rank is given; 1 where it has none that could be counted."""
+    try:
+        return request.batch.size()
+    except UsageError:
+        return 1

@@ -1,0 +1,108 @@
+"""Which of several layouts on the model axis is best: what the program does not see, the simulator does.
+
+The integer program (``scheduler/decide/shardings.py``) adds seconds up, and takes memory as free. It does not know how
+much of what ranks gather of parameters is hidden by computation, nor what a byte is worth. So it is solved for several
+prices of both, and where that gives other layouts, each is simulated for a few of the layers
+(``zerofx/driver/meshes/short_steps.py``). The fastest is taken; within a memory budget the fastest that fits, with as
+much computed again as it needs for that, or else the one that needs least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from zerofx.budgets import budget_bytes
+from zerofx.driver.captures import Captures
+from zerofx.driver.meshes.short_steps import Numbers, Recomputing, ShortSteps
+from zerofx.driver.prepared import Request
+from zerofx.scheduler.cost.sharing import Prices
+from zerofx.scheduler.plan.decisions import ShardingDecision
+
+Shardings = tuple[ShardingDecision, ...]
+Share = Callable[[Request, Captures, Shardings], Captures]
+
+_EXPOSED = (0.5, 0.0)  # of the seconds in which parameters are gathered, what may not be hidden, next to all of it
+_DEARER = (0.25, 1.0, 4.0, 16.0)  # prices of a byte, by what one costs that is computed again
+_NEXT_TO_NOTHING = 1e-3  # of a step: what is faster by less is the same
+
+
+def best_prices(
+    request: Request, captures: Captures, share: Share, decide: Callable[[Prices], Shardings], asked: Prices
+) -> Prices:
+    """The prices with which ``decide`` gives the best layout of those that are tried, ``asked`` being the first.
+
+    ``share`` gives the step of ``captures`` as one rank runs it.
+
+    Raises:
+        ZeroFXError: the step cannot run as the first layout has it.
+    """
+    judge = _Judge(request, captures, share)
+    layouts = {decide(asked): asked}
+    for exposed in _EXPOSED:
+        layouts.setdefault(decide(Prices(exposed, asked.seconds_per_byte)), Prices(exposed, asked.seconds_per_byte))
+    if len(layouts) == 1 and judge.limit is None:
+        return asked
+    best, *others = [(judge.of(layout), prices) for layout, prices in layouts.items()]
+    for other in others:
+        best = other if other[0].is_better(best[0]) else best
+    if best[0].is_forced:
+        for times in _DEARER:
+            prices = Prices(best[1].exposed, times * best[0].seconds_per_byte)
+            layout = decide(prices)
+            if layout in layouts:
+                continue
+            layouts[layout] = prices
+            judged = judge.of(layout)
+            best = (judged, prices) if judged.is_better(best[0]) else best
+    return best[1]
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """A layout as it is simulated: its peak, by how much that misses the budget, and its seconds. ``is_forced``:
+    whether something is given up for the budget; ``seconds_per_byte``: about what a byte costs then."""
+
+    missed_bytes: float
+    seconds: float
+    is_forced: bool
+    seconds_per_byte: float
+
+    def is_better(self, other: _Judged) -> bool:
+        """Whether this fits where ``other`` does not, or misses by less, or is faster."""
+        if self.missed_bytes or other.missed_bytes:
+            return self.missed_bytes < other.missed_bytes
+        return self.seconds < other.seconds * (1 - _NEXT_TO_NOTHING)
+
+
+@dataclass
+class _Judge:
+    """Simulates layouts of one step."""
+
+    request: Request
+    captures: Captures
+    share: Share
+    short: ShortSteps = field(init=False)
+    limit: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.short = ShortSteps(self.request, self.captures, on_cpu=self.request.machine.is_cpu)
+        self.limit = budget_bytes(self.request.options.memory_budget, self.request.machine)
+
+    def of(self, layout: Shardings) -> _Judged:
+        shared = [self.share(self.request, *part) for part in self.short.parts(layout)]
+        recompute = self.request.options.recompute
+        keeping = self.short.numbers(self.request, shared, recompute)
+        if self.limit is None or keeping.peak_bytes <= self.limit:
+            return _Judged(0.0, keeping.step_seconds, is_forced=False, seconds_per_byte=0.0)
+        spread = keeping.step_seconds / keeping.peak_bytes  # where nothing is computed again
+        if recompute != "auto":
+            return _judged(keeping, self.limit, spread)
+        again = Recomputing(keeping, self.short.numbers(self.request, shared, "full"))
+        return _judged(again.within(keeping, self.limit), self.limit, again.seconds_per_byte or spread)
+
+
+def _judged(numbers: Numbers, limit: int, seconds_per_byte: float) -> _Judged:
+    missed = max(numbers.peak_bytes - limit, 0.0)
+    missed = missed if missed > 0.5 else 0.0  # of a byte
+    return _Judged(missed, numbers.step_seconds, is_forced=True, seconds_per_byte=seconds_per_byte)
