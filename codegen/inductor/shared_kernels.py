@@ -79,10 +79,10 @@ class Alike:
         for position, column in enumerate(columns):
             if position in group_of or len(set(column)) > 1:
                 groups.setdefault((group_of.get(position), column), []).append(position)
-        found = tuple(map(tuple, groups.values()))
-        if found != self._groups:
-            self._groups = found
-            self._cache.write(self._key, json.dumps(found))
+        varying = tuple(map(tuple, groups.values()))
+        if varying != self._groups:
+            self._groups = varying
+            self._cache.write(self._key, json.dumps(varying))
             self.begin()
         return SharedKernel(self, numbers)
 

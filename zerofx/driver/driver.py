@@ -22,7 +22,7 @@ from zerofx.driver.given_plan import check_budget, check_graph, check_host_budge
 from zerofx.driver.kept import step_cache
 from zerofx.driver.lent import own_part
 from zerofx.driver.prepared import Earlier, Prepared, Request, agree_on_graph, prepare
-from zerofx.driver.sharing import check_batches, share_computation
+from zerofx.driver.sharing import check_batches, share_computation, with_best_layout
 from zerofx.errors import InvalidGraphError, MemoryBudgetError, PlanError, ZeroFXError, working
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
@@ -74,11 +74,13 @@ def _built(request: Request, earlier: Earlier | None, control: Control) -> Built
         if loaded is not None:
             layout, programs = own_part(recalled.step.layout, recalled.programs)
             return Built(loaded, layout, recalled.binding, programs)
-    captures = share_computation(request, captures, earlier, control.share)
-    prepared = control.attempt("capture a step", lambda: prepare(request, captures, earlier))
-    prepared.agree(control)
-    with working("plan, emit and load a step"):
-        prepared, compiled, memory = _within_budget(prepared, control)
+
+    def within_budget(one_rank: Captures) -> tuple[Captures, Prepared, CompiledStep, RegionMemory]:
+        prepared = _prepared(request, one_rank, earlier, control)
+        with working("plan, emit and load a step"):
+            return one_rank, *_within_budget(prepared, control)
+
+    captures, prepared, compiled, memory = with_best_layout(request, captures, earlier, control.share, within_budget)
     step_cache.keep(request, captures, earlier, prepared, compiled, memory)
     layout, programs = own_part(prepared.layout, prepared.programs)
     return Built(compiled, layout, prepared.binding, programs)
@@ -104,8 +106,11 @@ def prepared_together(request: Request, control: Control) -> Prepared:
         ZeroFXError: as ``prepare``.
     """
     captures = control.attempt("capture a step", lambda: _captures(request, {}))
-    captures = share_computation(request, captures, None, control.share)
-    prepared = control.attempt("capture a step", lambda: prepare(request, captures))
+    return _prepared(request, share_computation(request, captures, None, control.share), None, control)
+
+
+def _prepared(request: Request, one_rank: Captures, earlier: Earlier | None, control: Control) -> Prepared:
+    prepared = control.attempt("capture a step", lambda: prepare(request, one_rank, earlier))
     prepared.agree(control)
     return prepared
 
@@ -116,10 +121,15 @@ def fits_budget(request: Request, control: Control) -> bool:
     Raises:
         ZeroFXError: as ``prepare``.
     """
-    prepared = prepared_together(request, control)
+    captures = control.attempt("capture a step", lambda: _captures(request, {}))
     budget = budget_bytes(request.options.memory_budget, request.machine)
-    try:
+
+    def planned(one_rank: Captures) -> None:
+        prepared = _prepared(request, one_rank, None, control)
         _agree_on_plan(prepared, target_of(prepared), budget, control)
+
+    try:
+        with_best_layout(request, captures, None, control.share, planned)
     except MemoryBudgetError:
         return False
     return True

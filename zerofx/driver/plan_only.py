@@ -20,9 +20,9 @@ from zerofx.driver.captures import Captures
 from zerofx.driver.driver import lower_step
 from zerofx.driver.garbage import collecting_recent_garbage_only
 from zerofx.driver.meshes.choice import choose_mesh
-from zerofx.driver.prepared import Request, prepare
+from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
-from zerofx.driver.sharing import shared_alone
+from zerofx.driver.sharing import alone, with_best_layout
 from zerofx.errors import UsageError, working
 from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout
@@ -294,12 +294,15 @@ def plan_captured(captured: CapturedStep, mesh: Mesh, *, verbose: bool = True) -
 def _planned(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedStep:
     options, machine = captured.request.options, captured.machine.for_ranks(mesh.num_ranks)
     request = replace(captured.request, mesh=mesh, machine=machine, verbose=verbose)
-    captures = shared_alone(request, captured.captures)
-    prepared = prepare(request, captures)
-    target = Target.of(
-        machine, options, request.settings, prepared.captured.device, on_cpu=machine.is_cpu, verbose=verbose
-    )
-    decided = make_plan(Problem.of(prepared, target, options, budget_bytes(options.memory_budget, machine)))
-    prepared = prepared.for_plan(decided)
+
+    def decided_of(one_rank: Captures) -> tuple[Prepared, Target, Plan]:
+        prepared = prepare(request, one_rank)
+        target = Target.of(
+            machine, options, request.settings, prepared.captured.device, on_cpu=machine.is_cpu, verbose=verbose
+        )
+        decided = make_plan(Problem.of(prepared, target, options, budget_bytes(options.memory_budget, machine)))
+        return prepared.for_plan(decided), target, decided
+
+    prepared, target, decided = with_best_layout(request, captured.captures, None, alone, decided_of)
     lowered = lower_step(prepared, prepared.graph(decided.num_micro_batches), decided, target)
     return PlannedStep(lowered, prepared.layout, machine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import xxhash
 
@@ -24,16 +25,52 @@ from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision
 from zerofx.scheduler.plan.mesh import MODEL, Mesh
 from zerofx.scheduler.plan.placements import REPLICATED, Placement
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.problem import BudgetMissedError
 
 GatherHashes = Callable[[Mapping[str, str], str], Sequence[Mapping[str, str]]]
+T = TypeVar("T")
 Everywhere = Callable[[str, Callable[[], str]], str]
 """What rank 0 says, on all ranks: ``Control.share``."""
 
 
+def with_best_layout(
+    request: Request, captures: Captures, earlier: Earlier | None, everywhere: Everywhere, plan: Callable[[Captures], T]
+) -> T:
+    """What ``plan`` makes of the step as one rank of the model axis runs it, or of ``captures`` without such an axis.
+
+    It is shared as is fastest without a budget, so that plans within a budget have the bits of those without. Where no
+    such plan fits, it is shared in the way that takes less memory.
+
+    Raises:
+        BudgetMissedError: no plan of either fits; the one that misses the budget by less.
+        ZeroFXError: as ``share_computation`` and ``plan``.
+    """
+    fastest = share_computation(request, captures, earlier, everywhere)
+    try:
+        return plan(fastest)
+    except BudgetMissedError as missed:
+        if request.mesh.model == 1 or earlier is not None:
+            raise
+        smaller = share_computation(request, captures, earlier, everywhere, within_budget=True)
+        if smaller.shardings == fastest.shardings:
+            raise
+        try:
+            return plan(smaller)
+        except BudgetMissedError as also_missed:
+            raise min(missed, also_missed, key=lambda error: error.least_bytes) from None
+
+
 def share_computation(
-    request: Request, captures: Captures, earlier: Earlier | None, everywhere: Everywhere
+    request: Request,
+    captures: Captures,
+    earlier: Earlier | None,
+    everywhere: Everywhere,
+    *,
+    within_budget: bool = False,
 ) -> Captures:
     """The step as one rank of the model axis runs it; ``captures`` where there is no such axis.
+
+    ``within_budget``: whether memory has a price, as the budget asks, or only time counts.
 
     Raises:
         PlanError: no way to share it was found.
@@ -44,19 +81,17 @@ def share_computation(
         return captures
     _check(request, captures)
     shardings = everywhere(
-        "share how ranks share the computation", lambda: written(_decided(request, captures, earlier))
+        "share how ranks share the computation",
+        lambda: written(_decided(request, captures, earlier, within_budget=within_budget)),
     )
     one_rank = captures.shared(read(ShardingDecision, shardings), num_parts)
     overlaps = everywhere("overlap what ranks send each other", lambda: written(_overlaps(request, one_rank)))
     return one_rank.ordered(read(OverlapDecision, overlaps))
 
 
-def shared_alone(request: Request, captures: Captures) -> Captures:
-    """What ``share_computation`` gives where no other rank has to hear of it, of a step that is not to be run.
-
-    Raises: as there.
-    """
-    return share_computation(request, captures, None, lambda _purpose, decide: decide())
+def alone(_purpose: str, decide: Callable[[], str]) -> str:
+    """As ``Everywhere`` where no other rank has to hear of it, of a step that is not to be run."""
+    return decide()
 
 
 def shardings_of(request: Request, captures: Captures) -> tuple[ShardingDecision, ...]:
@@ -132,7 +167,12 @@ def _check(request: Request, captures: Captures) -> None:
 
 
 def _decided(
-    request: Request, captures: Captures, earlier: Earlier | None, *, explained: bool = True
+    request: Request,
+    captures: Captures,
+    earlier: Earlier | None,
+    *,
+    explained: bool = True,
+    within_budget: bool = False,
 ) -> tuple[ShardingDecision, ...]:
     if isinstance(request.options.plan, Plan):
         return request.options.plan.shardings
@@ -157,6 +197,8 @@ def _decided(
         )
 
     simulated = explained and earlier is None and request.locations is None
+    if not within_budget:
+        request = replace(request, options=replace(request.options, memory_budget=None))
     said = [repr(sorted(request.options.shardings.items())), repr(sorted(given.items())), str(explained)]
     if simulated:  # which follows from all that a plan does
         said += [*request.options.texts("plan"), hyperparameters(request.optimizer)]

@@ -1,4 +1,4 @@
-"""How ranks share a computation is decided once for a graph, a mesh and a machine, whatever else is asked for."""
+"""How ranks share a computation is decided once for a graph, a mesh, a machine and what the plan is asked for."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ def planned(folder: Path, **options: Any) -> tuple[zerofx.Plan, int]:
     return plan, len(list(folder.glob("sharing-*")))
 
 
-def test_steps_that_differ_in_all_else_read_what_was_decided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_what_was_decided_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone, _ = planned(tmp_path)
     monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path))
     first, number = planned(tmp_path)
-    assert number == 2 and first.to_json() == alone.to_json()  # of calls, and of what overlaps
-    for options in ({"stage": 0}, {"recompute": "full"}, {"max_grad_norm": 1.0}):
-        again, number = planned(tmp_path, **options)
-        assert number == 2 and again.shardings == first.shardings and again.overlaps == first.overlaps
+    assert number >= 2 and first.to_json() == alone.to_json()  # of calls, and of what overlaps in each layout
+    assert planned(tmp_path) == (first, number)
     for kept in tmp_path.glob("sharing-*"):
         kept.write_bytes(kept.read_bytes()[:-1])
     assert planned(tmp_path)[0].shardings == first.shardings
@@ -40,7 +38,9 @@ def test_what_the_decision_follows_from_is_asked_anew(tmp_path: Path, monkeypatc
     monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path))
     whole, number = planned(tmp_path, machine="h100-sxm")
     shared, other = planned(tmp_path)
-    assert (number, other) == (2, 4) and whole.shardings != shared.shardings
-    pinned, number = planned(tmp_path, shardings={"*": "replicated"})
-    assert number > 4 and pinned.shardings != shared.shardings
-    assert planned(tmp_path, mesh={"shard": 2, "model": 2})[1] > number
+    assert number < other and whole.shardings != shared.shardings
+    pinned, more = planned(tmp_path, shardings={"*": "replicated"})
+    assert more > other and pinned.shardings != shared.shardings
+    for options in ({"mesh": {"shard": 2, "model": 2}}, {"stage": 0}, {"recompute": "full"}):
+        before, (_, more) = more, planned(tmp_path, **options)
+        assert more > before

@@ -114,6 +114,6 @@ def test_states_of_what_ranks_have_parts_of_are_there_where_its_gradients_are_co
     model, batch = gpt()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     options: dict[str, Any] = {"machine": "cpu", "backend": "eager", "mesh": {"model": 4}, "recompute": "none"}
-    budget = int(0.95 * zerofx.plan(model, optimizer, batch, **options).plan.peak_bytes["device"])
+    budget = int(0.8 * zerofx.plan(model, optimizer, batch, **options).plan.peak_bytes["device"])
     plan = zerofx.plan(model, optimizer, batch, memory_budget=budget, offload="host", **options).plan
     assert plan.states and plan.peak_bytes["device"] <= budget
