@@ -8,8 +8,10 @@ there is left out, and said to be.
 A case is tried at stages 0 and 3 on one rank, on two ranks (compared with ``DistributedDataParallel``), and with a
 budget of the least that a plan takes, also where values may go to the host. All run on the eager backend, where losses
 and values after the last step have to be those of plain torch bit for bit; with a budget the measured peak has to be
-the predicted one and within the budget. Tiles, which the least of all takes, sum in parts: with them all is the same up
-to rounding. What is refused says whether ``torch.compile(fullgraph=True)`` takes it.
+the predicted one and within the budget. Up to rounding is all the same with tiles, which the least of all takes and
+which sum in parts, and where two ranks share one computation on the axis ``model``; models that draw random numbers
+are left out there, as ranks draw for their own parts. What is refused says whether
+``torch.compile(fullgraph=True)`` takes it.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from tqdm import tqdm
 
 import zerofx
 from tests.lib.distributed import run_ranks
+from tests.lib.sharing import SHARING
 from tests.nets.cases import ModelCase
 from tests.nets.model_cases import CASES
 from tests.nets.records import Outcome, Record, read_records, results_path, write_records
@@ -46,7 +49,12 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     "1 rank, least budget, offload to host": {"stage": 3, "memory_budget": 1, "tile": "none", "offload": "host"},
     TILED: {"stage": 3, "memory_budget": 1, "offload": "host"},
 }
-RANKS: Mapping[str, dict[str, Any]] = {"2 ranks, stage 0": {"stage": 0}, "2 ranks, stage 3": {"stage": 3}}
+SHARED = "2 ranks share one computation, up to rounding"
+RANKS: Mapping[str, dict[str, Any]] = {
+    "2 ranks, stage 0": {"stage": 0},
+    "2 ranks, stage 3": {"stage": 3},
+    SHARED: {"stage": 3, "mesh": {"model": 2}, "machine": SHARING},
+}
 SECONDS = 120  # for one case at one variant
 
 State = dict[str, Tensor]
@@ -75,8 +83,23 @@ def _start(case: ModelCase, rank: int) -> tuple[nn.Module, torch.optim.Optimizer
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=False), batches
 
 
-def _plain(case: ModelCase) -> tuple[list[Tensor], State]:
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def _ranks(variant: str) -> tuple[int, int]:
+    """This rank's number, and how many there are with batches of their own."""
+    if variant == SHARED or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _draws(case: ModelCase) -> bool:
+    """Whether a model draws random numbers in training."""
+    model, _, batches = _start(case, 0)
+    before = torch.get_rng_state()
+    model(*batches[0])
+    return not torch.equal(before, torch.get_rng_state())
+
+
+def _plain(case: ModelCase, variant: str) -> tuple[list[Tensor], State]:
+    rank, num_ranks = _ranks(variant)
     model, optimizer, batches = _start(case, rank)
     runner = model if num_ranks == 1 else DistributedDataParallel(model, find_unused_parameters=True)
     losses = []
@@ -89,10 +112,10 @@ def _plain(case: ModelCase) -> tuple[list[Tensor], State]:
     return losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def _compiled(case: ModelCase, options: dict[str, Any]) -> tuple[list[Tensor], State, str]:
+def _compiled(case: ModelCase, variant: str, options: dict[str, Any]) -> tuple[list[Tensor], State, str]:
     """Losses and values, and what is wrong with the peak."""
-    model, optimizer, batches = _start(case, dist.get_rank() if dist.is_initialized() else 0)
-    options = {**options, "constant": case.constant, "machine": "cpu"}
+    model, optimizer, batches = _start(case, _ranks(variant)[0])
+    options = {"machine": "cpu", **options, "constant": case.constant}
     budget = None
     if "memory_budget" in options:
         try:
@@ -161,8 +184,9 @@ def _try(case: ModelCase, variant: str, options: dict[str, Any]) -> Record:
     try:
         with _in_time(SECONDS), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            losses, state, peaks = _compiled(case, options)
-            detail = _different(_plain(case), losses, state, rounded=variant == TILED) or peaks
+            losses, state, peaks = _compiled(case, variant, options)
+            rounded = variant in (TILED, SHARED)
+            detail = _different(_plain(case, variant), losses, state, rounded=rounded) or peaks
             outcome = "wrong" if detail else "exact"
     except zerofx.ZeroFXError as error:
         outcome, detail = "wrong" if isinstance(error, zerofx.InternalError) else "refused", _line(error)
@@ -177,7 +201,12 @@ def _line(error: BaseException) -> str:
 
 
 def _on_two_ranks(names: Sequence[str], variants: Sequence[str]) -> list[Record]:
-    return [_try(CASES[name], variant, RANKS[variant]) for name in names for variant in variants]
+    return [
+        _try(CASES[name], variant, RANKS[variant])
+        for name in names
+        for variant in variants
+        if variant != SHARED or not _draws(CASES[name])
+    ]
 
 
 def run(names: Iterable[str], variants: Iterable[str]) -> list[Record]:
