@@ -103,10 +103,19 @@ class LocalGraph:
             node = self._dense(node)
         return self.call(_aten.view.default, node, shape)
 
-    def _dense(self, node: fx.Node) -> fx.Node:
-        if tensor(node).is_contiguous():
+    def in_format_of(self, node: fx.Node, whole: torch.Tensor) -> fx.Node:
+        """``node``, or a copy of it, dense in the memory format of ``whole``."""
+        formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+        ranks = {torch.channels_last: 4, torch.channels_last_3d: 5}
+        dense = (
+            f for f in formats if ranks.get(f, whole.dim()) == whole.dim() and whole.is_contiguous(memory_format=f)
+        )
+        return self._dense(node, next(dense, torch.contiguous_format))
+
+    def _dense(self, node: fx.Node, memory_format: torch.memory_format = torch.contiguous_format) -> fx.Node:
+        if tensor(node).is_contiguous(memory_format=memory_format):
             return node
-        return self.call(_aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self.call(_aten.clone.default, node, memory_format=memory_format)
 
     def _split(self, node: fx.Node, placement: Sharded) -> fx.Node:
         """Dimension ``dim`` as groups, ranks, and what each rank has of each group."""

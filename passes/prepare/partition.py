@@ -187,10 +187,11 @@ class _Partitioning:
 
     def _call(self, node: fx.Node, local: LocalGraph) -> None:
         rule = self._rule(node)
-        read = iter(rule.inputs)
+        read, takes_dense = iter(rule.inputs), facts_of(node.target).takes_dense
 
         def given(source: fx.Node) -> fx.Node:
-            return self._as(source, next(read), local)
+            part = self._as(source, next(read), local)
+            return local.in_format_of(part, tensor(source)) if takes_dense else part
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), given)
         results = (rule.local or _same_call)(LocalCallOf(node, rule, args, dict(kwargs), local))

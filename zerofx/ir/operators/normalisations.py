@@ -30,8 +30,8 @@ OPERATORS: dict[str, Operator] = {
     # square, sum; multiply by the root, by the weight
     "_fused_rms_norm": Operator(per_element=4, inductor=Inductor.ROW_LOOP, rows=normalised(2)),
     "_fused_rms_norm_backward": Operator(per_element=10, rows=normalised_backward(3, 1)),
-    "native_group_norm": Operator(per_element=8),
-    "native_group_norm_backward": Operator(per_element=14),
+    "native_group_norm": Operator(per_element=8, takes_dense=True),
+    "native_group_norm_backward": Operator(per_element=14, takes_dense=True),
     "native_batch_norm": _batch_norm(8),
     "native_batch_norm_backward": _batch_norm(14, 1),
     "_native_batch_norm_legit": _batch_norm(8),

@@ -118,6 +118,8 @@ class Operator:
         rows: how it is run on some rows at a time; None: it needs them all at once, unless it is pointwise.
         takes_shape: its second argument is the shape of its result.
         layout, layout_arguments: how its kernel lays its result out, and by which arguments.
+        takes_dense: whether its kernel takes tensors to be contiguous in their memory format, unseen: who calls it in
+            eager mode has made them so.
         inside: bytes that its kernel holds on a CPU beyond inputs and outputs, by the call's arguments, where calling
             it would not tell or take too long; each entry says why. Of others it is measured
             (``scheduler/cost/cpu/kernel_memory.py``).
@@ -144,6 +146,7 @@ class Operator:
     takes_shape: bool = False
     layout: Layout | None = None
     layout_arguments: tuple[int, ...] = ()
+    takes_dense: bool = False
     inside: Callable[..., int] | None = None
     steps: Callable[[Sequence[Any], Sequence[Any]], int] | None = None
     smaller: Callable[[Sequence[Any], Mapping[str, Any]], Smaller] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx.ir.facts import tensor
 from zerofx.ir.sharding.pattern import Pattern, same_dims
 from zerofx.ir.sharding.rule import Local, argument, dims_of, outputs_of, read_tensors, shape_of
 from zerofx.ir.sharding.shapes import PatternsOf
@@ -66,6 +68,24 @@ def _gradient_of_rows_here(rank: Local) -> Any:
         inside = rank.call(_aten.bitwise_and.Tensor, inside, rank.call(_aten.ne.Scalar, indices, padding))
     masked = elsewhere_zero(rank, gradient, rank.call(_aten.unsqueeze.default, inside, -1))
     return rank.call(rank.node.target, masked, own, size, -1, by_frequency)
+
+
+def has_mask(node: fx.Node) -> bool:
+    """Whether a call that is indexed by a list has a mask among its indices."""
+    indices = (index for index in argument(node, 1, "indices") if index is not None)
+    return any(tensor(index).dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+def masked(node: fx.Node) -> list[Pattern]:
+    """The patterns of a call that puts one value where a mask is true, which takes as many dimensions as it has."""
+    indices, read = argument(node, 1, "indices"), read_tensors(node)
+    if len(read) != 3 or math.prod(shape_of(read[-1])) != 1:  # else how many are true says which value goes where
+        return []
+    first, num_masked = [index is not None for index in indices].index(True), len(shape_of(read[1]))
+    return [
+        Pattern((d,), (d, d - first if first <= d < first + num_masked else None, None))
+        for d in range(len(shape_of(read[0])))
+    ]
 
 
 def _along(index: int) -> PatternsOf:

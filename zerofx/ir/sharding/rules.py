@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
+from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.sharding import attention, convolutions, grouped, indexing, losses, reductions, shapes
 from zerofx.ir.sharding.pattern import Lies, Moved, Pattern
@@ -35,6 +36,8 @@ def patterns_of(node: fx.Node) -> list[Pattern]:
     own = _OWN.get(f"{name}.{str(target).rpartition('.')[2]}") or _OWN.get(name)
     if own is not None:
         return own(node)
+    if facts_of(target).kind is OperatorKind.INDEXED and indexing.has_mask(node):
+        return indexing.masked(node)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     outputs, num = outputs_of(node), len(read_tensors(node))
     if torch.Tag.nondeterministic_seeded in target.tags:

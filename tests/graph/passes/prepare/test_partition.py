@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -237,3 +237,40 @@ def test_what_is_copied_to_be_sent_is_held_until_it_is_there() -> None:
         ShardingDecision(transposed.name, ("P",), ("P",)),
     )
     compare(model, batch, step, terms, 2)
+
+
+class NormedInGroups(nn.Module):
+    """A product whose input lies by columns, so that the gradient which group norm is given back does, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.GroupNorm(4, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.norm(x).transpose(1, 2))
+        return out.square().mean()
+
+
+class Masked(nn.Module):
+    """One value is put where a mask of two dimensions is true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(8, 6), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values: Tensor = self.up(x).square()
+        values[self.gate(x) > 0] = 0.5
+        return values.exp().mean()
+
+
+@pytest.mark.parametrize(("make", "shape"), [(NormedInGroups, (1, 8, 16)), (Masked, (4, 8))], ids=["norm", "mask"])
+@pytest.mark.parametrize("seed", range(8))
+def test_what_kernels_take_for_granted_is_so_on_each_rank(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], seed: int
+) -> None:
+    torch.manual_seed(0)
+    model, batch = make(), Batch.of((torch.randn(shape),), {})
+    step = capture(model, batch)
+    simplify(step)
+    compare(model, batch, step, drawn(step, 2, random.Random(seed)), 2)
