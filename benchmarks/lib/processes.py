@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+
+from zerofx.scheduler.cost.probe import processor_name
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -127,13 +128,7 @@ def high_water_bytes(process: int | str = "self") -> int:
 
 def device_name(device_type: str) -> str:
     """What the makers call this machine's GPU, or its processor."""
-    if device_type == "cuda":
-        return torch.cuda.get_device_name()
-    name = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    return name
+    return torch.cuda.get_device_name() if device_type == "cuda" else processor_name()
 
 
 def _stream(pipe: IO[str] | None) -> IO[str]:

@@ -97,7 +97,8 @@ def _key(device: torch.device, num_ranks: int) -> str:
 
 def _ranks_on_node(num_ranks: int) -> int:
     """torchrun says how many ranks share the node; without it they are taken to be all on one."""
-    return min(num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(num_ranks, int(local)) if local.isdigit() else num_ranks
 
 
 def _measure_cpu(ranks: int) -> Machine:
