@@ -37,12 +37,13 @@ def best_prices(
     Raises:
         ZeroFXError: the step cannot run as the first layout has it.
     """
-    judge = _Judge(request, captures, share)
+    limit = budget_bytes(request.options.memory_budget, request.machine)
     layouts = {decide(asked): asked}
     for exposed in _EXPOSED:
         layouts.setdefault(decide(Prices(exposed, asked.seconds_per_byte)), Prices(exposed, asked.seconds_per_byte))
-    if len(layouts) == 1 and judge.limit is None:
+    if len(layouts) == 1 and limit is None:
         return asked
+    judge = _Judge(request, captures, share, limit)
     best, *others = [(judge.of(layout), prices) for layout, prices in layouts.items()]
     for other in others:
         best = other if other[0].is_better(best[0]) else best
@@ -77,17 +78,16 @@ class _Judged:
 
 @dataclass
 class _Judge:
-    """Simulates layouts of one step."""
+    """Simulates layouts of one step; ``limit``: bytes of the memory budget, if there is one."""
 
     request: Request
     captures: Captures
     share: Share
+    limit: int | None
     short: ShortSteps = field(init=False)
-    limit: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.short = ShortSteps(self.request, self.captures, on_cpu=self.request.machine.is_cpu)
-        self.limit = budget_bytes(self.request.options.memory_budget, self.request.machine)
 
     def of(self, layout: Shardings) -> _Judged:
         shared = [self.share(self.request, *part) for part in self.short.parts(layout)]
