@@ -7,12 +7,14 @@ import os
 import random
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+from tests.lib.captures import SWITCH, shared_captures
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -38,6 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "golden" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.golden)
+        if item.path.parent.name == "capture":
+            item.add_marker(pytest.mark.captures)
         if item.get_closest_marker("gpu"):
             # What torch warns of depends on the kind of GPU: of float32 products without TensorFloat32, say.
             item.add_marker(pytest.mark.filterwarnings("default"))
@@ -50,6 +54,27 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def captures_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what this run has captured, one for all of its workers."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "captures"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _captures_shared(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, captures_folder: Path
+) -> Iterator[None]:
+    if request.node.get_closest_marker("captures"):
+        yield
+        return
+    monkeypatch.setenv(SWITCH, str(captures_folder))
+    with shared_captures():
+        yield
 
 
 @pytest.fixture

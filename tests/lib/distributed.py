@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from tests.lib.captures import shared_captures
+
 T = TypeVar("T")
 
 # How long a test waits for other processes: what is too long for the busiest machine is a hang.
@@ -159,7 +161,8 @@ def _rank_main(
             timeout=timedelta(seconds=timeout / 2),
         )
         warnings.filters[:] = filters  # type: ignore[index]  # a list, which typeshed does not say
-        outcome = ("result", pickle.dumps(fn(*args)))
+        with shared_captures():
+            outcome = ("result", pickle.dumps(fn(*args)))
         dist.barrier()  # nobody leaves while another still needs it
         dist.destroy_process_group()
         atexit._run_exitfuncs()  # a process that was forked off ends without

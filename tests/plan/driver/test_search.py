@@ -18,6 +18,8 @@ from zerofx.driver import captures as driver_captures
 from zerofx.ir.graph import StepGraph
 from zerofx.options import Recompute
 
+pytestmark = pytest.mark.captures
+
 DEPTH = 6
 NODE = 4  # ranks a node of the machine
 

@@ -31,6 +31,8 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.serialise import same_graph
 from zerofx.torch_private import capture as torch_capture
 
+pytestmark = pytest.mark.captures
+
 FEATURES = (torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM))
 HIT = "captured by an earlier run, whose forward was the same"
 

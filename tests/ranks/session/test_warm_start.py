@@ -29,6 +29,8 @@ from zerofx.lowering.load import build
 from zerofx.lowering.lower import lower
 from zerofx.runtime.state import optimizer as optimizer_state
 
+pytestmark = pytest.mark.captures
+
 
 def _mse(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(out, y)
