@@ -3,6 +3,7 @@
 A bucket's slice is copied to the device for each of its residencies, during the computation of its layer in that
 phase, and once more for its update, from which it goes down again during the layer's backward. There the copies of the
 bucket's states have the links already: what a slice costs is how much longer both are exposed than the states alone.
+Where activations leave too, those of a layer come up in front of the slice that is next: computation waits for them.
 Where states leave the device too, and are updated on the host, the slice is there for the update: it takes no more
 room, and only its uses cost.
 """
@@ -46,6 +47,7 @@ def parameter_menus(
     machine: Machine,
     capacity: Mapping[Tier, int],
     states_off: Mapping[Bucket, Placement],
+    activation_bytes: int = 0,
 ) -> dict[Bucket, tuple[ParameterLevel, ParameterLevel]]:
     """For each bucket: its parameters on the device, and off it.
 
@@ -57,8 +59,10 @@ def parameter_menus(
         machine: its links.
         capacity: bytes that each slower tier has for a rank's parameters; the first is filled first.
         states_off: where the states of buckets go that leave the device; ``capacity`` is without them.
+        activation_bytes: what activations take elsewhere, those of all layers.
     """
     left, menus = dict(capacity), {}
+    between = activation_bytes // len(layout.buckets)
     for bucket in layout.buckets:
         size, states = bucket.shard_bytes, states_off.get(bucket)
         with_states = states is not None and states.parameter_bytes > 0
@@ -69,7 +73,7 @@ def parameter_menus(
         if not with_states:
             left[tier] -= size
         up, down = copy_seconds(size, tier, "device", machine), copy_seconds(size, "device", tier, machine)
-        exposed = 0.0
+        exposed = copy_seconds(between, tier, "device", machine) if between else 0.0
         for residency in residencies:
             if residency.bucket is bucket:
                 exposed += max(0.0, up - seconds.get((bucket.unit, origin(residency.first).phase), 0.0))

@@ -193,6 +193,7 @@ def _parameters(question: Question, states: Mapping[Bucket, Placement], activati
         question.machine,
         capacity,
         states,
+        activation_bytes,
     )
     return [Parameters(bucket, levels) for bucket, levels in menus.items()]
 

@@ -14,7 +14,7 @@ from zerofx.capture.trace import Batch, capture
 from zerofx.driver.plan_only import PlannedStep
 from zerofx.ir.bucketing import layout_of
 from zerofx.options import Offload
-from zerofx.scheduler.cost.machine import Link, Machine, Nvme
+from zerofx.scheduler.cost.machine import Link, Machine, Nvme, copy_seconds
 from zerofx.scheduler.cost.timeline import seconds_by_place
 from zerofx.scheduler.decide.parameters import ParameterLevel, copies_menu, parameter_menus
 from zerofx.scheduler.decide.residency import PolicyOptions, residencies
@@ -33,6 +33,7 @@ def menus(
     capacity: int = 2**40,
     *,
     states: Placement | None = None,
+    activation_bytes: int = 0,
 ) -> dict[str, tuple[ParameterLevel, ParameterLevel]]:
     """``states``: where those of all buckets go that leave the device."""
     with torch.device("meta"):
@@ -50,6 +51,7 @@ def menus(
         machine,
         space,
         {} if states is None else dict.fromkeys(layout.buckets, states),
+        activation_bytes,
     )
     return {bucket.name: levels for bucket, levels in found.items()}
 
@@ -77,6 +79,29 @@ def test_with_more_ranks_each_has_less_to_move() -> None:
     few, many = menus(H100), menus(H100, 64)
     assert sum(stay.num_bytes for stay, _ in many.values()) < sum(stay.num_bytes for stay, _ in few.values()) / 32
     assert sum(leave.seconds for _, leave in many.values()) < sum(leave.seconds for _, leave in few.values())
+
+
+def test_where_activations_leave_too_those_of_a_layer_come_up_first() -> None:
+    alone = menus(H100, 64)
+    behind = menus(H100, 64, activation_bytes=len(alone) * 10**9)
+    waited = copy_seconds(10**9, "host", "device", H100)
+    assert all(behind[name][1].seconds == pytest.approx(leave.seconds + waited) for name, (_, leave) in alone.items())
+
+
+def test_slices_that_gathers_wait_for_leave_after_what_frees_more() -> None:
+    """On many ranks they are next to nothing, and would come up behind the activations of a layer."""
+    with torch.device("meta"):
+        model = GPT(512, 2048, 6, 16, 2048)
+        ids = torch.zeros(2, 2048, dtype=torch.long)
+    most, tight = (
+        zerofx.plan(
+            model, torch.optim.AdamW(model.parameters()), (ids, ids), machine=H100, precision="bf16", backend="eager",
+            world_size=1024, memory_budget=budget, recompute="none",
+        ).plan
+        for budget in ("3GiB", "2GiB")
+    )  # fmt: skip
+    assert most.peak_bytes["device"] > 2 << 30 >= tight.peak_bytes["device"]
+    assert tight.offloads and not tight.parameters
 
 
 def test_what_a_tier_has_no_room_for_stays() -> None:
