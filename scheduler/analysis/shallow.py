@@ -47,15 +47,17 @@ def rows_of(step: StepGraph) -> tuple[Row, ...]:
     return tuple(row for row in rows if len(row.repetitions) > KEPT + 1)
 
 
-def shallow(step: StepGraph, rows: Sequence[Row], longer: Row | None = None) -> StepGraph:
-    """A copy of ``step`` with ``KEPT`` repetitions of each row, and one more of ``longer``."""
+def shallow(step: StepGraph, rows: Sequence[Row], longer: Row | None = None, remaining: int = KEPT) -> StepGraph:
+    """A copy of ``step`` with ``remaining`` repetitions of each row, if it has more, and one more of ``longer``."""
     short = step.clone()
     layers = layers_of(short)
     others: dict[fx.Node, fx.Node] = {}
+    units: set[str] = set()
     for row in rows:
-        remaining = KEPT + (row is longer)
-        dropped = row.dropped(remaining)
-        before, after = row.repetitions[remaining - 3], row.repetitions[-2]
+        number = remaining + (row is longer)
+        dropped = row.dropped(number)
+        units |= {unit for repetition in dropped for unit in repetition}
+        before, after = row.repetitions[number - 3], row.repetitions[-2]
         for repetition in dropped:
             for unit, front, back in zip(repetition, before, after, strict=True):
                 for node, early, late in zip(*(layers[u].nodes for u in (unit, front, back)), strict=True):
@@ -71,7 +73,6 @@ def shallow(step: StepGraph, rows: Sequence[Row], longer: Row | None = None) -> 
     for node in reversed(list(short.graph.nodes)):
         if node in others and not node.users:
             short.graph.erase_node(node)
-    units = frozenset(unit for row in rows for repetition in row.dropped(KEPT + (row is longer)) for unit in repetition)
     parameters = tuple(info for info in short.parameters if info.name not in gone)
     short.graph.lint()
     return replace(short, parameters=parameters, units=short.units - units)

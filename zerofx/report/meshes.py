@@ -19,9 +19,8 @@ class MeshOutcome:
     ``num_samples`` are those of all ranks together, which give ``seconds_per_sample``. ``peak_bytes`` are on the device
     and ``limit_bytes`` what it has, or may take. ``wire_bytes`` is what the ranks of the first node send together, by
     where it goes. ``is_planned``: whether the mesh was planned and simulated whole; else the numbers are estimates from
-    a few of its layers. ``least_seconds`` are those of a step in which nothing is given up for memory. ``is_least``:
-    whether it was left out for what it takes at least, which the seconds, and the peak if it is known, are then.
-    ``trouble`` is why it cannot be had, if it cannot.
+    a few of its layers. ``is_least``: whether it was left out for what it takes at least, which the seconds, and the
+    peak if it is known, are then. ``trouble`` is why it cannot be had, if it cannot.
     """
 
     mesh: Mesh
@@ -30,7 +29,6 @@ class MeshOutcome:
     limit_bytes: int = 0
     step_seconds: float = 0.0
     exposed_seconds: float = 0.0
-    least_seconds: float = 0.0
     wire_bytes: dict[str, int] | None = None
     is_least: bool = False
     is_planned: bool = False

@@ -66,12 +66,12 @@ def best_of_eight() -> zerofx.PlannedStep:
     return planned("auto", world_size=8)
 
 
-def estimated(model: Callable[[], nn.Module], num_ranks: int, samples: int = 32) -> Estimates:
+def estimated(model: Callable[[], nn.Module], num_ranks: int, samples: int = 32, **options: Any) -> Estimates:
     with torch.device("meta"):
         tower = model()
         x = torch.empty(samples, 64, WIDTH)
-    options = check_options(stage=3, machine="h100-sxm", backend="eager")
-    captured = capture_for_plans(tower, torch.optim.Adam(tower.parameters()), (x,), options, verbose=False)
+    checked = check_options(stage=3, machine="h100-sxm", backend="eager", **options)
+    captured = capture_for_plans(tower, torch.optim.Adam(tower.parameters()), (x,), checked, verbose=False)
     return Estimates(captured.request, captured.captures, num_ranks, on_cpu=False)
 
 
@@ -99,6 +99,20 @@ def test_a_few_layers_say_what_all_of_them_take(in_turn: bool) -> None:
             (simulation.step_seconds, simulation.exposed_seconds, simulation.live.peaks["device"]), rel=1e-9
         )
         assert estimate.wire_bytes == simulation.node_wire_bytes
+
+
+@pytest.mark.parametrize("offload", ["none", "auto"])
+def test_a_few_layers_say_what_all_of_them_take_within_a_budget(offload: str) -> None:
+    """Each gives up its share of what is missing, in the way that a search finds; so does a mesh that is like it."""
+    free = estimated(Tower, 4, 128).of(Mesh(shard=4))
+    budget = free.peak_bytes * 7 // 10
+    estimates = estimated(Tower, 4, 128, memory_budget=budget, offload=offload)
+    for mesh in (Mesh(shard=4), Mesh(2, 2)):
+        estimate = estimates.of(mesh)
+        whole = planned(mesh, samples=128, memory_budget=budget, offload=offload).plan
+        assert estimate.fits and estimate.peak_bytes <= budget < free.peak_bytes
+        assert estimate.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
+        assert estimate.step_seconds > estimates._kept(estimates._on(mesh)).all.step_seconds
 
 
 @pytest.mark.parametrize("samples", [pytest.param(2, id="states weigh most"), pytest.param(32, id="activations do")])

@@ -4,9 +4,8 @@ All ways to lay the ranks out are compared at equal work, by seconds a sample: r
 one, so that a step on a mesh with that axis is one of fewer samples. The graph is captured once, and each mesh is
 simulated for a few of the layers (``zerofx/driver/meshes/estimates.py``), those that may be fastest first: what cannot
 fit, or takes at least as long as another that fits, is left out. The mesh that is fastest so, of those that fit, is
-planned whole. Where a memory budget asks for more than that, what a mesh needs is read off between a plan that keeps
-all and one that computes all it can again, and the fastest few are planned whole, as far as one may be faster than the
-best of them.
+planned whole. Where a memory budget asks for more than that, a mesh is planned for these layers within their share of
+it, and a second one, with another number of ``model`` ranks, is planned whole if it is taken to be faster than that.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from zerofx.scheduler.plan.plan import Plan
 from zerofx.units import format_bytes, format_seconds
 
 _NODES_OF_MODEL = 2  # an axis that sends in every layer goes little beyond a node
-_MOST_WHOLE = 2  # meshes that are planned whole within a budget
+_MOST_WHOLE = 2  # meshes that are planned whole within a budget, with unlike numbers of ``model`` ranks
 _MOST_REFUSED = 3  # meshes for which no plan is found, until those that need more are not tried any more
 
 
@@ -105,14 +104,18 @@ def _planned(
     best: tuple[P, MeshOutcome] | None = None
     refusals: list[MemoryBudgetError] = []
     ranked = sorted(outcomes.values(), key=_order)
-    for number, outcome in enumerate(ranked):
+    most_whole = _MOST_WHOLE if request.options.memory_budget is not None else 1
+    whole_with = set[int]()  # as many model ranks
+    for outcome in ranked:
         if outcome.trouble or (len(refusals) >= _MOST_REFUSED and not outcome.fits):
             break
-        # Within a budget an estimate may be of more than what a plan takes: it says whom to plan first, and no more.
+        # Within a budget a few layers do not say all that a plan takes: it may be more than what another is taken for.
+        # What meshes with as many model ranks give up is found once, and wrong by as much for all of them.
         if best is not None:
-            if number >= (_MOST_WHOLE if request.options.memory_budget is not None else 1):
+            is_slower = outcome.seconds_per_sample >= best[1].seconds_per_sample
+            if len(whole_with) >= most_whole or not outcome.fits or is_slower:
                 break
-            if not outcome.fits or outcome.least_seconds / outcome.num_samples >= best[1].seconds_per_sample:
+            if outcome.mesh.model in whole_with:
                 continue
         try:
             planned = whole(outcome.mesh)
@@ -120,6 +123,7 @@ def _planned(
             refusals.append(error)
             outcomes[outcome.mesh] = replace(outcome, trouble="no plan fits")
             continue
+        whole_with.add(outcome.mesh.model)
         now = outcomes[outcome.mesh] = _as_planned(outcome, planned)
         if best is None or _order(now) < _order(best[1]):
             best = planned, now

@@ -1,23 +1,22 @@
 """What meshes make of a step, read from a few of its layers, and what they take at least.
 
-A mesh is planned and simulated for a few of the layers (``scheduler/analysis/shallow.py``), which says what all of them
-take. What does not depend on how ranks are laid out along ``replicate`` and ``shard`` is found once for each number of
-``model`` ranks: how they share the computation, how long one such group takes by itself, and what recomputation frees
-and costs. A mesh that holds more than fits of parameters and states alone, or whose computation or links are busy for
-longer than another takes, is left out with that.
+A mesh is planned and simulated for a few of the layers (``short_steps.py``), which says what all of them take, within a
+memory budget too. What does not depend on how ranks are laid out along ``replicate`` and ``shard`` is found once for
+each number of ``model`` ranks: how they share the computation, and how long one such group takes by itself. A mesh that
+holds more than fits of parameters and states alone, or whose computation or links are busy for longer than another
+takes, is left out with that.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from zerofx.budgets import budget_bytes
+from zerofx.budgets import budget_bytes, tiers_for
 from zerofx.driver.captures import Captures
-from zerofx.driver.meshes.short_steps import Numbers, Recomputing, ShortSteps
+from zerofx.driver.meshes.short_steps import GivingUp, Keeping, Numbers, ShortSteps
 from zerofx.driver.prepared import Request
 from zerofx.driver.sharing import shardings_of, shared_as
 from zerofx.errors import UsageError, ZeroFXError
-from zerofx.options import Recompute
 from zerofx.report.meshes import MeshOutcome
 from zerofx.scheduler.cost.wire_volume import ACROSS, WITHIN
 from zerofx.scheduler.plan.mesh import Mesh
@@ -36,8 +35,8 @@ class Estimates:
         self._short = ShortSteps(self._request, captures, on_cpu=on_cpu)
         self._shared: dict[int, list[Captures] | ZeroFXError] = {}
         self._alone: dict[int, Numbers] = {}
-        self._recomputing: dict[tuple[int, bool], Recomputing] = {}
-        self._simulated: dict[Mesh, Numbers] = {}
+        self._keeping: dict[Mesh, Keeping] = {}
+        self._given_up: dict[tuple[int, bool], list[tuple[GivingUp, float]]] = {}
         self._floors: dict[Mesh, Floor] = {}
 
     def of(self, mesh: Mesh, fastest: float | None = None) -> MeshOutcome:
@@ -54,22 +53,18 @@ class Estimates:
                 if shown >= fastest:
                     return replace(outcome, is_least=True, step_seconds=shown * outcome.num_samples)
                 floor = self._floor(request)
-                held, seconds = round(floor.held_bytes), self._least(request)
+                held, seconds = max(round(floor.held_bytes) - self._away_bytes, 0), self._least(request)
                 least = replace(outcome, is_least=True, peak_bytes=held, step_seconds=seconds)
                 if held > limit or least.seconds_per_sample >= fastest:
                     return least
-            keeping = numbers = self._numbers(request, request.options.recompute)
-            if numbers.peak_bytes > limit and self._is_searched:
-                key = (mesh.model, mesh.shard > 1)
-                if key not in self._recomputing:
-                    again, held_bytes = self._numbers(request, "full"), self._floor(request).held_bytes
-                    self._recomputing[key] = Recomputing(keeping, again, held_bytes)
-                numbers = self._recomputing[key].within(numbers, limit)
+            numbers = self._kept(request).all
+            if numbers.peak_bytes > limit and request.options.memory_budget is not None:
+                numbers = self._giving_up(request, numbers, limit).within(numbers, limit)
         except ZeroFXError as error:
             return replace(outcome, trouble=str(error))
         return replace(
             outcome, peak_bytes=round(numbers.peak_bytes), step_seconds=numbers.step_seconds,
-            exposed_seconds=numbers.exposed_seconds, least_seconds=keeping.step_seconds,
+            exposed_seconds=numbers.exposed_seconds,
             wire_bytes={WITHIN: round(numbers.within), ACROSS: round(numbers.across)},
         )  # fmt: skip
 
@@ -95,9 +90,12 @@ class Estimates:
         return max(seconds, default=0.0)
 
     @property
-    def _is_searched(self) -> bool:
-        options = self._request.options
-        return options.memory_budget is not None and options.recompute == "auto"
+    def _away_bytes(self) -> int:
+        """What a rank may hold elsewhere than on its device."""
+        options, machine = self._request.options, self._request.machine
+        tiers = tiers_for(options.offload, machine) if options.memory_budget is not None else ()
+        share = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank}
+        return sum(share[tier] for tier in tiers)
 
     def _outcome(self, mesh: Mesh) -> MeshOutcome:
         machine = self._request.machine
@@ -111,19 +109,33 @@ class Estimates:
     def _least(self, request: Request) -> float:
         """Seconds that no step on the mesh is faster than: one group computes as long by itself, and links are busy.
 
-        What a budget asks to be computed again comes on top, as far as another mesh with as many ``model`` ranks has
-        shown it.
+        What a budget asks for comes on top, as far as other meshes with as many ``model`` ranks have shown it, and what
+        does not fit of parameters and states goes to the host and back.
         """
-        mesh, limit = request.mesh, self._outcome(request.mesh).limit_bytes
-        if mesh.model not in self._alone:
-            self._alone[mesh.model] = self._numbers(self._on(Mesh(model=mesh.model)), request.options.recompute)
-        computing, floor = self._alone[mesh.model].computing, self._floor(request)
-        recomputing = self._recomputing.get((mesh.model, mesh.shard > 1))
-        if recomputing is not None:
-            keeping = recomputing.keeping
-            peak = keeping.peak_bytes + floor.held_bytes - recomputing.held_bytes
-            computing += recomputing.within(replace(keeping, peak_bytes=peak), limit).computing - keeping.computing
-        return max(computing, floor.busy_seconds)
+        mesh, floor = request.mesh, self._floor(request)
+        alone = self._alone.get(mesh.model)
+        if alone is None:
+            alone = self._alone[mesh.model] = self._kept(self._on(Mesh(model=mesh.model))).all
+        limit, given_up = self._outcome(mesh).limit_bytes, 0.0
+        for shown, held_bytes in self._given_up.get((mesh.model, mesh.shard > 1), ()):
+            peak = shown.keeping.peak_bytes + floor.held_bytes - held_bytes
+            within = shown.within(replace(shown.keeping, peak_bytes=peak), limit)
+            given_up = max(given_up, within.computing - shown.keeping.computing)
+        away_bytes = max(floor.held_bytes - limit, 0.0)
+        path = self._request.machine.host.to_device
+        return max(alone.computing + given_up, floor.busy_seconds, away_bytes / path.bandwidth)
+
+    def _giving_up(self, request: Request, numbers: Numbers, limit: int) -> GivingUp:
+        """What layers give up for ``limit``, as another mesh has shown it that has to free about as much, or this one;
+        ``numbers``: what it takes otherwise."""
+        mesh = request.mesh
+        known = self._given_up.setdefault((mesh.model, mesh.shard > 1), [])
+        for shown, _ in known:
+            if shown.reaches(numbers, limit):
+                return shown
+        own = self._short.giving_up(request, self._captures_of(request), self._kept(request), limit)
+        known.append((own, self._floor(request).held_bytes))
+        return own
 
     def _floor(self, request: Request) -> Floor:
         if request.mesh not in self._floors:
@@ -145,12 +157,10 @@ class Estimates:
             raise shared
         return shared
 
-    def _numbers(self, request: Request, recompute: Recompute) -> Numbers:
-        if recompute != request.options.recompute:
-            return self._short.numbers(request, self._captures_of(request), recompute)
-        if request.mesh not in self._simulated:
-            self._simulated[request.mesh] = self._short.numbers(request, self._captures_of(request), recompute)
-        return self._simulated[request.mesh]
+    def _kept(self, request: Request) -> Keeping:
+        if request.mesh not in self._keeping:
+            self._keeping[request.mesh] = self._short.keeping(request, self._captures_of(request))
+        return self._keeping[request.mesh]
 
 
 def captured_samples(request: Request) -> int:

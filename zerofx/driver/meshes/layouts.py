@@ -4,7 +4,7 @@ The integer program (``scheduler/decide/shardings.py``) adds seconds up, and tak
 much of what ranks gather of parameters is hidden by computation, nor what a byte is worth. So it is solved for several
 prices of both, and where that gives other layouts, each is simulated for a few of the layers
 (``zerofx/driver/meshes/short_steps.py``). The fastest is taken; within a memory budget the fastest that fits, with as
-much computed again as it needs for that, or else the one that needs least.
+much given up as it has to, or else the one that needs least.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from zerofx.budgets import budget_bytes
 from zerofx.driver.captures import Captures
-from zerofx.driver.meshes.short_steps import Numbers, Recomputing, ShortSteps
+from zerofx.driver.meshes.short_steps import Numbers, ShortSteps
 from zerofx.driver.prepared import Request
 from zerofx.scheduler.cost.sharing import Prices
 from zerofx.scheduler.plan.decisions import ShardingDecision
@@ -23,7 +23,7 @@ Shardings = tuple[ShardingDecision, ...]
 Share = Callable[[Request, Captures, Shardings], Captures]
 
 _EXPOSED = (0.5, 0.0)  # of the seconds in which parameters are gathered, what may not be hidden, next to all of it
-_DEARER = (0.25, 1.0, 4.0, 16.0)  # prices of a byte, by what one costs that is computed again
+_DEARER = (0.25, 1.0, 4.0, 16.0)  # prices of a byte, by what one costs that is given up
 _NEXT_TO_NOTHING = 1e-3  # of a step: what is faster by less is the same
 
 
@@ -91,15 +91,13 @@ class _Judge:
 
     def of(self, layout: Shardings) -> _Judged:
         shared = [self.share(self.request, *part) for part in self.short.parts(layout)]
-        recompute = self.request.options.recompute
-        keeping = self.short.numbers(self.request, shared, recompute)
-        if self.limit is None or keeping.peak_bytes <= self.limit:
-            return _Judged(0.0, keeping.step_seconds, is_forced=False, seconds_per_byte=0.0)
-        spread = keeping.step_seconds / keeping.peak_bytes  # where nothing is computed again
-        if recompute != "auto":
-            return _judged(keeping, self.limit, spread)
-        again = Recomputing(keeping, self.short.numbers(self.request, shared, "full"))
-        return _judged(again.within(keeping, self.limit), self.limit, again.seconds_per_byte or spread)
+        keeping = self.short.keeping(self.request, shared)
+        numbers = keeping.all
+        if self.limit is None or numbers.peak_bytes <= self.limit:
+            return _Judged(0.0, numbers.step_seconds, is_forced=False, seconds_per_byte=0.0)
+        given_up = self.short.giving_up(self.request, shared, keeping, self.limit)
+        price = given_up.seconds_per_byte or numbers.step_seconds / numbers.peak_bytes
+        return _judged(given_up.within(numbers, self.limit), self.limit, price)
 
 
 def _judged(numbers: Numbers, limit: int, seconds_per_byte: float) -> _Judged:

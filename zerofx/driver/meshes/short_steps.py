@@ -1,11 +1,15 @@
 """What a step takes, read from a few of its layers.
 
 It is planned and simulated with a few layers of each row of equal ones (``scheduler/analysis/shallow.py``), and with
-one more of each row: as every further layer adds the same, that says what all of them take.
+one more of each row: as every further layer adds the same, that says what all of them take. Where that is more than a
+memory budget, the few layers, and twice as many, are planned within their share of it: each gives up as much as each of
+all has to, in any way that a search finds. What that costs the further ones is taken for all others: where forward ends
+and backward begins it costs more, and that is there once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
@@ -13,7 +17,6 @@ from zerofx.driver.captures import Captures
 from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.ir.facts import Phase, origin
 from zerofx.ir.graph import StepGraph
-from zerofx.options import Recompute
 from zerofx.runtime.state.optimizer import OptimizerBinding
 from zerofx.scheduler.analysis.shallow import KEPT, rows_of, shallow
 from zerofx.scheduler.cost.simulate import Simulation
@@ -21,8 +24,10 @@ from zerofx.scheduler.cost.wire_volume import ACROSS, WITHIN
 from zerofx.scheduler.plan.decisions import ShardingDecision
 from zerofx.scheduler.search.mesh_floor import Floor, floor_of
 from zerofx.scheduler.search.planner import make_plan
-from zerofx.scheduler.search.problem import Problem
+from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 from zerofx.scheduler.search.target import Target
+
+_FURTHER = 1.1  # than what layers have given up, that more are taken to give up at the same price
 
 Part = tuple[Captures, tuple[ShardingDecision, ...]]
 
@@ -45,23 +50,49 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Recomputing:
-    """A step that keeps all, and the same where all is computed again that can be; ``held_bytes`` are its floor's."""
+class Keeping:
+    """What all layers take where nothing is given up for memory, and the few that this was read from.
+
+    ``more`` are of as many again, ``times`` and ``more_times`` how often the layers of the few are in all and in those.
+    """
+
+    all: Numbers
+    few: Numbers
+    more: Numbers
+    times: float
+    more_times: float
+
+
+@dataclass(frozen=True)
+class GivingUp:
+    """A step that keeps all, and the same where each layer gives up what a few of them had to for a budget.
+
+    ``is_refused``: whether that is all that can be given up, and was too little.
+    """
 
     keeping: Numbers
     least: Numbers
-    held_bytes: float = 0.0
+    is_refused: bool
+
+    @property
+    def freed_bytes(self) -> float:
+        """The bytes that are given up."""
+        return self.keeping.peak_bytes - self.least.peak_bytes
 
     @property
     def seconds_per_byte(self) -> float:
-        """What a byte costs that is computed again; 0 where that frees none."""
-        freed = self.keeping.peak_bytes - self.least.peak_bytes
-        return max(self.least.step_seconds - self.keeping.step_seconds, 0.0) / freed if freed > 0 else 0.0
+        """What a byte of them costs; 0 where there are none."""
+        longer = max(self.least.step_seconds - self.keeping.step_seconds, 0.0)
+        return longer / self.freed_bytes if self.freed_bytes > 0 else 0.0
+
+    def reaches(self, numbers: Numbers, limit: int) -> bool:
+        """Whether this says what ``numbers`` of a step that keeps all come to within ``limit``."""
+        return not self.is_refused and numbers.peak_bytes - limit <= _FURTHER * self.freed_bytes
 
     def within(self, numbers: Numbers, limit: int) -> Numbers:
-        """``numbers`` of a step that keeps all, where as much is computed again as ``limit`` asks for."""
-        freed = self.keeping.peak_bytes - self.least.peak_bytes
-        part = min((numbers.peak_bytes - limit) / freed, 1.0) if freed > 0 else 1.0
+        """``numbers`` of a step that keeps all, where as many layers give something up as ``limit`` asks for."""
+        freed, most = self.freed_bytes, 1.0 if self.is_refused else _FURTHER
+        part = min((numbers.peak_bytes - limit) / freed, most) if freed > 0 else 1.0
         return numbers.plus(max(part, 0.0), self.least, self.keeping)
 
 
@@ -73,6 +104,8 @@ class ShortSteps:
         step = captures.of_one(number)
         self._rows = rows_of(step)
         short = [shallow(step, self._rows), *(shallow(step, self._rows, row) for row in self._rows)]
+        if self._rows and request.options.memory_budget is not None:
+            short.append(shallow(step, self._rows, remaining=2 * KEPT))
         self._captures = [captures.short(number, part) for part in short]
         self._names = [part.by_name() for part in short]
         self._known: OptimizerBinding | None = None
@@ -86,18 +119,57 @@ class ShortSteps:
             for captures, names in zip(self._captures, self._names, strict=True)
         ]
 
-    def numbers(self, request: Request, shared: Sequence[Captures], recompute: Recompute) -> Numbers:
-        """What all layers take, without a budget; ``shared``: the steps as one rank of the model axis runs them.
+    def keeping(self, request: Request, shared: Sequence[Captures]) -> Keeping:
+        """What all layers take without a budget; ``shared``: the steps as one rank of the model axis runs them.
 
         Raises:
             ZeroFXError: the step cannot run so.
         """
-        request = replace(request, options=replace(request.options, memory_budget=None, recompute=recompute))
-        short, *longer = [self._simulated(request, captures) for captures in shared]
-        whole = short
-        for row, more in zip(self._rows, longer, strict=True):
-            whole = whole.plus(len(row.repetitions) - KEPT, more, short)
-        return whole
+        short, *longer = [self._simulated(request, captures, None) for captures in shared[: len(self._rows) + 1]]
+        every = few = more = short
+        for row, one_more in zip(self._rows, longer, strict=True):
+            further = len(row.repetitions) - KEPT
+            every = every.plus(further, one_more, short)
+            more = more.plus(min(further, KEPT), one_more, short)
+            few = few.plus(KEPT, one_more, short)
+
+        def times(numbers: Numbers) -> float:
+            grown = few.peak_bytes - short.peak_bytes
+            return 1.0 + (numbers.peak_bytes - short.peak_bytes) / grown if grown > 0 else 1.0
+
+        return Keeping(every, short, more, times(every), times(more))
+
+    def giving_up(self, request: Request, shared: Sequence[Captures], keeping: Keeping, limit: int) -> GivingUp:
+        """What all layers give up within ``limit`` bytes, which are fewer than those of ``keeping``.
+
+        Raises: as ``keeping``.
+        """
+        per_few = (keeping.all.peak_bytes - limit) / keeping.times
+        least, is_refused = self._within(request, shared[0], keeping.few, per_few)
+        if is_refused:
+            return GivingUp(keeping.all, keeping.all.plus(keeping.times, least, keeping.few), is_refused)
+        every = keeping.all.plus(1.0, least, keeping.few)
+        if keeping.more_times > 1.0:
+            further, is_refused = self._within(request, shared[-1], keeping.more, keeping.more_times * per_few)
+            times = (keeping.times - 1.0) / (keeping.more_times - 1.0)
+            every = every.plus(times, further, keeping.more).plus(times, keeping.few, least)
+        # Extrapolated from two searches, which give up whole layers' values: less than nothing is none.
+        every = replace(
+            every, step_seconds=max(every.step_seconds, keeping.all.step_seconds),
+            computing=max(every.computing, keeping.all.computing),
+        )  # fmt: skip
+        return GivingUp(keeping.all, every, is_refused)
+
+    def _within(
+        self, request: Request, captures: Captures, keeping: Numbers, freed_bytes: float
+    ) -> tuple[Numbers, bool]:
+        """What the layers of ``captures``, which take ``keeping``, take without so many bytes, and whether they cannot:
+        then what they have least."""
+        budget = math.floor(keeping.peak_bytes - freed_bytes)
+        try:
+            return self._simulated(request, captures, budget), False
+        except BudgetMissedError as missed:
+            return replace(keeping, peak_bytes=min(max(missed.least_bytes, budget + 1), keeping.peak_bytes)), True
 
     def floor(self, request: Request, shared: Sequence[Captures]) -> Floor:
         """What all layers take at least.
@@ -105,16 +177,25 @@ class ShortSteps:
         Raises: as ``numbers``.
         """
         short, *longer = [
-            floor_of(self._problem(request, self._prepared(request, captures)), request.mesh) for captures in shared
+            floor_of(self._problem(request, self._prepared(request, captures)), request.mesh)
+            for captures in shared[: len(self._rows) + 1]
         ]
         whole = short
         for row, more in zip(self._rows, longer, strict=True):
             whole = whole.plus(len(row.repetitions) - KEPT, more, short)
         return whole
 
-    def _simulated(self, request: Request, captures: Captures) -> Numbers:
+    def _simulated(self, request: Request, captures: Captures, budget: int | None) -> Numbers:
+        """
+        Raises:
+            BudgetMissedError: no plan takes ``budget`` bytes.
+            ZeroFXError: the step cannot run so.
+        """
+        if budget is not None and budget <= 0:
+            raise BudgetMissedError("a few layers have no share of the budget", 1)
+        request = replace(request, options=replace(request.options, memory_budget=budget))
         prepared = self._prepared(request, captures)
-        problem = self._problem(request, prepared)
+        problem = self._problem(request, prepared, budget)
         plan = make_plan(problem)
         problem = problem.on(prepared.for_plan(plan), plan.num_micro_batches)
         return _numbers_of(*problem.rehearsal.simulated(plan))
@@ -124,8 +205,8 @@ class ShortSteps:
         self._known = prepared.binding
         return prepared
 
-    def _problem(self, request: Request, prepared: Prepared) -> Problem:
-        return Problem.of(prepared, self._target, request.options, None)
+    def _problem(self, request: Request, prepared: Prepared, budget: int | None = None) -> Problem:
+        return Problem.of(prepared, self._target, request.options, budget)
 
 
 def _numbers_of(step: StepGraph, simulation: Simulation) -> Numbers:
