@@ -25,15 +25,23 @@ from zerofx.units import format_bytes, format_seconds
 
 CHOSEN: Final = "chosen"
 
+Pins = dict[str, str]
+"""Where operators and parameters lie, by patterns of their names."""
+
 
 @dataclass(frozen=True)
 class Named:
-    """A model, with the names that people pin: products by columns and by rows, and what is between those."""
+    """A model, with the names that people pin: products by columns and by rows."""
 
     shape: Shape
     columns: tuple[str, ...]
     rows: tuple[str, ...]
-    between: tuple[str, ...] = ("*norm*", "*layers.?")
+
+    @property
+    def between(self) -> tuple[str, ...]:
+        """What is between those: norms, and what layers give."""
+        digits = range(1, len(str(self.shape.depth - 1)) + 1)
+        return ("*norm*", *(f"*layers.{'?' * number}" for number in digits))
 
 
 MODELS: Final[Mapping[str, Named]] = {
@@ -50,7 +58,7 @@ MODELS: Final[Mapping[str, Named]] = {
 }
 
 
-def layouts(named: Named) -> dict[str, dict[str, str]]:
+def layouts(named: Named) -> dict[str, Pins]:
     """What is pinned, by what people call it; nothing in the plan's own layout."""
     by_features = dict.fromkeys(named.columns, "column") | dict.fromkeys(named.rows, "row")
     return {
@@ -62,15 +70,15 @@ def layouts(named: Named) -> dict[str, dict[str, str]]:
     }
 
 
-def planned(shape: Shape, pins: Mapping[str, str], num_ranks: int, **options: Any) -> zerofx.Plan:
-    """The plan of a model on ranks that share its step, where it lies as is pinned."""
+def planned(shape: Shape, pins: Pins, **options: Any) -> zerofx.PlannedStep:
+    """A model's step, which lies as is pinned; ``options`` as for ``zerofx.plan``."""
     with torch.device("meta"):
         model = _gpt(shape) if shape.family == "gpt" else llama(shape)
     ids = torch.zeros(shape.sequences, shape.tokens, dtype=torch.int64)
     batch = {"tokens": ids, "targets": ids} if shape.family == "gpt" else {"input_ids": ids, "labels": ids}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     options = {"machine": "h100-sxm", "precision": "bf16", **options}
-    return zerofx.plan(model, optimizer, batch, mesh={"model": num_ranks}, shardings=dict(pins), **options).plan
+    return zerofx.plan(model, optimizer, batch, shardings=pins, **options)
 
 
 def _gpt(shape: Shape) -> nn.Module:
@@ -86,7 +94,7 @@ def rows(names: list[str], ranks: list[int]) -> Iterator[list[str]]:
             least = None
             for layout, pins in layouts(MODELS[name]).items():
                 try:
-                    plan = planned(MODELS[name].shape, pins, num_ranks)
+                    plan = planned(MODELS[name].shape, pins, mesh={"model": num_ranks}).plan
                 except zerofx.UsageError as error:
                     yield [name, str(num_ranks), layout, str(error).splitlines()[0][:60]]
                     continue

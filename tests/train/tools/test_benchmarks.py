@@ -19,6 +19,7 @@ from benchmarks import (
     host_update,
     launch_cost,
     layouts,
+    mesh_choice,
     nvme_throughput,
     rounding,
 )
@@ -111,10 +112,35 @@ def test_the_memory_frontier_of_a_tiny_model(tmp_path: Path) -> None:
 def test_no_layout_by_hand_is_faster_than_the_chosen_one_on_two_ranks(name: str) -> None:
     model = replace(layouts.MODELS[name], shape=replace(layouts.MODELS[name].shape, depth=2))
     seconds = {
-        layout: layouts.planned(model.shape, pins, 2, backend="eager").step_seconds
+        layout: layouts.planned(model.shape, pins, mesh={"model": 2}, backend="eager").plan.step_seconds
         for layout, pins in layouts.layouts(model).items()
     }
     assert len(seconds) == 5 and min(seconds.values()) == seconds[layouts.CHOSEN]
+
+
+def test_meshes_by_hand_are_compared_with_the_chosen_one_and_choosing_with_one_plan() -> None:
+    def found(mesh: str, seconds: float, cpu_seconds: float) -> dict[str, Any]:
+        return {
+            "mesh": mesh, "step_seconds": 8 * seconds, "seconds_per_sample": seconds, "exposed_seconds": 0.0,
+            "peak_bytes": 3 << 30, "cpu_seconds": cpu_seconds, "resident_bytes": 1 << 30,
+        }  # fmt: skip
+
+    case = mesh_choice.CASES["llama-8b"]
+    plans = mesh_choice.plans_of(case)
+    assert plans["TP 4 + SP + FSDP"].mesh == {"shard": 2, "model": 4} and plans["HSDP, 4 replicas"].mesh == {
+        "replicate": 4,
+        "shard": 2,
+    }
+    assert plans["Ulysses 8 + FSDP, equal batch"].times == 8 and set(plans["TP 2 + SP + FSDP"].pins) > {"*layers.??"}
+    results = {
+        mesh_choice.ONE: found("shard 8", 0.5, 10.0), mesh_choice.CHOSEN: found("shard 4 x model 2", 0.4, 25.0),
+        "Ulysses 8 + FSDP": {"refused": "cannot be met", "cpu_seconds": 5.0, "resident_bytes": 1 << 30},
+    }  # fmt: skip
+    text = mesh_choice.table({"llama-8b": results})
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "llama-8b" in line]
+    assert rows[0][1:4] == ["10", "25", "2.50"]
+    assert rows[1][1:5] == ["FSDP", "shard 8", "500.00 ms", "1.250"] and rows[2][4] == "1.000"
+    assert rows[3][1:] == ["Ulysses 8 + FSDP", "", "", "", "", "", "does not fit"]
 
 
 def test_the_cost_of_launches_has_a_share_of_the_step() -> None:
