@@ -30,6 +30,7 @@ from zerofx.runtime.cuda_graphs.graphed import GraphedSteps
 from zerofx.runtime.measure.measure import Measurement, Meter
 from zerofx.runtime.state.arguments import batch_tensors
 from zerofx.scheduler.cost.cpu.peaks import refuse_profilers
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.session.batches.micro_batches import MicroBatches, count_all
 from zerofx.session.batches.rungs import Rungs
 from zerofx.session.ending import end, end_connections
@@ -234,6 +235,19 @@ class Step(Whole, Reported):
         with on_device(self._steps.device), working("prepare a step"):
             self._rungs.prepare_all(self._steps.batch_of(args, kwargs))
 
+    def choose_mesh(self, *args: Any, **kwargs: Any) -> Mesh:
+        """The mesh that steps run on: with ``mesh="auto"`` the fastest for such batches, as the first step chooses it.
+
+        It says which ranks are to be given the same batches (those that differ along ``model`` alone). Nothing is built
+        yet. Collective.
+
+        Raises:
+            MemoryBudgetError: no mesh has a plan that fits the budget.
+        """
+        self._life.check_open("choose a mesh")
+        with on_device(self._steps.device), working("choose a mesh"):
+            return self._rungs.choose_mesh(self._steps.batch_of(args, kwargs))
+
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for a batch in evaluation mode, computed where its parameters are. Collective.
 
@@ -305,19 +319,6 @@ class Step(Whole, Reported):
         self._life.check_open(purpose)
         if self._steps.device.type == "cpu":
             refuse_profilers(self._control.gather(is_profiling(), purpose))
-
-    def flush(self) -> None:
-        """Finish delayed updates, so that the parameters are those after all steps so far. Collective.
-
-        Whatever shows parameters or states does so by itself: ``full_parameters``, ``full_state_dict``,
-        ``optimizer.state_dict`` and ``close``. The step after a flush computes with parameters that are up to date, as
-        the first one after the warm-up does. Without ``delayed_update`` there is nothing to finish.
-        """
-        self._life.check_open("flush the step")
-        if self._steps.taken is not None:
-            self._control.meet("flush the step")
-            with self._control.together("flush the step"):
-                self._steps.taken.state.flush()
 
     # ------------------------------------------------------------------------------------------------ ending
 

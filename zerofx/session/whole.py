@@ -24,6 +24,19 @@ from zerofx.session.taken_over import TakenOver
 class Whole(Checkpointed):
     """The part of a ``Step`` that shows whole parameters."""
 
+    def flush(self) -> None:
+        """Finish delayed updates, so that the parameters are those after all steps so far. Collective.
+
+        Whatever shows parameters or states does so by itself: ``full_parameters``, ``full_state_dict``,
+        ``optimizer.state_dict`` and ``close``. The step after a flush computes with parameters that are up to date, as
+        the first one after the warm-up does. Without ``delayed_update`` there is nothing to finish.
+        """
+        self._life.check_open("flush the step")
+        if self._steps.taken is not None:
+            self._life.control.meet("flush the step")
+            with self._life.control.together("flush the step"):
+                self._steps.taken.state.flush()
+
     @contextmanager
     def full_parameters(self, *, write_back: bool = False) -> Iterator[nn.Module]:
         """The model with its whole, trained parameters, for evaluation, generation or saving. Every rank must enter.
