@@ -24,6 +24,7 @@ from zerofx.errors import (
 from zerofx.ir.batch import Batch
 from zerofx.lowering.load import CompiledStep
 from zerofx.options import CompileOptions
+from zerofx.passes.barrier.keep_gradients import kept_buckets
 from zerofx.pipeline import check_disabled
 from zerofx.runtime.cuda_graphs.capturing import CudaCapturer
 from zerofx.runtime.cuda_graphs.graphed import GraphedSteps
@@ -42,6 +43,7 @@ from zerofx.session.metrics import LastStep
 from zerofx.session.reported import Reported
 from zerofx.session.steps import RUNNING, Steps
 from zerofx.session.stopped import leave_out, skip, undo
+from zerofx.session.taken_over import TakenOver
 from zerofx.session.whole import Whole
 from zerofx.settings import read_settings
 from zerofx.torch_private.profiler import is_profiling
@@ -82,6 +84,7 @@ class Step(Whole, Reported):
         self._grad_norm: torch.Tensor | None = None
         self._last = LastStep()
         self._outputs: Any = None
+        self._gradients: Mapping[int, torch.Tensor] = {}
         self._later = None
         owner = weakref.proxy(self)  # a step that is dropped goes at once
         self._graphs = GraphedSteps(
@@ -148,7 +151,7 @@ class Step(Whole, Reported):
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_micro_batches: int | None = None) -> Any:
         self._life.check_open("call step(batch)")
-        self._outputs = None  # which have no place in the plan of another step
+        self._outputs, self._gradients = None, {}  # which have no place in the plan of another step
         if self._later is not None:
             self._later.tidy()
         given = self._steps.batch_of(args, kwargs)
@@ -176,7 +179,7 @@ class Step(Whole, Reported):
             self._steps.gradients.put()
             left = skip(self.num_steps + 1, taken, advance, versions)
             self.num_skipped += 1
-            return self._returned(compiled, left)
+            return self._returned(compiled, taken, left)
         except NonFiniteLossError as error:
             self._steps.gradients.put()
             raises = self.options.on_nonfinite == "raise"
@@ -195,7 +198,7 @@ class Step(Whole, Reported):
         taken.update_scale(is_finite=True)
         taken.finish_step(self.options.delayed_update or 0, self.num_steps, compiled.plan)
         seeds.end(taken.device)
-        return self._returned(compiled, results)
+        return self._returned(compiled, taken, results)
 
     def _let_go_of_what_was_built(self) -> None:
         """Before the model is taken over anew."""
@@ -203,9 +206,10 @@ class Step(Whole, Reported):
         self._graphs.clear()
         self._evaluations.shapes.forget()
 
-    def _returned(self, compiled: CompiledStep, outcome: list[torch.Tensor]) -> Any:
+    def _returned(self, compiled: CompiledStep, taken: TakenOver, outcome: list[torch.Tensor]) -> Any:
         """What a call returns of a step's outcome; the norm of gradients is noted."""
         loss, *others = outcome
+        self._gradients = {b.index: others.pop() for b in reversed(kept_buckets(taken.layout, compiled.plan))}
         squares = others.pop() if self.options.grad_norms else None
         self._last.note_layers(self._steps.layers, squares)
         self._grad_norm = others.pop() if self.options.max_grad_norm is not None else None
@@ -238,8 +242,7 @@ class Step(Whole, Reported):
     def choose_mesh(self, *args: Any, **kwargs: Any) -> Mesh:
         """The mesh that steps run on: with ``mesh="auto"`` the fastest for such batches, as the first step chooses it.
 
-        It says which ranks are to be given the same batches (those that differ along ``model`` alone). Nothing is built
-        yet. Collective.
+        Ranks that differ along ``model`` alone are to be given the same batches. Nothing is built yet. Collective.
 
         Raises:
             MemoryBudgetError: no mesh has a plan that fits the budget.
