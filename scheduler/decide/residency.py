@@ -113,6 +113,11 @@ def decide(
     """
     sharded = any(bucket.is_gathered(stage) for bucket in layout.buckets)
     identity = identity or identify(step)
+    parameters += tuple(
+        ParameterDecision(bucket.index, bucket.lent_tier, "where the step has it that trains it")
+        for bucket in layout.buckets
+        if bucket.lent_tier is not None
+    )
     away = {decision.bucket for decision in parameters}
     resident = frozenset(
         bucket.index for bucket in layout.buckets if not bucket.is_gathered(stage) and bucket.index not in away
