@@ -69,15 +69,17 @@ def _trainer(kind: type[Trainer], folder: str, given: _Given, num_data: int, **o
     return trainer(kind, llama(), args, eval_dataset=evaluated, compute_metrics=_sums, **options)
 
 
-def _train(folder: str, given: _Given) -> tuple[dict[str, list[float]], int, int, int]:
-    """What a rank has logged, the samples of an update, ranks that share a batch, and parameters that lie in parts."""
+def _train(folder: str, given: _Given) -> tuple[dict[str, list[float]], int, int, int, list[int]]:
+    """What a rank has logged, the samples of an update, ranks that share a batch, parameters that lie in parts, and
+    the objects that each group of ranks has."""
     as_started_by_torchrun()
     one = _trainer(ZeroFXTrainer, folder, given, given.num_data, mesh=given.mesh, **given.options)
     with shapes_may_differ():
         one.train()
     plan = one.step.plan
     num_parted = sum(choice.outputs[0] != "R" for choice in plan.shardings if choice.parameter)
-    return history(one, *LOGGED), one.get_total_train_batch_size(one.args), plan.mesh.model, num_parted
+    objects = one.accelerator.gather_for_metrics([one.accelerator.process_index], use_gather_object=True)
+    return history(one, *LOGGED), one.get_total_train_batch_size(one.args), plan.mesh.model, num_parted, objects
 
 
 @pytest.mark.parametrize(
@@ -93,9 +95,11 @@ def _train(folder: str, given: _Given) -> tuple[dict[str, list[float]], int, int
 def test_ranks_that_share_a_computation_train_as_one_process(given: _Given, tmp_path: Path) -> None:
     plain = _trainer(Trainer, str(tmp_path / "plain"), given, 1)
     plain.train()
-    for found, samples, num_sharing, num_parted in run_ranks(_train, 2 * given.num_data, str(tmp_path), given):
+    for found, *others in run_ranks(_train, 2 * given.num_data, str(tmp_path), given):
+        samples, num_sharing, num_parted, objects = others
         assert samples == given.samples * given.num_micro_batches
         assert num_sharing == 2
         assert num_parted
+        assert objects == list(range(given.num_data))
         assert all(found.values())
         assert apart(found, history(plain, *LOGGED)) == []
