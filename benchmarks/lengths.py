@@ -91,8 +91,9 @@ def grouped(lengths: Sequence[int], samples: int) -> list[list[int]]:
     return [ordered[start : start + each] for start in range(0, len(ordered) - each + 1, each)]
 
 
-def batches(groups: Sequence[Sequence[int]], rank: int) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
-    """This rank's documents, and as a batch: ids and labels, those of what only fills a row left out."""
+def batches(groups: Sequence[Sequence[int]], rank: int) -> Iterator[tuple[int, list[Tensor], Tensor, Tensor]]:
+    """The tokens of the longest document of all ranks, this rank's documents, and these as a batch: ids and labels,
+    those of what only fills a row left out."""
     generator = torch.Generator().manual_seed(1)
     for number in torch.randperm(len(groups), generator=generator).tolist():
         drawn = [torch.randint(VOCAB, (length + 1,), generator=generator) for length in groups[number]]
@@ -101,7 +102,7 @@ def batches(groups: Sequence[Sequence[int]], rank: int) -> Iterator[tuple[list[T
             nn.utils.rnn.pad_sequence([document[part] for document in documents], True, value)
             for part, value in ((slice(None, -1), 0), (slice(1, None), -100))
         )
-        yield documents, ids, labels
+        yield max(groups[number]), documents, ids, labels
 
 
 def terms(ids: Tensor, labels: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ def losses(num_documents: int) -> dict[str, Any]:
     step.prepare(longest, longest)
     differences = []
     corpus = filled(documents_of(num_documents), RUNGS)
-    for documents, ids, labels in batches(corpus, rank):
+    for _, documents, ids, labels in batches(corpus, rank):
         count = summed(int(terms(ids, labels).sum()))
         optimizer.zero_grad()
         expected = 0.0
@@ -144,8 +145,8 @@ def losses(num_documents: int) -> dict[str, Any]:
         loss_of_all, wanted = summed(float(step(ids, labels)) / NUM_RANKS), summed(expected)
         differences.append(abs(loss_of_all - wanted) / wanted)
     peaks = {}
-    for _, ids, labels in batches(corpus, rank):
-        rung = -(-ids.shape[1] // 64) * 64
+    for longest_of_all, _, ids, labels in batches(corpus, rank):
+        rung = Ladder(tuple(RUNGS)).rung_of(longest_of_all)
         if rung not in peaks:
             peaks[rung] = step.measure(ids, labels, num_steps=2).peak_bytes["device"]
     return {
@@ -183,7 +184,7 @@ def speed(num_documents: int, name: str, loader: str, ladder: str) -> dict[str, 
         step(**_named(name, ids, ids))
     seconds = {"corpus": 0.0, "fixed": 0.0}
     tokens = {"corpus": 0.0, "fixed": 0.0}
-    for number, (_, ids, labels) in enumerate(batches(groups, rank)):
+    for number, (_, _, ids, labels) in enumerate(batches(groups, rank)):
         seconds["corpus"] += _seconds(step, _named(name, ids, labels))
         tokens["corpus"] += summed(int((labels != -100).sum()))
         if number % FIXED_EVERY == 0:
