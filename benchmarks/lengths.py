@@ -1,12 +1,15 @@
 """Batches of any length, padded to few: losses, bytes, tokens a second, and what building the rungs takes.
 
-    python -m benchmarks.lengths                      # a quarter of an hour on two cores
+    python -m benchmarks.lengths                      # half an hour on two cores
+    python -m benchmarks.lengths --parts speed --loaders filled --ladders fitted
     python -m benchmarks.lengths --parts losses speed --documents 300
     python -m benchmarks.lengths --parts builds --model llama
 
-Two gloo ranks read a corpus of documents whose lengths are log-uniform from 17 to 512 tokens, in batches of about as
-many tokens each, as loaders that sort by length make them. ``losses``: the eager backend within a budget, next to eager
-training in which each document is computed by itself. ``speed``: compiled, in turns with batches of 512 tokens.
+Two gloo ranks read a corpus of documents whose lengths are log-uniform from 17 to 512 tokens. ``losses``: the eager
+backend within a budget, next to eager training in which each document is computed by itself. ``speed``: compiled, in
+turns with batches of 512 tokens; batches are "filled", each of as many tokens, or "grouped", each of as many documents
+of alike lengths, as ``group_by_length`` of transformers makes them, and padded to multiples of 64 or to rungs that are
+"fitted" to the corpus (``zerofx.fitted_lengths``).
 ``builds``: one process, each rung built once with an empty cache, and both the whole ladder and its longest rung from
 a cache that has them.
 """
@@ -22,7 +25,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +37,14 @@ from torch import Tensor, nn
 import zerofx
 from benchmarks.lib.processes import Ranks
 from gpt import GPT
+from zerofx.ladder import Ladder
 
 SHORTEST, LONGEST, VOCAB, TOKENS = 17, 512, 4096, 4096
 RUNGS = range(64, LONGEST + 1, 64)
 SAMPLES = {rung: TOKENS // rung for rung in RUNGS}
 NUM_RANKS = 2
+FIXED_EVERY = 4  # steps of the corpus for one of batches of 512 tokens
+LOADERS, LADDERS = ("filled", "grouped"), ("even", "fitted")
 MODELS = ("gpt", "llama")
 
 
@@ -59,17 +66,35 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=3e-4, foreach=False)
 
 
-def batches(num_documents: int, rank: int) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
-    """This rank's documents, and as a batch: ids and labels, those of what only fills a row left out."""
-    generator = torch.Generator().manual_seed(1)
-    spread = torch.rand(num_documents, generator=generator)
-    lengths = (SHORTEST * (LONGEST / SHORTEST) ** spread).round().long().sort().values.tolist()
+def documents_of(num_documents: int) -> list[int]:
+    """How many tokens each document of the corpus has."""
+    spread = torch.rand(num_documents, generator=torch.Generator().manual_seed(1))
+    return (SHORTEST * (LONGEST / SHORTEST) ** spread).round().long().tolist()
+
+
+def filled(lengths: Sequence[int], rungs: Sequence[int]) -> list[list[int]]:
+    """Documents of each step of all ranks: the longest first, as many as have ``TOKENS`` a rank when padded."""
     groups: list[list[int]] = [[]]
-    for length in lengths:
-        rung = -(-length // 64) * 64
-        if groups[-1] and (-(-groups[-1][-1] // 64) * 64 != rung or len(groups[-1]) == NUM_RANKS * SAMPLES[rung]):
+    for length in sorted(lengths, reverse=True):
+        if groups[-1] and len(groups[-1]) == NUM_RANKS * (TOKENS // Ladder(tuple(rungs)).rung_of(groups[-1][0])):
             groups.append([])
         groups[-1].append(length)
+    return groups
+
+
+def grouped(lengths: Sequence[int], samples: int) -> list[list[int]]:
+    """The same by ``group_by_length`` of transformers: so many ``samples`` of alike lengths, in random order."""
+    from transformers.trainer_pt_utils import get_length_grouped_indices
+
+    each, draws = NUM_RANKS * samples, torch.Generator().manual_seed(1)
+    ordered = [lengths[index] for index in get_length_grouped_indices(list(lengths), each, generator=draws)]
+    return [ordered[start : start + each] for start in range(0, len(ordered) - each + 1, each)]
+
+
+def batches(groups: Sequence[Sequence[int]], rank: int) -> Iterator[tuple[int, list[Tensor], Tensor, Tensor]]:
+    """The tokens of the longest document of all ranks, this rank's documents, and these as a batch: ids and labels,
+    those of what only fills a row left out."""
+    generator = torch.Generator().manual_seed(1)
     for number in torch.randperm(len(groups), generator=generator).tolist():
         drawn = [torch.randint(VOCAB, (length + 1,), generator=generator) for length in groups[number]]
         documents = drawn[rank::NUM_RANKS] or drawn[-1:]
@@ -77,7 +102,7 @@ def batches(num_documents: int, rank: int) -> Iterator[tuple[list[Tensor], Tenso
             nn.utils.rnn.pad_sequence([document[part] for document in documents], True, value)
             for part, value in ((slice(None, -1), 0), (slice(1, None), -100))
         )
-        yield documents, ids, labels
+        yield max(groups[number]), documents, ids, labels
 
 
 def terms(ids: Tensor, labels: Tensor) -> Tensor:
@@ -104,7 +129,8 @@ def losses(num_documents: int) -> dict[str, Any]:
     step = zerofx.compile(model, adamw(model), backend="eager", lengths=SAMPLES, loss_terms=terms, memory_budget=budget)
     step.prepare(longest, longest)
     differences = []
-    for documents, ids, labels in batches(num_documents, rank):
+    corpus = filled(documents_of(num_documents), RUNGS)
+    for _, documents, ids, labels in batches(corpus, rank):
         count = summed(int(terms(ids, labels).sum()))
         optimizer.zero_grad()
         expected = 0.0
@@ -119,8 +145,8 @@ def losses(num_documents: int) -> dict[str, Any]:
         loss_of_all, wanted = summed(float(step(ids, labels)) / NUM_RANKS), summed(expected)
         differences.append(abs(loss_of_all - wanted) / wanted)
     peaks = {}
-    for _, ids, labels in batches(num_documents, rank):
-        rung = -(-ids.shape[1] // 64) * 64
+    for longest_of_all, _, ids, labels in batches(corpus, rank):
+        rung = Ladder(tuple(RUNGS)).rung_of(longest_of_all)
         if rung not in peaks:
             peaks[rung] = step.measure(ids, labels, num_steps=2).peak_bytes["device"]
     return {
@@ -139,42 +165,52 @@ def _peak(longest: Tensor) -> int:
     return peak
 
 
-def speed(num_documents: int, name: str) -> dict[str, Any]:
-    """Tokens a second of the corpus, and of batches of 512 tokens between its steps."""
-    rank = dist.get_rank()
+def speed(num_documents: int, name: str, loader: str, ladder: str) -> dict[str, Any]:
+    """Tokens a second of the corpus, and of batches of 512 tokens between its steps.
+
+    ``loader`` gives every step as many tokens (``"filled"``), or as many documents (``"grouped"``).
+    """
+    rank, lengths = dist.get_rank(), documents_of(num_documents)
+    rungs = zerofx.fitted_lengths(lengths) if ladder == "fitted" else tuple(RUNGS)
+    longest = TOKENS // LONGEST
+    samples = {rung: TOKENS // rung if loader == "filled" else longest for rung in rungs}
+    groups = filled(lengths, rungs) if loader == "filled" else grouped(lengths, longest)
     model = make(name)
-    step = zerofx.compile(model, adamw(model), lengths=SAMPLES, loss_terms=_terms_of(name))
-    full = torch.randint(VOCAB, (SAMPLES[LONGEST], LONGEST))
+    step = zerofx.compile(model, adamw(model), lengths=samples, loss_terms=_terms_of(name))
+    full = torch.randint(VOCAB, (longest, LONGEST))
     step.prepare(**_named(name, full, full))
-    corpus = list(batches(num_documents, rank))
-    for rung in RUNGS:  # what is taken on first use
-        ids = torch.randint(VOCAB, (SAMPLES[rung], rung))
+    for rung in rungs:  # what is taken on first use
+        ids = torch.randint(VOCAB, (samples[rung], rung))
         step(**_named(name, ids, ids))
     seconds = {"corpus": 0.0, "fixed": 0.0}
-    tokens = {"corpus": 0.0, "padded": 0.0, "fixed": 0.0}
-    for _, ids, labels in corpus:
-        dist.barrier()
-        began = time.perf_counter()
-        step(**_named(name, ids, labels))
-        dist.barrier()
-        between = time.perf_counter()
-        step(**_named(name, full, full))
-        dist.barrier()
-        seconds["corpus"] += between - began
-        seconds["fixed"] += time.perf_counter() - between
+    tokens = {"corpus": 0.0, "fixed": 0.0}
+    for number, (_, _, ids, labels) in enumerate(batches(groups, rank)):
+        seconds["corpus"] += _seconds(step, _named(name, ids, labels))
         tokens["corpus"] += summed(int((labels != -100).sum()))
-        tokens["padded"] += NUM_RANKS * TOKENS
-        tokens["fixed"] += NUM_RANKS * full.numel()
+        if number % FIXED_EVERY == 0:
+            seconds["fixed"] += _seconds(step, _named(name, full, full))
+            tokens["fixed"] += NUM_RANKS * full.numel()
+    padded_to = [Ladder(rungs).rung_of(max(group)) for group in groups]
+    padded = sum(NUM_RANKS * samples[rung] * rung for rung in padded_to)
     rates = {
-        "corpus": tokens["corpus"] / seconds["corpus"], "with padding": tokens["padded"] / seconds["corpus"],
+        "corpus": tokens["corpus"] / seconds["corpus"], "with padding": padded / seconds["corpus"],
         "fixed": tokens["fixed"] / seconds["fixed"],
     }  # fmt: skip
     return {
-        "steps": len(corpus), "rungs": len(step.rungs),
+        "batches": loader, "rungs": rungs, "steps": len(groups),
         **{f"tokens a second, {what}": rate for what, rate in rates.items()},
         "ratio": rates["corpus"] / rates["fixed"], "ratio with padding": rates["with padding"] / rates["fixed"],
-        "part that is padding": 1 - tokens["corpus"] / tokens["padded"],
+        "part that is padding": 1 - tokens["corpus"] / padded,
     }  # fmt: skip
+
+
+def _seconds(step: zerofx.Step, batch: dict[str, Tensor]) -> float:
+    """What a step of all ranks takes."""
+    dist.barrier()
+    began = time.perf_counter()
+    step(**batch)
+    dist.barrier()
+    return time.perf_counter() - began
 
 
 def _named(name: str, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -251,6 +287,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Batches of any length, padded to few.")
     parser.add_argument("--parts", nargs="+", default=["losses", "speed", "builds"])
     parser.add_argument("--documents", type=int, default=1000)
+    parser.add_argument("--loaders", nargs="+", choices=LOADERS, default=LOADERS, help="of speed")
+    parser.add_argument("--ladders", nargs="+", choices=LADDERS, default=LADDERS, help="of speed")
     parser.add_argument("--model", choices=MODELS, help="of speed, by default gpt; of builds, by default both")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -259,8 +297,10 @@ def main() -> None:
             request = {"part": "losses", "num_documents": options.documents}
             print(json.dumps(answer(request, NUM_RANKS, 1, place), indent=1), flush=True)
         if "speed" in options.parts:
-            request = {"part": "speed", "num_documents": options.documents, "name": options.model or "gpt"}
-            print(json.dumps(answer(request, NUM_RANKS, 1, place), indent=1), flush=True)
+            for loader, ladder in product(options.loaders, options.ladders):
+                request = {"part": "speed", "num_documents": options.documents, "name": options.model or "gpt"}
+                request |= {"loader": loader, "ladder": ladder}
+                print(json.dumps(answer(request, NUM_RANKS, 1, place), indent=1), flush=True)
         if "builds" in options.parts:
             for name in MODELS if options.model is None else [options.model]:
                 print_builds(name, place)

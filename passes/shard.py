@@ -75,10 +75,10 @@ def parameter_tier(plan: Plan, bucket: Bucket) -> Tier:
     """
     decisions = [decision for decision in plan.parameters if decision.bucket == bucket.index]
     tier = next((tier for tier in TIERS if decisions and tier == decisions[0].tier), DEVICE)
-    if decisions and (len(decisions) > 1 or tier == DEVICE or plan.stage != 3):
+    if decisions and (len(decisions) > 1 or tier == DEVICE or bucket.held_at(plan.stage) != 3):
         raise PlanError(
             f"expected at most one decision about the parameters of {bucket.name}, with tier host or nvme and at stage "
-            f"3; found {decisions} at stage {plan.stage}: make the plan anew"
+            f"3; found {decisions} at stage {bucket.held_at(plan.stage)}: make the plan anew"
         )
     return tier
 
@@ -86,7 +86,7 @@ def parameter_tier(plan: Plan, bucket: Bucket) -> Tier:
 def add_shard(step: StepGraph, bucket: Bucket, alias_of: str | None = None) -> fx.Node:
     """The placeholder of this rank's slice in the compute dtype, shape ``[bucket.shard_numel]``."""
     return step.add_placeholder(
-        f"shard_{bucket.index}", Placeholder(Role.SHARD, bucket.name, bucket.index, alias_of),
+        f"shard_{bucket.index}", Placeholder(Role.SHARD, bucket.name, bucket.index, alias_of, is_lent=bucket.is_lent),
         (bucket.shard_numel,), bucket.compute_dtype,
     )  # fmt: skip
 

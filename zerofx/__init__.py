@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from zerofx.api import compile
     from zerofx.deferred import empty_init
     from zerofx.driver.plan_only import PlannedStep, plan
+    from zerofx.ladder import fitted_lengths
     from zerofx.precision import LossScale
     from zerofx.scheduler.cost.machine import Machine
     from zerofx.scheduler.cost.measured import MeasuredCosts
@@ -70,6 +71,7 @@ __all__ = [
     "__version__",
     "compile",
     "empty_init",
+    "fitted_lengths",
     "largest_micro_batch",
     "plan",
     "smallest_world",
@@ -91,6 +93,7 @@ if not TYPE_CHECKING:  # a type checker is to see the names above, and no others
         "TuneResult": "zerofx.tuning.result",
         "compile": "zerofx.api",
         "empty_init": "zerofx.deferred",
+        "fitted_lengths": "zerofx.ladder",
         "largest_micro_batch": "zerofx.tuning.capacity",
         "plan": "zerofx.driver.plan_only",
         "smallest_world": "zerofx.tuning.capacity",

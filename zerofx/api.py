@@ -78,6 +78,7 @@ def compile(
     states_over: StatesOver = "auto",
     shardings: Mapping[str, str] | None = None,
     grad_norms: bool = False,
+    keep_gradients: Collection[str] = (),
     lengths: Lengths | None = None,
 ) -> Step:
     """Compile a model's training step: forward, loss, backward, reductions and update as one planned graph.
@@ -125,6 +126,8 @@ def compile(
         cuda_graphs: whether kernels are launched as CUDA graphs: False, ``"auto"`` where they can be, or True.
         max_grad_norm: the 2-norm that gradients are clipped to, as by ``clip_grad_norm_``; see ``step.grad_norm``.
         grad_norms: whether ``step.metrics`` has the norm of each layer's gradients, as ``"grad_norm/layers.0"``.
+        keep_gradients: names of parameters, or patterns of names, whose reduced gradients ``step.full(name, "grad")``
+            reads after each step.
         forward: ``forward(model, *batch, **kwargs)`` that is called instead of the model; it returns the loss, or
             ``(loss, extras)``.
         on_nonfinite: what a loss that is NaN or infinite on any rank does: None or ``"warn"`` goes on, ``"skip"``
@@ -167,7 +170,7 @@ def compile(
         max_grad_norm=max_grad_norm, forward=forward, on_nonfinite=on_nonfinite, constant=constant,
         outputs=outputs, loss_scale=loss_scale, keep_fp32=keep_fp32, reduce_dtype=reduce_dtype, state_dtype=state_dtype,
         mesh=mesh, states_over=states_over, shardings=shardings, grad_norms=grad_norms,
-        lengths=lengths,
+        keep_gradients=keep_gradients, lengths=lengths,
     )  # fmt: skip
     check_training(model, optimizer, options, on_meta=True)
     if not isinstance(example_batch, tuple | list | Mapping | None):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
 
 from zerofx.errors import UsageError
 
@@ -16,6 +18,8 @@ AUTO: Literal["auto"] = "auto"
 MOST_WASTE = 0.12
 # Tokens: what attention and matrix kernels divide a sequence into is a divisor of it.
 MULTIPLE = 64
+# What fitted rungs are multiples of: a finer one pads less, and kernels do more of a rung's edge.
+_FITTED_MULTIPLE = 16
 # Rungs that are a multiple apart: at most so many, so that a longest batch below 512 has as many rungs as one of 512.
 _EVEN_RUNGS = 8
 
@@ -68,6 +72,43 @@ def ladder_up_to(longest: int) -> Ladder:
         widest = int((rungs[-1] + 1) / (1 - MOST_WASTE))
         rungs.append(min(longest, max(rungs[-1] + multiple, widest // multiple * multiple)))
     return Ladder(tuple(rungs[1:]))
+
+
+def fitted_lengths(lengths: Iterable[int], num_rungs: int = 8, *, multiple: int = _FITTED_MULTIPLE) -> tuple[int, ...]:
+    """Rungs for ``lengths=`` with which samples of these lengths are padded least, each by itself: the best there are.
+
+    ::
+
+        step = zerofx.compile(model, optimizer, lengths=zerofx.fitted_lengths(map(len, documents)))
+
+    Args:
+        lengths: tokens of each sample, or of the longest of each batch.
+        num_rungs: how many there may be; each is one more step to build.
+        multiple: what each rung is a multiple of. The longest holds the longest sample.
+
+    Raises:
+        UsageError: there are no lengths, or no rungs.
+    """
+    observed = np.sort(np.fromiter(lengths, np.int64))
+    if not observed.size or observed[0] < 1 or num_rungs < 1 or multiple < 1:
+        raise UsageError(
+            f"expected lengths of samples, each of a token or more, and at least one rung, found {observed.size} "
+            f"lengths{f' from {observed[0]}' if observed.size else ''}, {num_rungs} rungs, multiples of {multiple}"
+        )
+    rungs = np.arange(multiple, observed[-1] + multiple, multiple)
+    held = np.searchsorted(observed, rungs, side="right")  # samples that fit each
+    # The fewest tokens of the samples that each rung holds, with one rung, then with one more below it, and so on.
+    tokens, below = rungs * held, list[np.ndarray]()
+    for _ in range(min(num_rungs, len(rungs)) - 1):
+        choices = tokens[:, None] + rungs * (held - held[:, None])
+        choices[np.tril_indices(len(rungs), -1)] = np.iinfo(np.int64).max  # what is below is lower, or the rung itself
+        below.append(choices.argmin(0))
+        tokens = choices.min(0)
+    chosen = [len(rungs) - 1]
+    for lower in reversed(below):
+        chosen.append(int(lower[chosen[-1]]))
+    least = {int(held[index]): int(rungs[index]) for index in chosen}  # of those that hold as many, the lowest
+    return tuple(rung for count, rung in sorted(least.items()) if count)
 
 
 def checked_lengths(asked: object) -> Ladder | int | Literal["auto"] | None:

@@ -87,6 +87,7 @@ class TuneOptions(TypedDict, total=False):
     wire: Wire
     max_grad_norm: float | None
     grad_norms: bool
+    keep_gradients: Collection[str]
     loss_scale: LossScale | float | None
     keep_fp32: Collection[Kept]
     reduce_dtype: ReduceDtype | None
@@ -148,6 +149,7 @@ class CompileOptions:
     cuda_graphs: CudaGraphs = field(default=False, metadata=_left_out_of("ranks", "plan", "step"))
     max_grad_norm: float | None = None
     grad_norms: bool = False
+    keep_gradients: tuple[str, ...] = ()
     on_nonfinite: OnNonfinite | None = None
     constant: tuple[str, ...] = field(default=(), metadata=_left_out_of("plan", "step"))  # the batch has their values
     outputs: Outputs = field(default="numbers", metadata=_left_out_of("plan", "step"))  # the captured graph has it
@@ -239,6 +241,7 @@ def check_options(
     cuda_graphs: CudaGraphs = False,
     max_grad_norm: float | None = None,
     grad_norms: bool = False,
+    keep_gradients: Collection[str] = (),
     forward: ForwardFunction | None = None,
     on_nonfinite: OnNonfinite | None = None,
     constant: Collection[str] = (),
@@ -361,6 +364,7 @@ def check_options(
         cuda_graphs=cuda_graphs,
         max_grad_norm=None if max_grad_norm is None else float(max_grad_norm),
         grad_norms=grad_norms,
+        keep_gradients=tuple(keep_gradients),
         on_nonfinite=on_nonfinite,
         constant=tuple(constant),
         loss_scale=scaling,

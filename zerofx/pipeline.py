@@ -24,6 +24,7 @@ from zerofx.passes.activations.spread import Spread
 from zerofx.passes.barrier.check_gradients import CheckGradients
 from zerofx.passes.barrier.clip import Clip
 from zerofx.passes.barrier.guard_loss import GuardLoss
+from zerofx.passes.barrier.keep_gradients import KeepGradients
 from zerofx.passes.barrier.unscale import Unscale
 from zerofx.passes.base import Pass, PassReport, Preparation, op_counts
 from zerofx.passes.buffers import Buffers
@@ -145,6 +146,8 @@ PLAN = (
         {"max_grad_norm": (), "grad_norms": ()},
         lambda plan, _: plan.max_grad_norm is not None or plan.grad_norms,
     ),
+    # Gradients that are asked for by name.
+    Listed(KeepGradients, {"kept_gradients": ()}, lambda plan, _: plan.kept_gradients),
     # No update where a gradient is not finite.
     Listed(CheckGradients, when=lambda plan, _: plan.loss_scaled),
     # The optimizer, on each bucket as soon as it is reduced.

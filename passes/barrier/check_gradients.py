@@ -32,5 +32,5 @@ class CheckGradients:
         squares = [] if step.layer_squares is None else [step.layer_squares]
         largest = step.unscaling.largest or norm[0]
         with step.graph.inserting_before(step.output):
-            args = (largest, [step.loss, *step.extras, *norm, *squares])
+            args = (largest, [step.loss, *step.extras, *norm, *squares, *step.kept_gradients])
             insert_call(step.graph, ops.check_gradients, args, Origin("", Phase.UPDATE), name="check_gradients")

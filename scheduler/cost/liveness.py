@@ -182,7 +182,8 @@ def _tier_use(
 
 
 def _persistent_bytes(step: StepGraph, tier: str, size_of: Callable[[int], int] = int) -> int:
-    stored = (n for n in step.placeholders() if placeholder(n).alias_of is None and tier_of(n) == tier)
+    here = (n for n in step.placeholders() if placeholder(n).alias_of is None and tier_of(n) == tier)
+    stored = (node for node in here if tier == DEVICE or not placeholder(node).is_lent)
     return sum(times_held(step, node) * size_of(storage_bytes(t)) for node in stored for t in tensors_of(node))
 
 

@@ -98,6 +98,7 @@ def decide(
     memory_budget: int | None = None,
     max_grad_norm: float | None = None,
     grad_norms: bool = False,
+    kept_gradients: tuple[str, ...] = (),
     loss_scaled: bool = False,
     offloads: tuple[OffloadDecision, ...] = (),
     spreads: tuple[SpreadDecision, ...] = (),
@@ -112,6 +113,11 @@ def decide(
     """
     sharded = any(bucket.is_gathered(stage) for bucket in layout.buckets)
     identity = identity or identify(step)
+    parameters += tuple(
+        ParameterDecision(bucket.index, bucket.lent_tier, "where the step has it that trains it")
+        for bucket in layout.buckets
+        if bucket.lent_tier is not None
+    )
     away = {decision.bucket for decision in parameters}
     resident = frozenset(
         bucket.index for bucket in layout.buckets if not bucket.is_gathered(stage) and bucket.index not in away
@@ -151,6 +157,7 @@ def decide(
         memory_budget=memory_budget,
         max_grad_norm=max_grad_norm,
         grad_norms=grad_norms,
+        kept_gradients=kept_gradients,
         loss_scaled=loss_scaled,
         num_micro_batches=step.num_micro_batches,
         summary=identity.summary,

@@ -40,7 +40,7 @@ class Plan:
     divided into, where not all values stay. ``memory_budget`` is what the plan was made to fit, in bytes on the device.
     ``num_micro_batches`` is how many a batch is divided into, which run one after the other before the update.
     ``max_grad_norm`` is what the norm of all gradients is clipped to, None for gradients as they are. ``grad_norms``:
-    whether those of layers are handed out. ``loss_scaled``:
+    whether those of layers are handed out. ``kept_gradients``: buckets whose gradients are. ``loss_scaled``:
     whether they are of a loss that is multiplied by a scale, and looked at before the first update. ``wire`` is what
     the plan was free to send (``"exact"``, or one of ``zerofx.ir.op_kernels.quantise.ENCODINGS``), and
     ``ranks_per_node`` where it takes nodes to end; both say nothing of an exact plan. ``replicate`` and ``model`` are
@@ -72,6 +72,7 @@ class Plan:
     num_micro_batches: int = 1
     max_grad_norm: float | None = field(default=None, metadata=ONLY_IF_SET)
     grad_norms: bool = field(default=False, metadata=ONLY_IF_SET)
+    kept_gradients: tuple[str, ...] = field(default=(), metadata=ONLY_IF_SET)
     loss_scaled: bool = field(default=False, metadata=ONLY_IF_SET)
     micro_batches_reason: str = ""
     wire: str = field(default="exact", metadata=ONLY_IF_SET)

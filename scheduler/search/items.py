@@ -293,6 +293,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         memory_budget=question.memory_budget,
         max_grad_norm=question.max_grad_norm,
         grad_norms=question.grad_norms,
+        kept_gradients=question.kept_gradients,
         loss_scaled=question.loss_scaled,
         carried_out=carried_out,
         identity=question.captured.identity,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Protocol
 
 from zerofx.budgets import gradients_tier, tiers_for
@@ -149,6 +150,15 @@ class Problem:
         tier = gradients_tier(self.options.offload, self.machine)
         return gradients_asked(self.layout, self.captured.num_micro_batches, tier)
 
+    def kept_gradients(self) -> tuple[str, ...]:
+        """The buckets with parameters whose gradients are asked for by name."""
+        return tuple(
+            bucket.name
+            for bucket in self.layout.buckets
+            if bucket.trainable
+            and any(fnmatchcase(s.source, name) for s in bucket.slots for name in self.options.keep_gradients)
+        )
+
     def reduced_each(self) -> dict[int, str]:
         """The buckets that are reduced in each micro-batch before any move is made, with reasons."""
         if self.gradients():
@@ -186,6 +196,7 @@ class Problem:
             homes=self.homes,
             max_grad_norm=options.max_grad_norm,
             grad_norms=options.grad_norms,
+            kept_gradients=self.kept_gradients(),
             loss_scaled=options.loss_scale is not None,
             inlines=self.target.fuses and options.recompute != "none",
             gradients=self.gradients(),

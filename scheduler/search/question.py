@@ -32,7 +32,7 @@ class Question:
     ``delayed``: where states are in any case, so that their updates overlap with the next step; none if empty.
     ``homes``: where states and parameters stay in any case, which no move changes; None where moves say it.
     ``max_grad_norm``: what gradients are clipped to, if they are: all updates are after all reductions then.
-    ``grad_norms``: whether the norms of layers are handed out.
+    ``grad_norms``: whether the norms of layers are handed out; ``kept_gradients``: buckets whose gradients are.
     ``loss_scaled``: whether gradients are of a scaled loss, after which updates come so too.
     ``inlines``: whether values may be computed again at no cost (``scheduler/decide/inlined.py``).
     ``gradients``: which wait elsewhere between micro-batches in any case, with copies that are still to be placed.
@@ -54,6 +54,7 @@ class Question:
     homes: Locations | None = None
     max_grad_norm: float | None = None
     grad_norms: bool = False
+    kept_gradients: tuple[str, ...] = ()
     loss_scaled: bool = False
     inlines: bool = False
     gradients: tuple[GradientDecision, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -124,16 +124,22 @@ def steps_of(generator: nn.Module, discriminator: nn.Module, **options: Any) -> 
 
 
 def unlike_eager_mode(
-    steps: int, stages: tuple[int, int], norm: bool = False, freezes: bool = False, **options: Any
+    steps: int,
+    stages: tuple[int, int],
+    norm: bool = False,
+    freezes: bool = False,
+    away: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> list[str]:
     """What of a training is not as in eager mode, in words: losses, parameters, buffers, and the peak of both steps.
 
-    `stages` are the generator's and the other's.
+    `stages` are the generator's and the other's. `away`: options with which the other has its parameters in a slower
+    tier.
     """
     expected, *plain = in_eager_mode(steps, norm=norm, freezes=freezes)
     generator, discriminator = models(norm=norm)
     of_generator = generator_step(generator, discriminator, stages[0], **options)
-    of_discriminator = discriminator_step(discriminator, generator, stages[1], **options)
+    of_discriminator = discriminator_step(discriminator, generator, stages[1], **options, **(away or {}))
     losses = []
     for number, (real, noise) in enumerate(batches(steps)):
         if freezes:
@@ -143,6 +149,9 @@ def unlike_eager_mode(
     for model, step in zip(plain, (of_generator, of_discriminator), strict=True):
         found = step.full_state_dict()
         wrong += [f"{name} is another" for name, t in model.state_dict().items() if not torch.equal(t, found[name])]
+    lent = [place for place, bucket in enumerate(of_generator.plan.buckets) if bucket.lent]
+    if away and not {decision.bucket for decision in of_generator.plan.parameters} & set(lent):
+        wrong.append("all that is read lies on the device")
     (real, noise), *_ = batches(1)
     for step, batch in ((of_generator, (noise,)), (of_discriminator, (real, noise))):
         measured, predicted = step.measure(*batch, num_steps=1).peak_bytes, step.plan.peak_bytes

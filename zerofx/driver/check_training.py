@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
+
 import torch
 from torch import nn
 
-from zerofx.capture.checks import check_model, check_optimizer, device_of
+from zerofx.capture.checks import check_model, check_optimizer, device_of, names
 from zerofx.errors import UsageError
 from zerofx.optimizers import check_supported
 from zerofx.options import CompileOptions
@@ -23,6 +25,7 @@ def check_training(
     check_optimizer(model, optimizer)
     check_supported(optimizer)
     options.casts(model)
+    _check_kept_gradients(model, options.keep_gradients)
     if options.loss_scale is not None:
         _check_stored(optimizer)
     if options.compiles_regions:
@@ -30,6 +33,17 @@ def check_training(
         from zerofx.codegen.inductor.cpp import check_compiler
 
         check_compiler(device_of(model))
+
+
+def _check_kept_gradients(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Check that what gradients are asked for by name is trained."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    unknown = [pattern for pattern in patterns if not fnmatch.filter(trained, pattern)]
+    if unknown:
+        raise UsageError(
+            f"expected keep_gradients to be names of trained parameters or patterns of names, such as "
+            f"('layers.0.weight', '*.bias'), found {names(list(map(repr, unknown)))}, which is none of {names(trained)}"
+        )
 
 
 def _check_stored(optimizer: torch.optim.Optimizer) -> None:

@@ -42,6 +42,7 @@ def _options(options: CompileOptions) -> CompileOptions:
         wire="exact",
         max_grad_norm=None,
         grad_norms=False,
+        keep_gradients=(),
         on_nonfinite=None,
         loss_scale=None,
         reduce_dtype=None,

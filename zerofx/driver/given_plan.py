@@ -46,6 +46,7 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
         "wire": (plan.wire, options.wire),
         "max_grad_norm": (str(plan.max_grad_norm), str(options.max_grad_norm)),
         "grad_norms": (str(plan.grad_norms), str(options.grad_norms)),
+        "keep_gradients": (str(bool(plan.kept_gradients)), str(bool(options.keep_gradients))),
         "loss": (_loss(plan.loss_scaled), _loss(options.loss_scale is not None)),
         "ranks": (str(plan.num_ranks), str(control.num_ranks)),
         "mesh": (plan.mesh.axes_text, _axes(plan, options, control.num_ranks)),

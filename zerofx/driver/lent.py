@@ -21,7 +21,7 @@ from zerofx.scheduler.plan.mesh import Mesh
 class Borrowed:
     """A model that another step has taken over: its state there, and the updates that its buckets have in that step.
 
-    What lies on the device of it counts in the plan of the step that reads it.
+    What lies on the device of it counts in the plan of the step that reads it, which copies there what does not.
     """
 
     lent: Lent
@@ -51,13 +51,6 @@ class Borrowed:
                 f"expected {name}, which another step trains, with whole parameters, found {sliced} in slices: compile "
                 f"that step with tile='none', or with a larger memory_budget"
             )
-        away = [b.name for b, state in zip(layout.buckets, self.state.buckets, strict=True) if state.tier != DEVICE]
-        if away:
-            raise UsageError(
-                f"expected the parameters of {name}, which another step trains, on the device, where the step that "
-                f"reads them can, found those of {', '.join(away[:5])} on slower tiers: compile that step with "
-                f"offload='none', or with a larger memory_budget"
-            )
 
     def described(self) -> tuple[object, ...]:
         """What a step that reads it follows from."""
@@ -73,7 +66,7 @@ class Borrowed:
             lent = replace(
                 bucket, name=self.lent.named(bucket.name), unit=self.lent.named(bucket.unit), group=None, slots=named,
                 dtype=bucket.dtype if isinstance(state.master, torch.Tensor) else bucket.compute_dtype,
-                lent_at=self.state.stage,
+                lent_at=self.state.stage, lent_tier=None if state.tier == DEVICE else state.tier,
             )  # fmt: skip
             program = self.programs.get(bucket.index)
             yield lent, program if program is not None and _has_here(state, program) else None

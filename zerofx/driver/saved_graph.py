@@ -139,6 +139,7 @@ class SavedGraph:
             "cut_pieces": sorted(step.cut_pieces),
             "reduced": {str(bucket): node.name for bucket, node in step.reduced.items()},
             "layer_squares": None if step.layer_squares is None else step.layer_squares.name,
+            "kept_gradients": [node.name for node in step.kept_gradients],
             "clipping": None if step.clipping is None else _clipping(step.clipping),
             "unscaling": None if step.unscaling is None else _unscaling(step.unscaling),
             "guarded": step.guarded,
@@ -170,6 +171,7 @@ def _read(text: str) -> SavedGraph:
         reduced={int(bucket): by_name[name] for bucket, name in data["reduced"].items()},
         clipping=None if data["clipping"] is None else Clipping(*(by_name[name] for name in data["clipping"])),
         layer_squares=None if data["layer_squares"] is None else by_name[data["layer_squares"]],
+        kept_gradients=tuple(by_name[name] for name in data["kept_gradients"]),
         unscaling=None if data["unscaling"] is None else _read_unscaling(data["unscaling"], by_name),
         guarded=bool(data["guarded"]),
     )

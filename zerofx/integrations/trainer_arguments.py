@@ -10,8 +10,6 @@ from transformers import TrainingArguments
 
 from zerofx import api
 from zerofx.errors import UsageError
-from zerofx.meshes import AUTO, mesh_of
-from zerofx.scheduler.plan.mesh import Mesh
 
 # What the Trainer's own arguments say: each with the one that does.
 _OF_THE_TRAINER = {
@@ -67,20 +65,6 @@ def check_keywords(given: Mapping[str, Any], base: type) -> tuple[dict[str, Any]
         else:
             raise TypeError(f"ZeroFXTrainer() got an unexpected keyword argument {name!r}")
     return own, options
-
-
-def check_mesh(mesh: object) -> None:
-    """Check that every rank has batches of its own, as the Trainer's data loaders give them.
-
-    Raises:
-        UsageError: some ranks share one computation, and so a batch.
-    """
-    asked = AUTO if mesh == AUTO else mesh_of(mesh)
-    if asked == AUTO or (isinstance(asked, Mesh) and asked.model > 1):
-        raise UsageError(
-            f"expected a mesh on which every rank has batches of its own, as the Trainer gives them, found {asked}: "
-            f"give ranks to 'replicate' and 'shard', or call zerofx.compile in a loop of your own"
-        )
 
 
 def check_arguments(args: TrainingArguments) -> None:

@@ -16,17 +16,23 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import Trainer
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
 
 from zerofx import api
 from zerofx.errors import UsageError, warn
-from zerofx.integrations.trainer_arguments import (
-    check_arguments,
-    check_keywords,
-    check_mesh,
-    precision_of,
-    recompute_of,
+from zerofx.integrations.data_ranks import (
+    DataRanks,
+    check_loading,
+    first_batch,
+    may_share,
+    num_sharing,
+    repeated,
 )
+from zerofx.integrations.stand_ins import SteppedModel, SteppedOptimizer
+from zerofx.integrations.trainer_arguments import check_arguments, check_keywords, precision_of, recompute_of
+from zerofx.meshes import AUTO
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.session.step import Step
 from zerofx.torch_private.operators import pytree
 
@@ -58,9 +64,10 @@ class ZeroFXTrainer(Trainer):
                 f"expected transformers {'.'.join(map(str, _OLDEST))} or later, found {transformers.__version__}"
             )
         own, self._options = check_keywords(options, type(self))
-        check_mesh(self._options.get("mesh"))
+        may_share(self._options.get("mesh"))  # which checks it
         self.step: Step | None = None
         self._asked: Any = None
+        self._accelerator_args: dict[str, Any] = {}
         self._waiting: list[Inputs] = []
         self._weights: dict[str, torch.Tensor] | None = None
         super().__init__(*args, **own)
@@ -70,16 +77,51 @@ class ZeroFXTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         check_arguments(self.args)
         precision_of(self.args, self._options)
+        check_loading(self.args, self._options.get("mesh"))
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise UsageError(
                 "expected processes that accelerate does not shard, found DeepSpeed or FSDP in its configuration: "
                 "start them with torchrun, or with a configuration without them"
             )
+        self.accelerator = DataRanks(**self._accelerator_args)
+        self._note_mesh()
+        self.gather_function = partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        if may_share(self._options.get("mesh")):  # else one process hands a part of what it reads to each
+            kwargs["dataloader_config"].dispatch_batches = False
         # The step has the precision: accelerate is to wrap no forward, and to scale no loss.
-        return super()._build_accelerator_args(**kwargs, mixed_precision="no")
+        self._accelerator_args = super()._build_accelerator_args(**kwargs, mixed_precision="no")
+        return self._accelerator_args
+
+    def _note_mesh(self) -> None:
+        """Have each group of ranks that shares one computation given the same batches."""
+        accelerator = self.accelerator
+        accelerator.num_sharing = num_sharing(self._options.get("mesh"), accelerator.state.num_processes)
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        return int(super().get_total_train_batch_size(args) // self.accelerator.num_sharing)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The Trainer's. With ``mesh="auto"`` the mesh, which says who is given which data, is chosen first."""
+        if self._options.get("mesh") == AUTO:
+            self._options["mesh"] = self._fastest_mesh(super().get_train_dataloader())
+            self._note_mesh()
+        return super().get_train_dataloader()
+
+    def _fastest_mesh(self, loader: DataLoader[Any]) -> Mesh:
+        """The mesh on which a step is fastest for batches like a loader's. Collective."""
+        self.create_optimizer()
+        num, step = self.args.gradient_accumulation_steps, self._compiled()
+        self._own_model.train()
+        inputs = self._on_device(first_batch(loader, self.args.train_batch_size))
+        num_items = self._get_num_items_in_batch([inputs] * num, self.args.device)
+        mesh = step.choose_mesh(**repeated(inputs, num), num_items_in_batch=num_items, num_micro_batches=num)
+        step.close()  # the loss of the one that trains is of as many ranks as have batches of their own
+        return mesh
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not any(parameter.is_meta for parameter in model.parameters()):  # the step gives those their values
@@ -125,7 +167,8 @@ class ZeroFXTrainer(Trainer):
             self.step.close()
         optimizer = self.optimizer
         assert isinstance(optimizer, SteppedOptimizer), "create_optimizer() has made it"
-        self.step, self._asked = api.compile(self._own_model, optimizer.inner, forward=_loss_of(self), **options), asked
+        self.step = api.compile(self._own_model, optimizer.inner, forward=_loss_of(self), **options)
+        self._asked = asked
         return self.step
 
     # ------------------------------------------------------------------------------------------------ training
@@ -265,57 +308,6 @@ class ZeroFXTrainer(Trainer):
             yield
 
 
-class SteppedModel(nn.Module):
-    """What the Trainer's loop has for a model that a step holds: called in evaluation mode, it is evaluated there."""
-
-    def __init__(self, module: nn.Module, step: Step) -> None:
-        super().__init__()
-        self.module, self._step = module, step
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._step.is_prepared:  # the model is whole, and as it was given
-            return self.module(*args, **kwargs)
-        if self.training:
-            raise UsageError(
-                "expected a model that a step trains to be called in evaluation mode alone, found it in training mode: "
-                "what is trained is compute_loss(); or call it inside `with trainer.step.full_parameters():`"
-            )
-        return self._step.evaluate(*args, outputs=True, **kwargs)
-
-
-class SteppedOptimizer(torch.optim.Optimizer):
-    """What the Trainer's loop has for an optimizer whose update is in the step: ``inner``, with nothing left to do."""
-
-    _is_accelerate_prepared = True  # accelerate leaves it as it is
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        # Groups, states and defaults are those of ``inner``, so that there is nothing to initialise.
-        self.inner, self.step_was_skipped = inner, False
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # before there is one
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __repr__(self) -> str:
-        return repr(self.inner)
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch overloads it
-        """Nothing: the step has updated already."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: gradients live within the step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.inner.add_param_group(param_group)
-
-
 class _Loss:
     """A trainer's ``compute_loss`` of one micro-batch, or of several that are computed together, as a step calls it."""
 
@@ -335,7 +327,8 @@ class _Loss:
     ) -> Any:
         """The loss, or what the model gives. ``reached``: what ``compute_loss`` may use besides the model's tensors."""
         if outputs:
-            return model(*args, **inputs)
+            counted = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+            return model(*args, **inputs, **counted)
         trainer = self._trainer
         outcomes = [trainer.step_loss(model, dict(part), num_items_in_batch) for part in parts or [inputs]]
         losses: list[Any] = [outcome[0] if isinstance(outcome, tuple) else outcome for outcome in outcomes]

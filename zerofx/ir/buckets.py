@@ -115,7 +115,7 @@ class Bucket:
     which states that the optimizer has in ``dtype`` are stored between updates. Gradients are summed
     along ``gathered_over`` and then along ``crossed_over``; on both, ranks have their own samples, or the axis is one
     of those whose ranks have parts of one gradient. ``lent_at`` is the stage at which another step holds it, which
-    trains it; None for the step's own.
+    trains it, and ``lent_tier`` the slower tier in which it has the parameters; None for the step's own, or the device.
     """
 
     index: int
@@ -133,6 +133,7 @@ class Bucket:
     states_over: Axes = SHARD
     crossed_over: Axes = ()
     lent_at: int | None = None
+    lent_tier: str | None = None
 
     @property
     def is_lent(self) -> bool:

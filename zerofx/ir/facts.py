@@ -63,6 +63,7 @@ class Placeholder:
 
     ``alias_of`` names the placeholder whose storage this one is a slice of; it then takes no memory of its own.
     ``part`` is the micro-batch that a placeholder of a divided batch tensor stands for; None for the whole tensor.
+    ``is_lent``: another step has it, and counts it where it is in a slower tier.
     """
 
     role: Role
@@ -70,6 +71,7 @@ class Placeholder:
     bucket: int | None = None
     alias_of: str | None = None
     part: int | None = None
+    is_lent: bool = False
 
 
 class Job(StrEnum):

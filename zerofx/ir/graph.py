@@ -147,7 +147,8 @@ class StepGraph:
     """An fx graph of a training step with its parameters, gradients and buffer updates by name.
 
     The output node is ``(loss, extras..., buffer updates..., gradients...)``, and after them the gradients' norm, if
-    they are clipped, and ``layer_squares``, the sum of squares of each trained bucket's gradient, if that is asked for.
+    they are clipped, ``layer_squares``, the sum of squares of each trained bucket's gradient, if that is asked for, and
+    the ``kept_gradients`` that are.
     ``clipping`` says how they are clipped, ``unscaling`` how they are freed of the loss's scale; ``num_extras``,
     ``gradient_names`` and ``mutation_names`` say which is which, and each micro-batch has extras and gradients of its
     own. ``returned`` is what one of them gives besides its loss. Passes empty both as they turn gradients into
@@ -176,6 +177,7 @@ class StepGraph:
     clipping: Clipping | None = None
     unscaling: Unscaling | None = None
     layer_squares: fx.Node | None = None
+    kept_gradients: tuple[fx.Node, ...] = ()
     num_extras: int = 0
     returned: Returned = NOTHING_ELSE
     guarded: bool = False
@@ -252,6 +254,7 @@ class StepGraph:
         shares = [share[name] for share in gradients for name in self.gradient_names]
         norm = [self.clipping.norm] if self.clipping is not None else []
         norm += [self.layer_squares] if self.layer_squares is not None else []
+        norm += self.kept_gradients
         self.num_extras = len(extra_nodes)
         self.output.args = ((loss, *extra_nodes, *mutations.values(), *shares, *norm),)
 
@@ -308,6 +311,7 @@ class StepGraph:
             clipping=None if self.clipping is None else self.clipping.copied(copies),
             unscaling=None if self.unscaling is None else self.unscaling.copied(copies),
             layer_squares=None if self.layer_squares is None else copies[self.layer_squares],
+            kept_gradients=tuple(copies[node] for node in self.kept_gradients),
         )
 
     def calls(self) -> Iterator[fx.Node]:

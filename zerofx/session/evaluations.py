@@ -101,7 +101,7 @@ class Evaluations:
         ``form``: what the batch has besides the sizes that vary, where it was padded.
         """
         with in_evaluation_mode(self._model):
-            described = batch.described() | {"training mode": self._steps.mode()} | dtype_settings()
+            described = batch.described() | {"training mode": self._steps.modes.mode()} | dtype_settings()
         signature = "\n".join(f"{name}: {text}" for name, text in described.items())
         agreed = self._steps.agreement(
             "call step.evaluate(batch)", batch, signature, "batch shapes, modes and autocast",

@@ -24,12 +24,14 @@ from zerofx.errors import (
 from zerofx.ir.batch import Batch
 from zerofx.lowering.load import CompiledStep
 from zerofx.options import CompileOptions
+from zerofx.passes.barrier.keep_gradients import kept_buckets
 from zerofx.pipeline import check_disabled
 from zerofx.runtime.cuda_graphs.capturing import CudaCapturer
 from zerofx.runtime.cuda_graphs.graphed import GraphedSteps
 from zerofx.runtime.measure.measure import Measurement, Meter
 from zerofx.runtime.state.arguments import batch_tensors
 from zerofx.scheduler.cost.cpu.peaks import refuse_profilers
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.session.batches.micro_batches import MicroBatches, count_all
 from zerofx.session.batches.rungs import Rungs
 from zerofx.session.ending import end, end_connections
@@ -41,6 +43,7 @@ from zerofx.session.metrics import LastStep
 from zerofx.session.reported import Reported
 from zerofx.session.steps import RUNNING, Steps
 from zerofx.session.stopped import leave_out, skip, undo
+from zerofx.session.taken_over import TakenOver
 from zerofx.session.whole import Whole
 from zerofx.settings import read_settings
 from zerofx.torch_private.profiler import is_profiling
@@ -81,6 +84,7 @@ class Step(Whole, Reported):
         self._grad_norm: torch.Tensor | None = None
         self._last = LastStep()
         self._outputs: Any = None
+        self._gradients: Mapping[int, torch.Tensor] = {}
         self._later = None
         owner = weakref.proxy(self)  # a step that is dropped goes at once
         self._graphs = GraphedSteps(
@@ -147,7 +151,7 @@ class Step(Whole, Reported):
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_micro_batches: int | None = None) -> Any:
         self._life.check_open("call step(batch)")
-        self._outputs = None  # which have no place in the plan of another step
+        self._outputs, self._gradients = None, {}  # which have no place in the plan of another step
         if self._later is not None:
             self._later.tidy()
         given = self._steps.batch_of(args, kwargs)
@@ -175,7 +179,7 @@ class Step(Whole, Reported):
             self._steps.gradients.put()
             left = skip(self.num_steps + 1, taken, advance, versions)
             self.num_skipped += 1
-            return self._returned(compiled, left)
+            return self._returned(compiled, taken, left)
         except NonFiniteLossError as error:
             self._steps.gradients.put()
             raises = self.options.on_nonfinite == "raise"
@@ -194,7 +198,7 @@ class Step(Whole, Reported):
         taken.update_scale(is_finite=True)
         taken.finish_step(self.options.delayed_update or 0, self.num_steps, compiled.plan)
         seeds.end(taken.device)
-        return self._returned(compiled, results)
+        return self._returned(compiled, taken, results)
 
     def _let_go_of_what_was_built(self) -> None:
         """Before the model is taken over anew."""
@@ -202,9 +206,10 @@ class Step(Whole, Reported):
         self._graphs.clear()
         self._evaluations.shapes.forget()
 
-    def _returned(self, compiled: CompiledStep, outcome: list[torch.Tensor]) -> Any:
+    def _returned(self, compiled: CompiledStep, taken: TakenOver, outcome: list[torch.Tensor]) -> Any:
         """What a call returns of a step's outcome; the norm of gradients is noted."""
         loss, *others = outcome
+        self._gradients = {b.index: others.pop() for b in reversed(kept_buckets(taken.layout, compiled.plan))}
         squares = others.pop() if self.options.grad_norms else None
         self._last.note_layers(self._steps.layers, squares)
         self._grad_norm = others.pop() if self.options.max_grad_norm is not None else None
@@ -233,6 +238,18 @@ class Step(Whole, Reported):
         self._life.check_open("prepare a step")
         with on_device(self._steps.device), working("prepare a step"):
             self._rungs.prepare_all(self._steps.batch_of(args, kwargs))
+
+    def choose_mesh(self, *args: Any, **kwargs: Any) -> Mesh:
+        """The mesh that steps run on: with ``mesh="auto"`` the fastest for such batches, as the first step chooses it.
+
+        Ranks that differ along ``model`` alone are to be given the same batches. Nothing is built yet. Collective.
+
+        Raises:
+            MemoryBudgetError: no mesh has a plan that fits the budget.
+        """
+        self._life.check_open("choose a mesh")
+        with on_device(self._steps.device), working("choose a mesh"):
+            return self._rungs.choose_mesh(self._steps.batch_of(args, kwargs))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for a batch in evaluation mode, computed where its parameters are. Collective.
@@ -305,19 +322,6 @@ class Step(Whole, Reported):
         self._life.check_open(purpose)
         if self._steps.device.type == "cpu":
             refuse_profilers(self._control.gather(is_profiling(), purpose))
-
-    def flush(self) -> None:
-        """Finish delayed updates, so that the parameters are those after all steps so far. Collective.
-
-        Whatever shows parameters or states does so by itself: ``full_parameters``, ``full_state_dict``,
-        ``optimizer.state_dict`` and ``close``. The step after a flush computes with parameters that are up to date, as
-        the first one after the warm-up does. Without ``delayed_update`` there is nothing to finish.
-        """
-        self._life.check_open("flush the step")
-        if self._steps.taken is not None:
-            self._control.meet("flush the step")
-            with self._control.together("flush the step"):
-                self._steps.taken.state.flush()
 
     # ------------------------------------------------------------------------------------------------ ending
 

@@ -43,6 +43,7 @@ from zerofx.runtime.state.optimizer import Advance, hyperparameters
 from zerofx.runtime.state.values import Values
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import Target
 from zerofx.session.awaited import Awaited
@@ -93,7 +94,7 @@ class Steps:
         self.gradients = AbsentGradients(model)
         self._constant = ConstantArguments(options.constant, model, options.objective.forward)
         watched = options.objective.watched(model)
-        self._modes = ModeWatch(watched)
+        self.modes = ModeWatch(watched)
         self.numbers = NumberWatch(watched)
         self.lenders = Lenders(model, options, life)
         owner.lend(self)
@@ -143,7 +144,7 @@ class Steps:
 
         ``num_micro_batches``: how many the batch is divided into, where that is not what ``accumulate`` says.
         """
-        setting = {"training mode": self._modes.mode()} | dtype_settings()
+        setting = {"training mode": self.modes.mode()} | dtype_settings()
         options = self.options
         if num_micro_batches not in (None, options.accumulate):
             options = replace(options, accumulate=num_micro_batches, plan=None)
@@ -252,6 +253,13 @@ class Steps:
 
         return agreed
 
+    def choose_mesh(self, batch: Batch, options: CompileOptions | None = None) -> Mesh:
+        """The mesh that steps run on; the fastest for a batch where it is to be chosen, once. Collective then."""
+        if self._chooses_mesh:
+            with self.capturing():
+                self.mesh, self._chooses_mesh = best_mesh(self.request(batch, options), self._control), False
+        return self.mesh
+
     def request(self, batch: Batch, options: CompileOptions | None = None) -> Request:
         """The request for a step with a batch, by its own ``options`` if it has some."""
         # A capture has the same device.
@@ -281,10 +289,6 @@ class Steps:
             if self.taken is not None:
                 self.gradients.put()
 
-    def mode(self) -> str:
-        """Which modules are in training mode now."""
-        return self._modes.mode()
-
     def _build(
         self, batch: Batch, form: str, described: Mapping[str, str], options: CompileOptions
     ) -> tuple[CompiledStep, TakenOver]:
@@ -299,11 +303,9 @@ class Steps:
                 f"the edited step {self._loaded} runs for the batch shape and optimizer options it was loaded for; "
                 f"this call has others and runs a newly generated step"
             )
+        self.choose_mesh(batch, options)
         with self.capturing():
             request = self.request(batch, options)
-            if self._chooses_mesh:
-                self.mesh, self._chooses_mesh = best_mesh(request, self._control), False
-                request = replace(request, mesh=self.mesh)
             built = build_step(request, self.taken.earlier if self.taken is not None else None, self._control)
         if self.shapes.is_empty:
             tell_kept_tensors(self.model, self.options.objective.forward or self.options.objective.loss_fn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,9 +20,26 @@ from zerofx.session.checkpointed import Checkpointed
 from zerofx.session.life import Life
 from zerofx.session.taken_over import TakenOver
 
+GRADIENT = "grad"  # of a parameter, where a state of it may be named
+
 
 class Whole(Checkpointed):
     """The part of a ``Step`` that shows whole parameters."""
+
+    _gradients: Mapping[int, torch.Tensor]
+
+    def flush(self) -> None:
+        """Finish delayed updates, so that the parameters are those after all steps so far. Collective.
+
+        Whatever shows parameters or states does so by itself: ``full_parameters``, ``full_state_dict``,
+        ``optimizer.state_dict`` and ``close``. The step after a flush computes with parameters that are up to date, as
+        the first one after the warm-up does. Without ``delayed_update`` there is nothing to finish.
+        """
+        self._life.check_open("flush the step")
+        if self._steps.taken is not None:
+            self._life.control.meet("flush the step")
+            with self._life.control.together("flush the step"):
+                self._steps.taken.state.flush()
 
     @contextmanager
     def full_parameters(self, *, write_back: bool = False) -> Iterator[nn.Module]:
@@ -57,20 +74,23 @@ class Whole(Checkpointed):
 
     @contextmanager
     def full(self, name: str, state: str | None = None, *, write_back: bool = False) -> Iterator[torch.Tensor]:
-        """One parameter, whole, in the dtype in which it is stored, or a ``state`` that the optimizer has of it.
+        """One parameter, whole, in the dtype in which it is stored, a ``state`` that the optimizer has of it, or its
+        gradient in the step that ran last.
 
         ::
 
             with step.full("layers.0.weight") as weight: ...
             with step.full("layers.0.weight", "exp_avg", write_back=True) as average:
                 average.zero_()
+            with step.full("layers.0.weight", "grad") as gradient: ...  # with keep_gradients=("layers.0.weight",)
 
         It is a copy on the device; no other parameter is gathered with it but those of its bucket. Every rank must
         enter, and no step run inside. Where the block raises, nothing is written.
 
         Args:
             name: of a parameter, as ``model.named_parameters()`` has it; any one of the names of a shared one.
-            state: ``"exp_avg"``, say; None for the parameter itself.
+            state: ``"exp_avg"``, say, or ``"grad"`` for what ``keep_gradients=`` asks for: the mean over all ranks and
+                micro-batches, before clipping. None for the parameter itself.
             write_back: take the values that it has at the end of the block as those to train on from. They have to be
                 the same on all ranks, which is checked.
 
@@ -83,7 +103,13 @@ class Whole(Checkpointed):
         if write_back:
             self.finish_saving()
         before = self.num_steps
-        with _whole_tensor(taken, self._life.control, name, state, write_back=write_back) as tensor:
+        place = _Place.of(taken, name, state, self._gradients)
+        if write_back and place.gradients:
+            raise UsageError(
+                f"expected the gradient of {name} to be read, found write_back=True: its update has been made; for "
+                f"gradients that are other than the loss's, change the loss, with forward="
+            )
+        with _whole_tensor(taken, self._life.control, place, write_back=write_back) as tensor:
             yield tensor
             if write_back and self.num_steps != before:
                 raise UsageError(
@@ -138,18 +164,14 @@ def _whole_parameters(taken: TakenOver, life: Life, *, keep: bool) -> dict[int, 
 
 
 @contextmanager
-def _whole_tensor(
-    taken: TakenOver, control: Control, name: str, state_name: str | None, *, write_back: bool
-) -> Iterator[torch.Tensor]:
-    """A copy of a parameter, or of a state of it, of the parameter's shape; with ``write_back`` it is taken over after.
+def _whole_tensor(taken: TakenOver, control: Control, place: _Place, *, write_back: bool) -> Iterator[torch.Tensor]:
+    """A copy of what is in a place, of the parameter's shape; with ``write_back`` it is taken over after.
 
     Collective. Where the block raises, nothing is written.
 
     Raises:
-        UsageError: there is no such parameter, or no such state.
         RankMismatchError: ranks ask for others, or write other values.
     """
-    place = _Place.of(taken, name, state_name)
     purpose = f"read {place.described}"
     control.meet(purpose)
     with control.together(purpose), torch.no_grad():
@@ -170,16 +192,20 @@ def _whole_tensor(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter, or its state ``state_name``, lies: in one bucket, or in slices in several."""
+    """Where a parameter, or its state ``state_name``, lies: in one bucket, or in slices in several.
+
+    ``gradients``: what this rank has of those of buckets, for a gradient; empty for all else.
+    """
 
     state: TrainingState
     parameter: torch.Tensor
     slots: Sequence[tuple[Bucket, Slot]]
     state_name: str | None
     described: str
+    gradients: Mapping[int, torch.Tensor]
 
     @staticmethod
-    def of(taken: TakenOver, name: str, state_name: str | None) -> _Place:
+    def of(taken: TakenOver, name: str, state_name: str | None, gradients: Mapping[int, torch.Tensor]) -> _Place:
         """Raises:
         UsageError: there is nothing of that name; lists what there is.
         """
@@ -193,6 +219,15 @@ class _Place:
                 f"{names(near or list(by_any_name)) or 'none'}; buffers are on the model, whole"
             )
         slots = [(bucket, slot) for bucket, _, slot in state.slots() if state.parameter(slot.source) is parameter]
+        described = name if state_name is None else f"{state_name} of {name}"
+        if state_name == GRADIENT:
+            if not all(bucket.index in gradients for bucket, _ in slots):
+                raise UsageError(
+                    f"expected a gradient that the step that ran last has kept, found {described}, which it has not: "
+                    f"give zerofx.compile keep_gradients=({name!r},), and run a step that trains the parameter and is "
+                    f"not left out"
+                )
+            return _Place(state, parameter, slots, state_name, described, gradients)
         if state_name is not None:
             held = state.buckets[slots[0][0].index]
             there = sorted(held.present & held.flat.keys())
@@ -200,9 +235,9 @@ class _Place:
                 raise UsageError(
                     f"expected a state that the optimizer has of {name}, found {state_name!r}: there are "
                     f"{names(there) or 'none before its first step'}; numbers that parameters share are in "
-                    f"optimizer.state_dict(), and gradients live within a step"
+                    f"optimizer.state_dict(), and gradients are 'grad'"
                 )
-        return _Place(state, parameter, slots, state_name, name if state_name is None else f"{state_name} of {name}")
+        return _Place(state, parameter, slots, state_name, described, {})
 
     def read(self) -> torch.Tensor:
         """The whole tensor, on the device, as a copy. Collective."""
@@ -239,6 +274,8 @@ class _Place:
 
     def _flat(self, bucket: Bucket) -> torch.Tensor:
         """What the bucket has, whole, as it is stored."""
+        if self.gradients:
+            return self.state.gather(bucket, self.gradients[bucket.index])
         held = self.state.buckets[bucket.index]
         stored = held.stored if self.state_name is None else held.flat[self.state_name]
         return self.state.gather(bucket, self.state.load(stored))

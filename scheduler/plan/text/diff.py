@@ -60,6 +60,7 @@ def _settings(first: Plan, other: Plan) -> Iterator[str]:
         "wire": lambda plan: plan.wire,
         "max_grad_norm": lambda plan: str(plan.max_grad_norm),
         "grad_norms": lambda plan: str(plan.grad_norms),
+        "kept gradients": lambda plan: ", ".join(plan.kept_gradients) or "none",
         "loss": lambda plan: "scaled" if plan.loss_scaled else "as it is",
         "ranks of a node": lambda plan: "any" if plan.ranks_per_node is None else str(plan.ranks_per_node),
         "machine": lambda plan: plan.machine,

@@ -43,6 +43,7 @@ def _as_asked(problem: Problem) -> Plan:
         machine=problem.machine.name, options=options.policy, tiles=facts.tiles,
         states=decisions_of(problem.delayed()), max_grad_norm=options.max_grad_norm, gradients=placed,
         each=problem.reduced_each(), grad_norms=options.grad_norms,
+        kept_gradients=problem.kept_gradients(),
         loss_scaled=options.loss_scale is not None,
     )  # fmt: skip
 

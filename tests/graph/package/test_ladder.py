@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zerofx import UsageError
-from zerofx.ladder import MOST_WASTE, Ladder, checked_lengths, ladder_up_to, multiple_for
+from zerofx.ladder import MOST_WASTE, Ladder, checked_lengths, fitted_lengths, ladder_up_to, multiple_for
 
 
 @pytest.mark.parametrize("longest", [1, 2, 7, 8, 9, 100, 511, 512, 513, 4096, 11264, 131072])
@@ -47,3 +50,30 @@ def test_what_is_no_ladder(asked: Any) -> None:
 def test_what_is_one() -> None:
     assert checked_lengths([256, 128, 256]) == Ladder((128, 256))
     assert [checked_lengths(asked) for asked in (None, "auto", 512)] == [None, "auto", 512]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 4), st.sampled_from((4, 8)))
+def test_fitted_rungs_pad_least(lengths: list[int], num_rungs: int, multiple: int) -> None:
+    fitted = fitted_lengths(lengths, num_rungs, multiple=multiple)
+    top = -(-max(lengths) // multiple) * multiple
+    others = [
+        (*lower, top) for size in range(num_rungs) for lower in combinations(range(multiple, top, multiple), size)
+    ]
+    assert fitted in others
+    padded = [sum(Ladder(rungs).rung_of(length) for length in lengths) for rungs in (fitted, *others)]
+    assert padded[0] == min(padded)
+
+
+def test_fitted_rungs_pad_log_uniform_lengths_less_than_even_ones() -> None:
+    lengths = [round(17 * (512 / 17) ** (position / 999)) for position in range(1000)]
+    fitted = Ladder(fitted_lengths(lengths))
+    even = ladder_up_to(512)
+    assert len(fitted.rungs) == len(even.rungs)
+    wastes = [1 - sum(lengths) / sum(map(ladder.rung_of, lengths)) for ladder in (fitted, even)]
+    assert wastes[0] < 0.16 < 0.175 < wastes[1]
+
+
+@pytest.mark.parametrize(("lengths", "num_rungs"), [([], 8), ([5], 0), ([0, 5], 8)])
+def test_lengths_that_no_rungs_fit_are_refused(lengths: list[int], num_rungs: int) -> None:
+    with pytest.raises(UsageError, match="expected lengths of samples"):
+        fitted_lengths(lengths, num_rungs)

@@ -60,7 +60,8 @@ def test_ranks_compare_an_option_of_which_nothing_is_said() -> None:
 CHANGED: Mapping[str, Any] = {
     "stage": 2, "precision": "bf16", "backend": "inductor", "max_shapes": 3, "memory_budget": 99, "recompute": "full",
     "offload": {"gradients": "nvme"}, "accumulate": 4, "tile": {"head": 2}, "host_budget": 99, "delayed_update": 1,
-    "wire": "int8", "max_grad_norm": 1.0, "grad_norms": True, "cuda_graphs": True, "loss_scale": LossScale(),
+    "wire": "int8", "max_grad_norm": 1.0, "grad_norms": True, "keep_gradients": ("head.*",),
+    "cuda_graphs": True, "loss_scale": LossScale(),
     "keep_fp32": (torch.nn.LayerNorm, "*.router"), "mesh": Mesh(replicate=2, model=2), "states_over": "shard",
     "shardings": {"*.up": "column"},
 }  # fmt: skip

@@ -32,7 +32,13 @@ def _wrong(runs: list[tuple[tuple[int, int], dict[str, Any]]]) -> list[str]:
 
 
 def test_the_bits_of_eager_mode() -> None:
-    runs = [((0, 0), {}), ((3, 3), {}), ((0, 3), {"prefetch": 0}), ((3, 1), {})]
+    runs: list[tuple[tuple[int, int], dict[str, Any]]] = [
+        ((0, 0), {}),
+        ((3, 3), {}),
+        ((0, 3), {"prefetch": 0}),
+        ((3, 1), {}),
+    ]
+    runs.append(((1, 3), {"away": {"offload": "host", "memory_budget": 36_000}}))
     for rank, wrong in enumerate(run_ranks(_wrong, 2, runs)):
         assert wrong == [], f"rank {rank}"
 

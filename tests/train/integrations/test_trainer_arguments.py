@@ -92,9 +92,23 @@ def test_a_keyword_that_is_none_is_a_type_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mesh", [{"model": 2}, "auto"])
-def test_ranks_that_share_a_batch_are_refused(mesh: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="batches of its own"):
-        trainer(ZeroFXTrainer, llama(1), arguments(tmp_path), mesh=mesh)
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
+    ],
+)
+def test_data_that_is_divided_among_all_ranks_is_refused_where_some_share_it(
+    mesh: Any, given: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=f"given alike, found .*{named}"):
+        trainer(ZeroFXTrainer, llama(1), arguments(tmp_path, **given), mesh=mesh)
+
+
+def test_a_mesh_of_other_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="mesh of 1 rank"):
+        trainer(ZeroFXTrainer, llama(1), arguments(tmp_path), mesh={"model": 2})
 
 
 def test_two_precisions_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,12 @@ from zerofx import UsageError
 @pytest.mark.parametrize("norm", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "batch norm"])
 def test_the_bits_of_eager_mode(stages: tuple[int, int], norm: bool) -> None:
     assert unlike_eager_mode(3, stages, norm) == []
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_what_is_read_may_lie_in_a_slower_tier(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROFX_NVME_DIR", str(tmp_path))
+    assert unlike_eager_mode(3, (3, 3), away={"offload": tier, "memory_budget": 44_000}) == []
 
 
 def test_what_is_read_gets_no_gradient_though_it_requires_one() -> None:

@@ -83,7 +83,7 @@ class KeptStep:
             "measured": _memory_data(self.measured),
             "file": program.emitted.file.as_data(),
             "placeholders": {
-                name: [what.role, what.name, what.bucket, what.alias_of, what.part]
+                name: [what.role, what.name, what.bucket, what.alias_of, what.part, what.is_lent]
                 for name, what in program.arguments.placeholders.items()
             },
             "constants": {name: encoded_constant(constant) for name, constant in program.arguments.constants.items()},
@@ -157,17 +157,17 @@ def _bucket_data(bucket: Bucket) -> list[Any]:
     ]  # fmt: skip
     dtypes = [encoded(dtype) for dtype in (bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype, bucket.state_dtype)]
     axes = [bucket.gathered_over, bucket.states_over, bucket.crossed_over]
-    lent = bucket.lent_at
+    lent = [bucket.lent_at, bucket.lent_tier]
     return [bucket.index, bucket.name, bucket.unit, bucket.group, *dtypes, slots, bucket.shard_numel, axes, lent]
 
 
 def _bucket_of(data: list[Any], mesh: Mesh) -> Bucket:
-    index, name, unit, group, *named, slots, shard_numel, axes, lent_at = data
+    index, name, unit, group, *named, slots, shard_numel, axes, lent = data
     dtype, compute_dtype, reduce_dtype, state_dtype = map(decoded, named)
     of_bucket, (gathered, states, crossed) = tuple(map(_slot_of, slots)), axes
     return Bucket(
         index, name, unit, group, dtype, compute_dtype, reduce_dtype, state_dtype, of_bucket, shard_numel, mesh,
-        tuple(gathered), tuple(states), tuple(crossed), lent_at,
+        tuple(gathered), tuple(states), tuple(crossed), *lent,
     )  # fmt: skip
 
 

@@ -46,10 +46,13 @@ class Part(NamedTuple):
 
 
 class NvmeFile:
-    """Where a tensor's bytes are: block ``k`` is in ``parts[k % len(parts)]``, after the blocks before it there."""
+    """Where a tensor's bytes are: block ``k`` is in ``parts[k % len(parts)]``, after the blocks before it there.
 
-    def __init__(self, parts: tuple[Part, ...], num_bytes: int) -> None:
-        self.parts = parts
+    ``owner`` has the folders that it is in, and reads it, for other steps too.
+    """
+
+    def __init__(self, parts: tuple[Part, ...], num_bytes: int, owner: NvmeFiles | None = None) -> None:
+        self.parts, self._owner = parts, owner
         self.num_bytes = num_bytes
         self.hashes: list[int | None] = [None] * self.num_blocks  # None: not written since the file was taken
 
@@ -61,6 +64,11 @@ class NvmeFile:
     def file_bytes(self) -> int:
         """What it takes on the drives: whole pages."""
         return whole_pages(self.num_bytes)
+
+    def read(self, buffer: torch.Tensor) -> Transfer:
+        """As ``NvmeFiles.read``."""
+        assert self._owner is not None, "it is in folders"
+        return self._owner.read(self, buffer)
 
     def place(self, block: int) -> tuple[Part, int]:
         """The part that a block is in, and its offset there in bytes."""
@@ -128,7 +136,7 @@ class NvmeFiles:
         size = whole_pages(num_bytes)
         free = self._free.get(size)
         if free:
-            return NvmeFile(free.pop().parts, num_bytes)
+            return NvmeFile(free.pop().parts, num_bytes, self)
         self._make_room(size)
         self._num_files += 1
         self._file_bytes += size
@@ -136,7 +144,7 @@ class NvmeFiles:
         num_drives = len(self._folders)
         drives = [(self._num_files + number) % num_drives for number in range(num_drives)]
         name = f"{self._num_files}.bin"
-        return NvmeFile(tuple(Part(drive, self._folders[drive].path / name) for drive in drives), num_bytes)
+        return NvmeFile(tuple(Part(drive, self._folders[drive].path / name) for drive in drives), num_bytes, self)
 
     def give_back(self, file: NvmeFile) -> None:
         """Take back a file that nothing reads or writes any more."""

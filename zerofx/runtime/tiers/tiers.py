@@ -245,7 +245,7 @@ class Tiers:
             return Pending.after(into, copy.finish)
         block = self._lease("host", num_bytes)
         assert isinstance(block.place, torch.Tensor)
-        read = self._connected().read(place, block.place)
+        read = place.read(block.place)
         self.moved_bytes[NVME_READ] += num_bytes
         copy = self._running().start(TO_DEVICE, block.place[:num_bytes], _bytes_of(into), after=read.result)
         block.used_by(copy)

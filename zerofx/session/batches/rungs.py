@@ -13,6 +13,7 @@ from zerofx.lengths.lengths import Lengths, Size
 from zerofx.lowering.load import CompiledStep
 from zerofx.progress import watched
 from zerofx.runtime.comm.control import Control
+from zerofx.scheduler.plan.mesh import Mesh
 
 if TYPE_CHECKING:
     from zerofx.session.steps import Steps
@@ -85,6 +86,23 @@ class Rungs:
         """
         self._build(self.fitted(batch))
 
+    def choose_mesh(self, batch: Batch) -> Mesh:
+        """The mesh that steps run on, chosen for the rung that takes the most where it is to be. Collective then.
+
+        Raises:
+            ZeroFXError: as ``prepare_all``.
+        """
+        lengths = self._steps.lengths
+        if lengths is not None:
+            self._settle(lengths, batch)
+            batch = lengths.example(batch, lengths.known[0])
+        return self._steps.choose_mesh(batch)
+
+    def _settle(self, lengths: Lengths, batch: Batch) -> None:
+        if not lengths.is_settled:
+            with self._steps.capturing():
+                lengths.settle(batch)
+
     def _build(self, batch: Batch) -> None:
         *_, agreed = self._steps.of(batch, "prepare a step")
         agreed()
@@ -103,9 +121,7 @@ class Rungs:
 
     def _begin(self, lengths: Lengths, batch: Batch) -> None:
         """Build the step of the rung that takes the most first: its buckets are those of all."""
-        if not lengths.is_settled:
-            with self._steps.capturing():
-                lengths.settle(batch)
+        self._settle(lengths, batch)
         if self._steps.taken is not None:
             return
         first, *others = lengths.known

@@ -1,0 +1,69 @@
+"""``ZeroFXStrategy`` trains, validates, logs, saves and resumes as Lightning's own strategy does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib.lightning_runs import Classifier, apart_at_most, fit, ours
+from zerofx import UsageError
+from zerofx.errors import CaptureError
+
+# Lightning warns of few workers, of short epochs and of torch.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_it_trains_as_lightnings_own_strategy(accumulate: int, tmp_path: Path) -> None:
+    theirs = fit("ddp", tmp_path / "theirs", accumulate=accumulate)
+    assert apart_at_most(fit(ours(), tmp_path / "ours", accumulate=accumulate), theirs) < 1e-6
+
+
+def test_it_resumes_what_either_has_saved(tmp_path: Path) -> None:
+    fit("ddp", tmp_path / "theirs", epochs=1)
+    fit(ours(), tmp_path / "ours", epochs=1)
+    ended = [
+        fit(strategy, tmp_path / "end", ckpt_path=str(tmp_path / begun / "last.ckpt"))
+        for strategy, begun in (("ddp", "theirs"), (ours(), "theirs"), ("ddp", "ours"), (ours(), "ours"))
+    ]
+    assert all(apart_at_most(other, ended[0]) < 1e-6 for other in ended[1:])
+
+
+class _Numbered(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self._loss(batch, "train") * (batch_idx + 1)
+
+
+class _LogsANumber(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("rate", 0.5)
+        return self._loss(batch, "train")
+
+
+class _Hooked(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        (_Numbered, "found that it reads batch_idx"),
+        (_LogsANumber, "to log tensors with one element.*found rate as float"),
+        (_Hooked, "found on_before_optimizer_step"),
+    ],
+)
+def test_what_a_step_cannot_honour_is_refused(module: Any, text: str, tmp_path: Path) -> None:
+    with pytest.raises((UsageError, CaptureError), match=text):
+        fit(ours(), tmp_path, module=module())
+
+
+def test_what_the_trainers_arguments_say_is_not_said_twice() -> None:
+    with pytest.raises(UsageError, match="max_grad_norm to be left to gradient_clip_val"):
+        ours(max_grad_norm=1.0)
+    with pytest.raises(TypeError, match="'memory_buget'"):
+        ours(memory_buget="1GiB")
+    with pytest.raises(UsageError, match="found 'auto'"):
+        ours(mesh="auto")

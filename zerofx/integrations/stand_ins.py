@@ -1,0 +1,63 @@
+"""What a loop that trains by itself has for a model and an optimizer that a step holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.errors import UsageError
+from zerofx.session.step import Step
+
+
+class SteppedModel(nn.Module):
+    """What the Trainer's loop has for a model that a step holds: called in evaluation mode, it is evaluated there."""
+
+    def __init__(self, module: nn.Module, step: Step) -> None:
+        super().__init__()
+        self.module, self._step = module, step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._step.is_prepared:  # the model is whole, and as it was given
+            return self.module(*args, **kwargs)
+        if self.training:
+            raise UsageError(
+                "expected a model that a step trains to be called in evaluation mode alone, found it in training mode: "
+                "what is trained is compute_loss(); or call it inside `with trainer.step.full_parameters():`"
+            )
+        return self._step.evaluate(*args, outputs=True, **kwargs)
+
+
+class SteppedOptimizer(torch.optim.Optimizer):
+    """What the Trainer's loop has for an optimizer whose update is in the step: ``inner``, with nothing left to do."""
+
+    _is_accelerate_prepared = True  # accelerate leaves it as it is
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        # Groups, states and defaults are those of ``inner``, so that there is nothing to initialise.
+        self.inner, self.step_was_skipped = inner, False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # before there is one
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch overloads it
+        """Nothing: the step has updated already."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: gradients live within the step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.inner.add_param_group(param_group)
