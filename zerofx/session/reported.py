@@ -42,6 +42,9 @@ class Reported:
     _last: LastStep
     _measured: tuple[CompiledStep, Measurement] | None
 
+    def __repr__(self) -> str:
+        return f"<zerofx.Step of {type(self.model).__name__}, stage {self.options.stage}, {self.num_steps} steps done>"
+
     @property
     def is_prepared(self) -> bool:
         """Whether the step holds the model: once it has been prepared, or has run, and until it is closed."""

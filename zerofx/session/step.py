@@ -384,9 +384,6 @@ class Step(Whole, Reported):
             return None
         return None
 
-    def __repr__(self) -> str:
-        return f"<zerofx.Step of {type(self.model).__name__}, stage {self.options.stage}, {self.num_steps} steps done>"
-
     def load_source(self, path: str | Path) -> None:
         """Run an edited copy of ``source`` in the place of the step that ran last.
 

@@ -347,8 +347,7 @@ class Steps:
             return f"every line of {self._loaded} is to run in every step"
         assert self.machine is not None, "a compiled step has been planned for one"
         budget = budget_bytes(self.options.memory_budget, self.machine)
-        device = device_of(self.model)
-        return machine_obstacle(device) or step_obstacle(compiled.lowered, device, budget)
+        return machine_obstacle(self.device) or step_obstacle(compiled.lowered, self.device, budget)
 
     def _prepared_tiers(self, compiled: CompiledStep, machine: Machine) -> Tiers:
         limit = host_budget_bytes(self.options.host_budget, machine)
