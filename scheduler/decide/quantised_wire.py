@@ -298,17 +298,21 @@ def _plan(
     moments: _Exact,
     sends: _Sends,
 ) -> Plan:
-    """The plan with the choices; a reduction of two hops is awaited where the next bucket's was."""
+    """The plan with the choices; a reduction of two hops is awaited, and crosses, where the next bucket's was."""
     best = _replay(moments, chosen, sends)
-    waits = [decision.wait_after for decision in plan.reduces]
     reduces: list[ReduceDecision] = []
     hops: dict[int, str | None] = {}
     for number, decision in enumerate(plan.reduces):
         if chosen[decision.bucket].reduce and sends.in_two_hops(layout.buckets[decision.bucket]):
             hops[decision.bucket] = decision.wait_after
-            following = waits[number + 1] if number + 1 < len(waits) else None
-            reason = f"{decision.reason}; the hop across nodes hides behind what follows"
-            decision = replace(decision, wait_after=following, reason=reason)
+            following = plan.reduces[number + 1] if number + 1 < len(plan.reduces) else None
+            crosses = decision.crossed_after != ""
+            decision = replace(
+                decision,
+                wait_after=following.wait_after if following else None,
+                crossed_after=((following.crossed_after if following else None) or None) if crosses else "",
+                reason=f"{decision.reason}; the hop across nodes hides behind what follows",
+            )
         reduces.append(decision)
     wires = []
     for bucket in layout.buckets:

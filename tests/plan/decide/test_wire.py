@@ -164,6 +164,18 @@ def test_replicas_on_other_nodes_send_each_other_few_bits(wire: str, bits: int) 
     assert not any(one.second_shard or one.hop_after for one in step.plan.wires), "slices are on one node"
 
 
+def test_slices_on_two_nodes_are_summed_in_two_hops_before_they_cross() -> None:
+    step = planned(wire="int4", mesh={"replicate": 2, "shard": 16})
+    names = [node.name for node in step.lowered.graph.calls()]
+    two_hops = [one.bucket for one in step.plan.wires if one.hop_after]
+    assert two_hops
+    for bucket in two_hops:
+        hops = [f"{hop}_{bucket}" for hop in ("reduce", "reduce_across", "grad", "cross", "part_grad")]
+        assert [names.index(hop) for hop in hops] == sorted(names.index(hop) for hop in hops)
+        late = names[names.index(f"cross_{bucket}") : names.index(f"part_grad_{bucket}")]
+        assert bucket == two_hops[-1] or len(late) > 1, "something hides the hop across replicas"
+
+
 def test_ranks_that_share_a_computation_keep_second_shards_of_what_all_have() -> None:
     mesh = {"shard": 4, "model": 8}  # a node shares a computation, and whole parameters are in slices on all
     step = planned(wire="int8", mesh=mesh, shardings={"layers.*": "replicated"})
