@@ -44,10 +44,10 @@ def checked_states(states_over: StatesOver) -> StatesOver:
 def checked_mesh(given: object, wire: Wire) -> Mesh | Literal["auto"] | None:
     """The mesh that is asked for, if there is one, with axes that a step can have."""
     mesh: Mesh | Literal["auto"] | None = AUTO if given == AUTO else mesh_of(given)
-    if mesh is not None and (mesh == AUTO or mesh.replicate > 1 or mesh.model > 1) and wire != "exact":
+    if mesh == AUTO and wire != "exact":
         raise UsageError(
-            f"expected wire='exact' on a mesh of several axes, found wire={wire!r} on {mesh}: what is sent in few "
-            f"bits, or from second shards, knows nodes on one axis; give all ranks to 'shard', or leave wire out"
+            f"expected wire='exact' with mesh='auto', which compares meshes as they send everything exactly, found "
+            f"wire={wire!r}: give the mesh that zerofx.plan(..., mesh='auto') finds, or leave wire out"
         )
     return mesh
 

@@ -4,8 +4,6 @@
 
 What a rank takes squares of is to be what no other rank has: the gradient has been cut along every axis of the mesh on
 which ranks have the parameter, and no other. A bucket of parameters in parts is another on each rank of the model axis.
-
-Does not handle: sums in few bits, which are exchanged between all ranks of the only axis.
 """
 
 from __future__ import annotations
@@ -34,12 +32,12 @@ def check_norm(step: StepGraph, layout: BucketLayout) -> None:
     for squares in [node for node in step.calls() if node.target is ops.square_sum]:
         way = list(_way(squares))
         bucket = _bucket(way, layout)
-        if bucket is None or any(node.target is ops.exchange for node in way):
+        if bucket is None:
             continue
         cut: set[Axis] = set()
         for node in reversed(way):  # from the buffer on
             axes = set(layout.mesh.occupied(axes_of(node, layout.mesh)))
-            if node.target in ops.REDUCTIONS:
+            if node.target in ops.REDUCTIONS or node.target is ops.exchange:
                 cut |= axes
             elif node.target in _GATHERS:
                 cut -= axes

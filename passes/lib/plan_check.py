@@ -22,7 +22,7 @@ def differences(step: StepGraph, plan: Plan) -> Iterator[str]:
     """What the graph after the last pass does otherwise than ``plan`` says, a sentence a kind of decision."""
     gathered = [_bucket_gathered(node) for node in parameter_gathers(step)]
     reduced = [node.args[1] for node in step.calls() if is_reduction(node)]
-    crossing = [node.args[1] for node in step.calls() if node.target in ops.REDUCTIONS and not is_reduction(node)]
+    crossing = [node.args[1] for node in step.calls() if _crosses(node)]
     wanted = [
         decision.bucket
         for decision in plan.reduces
@@ -113,10 +113,18 @@ def _bucket_gathered(gather: fx.Node) -> int | None:
 
 def is_reduction(node: fx.Node) -> bool:
     """Whether a bucket's reduction starts here: a hop across nodes or replicas belongs to one that has."""
-    if node.target in ops.REDUCTIONS:
-        task = task_of(node)
-        return task is None or task.job is not Job.CROSSING
-    return node.target is ops.exchange and node.args[3] != "across"
+    return _sums(node) and not _crosses(node)
+
+
+def _crosses(node: fx.Node) -> bool:
+    """Whether the hop of a reduction across replicas starts here."""
+    task = task_of(node)
+    return _sums(node) and task is not None and task.job is Job.CROSSING
+
+
+def _sums(node: fx.Node) -> bool:
+    """Whether gradients of other ranks are asked for here; what goes on across nodes has been."""
+    return node.target in ops.REDUCTIONS or (node.target is ops.exchange and node.args[3] != "across")
 
 
 def _planned_wire(plan: Plan) -> list[str]:

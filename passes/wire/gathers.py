@@ -26,6 +26,7 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.communicators import over
 from zerofx.ir.facts import DEVICE, origin, set_value, task_of, tensor, tier_of
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.ir.op_kernels.quantise import BLOCK, ENCODINGS
@@ -60,8 +61,7 @@ class QuantiseGathers:
                     whole = _quantise(step, bucket, gather, decision.gather)
                     first = whole if gather is gathers[0] else first
             if decision.second_shard:
-                assert plan.ranks_per_node is not None
-                _gather_from_second_shard(step, bucket, first, gathers[1:], plan.ranks_per_node)
+                _gather_from_second_shard(step, plan, bucket, first, gathers[1:])
 
 
 def check_block(plan: Plan, bucket: Bucket) -> None:
@@ -96,10 +96,11 @@ def _check(plan: Plan, bucket: Bucket, decision: WireDecision, gathers: Sequence
         )
     shard = slice_gathered(gathers[0])
     assert shard is not None
-    if decision.second_shard and (len(gathers) < 2 or plan.num_nodes < 2 or tier_of(shard) != DEVICE):
+    num_nodes, _ = plan.nodes_along(bucket.gathered_over)
+    if decision.second_shard and (len(gathers) < 2 or num_nodes < 2 or tier_of(shard) != DEVICE):
         raise PlanError(
             f"expected a second shard on several nodes, of a slice on the device that is gathered more than once, "
-            f"found {len(gathers)} gathers of {bucket.name} from {tier_of(shard)} on {plan.num_nodes} node(s); make "
+            f"found {len(gathers)} gathers of {bucket.name} from {tier_of(shard)} on {num_nodes} node(s); make "
             f"the plan anew"
         )
 
@@ -130,13 +131,13 @@ def _quantise(step: StepGraph, bucket: Bucket, gather: fx.Node, encoding: str) -
 
 
 def _gather_from_second_shard(
-    step: StepGraph, bucket: Bucket, first: fx.Node, gathers: Sequence[fx.Node], local: int
+    step: StepGraph, plan: Plan, bucket: Bucket, first: fx.Node, gathers: Sequence[fx.Node]
 ) -> None:
     """Keep this rank's part of ``first``, a whole bucket, and let the other ``gathers`` begin with it."""
+    (_, local), how = plan.nodes_along(bucket.gathered_over), dict(over(bucket.gathered_over))
+    args = (first, bucket.index, local)
     with step.graph.inserting_after(first):
-        second = insert_call(
-            step.graph, ops.second_shard, (first, bucket.index, local), origin(first), name=f"second_{bucket.index}"
-        )
+        second = insert_call(step.graph, ops.second_shard, args, origin(first), how, name=f"second_{bucket.index}")
     last = second
     for gather in gathers:
         awaited = _whole(gather)

@@ -21,9 +21,19 @@ twice then, whatever the number of ranks, where a ring would round it at every r
     grad_0 = wait(reduce_across_0, across_0)
     reduced_0 = dequantise_sum(grad_0)
 
+On a mesh nodes are those that the ranks of the bucket's own reduction are on, and its hop across replicas is one more
+exchange, rounded anew.
+
+    cross_0 = reduce_scatter(grad_0, over='replicate')  |   small_cross_0 = quantise(grad_0, parts=replicas)
+    ...                                                 |   cross_0 = exchange(small_cross_0, "all", over='replicate')
+    part_grad_0 = wait(cross_0, grad_0)                 |   ...
+                                                        |   part_grad_0 = wait(cross_0, small_cross_0)
+                                                        |   crossed_0 = dequantise_sum(part_grad_0)
+
 Runs after all other passes: everything stays where those have put it. The gradient buffer dies with its quantisation.
 
-Does not handle: stage 0, whose reduced slices are gathered again.
+Does not handle: stage 0, whose reduced slices are gathered again, and for the same reason sums that all replicas have:
+these cross exactly.
 """
 
 from __future__ import annotations
@@ -36,10 +46,12 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.communicators import over
 from zerofx.ir.edit import after, end_of_unit, named
 from zerofx.ir.facts import origin, set_value, tensor
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.ir.op_kernels.quantise import ENCODINGS
+from zerofx.passes.lib.plan_check import is_reduction
 from zerofx.passes.wire.gathers import check_block
 from zerofx.scheduler.plan.plan import Plan
 
@@ -53,9 +65,13 @@ class QuantiseReductions:
 
     def run(self, step: StepGraph, plan: Plan) -> None:
         started: dict[object, list[fx.Node]] = {}
+        crossing: dict[object, fx.Node] = {}
         for node in step.calls():
             if node.target is ops.reduce_scatter:
-                started.setdefault(node.args[1], []).append(node)
+                if is_reduction(node):
+                    started.setdefault(node.args[1], []).append(node)
+                else:
+                    crossing[node.args[1]] = node
         by_name = step.by_name()
         for decision in plan.wires:
             if decision.reduce == "exact":
@@ -72,6 +88,8 @@ class QuantiseReductions:
             for reduction in earlier:  # of micro-batches before the last, whose second hop begins where it is awaited
                 _quantise(step, plan, bucket, reduction, decision.reduce, None)
             _quantise(step, plan, bucket, last, decision.reduce, hop)
+            if bucket.index in crossing:
+                _in_one_hop(step, crossing[bucket.index], decision.reduce, "cross", "crossed")
 
 
 def is_two_hops(num_nodes: int, ranks_per_node: int | None) -> bool:
@@ -80,36 +98,57 @@ def is_two_hops(num_nodes: int, ranks_per_node: int | None) -> bool:
 
 
 def _quantise(step: StepGraph, plan: Plan, bucket: Bucket, reduce: fx.Node, encoding: str, hop: fx.Node | None) -> None:
+    """Change a reduction; ``hop`` is what the second of two hops begins after."""
     graph, index, where = step.graph, bucket.index, origin(reduce)
     (awaited,) = reduce.users
-    buffer, num_nodes, local = reduce.args[0], plan.num_nodes, plan.ranks_per_node
-    two_hops = is_two_hops(num_nodes, local)
-    first = local if two_hops and local is not None else bucket.num_ranks
-    with graph.inserting_before(reduce):
-        args = (buffer, first, encoding, num_nodes if two_hops else 1)
-        small = insert_call(graph, ops.quantise, args, where, name=f"small_grads_{index}")
-    reduce.target, reduce.args = ops.exchange, (small, index, first, "node" if two_hops else "all")
+    num_nodes, local = plan.nodes_along(bucket.reduced_over)
+    if not is_two_hops(num_nodes, local):
+        _in_one_hop(step, reduce, encoding, "grads", "reduced")
+        return
+    small = _send(step, reduce, local, "node", encoding, f"small_grads_{index}", num_nodes)
+    anchor = _after(step, reduce, hop) if hop is not None else awaited.prev
+    with graph.inserting_before(anchor.next):
+        received = insert_call(graph, ops.wait, (reduce, small), where, name=f"hop_{index}")
+        summed = insert_call(
+            graph, ops.dequantise_sum, (received, local, encoding, torch.float32), where, name=f"node_sum_{index}"
+        )
+        small = insert_call(graph, ops.quantise, (summed, num_nodes, encoding), where, name=f"across_{index}")
+        args, how = (small, index, num_nodes, "across"), dict(over(bucket.reduced_over))
+        across = insert_call(graph, ops.exchange, args, where, how, name=f"reduce_across_{index}")
+    _add_up(step, awaited, across, num_nodes, encoding, f"reduced_{index}")
+
+
+def _in_one_hop(step: StepGraph, reduce: fx.Node, encoding: str, given: str, gives: str) -> None:
+    """Let a reduction send each of its ranks its slice; ``given`` and ``gives`` name what it reads and makes."""
+    (_, index, num_ranks), (awaited,) = reduce.args, reduce.users
+    assert isinstance(num_ranks, int)
+    _send(step, reduce, num_ranks, "all", encoding, f"small_{given}_{index}")
+    _add_up(step, awaited, reduce, num_ranks, encoding, f"{gives}_{index}")
+
+
+def _send(
+    step: StepGraph, reduce: fx.Node, num_parts: int, group: str, encoding: str, name: str, interleave: int = 1
+) -> fx.Node:
+    """Make an exchange of a reduction, of what is returned."""
+    buffer, index, _ = reduce.args
+    args = (buffer, num_parts, encoding, interleave)
+    with step.graph.inserting_before(reduce):
+        small = insert_call(step.graph, ops.quantise, args, origin(reduce), name=name)
+    reduce.target, reduce.args = ops.exchange, (small, index, num_parts, group)
     set_value(reduce, tensor(small))
-    last = first
-    if two_hops:
-        anchor = _after(step, reduce, hop) if hop is not None else awaited.prev
-        with graph.inserting_before(anchor.next):
-            received = insert_call(graph, ops.wait, (reduce, small), where, name=f"hop_{index}")
-            summed = insert_call(
-                graph, ops.dequantise_sum, (received, first, encoding, torch.float32), where, name=f"node_sum_{index}"
-            )
-            small = insert_call(graph, ops.quantise, (summed, num_nodes, encoding), where, name=f"across_{index}")
-            reduce = insert_call(
-                graph, ops.exchange, (small, index, num_nodes, "across"), where, name=f"reduce_across_{index}"
-            )
-        last = num_nodes
-    awaited.args = (reduce, small)
-    set_value(awaited, tensor(reduce))
-    with graph.inserting_after(awaited):
-        total = insert_call(
-            graph, ops.dequantise_sum, (awaited, last, encoding, bucket.reduce_dtype), where, name=f"reduced_{index}",
-            fake=step.fake((bucket.shard_numel,), bucket.reduce_dtype),
-        )  # fmt: skip
+    return small
+
+
+def _add_up(step: StepGraph, awaited: fx.Node, sent: fx.Node, num_parts: int, encoding: str, name: str) -> None:
+    """Await an exchange where the sum was awaited, and add up what has come."""
+    numel, dtype, index = tensor(awaited).numel(), tensor(awaited).dtype, sent.args[1]
+    assert isinstance(index, int)
+    awaited.args = (sent, sent.args[0])
+    set_value(awaited, tensor(sent))
+    args = (awaited, num_parts, encoding, dtype)
+    with step.graph.inserting_after(awaited):
+        fake = step.fake((numel,), dtype)
+        total = insert_call(step.graph, ops.dequantise_sum, args, origin(sent), name=name, fake=fake)
     awaited.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
     if step.reduced.get(index) is awaited:
         step.reduced[index] = total

@@ -23,7 +23,6 @@ from zerofx.scheduler.cost.machine import (
     copy_seconds,
     wire_bytes,
 )
-from zerofx.scheduler.cost.wire_volume import ranks_on_node
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.tiers import Tier
 
@@ -63,7 +62,7 @@ def predicted_link(stream: str, machine: Machine, mesh: Mesh) -> MeasuredLink | 
     """What ``machine`` says of a stream; None where it has no such link, or the mesh no such ranks."""
     axes = axes_of_stream(stream)
     if axes is not None:
-        num_ranks, local = mesh.size(axes), ranks_on_node(mesh, axes, machine.ranks_per_node)
+        num_ranks, local = mesh.size(axes), mesh.on_node(axes, machine.ranks_per_node)
         if num_ranks < 2:
             return None
         latency = collective_latency("all_gather", num_ranks, machine, ranks_on_node=local)
@@ -135,7 +134,7 @@ def corrected_machine(machine: Machine, links: Mapping[str, MeasuredLink], mesh:
         if predicted is None:
             continue
         if axes is not None:
-            crosses = ranks_on_node(mesh, axes, machine.ranks_per_node) < mesh.size(axes)
+            crosses = mesh.on_node(axes, machine.ranks_per_node) < mesh.size(axes)
             rings.append(_Ring(measured, predicted, mesh.size(axes), crosses))
         elif stream in (TO_HOST, TO_DEVICE):
             machine = _with_host_link(machine, stream, measured)

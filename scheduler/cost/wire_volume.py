@@ -42,14 +42,9 @@ class Collective:
     ranks_on_node: int
 
 
-def ranks_on_node(mesh: Mesh, axes: Axes, ranks_per_node: int) -> int:
-    """How many ranks of the first group along ``axes`` are on its first node."""
-    return mesh.num_below(mesh.occupied(axes), ranks_per_node)
-
-
 def seconds_along(kind: CollectiveKind, num_bytes_full: int, mesh: Mesh, axes: Axes, machine: Machine) -> float:
     """``collective_seconds`` among the ranks along ``axes``."""
-    local = ranks_on_node(mesh, axes, machine.ranks_per_node)
+    local = mesh.on_node(axes, machine.ranks_per_node)
     return collective_seconds(kind, num_bytes_full, mesh.size(axes), machine, ranks_on_node=local)
 
 
@@ -68,7 +63,7 @@ def _value_bytes(node: fx.Node, num_ranks: int) -> int:
 def collective_of(node: fx.Node, mesh: Mesh, ranks_per_node: int) -> Collective:
     """What a collective's node stands for on a mesh."""
     axes = axes_of(node, mesh)
-    num_ranks, local = mesh.size(axes), ranks_on_node(mesh, axes, ranks_per_node)
+    num_ranks, local = mesh.size(axes), mesh.on_node(axes, ranks_per_node)
     if node.target is ops.broadcast:
         size = sum(storage_bytes(t) for source in node.all_input_nodes for t in tensors_of(source))
         return Collective("broadcast", size, num_ranks, local)

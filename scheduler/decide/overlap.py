@@ -54,18 +54,21 @@ def issued_ahead(
 
 
 def awaited_later(reduces: Sequence[ReduceDecision], layout: BucketLayout) -> tuple[ReduceDecision, ...]:
-    """``reduces``, each awaited where its bucket's gradients are complete, awaited a unit later instead."""
+    """``reduces``, each awaited where its bucket's gradients are complete, awaited a unit later instead; what crosses
+    replicas where that is starts there."""
     awaited = []
     for number, reduce in enumerate(reduces):
         unit = layout.buckets[reduce.bucket].unit
         # A bucket of the same unit is complete at about the same time: there is nothing to overlap with.
         following = next((late for late in reduces[number + 1 :] if layout.buckets[late.bucket].unit != unit), None)
         if following is None:
-            awaited.append(ReduceDecision(reduce.bucket, None, LAST_REDUCTION))
+            place, reason = None, LAST_REDUCTION
         else:
             name = layout.buckets[following.bucket].name
             reason = f"awaited when the gradients of {name} are complete, to hide behind their computation"
-            awaited.append(ReduceDecision(reduce.bucket, following.wait_after, reason))
+            place = following.wait_after
+        crossed_after = place if reduce.crossed_after != "" else ""
+        awaited.append(replace(reduce, wait_after=place, crossed_after=crossed_after, reason=reason))
     return tuple(awaited)
 
 

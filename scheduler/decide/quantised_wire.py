@@ -17,16 +17,19 @@ from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.quantise import ENCODINGS, packed_bytes
-from zerofx.ir.streams import COLLECTIVE, slice_gathered
+from zerofx.ir.streams import slice_gathered, stream_of
+from zerofx.passes.lib.plan_check import is_reduction
 from zerofx.passes.wire.reductions import is_two_hops
 from zerofx.scheduler.cost.machine import Machine, collective_seconds
 from zerofx.scheduler.cost.replay import Event, Start, Wait, end_seconds, events_of
 from zerofx.scheduler.cost.simulate import Simulation
+from zerofx.scheduler.cost.wire_volume import seconds_along
 from zerofx.scheduler.plan.decisions import ReduceDecision, WireDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.units import format_bytes, format_seconds
 
 _LESS = 1e-9  # seconds that make no difference
+_OF_BUCKETS = frozenset({ops.all_gather, ops.all_gather_into, *ops.REDUCTIONS})
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,13 @@ class Choice:
 @dataclass(frozen=True)
 class _Collective:
     """What a collective of the exact step moves: ``turn`` counts the gathers of one bucket's parameters, and is None
-    for other collectives."""
+    for other collectives; ``crosses``: a sum that replicas take of their slices, each a part of it."""
 
     bucket: int | None
     turn: int | None
     reduces: bool
+    crosses: bool
+    stream: str
 
 
 @dataclass(frozen=True)
@@ -59,18 +64,20 @@ class _Exact:
     collectives: Mapping[str, _Collective]
 
 
-def check_nodes(num_ranks: int, machine: Machine) -> None:
+def check_nodes(layout: BucketLayout, machine: Machine) -> None:
     """Check that ranks fill nodes, as hops within nodes and across them ask for.
 
     Raises:
-        UsageError: they are on several nodes, and do not fill the last.
+        UsageError: those that a bucket is sliced over are more on one node than on another.
     """
-    local = machine.ranks_per_node
-    if num_ranks > local and num_ranks % local:
-        raise UsageError(
-            f"expected whole nodes of {local} ranks ({machine.name}) for a wire that is not exact, found {num_ranks} "
-            f"ranks: use a multiple of {local}, give a machine with other nodes, or wire='exact'"
-        )
+    local, mesh = machine.ranks_per_node, layout.mesh
+    for axes in sorted({bucket.reduced_over for bucket in layout.buckets}):
+        if not mesh.fills_nodes(axes, local):
+            raise UsageError(
+                f"expected whole nodes of {local} ranks ({machine.name}) for a wire that is not exact, found "
+                f"{mesh.num_ranks} ranks ({mesh}), of which those along {', '.join(axes)} are more on one node than on "
+                f"another: give a machine with other nodes, other ranks, or wire='exact'"
+            )
 
 
 def with_wire(
@@ -89,7 +96,7 @@ def with_wire(
     Raises:
         UsageError: ranks do not fill nodes.
     """
-    check_nodes(layout.num_ranks, machine)
+    check_nodes(layout, machine)
     allowed = replace(plan, wire=wire, ranks_per_node=min(machine.ranks_per_node, layout.num_ranks))
     if layout.num_ranks == 1:
         return _all_exact(allowed, layout, "there is one rank")
@@ -126,19 +133,18 @@ class _Sends:
     """What a bucket's collectives take in few bits on a machine, in seconds."""
 
     def __init__(self, plan: Plan, layout: BucketLayout, machine: Machine) -> None:
-        assert plan.ranks_per_node is not None
         self.plan, self.layout, self.machine = plan, layout, machine
-        self.local, self.num_nodes = plan.ranks_per_node, plan.num_nodes
-        self.two_hops = is_two_hops(self.num_nodes, self.local)
         self._away = {decision.bucket for decision in plan.parameters}
 
     def most(self, bucket: Bucket, moments: _Exact) -> Choice:
         """All that can be compressed of a bucket."""
         if bucket.is_lent or not bucket.compute_dtype.is_floating_point:
             return Choice()
-        turns = sum(c.turn is not None and c.bucket == bucket.index for c in moments.collectives.values())
-        second = turns > 1 and self.num_nodes > 1 and bucket.index not in self._away
-        return Choice(gather=turns > 0, second_shard=second, reduce=bucket.trainable)
+        of_bucket = [c for c in moments.collectives.values() if c.bucket == bucket.index]
+        turns = sum(c.turn is not None for c in of_bucket)
+        num_nodes, _ = self.plan.nodes_along(bucket.gathered_over)
+        second = turns > 1 and num_nodes > 1 and bucket.index not in self._away
+        return Choice(gather=turns > 0, second_shard=second, reduce=any(c.reduces for c in of_bucket))
 
     def compute(self, num_bytes: float) -> float:
         """Reading and writing so many bytes together, in one kernel."""
@@ -148,25 +154,43 @@ class _Sends:
         """Before, during and after a gather in 8 bits."""
         small = packed_bytes(bucket.shard_numel, ENCODINGS[self.plan.wire].gathers)
         total = small * bucket.num_ranks
-        during = collective_seconds("all_gather", total, bucket.num_ranks, self.machine)
+        during = seconds_along("all_gather", total, bucket.mesh, bucket.gathered_over, self.machine)
         return self.compute(bucket.shard_bytes + small), during, self.compute(total + bucket.full_bytes)
 
     def gather_on_node(self, bucket: Bucket) -> float:
-        return collective_seconds("all_gather", bucket.full_bytes, self.local, self.machine, ranks_on_node=self.local)
+        _, local = self.plan.nodes_along(bucket.gathered_over)
+        return collective_seconds("all_gather", bucket.full_bytes, local, self.machine, ranks_on_node=local)
 
     def second_shard(self, bucket: Bucket) -> float:
-        return self.compute(2 * bucket.full_bytes / self.local)
+        return self.compute(2 * self.second_shard_bytes(bucket))
+
+    def second_shard_bytes(self, bucket: Bucket) -> int:
+        _, local = self.plan.nodes_along(bucket.gathered_over)
+        return bucket.full_bytes // local
+
+    def in_two_hops(self, bucket: Bucket) -> bool:
+        """Whether a reduction in few bits goes within nodes first."""
+        return is_two_hops(*self.plan.nodes_along(bucket.reduced_over))
+
+    def crossing(self, bucket: Bucket) -> tuple[float, tuple[tuple[float, float], ...]]:
+        """The same as ``reduction``, of the hop across replicas."""
+        small = packed_bytes(bucket.shard_numel, self.plan.wire)
+        during = seconds_along("all_to_all", small, bucket.mesh, bucket.crossed_over, self.machine)
+        part = bucket.gradient_slice_bytes // bucket.mesh.size(bucket.crossed_over)
+        return self.compute(bucket.gradient_slice_bytes + small), ((during, self.compute(small + part)),)
 
     def reduction(self, bucket: Bucket) -> tuple[float, tuple[tuple[float, float], ...]]:
         """Seconds before the first hop, and of each hop on the wire and after it."""
         small = packed_bytes(bucket.numel, self.plan.wire)
         before = self.compute(bucket.gradient_bytes + small)
-        if not self.two_hops:
-            during = collective_seconds("all_to_all", small, bucket.num_ranks, self.machine)
-            return before, ((during, self.compute(small + bucket.gradient_slice_bytes)),)
-        part, summed = small // self.local, 4 * bucket.numel // self.local
-        within = collective_seconds("all_to_all", small, self.local, self.machine, ranks_on_node=self.local)
-        across = collective_seconds("all_to_all", part, self.num_nodes, self.machine, ranks_on_node=1)
+        num_nodes, local = self.plan.nodes_along(bucket.reduced_over)
+        if not is_two_hops(num_nodes, local):
+            during = seconds_along("all_to_all", small, bucket.mesh, bucket.reduced_over, self.machine)
+            gradient_slice = bucket.gradient_bytes // bucket.num_reduced
+            return before, ((during, self.compute(small + gradient_slice)),)
+        part, summed = small // local, 4 * bucket.numel // local
+        within = collective_seconds("all_to_all", small, local, self.machine, ranks_on_node=local)
+        across = collective_seconds("all_to_all", part, num_nodes, self.machine, ranks_on_node=1)
         between = self.compute(small + summed) + self.compute(summed + part)
         return before, ((within, between), (across, self.compute(part + bucket.gradient_slice_bytes)))
 
@@ -175,14 +199,15 @@ def _moments(step: StepGraph, simulation: Simulation) -> _Exact:
     turns: Counter[int] = Counter()
     collectives: dict[str, _Collective] = {}
     for node in step.calls():
-        if node.target in ops.COLLECTIVES and node.target is not ops.broadcast:
+        if node.target in _OF_BUCKETS:
             index = node.args[2] if node.target is ops.all_gather_into else node.args[1]
             assert isinstance(index, int)
             gathers = node.target is ops.all_gather and slice_gathered(node) is not None
             about = None if index == ops.NO_BUCKET else index
             collectives[node.name] = _Collective(
-                about, turns[index] if gathers else None, node.target in ops.REDUCTIONS
-            )
+                about, turns[index] if gathers else None, node.target is ops.reduce_scatter and is_reduction(node),
+                node.target is ops.reduce_scatter and not is_reduction(node), stream_of(node),
+            )  # fmt: skip
             turns[index] += gathers
     return _Exact(events_of(step, simulation), collectives)
 
@@ -206,17 +231,22 @@ def _chosen(exact: _Exact, choices: Mapping[int, Choice], sends: _Sends) -> Iter
             before, hops = sends.reduction(bucket)
             if isinstance(event, Start):
                 yield before
-                yield _start(event.name, hops[0][0])
+                yield _start(event.name, hops[0][0], about)
                 continue
             yield Wait(event.name, hops[0][1])
             earlier, late = late, []
             for seconds, after in hops[1:]:
                 across = f"{event.name} across nodes"
-                yield _start(across, seconds)
+                yield _start(across, seconds, about)
                 late = [Wait(across, after)]
             yield from earlier
+        elif bucket is not None and about.crosses and choice.reduce:
+            before, ((seconds, after),) = sends.crossing(bucket)
+            yield from (
+                (before, _start(event.name, seconds, about)) if isinstance(event, Start) else (Wait(event.name, after),)
+            )
         elif bucket is not None and about.turn is not None and (choice.gather or choice.second_shard):
-            yield from _gather(event, bucket, choice, about.turn, sends)
+            yield from _gather(event, bucket, choice, about, about.turn, sends)
         else:
             yield event
             if isinstance(event, Wait) and about.reduces:
@@ -225,7 +255,9 @@ def _chosen(exact: _Exact, choices: Mapping[int, Choice], sends: _Sends) -> Iter
     yield from late
 
 
-def _gather(event: Start | Wait, bucket: Bucket, choice: Choice, turn: int, sends: _Sends) -> Iterator[Event]:
+def _gather(
+    event: Start | Wait, bucket: Bucket, choice: Choice, about: _Collective, turn: int, sends: _Sends
+) -> Iterator[Event]:
     """A gather of parameters, or the wait for it, in few bits or from second shards."""
     on_node = choice.second_shard and turn > 0
     before, during, after = sends.gather(bucket) if choice.gather and not on_node else (0.0, None, 0.0)
@@ -237,11 +269,11 @@ def _gather(event: Start | Wait, bucket: Bucket, choice: Choice, turn: int, send
     yield before
     if on_node:
         during = sends.gather_on_node(bucket)
-    yield event if during is None else _start(event.name, during)
+    yield event if during is None else _start(event.name, during, about)
 
 
-def _start(name: str, seconds: float) -> Start:
-    return Start(name, ((COLLECTIVE, seconds),))
+def _start(name: str, seconds: float, about: _Collective) -> Start:
+    return Start(name, ((about.stream, seconds),))
 
 
 def _least(most: Mapping[int, Choice], seconds: Callable[[Mapping[int, Choice]], float]) -> dict[int, Choice]:
@@ -266,17 +298,21 @@ def _plan(
     moments: _Exact,
     sends: _Sends,
 ) -> Plan:
-    """The plan with the choices; a reduction of two hops is awaited where the next bucket's was."""
+    """The plan with the choices; a reduction of two hops is awaited, and crosses, where the next bucket's was."""
     best = _replay(moments, chosen, sends)
-    waits = [decision.wait_after for decision in plan.reduces]
     reduces: list[ReduceDecision] = []
     hops: dict[int, str | None] = {}
     for number, decision in enumerate(plan.reduces):
-        if chosen[decision.bucket].reduce and sends.two_hops:
+        if chosen[decision.bucket].reduce and sends.in_two_hops(layout.buckets[decision.bucket]):
             hops[decision.bucket] = decision.wait_after
-            following = waits[number + 1] if number + 1 < len(waits) else None
-            reason = f"{decision.reason}; the hop across nodes hides behind what follows"
-            decision = replace(decision, wait_after=following, reason=reason)
+            following = plan.reduces[number + 1] if number + 1 < len(plan.reduces) else None
+            crosses = decision.crossed_after != ""
+            decision = replace(
+                decision,
+                wait_after=following.wait_after if following else None,
+                crossed_after=((following.crossed_after if following else None) or None) if crosses else "",
+                reason=f"{decision.reason}; the hop across nodes hides behind what follows",
+            )
         reduces.append(decision)
     wires = []
     for bucket in layout.buckets:
@@ -303,7 +339,7 @@ def _reason(plan: Plan, bucket: Bucket, choice: Choice, most: Choice, saved: flo
     parts = [
         *([f"gathered in {ENCODINGS[plan.wire].gathers}"] if choice.gather else []),
         *(
-            [f"gathered again from second shards of {format_bytes(bucket.full_bytes // sends.local)} on each node"]
+            [f"gathered again from second shards of {format_bytes(sends.second_shard_bytes(bucket))} on each node"]
             if choice.second_shard
             else []
         ),

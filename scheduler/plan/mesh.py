@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,6 +91,16 @@ class Mesh:
         """All groups along ``axes``, in order; every rank is in one."""
         firsts = (rank for rank in range(self.num_ranks) if not any(self.place(rank, axis) for axis in axes))
         return tuple(self.members(rank, axes) for rank in firsts)
+
+    def on_node(self, axes: Axes, ranks_per_node: int) -> int:
+        """How many ranks of the first group along ``axes`` are on its first node."""
+        return self.num_below(self.occupied(axes), ranks_per_node)
+
+    def fills_nodes(self, axes: Axes, ranks_per_node: int) -> bool:
+        """Whether every group along ``axes`` has as many ranks on each node that it is on as on any other."""
+        local = self.on_node(axes, ranks_per_node)
+        nodes = (Counter(rank // ranks_per_node for rank in members) for members in self.groups(axes))
+        return all(number == local for of_group in nodes for number in of_group.values())
 
     def num_below(self, axes: Axes, limit: int) -> int:
         """How many ranks of the first group along ``axes`` (outer to inner) have a number below ``limit``."""

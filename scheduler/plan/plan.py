@@ -27,7 +27,7 @@ from zerofx.scheduler.plan.decisions import (
 )
 from zerofx.scheduler.plan.facts import BucketSummary, GraphSummary, Prediction
 from zerofx.scheduler.plan.json_format import ONLY_IF_SET, as_data, read_plan, to_text
-from zerofx.scheduler.plan.mesh import Mesh
+from zerofx.scheduler.plan.mesh import Axes, Mesh
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,12 @@ class Plan:
         """Whether a rank updates only its slice of a bucket: stages 1 to 3 on more than one rank."""
         return self.stage >= 1 and self.num_ranks > 1
 
-    @property
-    def num_nodes(self) -> int:
-        """Nodes that the ranks are on, as far as the plan cares: 1 where all it sends is exact."""
-        return 1 if self.ranks_per_node is None else max(1, self.num_ranks // self.ranks_per_node)
+    def nodes_along(self, axes: Axes) -> tuple[int, int]:
+        """The nodes that a group of ranks along ``axes`` is on, as far as the plan cares, and how many each has:
+        one node where all that is sent is exact."""
+        size = self.mesh.size(axes)
+        local = size if self.ranks_per_node is None else self.mesh.on_node(axes, self.ranks_per_node)
+        return size // local, local
 
     @property
     def peak_bytes(self) -> dict[str, int]:

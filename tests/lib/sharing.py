@@ -3,6 +3,7 @@ do, and a model with parameters in all kinds of parts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -24,23 +25,37 @@ SHARING = replace(
 
 
 def one_process(case: Case, num_data: int, steps: int, max_grad_norm: float | None = None) -> Trained:
-    """Training on the batches of ``num_data`` ranks by their average, as one process does it."""
+    """Training on the batches of ``num_data`` ranks by their average, as one process does it; each step begins with the
+    first rank's buffers, which rank 0 broadcasts, and what is left are this rank's."""
     model = build(case)
     optimizer = case.optimizer(model)
-    losses = []
+    own = world()[0] * num_data // world()[1]
+    losses, ends = list[Tensor](), [_copied(model.buffers())]  # buffers after a step, of each rank
     for given in zip(*(batches(case, rank, steps) for rank in range(num_data)), strict=True):
         optimizer.zero_grad()
-        each = []
+        each, begin, ends = list[Tensor](), ends[0], []
         for args, kwargs in given:
+            _overwrite(model.buffers(), begin)
             outputs = model(*args, **kwargs)
             loss = case.loss_fn(outputs, *args) if case.loss_fn is not None else case.loss(outputs)
             (loss / num_data).backward()
             each.append(loss.detach())
+            ends.append(_copied(model.buffers()))
         if max_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         optimizer.step()
-        losses.append(each[world()[0] * num_data // world()[1]])
+        losses.append(each[own])
+    _overwrite(model.buffers(), ends[own])
     return Trained(losses, {name: tensor.clone() for name, tensor in model.state_dict().items()})
+
+
+def _copied(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def _overwrite(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
 
 
 class Parted(nn.Module):

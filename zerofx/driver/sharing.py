@@ -14,11 +14,13 @@ from zerofx.driver.meshes.layouts import best_prices
 from zerofx.driver.prepared import Earlier, Request
 from zerofx.errors import RankMismatchError, UsageError, warn
 from zerofx.ir.batch import Batch, hash_of
+from zerofx.options import CompileOptions
 from zerofx.progress import watched
 from zerofx.runtime.state.optimizer import hyperparameters
 from zerofx.scheduler.analysis.sharding_pins import pinned, pins_of
 from zerofx.scheduler.analysis.sharding_ways import sharding_ways
 from zerofx.scheduler.cost.sharing import Prices
+from zerofx.scheduler.decide.residency import PolicyOptions
 from zerofx.scheduler.decide.shardings import decide_shardings
 from zerofx.scheduler.decide.value_overlap import decide_overlaps
 from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision
@@ -38,8 +40,8 @@ def with_best_layout(
 ) -> T:
     """What ``plan`` makes of the step as one rank of the model axis runs it, or of ``captures`` without such an axis.
 
-    It is shared as is fastest without a budget, so that plans within a budget have the bits of those without. Where no
-    such plan fits, it is shared in the way that takes less memory.
+    It is shared in one way whatever else a plan does (``_of_any_plan``), so that all have the same bits. Where no such
+    plan fits the budget, it is shared in the way that takes less memory.
 
     Raises:
         BudgetMissedError: no plan of either fits; the one that misses the budget by less.
@@ -70,7 +72,7 @@ def share_computation(
 ) -> Captures:
     """The step as one rank of the model axis runs it; ``captures`` where there is no such axis.
 
-    ``within_budget``: whether memory has a price, as the budget asks, or only time counts.
+    ``within_budget``: whether memory has a price, as the budget asks, or only time counts: that of a step at stage 3.
 
     Raises:
         PlanError: no way to share it was found.
@@ -198,12 +200,21 @@ def _decided(
 
     simulated = explained and earlier is None and request.locations is None
     if not within_budget:
-        request = replace(request, options=replace(request.options, memory_budget=None))
+        request = replace(request, options=_of_any_plan(request.options))
     said = [repr(sorted(request.options.shardings.items())), repr(sorted(given.items())), str(explained)]
     if simulated:  # which follows from all that a plan does
         said += [*request.options.texts("plan"), hyperparameters(request.optimizer)]
     with watched("sharing the computation", show=request.verbose):
         return decided_once(request, step, ShardingDecision, decide, *said)
+
+
+def _of_any_plan(options: CompileOptions) -> CompileOptions:
+    """``options`` without what leaves the bits as they are: the stage, and what is computed again, moved or issued
+    ahead, or has to fit."""
+    return replace(
+        options, stage=3, memory_budget=None, host_budget=None, recompute="auto", offload="auto",
+        policy=PolicyOptions(), states_over="auto", delayed_update=None,
+    )  # fmt: skip
 
 
 def _placements(earlier: Earlier) -> Mapping[str, Placement]:

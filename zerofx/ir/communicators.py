@@ -30,7 +30,7 @@ def read(text: str) -> Axes:
 
 
 def axes_of(node: fx.Node, mesh: Mesh) -> Axes:
-    """The axes that a collective's node runs over: a broadcast, and what knows nodes, over all."""
+    """The axes that a collective's node runs over: a broadcast over all."""
     if node.target in ops.OVER_AXES:
         return read(str(node.kwargs.get("over", written(SHARD))))
     return mesh.world

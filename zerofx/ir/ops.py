@@ -11,7 +11,8 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``all_gather_into``   the same into a full buffer that exists, of which this rank's slice is already up to date
 ``reduce_scatter``    start summing a flat gradient buffer over the ranks; the result is this rank's slice
 ``reduce_scatter_into``  the same into this rank's slice of the buffer, which the result is
-                      ``over``, of these four: the axes of the mesh that its ranks are on (``ir/communicators.py``)
+                      ``over``, of these four and of what knows nodes: the axes of the mesh that its ranks are on
+                      (``ir/communicators.py``); a node's ranks are then those of them that it has
 ``wait``              the value of what was started; ``source`` is the buffer that it still reads until then
 ``release``           the end of a gathered bucket's residency
 ``empty_gradients``   a flat gradient buffer whose padding is zero and whose slots are still to be written
@@ -118,9 +119,9 @@ _library.define(
     "softmax_gradient(Tensor(a!) logits, Tensor target, int first_class, Tensor log_sums, Tensor scale, "
     "int ignore_index) -> ()"
 )
-_library.define("gather_on_node(Tensor part, int bucket, int num_ranks) -> Tensor")
-_library.define("exchange(Tensor parts, int bucket, int num_ranks, str group) -> Tensor")
-_library.define("second_shard(Tensor full, int bucket, int num_ranks) -> Tensor")
+_library.define("gather_on_node(Tensor part, int bucket, int num_ranks, *, str over='shard') -> Tensor")
+_library.define("exchange(Tensor parts, int bucket, int num_ranks, str group, *, str over='shard') -> Tensor")
+_library.define("second_shard(Tensor full, int bucket, int num_ranks, *, str over='shard') -> Tensor")
 _library.define("square_sum(Tensor values) -> Tensor")
 _library.define("largest(Tensor values) -> Tensor")
 _library.define(
@@ -181,9 +182,9 @@ def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:
 
 REDUCTIONS = frozenset({reduce_scatter, reduce_scatter_into})
 OVER_AXES = frozenset(
-    {all_gather, all_gather_into, *REDUCTIONS, *VALUE_COLLECTIVES}
+    {all_gather, all_gather_into, *REDUCTIONS, gather_on_node, exchange, *VALUE_COLLECTIVES}
 )  # which say the axes of the mesh that they run over
-COLLECTIVES = frozenset({*OVER_AXES, broadcast, gather_on_node, exchange})
+COLLECTIVES = frozenset({*OVER_AXES, broadcast})
 TRANSFERS = frozenset({offload, reload, copy_into})
 EVENTS = frozenset(
     {

@@ -166,19 +166,22 @@ class Runtime:
     def shift_values(self, value: torch.Tensor, num_ranks: int, *, over: str) -> Pending[torch.Tensor]:
         return self._along(over).shift(value)
 
-    def gather_on_node(self, part: torch.Tensor, bucket: int, num_ranks: int) -> Pending[torch.Tensor]:
+    def gather_on_node(
+        self, part: torch.Tensor, bucket: int, num_ranks: int, *, over: str = "shard"
+    ) -> Pending[torch.Tensor]:
         return _told(
-            self._connected().gather_on_node(part.new_empty(part.numel() * num_ranks), part, num_ranks),
+            self._along(over).gather_on_node(part.new_empty(part.numel() * num_ranks), part, num_ranks),
             "gather on the node",
             bucket,
         )
 
-    def exchange(self, parts: torch.Tensor, bucket: int, num_ranks: int, group: Group) -> Pending[torch.Tensor]:
-        return _told(self._connected().exchange(parts, num_ranks, group), "exchange", bucket)
+    def exchange(
+        self, parts: torch.Tensor, bucket: int, num_ranks: int, group: Group, *, over: str = "shard"
+    ) -> Pending[torch.Tensor]:
+        return _told(self._along(over).exchange(parts, num_ranks, group), "exchange", bucket)
 
-    def second_shard(self, full: torch.Tensor, bucket: int, num_ranks: int) -> torch.Tensor:
-        assert self._transport is not None
-        return full.chunk(num_ranks)[self._transport.rank % num_ranks].clone()
+    def second_shard(self, full: torch.Tensor, bucket: int, num_ranks: int, *, over: str = "shard") -> torch.Tensor:
+        return full.chunk(num_ranks)[self._along(over).rank % num_ranks].clone()
 
     def update(self, function: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         """An update's region, on the device: what is saved of its inputs is kept first."""

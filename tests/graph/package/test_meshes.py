@@ -88,8 +88,7 @@ def test_a_plan_of_one_axis_says_nothing_of_it() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mesh": {"shard": 2, "model": 2}, "wire": "int8"}, "expected wire='exact' on a mesh of several axes"),
-        ({"mesh": {"replicate": 2}, "wire": "int8"}, r"expected wire='exact' on a mesh of several axes"),
+        ({"mesh": "auto", "wire": "int8"}, "expected wire='exact' with mesh='auto'.*found wire='int8'"),
         ({"states_over": "all"}, "expected states_over 'mesh' .* found 'all'"),
     ],
 )

@@ -20,7 +20,7 @@ from zerofx.passes.verify import verify
 from zerofx.pipeline import run_quietly
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.simulate import Simulation, simulate
-from zerofx.scheduler.decide.overlap import hide_collectives
+from zerofx.scheduler.decide.overlap import awaited_later, hide_collectives
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
@@ -46,29 +46,32 @@ class Classifier(nn.Module):
         return torch.logsumexp(self.head(x), 1).mean()
 
 
+ONE_AXIS, REPLICAS = Mesh(shard=RANKS), Mesh(replicate=2, shard=2)
+
+
 @cache
-def prepared(stage: int) -> graphs.Prepared:
+def prepared(stage: int, mesh: Mesh = ONE_AXIS) -> graphs.Prepared:
     model = Classifier()
-    return prepare(model, (torch.randn(ROWS, DIM),), stage=stage, num_ranks=RANKS, optimizer=sgd(model))
+    return prepare(model, (torch.randn(ROWS, DIM),), stage=stage, mesh=mesh, optimizer=sgd(model))
 
 
-def planned(options: PolicyOptions, stage: int = 3) -> Plan:
-    one = prepared(stage)
+def planned(options: PolicyOptions, stage: int = 3, mesh: Mesh = ONE_AXIS) -> Plan:
+    one = prepared(stage, mesh)
     return decide(one.step, one.layout, stage=stage, precision=None, machine="cpu", options=options)
 
 
 def simulated(plan: Plan) -> tuple[StepGraph, BucketLayout, Simulation]:
     """What ``plan`` leads to: the graph after all passes, its buckets, and its run on paper."""
-    one = prepared(plan.stage)
+    one = prepared(plan.stage, plan.mesh)
     step = one.step.clone()
     run_quietly(step, plan, one.layout, one.programs, graphs.settings())
     verify(step, "prefetch", plan)
-    return step, one.layout, simulate(step, Machine.named("cpu"), Mesh(shard=RANKS), on_cpu=True)
+    return step, one.layout, simulate(step, Machine.named("cpu"), plan.mesh, on_cpu=True)
 
 
 @cache
-def hidden(limit_bytes: int, stage: int = 3) -> Plan:
-    plan = planned(PolicyOptions(0, hide_reductions=False), stage)
+def hidden(limit_bytes: int, stage: int = 3, mesh: Mesh = ONE_AXIS) -> Plan:
+    plan = planned(PolicyOptions(0, hide_reductions=False), stage, mesh)
     return hide_collectives(plan, *simulated(plan), prefetch=1, limit_bytes=limit_bytes)
 
 
@@ -78,21 +81,26 @@ def peak_of(plan: Plan) -> int:
 
 
 stages = pytest.mark.parametrize("stage", [0, 3])
+meshes = pytest.mark.parametrize("mesh", [ONE_AXIS, REPLICAS], ids=str)
 
 
 @stages
-def test_with_room_for_all_it_is_the_plan_that_hides_all(stage: int) -> None:
-    assert hidden(NO_LIMIT, stage) == planned(PolicyOptions(1), stage)
+@meshes
+def test_with_room_for_all_it_is_the_plan_that_hides_all(mesh: Mesh, stage: int) -> None:
+    assert hidden(NO_LIMIT, stage, mesh) == planned(PolicyOptions(1), stage, mesh)
 
 
 @stages
-def test_what_is_hidden_keeps_within_the_limit_and_less_room_never_leads_to_a_higher_peak(stage: int) -> None:
+@meshes
+def test_what_is_hidden_keeps_within_the_limit_and_less_room_never_leads_to_a_higher_peak(
+    mesh: Mesh, stage: int
+) -> None:
     options = PolicyOptions(0, hide_reductions=False), PolicyOptions(1)
-    least, most = (peak_of(planned(one, stage)) for one in options)
+    least, most = (peak_of(planned(one, stage, mesh)) for one in options)
     assert least < most
     peaks = []
     for limit in range(least, most + 1, (most - least) // 16):
-        peaks.append(peak_of(hidden(limit, stage)))
+        peaks.append(peak_of(hidden(limit, stage, mesh)))
         assert peaks[-1] <= limit
     assert peaks == sorted(peaks) and len(set(peaks)) > 1
 
@@ -120,6 +128,11 @@ def test_at_stage_0_the_sum_is_gathered_until_the_next_reduction_is_awaited() ->
         assert order[awaited] < order[by_name[f"full_grad_{other.bucket}"]]
     at_once = simulated(replace(plan, reduces=tuple(replace(one, gathered_after="") for one in plan.reduces)))[2]
     assert found.exposed_seconds < at_once.exposed_seconds
+
+
+def test_what_is_reduced_in_each_micro_batch_still_is_where_it_is_hidden() -> None:
+    at_once = [replace(one, earlier=("here",)) for one in planned(PolicyOptions(0, hide_reductions=False)).reduces]
+    assert all(late.earlier == ("here",) for late in awaited_later(at_once, prepared(3).layout))
 
 
 def test_every_collective_that_is_not_hidden_says_why() -> None:

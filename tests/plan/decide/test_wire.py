@@ -14,8 +14,9 @@ from torch import Tensor, fx, nn
 import zerofx
 from zerofx.driver.plan_only import PlannedStep
 from zerofx.errors import UsageError
+from zerofx.ir.communicators import axes_of
 from zerofx.ir.op_kernels.quantise import BLOCK
-from zerofx.ir.ops import COLLECTIVES
+from zerofx.ir.ops import COLLECTIVES, exchange, gather_on_node
 from zerofx.scheduler.cost.machine import Link, Machine
 from zerofx.scheduler.cost.simulate import Simulation
 from zerofx.scheduler.cost.wire_volume import node_wire_bytes
@@ -151,6 +152,39 @@ def test_one_node_has_no_second_shards_and_one_hop() -> None:
     assert across(step) == 0
 
 
+@pytest.mark.parametrize(("wire", "bits"), [("int8", 8), ("int4", 4)])
+def test_replicas_on_other_nodes_send_each_other_few_bits(wire: str, bits: int) -> None:
+    step = planned(wire=wire, mesh={"replicate": 4, "shard": 8}, states_over="mesh")
+    exchanges = [node for node in step.lowered.graph.calls() if node.target is exchange]
+    assert {axes_of(node, step.plan.mesh) for node in exchanges} >= {("replicate",)}
+    crossing = [node for node in exchanges if axes_of(node, step.plan.mesh) == ("replicate",)]
+    numel = sum(bucket.numel for bucket in step.layout.buckets)
+    assert across(step, crossing) == numel * (Fraction(bits, 8) + Fraction(4, BLOCK)) * Fraction(3, 4)
+    assert across(step) == step.plan.node_wire_bytes["across"]
+    assert not any(one.second_shard or one.hop_after for one in step.plan.wires), "slices are on one node"
+
+
+def test_slices_on_two_nodes_are_summed_in_two_hops_before_they_cross() -> None:
+    step = planned(wire="int4", mesh={"replicate": 2, "shard": 16})
+    names = [node.name for node in step.lowered.graph.calls()]
+    two_hops = [one.bucket for one in step.plan.wires if one.hop_after]
+    assert two_hops
+    for bucket in two_hops:
+        hops = [f"{hop}_{bucket}" for hop in ("reduce", "reduce_across", "grad", "cross", "part_grad")]
+        assert [names.index(hop) for hop in hops] == sorted(names.index(hop) for hop in hops)
+        late = names[names.index(f"cross_{bucket}") : names.index(f"part_grad_{bucket}")]
+        assert bucket == two_hops[-1] or len(late) > 1, "something hides the hop across replicas"
+
+
+def test_ranks_that_share_a_computation_keep_second_shards_of_what_all_have() -> None:
+    mesh = {"shard": 4, "model": 8}  # a node shares a computation, and whole parameters are in slices on all
+    step = planned(wire="int8", mesh=mesh, shardings={"layers.*": "replicated"})
+    assert {(one.gather, one.reduce) for one in step.plan.wires} == {("int8", "int8")}
+    assert any(one.second_shard for one in step.plan.wires)
+    on_node = {axes_of(n, step.plan.mesh) for n in step.lowered.graph.calls() if n.target is gather_on_node}
+    assert on_node == {("shard", "model")}
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stages_without_gathers_reduce_in_few_bits(stage: int) -> None:
     step = planned(stage=stage, wire="int4")
@@ -204,6 +238,7 @@ def test_plans_say_what_is_sent_how() -> None:
         ({"wire": 8}, "found 8"),
         ({"wire": "int8", "stage": 0}, "stage 1, 2 or 3 .*wire='int8', found stage 0"),
         ({"wire": "int8", "world_size": 12}, "expected whole nodes of 8 ranks .*found 12 ranks"),
+        ({"wire": "int8", "world_size": 24, "mesh": {"replicate": 2, "shard": 12}}, "found 24 ranks .* along shard"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:

@@ -53,6 +53,19 @@ def test_a_budget_that_holds_all_changes_no_layout() -> None:
     assert planned(memory_budget=2 * free.peak_bytes["device"]).shardings == free.shardings
 
 
+def test_all_plans_that_have_the_same_bits_have_one_layout() -> None:
+    others: list[dict[str, Any]] = [
+        {"stage": 0}, {"prefetch": 0, "recompute": "full"}, {"offload": "auto", "memory_budget": "1GiB"},
+        {"stage": 1, "states_over": "shard", "keep_gathered": "all"},
+    ]  # fmt: skip
+    with mock.patch("zerofx.driver.sharing.best_prices", side_effect=InterruptedError) as asked:
+        for options in ({}, *others):
+            with pytest.raises(InterruptedError):
+                planned(**options)
+    first, *rest = [call.args[0].options for call in asked.call_args_list]
+    assert len(rest) == len(others) and all(options == first for options in rest)
+
+
 def test_the_layout_that_is_simulated_fastest_is_taken() -> None:
     """What the program finds cheapest is a layout of several; the simulator says which."""
     seconds = {1.0: 3.0, 0.5: 2.0, 0.0: 2.5}

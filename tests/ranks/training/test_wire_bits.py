@@ -63,8 +63,9 @@ def build() -> nn.Module:
     return Model()
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(dist.get_rank())
+def batch(num_alike: int = 1) -> tuple[Tensor, Tensor]:
+    """A rank's batch, which as many neighbours have."""
+    generator = torch.Generator().manual_seed(dist.get_rank() // num_alike)
     x = torch.randn(8, WIDTH, generator=generator)
     return x, x.sum(1).tanh()
 
@@ -102,8 +103,8 @@ class Found:
     errors: dict[str, str] = field(default_factory=dict)
 
 
-def train(step: Step, steps: int = STEPS) -> Run:
-    x, y = batch()
+def train(step: Step, steps: int = STEPS, num_alike: int = 1) -> Run:
+    x, y = batch(num_alike)
     losses = [float(step(x, y))]
     first = step.full_state_dict()
     losses += [float(step(x, y)) for _ in range(steps - 1)]

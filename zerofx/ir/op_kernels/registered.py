@@ -48,7 +48,7 @@ def _copy_of(value: torch.Tensor, *_args: object) -> torch.Tensor:
     return value.clone()
 
 
-def _like(given: torch.Tensor, *_args: object) -> torch.Tensor:
+def _like(given: torch.Tensor, *_args: object, **_options: object) -> torch.Tensor:
     return given.new_empty_strided(given.shape, given.stride())
 
 

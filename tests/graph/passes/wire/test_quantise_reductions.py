@@ -10,9 +10,11 @@ import pytest
 from tests.lib.graphs import Prepared, calls, order_of, prepare
 from zerofx.errors import PlanError
 from zerofx.ir import ops
+from zerofx.ir.communicators import axes_of
 from zerofx.ir.op_kernels.quantise import BLOCK
 from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.plan.decisions import WireDecision
+from zerofx.scheduler.plan.mesh import Mesh
 
 
 def wired(
@@ -54,6 +56,22 @@ def test_all_rules_hold(local: int, late: bool, stage: int, num_micro_batches: i
     groups = [str(node.args[3]) for node in calls(prepared.step, ops.exchange)]
     assert sorted(groups) == (["across"] * 3 + ["node"] * 3 if local == 2 else ["all"] * 3)
     assert not calls(prepared.step, ops.reduce_scatter)
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_sums_cross_replicas_in_few_bits_where_each_updates_a_part(
+    in_parts: bool, num_micro_batches: int, max_grad_norm: float | None
+) -> None:
+    mesh = Mesh(replicate=2, shard=4)  # two nodes have a group of slices, as many its replicas
+    prepared = wired(mesh=mesh, late=False, in_parts=in_parts, num_micro_batches=num_micro_batches)
+    prepared.plan = replace(prepared.plan, max_grad_norm=max_grad_norm)
+    prepared.run_pipeline()
+    sent = sorted((str(node.args[3]), axes_of(node, mesh)) for node in calls(prepared.step, ops.exchange))
+    crossing = [("all", ("replicate",))] * 3 if in_parts else []
+    assert sent == sorted([("across", ("shard",))] * 3 + [("node", ("shard",))] * 3 + crossing)
+    assert len(calls(prepared.step, ops.reduce_scatter_into)) == (0 if in_parts else 3)
 
 
 def test_the_hop_across_nodes_runs_beside_the_next_unit() -> None:
