@@ -40,7 +40,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "ranks": (
         f"{_EXACT}::test_two_ranks_train_like_distributed_data_parallel",
         f"{_EXACT}::test_two_ranks_take_any_batch_and_find_the_loss_in_any_output",
-        "tests/ranks/training/test_offload.py",
+        "tests/ranks/tiers/test_offload.py",
     ),
     "inductor": ("tests/compiled/codegen", "tests/compiled/training"),
     "kernels": ("tests/compiled/kernels",),

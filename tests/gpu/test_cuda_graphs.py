@@ -9,7 +9,7 @@ from torch import nn
 import zerofx
 from tests.lib.devices import deterministic, moved
 from tests.lib.models import CASES
-from tests.lib.training import Trained, differences, train_compiled
+from tests.lib.runs.training import Trained, differences, train_compiled
 from zerofx.runtime.cuda_graphs.graphed import NUM_WARM_UP_STEPS
 
 pytestmark = pytest.mark.gpu

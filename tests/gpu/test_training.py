@@ -16,7 +16,7 @@ import zerofx
 from gpt import GPT
 from tests.lib.devices import deterministic, moved
 from tests.lib.models import CASES, Case
-from tests.lib.training import Trained, differences, train_compiled, train_plain, without_key_biases
+from tests.lib.runs.training import Trained, differences, train_compiled, train_plain, without_key_biases
 from zerofx.scheduler.plan.plan import Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")]

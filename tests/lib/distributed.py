@@ -31,7 +31,7 @@ PATIENCE_SECONDS = 600.0
 
 # What most ranks import: read once, by the process that all of them are forked from.
 _PRELOADED = ["zerofx.api", "zerofx.tuning.tuner", "torch._inductor.compile_fx", "torch.distributed.fsdp"]
-_PRELOADED += ["pytest", "transformers", "tests.lib.training"]
+_PRELOADED += ["pytest", "transformers", "tests.lib.runs.training"]
 _PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "mixtral")]
 
 # How long the other ranks get to end by themselves, with their own traceback, once one has failed.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from tests.lib.graphs import DIM, Block, prepare, target
-from tests.lib.offloads import offloading
+from tests.lib.runs.offloads import offloading
 from zerofx.lowering.lower import LoweredStep, lower
 from zerofx.scheduler.cost.machine import Machine
 

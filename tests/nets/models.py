@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 import zerofx
 from tests.lib.distributed import run_ranks
-from tests.lib.sharing import SHARING
+from tests.lib.runs.sharing import SHARING
 from tests.nets.cases import ModelCase
 from tests.nets.model_cases import CASES
 from tests.nets.records import Outcome, Record, read_records, results_path, write_records

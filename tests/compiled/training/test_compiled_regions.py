@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.lib.models import CASES
-from tests.lib.training import train_compiled
+from tests.lib.runs.training import train_compiled
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,8 +10,8 @@ import torch
 
 import zerofx
 from tests.lib.distributed import run_ranks
-from tests.lib.evaluating import evaluated, own_batches, step_of_case
 from tests.lib.models import CASES
+from tests.lib.runs.evaluating import evaluated, own_batches, step_of_case
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),

@@ -15,7 +15,7 @@ from gpt import GPT
 from tests.lib.distributed import run_ranks
 from tests.lib.fakes import fake_like
 from tests.lib.models import CASES, Case, sgd, tokens
-from tests.lib.training import differences, train_compiled, train_plain
+from tests.lib.runs.training import differences, train_compiled, train_plain
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),

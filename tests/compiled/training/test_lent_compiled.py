@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from tests.lib.adversarial import batches, in_eager_mode, models, steps_of
+from tests.lib.runs.adversarial import batches, in_eager_mode, models, steps_of
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),

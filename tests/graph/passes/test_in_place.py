@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.lib.graphs import Normed, Peeking, Prepared, Tied, TwoBlocks, calls, features, prepare, token_ids
-from tests.lib.offloads import parameters_away
+from tests.lib.runs.offloads import parameters_away
 from zerofx.ir import ops
 from zerofx.ir.facts import Origin, Phase, Role, placeholder
 from zerofx.ir.graph import insert_call

@@ -8,8 +8,8 @@ import pytest
 
 from tests.lib.graphs import calls, order_of, prepare
 from tests.lib.lowered import Deep
-from tests.lib.offloads import parameters_away
 from tests.lib.plans import merged, merging
+from tests.lib.runs.offloads import parameters_away
 from zerofx.errors import InvalidGraphError, PlanError
 from zerofx.ir import ops
 from zerofx.ir.streams import num_gathers_after

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.lib.graphs import Block, Prepared, prepare
-from tests.lib.offloads import offloading
+from tests.lib.runs.offloads import offloading
 from zerofx.codegen.regions import Region, cut, is_free_view
 from zerofx.errors import PlanError
 from zerofx.ir.facts import Phase, origin

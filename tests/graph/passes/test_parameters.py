@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.lib.graphs import Prepared, TwoBlocks, adagrad, calls, prepare
-from tests.lib.offloads import parameters_away
+from tests.lib.runs.offloads import parameters_away
 from zerofx.errors import InvalidGraphError, PlanError
 from zerofx.ir import ops
 from zerofx.ir.facts import Role, origin, tier_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
-from tests.lib.sharing import SHARING
+from tests.lib.runs.sharing import SHARING
 from zerofx.report.saved import SavedPlan
 from zerofx.report.shared_layer import SharedStep, shared_section
 

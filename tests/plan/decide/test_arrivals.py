@@ -14,8 +14,8 @@ from tests.lib.budgets import small_machine
 from tests.lib.graphs import prepare
 from tests.lib.lowered import Deep
 from tests.lib.models import CASES, batches, sgd
-from tests.lib.sharing import SHARING
-from tests.lib.training import build
+from tests.lib.runs.sharing import SHARING
+from tests.lib.runs.training import build
 from zerofx.scheduler.cost.machine import Link, Machine, Nvme, copy_seconds
 from zerofx.scheduler.cost.timeline import seconds_by_place
 from zerofx.scheduler.decide.prefetch import Arrival, place_arrivals, starts_of

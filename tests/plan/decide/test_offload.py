@@ -10,7 +10,7 @@ import torch
 
 from gpt import GPT
 from tests.lib.models import CASES
-from tests.lib.offloads import prepare_case
+from tests.lib.runs.offloads import prepare_case
 from zerofx.capture.trace import Batch, capture
 from zerofx.ir.bucketing import layout_of
 from zerofx.ir.edit import consumers

@@ -9,8 +9,8 @@ import pytest
 
 import zerofx
 from tests.lib.models import CASES, batches
-from tests.lib.sharing import SHARING
-from tests.lib.training import build
+from tests.lib.runs.sharing import SHARING
+from tests.lib.runs.training import build
 
 
 def planned(folder: Path, **options: Any) -> tuple[zerofx.Plan, int]:

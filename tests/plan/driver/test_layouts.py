@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zerofx
-from tests.ranks.training.test_sequences import MACHINE, WIDTH, Sequence
+from tests.ranks.meshes.test_sequences import MACHINE, WIDTH, Sequence
 from zerofx import MemoryBudgetError
 from zerofx.driver.meshes import layouts as layouts_module
 from zerofx.driver.meshes.layouts import best_prices

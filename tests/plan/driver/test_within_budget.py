@@ -9,7 +9,7 @@ import pytest
 
 import zerofx
 from tests.lib.models import CASES, batches
-from tests.lib.training import build
+from tests.lib.runs.training import build
 from zerofx.driver import driver
 from zerofx.lowering.load import CompiledStep
 from zerofx.lowering.load import build as build_step

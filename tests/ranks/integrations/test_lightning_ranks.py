@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.lib.distributed import run_ranks
-from tests.lib.lightning_runs import apart_at_most, fit, ours
-from tests.lib.sharing import SHARING
-from tests.lib.trainers import as_started_by_torchrun
+from tests.lib.runs.lightning_runs import apart_at_most, fit, ours
+from tests.lib.runs.sharing import SHARING
+from tests.lib.runs.trainers import as_started_by_torchrun
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning warns of few workers, of short epochs and of torch
 

@@ -12,8 +12,8 @@ from torch.utils.data import IterableDataset
 from transformers import EvalPrediction, Trainer
 
 from tests.lib.distributed import run_ranks
-from tests.lib.sharing import SHARING
-from tests.lib.trainers import (
+from tests.lib.runs.sharing import SHARING
+from tests.lib.runs.trainers import (
     Sentences,
     apart,
     arguments,

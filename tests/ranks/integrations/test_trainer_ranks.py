@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from tests.lib.distributed import RankError, run_ranks
-from tests.lib.trainers import apart, arguments, as_started_by_torchrun, history, llama, shapes_may_differ, trainer
+from tests.lib.runs.trainers import apart, arguments, as_started_by_torchrun, history, llama, shapes_may_differ, trainer
 from zerofx.integrations.transformers import ZeroFXTrainer
 
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import zerofx
 from tests.lib.distributed import RankError, run_ranks
 from tests.lib.models import CASES, batches
-from tests.lib.training import build
-from tests.lib.tuning import tune
+from tests.lib.runs.training import build
+from tests.lib.runs.tuning import tune
 from tests.lib.users import adamw, ids, tiny
 from zerofx.errors import MemoryBudgetError, RankMismatchError, UsageError, ZeroFXError
 from zerofx.tuning import trial

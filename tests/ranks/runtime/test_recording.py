@@ -14,9 +14,9 @@ import zerofx
 from tests.lib.capturing import EmulatedCapturer
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES
-from tests.lib.pairs import Pair, momentum
-from tests.lib.scaling import train_scaled, unlike
-from tests.lib.training import differences, train_compiled, train_plain
+from tests.lib.runs.pairs import Pair, momentum
+from tests.lib.runs.scaling import train_scaled, unlike
+from tests.lib.runs.training import differences, train_compiled, train_plain
 from tests.lib.users import ids
 from zerofx import CompilerError, UsageError, ZeroFXWarning
 from zerofx.runtime.cuda_graphs.graphed import MOST_RECORDINGS, NUM_WARM_UP_STEPS

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, batches
-from tests.lib.training import build, differences, train_compiled, train_plain
+from tests.lib.runs.training import build, differences, train_compiled, train_plain
 from zerofx.ir.buckets import BucketLayout
 from zerofx.runtime.comm.collectives import make_transport
 from zerofx.runtime.comm.communicators import Communicators

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import DIM, ROWS, Case, Layer, Regression, rows
-from tests.lib.training import differences, train_compiled, train_plain
+from tests.lib.runs.training import differences, train_compiled, train_plain
 from zerofx.errors import CaptureError, RankMismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")

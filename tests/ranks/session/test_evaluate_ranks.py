@@ -15,10 +15,10 @@ from torch import nn
 import zerofx
 from gpt import GPT
 from tests.lib.distributed import run_ranks
-from tests.lib.evaluating import checked, evaluated, in_eager_mode, own_batches, step_of_case, unlike
 from tests.lib.models import CASES
-from tests.lib.sharing import SHARING
-from tests.lib.training import captured_once, world
+from tests.lib.runs.evaluating import checked, evaluated, in_eager_mode, own_batches, step_of_case, unlike
+from tests.lib.runs.sharing import SHARING
+from tests.lib.runs.training import captured_once, world
 from zerofx import Machine, RankMismatchError
 from zerofx.scheduler.cost.machine import Link
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, DIM, Case, batches
-from tests.lib.offloads import offloading, placing, prepare_case
-from tests.lib.training import build
+from tests.lib.runs.offloads import offloading, placing, prepare_case
+from tests.lib.runs.training import build
 from zerofx.errors import RankMismatchError, TierError, ZeroFXError, ZeroFXWarning
 from zerofx.scheduler.plan.plan import Plan
 
@@ -134,8 +134,8 @@ _IS_KILLED = """
 import os, signal, sys, threading, time
 import torch, zerofx
 from tests.lib.models import CASES, batches
-from tests.lib.offloads import placing, prepare_case
-from tests.lib.training import build
+from tests.lib.runs.offloads import placing, prepare_case
+from tests.lib.runs.training import build
 case = CASES["gpt"]
 model = build(case)
 args, _ = next(batches(case, 0, 1))

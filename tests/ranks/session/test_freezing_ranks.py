@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.lib.distributed import run_ranks
-from tests.lib.freezing import unlike_eager_mode
+from tests.lib.runs.freezing import unlike_eager_mode
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the step is made anew")
 

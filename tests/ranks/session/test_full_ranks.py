@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.lib.distributed import run_ranks
-from tests.lib.evaluating import own_batches, step_of_case
 from tests.lib.models import CASES
-from tests.lib.training import world
+from tests.lib.runs.evaluating import own_batches, step_of_case
+from tests.lib.runs.training import world
 from zerofx import RankMismatchError
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.lib.distributed import run_ranks
-from tests.lib.kept_gradients import unlike_eager_mode
-from tests.lib.sharing import SHARING
+from tests.lib.runs.kept_gradients import unlike_eager_mode
+from tests.lib.runs.sharing import SHARING
 
 
 def _wrong(runs: list[tuple[int, float, dict[str, Any]]]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.lib.distributed import run_ranks
-from tests.lib.layer_norms import unlike_eager_mode
+from tests.lib.runs.layer_norms import unlike_eager_mode
 
 
 def _wrong(runs: list[tuple[int, dict[str, Any]]]) -> list[str]:

@@ -16,8 +16,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import zerofx
 from tests.lib.distributed import run_ranks
-from tests.lib.sharing import SHARING
-from tests.lib.training import world
+from tests.lib.runs.sharing import SHARING
+from tests.lib.runs.training import world
 from tests.lib.users import adamw
 from zerofx import RankMismatchError, UsageError
 

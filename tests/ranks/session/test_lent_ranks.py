@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import zerofx
-from tests.lib.adversarial import (
+from tests.lib.distributed import run_ranks
+from tests.lib.runs.adversarial import (
     Stack,
     batches,
     discriminator_step,
@@ -19,7 +20,6 @@ from tests.lib.adversarial import (
     steps_of,
     unlike_eager_mode,
 )
-from tests.lib.distributed import run_ranks
 from zerofx import UsageError
 
 

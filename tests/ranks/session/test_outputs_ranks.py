@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.lib.distributed import run_ranks
-from tests.lib.training import world
+from tests.lib.runs.training import world
 from zerofx import RankMismatchError
 
 

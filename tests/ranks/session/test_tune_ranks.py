@@ -17,8 +17,8 @@ from torch import nn
 
 import zerofx
 from tests.lib.distributed import run_ranks
-from tests.lib.sharing import SHARING
-from tests.lib.tuning import check, noisy, peak_of, rows, tune
+from tests.lib.runs.sharing import SHARING
+from tests.lib.runs.tuning import check, noisy, peak_of, rows, tune
 from tests.lib.users import adamw, eager_step, ids, tiny, untouched
 from zerofx import Candidate, Plan, TuneResult, ZeroFXError
 from zerofx.driver.driver import prepared_together, target_of

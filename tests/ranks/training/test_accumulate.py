@@ -14,8 +14,8 @@ import zerofx
 from gpt import GPT
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, Convolutions, Stack, Swapped, adamw
-from tests.lib.offloads import offloading, prepare_case, recomputing
-from tests.lib.training import compare_runs, differences, train_compiled, train_plain
+from tests.lib.runs.offloads import offloading, prepare_case, recomputing
+from tests.lib.runs.training import compare_runs, differences, train_compiled, train_plain
 from zerofx import MemoryBudgetError, Plan, UsageError
 from zerofx.driver.plan_only import PlannedStep
 

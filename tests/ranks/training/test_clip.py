@@ -15,8 +15,8 @@ import zerofx
 from tests.lib.budgets import small_machine
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, Stack, batches, sgd
-from tests.lib.offloads import check_measured, parameters_away, placing, prepare_case
-from tests.lib.training import (
+from tests.lib.runs.offloads import check_measured, parameters_away, placing, prepare_case
+from tests.lib.runs.training import (
     Trained,
     build,
     differences,
@@ -26,7 +26,7 @@ from tests.lib.training import (
     without_key_biases,
     world,
 )
-from tests.ranks.training.test_states import PLACES
+from tests.ranks.tiers.test_states import PLACES
 from zerofx import Plan, UsageError
 
 pytestmark = pytest.mark.usefixtures("drive")

@@ -10,7 +10,7 @@ import torch
 
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, sgd
-from tests.lib.training import captured_once, compare_runs, differences, train_compiled, train_plain
+from tests.lib.runs.training import captured_once, compare_runs, differences, train_compiled, train_plain
 
 STAGES: dict[str, dict[str, Any]] = {f"stage {stage}": {"stage": stage} for stage in range(4)}
 PLANS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, batches
-from tests.lib.training import build
+from tests.lib.runs.training import build
 
 CASE, STEPS = CASES["dropout"], 3
 

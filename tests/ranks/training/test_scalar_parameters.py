@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.lib.distributed import run_ranks
-from tests.lib.pairs import compile_eager
-from tests.lib.training import world
+from tests.lib.runs.pairs import compile_eager
+from tests.lib.runs.training import world
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "Adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.05, foreach=False),

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, Case, adamw, batches, decayed
-from tests.lib.training import Trained, build, captured_once, differences, train_compiled, train_plain, world
+from tests.lib.runs.training import Trained, build, captured_once, differences, train_compiled, train_plain, world
 
 STEPS = 8
 CASE = CASES["stack"]

@@ -18,7 +18,7 @@ import zerofx
 from tests.lib.checkout import ROOT
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, DIM, Case, Stack
-from tests.lib.training import build, differences, train_compiled, train_plain
+from tests.lib.runs.training import build, differences, train_compiled, train_plain
 
 HERE, EXACT = "training/test_uneven_use.py", "training/test_exact.py"
 TRAINS = "test_two_ranks_train_like_distributed_data_parallel"

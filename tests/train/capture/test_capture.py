@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.lib.models import CASES, DIM, ROWS, Case, Regression, batches, rows
-from tests.lib.training import compare_function, differences, train_compiled, train_plain
+from tests.lib.runs.training import compare_function, differences, train_compiled, train_plain
 from zerofx.capture.compat.decompositions import decompositions
 from zerofx.capture.trace import capture
 from zerofx.ir.batch import Batch

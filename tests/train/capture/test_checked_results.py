@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import orthogonal
 
 import zerofx
 from tests.lib.models import DIM, Case, Regression, rows
-from tests.lib.training import differences, train_compiled, train_plain
+from tests.lib.runs.training import differences, train_compiled, train_plain
 from zerofx.capture.trace import capture
 from zerofx.ir import ops
 from zerofx.ir.batch import Batch

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.lib.models import DIM, Case, Layer, Regression, rows
-from tests.lib.training import differences, train_compiled, train_plain
+from tests.lib.runs.training import differences, train_compiled, train_plain
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*script_method:DeprecationWarning", "ignore:.*torch.jit:DeprecationWarning"

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerofx
 from tests.lib.models import DIM, ROWS, Case, Layer, Regression, rows
-from tests.lib.training import differences, train_compiled, train_plain
+from tests.lib.runs.training import differences, train_compiled, train_plain
 from zerofx.capture.trace import capture
 from zerofx.capture.values.known import KnownValues
 from zerofx.errors import CaptureError

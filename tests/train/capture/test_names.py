@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import zerofx
 from tests.lib.checkout import ROOT
 from tests.lib.graphs import DIM, Prepared, TwoBlocks, adagrad, prepare
-from tests.lib.offloads import offloading, parameters_away, recomputing
 from tests.lib.plans import merged
+from tests.lib.runs.offloads import offloading, parameters_away, recomputing
 from zerofx.codegen.source import load_source
 from zerofx.errors import InvalidGraphError
 from zerofx.passes.verify import verify

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.lib.models import DIM, Case, Regression, batches, rows
-from tests.lib.training import differences, train_compiled, train_plain
+from tests.lib.runs.training import differences, train_compiled, train_plain
 from zerofx.capture.trace import capture
 from zerofx.errors import CaptureError, ZeroFXWarning
 from zerofx.ir.batch import Batch

@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lib.graphs import DIM, Averaging, Normed, Prepared, Tied, TwoBlocks, features, prepare, sgd, token_ids
-from tests.lib.offloads import offloading
 from tests.lib.plans import wired
+from tests.lib.runs.offloads import offloading
 from zerofx.codegen.emit import EmittedStep, emit
 from zerofx.codegen.kernels.table import NORMS, WIRE
 from zerofx.codegen.regions import cut

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.lib.lightning_runs import Classifier, apart_at_most, fit, ours
+from tests.lib.runs.lightning_runs import Classifier, apart_at_most, fit, ours
 from zerofx import UsageError
 from zerofx.errors import CaptureError
 

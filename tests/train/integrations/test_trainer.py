@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, EvalPrediction, Trainer
 
-from tests.lib.trainers import apart, arguments, bert, history, llama, shapes_may_differ, trainer
+from tests.lib.runs.trainers import apart, arguments, bert, history, llama, shapes_may_differ, trainer
 from zerofx import LossScale
 from zerofx.integrations.transformers import ZeroFXTrainer
 

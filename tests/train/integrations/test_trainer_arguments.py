@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lib.trainers import LENGTH, Sentences, arguments, llama, trainer
+from tests.lib.runs.trainers import LENGTH, Sentences, arguments, llama, trainer
 from zerofx import UsageError, ZeroFXWarning
 from zerofx.integrations.trainer_arguments import _REFUSED
 from zerofx.integrations.transformers import ZeroFXTrainer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lib.trainers import LENGTH, TOKENS, apart, history, llama
+from tests.lib.runs.trainers import LENGTH, TOKENS, apart, history, llama
 from zerofx import UsageError
 
 trl = pytest.importorskip("trl")

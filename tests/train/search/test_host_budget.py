@@ -11,8 +11,8 @@ import torch
 import zerofx
 from tests.lib.budgets import gpt, same_bits, small_machine, trained
 from tests.lib.models import CASES, batches
-from tests.lib.offloads import placing, prepare_case
-from tests.lib.training import build
+from tests.lib.runs.offloads import placing, prepare_case
+from tests.lib.runs.training import build
 from zerofx.driver.plan_only import PlannedStep
 from zerofx.errors import MemoryBudgetError, TierError, UsageError, ZeroFXWarning
 from zerofx.options import Offload

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zerofx
-from tests.lib.checkpoints import UNEVEN, Uneven, Way, train
 from tests.lib.models import batches
+from tests.lib.runs.checkpoints import UNEVEN, Uneven, Way, train
 from zerofx import CheckpointError, UsageError
 from zerofx.disk.checkpoint.folder import read_marker
 

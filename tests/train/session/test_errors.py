@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
-from tests.lib.pairs import compile_eager
-from tests.lib.refusals import refused_step, sgd
+from tests.lib.runs.pairs import compile_eager
+from tests.lib.runs.refusals import refused_step, sgd
 from tests.lib.users import DIM, adamw, eager_step, ids, tiny, untouched
 from zerofx import CaptureError, UsageError, ZeroFXError, ZeroFXWarning
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.lib.pairs import compile_eager
-from tests.lib.refusals import refused_step, sgd
+from tests.lib.runs.pairs import compile_eager
+from tests.lib.runs.refusals import refused_step, sgd
 from tests.lib.users import DIM, Tiny, adamw, ids, tiny, untouched
 from zerofx import CaptureError, OptimizerError, UsageError, ZeroFXError
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zerofx
-from tests.lib.tuning import noisy, rows, tune
+from tests.lib.runs.tuning import noisy, rows, tune
 from tests.lib.users import adamw
 from zerofx import Machine
 from zerofx.scheduler.cost import probe

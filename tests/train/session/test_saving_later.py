@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import zerofx
-from tests.lib.checkpoints import Way, outcome, train
 from tests.lib.models import batches
+from tests.lib.runs.checkpoints import Way, outcome, train
 from zerofx import CheckpointError
 from zerofx.disk.checkpoint.folder import latest, read_marker
 from zerofx.disk.checkpoint.marker import Marker

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
-from tests.lib.pairs import OptimizerOf, Pair, compile_eager, momentum
+from tests.lib.runs.pairs import OptimizerOf, Pair, compile_eager, momentum
 from tests.lib.users import TOKENS, Tiny, adamw, eager_step, ids, same_parameters, tiny
 from zerofx import CompilerError, PlanError, ShardedParametersError, Step, UsageError, ZeroFXWarning
 

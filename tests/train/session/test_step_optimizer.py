@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zerofx
-from tests.lib.pairs import OptimizerOf, Pair, compile_eager, momentum
+from tests.lib.runs.pairs import OptimizerOf, Pair, compile_eager, momentum
 from tests.lib.users import adamw, eager_step, ids, tiny
 from zerofx import UsageError, ZeroFXWarning
 from zerofx.driver import driver

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerofx
-from tests.lib.tuning import WIDTH, check, noisy, peak_of, tune
+from tests.lib.runs.tuning import WIDTH, check, noisy, peak_of, tune
 from tests.lib.users import adamw, untouched
 from zerofx import Plan, PlanError, UsageError
 from zerofx.runtime.measure.measure import Measurement

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import zerofx
-from tests.lib.tuning import WIDTH, check, noisy, peak_of, rows, tune
+from tests.lib.runs.tuning import WIDTH, check, noisy, peak_of, rows, tune
 from tests.lib.users import adamw, eager_step, ids, same_parameters, tiny, untouched
 from zerofx import MemoryBudgetError, Plan, UsageError, ZeroFXWarning
 from zerofx.options import check_options

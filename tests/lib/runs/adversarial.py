@@ -1,0 +1,161 @@
+"""Two models that are trained against each other, each by a step that reads the other, and the same in eager mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerofx
+from tests.lib.runs.training import world
+
+
+class Stack(nn.Module):
+    """Layers of their own between two others, with a statistic each where `norm` says so."""
+
+    def __init__(self, inputs: int, outputs: int, *, depth: int = 3, dim: int = 24, norm: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(inputs, dim)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, dim), nn.BatchNorm1d(dim) if norm else nn.Identity(), nn.LeakyReLU(0.2))
+            for _ in range(depth)
+        )
+        self.last = nn.Linear(dim, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        result: Tensor = self.last(x)
+        return result
+
+
+def models(**options: Any) -> tuple[Stack, Stack]:
+    """A generator and a discriminator; the same on every rank."""
+    torch.manual_seed(0)
+    return Stack(4, 2, **options), Stack(2, 1, **options)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 0.01, foreach=False)
+
+
+def discriminator_loss(discriminator: nn.Module, generator: nn.Module, real: Tensor, noise: Tensor) -> Tensor:
+    with torch.no_grad():
+        fakes = generator(noise)
+    return F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(fakes)).mean()
+
+
+def generator_loss(generator: nn.Module, discriminator: nn.Module, noise: Tensor) -> Tensor:
+    return F.softplus(-discriminator(generator(noise))).mean()
+
+
+def batches(steps: int, size: int = 6) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's samples and noise."""
+    draw = torch.Generator().manual_seed(1 + world()[0])
+    for _ in range(steps):
+        yield torch.randn(size, 2, generator=draw), torch.randn(size, 4, generator=draw)
+
+
+def average_gradients(model: nn.Module) -> None:
+    """As data parallelism does; neighbours' are summed first, as on a mesh whose inner axis has two ranks."""
+    ranks = world()[1]
+    for parameter in model.parameters() if ranks > 1 else ():
+        if parameter.grad is None:
+            continue
+        sums = [torch.empty_like(parameter.grad) for _ in range(ranks)]
+        dist.all_gather(sums, parameter.grad)
+        while len(sums) > 1:
+            sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+        parameter.grad = sums[0] / ranks
+
+
+def freeze(discriminator: nn.Module, number: int) -> None:
+    """Freeze a layer and a part of another for the second round."""
+    for name, parameter in discriminator.named_parameters():
+        parameter.requires_grad_(number != 1 or not name.startswith(("layers.0", "layers.1.0.bias")))
+
+
+def in_eager_mode(steps: int, *, freezes: bool = False, **options: Any) -> tuple[list[Tensor], Stack, Stack]:
+    """Losses and models of plain code."""
+    generator, discriminator = models(**options)
+    optimizers = {model: optimizer_of(model) for model in (generator, discriminator)}
+    losses = []
+    for number, (real, noise) in enumerate(batches(steps)):
+        if freezes:
+            freeze(discriminator, number)
+        for model in (discriminator, generator):
+            optimizers[model].zero_grad()
+            if model is discriminator:
+                loss = discriminator_loss(discriminator, generator, real, noise)
+            else:
+                loss = generator_loss(generator, discriminator, noise)
+            loss.backward()
+            average_gradients(model)
+            optimizers[model].step()
+            losses.append(loss.detach())
+    return losses, generator, discriminator
+
+
+def generator_step(generator: nn.Module, discriminator: nn.Module, stage: int = 3, **options: Any) -> zerofx.Step:
+    """A step on the eager backend, unless options differ, that trains a generator and reads a discriminator."""
+    return zerofx.compile(
+        generator, optimizer_of(generator), stage,
+        forward=lambda model, noise: generator_loss(model, discriminator, noise), **{"backend": "eager", **options},
+    )  # fmt: skip
+
+
+def discriminator_step(discriminator: nn.Module, generator: nn.Module, stage: int = 3, **options: Any) -> zerofx.Step:
+    """The other way round."""
+    return zerofx.compile(
+        discriminator, optimizer_of(discriminator), stage,
+        forward=lambda model, real, noise: discriminator_loss(model, generator, real, noise),
+        **{"backend": "eager", **options},
+    )  # fmt: skip
+
+
+def steps_of(generator: nn.Module, discriminator: nn.Module, **options: Any) -> tuple[zerofx.Step, zerofx.Step]:
+    """Those of both."""
+    return generator_step(generator, discriminator, **options), discriminator_step(discriminator, generator, **options)
+
+
+def unlike_eager_mode(
+    steps: int,
+    stages: tuple[int, int],
+    norm: bool = False,
+    freezes: bool = False,
+    away: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[str]:
+    """What of a training is not as in eager mode, in words: losses, parameters, buffers, and the peak of both steps.
+
+    `stages` are the generator's and the other's. `away`: options with which the other has its parameters in a slower
+    tier.
+    """
+    expected, *plain = in_eager_mode(steps, norm=norm, freezes=freezes)
+    generator, discriminator = models(norm=norm)
+    of_generator = generator_step(generator, discriminator, stages[0], **options)
+    of_discriminator = discriminator_step(discriminator, generator, stages[1], **options, **(away or {}))
+    losses = []
+    for number, (real, noise) in enumerate(batches(steps)):
+        if freezes:
+            freeze(discriminator, number)
+        losses += [of_discriminator(real, noise).clone(), of_generator(noise).clone()]
+    wrong = [f"loss {i} is {b}, not {a}" for i, (a, b) in enumerate(zip(expected, losses, strict=True)) if a != b]
+    for model, step in zip(plain, (of_generator, of_discriminator), strict=True):
+        found = step.full_state_dict()
+        wrong += [f"{name} is another" for name, t in model.state_dict().items() if not torch.equal(t, found[name])]
+    lent = [place for place, bucket in enumerate(of_generator.plan.buckets) if bucket.lent]
+    if away and not {decision.bucket for decision in of_generator.plan.parameters} & set(lent):
+        wrong.append("all that is read lies on the device")
+    (real, noise), *_ = batches(1)
+    for step, batch in ((of_generator, (noise,)), (of_discriminator, (real, noise))):
+        measured, predicted = step.measure(*batch, num_steps=1).peak_bytes, step.plan.peak_bytes
+        wrong += [] if measured == predicted else [f"{measured} are taken, not {predicted}"]
+    for step in (of_generator, of_discriminator):
+        step.close()
+    return wrong

@@ -1,0 +1,86 @@
+"""Checkpoints that cannot be written or loaded on one rank: one error on all, and nothing has changed."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import zerofx
+from tests.lib.distributed import run_ranks
+from tests.lib.models import batches
+from tests.lib.runs.checkpoints import Way, train
+from zerofx import CheckpointError
+
+
+def _error(call: object) -> str:
+    try:
+        call()  # type: ignore[operator]
+    except CheckpointError as error:
+        return str(error)
+    return "nothing"
+
+
+def _bad_days(folder: str) -> dict[str, str]:
+    rank, way = dist.get_rank(), Way(3, "bf16")
+    step, scheduler = way.step()
+    train(step, scheduler, batches(way.case, rank, 2))
+    first = step.save_checkpoint(folder)
+    errors = {}
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:  # whose drive is full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    errors["full"] = _error(lambda: step.save_checkpoint(folder))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    errors["state"] = _error(lambda: step.save_checkpoint(folder, state={"x": {"a": _error if rank else 1}}))
+    assert [path.name for path in Path(folder).glob("*step*")] == [first.name]
+    second = step.save_checkpoint(folder)
+    whole = step.full_state_dict()
+    dist.barrier()
+    if rank == 0:
+        for place, name in ((first, "state-00001"), (second, "model-00001")):
+            path = place / f"{name}-of-00002.safetensors"
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+    dist.barrier()
+    train(step, scheduler, batches(way.case, rank, 1))
+    latest = step.full_state_dict()
+    errors["flipped"] = _error(lambda: step.load_checkpoint(folder))
+    errors["of rank 1"] = _error(lambda: step.load_checkpoint(first))
+    errors["nowhere"] = _error(lambda: step.load_checkpoint(folder if rank == 0 else "nowhere"))
+    assert all(torch.equal(value, latest[name]) for name, value in step.full_state_dict().items())
+    assert any(not torch.equal(value, latest[name]) for name, value in whole.items())
+    train(step, scheduler, batches(way.case, rank, 1))
+    step.close()
+    return errors
+
+
+def test_all_ranks_raise_one_error(tmp_path: Path) -> None:
+    first, second = run_ranks(_bad_days, 2, str(tmp_path))
+    assert first == second
+    assert "on rank 1 of 2" in first["full"] and "look at the space that is left" in first["full"]
+    assert "found a builtins.function at state.x.a" in first["state"]
+    assert "model-00001-of-00002.safetensors" in first["flipped"]
+    assert "state-00001-of-00002.safetensors" in first["of rank 1"]
+    assert "found nothing there" in first["nowhere"]
+
+
+def _other_checkpoints(folder: str) -> str:
+    step, _ = Way().step()
+    step.prepare(*next(batches(Way().case, 0, 1))[0])
+    places = [step.save_checkpoint(folder), step.save_checkpoint(folder)]
+    try:
+        step.load_checkpoint(places[dist.get_rank()])
+    except zerofx.RankMismatchError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_that_load_different_checkpoints_are_told(tmp_path: Path) -> None:
+    messages = run_ranks(_other_checkpoints, 2, str(tmp_path))
+    assert messages[0] == messages[1] and "expected the same checkpoint on every rank" in messages[0]

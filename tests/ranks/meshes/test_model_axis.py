@@ -1,0 +1,189 @@
+"""Ranks that share one computation: the values of one process, whatever else is planned."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerofx
+from tests.lib.distributed import run_ranks
+from tests.lib.models import CASES, batches
+from tests.lib.runs.offloads import check_measured
+from tests.lib.runs.sharing import SHARING, one_process
+from tests.lib.runs.training import Trained, build, captured_once, differences, without_key_biases, world
+from zerofx import RankMismatchError
+
+
+def shared(name: str, mesh: dict[str, int], stage: int, steps: int, **options: Any) -> tuple[Trained, list[str]]:
+    """Training with zerofx, and the placements that the plan gives to parameters and other values."""
+    case, (rank, _) = CASES[name], world()
+    model = build(case)
+    options = {"backend": "eager", "machine": SHARING, **options}
+    step = zerofx.compile(model, case.optimizer(model), stage, loss_fn=case.loss_fn, mesh=mesh, **options)
+    losses = [step(*args, **kwargs).clone() for args, kwargs in batches(case, rank // mesh.get("model", 1), steps)]
+    placements = {text for sharding in step.plan.shardings for text in sharding.outputs if text is not None}
+    trained = Trained(losses, step.full_state_dict())
+    step.close()
+    return trained, sorted(placements)
+
+
+@captured_once()
+def compared(names: list[str], mesh: dict[str, int], runs: dict[str, dict[str, Any]], steps: int) -> dict[str, Any]:
+    """What is unlike one process, what unlike the first run to the bit, and where nothing was shared."""
+    num_data = world()[1] // mesh.get("model", 1)
+    wrong: dict[str, Any] = {}
+    for name in names:
+        expected, first = _without_noise(one_process(CASES[name], num_data, steps)), list[Trained]()
+        for label, options in runs.items():
+            trained, placements = shared(name, mesh, steps=steps, **options)
+            first = first or [trained]
+            wrong[f"{name}, {label}, far off"] = differences(expected, _without_noise(trained), 2e-5)
+            wrong[f"{name}, {label}, another bit"] = differences(first[0], trained)
+            wrong[f"{name}, {label}, not shared"] = [] if {"S0", "S1"} <= set(placements) else placements
+    return {what: lines for what, lines in wrong.items() if lines}
+
+
+def _without_noise(trained: Trained) -> Trained:
+    """Without what has no gradient but rounding, which Adam divides by itself: biases of keys, and before norms."""
+    trained = without_key_biases(trained)
+    noise = ("key.bias", "k_proj.bias", "c_attn.bias", "qkv.bias", "in_proj_bias")
+    return replace(trained, state={name: t for name, t in trained.state.items() if not name.endswith(noise)})
+
+
+RUNS: dict[str, dict[str, Any]] = {f"stage {stage}": {"stage": stage} for stage in range(4)}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "nothing again": {"stage": 3},
+    "all again": {"stage": 3, "recompute": "full"},
+    "nothing ahead": {"stage": 3, "prefetch": 0},
+}
+
+
+def test_two_ranks_share_a_model() -> None:
+    runs = {label: RUNS[label] for label in ("stage 0", "stage 3")}
+    for rank, wrong in enumerate(run_ranks(compared, 2, ["llama"], {"model": 2}, runs, 3)):
+        assert wrong == {}, f"rank {rank}"
+
+
+def test_plans_that_move_and_compute_again_have_the_same_bits() -> None:
+    for rank, wrong in enumerate(run_ranks(compared, 2, ["gpt"], {"model": 2}, WAYS, 2)):
+        assert wrong == {}, f"rank {rank}"
+
+
+def _offloaded(drive: str) -> list[str]:
+    """What a plan changes that sends values away, among them what ranks have exchanged."""
+    os.environ["ZEROFX_NVME_DIR"] = drive
+    case = CASES["gpt"]
+    ((args, keywords),) = batches(case, 0, 1)
+    model = build(case)
+    free = zerofx.compile(model, case.optimizer(model), 0, backend="eager", machine=SHARING, mesh={"model": 2})
+    free.prepare(*args, **keywords)
+    options: dict[str, Any] = {
+        "memory_budget": int(0.9 * free.plan.peak_bytes["device"]),
+        "offload": "nvme",
+        "recompute": "none",
+    }
+    expected = [free(*args, **keywords).clone() for _ in range(2)]
+    model = build(case)
+    step = zerofx.compile(
+        model, case.optimizer(model), 0, backend="eager", machine=SHARING, mesh={"model": 2}, **options
+    )  # fmt: skip
+    step.prepare(*args, **keywords)
+    assert step.plan.offloads
+    losses = [step(*args, **keywords).clone() for _ in range(2)]
+    wrong = differences(Trained(expected, free.full_state_dict()), Trained(losses, step.full_state_dict()))
+    check_measured(step.measure(*args, **keywords), step.plan, 4096, share=0.01)
+    step.close()
+    free.close()
+    return wrong
+
+
+def test_values_of_one_rank_are_offloaded_and_come_back(tmp_path: Path) -> None:
+    assert run_ranks(_offloaded, 2, str(tmp_path)) == [[], []]
+
+
+def _clipped() -> list[str]:
+    """What is unlike one process where gradients are clipped: each is counted once, wherever it lies."""
+    trained, _ = shared("stack", {"model": 2}, 3, 3, max_grad_norm=0.1)
+    return differences(one_process(CASES["stack"], 1, 3, max_grad_norm=0.1), trained, 2e-5)
+
+
+def test_the_norm_of_gradients_counts_each_once() -> None:
+    assert run_ranks(_clipped, 2) == [[], []]
+
+
+def test_a_plan_says_what_lies_in_parts() -> None:
+    case = CASES["gpt"]
+    model = build(case)
+    ((args, _),) = batches(case, 0, 1)
+    planned = zerofx.plan(model, case.optimizer(model), args, machine=SHARING, mesh={"model": 2}, backend="eager")
+    plan = planned.plan
+    assert "shared by 2 ranks of the model axis" in str(plan)
+    assert "  layers.*.mlp.out.weight x 3: in parts along dimension 1" in str(plan)
+    assert "lies in parts along dimension 1 on 2 ranks of the model axis" in plan.why("layers.1.mlp.out.weight")
+    assert zerofx.Plan.from_json(plan.to_json()) == plan
+    assert any(row.op == "gather_values" for row in planned.schedule().rows)
+
+
+def _refused() -> list[str]:
+    """What is said where ranks that share a computation are given other batches: in the first step, and in a later."""
+    case, (rank, _) = CASES["stack"], world()
+    said = []
+    for num_alike in (0, 1):
+        model = build(case)
+        step = zerofx.compile(model, case.optimizer(model), mesh={"model": 2}, backend="eager", machine=SHARING)
+        for args, _ in batches(case, 0, num_alike):
+            step(*args)
+        before = step.full_state_dict()
+        ((x, y), _), *_ = batches(case, 0, 1)
+        with pytest.raises(RankMismatchError) as raised:
+            step(x, y + rank)
+        said.append(str(raised.value))
+        assert all(torch.equal(value, before[name]) for name, value in step.full_state_dict().items())
+        step.close()
+    return said
+
+
+def test_other_batches_are_refused_on_all_ranks_in_any_step() -> None:
+    for said in run_ranks(_refused, 2):
+        for error in said:
+            assert "expected the same batch on ranks 0, 1, which share one computation (mesh model 2)" in error
+            assert "found other values of batch[1] on rank 1 than on rank 0" in error
+
+
+def _skipped() -> list[str]:
+    """What a step changes whose loss is not finite for the second of two pairs of ranks."""
+    case, (rank, _) = CASES["gpt"], world()
+    first, spoilt, last = (args for args, _ in batches(case, rank // 2, 3))
+    if rank // 2 == 1:
+        spoilt = spoilt[0], torch.full((2, 8), -100)[:, 1:]  # the mean of no target
+    options: dict[str, Any] = {"mesh": {"shard": 2, "model": 2}, "backend": "eager", "machine": SHARING}
+
+    def trained(data: list[tuple[Any, ...]], **given: Any) -> Trained:
+        model = build(case)
+        step = zerofx.compile(model, case.optimizer(model), 3, loss_fn=case.loss_fn, **options, **given)
+        losses = [step(*args).clone() for args in data]
+        assert (step.num_steps, step.num_skipped) == (2, len(data) - 2)
+        check_measured(step.measure(*last), step.plan, 4096, share=0.01)
+        step.close()
+        return Trained([losses[0], losses[-1]], step.full_state_dict())
+
+    with pytest.warns(zerofx.ZeroFXWarning, match="nothing has been updated"):
+        found = trained([first, spoilt, last], on_nonfinite="skip")
+    return differences(trained([first, last]), found)
+
+
+def test_a_loss_of_which_each_rank_has_a_term_is_known_before_the_first_update() -> None:
+    assert run_ranks(_skipped, 4) == [[]] * 4
+
+
+def test_two_ranks_share_each_of_two_slices() -> None:
+    runs = {"stage 3": RUNS["stage 3"]}
+    for rank, wrong in enumerate(run_ranks(compared, 4, ["gpt"], {"shard": 2, "model": 2}, runs, 3)):
+        assert wrong == {}, f"rank {rank}"
