@@ -34,6 +34,7 @@ def keys(plan: zerofx.Plan) -> set[str]:
     return {d.inputs[1] for d in plan.shardings if "attention" in d.node and "backward" not in d.node}
 
 
+@pytest.mark.slow
 def test_a_budget_that_gathered_keys_miss_is_met_by_a_ring() -> None:
     free = planned()
     assert keys(free) == {"R"}, "where memory costs nothing, keys are gathered"

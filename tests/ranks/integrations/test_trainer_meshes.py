@@ -86,8 +86,10 @@ def _train(folder: str, given: _Given) -> tuple[dict[str, list[float]], int, int
     "given",
     [
         _Given({"model": 2}),
-        _Given({"model": 2}, streams=True),
-        _Given("auto", samples=1, num_micro_batches=1, options={"machine": SLOW_LINKS}),
+        pytest.param(_Given({"model": 2}, streams=True), marks=pytest.mark.slow),
+        pytest.param(
+            _Given("auto", samples=1, num_micro_batches=1, options={"machine": SLOW_LINKS}), marks=pytest.mark.slow
+        ),
         pytest.param(_Given({"shard": 2, "model": 2}, num_data=2), marks=pytest.mark.slow),
     ],
     ids=["model", "stream", "auto", "both"],

@@ -79,7 +79,7 @@ def test_what_there_is_not_is_refused() -> None:
     with pytest.raises(UsageError, match=r"expected the name of a parameter, found 'layers\.9\.weight'"):  # noqa: SIM117
         with step.full("layers.9.weight"):
             pass
-    with pytest.raises(UsageError, match="there are exp_avg, exp_avg_sq"), step.full(path, "grad"):
+    with pytest.raises(UsageError, match="there are exp_avg, exp_avg_sq"), step.full(path, "momentum_buffer"):
         pass
     with pytest.raises(UsageError, match="outside full_parameters"), step.full_parameters(), step.full(path):
         pass

@@ -57,6 +57,7 @@ def test_at_every_budget_the_plan_fits_and_trains_the_same_bits(make: Any) -> No
     assert num_whole >= len(BUDGETS) - 1
 
 
+@pytest.mark.slow
 def test_what_a_refusal_says_is_possible_does_not_depend_on_the_budget_and_is() -> None:
     """With parameters in slices: far below the budget as just below it."""
     model, batch = gpt()

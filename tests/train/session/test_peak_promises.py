@@ -65,8 +65,9 @@ def test_peaks_are_those_predicted(variant: str) -> None:
     assert broken(list(VARIANTS).index(variant), VARIANTS[variant], ()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("seed", "variant"), [(7, "stage 0"), pytest.param(17, "parameters on the host", marks=pytest.mark.slow)]
+    ("seed", "variant"), [(7, "stage 0"), (17, "parameters on the host")]
 )  # 17: parameters come back for what is computed again, and that is the peak of the longest orders alone
 def test_the_least_possible_can_be_had(seed: int, variant: str) -> None:
     assert broken(seed, VARIANTS[variant], (0.05,)) == []
