@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +24,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.lib.alone import answer_alone
+
 RESULTS = Path(__file__).resolve().parent / "results"
 CONTENDERS = ("zerofx", "torch.compile")
 
@@ -66,18 +66,13 @@ def _cpu_seconds() -> float:
 
 def measure(contender: str, depth: int, width: int, cache: Path) -> Found:
     """The same in a fresh process with its caches in ``cache``."""
-    environment = {
-        **os.environ,
+    caches = {
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "ZEROFX_CACHE_DIR": str(cache / "zerofx"),
         "TMPDIR": str(cache),  # Inductor's precompiled headers
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "examples"))),
     }
-    command = [sys.executable, __file__, "--here", contender, "--depths", str(depth), "--width", str(width)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise RuntimeError(f"{contender} at {depth} layers failed:\n{result.stderr[-2000:]}")
-    measured: Found = json.loads(result.stdout.splitlines()[-1])
+    asked = ("--here", contender, "--depths", str(depth), "--width", str(width))
+    measured: Found = answer_alone(f"{contender} at {depth} layers", "benchmarks.compile_depth", *asked, **caches)
     return measured
 
 

@@ -30,10 +30,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -44,7 +41,8 @@ import torch
 from tabulate import tabulate
 
 import zerofx
-from benchmarks.lib.processes import RESULTS, ROOT
+from benchmarks.lib.alone import answer_alone
+from benchmarks.lib.processes import RESULTS
 from zerofx.progress import watched
 from zerofx.scheduler.cost.machine import Device, Efficiency, Host, Link, Machine, Nvme, Peaks
 from zerofx.units import format_bytes, format_count, format_seconds
@@ -223,12 +221,8 @@ def bandwidth_efficiency(intensity: float, bandwidth: float, peak: float) -> flo
 
 def in_process(headline: Headline, layers: int) -> Planned:
     """``plan`` in a process of its own, whose memory is its alone."""
-    command = [sys.executable, "-m", "benchmarks.headlines", "--here", headline.name, str(layers)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "examples")))}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise RuntimeError(f"{headline.name} with {layers} layers failed:\n{result.stderr[-2000:]}")
-    return Planned(**json.loads(result.stdout.splitlines()[-1]))
+    what = f"{headline.name} with {layers} layers"
+    return Planned(**answer_alone(what, "benchmarks.headlines", "--here", headline.name, str(layers)))
 
 
 def of(headline: Headline) -> Planned:

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -30,9 +28,10 @@ from typing import Any, Final
 from tabulate import tabulate
 
 from benchmarks.layouts import MODELS, Pins, layouts, planned
+from benchmarks.lib.alone import answer_alone
 from benchmarks.lib.json_file import write_json
 from benchmarks.lib.models import Shape
-from benchmarks.lib.processes import RESULTS, ROOT
+from benchmarks.lib.processes import RESULTS
 from zerofx.units import format_bytes, format_seconds
 
 ONE, CHOSEN = "FSDP", "chosen"
@@ -109,18 +108,8 @@ def measure_here(case: Case, asked: ByHand, budget: str) -> dict[str, Any]:
 
 def measure(case: str, plan: str, budget: str) -> dict[str, Any]:
     """The same in a process of its own, which finds nothing that another has kept on disk."""
-    environment = {
-        **os.environ,
-        "ZEROFX_CACHE_DIR": "0",
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "examples"))),
-    }
-    command = [sys.executable, "-m", "benchmarks.mesh_choice", "--here", "--cases", case, "--plans", plan]
-    result = subprocess.run(
-        [*command, "--budget", budget], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if result.returncode != 0:
-        raise RuntimeError(f"{case}, {plan} failed:\n{result.stderr[-2000:]}")
-    outcome: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    asked = ("--here", "--cases", case, "--plans", plan, "--budget", budget)
+    outcome: dict[str, Any] = answer_alone(f"{case}, {plan}", "benchmarks.mesh_choice", *asked, ZEROFX_CACHE_DIR="0")
     return outcome
 
 
