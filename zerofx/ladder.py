@@ -95,7 +95,7 @@ def fitted_lengths(lengths: Iterable[int], num_rungs: int = 8, *, multiple: int 
             f"expected lengths of samples, each of a token or more, and at least one rung, found {observed.size} "
             f"lengths{f' from {observed[0]}' if observed.size else ''}, {num_rungs} rungs, multiples of {multiple}"
         )
-    rungs = np.arange(multiple, observed[-1] + multiple, multiple)
+    rungs = np.unique(-(-observed // multiple) * multiple)  # others would pad the samples that they hold more
     held = np.searchsorted(observed, rungs, side="right")  # samples that fit each
     # The fewest tokens of the samples that each rung holds, with one rung, then with one more below it, and so on.
     tokens, below = rungs * held, list[np.ndarray]()
@@ -107,8 +107,7 @@ def fitted_lengths(lengths: Iterable[int], num_rungs: int = 8, *, multiple: int 
     chosen = [len(rungs) - 1]
     for lower in reversed(below):
         chosen.append(int(lower[chosen[-1]]))
-    least = {int(held[index]): int(rungs[index]) for index in chosen}  # of those that hold as many, the lowest
-    return tuple(rung for count, rung in sorted(least.items()) if count)
+    return tuple(rungs[sorted(set(chosen))].tolist())
 
 
 def checked_lengths(asked: object) -> Ladder | int | Literal["auto"] | None:
