@@ -246,7 +246,7 @@ def _chosen(exact: _Exact, choices: Mapping[int, Choice], sends: _Sends) -> Iter
                 (before, _start(event.name, seconds, about)) if isinstance(event, Start) else (Wait(event.name, after),)
             )
         elif bucket is not None and about.turn is not None and (choice.gather or choice.second_shard):
-            yield from _gather(event, bucket, choice, about, about.turn, sends)
+            yield from _gather(event, bucket, choice, about, sends)
         else:
             yield event
             if isinstance(event, Wait) and about.reduces:
@@ -255,15 +255,13 @@ def _chosen(exact: _Exact, choices: Mapping[int, Choice], sends: _Sends) -> Iter
     yield from late
 
 
-def _gather(
-    event: Start | Wait, bucket: Bucket, choice: Choice, about: _Collective, turn: int, sends: _Sends
-) -> Iterator[Event]:
+def _gather(event: Start | Wait, bucket: Bucket, choice: Choice, about: _Collective, sends: _Sends) -> Iterator[Event]:
     """A gather of parameters, or the wait for it, in few bits or from second shards."""
-    on_node = choice.second_shard and turn > 0
+    on_node = choice.second_shard and about.turn != 0
     before, during, after = sends.gather(bucket) if choice.gather and not on_node else (0.0, None, 0.0)
     if isinstance(event, Wait):
         yield Wait(event.name, after)
-        if choice.second_shard and turn == 0:
+        if choice.second_shard and not on_node:
             yield sends.second_shard(bucket)
         return
     yield before
