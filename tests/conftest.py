@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import random
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.lib.captures import SWITCH, shared_captures
+from tests.lib.captures import SWITCH, own_captures, shared_captures
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -23,15 +25,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the expected texts under tests/golden")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     # Several test processes share the cores, and results must not depend on how many there are.
     torch.set_num_threads(1)
     # What an earlier run has left is no part of a test, nor of the processes that it starts.
     os.environ["ZEROFX_CACHE_DIR"] = "0"
-    # Nor are generated steps to be left in the folder of whoever runs tests.
-    os.environ.setdefault("ZEROFX_DUMP_DIR", tempfile.mkdtemp(prefix="zerofx-tests-"))
-    # Triton builds in the home folder otherwise, which may be one that cannot be written to.
-    os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="zerofx-triton-"))
+    # Nor are generated steps to be left in the folder of whoever runs tests. Triton builds in the home folder
+    # otherwise, which may be one that cannot be written to. All workers of a run have the folders that the first
+    # process has made, and removes.
+    for variable in ("ZEROFX_DUMP_DIR", "TRITON_CACHE_DIR", SWITCH):
+        if variable not in os.environ:
+            folder = os.environ[variable] = tempfile.mkdtemp(prefix="zerofx-tests-")
+            config.add_cleanup(functools.partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 # First, so that `-m golden` sees the marker.
@@ -49,32 +54,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
+# Around the whole of a test, with the fixtures of its module.
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with own_captures() if item.get_closest_marker("captures") else shared_captures():
+        return (yield)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-
-
-@pytest.fixture(scope="session")
-def captures_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of what this run has captured, one for all of its workers."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "captures"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _captures_shared(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, captures_folder: Path
-) -> Iterator[None]:
-    if request.node.get_closest_marker("captures"):
-        yield
-        return
-    monkeypatch.setenv(SWITCH, str(captures_folder))
-    with shared_captures():
-        yield
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from zerofx.capture.counted import LossTerms
-from zerofx.capture.loss import ForwardFunction, LossFunction
+from zerofx.capture.objective.counted import LossTerms
+from zerofx.capture.objective.loss import ForwardFunction, LossFunction
 from zerofx.driver.check_training import check_training
 from zerofx.errors import UsageError
 from zerofx.options import (

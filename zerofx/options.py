@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from zerofx.capture.checks import check_forward_function, check_loss_function
-from zerofx.capture.counted import LossTerms
-from zerofx.capture.loss import ForwardFunction, LossFunction, Objective
+from zerofx.capture.objective.counted import LossTerms
+from zerofx.capture.objective.loss import ForwardFunction, LossFunction, Objective
 from zerofx.choices import Accumulate as Accumulate
 from zerofx.choices import Backend as Backend
 from zerofx.choices import CudaGraphs as CudaGraphs

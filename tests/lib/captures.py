@@ -1,7 +1,8 @@
-"""Captured graphs that all tests of a run share: capturing is most of what a small step takes to make.
+"""What all tests of a run share: captured graphs, and how ranks share them, which is most of what small steps take.
 
 A graph is read where the record of a model's forward is the same (``zerofx/capture/cache.py``), so that each model is
-captured once in a run. Plans, steps and kernels are made anew in every test.
+captured once in a run; how ranks share it is read where all that it follows from is the same
+(``zerofx/driver/kept/sharing.py``). Plans, steps and kernels are made anew in every test.
 """
 
 from __future__ import annotations
@@ -29,6 +30,20 @@ def shared_captures() -> Iterator[None]:
         return
     from zerofx.disk.cache import DiskCache
     from zerofx.driver import captures
+    from zerofx.driver.kept import sharing
 
-    with mock.patch.object(captures, "DiskCache", lambda given: DiskCache(given or Path(folder))):
+    def shared(given: Path | None) -> DiskCache:
+        return DiskCache(given or Path(folder))
+
+    with mock.patch.object(captures, "DiskCache", shared), mock.patch.object(sharing, "DiskCache", shared):
         yield
+
+
+@contextlib.contextmanager
+def own_captures() -> Iterator[None]:
+    """While open, this process and those that it starts share nothing."""
+    folder = os.environ.pop(SWITCH)
+    try:
+        yield
+    finally:
+        os.environ[SWITCH] = folder

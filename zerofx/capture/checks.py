@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from zerofx.capture.loss import ForwardFunction, LossFunction
+from zerofx.capture.objective.loss import ForwardFunction, LossFunction
 from zerofx.deferred import DeferredTensor
 from zerofx.errors import OptimizerError, UsageError
 from zerofx.ir.batch import Batch

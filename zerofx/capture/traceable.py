@@ -20,7 +20,7 @@ from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.kept_modules import computing_in_float32
 from zerofx.capture.layer_annotations import LOSS_LAYER, in_layer, layer_annotations
 from zerofx.capture.layers import find_units
-from zerofx.capture.loss import Loss, LossModule, Objective
+from zerofx.capture.objective.loss import Loss, LossModule, Objective
 from zerofx.capture.outside.lent import Lent
 from zerofx.capture.outside.outside import StandInMaker
 from zerofx.capture.randomness import drawing_with_torch

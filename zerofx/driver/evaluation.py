@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zerofx.capture.evaluation import Evaluation
+from zerofx.capture.objective.evaluation import Evaluation
 from zerofx.driver.prepared import Earlier, Request
 from zerofx.ir.batch import Batch
 from zerofx.options import CompileOptions

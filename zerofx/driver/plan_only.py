@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from zerofx.budgets import budget_bytes
-from zerofx.capture.constant_arguments import ConstantArguments
-from zerofx.capture.counted import counted
 from zerofx.capture.for_gpu.gpu import AbsentGpu
-from zerofx.capture.loss import ForwardFunction, LossFunction
+from zerofx.capture.objective.counted import counted
+from zerofx.capture.objective.loss import ForwardFunction, LossFunction
+from zerofx.capture.values.constant_arguments import ConstantArguments
 from zerofx.deferred import make_buffers
 from zerofx.driver.captures import Captures
 from zerofx.driver.driver import lower_step

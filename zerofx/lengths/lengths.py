@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from zerofx.capture.counted import COUNTS
-from zerofx.capture.evaluation import Evaluation
+from zerofx.capture.objective.counted import COUNTS
+from zerofx.capture.objective.evaluation import Evaluation
 from zerofx.errors import UsageError, warn
 from zerofx.ir.batch import Batch
 from zerofx.ladder import AUTO, Ladder, ladder_up_to

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from zerofx.capture.checks import device_of
-from zerofx.capture.counted import COUNTS, factor_of
-from zerofx.capture.evaluation import in_evaluation_mode
-from zerofx.capture.loss import Objective
+from zerofx.capture.objective.counted import COUNTS, factor_of
+from zerofx.capture.objective.evaluation import in_evaluation_mode
+from zerofx.capture.objective.loss import Objective
 from zerofx.checkpoints.random_states import random_states, set_random_states
 from zerofx.ir.batch import Batch
 from zerofx.lengths.axes import Axes

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.capture.evaluation import in_evaluation_mode
+from zerofx.capture.objective.evaluation import in_evaluation_mode
 from zerofx.capture.tracing_settings import dtype_settings
 from zerofx.checkpoints.random_states import random_states, set_random_states
 from zerofx.driver.driver import build_step

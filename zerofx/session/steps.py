@@ -16,11 +16,11 @@ from zerofx.budgets import budget_bytes, host_budget_bytes
 from zerofx.capture.absent_gradients import AbsentGradients
 from zerofx.capture.by_size import KnownSizes
 from zerofx.capture.checks import check_batch, device_of
-from zerofx.capture.constant_arguments import ConstantArguments
-from zerofx.capture.counted import counted
 from zerofx.capture.kept_tensors import tell_kept_tensors
+from zerofx.capture.objective.counted import counted
 from zerofx.capture.traceable import tracing_device
 from zerofx.capture.tracing_settings import dtype_settings
+from zerofx.capture.values.constant_arguments import ConstantArguments
 from zerofx.codegen.cpu.extras import CHANNELS
 from zerofx.codegen.kernels.current_device import on_device
 from zerofx.driver.asked import machine_at_hand

@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from zerofx.budgets import budget_bytes
 from zerofx.capture.checks import check_batch
-from zerofx.capture.constant_arguments import ConstantArguments
-from zerofx.capture.counted import counted
+from zerofx.capture.objective.counted import counted
+from zerofx.capture.values.constant_arguments import ConstantArguments
 from zerofx.codegen.regions import Region
 from zerofx.deferred import make_buffers
 from zerofx.driver.asked import describe_request, measured_at_hand

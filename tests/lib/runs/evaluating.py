@@ -10,7 +10,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 import zerofx
 from tests.lib.models import CASES, Case, batches
-from tests.lib.runs.training import build, captured_once, world
+from tests.lib.runs.training import build, world
 
 
 def step_of_case(case: Case, stage: int, **options: Any) -> zerofx.Step:
@@ -63,7 +63,6 @@ def own_batches(case: Case, rank: int, steps: int) -> list[tuple[tuple[Any, ...]
     return copied
 
 
-@captured_once()
 def evaluated(name: str, stage: int, steps: int = 2, tolerance: float = 0.0, **options: Any) -> list[str]:
     """What is wrong with a case's evaluation between steps, in words: values, peak, and the training after it."""
     case, (rank, _) = CASES[name], world()

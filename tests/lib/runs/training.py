@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,7 +16,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import zerofx
 from tests.lib.models import CASES, Case, Layer, batches, rows
-from zerofx.driver.kept import step_cache
 
 
 @dataclass(frozen=True)
@@ -177,26 +173,6 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max() / largest)
 
 
-@contextlib.contextmanager
-def captured_once() -> Iterator[None]:
-    """While open, runs of one model in this process share its captured graph: most of what small steps take to make.
-
-    Whole steps are not kept. Nothing is read that was there before, and nothing is left. Not with ``ZEROFX_VERIFY=2``,
-    which has all captured. Inside another it shares with that.
-    """
-    before = os.environ["ZEROFX_CACHE_DIR"]
-    if before != "0":
-        yield
-        return
-    no_steps = mock.patch.object(step_cache, "key_of_step", return_value=None)
-    with tempfile.TemporaryDirectory() as folder, no_steps:
-        os.environ["ZEROFX_CACHE_DIR"] = folder
-        try:
-            yield
-        finally:
-            os.environ["ZEROFX_CACHE_DIR"] = before
-
-
 def compare_runs(
     names: Iterable[str],
     runs: Mapping[str, dict[str, Any]],
@@ -215,18 +191,17 @@ def compare_runs(
     for name in names:
         case = CASES[name]
         expected = train_plain(case, steps, accumulate, each=each)
-        with captured_once():
-            for label, options in runs.items():
-                try:
-                    reduce = "each" if each else "once"
-                    found_here = train_compiled(
-                        case, steps=steps, **{"accumulate": accumulate, "reduce": reduce, **options}
-                    )
-                    wrong = differences(expected, found_here, tolerance)
-                except zerofx.ZeroFXError as error:
-                    wrong = [f"{type(error).__name__}: {error}"]
-                if wrong:
-                    found[f"{name}, {label}"] = wrong
+        for label, options in runs.items():
+            try:
+                reduce = "each" if each else "once"
+                found_here = train_compiled(
+                    case, steps=steps, **{"accumulate": accumulate, "reduce": reduce, **options}
+                )
+                wrong = differences(expected, found_here, tolerance)
+            except zerofx.ZeroFXError as error:
+                wrong = [f"{type(error).__name__}: {error}"]
+            if wrong:
+                found[f"{name}, {label}"] = wrong
     return found
 
 

@@ -14,7 +14,7 @@ from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, Case, batches, sgd
 from tests.lib.models.huggingface import mixtral
 from tests.lib.runs.sharing import SHARING, one_process
-from tests.lib.runs.training import Trained, build, captured_once, differences, world
+from tests.lib.runs.training import Trained, build, differences, world
 
 BY_EXPERT = {"*.experts.gate_up_proj": "grouped_gemm", "*.experts.down_proj": "grouped_gemm"}
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -36,7 +36,6 @@ def _case(ways: str, num_steps: int) -> Case:
     return replace(CASES["mixtral"], model=model, optimizer=sgd, steps=num_steps)
 
 
-@captured_once()
 def _trained(ways: str, num_steps: int, options: dict[str, Any]) -> tuple[dict[str, Any], list[float]]:
     """What is unlike one process, unlike the first stage to the bit, or not as the plan says; this rank's losses."""
     case, num_ranks, first = _case(ways, num_steps), world()[1], list[Trained]()

@@ -19,7 +19,6 @@ from tests.lib.runs.offloads import check_measured, placing, prepare_case, same_
 from tests.lib.runs.training import (
     Trained,
     build,
-    captured_once,
     differences,
     step_of,
     train_compiled,
@@ -33,7 +32,6 @@ HYBRID = {"replicate": 2, "shard": 2}
 RUNS: dict[str, dict[str, Any]] = {f"stage {stage}": {"stage": stage} for stage in range(4)}
 
 
-@captured_once()
 def _compared(names: list[str], mesh: dict[str, int], runs: dict[str, dict[str, Any]], steps: int) -> dict[str, Any]:
     """What is unlike DistributedDataParallel, and what unlike the first of the runs to the bit, by case and run."""
     wrong: dict[str, list[str]] = {}

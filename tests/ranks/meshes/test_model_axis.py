@@ -15,7 +15,7 @@ from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, batches
 from tests.lib.runs.offloads import check_measured
 from tests.lib.runs.sharing import SHARING, one_process
-from tests.lib.runs.training import Trained, build, captured_once, differences, without_key_biases, world
+from tests.lib.runs.training import Trained, build, differences, without_key_biases, world
 from zerofx import RankMismatchError
 
 
@@ -32,7 +32,6 @@ def shared(name: str, mesh: dict[str, int], stage: int, steps: int, **options: A
     return trained, sorted(placements)
 
 
-@captured_once()
 def compared(names: list[str], mesh: dict[str, int], runs: dict[str, dict[str, Any]], steps: int) -> dict[str, Any]:
     """What is unlike one process, what unlike the first run to the bit, and where nothing was shared."""
     num_data = world()[1] // mesh.get("model", 1)

@@ -16,7 +16,7 @@ import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, Case, batches, sgd
 from tests.lib.runs.sharing import SHARING, one_process
-from tests.lib.runs.training import Trained, build, captured_once, differences, world
+from tests.lib.runs.training import Trained, build, differences, world
 from zerofx.scheduler.search.problem import BudgetMissedError
 
 pytestmark = pytest.mark.slow
@@ -80,7 +80,6 @@ def _far_off(expected: Trained, found: Trained, tolerance: float) -> list[str]:
     return [f"{name} is not zero" for name in grown] + differences(others(expected), others(found), tolerance)
 
 
-@captured_once()
 def _compared(name: str, mesh: dict[str, int], drive: str) -> dict[str, Any]:
     """What is unlike one process, what unlike the first plan to the bit, and what was not planned as it should be."""
     os.environ["ZEROFX_NVME_DIR"] = drive

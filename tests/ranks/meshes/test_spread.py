@@ -11,7 +11,7 @@ import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, batches, sgd
 from tests.lib.runs.sharing import SHARING
-from tests.lib.runs.training import Trained, build, captured_once, differences, world
+from tests.lib.runs.training import Trained, build, differences, world
 from zerofx.scheduler.plan.plan import Plan
 
 STEPS = 4
@@ -19,7 +19,6 @@ SHARES = (0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.87, 0.85, 0.82, 0.8, 0.77)
 TOLERANCE = 0.001  # small things that operators keep to themselves are not predicted
 
 
-@captured_once()
 def _trained(name: str, mesh: dict[str, int], share: float, options: dict[str, Any]) -> dict[str, Any]:
     """What is unlike training without a budget to the bit, or not as the plan says; with one of a ``share`` of the
     peak without."""

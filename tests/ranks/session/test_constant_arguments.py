@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.lib.distributed import run_ranks
-from zerofx.capture.constant_arguments import ConstantArguments
+from zerofx.capture.values.constant_arguments import ConstantArguments
 from zerofx.errors import CaptureError, RankMismatchError, UsageError
 from zerofx.ir.batch import Batch
 

@@ -18,12 +18,11 @@ from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES
 from tests.lib.runs.evaluating import checked, evaluated, in_eager_mode, own_batches, step_of_case, unlike
 from tests.lib.runs.sharing import SHARING
-from tests.lib.runs.training import captured_once, world
+from tests.lib.runs.training import world
 from zerofx import Machine, RankMismatchError
 from zerofx.scheduler.cost.machine import Link
 
 
-@captured_once()
 def _wrong(runs: dict[str, tuple[str, dict[str, Any]]]) -> list[str]:
     return [f"{what}: {text}" for what, (name, options) in runs.items() for text in evaluated(name, **options)]
 

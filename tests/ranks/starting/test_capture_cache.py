@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,14 +14,11 @@ from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from gpt import GPT
-from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, DIM, ROWS, Layer, Regression
-from tests.lib.runs.training import train_compiled
 from zerofx.capture import cache as capture_cache
-from zerofx.capture.by_layer import by_layer
 from zerofx.capture.by_layer.by_layer import capture_by_layer
 from zerofx.capture.by_layer.forward_record import record_forward
-from zerofx.capture.trace import capture, capture_forward
+from zerofx.capture.trace import capture
 from zerofx.capture.traceable import Forward
 from zerofx.disk.cache import DiskCache
 from zerofx.ir.batch import Batch
@@ -258,24 +253,3 @@ def test_a_kept_graph_is_checked_where_all_is(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(capture_cache, "from_json", lambda *_: other)
     with pytest.raises(AssertionError, match="kept"):
         captured(tmp_path, Fallible(), check=True)
-
-
-def _train_in_turn(folder: str) -> list[tuple[list[Tensor], dict[str, Tensor], int]]:
-    """What each turn trains and how often this rank captured: none has a cache, then the first, then the second."""
-    rank, found = torch.distributed.get_rank(), []
-    for who in (None, 0, 1):
-        os.environ["ZEROFX_CACHE_DIR"] = folder if rank == who else "0"
-        with mock.patch.object(by_layer, "capture_forward", side_effect=capture_forward) as count:
-            trained = train_compiled(CASES["stack"], 3, 2)
-        found.append((trained.losses, trained.state, count.call_count))
-    return found
-
-
-@pytest.mark.slow
-def test_ranks_of_which_one_has_a_kept_graph_train_the_same_bits(tmp_path: Path) -> None:
-    ranks = run_ranks(_train_in_turn, 2, str(tmp_path))
-    assert [[count for *_, count in turns] for turns in ranks] == [[1, 1, 1], [1, 1, 0]]
-    for (losses, state, _), *others in ranks:
-        for found, values, _ in others:
-            assert all(map(torch.equal, losses, found))
-            assert state.keys() == values.keys() and all(torch.equal(state[one], values[one]) for one in state)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,11 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerofx
-from tests.lib.distributed import run_ranks
-from tests.lib.models import CASES, DIM, Layer, adamw, batches
-from tests.lib.runs.sharing import SHARING
-from tests.lib.runs.training import step_of, train_compiled
-from zerofx import RankMismatchError
+from tests.lib.models import DIM, Layer, adamw
 from zerofx.driver import driver
 from zerofx.driver.kept import step_cache
 from zerofx.lowering import lower as lowering
@@ -369,49 +363,3 @@ def test_a_compiled_step_is_kept_with_what_its_regions_hold(
     monkeypatch.setattr(inductor, "memory_record", lambda *_: ())
     assert starts.is_built(backend="inductor")
     assert not starts.is_built(backend="inductor")
-
-
-def _train_in_turn(folder: str) -> list[tuple[list[Tensor], dict[str, Tensor], int]]:
-    """What each turn trains and how often this rank built: with no cache, with one of rank 0's, then with both's."""
-    rank, found = torch.distributed.get_rank(), []
-    for ranks in ((), (0,), (0, 1), (0, 1)):
-        os.environ["ZEROFX_CACHE_DIR"] = f"{folder}/{rank}" if rank in ranks else "0"
-        with mock.patch.object(driver, "build", side_effect=build) as count:
-            trained = train_compiled(CASES["stack"], 3, 2)
-        found.append((trained.losses, trained.state, count.call_count))
-    return found
-
-
-@pytest.mark.slow
-def test_ranks_take_what_they_have_kept_together_or_not_at_all(tmp_path: Path) -> None:
-    ranks = run_ranks(_train_in_turn, 2, str(tmp_path))
-    assert [[count for *_, count in turns] for turns in ranks] == [[1, 1, 1, 0], [1, 1, 1, 0]]
-    for (losses, state, _), *others in ranks:
-        for found, values, _ in others:
-            assert all(map(torch.equal, losses, found))
-            assert state.keys() == values.keys() and all(torch.equal(state[one], values[one]) for one in state)
-
-
-def _shared_twice(folder: str) -> tuple[list[tuple[str, str, str, str]], int, str]:
-    """What is seen of two starts of ranks that share a model, how often it was built, and of one with other batches."""
-    os.environ["ZEROFX_CACHE_DIR"] = f"{folder}/{torch.distributed.get_rank()}"
-    options: dict[str, Any] = {"mesh": {"model": 2}, "machine": SHARING}
-    (((ids, targets), _),) = batches(CASES["gpt"], 0, 1)
-    found = []
-    with mock.patch.object(driver, "build", side_effect=build) as count:
-        for _ in range(2):
-            step, _ = step_of("gpt", 3, **options)
-            step(ids, targets)
-            found.append((step.plan.to_json(), step.source, str(step.schedule()), str(step.stages[-1].text)))
-            step.close()
-        step, _ = step_of("gpt", 3, **options)
-        with pytest.raises(RankMismatchError) as raised:
-            step.prepare(ids, (targets + torch.distributed.get_rank()) % 19)
-        step.close()
-        return found, count.call_count, str(raised.value)
-
-
-def test_ranks_that_share_a_model_take_what_they_have_kept(tmp_path: Path) -> None:
-    for (first, second), num_built, refused in run_ranks(_shared_twice, 2, str(tmp_path)):
-        assert first == second and num_built == 1 and "gather_values" in first[2]
-        assert "expected the same batch on ranks 0, 1" in refused

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, Case, adamw, batches, decayed
-from tests.lib.runs.training import Trained, build, captured_once, differences, train_compiled, train_plain, world
+from tests.lib.runs.training import Trained, build, differences, train_compiled, train_plain, world
 
 STEPS = 8
 CASE = CASES["stack"]
@@ -96,7 +96,6 @@ def _state_differences(expected: dict[str, Any], found: dict[str, Any]) -> list[
     return wrong
 
 
-@captured_once()
 def _compare(names: list[str]) -> dict[str, list[str]]:
     """Every optimizer: losses, parameters, states; and the same again from a state saved half-way."""
     found = {}

@@ -12,7 +12,7 @@ from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, batches
 from tests.lib.plans import merging
 from tests.lib.runs.offloads import prepare_case
-from tests.lib.runs.training import build, captured_once, differences, train_compiled, train_plain, world
+from tests.lib.runs.training import build, differences, train_compiled, train_plain, world
 from zerofx.scheduler.cost.machine import Link, Machine
 
 _NAMES = ("stack", "lora", "tied")
@@ -31,7 +31,6 @@ def _step(name: str, **options: Any) -> tuple[zerofx.Step, tuple[Any, ...], dict
     return zerofx.compile(model, case.optimizer(model), 3, backend="eager", **options), args, keywords
 
 
-@captured_once()
 def _on_a_rank() -> dict[str, Any]:
     found: dict[str, Any] = {"wrong": {}}
     for name in _NAMES:

@@ -11,7 +11,7 @@ import torch
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, DIM, ROWS, Stack, adamw, batches
-from tests.lib.runs.training import build, captured_once, world
+from tests.lib.runs.training import build, world
 from zerofx.runtime.state.bucket_state import BucketState
 
 LAYERS = 4
@@ -80,7 +80,6 @@ class Counts:
     models: dict[str, Count]
 
 
-@captured_once()
 def _count_all(names: list[str]) -> Counts:
     return Counts(
         stages=[_count(stage, {}) for stage in range(4)],

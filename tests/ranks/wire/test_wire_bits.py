@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.lib.distributed import run_ranks
-from tests.lib.runs.training import captured_once
 from tests.ranks.session.test_ranks import error_of
 from zerofx.ir.op_kernels.quantise import ENCODINGS
 from zerofx.ir.ops import dequantise, quantise
@@ -170,7 +169,6 @@ def with_rounded_weights(wire: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@captured_once()
 def run_some(labels: tuple[str, ...], gathers: str) -> Found:
     found = Found()
     for label in labels:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.lib.distributed import run_ranks
-from tests.lib.runs.training import captured_once
 from tests.ranks.wire.test_wire_bits import LR, RANKS_PER_NODE, Run, compiled, largest_gradients, train
 from zerofx.ir.op_kernels.quantise import ENCODINGS
 
@@ -25,7 +24,6 @@ RUNS = ("1 exact", "1 int4", "3 exact", "3 int8")
 Found = tuple[dict[str, Run], float]  # by label; the largest gradient of any rank in the first step
 
 
-@captured_once()
 def run_all(options: dict[str, Any]) -> Found:
     found = {}
     for label in RUNS:

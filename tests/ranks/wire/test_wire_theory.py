@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zerofx
 from gpt import MLP, Attention
 from tests.lib.distributed import run_ranks
-from tests.lib.runs.training import captured_once, world
+from tests.lib.runs.training import world
 from zerofx import Machine
 from zerofx.scheduler.cost.machine import Link
 from zerofx.scheduler.plan.mesh import AXES
@@ -123,7 +123,6 @@ def _sent(mesh: dict[str, int], stage: int, pins: Mapping[str, str] | None = Non
     return Sent(by_axis, sum(sent.values()), ", ".join(streams))
 
 
-@captured_once()
 def _of_layouts(num_ranks: int) -> dict[str, Sent]:
     return {name: _sent({"model": num_ranks}, layout.stage, layout.pins) for name, layout in LAYOUTS.items()}
 

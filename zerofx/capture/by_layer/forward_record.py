@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from zerofx.capture.by_layer.record_lines import Line, graph_of, text_of
 from zerofx.capture.by_layer.replicate import NotRepeatedError
 from zerofx.capture.layer_annotations import running_layer
-from zerofx.capture.loss import LossModule
+from zerofx.capture.objective.loss import LossModule
 from zerofx.capture.traceable import Forward, as_in_eager_mode_first, traceable
 from zerofx.ir.canonical import Number
 from zerofx.ir.facts import Origin, Phase, Placeholder, Role

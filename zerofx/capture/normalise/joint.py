@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from torch import fx, nn
 
-from zerofx.capture.loss import LossModule
+from zerofx.capture.objective.loss import LossModule
 from zerofx.capture.values.watched_calls import CallWatcher
 from zerofx.ir.batch import Batch
 from zerofx.ir.edit import Rewrite

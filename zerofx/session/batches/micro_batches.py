@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zerofx.capture.counted import total_of
+from zerofx.capture.objective.counted import total_of
 from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch
 from zerofx.ir.communicators import written

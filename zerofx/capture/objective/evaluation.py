@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.capture.loss import Objective
+from zerofx.capture.objective.loss import Objective
 from zerofx.errors import CaptureError
 from zerofx.ir.returned import Returned
 

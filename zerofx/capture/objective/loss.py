@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.capture.calling import call_model, check_forward_call, divided_call, listed
-from zerofx.capture.counted import factor_of
+from zerofx.capture.objective.calling import call_model, check_forward_call, divided_call, listed
+from zerofx.capture.objective.counted import factor_of
 from zerofx.capture.outside.lent import Lent
 from zerofx.capture.outside.outside import Outside, OutsideFoundError, StandInMaker, StandIns
 from zerofx.capture.values.known import KnownValues
