@@ -11,7 +11,12 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest import mock
+
+if TYPE_CHECKING:
+    from zerofx.capture.traceable import Forward
+    from zerofx.ir.graph import StepGraph
 
 # Names the folder, in the processes that a test starts, too.
 SWITCH = "ZEROFX_TESTS_CAPTURES"
@@ -37,6 +42,15 @@ def shared_captures() -> Iterator[None]:
 
     with mock.patch.object(captures, "DiskCache", shared), mock.patch.object(sharing, "DiskCache", shared):
         yield
+
+
+def captured_graph(forward: Forward) -> StepGraph:
+    """The graph of ``forward`` as it is captured, or read where captures are shared; to be edited as one likes."""
+    from zerofx.capture.by_layer.by_layer import capture_by_layer
+    from zerofx.disk.cache import DiskCache
+
+    folder = os.environ.get(SWITCH)
+    return capture_by_layer(forward, allowed=False, cache=DiskCache(Path(folder) if folder else None))
 
 
 @contextlib.contextmanager

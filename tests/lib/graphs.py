@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from zerofx.capture.trace import Batch, capture
+from tests.lib.captures import captured_graph
+from zerofx.capture.traceable import Forward
+from zerofx.ir.batch import Batch
 from zerofx.ir.bucketing import layout_of
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import Role, placeholder, tensor
@@ -276,7 +278,7 @@ def prepare(
     model = TwoBlocks() if model is None else model
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[precision]
     taken = Batch.of(features() if batch is None else batch, dict(keywords or {}))
-    step = capture(model, taken, loss_fn=loss_fn, compute_dtype=dtype, num_micro_batches=num_micro_batches)
+    step = captured_graph(Forward(model, taken, loss_fn, dtype, num_micro_batches))
     simplify(step)
     if loss_scaled:
         ScaleLoss().run(step)
@@ -299,7 +301,7 @@ def prepare(
 
 def captured(model: nn.Module, *batch: Tensor, precision: torch.dtype | None = None, **named: Tensor) -> StepGraph:
     """The graph of one micro-batch, before it is laid out."""
-    step = capture(model, Batch.of(batch, named), compute_dtype=precision)
+    step = captured_graph(Forward(model, Batch.of(batch, named), compute_dtype=precision))
     simplify(step)
     return step
 
