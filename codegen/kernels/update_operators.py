@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from zerofx.codegen.kernels.update_writer import COMPUTED, Buffer, NoKernelError, Writer
-from zerofx.torch_private.operators import OpOverload, schema_of
+from zerofx.torch_private.operators import OpOverload, base_name, schema_of
 
 
 def write_operator(writer: Writer, node: fx.Node) -> None:
@@ -26,8 +26,7 @@ def write_operator(writer: Writer, node: fx.Node) -> None:
         NoKernelError: there are none for it; says what is in the way.
     """
     assert isinstance(node.target, OpOverload)
-    schema = schema_of(node.target)
-    name = schema.name.removeprefix("aten::")
+    schema, name = schema_of(node.target), base_name(node.target)
     if name in _FUSED:
         _FUSED[name](writer, node)
         return

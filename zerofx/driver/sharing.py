@@ -78,17 +78,14 @@ def share_computation(
         PlanError: no way to share it was found.
         UsageError: the number of micro-batches is left to the plan, or ``shardings`` asks for what cannot be.
     """
-    num_parts = request.mesh.model
-    if num_parts == 1:
+    if request.mesh.model == 1:
         return captures
     _check(request, captures)
     shardings = everywhere(
         "share how ranks share the computation",
         lambda: written(_decided(request, captures, earlier, within_budget=within_budget)),
     )
-    one_rank = captures.shared(read(ShardingDecision, shardings), num_parts)
-    overlaps = everywhere("overlap what ranks send each other", lambda: written(_overlaps(request, one_rank)))
-    return one_rank.ordered(read(OverlapDecision, overlaps))
+    return shared_as(request, captures, read(ShardingDecision, shardings), everywhere)
 
 
 def alone(_purpose: str, decide: Callable[[], str]) -> str:
@@ -107,12 +104,15 @@ def shardings_of(request: Request, captures: Captures) -> tuple[ShardingDecision
     return _decided(request, captures, None, explained=False)
 
 
-def shared_as(request: Request, captures: Captures, shardings: tuple[ShardingDecision, ...]) -> Captures:
+def shared_as(
+    request: Request, captures: Captures, shardings: tuple[ShardingDecision, ...], everywhere: Everywhere = alone
+) -> Captures:
     """The step as one rank of the model axis runs it, whose calls are shared as ``shardings`` say."""
     if request.mesh.model == 1:
         return captures
     one_rank = captures.shared(shardings, request.mesh.model)
-    return one_rank.ordered(_overlaps(request, one_rank))
+    overlaps = everywhere("overlap what ranks send each other", lambda: written(_overlaps(request, one_rank)))
+    return one_rank.ordered(read(OverlapDecision, overlaps))
 
 
 def digest_of(batch: Batch, mesh: Mesh) -> bytes:

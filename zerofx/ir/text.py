@@ -17,6 +17,11 @@ def target_name(node: fx.Node) -> str:
     return _name(node.target)
 
 
+def call_name(node: fx.Node) -> str:
+    """``target_name`` for people: ``mm``, ``add.Tensor``, ``wait``."""
+    return target_name(node).removeprefix("aten.").removeprefix("zerofx.").removesuffix(".default")
+
+
 @functools.cache
 def _name(target: Any) -> str:
     return str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))

@@ -12,12 +12,11 @@ import torch
 from torch.fx import Graph, Node
 
 from zerofx.errors import OptimizerError
-from zerofx.optimizers.elementwise import base_name
 from zerofx.optimizers.program import StateSpec
 from zerofx.optimizers.recorder import OpRecord, Ref
 from zerofx.optimizers.scalars import EXPR_TYPES, Expr, is_constant
 from zerofx.optimizers.trace import Trace
-from zerofx.torch_private.operators import schema_of
+from zerofx.torch_private.operators import base_name, schema_of
 
 _aten = torch.ops.aten
 

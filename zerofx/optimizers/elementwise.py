@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-from zerofx.torch_private.operators import OpOverload, schema_of
+from zerofx.torch_private.operators import OpOverload, base_name, schema_of
 
 # Elementwise, though not tagged as pointwise: copies, casts and fills.
 _COPIES_AND_FILLS: Final = frozenset({"copy_", "_to_copy", "fill_", "zero_"})
@@ -21,11 +21,6 @@ _FILLS: Final = {
 }
 _FILL_ARGUMENT: Final = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
 _UNINITIALIZED: Final = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
-
-
-def base_name(op: OpOverload[..., Any]) -> str:
-    """``mul_`` for ``aten::mul_.Tensor``."""
-    return str(schema_of(op).name).split("::")[1]
 
 
 def is_creation(op: OpOverload[..., Any]) -> bool:

@@ -11,7 +11,6 @@ from typing import Any, Final
 import torch
 
 from zerofx.optimizers.build import ScalarUse
-from zerofx.optimizers.elementwise import base_name
 from zerofx.optimizers.scalars import (
     EXPR_TYPES,
     Cast,
@@ -27,6 +26,7 @@ from zerofx.optimizers.scalars import (
     children,
 )
 from zerofx.optimizers.trace import ScalarState
+from zerofx.torch_private.operators import base_name
 
 _BINARY: Final[Mapping[str, ast.operator]] = {
     "add": ast.Add(),

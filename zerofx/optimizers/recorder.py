@@ -15,7 +15,6 @@ import torch
 from zerofx.errors import OptimizerError
 from zerofx.optimizers.blame import blame, optimizer_frame
 from zerofx.optimizers.elementwise import (
-    base_name,
     fill_value,
     functional,
     in_place_target,
@@ -36,7 +35,7 @@ from zerofx.optimizers.scalars import (
     is_constant,
     lost_scalar,
 )
-from zerofx.torch_private.operators import OpOverload, schema_of
+from zerofx.torch_private.operators import OpOverload, base_name, schema_of
 
 # Keywords that say where or how memory is laid out; a flat shard has one answer to them all.
 _PLACEMENT_KEYWORDS: Final = frozenset({"memory_format", "layout", "device", "pin_memory", "non_blocking"})

@@ -75,33 +75,53 @@ class Trace:
     names: Mapping[Expr, str]
 
 
-class FunctionRecorder(TorchFunctionMode):
-    """Sees the optimizer's calls into torch with tracked scalars still in place."""
+class FunctionMode(TorchFunctionMode):
+    """Sees the optimizer's calls into torch with tracked scalars still in place: all but those that ``recorder`` makes.
+
+    Writes that are no operator's come to ``called`` as the operator that writes the same.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
 
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call gives."""
+        return func(*args, **kwargs)
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        recorder = self.recorder
-        if recorder.paused:
+        if self.recorder.paused:
             return func(*args, **kwargs)
-        recorder.note_names()
         if func in (torch.tensor, torch.as_tensor) and args and not isinstance(args[0], torch.Tensor):
-            return recorder.make_scalar(func, args[0], kwargs)
+            return self.recorder.make_scalar(func, args[0], kwargs)
+        if func is torch.Tensor.__setitem__ and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool:
+            self.called(torch.Tensor.masked_fill_, args, {})
+            return None
+        if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
+            self.called(torch.Tensor.copy_, args, {})
+            return None
+        return self.called(func, args, kwargs)
+
+
+class FunctionRecorder(FunctionMode):
+    """Records the calls, and what the optimizer's code calls its scalars."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self.recorder.paused:
+            self.recorder.note_names()
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder = self.recorder
         if func in (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero):
             return recorder.truth(args[0])
         if func in (torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.tolist):
             raise lost_scalar(recorder.cell(args[0]).expr, func.__name__)
-        if func is torch.Tensor.__setitem__ and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool:
-            recorder.call(torch.Tensor.masked_fill_, args, {})
-            return None
-        if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
-            recorder.call(torch.Tensor.copy_, args, {})
-            return None
         return recorder.call(func, args, kwargs)
 
 

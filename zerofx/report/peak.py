@@ -22,7 +22,7 @@ from zerofx.ir.facts import (
 )
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import ends_of
-from zerofx.ir.text import target_name, type_text
+from zerofx.ir.text import call_name, type_text
 from zerofx.scheduler.cost.categories import OF_ROLE, Category, Moment, category_of, peak_moment
 from zerofx.scheduler.cost.liveness import Liveness
 from zerofx.scheduler.plan.plan import Plan
@@ -145,8 +145,7 @@ def _layer(step: StepGraph, node: fx.Node) -> str:
 
 def _described(node: fx.Node) -> str:
     """What a call runs, and the dtype and shape of what it gives."""
-    name = target_name(node).removeprefix("aten.").removeprefix("zerofx.").removesuffix(".default")
-    return f"{name} {type_text(node.meta.get('val'))}"
+    return f"{call_name(node)} {type_text(node.meta.get('val'))}"
 
 
 def _largest(tensors: list[PeakTensor]) -> tuple[PeakTensor, ...]:

@@ -20,7 +20,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import bound_arguments, is_view, storage_bytes, storage_source, tensors_of
 from zerofx.ir.facts import copied_from, origin, tier_of
 from zerofx.ir.streams import stream_of
-from zerofx.ir.text import target_name
+from zerofx.ir.text import call_name
 from zerofx.lowering.lower import LoweredStep
 from zerofx.report.page import page
 from zerofx.report.peak import Peak, peak_of
@@ -153,7 +153,7 @@ def _row(lowered: LoweredStep, node: fx.Node, position: int, region: str) -> Row
     return Row(
         position=position,
         name=node.name,
-        op=_short_name(node),
+        op=call_name(node),
         kind="event" if is_event else "node",
         region=region,
         layer=origin(node).layer,
@@ -174,10 +174,6 @@ def _row(lowered: LoweredStep, node: fx.Node, position: int, region: str) -> Row
         legs=timing.legs,
         recompute_seconds=timing.seconds if copied_from(node) is not None else 0.0,
     )
-
-
-def _short_name(node: fx.Node) -> str:
-    return target_name(node).removeprefix("zerofx.").removesuffix(".default")
 
 
 def _bucket_of(node: fx.Node) -> int | None:

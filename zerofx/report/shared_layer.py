@@ -11,7 +11,7 @@ from torch import fx
 from zerofx.ir import ops, value_ops
 from zerofx.ir.aliasing import storage_source, tensors_of
 from zerofx.ir.facts import Phase, copied_from, origin
-from zerofx.ir.text import target_name
+from zerofx.ir.text import call_name
 from zerofx.lowering.lower import LoweredStep
 from zerofx.report.axes import RIGHT, svg_open
 from zerofx.report.rows import Row
@@ -92,7 +92,7 @@ def _steps(
 
 
 def _name(node: fx.Node) -> str:
-    return target_name(node).removeprefix("aten.").removeprefix("zerofx.").partition(".")[0].lstrip("_")
+    return call_name(node).partition(".")[0].lstrip("_")
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

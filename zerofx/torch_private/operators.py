@@ -61,6 +61,11 @@ def schema_of(op: OpOverload[..., Any]) -> Schema:
     return op._schema
 
 
+def base_name(op: OpOverload[..., Any]) -> str:
+    """``mul_`` for ``aten::mul_.Tensor``, ``zerofx::wait`` for ``zerofx::wait.default``: nothing stands for ATen."""
+    return str(op._schema.name).removeprefix("aten::")
+
+
 def is_out(op: OpOverload[..., Any]) -> bool:
     """Whether ``op`` writes its results into memory that it is given for them.
 

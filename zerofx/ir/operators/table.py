@@ -31,7 +31,7 @@ from zerofx.ir.operators import (
     views,
 )
 from zerofx.ir.operators.operator import Inductor, Operator
-from zerofx.torch_private.operators import OpOverload, schema_of
+from zerofx.torch_private.operators import OpOverload, base_name
 
 _FAMILIES = (
     elementwise, products, convolutions, attention, normalisations, reductions, indexing, memory, lists, views, own,
@@ -53,9 +53,9 @@ def facts_of(target: object) -> Operator:
 def _facts(target: OpOverload[..., Any]) -> Operator:
     if target in _DRAWN:
         drawn = _DRAWN[target]
-        counted = schema_of(drawn).name.removeprefix("aten::") if drawn.overloadpacket in flop_registry else None
+        counted = base_name(drawn) if drawn.overloadpacket in flop_registry else None
         return replace(_facts(drawn), counted_as=counted)
-    name = schema_of(target).name.removeprefix("aten::")
+    name = base_name(target)
     prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
     entry = (
         TABLE.get(f"{name}.{str(target).rpartition('.')[2]}") or TABLE.get(name) or TABLE.get(f"{prefix}*", _UNNAMED)

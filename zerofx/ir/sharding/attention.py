@@ -16,7 +16,7 @@ from zerofx.ir.sharding.pattern import Pattern
 from zerofx.ir.sharding.rule import Local, outputs_of, read_tensors, shape_of
 from zerofx.ir.sharding.shapes import PatternsOf
 from zerofx.ir.sharding.tokens import by_tokens
-from zerofx.torch_private.operators import OpOverload, schema_of
+from zerofx.torch_private.operators import OpOverload, base_name
 
 _aten = torch.ops.aten
 
@@ -90,7 +90,7 @@ _ATTENTION = (
 
 def is_attention(target: object) -> bool:
     """Whether an operator is fused attention, or gives its gradients."""
-    return isinstance(target, OpOverload) and schema_of(target).name.removeprefix("aten::") in PATTERNS
+    return isinstance(target, OpOverload) and base_name(target) in PATTERNS
 
 
 PATTERNS: Mapping[str, PatternsOf] = MappingProxyType(

@@ -18,7 +18,7 @@ from zerofx.ir.sharding.pattern import Lies, Pattern
 from zerofx.ir.sharding.rule import Local, argument, outputs_of, read_tensors, shape_of
 from zerofx.ir.sharding.shapes import PatternsOf
 from zerofx.scheduler.plan.placements import Ragged
-from zerofx.torch_private.operators import schema_of
+from zerofx.torch_private.operators import base_name
 
 _ENDS = 2  # the argument that says where groups end
 
@@ -63,7 +63,7 @@ def by_group(node: fx.Node, ends: str) -> tuple[tuple[Lies, ...], tuple[Lies, ..
 
 def _letters(node: fx.Node) -> tuple[list[str], list[str]]:
     """The dimensions of a call's tensor arguments and results, by letters; none of what says where groups end."""
-    name = schema_of(node.target).name.removeprefix("aten::")  # type: ignore[arg-type]  # an operator
+    name = base_name(node.target)  # type: ignore[arg-type]  # an operator
     tensors = read_tensors(node)
     dims = tuple(len(shape_of(source)) for source in tensors[:2])
     read, _, given = (GROUPED[name] or _BY_DIMS[dims]).partition("->")

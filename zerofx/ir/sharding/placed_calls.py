@@ -25,7 +25,7 @@ from zerofx.ir.sharding.placed_numbers import OF_OWN
 from zerofx.ir.sharding.rule import argument, outputs_of, read_tensors, rules_follow_from, shape_of
 from zerofx.ir.sharding.rules import Ways, rules_of
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Ragged, Sharded
-from zerofx.torch_private.operators import OpOverload, schema_of
+from zerofx.torch_private.operators import OpOverload, base_name, schema_of
 
 _aten = torch.ops.aten
 _OWN_DRAWS = frozenset(OWN_DRAWS.values())
@@ -44,7 +44,7 @@ def kinds_of_call(
         return (frozenset.intersection(*(parts_of(kinds) for kinds in read[:1])),) * len(outputs_of(node))
     if is_random(node):
         return (WHOLE if all(REPLICATED in kinds for kinds in read) else NOTHING,) * len(outputs_of(node))
-    name = schema_of(target).name.removeprefix("aten::")
+    name = base_name(target)
     rule = _RULES.get(name)
     if any(isinstance(kind, Own) for kinds in read for kind in kinds):
         rule = OF_OWN.get(name)

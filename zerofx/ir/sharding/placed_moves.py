@@ -14,7 +14,7 @@ from zerofx.ir.facts import ints, value
 from zerofx.ir.sharding.kinds import WHOLE, Kind, Kinds, Rule
 from zerofx.ir.sharding.rule import argument, dims_of, read_tensors, shape_of
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Sharded, local_shape
-from zerofx.torch_private.operators import schema_of
+from zerofx.torch_private.operators import base_name
 
 _aten = torch.ops.aten
 _MOST_GROUPS = 64
@@ -107,7 +107,7 @@ def any_part(shape: Sequence[int], dims: Sequence[int]) -> set[Kind]:
 def _filled(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
     """The kinds of the same number everywhere: all of them; zeros add up to zeros, too."""
     shape, target = shape_of(node), node.target
-    name = schema_of(target).name.removeprefix("aten::")  # type: ignore[arg-type]  # an operator
+    name = base_name(target)  # type: ignore[arg-type]  # an operator
     numbers = [item for item in node.args if isinstance(item, int | float)]
     is_zero = "zeros" in name or ("full" in name and numbers[-1:] == [0])
     return frozenset({REPLICATED, *any_part(shape, range(len(shape))), *([SUM] if is_zero else [])})

@@ -19,7 +19,7 @@ from zerofx.ir.sharding.pattern import Lies, Moved, Pattern
 from zerofx.ir.sharding.rule import Rule, outputs_of, read_tensors, shape_of
 from zerofx.scheduler.plan.placements import REPLICATED, Placement, Ragged, Sharded
 from zerofx.torch_private.distributed import single_dim_rules
-from zerofx.torch_private.operators import OpOverload, schema_of
+from zerofx.torch_private.operators import OpOverload, base_name, schema_of
 
 _OWN: Mapping[str, Callable[[fx.Node], list[Pattern]]] = {
     **shapes.PATTERNS, **indexing.PATTERNS, **losses.PATTERNS, **convolutions.PATTERNS, **attention.PATTERNS,
@@ -32,7 +32,7 @@ def patterns_of(node: fx.Node) -> list[Pattern]:
     target = node.target
     if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
         return []
-    name = schema_of(target).name.removeprefix("aten::")
+    name = base_name(target)
     own = _OWN.get(f"{name}.{str(target).rpartition('.')[2]}") or _OWN.get(name)
     if own is not None:
         return own(node)
@@ -60,7 +60,7 @@ def moved_of(node: fx.Node) -> Moved | None:
     """How dimensions in groups come through a call that moves elements alone."""
     if not isinstance(node.target, OpOverload):
         return None
-    moved = shapes.MOVED.get(schema_of(node.target).name.removeprefix("aten::"))
+    moved = shapes.MOVED.get(base_name(node.target))
     return None if moved is None else moved(node)
 
 

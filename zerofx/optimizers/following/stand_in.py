@@ -15,16 +15,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from zerofx.errors import OptimizerError
-from zerofx.optimizers.elementwise import base_name, fill_value, is_creation, is_filled_with_argument
+from zerofx.optimizers.elementwise import fill_value, is_creation, is_filled_with_argument
 from zerofx.optimizers.outside import Outside, attributes, entries_after, shadow_of
 from zerofx.optimizers.recorder import OpRecord, Recorder, Ref
 from zerofx.optimizers.scalars import GuardTape, Heard, MakeTensor
 from zerofx.optimizers.shadow import keep_to_single_tensors, sample, step_function
-from zerofx.optimizers.trace import DispatchRecorder, FlatState
-from zerofx.torch_private.operators import OpOverload, schema_of
+from zerofx.optimizers.trace import DispatchRecorder, FlatState, FunctionMode
+from zerofx.torch_private.operators import OpOverload, base_name, schema_of
 
 _HOST: Final = MakeTensor(0.0, torch.float32)
 _READS_MEMORY: Final = frozenset(
@@ -166,31 +165,13 @@ def _numbers_of(op: OpOverload[..., Any]) -> tuple[frozenset[int], frozenset[str
     return frozenset(index for index, _ in scalars), frozenset(name for _, name in scalars)
 
 
-class _Functions(TorchFunctionMode):
-    """Sees calls into torch that read or write memory in other ways than by operators."""
+class _Functions(FunctionMode):
+    """Refuses calls that read whole tensors in other ways than by operators."""
 
-    def __init__(self, listener: _Listener) -> None:
-        super().__init__()
-        self.listener = listener
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        listener = self.listener
-        if listener.paused:
-            return func(*args, **kwargs)
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
-        if func in (torch.tensor, torch.as_tensor) and args and not isinstance(args[0], torch.Tensor):
-            return listener.make_scalar(func, args[0], kwargs)
-        if name in _READS_MEMORY and listener.cell(args[0]).expr is None:
-            raise listener.refuse(f"calls {name}() on a whole tensor, whose values are not those of the shard")
-        if func is torch.Tensor.__setitem__ and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool:
-            torch.Tensor.masked_fill_(*args)
-            return None
-        if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
-            torch.Tensor.copy_(*args)
-            return None
+        if name in _READS_MEMORY and self.recorder.cell(args[0]).expr is None:
+            raise self.recorder.refuse(f"calls {name}() on a whole tensor, whose values are not those of the shard")
         return func(*args, **kwargs)
 
 
