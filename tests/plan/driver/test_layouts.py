@@ -18,6 +18,8 @@ from zerofx.options import check_options
 from zerofx.scheduler.cost.sharing import Prices
 from zerofx.scheduler.plan.decisions import ShardingDecision
 
+pytestmark = pytest.mark.captures
+
 NUM_TOKENS = 4096
 
 

@@ -23,6 +23,8 @@ from zerofx.report.meshes import MeshComparison, MeshOutcome
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.search.evaluate import Rehearsal
 
+pytestmark = pytest.mark.captures
+
 WIDTH, DEPTH = 1024, 9
 
 

@@ -18,6 +18,8 @@ from tests.lib.runs.sharing import SHARING
 from tests.lib.runs.training import world
 from zerofx.scheduler.cost.sharing import Prices
 
+pytestmark = pytest.mark.captures
+
 NUM_TOKENS, WIDTH = 64, 16
 MACHINE = replace(SHARING, inter_node=SHARING.intra_node, device=replace(SHARING.device, memory_bandwidth=1e11))
 DEAR_MEMORY = Prices(seconds_per_byte=1e-8)  # so that nothing is gathered that can be handed around

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from zerofx.budgets import budget_bytes, tiers_for
 from zerofx.driver.captures import Captures
-from zerofx.driver.meshes.short_steps import GivingUp, Keeping, Numbers, ShortSteps
+from zerofx.driver.meshes.short_steps import GivingUp, Keeping, Numbers, Short, ShortSteps
 from zerofx.driver.prepared import Request
 from zerofx.driver.sharing import shardings_of, shared_as
 from zerofx.errors import UsageError, ZeroFXError
@@ -33,7 +33,7 @@ class Estimates:
         self._request = replace(request, machine=machine, verbose=False)
         self._captures, self._num_ranks = captures, num_ranks
         self._short = ShortSteps(self._request, captures, on_cpu=on_cpu)
-        self._shared: dict[int, list[Captures] | ZeroFXError] = {}
+        self._shared: dict[int, Short[Captures] | ZeroFXError] = {}
         self._alone: dict[int, Numbers] = {}
         self._keeping: dict[Mesh, Keeping] = {}
         self._given_up: dict[tuple[int, bool], list[tuple[GivingUp, float]]] = {}
@@ -142,14 +142,14 @@ class Estimates:
             self._floors[request.mesh] = self._short.floor(request, self._captures_of(request))
         return self._floors[request.mesh]
 
-    def _captures_of(self, request: Request) -> list[Captures]:
+    def _captures_of(self, request: Request) -> Short[Captures]:
         """The short steps as one rank of the model axis runs them: the same for all meshes with as many there."""
         model = request.mesh.model
         if model not in self._shared:
             request = self._on(Mesh(shard=self._num_ranks // model, model=model))
             try:
                 parts = self._short.parts(shardings_of(request, self._captures))
-                self._shared[model] = [shared_as(request, *part) for part in parts]
+                self._shared[model] = parts.each(lambda part: shared_as(request, *part))
             except ZeroFXError as error:
                 self._shared[model] = error
         shared = self._shared[model]

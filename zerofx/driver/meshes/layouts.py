@@ -90,7 +90,7 @@ class _Judge:
         self.short = ShortSteps(self.request, self.captures, on_cpu=self.request.machine.is_cpu)
 
     def of(self, layout: Shardings) -> _Judged:
-        shared = [self.share(self.request, *part) for part in self.short.parts(layout)]
+        shared = self.short.parts(layout).each(lambda part: self.share(self.request, *part))
         keeping = self.short.keeping(self.request, shared)
         numbers = keeping.all
         if self.limit is None or numbers.peak_bytes <= self.limit:

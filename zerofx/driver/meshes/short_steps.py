@@ -10,8 +10,9 @@ and backward begins it costs more, and that is there once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
+from typing import Generic, TypeVar
 
 from zerofx.driver.captures import Captures
 from zerofx.driver.prepared import Prepared, Request, prepare
@@ -29,7 +30,26 @@ from zerofx.scheduler.search.target import Target
 
 _FURTHER = 1.1  # than what layers have given up, that more are taken to give up at the same price
 
+T = TypeVar("T")
+S = TypeVar("S")
 Part = tuple[Captures, tuple[ShardingDecision, ...]]
+
+
+@dataclass(frozen=True)
+class Short(Generic[T]):
+    """Something of each short step: of ``few`` layers, of one more of each row, and of ``twice`` as many as the few.
+
+    ``twice`` is None where nothing is to be given up for memory.
+    """
+
+    few: T
+    longer: tuple[T, ...]
+    twice: T | None
+
+    def each(self, change: Callable[[T], S]) -> Short[S]:
+        """What ``change`` makes of each."""
+        twice = None if self.twice is None else change(self.twice)
+        return Short(change(self.few), tuple(change(longer) for longer in self.longer), twice)
 
 
 @dataclass(frozen=True)
@@ -103,29 +123,30 @@ class ShortSteps:
         number = captures.candidates[0]
         step = captures.of_one(number)
         self._rows = rows_of(step)
-        short = [shallow(step, self._rows), *(shallow(step, self._rows, row) for row in self._rows)]
-        if self._rows and request.options.memory_budget is not None:
-            short.append(shallow(step, self._rows, remaining=2 * KEPT))
-        self._captures = [captures.short(number, part) for part in short]
-        self._names = [part.by_name() for part in short]
+        gives_up = self._rows and request.options.memory_budget is not None
+        self._short = Short(
+            shallow(step, self._rows),
+            tuple(shallow(step, self._rows, row) for row in self._rows),
+            shallow(step, self._rows, remaining=2 * KEPT) if gives_up else None,
+        ).each(lambda part: (captures.short(number, part), part.by_name()))
         self._known: OptimizerBinding | None = None
         options, machine = request.options, request.machine
         self._target = Target.of(machine, options, request.settings, step.device, on_cpu=on_cpu, verbose=False)
 
-    def parts(self, shardings: tuple[ShardingDecision, ...]) -> list[Part]:
+    def parts(self, shardings: tuple[ShardingDecision, ...]) -> Short[Part]:
         """The steps, each with those of ``shardings``, which are about all layers, that it has the nodes of."""
-        return [
-            (captures, tuple(decision for decision in shardings if decision.node in names))
-            for captures, names in zip(self._captures, self._names, strict=True)
-        ]
+        return self._short.each(
+            lambda short: (short[0], tuple(decision for decision in shardings if decision.node in short[1]))
+        )
 
-    def keeping(self, request: Request, shared: Sequence[Captures]) -> Keeping:
+    def keeping(self, request: Request, shared: Short[Captures]) -> Keeping:
         """What all layers take without a budget; ``shared``: the steps as one rank of the model axis runs them.
 
         Raises:
             ZeroFXError: the step cannot run so.
         """
-        short, *longer = [self._simulated(request, captures, None) for captures in shared[: len(self._rows) + 1]]
+        short = self._simulated(request, shared.few, None)
+        longer = [self._simulated(request, captures, None) for captures in shared.longer]
         every = few = more = short
         for row, one_more in zip(self._rows, longer, strict=True):
             further = len(row.repetitions) - KEPT
@@ -139,18 +160,19 @@ class ShortSteps:
 
         return Keeping(every, short, more, times(every), times(more))
 
-    def giving_up(self, request: Request, shared: Sequence[Captures], keeping: Keeping, limit: int) -> GivingUp:
+    def giving_up(self, request: Request, shared: Short[Captures], keeping: Keeping, limit: int) -> GivingUp:
         """What all layers give up within ``limit`` bytes, which are fewer than those of ``keeping``.
 
         Raises: as ``keeping``.
         """
         per_few = (keeping.all.peak_bytes - limit) / keeping.times
-        least, is_refused = self._within(request, shared[0], keeping.few, per_few)
+        least, is_refused = self._within(request, shared.few, keeping.few, per_few)
         if is_refused:
             return GivingUp(keeping.all, keeping.all.plus(keeping.times, least, keeping.few), is_refused)
         every = keeping.all.plus(1.0, least, keeping.few)
         if keeping.more_times > 1.0:
-            further, is_refused = self._within(request, shared[-1], keeping.more, keeping.more_times * per_few)
+            assert shared.twice is not None, "something is given up"
+            further, is_refused = self._within(request, shared.twice, keeping.more, keeping.more_times * per_few)
             times = (keeping.times - 1.0) / (keeping.more_times - 1.0)
             every = every.plus(times, further, keeping.more).plus(times, keeping.few, least)
         # Extrapolated from two searches, which give up whole layers' values: less than nothing is none.
@@ -171,18 +193,18 @@ class ShortSteps:
         except BudgetMissedError as missed:
             return replace(keeping, peak_bytes=min(max(missed.least_bytes, budget + 1), keeping.peak_bytes)), True
 
-    def floor(self, request: Request, shared: Sequence[Captures]) -> Floor:
+    def floor(self, request: Request, shared: Short[Captures]) -> Floor:
         """What all layers take at least.
 
         Raises: as ``numbers``.
         """
-        short, *longer = [
-            floor_of(self._problem(request, self._prepared(request, captures)), request.mesh)
-            for captures in shared[: len(self._rows) + 1]
-        ]
-        whole = short
-        for row, more in zip(self._rows, longer, strict=True):
-            whole = whole.plus(len(row.repetitions) - KEPT, more, short)
+
+        def of(captures: Captures) -> Floor:
+            return floor_of(self._problem(request, self._prepared(request, captures)), request.mesh)
+
+        whole = short = of(shared.few)
+        for row, captures in zip(self._rows, shared.longer, strict=True):
+            whole = whole.plus(len(row.repetitions) - KEPT, of(captures), short)
         return whole
 
     def _simulated(self, request: Request, captures: Captures, budget: int | None) -> Numbers:
