@@ -1,6 +1,6 @@
 """The net over models: other people's models and scripts, trained by zerofx and in plain torch.
 
-``python -m tests.nets.models`` tries all of ``tests/nets/model_cases.py`` and goes on where it was stopped. Libraries
+``python -m tests.nets.models`` tries all of ``tests/nets/cases/models.py`` and goes on where it was stopped. Libraries
 are installed in an environment of their own that sees torch and zerofx, each without what it depends on, as several
 would bring other builds of torch: ``pip install --no-deps -r tests/nets/requirements.txt``. A case whose library is not
 there is left out, and said to be.
@@ -35,8 +35,8 @@ from tqdm import tqdm
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.runs.sharing import SHARING
-from tests.nets.cases import ModelCase
-from tests.nets.model_cases import CASES
+from tests.nets.cases.case import ModelCase
+from tests.nets.cases.models import CASES
 from tests.nets.records import Outcome, Record, read_records, results_path, write_records
 from zerofx.scheduler.search.problem import BudgetMissedError
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import zerofx
-from tests.nets.operator_cases import Factors, OperatorCase, OperatorSample, operator_cases, samples
+from tests.nets.cases.operators import Factors, OperatorCase, OperatorSample, operator_cases, samples
 from tests.nets.records import Outcome, Record, results_path, write_records
 from tests.nets.workers import WorkerError, run_in_workers
 

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 import zerofx
 from tests.lib.distributed import run_ranks
-from tests.nets.optimizer_cases import OptimizerCase, optimizer_cases
+from tests.nets.cases.optimizers import OptimizerCase, optimizer_cases
 from tests.nets.records import Outcome, Record, results_path, write_records
 
 NUM_STEPS = 12

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from tests.nets.model_cases import CASES, LIBRARIES
+from tests.nets.cases.models import CASES, LIBRARIES
+from tests.nets.cases.scripts import SCRIPTS
 from tests.nets.models import RANKS, VARIANTS, missing, run
-from tests.nets.script_cases import SCRIPTS
 
 SAMPLE = random.Random(24).sample([case.name for case in LIBRARIES], 6)
 AT_ONCE = ["1 rank, stage 0", "1 rank, stage 3"]

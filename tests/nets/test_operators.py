@@ -10,7 +10,7 @@ from tests.nets.records import Record, read_records, results_path
 
 pytest.importorskip("expecttest", reason="torch's database of operators imports it")
 
-from tests.nets.operator_cases import OperatorCase, operator_cases
+from tests.nets.cases.operators import OperatorCase, operator_cases
 from tests.nets.operators import run
 
 _NUM_SAMPLED = 20

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("pytorch_optimizer", reason="the net is over its optimizers too")
 
-from tests.nets.optimizer_cases import OptimizerCase, optimizer_cases
+from tests.nets.cases.optimizers import OptimizerCase, optimizer_cases
 from tests.nets.optimizers import difference, run
 from tests.nets.records import read_records, results_path
 

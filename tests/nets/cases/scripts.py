@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.nets.cases import Batch, Loss, ModelCase
+from tests.nets.cases.case import Batch, Loss, ModelCase
 
 
 class _Dpo(nn.Module):

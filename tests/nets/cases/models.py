@@ -11,49 +11,35 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from tests.nets.cases import Batch, Loss, ModelCase, squared
-from tests.nets.script_cases import SCRIPTS
-
-
-def _get(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
-def _of(path: str, sizes: tuple[int, ...] | Callable[[], Batch], compute: Callable[..., Tensor] = squared,
-        **options: Any) -> Callable[[], tuple[nn.Module, Callable[[], Batch]]]:  # fmt: skip
-    """A case whose model is called ``path``, made with ``options``, for tensors of ``sizes``."""
-
-    def build() -> tuple[nn.Module, Callable[[], Batch]]:
-        draw = sizes if callable(sizes) else lambda: (torch.randn(sizes),)
-        return Loss(_get(path)(**options), compute), draw
-
-    return build
-
-
-def _tokens() -> Batch:
-    return (torch.randint(0, 32, (2, 8)),)
-
-
-_GRAPH = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 2], [1, 2, 3, 4, 5, 0, 3, 5]])
-
-
-def _graph() -> Batch:
-    return torch.randn(6, 8), _GRAPH
+from tests.nets.cases.built import (
+    diffusion_loss,
+    ft,
+    graph,
+    hyper_connected,
+    images,
+    litgpt,
+    nflow,
+    normflow,
+    ode,
+    of,
+    tab,
+    tokens,
+)
+from tests.nets.cases.case import Batch, Loss, ModelCase, squared
+from tests.nets.cases.scripts import SCRIPTS
 
 
 def _geometric(name: str, **options: Any) -> ModelCase:
     path = f"torch_geometric.nn.{name}"
-    return ModelCase(f"torch_geometric {name}", "torch_geometric", _of(path, _graph, **options), ("batch[1]",))
+    return ModelCase(f"torch_geometric {name}", "torch_geometric", of(path, graph, **options), ("batch[1]",))
 
 
 def _vit(module: str, name: str, **options: Any) -> ModelCase:
     base = {"image_size": 16, "patch_size": 8, "num_classes": 4, "dim": 16, "depth": 2, "heads": 2, "mlp_dim": 16}
     path = f"vit_pytorch.{module}.{name}"
-    return ModelCase(f"vit-pytorch {module}", "vit_pytorch", _of(path, (2, 3, 16, 16), **{**base, **options}))
+    return ModelCase(f"vit-pytorch {module}", "vit_pytorch", of(path, (2, 3, 16, 16), **{**base, **options}))
 
 
 def _x_transformer(what: str, **options: Any) -> ModelCase:
@@ -61,80 +47,13 @@ def _x_transformer(what: str, **options: Any) -> ModelCase:
         lib = importlib.import_module("x_transformers")
         attention = lib.Decoder(dim=16, depth=2, heads=2, **options)
         model = lib.TransformerWrapper(num_tokens=32, max_seq_len=8, attn_layers=attention)
-        return Loss(model, squared), _tokens
+        return Loss(model, squared), tokens
 
     return ModelCase(f"x-transformers {what}", "x_transformers", build)
 
 
 def _monai(name: str, sizes: tuple[int, ...], **options: Any) -> ModelCase:
-    return ModelCase(f"monai {name}", "monai", _of(f"monai.networks.nets.{name}", sizes, **options))
-
-
-def _diffusion_loss(model: nn.Module, x: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-    noisy = x * (1 - time / 10).view(-1, 1, 1, 1) + noise * (time / 10).view(-1, 1, 1, 1)
-    return F.mse_loss(model(noisy, time).sample, noise)
-
-
-def _images() -> Batch:
-    return torch.randn(2, 3, 16, 16), torch.randn(2, 3, 16, 16), torch.randint(0, 10, (2,))
-
-
-def _likelihood(model: nn.Module, x: Tensor) -> Tensor:
-    return -model.log_prob(x).mean()  # type: ignore[operator, no-any-return]  # a method of flows
-
-
-def _nflow() -> tuple[nn.Module, Callable[[], Batch]]:
-    transforms = importlib.import_module("nflows.transforms")
-    base = _get("nflows.distributions.StandardNormal")([4])
-    layers = [transforms.MaskedAffineAutoregressiveTransform(4, 8), transforms.ReversePermutation(4)]
-    return Loss(_get("nflows.flows.Flow")(transforms.CompositeTransform(layers), base), _likelihood), _points
-
-
-def _normflow() -> tuple[nn.Module, Callable[[], Batch]]:
-    flows = importlib.import_module("normflows")
-    layers = [flows.flows.AffineCouplingBlock(flows.nets.MLP([2, 8, 4], init_zeros=True)), flows.flows.Permute(4)]
-    model = flows.NormalizingFlow(flows.distributions.DiagGaussian(4, trainable=False), layers)
-    return Loss(model, lambda flow, x: flow.forward_kld(x)), _points
-
-
-def _points() -> Batch:
-    return (torch.randn(8, 4),)
-
-
-def _ode() -> tuple[nn.Module, Callable[[], Batch]]:
-    solve = _get("torchdiffeq.odeint")
-
-    def compute(net: nn.Module, x: Tensor) -> Tensor:
-        times = torch.linspace(0, 1, 3)
-        return solve(lambda _, y: net(y), x, times, method="rk4")[-1].square().mean()  # type: ignore[no-any-return]
-
-    return Loss(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), compute), _points
-
-
-def _tab() -> tuple[nn.Module, Callable[[], Batch]]:
-    model = _get("tab_transformer_pytorch.TabTransformer")(
-        categories=(4, 3), num_continuous=4, dim=16, dim_out=1, depth=2, heads=2
-    )
-    return Loss(model, squared), lambda: (torch.randint(0, 3, (4, 2)), torch.randn(4, 4))
-
-
-def _ft() -> tuple[nn.Module, Callable[[], Batch]]:
-    model = _get("tab_transformer_pytorch.FTTransformer")(
-        categories=(4, 3), num_continuous=4, dim=16, dim_out=1, depth=2, heads=2
-    )
-    return Loss(model, squared), lambda: (torch.randint(0, 3, (4, 2)), torch.randn(4, 4))
-
-
-def _litgpt() -> tuple[nn.Module, Callable[[], Batch]]:
-    config = _get("litgpt.config.Config")(
-        block_size=8, n_layer=2, n_embd=16, n_head=2, padded_vocab_size=32, intermediate_size=32
-    )
-    return Loss(_get("litgpt.model.GPT")(config), squared), _tokens
-
-
-def _hyper_connected() -> tuple[nn.Module, Callable[[], Batch]]:
-    model = _get("hyper_connections.HyperConnections")(num_residual_streams=4, dim=8, branch=nn.Linear(8, 8))
-    return Loss(model, squared), lambda: (torch.randn(4, 8, 8),)
+    return ModelCase(f"monai {name}", "monai", of(f"monai.networks.nets.{name}", sizes, **options))
 
 
 _CHANNELS = {"in_channels": 8, "hidden_channels": 8, "num_layers": 2, "out_channels": 4}
@@ -166,10 +85,10 @@ LIBRARIES = (
     ModelCase(
         "diffusers UNet2DModel",
         "diffusers",
-        _of(
+        of(
             "diffusers.UNet2DModel",
-            _images,
-            _diffusion_loss,
+            images,
+            diffusion_loss,
             down_block_types=("DownBlock2D", "AttnDownBlock2D"),
             up_block_types=("AttnUpBlock2D", "UpBlock2D"),
             **_UNET,
@@ -178,7 +97,7 @@ LIBRARIES = (
     ModelCase(
         "diffusers AutoencoderKL",
         "diffusers",
-        _of(
+        of(
             "diffusers.AutoencoderKL",
             (1, 3, 16, 16),
             lambda m, x: m(x).sample.square().mean(),
@@ -204,13 +123,13 @@ LIBRARIES = (
     _monai(
         "AttentionUnet", (1, 1, 16, 16), spatial_dims=2, in_channels=1, out_channels=2, channels=(4, 8), strides=(2,)
     ),
-    ModelCase("torchdiffeq rk4", "torchdiffeq", _ode),
-    ModelCase("tab-transformer-pytorch TabTransformer", "tab_transformer_pytorch", _tab),
-    ModelCase("tab-transformer-pytorch FTTransformer", "tab_transformer_pytorch", _ft),
+    ModelCase("torchdiffeq rk4", "torchdiffeq", ode),
+    ModelCase("tab-transformer-pytorch TabTransformer", "tab_transformer_pytorch", tab),
+    ModelCase("tab-transformer-pytorch FTTransformer", "tab_transformer_pytorch", ft),
     ModelCase(
         "pytorch-tabnet TabNet",
         "pytorch_tabnet",
-        _of(
+        of(
             "pytorch_tabnet.tab_network.TabNetNoEmbeddings",
             (8, 6),
             input_dim=6,
@@ -223,12 +142,12 @@ LIBRARIES = (
     ModelCase(
         "rtdl MLP",
         "rtdl_revisiting_models",
-        _of("rtdl_revisiting_models.MLP", (4, 6), d_in=6, d_out=2, n_blocks=2, d_block=8, dropout=0.1),
+        of("rtdl_revisiting_models.MLP", (4, 6), d_in=6, d_out=2, n_blocks=2, d_block=8, dropout=0.1),
     ),
     ModelCase(
         "rtdl ResNet",
         "rtdl_revisiting_models",
-        _of(
+        of(
             "rtdl_revisiting_models.ResNet",
             (4, 6),
             d_in=6,
@@ -244,12 +163,12 @@ LIBRARIES = (
     ModelCase(
         "rtdl-num-embeddings PLR",
         "rtdl_num_embeddings",
-        _of("rtdl_num_embeddings.PeriodicEmbeddings", (4, 6), n_features=6, d_embedding=8, lite=False),
+        of("rtdl_num_embeddings.PeriodicEmbeddings", (4, 6), n_features=6, d_embedding=8, lite=False),
     ),
     ModelCase(
         "vector-quantize-pytorch VQ",
         "vector_quantize_pytorch",
-        _of(
+        of(
             "vector_quantize_pytorch.VectorQuantize",
             (2, 8, 8),
             lambda m, x: m(x)[2].sum() + m(x)[0].square().mean(),
@@ -262,26 +181,24 @@ LIBRARIES = (
     ModelCase(
         "vector-quantize-pytorch FSQ",
         "vector_quantize_pytorch",
-        _of("vector_quantize_pytorch.FSQ", (2, 8, 8), dim=8, levels=[4, 4]),
+        of("vector_quantize_pytorch.FSQ", (2, 8, 8), dim=8, levels=[4, 4]),
     ),
     ModelCase(
         "vector-quantize-pytorch LFQ",
         "vector_quantize_pytorch",
-        _of("vector_quantize_pytorch.LFQ", (2, 8, 8), dim=8, codebook_size=16),
+        of("vector_quantize_pytorch.LFQ", (2, 8, 8), dim=8, codebook_size=16),
     ),
     ModelCase(
         "performer-pytorch PerformerLM",
         "performer_pytorch",
-        _of(
-            "performer_pytorch.PerformerLM", _tokens, num_tokens=32, max_seq_len=8, dim=16, depth=1, heads=2, dim_head=8
-        ),
+        of("performer_pytorch.PerformerLM", tokens, num_tokens=32, max_seq_len=8, dim=16, depth=1, heads=2, dim_head=8),
     ),
     ModelCase(
         "linear-attention-transformer LM",
         "linear_attention_transformer",
-        _of(
+        of(
             "linear_attention_transformer.LinearAttentionTransformerLM",
-            _tokens,
+            tokens,
             num_tokens=32,
             dim=16,
             heads=2,
@@ -293,9 +210,9 @@ LIBRARIES = (
     ModelCase(
         "local-attention LocalTransformer",
         "local_attention",
-        _of(
+        of(
             "local_attention.LocalTransformer",
-            _tokens,
+            tokens,
             num_tokens=32,
             dim=16,
             depth=2,
@@ -307,33 +224,35 @@ LIBRARIES = (
     ModelCase(
         "axial-positional-embedding",
         "axial_positional_embedding",
-        _of("axial_positional_embedding.AxialPositionalEmbedding", (2, 16, 8), dim=8, axial_shape=(4, 4)),
+        of("axial_positional_embedding.AxialPositionalEmbedding", (2, 16, 8), dim=8, axial_shape=(4, 4)),
     ),
     ModelCase(
         "conformer ConformerBlock",
         "conformer",
-        _of("conformer.ConformerBlock", (2, 8, 16), dim=16, heads=2, dim_head=8),
+        of("conformer.ConformerBlock", (2, 8, 16), dim=16, heads=2, dim_head=8),
     ),
     ModelCase(
-        "conformer Conformer", "conformer", _of("conformer.Conformer", (2, 8, 16), dim=16, depth=2, heads=2, dim_head=8)
+        "conformer Conformer",
+        "conformer",
+        of("conformer.Conformer", (2, 8, 16), dim=16, depth=2, heads=2, dim_head=8),
     ),
-    ModelCase("litgpt GPT", "litgpt", _litgpt),
-    ModelCase("nflows MAF", "nflows", _nflow),
-    ModelCase("normflows RealNVP", "normflows", _normflow),
-    ModelCase("kornia ResNet-like HardNet", "kornia", _of("kornia.feature.HardNet", (2, 1, 32, 32), pretrained=False)),
-    ModelCase("kornia SOSNet", "kornia", _of("kornia.feature.SOSNet", (2, 1, 32, 32), pretrained=False)),
-    ModelCase("hyper-connections residual", "hyper_connections", _hyper_connected),
+    ModelCase("litgpt GPT", "litgpt", litgpt),
+    ModelCase("nflows MAF", "nflows", nflow),
+    ModelCase("normflows RealNVP", "normflows", normflow),
+    ModelCase("kornia ResNet-like HardNet", "kornia", of("kornia.feature.HardNet", (2, 1, 32, 32), pretrained=False)),
+    ModelCase("kornia SOSNet", "kornia", of("kornia.feature.SOSNet", (2, 1, 32, 32), pretrained=False)),
+    ModelCase("hyper-connections residual", "hyper_connections", hyper_connected),
     ModelCase(
         "linformer LM",
         "linformer",
-        _of("linformer.LinformerLM", _tokens, num_tokens=32, dim=16, seq_len=8, depth=2, heads=2, k=4),
+        of("linformer.LinformerLM", tokens, num_tokens=32, dim=16, seq_len=8, depth=2, heads=2, k=4),
     ),
     ModelCase(
         "reformer-pytorch LM",
         "reformer_pytorch",
-        _of(
+        of(
             "reformer_pytorch.ReformerLM",
-            _tokens,
+            tokens,
             num_tokens=32,
             dim=16,
             depth=2,
@@ -346,7 +265,7 @@ LIBRARIES = (
     ModelCase(
         "CoLT5-attention feed-forward",
         "colt5_attention",
-        _of(
+        of(
             "colt5_attention.ConditionalRoutedFeedForward",
             (2, 16, 16),
             dim=16,
@@ -358,7 +277,7 @@ LIBRARIES = (
     ModelCase(
         "UMNN MonotonicNN",
         "UMNN",
-        _of(
+        of(
             "UMNN.MonotonicNN",
             lambda: (torch.randn(4, 1), torch.randn(4, 3)),
             in_d=4,
@@ -388,7 +307,7 @@ LIBRARIES = (
     ModelCase(
         "diffusers DiT",
         "diffusers",
-        _of(
+        of(
             "diffusers.DiTTransformer2DModel",
             lambda: (torch.randn(2, 4, 8, 8), torch.randint(0, 10, (2,)), torch.randint(0, 4, (2,))),
             num_attention_heads=2,
@@ -404,7 +323,7 @@ LIBRARIES = (
     ModelCase(
         "diffusers VQModel",
         "diffusers",
-        _of(
+        of(
             "diffusers.VQModel",
             (2, 3, 16, 16),
             block_out_channels=(8,),
