@@ -203,7 +203,7 @@ def _shares(held: Mapping[Category, int]) -> str:
 
 def _why(plan: Plan) -> Iterator[str]:
     for kind, counted in reasons(plan).items():
-        yield f"{kind}: {one_line(counted)}"
+        yield one_line(kind, counted)
     if not plan.has_residencies:
         on = "one rank: it holds all of them" if plan.num_ranks == 1 else f"stage {plan.stage} keeps them whole"
         yield f"gathers: none, parameters stay on the device ({on})"

@@ -21,7 +21,7 @@ from zerofx.scheduler.plan.facts import BucketSummary
 from zerofx.scheduler.plan.mesh import SHARD
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
-from zerofx.scheduler.plan.text.reasons import reasons
+from zerofx.scheduler.plan.text.reasons import OF_VALUES, reasons
 from zerofx.scheduler.plan.text.shared import shared_lines
 from zerofx.scheduler.plan.units import unit_of
 from zerofx.units import format_bytes, format_count, format_seconds, on_tiers
@@ -55,7 +55,7 @@ def describe_plan(plan: Plan) -> str:
     lines += [plan.states_reason] if plan.states_reason else []
     lines += ["", bucket_table(plan)]
     for kind, of_kind in reasons(plan).items():
-        if kind not in ("recomputed", "offloaded"):
+        if kind not in OF_VALUES:
             lines += ["", kind, *(f"  {reason}" for reason in of_kind)]
     if plan.model > 1:
         lines += ["", *shared_lines(plan)]

@@ -13,7 +13,8 @@ from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import span
 from zerofx.units import format_bytes
 
-KINDS = ("gathers", "reductions", "wire", "parameters", "optimizer states", "gradients", "recomputed", "offloaded")
+OF_VALUES = ("recomputed", "offloaded")
+KINDS = ("gathers", "reductions", "wire", "parameters", "optimizer states", "gradients", *OF_VALUES)
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,14 @@ def reasons(plan: Plan) -> dict[str, list[Reason]]:
     return {kind: _folded(entries, names) for kind, entries in zip(KINDS, lists, strict=True) if entries}
 
 
-def one_line(reasons_given: Sequence[Reason]) -> str:
-    """The reason that most decisions have, and how many have it."""
+def one_line(kind: str, reasons_given: Sequence[Reason]) -> str:
+    """The reason that most decisions of a kind have, and how many have it."""
     counts: Counter[str] = Counter()
     for reason in reasons_given:
         counts[reason.text] += len(reason.names)
     text, most = counts.most_common(1)[0]
-    return f"{most} of {counts.total()} {text}"
+    share = f"{most} of {counts.total()}"
+    return f"{kind} in {share} places: {text}" if kind in OF_VALUES else f"{kind}: {share} {text}"
 
 
 def _of_values(

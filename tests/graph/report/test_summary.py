@@ -116,12 +116,14 @@ def test_recomputed_values_are_counted_by_layer() -> None:
     decisions = [RecomputeDecision(f"v{i}", 1024, f"level 1 of 2 for layers.{i // 2}") for i in range(6)]
     found = reasons(replace(plan, recomputes=tuple(decisions)))["recomputed"]
     assert [str(reason) for reason in found] == ["layers.0 … layers.2  x3: 2 values, 2.0 KiB; level 1 of 2 for each"]
+    assert one_line("recomputed", found) == "recomputed in 3 of 3 places: 2 values, 2.0 KiB; level 1 of 2 for each"
 
 
 def test_one_line_gives_the_commonest_reason() -> None:
     gathers = reasons(lowered(5).plan)["gathers"]
     total = len(lowered(5).plan.gathers)
-    assert re.match(rf"\d+ of {total} resident while each runs in (forward|backward)", one_line(gathers))
+    expected = rf"gathers: \d+ of {total} resident while each runs in (forward|backward)"
+    assert re.match(expected, one_line("gathers", gathers))
 
 
 def test_layers_with_names_that_are_prefixes_of_others_are_told_apart() -> None:
