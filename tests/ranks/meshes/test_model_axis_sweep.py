@@ -46,6 +46,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 ROUNDING = 1e-6  # what has no gradient but rounding stays below, and nothing else does
 BUDGET_SHARE = 0.9  # of the peak without a budget: what is offloaded
+BUDGETS = 4  # that are tried
 
 
 def case_of(name: str) -> Case:
@@ -80,27 +81,51 @@ def _far_off(expected: Trained, found: Trained, tolerance: float) -> list[str]:
     return [f"{name} is not zero" for name in grown] + differences(others(expected), others(found), tolerance)
 
 
+def _layout(plan: zerofx.Plan) -> set[tuple[object, ...]]:
+    """How the ranks share each call."""
+    return {(sharding.node, sharding.inputs, sharding.outputs) for sharding in plan.shardings}
+
+
+def _within_less(
+    case: Case, mesh: dict[str, int], alike: zerofx.Plan, peak: int, options: dict[str, Any]
+) -> tuple[Trained, zerofx.Plan]:
+    """Training within less than ``peak``, which ranks share as ``alike`` has it.
+
+    Of a few layers, most is needed at the peak: what a first budget is refused with is the next. Where this layout has
+    no plan, another is taken, which rounds sums otherwise: then it is half of what is left up to the peak.
+    """
+    budget = int(BUDGET_SHARE * peak)
+    for _ in range(BUDGETS - 1):
+        try:
+            trained, plan = shared(case, mesh, memory_budget=budget, **options)
+            if _layout(plan) == _layout(alike):
+                return trained, plan
+            budget = (budget + peak) // 2
+        except BudgetMissedError as refusal:
+            budget = refusal.least_bytes
+    return shared(case, mesh, memory_budget=budget, **options)
+
+
 def _compared(name: str, mesh: dict[str, int], drive: str) -> dict[str, Any]:
     """What is unlike one process, what unlike the first plan to the bit, and what was not planned as it should be."""
     os.environ["ZEROFX_NVME_DIR"] = drive
     case, num_data = case_of(name), world()[1] // mesh.get("model", 1)
-    expected, first = one_process(case, num_data, case.steps), list[Trained]()
+    expected, first = one_process(case, num_data, case.steps), list[tuple[Trained, zerofx.Plan]]()
     wrong: dict[str, Any] = {}
     peaks: dict[int, int] = {}  # of a stage where all stays
     for label, options in PLANS.items():
-        budget = int(BUDGET_SHARE * peaks[options["stage"]]) if "offload" in options else None
         try:
-            try:
-                trained, plan = shared(case, mesh, memory_budget=budget, **options)
-            except BudgetMissedError as refusal:  # of a few layers, most is needed at the peak
-                trained, plan = shared(case, mesh, memory_budget=refusal.least_bytes, **options)
+            if "offload" in options:
+                trained, plan = _within_less(case, mesh, first[0][1], peaks[options["stage"]], options)
+            else:
+                trained, plan = shared(case, mesh, **options)
         except zerofx.ZeroFXError as error:
             wrong[f"{label}, refused"] = [str(error)]
             continue
         peaks.setdefault(options["stage"], plan.peak_bytes["device"])
-        first = first or [trained]
+        first = first or [(trained, plan)]
         wrong[f"{label}, far off"] = _far_off(expected, trained, 1e-5)
-        wrong[f"{label}, another bit"] = differences(first[0], trained)
+        wrong[f"{label}, another bit"] = differences(first[0][0], trained)
         placements = {text for sharding in plan.shardings for text in sharding.outputs}
         wrong[f"{label}, nothing shared"] = (
             [] if mesh.get("model", 1) == 1 or placements & {"S0", "S1"} else ["nothing"]
