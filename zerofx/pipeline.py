@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any
 
 from zerofx.capture.by_layer.by_layer import Stamp
@@ -15,7 +16,7 @@ from zerofx.codegen.inductor.phase import REGION_REWRITES
 from zerofx.codegen.kernels.table import check_kernels
 from zerofx.errors import UsageError, working
 from zerofx.ir.buckets import BucketLayout
-from zerofx.ir.graph import StepGraph
+from zerofx.ir.graph import ParameterInfo, StepGraph
 from zerofx.optimizers import UpdateProgram
 from zerofx.passes.across import Across
 from zerofx.passes.activations.offload import Offload
@@ -39,6 +40,7 @@ from zerofx.passes.merge import Merge
 from zerofx.passes.parts import Parts
 from zerofx.passes.prefetch import Prefetch
 from zerofx.passes.prepare.accumulate import Accumulate
+from zerofx.passes.prepare.borrow import Borrow
 from zerofx.passes.prepare.overlap import Overlap
 from zerofx.passes.prepare.partition import Partition
 from zerofx.passes.prepare.scale_loss import ScaleLoss
@@ -97,6 +99,8 @@ CAPTURE = (*(Listed(type(normalisation)) for normalisation in NORMALISATIONS), L
 # A captured graph, before there is a plan.
 PREPARE = (
     Listed(Simplify, optional=True),  # nodes that only autograd needed
+    # What other steps train, as they have it.
+    Listed(Borrow, when=lambda plan, _: any(bucket.lent for bucket in plan.buckets)),
     # Backward begins with the loss's scale.
     Listed(ScaleLoss, when=lambda plan, _: plan.loss_scaled),
     # Whole values become one rank's, where the ranks of the model axis share the computation.
@@ -188,6 +192,7 @@ def run_preparations(
     done: Collection[str] = (),
     *,
     loss_scaled: bool = False,
+    held: Mapping[str, ParameterInfo] = MappingProxyType({}),
     shardings: tuple[ShardingDecision, ...] = (),
     overlaps: tuple[OverlapDecision, ...] = (),
     num_parts: int = 1,
@@ -195,7 +200,8 @@ def run_preparations(
     """Run the preparations but those ``done`` on a captured graph, in place.
 
     ``slices`` are parameters to take in slices, ``divided`` the batch tensors that micro-batches divide.
-    ``loss_scaled``: whether backward begins with a scale. ``shardings``: how the ``num_parts`` ranks of the model axis
+    ``loss_scaled``: whether backward begins with a scale. ``held``: as what other steps have their parameters, by name,
+    which are read here. ``shardings``: how the ``num_parts`` ranks of the model axis
     share the graph, ``overlaps`` what stands elsewhere there.
 
     Raises:
@@ -207,7 +213,7 @@ def run_preparations(
     for listed in PREPARE:
         if listed.name not in left_out:
             preparation: Preparation = listed.instance(
-                slices=slices, num_micro_batches=num_micro_batches, divided=frozenset(divided),
+                slices=slices, num_micro_batches=num_micro_batches, divided=frozenset(divided), held=held,
                 shardings=shardings, overlaps=overlaps, num_parts=num_parts,
             )  # fmt: skip
             is_shared = listed.kind is Partition and settings.verify > 0

@@ -205,7 +205,9 @@ class Captures:
 
     def _capture(self, num: int) -> StepGraph:
         step = self.as_captured(num)
-        run_preparations(step, self._settings, loss_scaled=self._options.loss_scale is not None)
+        lent = self._options.objective.outside.lent
+        held = {name: info for lender in lent for name, info in lender.held().items()}
+        run_preparations(step, self._settings, loss_scaled=self._options.loss_scale is not None, held=held)
         return step
 
     def as_captured(self, num: int) -> StepGraph:

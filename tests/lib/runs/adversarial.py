@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,10 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.lib.runs.training import world
+from zerofx.choices import Precision
+from zerofx.precision import dtype_of
+
+Dtypes: TypeAlias = tuple[torch.dtype | None, torch.dtype | None]
 
 
 class Stack(nn.Module):
@@ -80,25 +85,43 @@ def freeze(discriminator: nn.Module, number: int) -> None:
         parameter.requires_grad_(number != 1 or not name.startswith(("layers.0", "layers.1.0.bias")))
 
 
-def in_eager_mode(steps: int, *, freezes: bool = False, **options: Any) -> tuple[list[Tensor], Stack, Stack]:
-    """Losses and models of plain code."""
+def in_eager_mode(
+    steps: int, *, freezes: bool = False, dtypes: Dtypes = (None, None), **options: Any
+) -> tuple[list[Tensor], Stack, Stack]:
+    """Losses and models of plain code. `dtypes` are what the generator's step computes in, and the other's: each with
+    a copy of its own model in that, and a copy in that of what the other computes with; None for the models
+    themselves."""
     generator, discriminator = models(**options)
     optimizers = {model: optimizer_of(model) for model in (generator, discriminator)}
+    computed = dict(zip((generator, discriminator), dtypes, strict=True))
+    copies = {model: model if dtype is None else copy.deepcopy(model).to(dtype) for model, dtype in computed.items()}
     losses = []
     for number, (real, noise) in enumerate(batches(steps)):
         if freezes:
             freeze(discriminator, number)
-        for model in (discriminator, generator):
+        for model, other in ((discriminator, generator), (generator, discriminator)):
             optimizers[model].zero_grad()
+            dtype, low = computed[model] or real.dtype, copies[model]
+            read = copies[other] if computed == dict.fromkeys(computed) else copy.deepcopy(copies[other]).to(dtype)
             if model is discriminator:
-                loss = discriminator_loss(discriminator, generator, real, noise)
+                loss = discriminator_loss(low, read, real.to(dtype), noise.to(dtype))
             else:
-                loss = generator_loss(generator, discriminator, noise)
+                loss = generator_loss(low, read, noise.to(dtype))
             loss.backward()
-            average_gradients(model)
+            average_gradients(low)
+            if low is not model:
+                _give_gradients(low, model)
             optimizers[model].step()
+            if low is not model:
+                low.load_state_dict(model.state_dict())
             losses.append(loss.detach())
     return losses, generator, discriminator
+
+
+def _give_gradients(low: nn.Module, master: nn.Module) -> None:
+    for its, parameter in zip(low.parameters(), master.parameters(), strict=True):
+        assert its.grad is not None
+        parameter.grad, its.grad = its.grad.to(parameter.dtype), None
 
 
 def generator_step(generator: nn.Module, discriminator: nn.Module, stage: int = 3, **options: Any) -> zerofx.Step:
@@ -129,17 +152,21 @@ def unlike_eager_mode(
     norm: bool = False,
     freezes: bool = False,
     away: Mapping[str, Any] | None = None,
+    precisions: tuple[Precision | None, Precision | None] = (None, None),
     **options: Any,
 ) -> list[str]:
     """What of a training is not as in eager mode, in words: losses, parameters, buffers, and the peak of both steps.
 
-    `stages` are the generator's and the other's. `away`: options with which the other has its parameters in a slower
-    tier.
+    `stages` and `precisions` are the generator's and the other's. `away`: options with which the other has its
+    parameters in a slower tier.
     """
-    expected, *plain = in_eager_mode(steps, norm=norm, freezes=freezes)
+    first, second = (None if precision is None else dtype_of(precision) for precision in precisions)
+    expected, *plain = in_eager_mode(steps, norm=norm, freezes=freezes, dtypes=(first, second))
     generator, discriminator = models(norm=norm)
-    of_generator = generator_step(generator, discriminator, stages[0], **options)
-    of_discriminator = discriminator_step(discriminator, generator, stages[1], **options, **(away or {}))
+    of_generator = generator_step(generator, discriminator, stages[0], precision=precisions[0], **options)
+    of_discriminator = discriminator_step(
+        discriminator, generator, stages[1], precision=precisions[1], **options, **(away or {})
+    )
     losses = []
     for number, (real, noise) in enumerate(batches(steps)):
         if freezes:

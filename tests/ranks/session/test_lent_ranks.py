@@ -37,6 +37,9 @@ def test_the_bits_of_eager_mode() -> None:
         ((3, 3), {}),
         ((0, 3), {"prefetch": 0}),
         ((3, 1), {}),
+        ((0, 0), {"precisions": ("bf16", None)}),
+        ((3, 3), {"precisions": (None, "bf16")}),
+        ((3, 3), {"precisions": ("bf16", None)}),
     ]
     runs.append(((1, 3), {"away": {"offload": "host", "memory_budget": 36_000}}))
     for rank, wrong in enumerate(run_ranks(_wrong, 2, runs)):

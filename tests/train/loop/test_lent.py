@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from tests.lib.runs.adversarial import (
     unlike_eager_mode,
 )
 from zerofx import UsageError
+from zerofx.choices import Precision
+from zerofx.precision import dtype_of
 
 
 @pytest.mark.parametrize("stages", [(0, 0), (3, 3)], ids=str)
@@ -194,13 +197,80 @@ def test_one_parameter_has_one_step() -> None:
     step.close()
 
 
-def test_steps_that_read_one_another_compute_in_one_precision() -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("precisions", [("bf16", None), (None, "bf16"), ("fp16", "bf16")], ids=str)
+def test_a_step_computes_in_its_own_precision_with_what_another_computes_with(
+    precisions: tuple[Precision | None, Precision | None], stage: int
+) -> None:
+    """The reference casts whole models in front of each step."""
+    scale = 1.0 if "fp16" in precisions else None
+    assert unlike_eager_mode(3, (stage, stage), precisions=precisions, loss_scale=scale) == []
+
+
+def test_what_is_read_is_the_same_before_its_step_is_prepared() -> None:
     generator, discriminator = models()
-    other = zerofx.compile(discriminator, optimizer_of(discriminator), precision="bf16", backend="eager")
+    other = discriminator_step(discriminator, generator, precision="bf16")
     step = generator_step(generator, discriminator)
-    with pytest.raises(UsageError, match=r"expected discriminator, .* in the precision .* found bfloat16"):
-        step(torch.ones(2, 4))
-    other.close()
+    (real, noise), *_ = batches(1)
+    step.prepare(noise)
+    early = step.evaluate(noise)
+    other.prepare(real, noise)
+    assert torch.equal(step.evaluate(noise), early)
+    with step.full_parameters(), other.full_parameters():
+        exact = generator_loss(generator, discriminator, noise)
+        discriminator.bfloat16().float()
+        assert torch.equal(generator_loss(generator, discriminator, noise), early) and not torch.equal(exact, early)
+
+
+class _Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.norm(self.first(x)))
+        return y
+
+
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+def test_modules_that_their_own_step_keeps_in_float32_are_read_so(precision: Precision | None) -> None:
+    torch.manual_seed(0)
+    student, teacher = _Normed(), _Normed()
+    nn.init.normal_(teacher.norm.weight)
+    dtype = torch.float32 if precision is None else dtype_of(precision)
+    own, read = copy.deepcopy(student).to(dtype), copy.deepcopy(teacher)
+    for layer in (read.first, read.last):
+        layer.bfloat16().to(dtype)
+    other = zerofx.compile(
+        teacher, optimizer_of(teacher), 3, precision="bf16", keep_fp32=(nn.LayerNorm,), backend="eager",
+        forward=lambda model, x: model(x).square().mean(),
+    )  # fmt: skip
+    step = zerofx.compile(
+        student, optimizer_of(student), 3, precision=precision, backend="eager",
+        forward=lambda model, x: (model(x) - teacher(x)).square().mean(),
+    )  # fmt: skip
+    x = torch.randn(5, 4)
+    other.prepare(x)
+    step.prepare(x)
+    with torch.no_grad():
+        y = x.to(dtype)
+        theirs = read.last(read.norm(read.first(y).float()).to(dtype))
+        expected = (own(y) - theirs).square().mean()
+    assert torch.equal(step.evaluate(x), expected)
+
+
+def test_what_is_read_may_be_handed_out_and_read_as_it_is() -> None:
+    generator, discriminator = models()
+    step = zerofx.compile(
+        generator, optimizer_of(generator), 3, backend="eager",
+        forward=lambda model, x: ((model(x) * discriminator.last.bias).mean(), discriminator.last.weight.T),
+    )  # fmt: skip
+    other = discriminator_step(discriminator, generator, precision="bf16")
+    (real, noise), *_ = batches(1)
+    weight = discriminator.last.weight.detach().clone()
+    other.prepare(real, noise)
+    _, handed_out = step(noise)
+    assert torch.equal(handed_out, weight.bfloat16().float().T)
 
 
 def test_a_model_without_values_is_prepared_before_it_is_read() -> None:

@@ -24,13 +24,15 @@ class Lent:
     """A model of another step.
 
     ``name`` is what all its names begin with in the step that reads it, which no name of that step's own model does.
-    ``compute_dtype`` and ``strides`` are as for ``capture``. ``in_buckets``: whether its step has taken it over; until
-    then its parameters are where its modules have them. ``refusal`` says why it cannot be read; empty where it can.
+    ``compute_dtype`` and ``strides`` are as for ``capture``: what it is computed with there. ``held_in``: what its own
+    step has it in. ``in_buckets``: whether that step has taken it over; until then its parameters are where its modules
+    have them. ``refusal`` says why it cannot be read; empty where it can.
     """
 
     name: str
     model: nn.Module
     compute_dtype: ComputeDtype = None
+    held_in: ComputeDtype = None
     strides: Strides = field(default_factory=lambda: MappingProxyType({}))
     in_buckets: bool = False
     refusal: str = ""
@@ -50,15 +52,16 @@ class Lent:
 
     def parameters(self) -> tuple[ParameterInfo, ...]:
         """Those that are read from buckets, none of them trained here."""
-        if not self.in_buckets:
-            return ()
-        return tuple(
-            replace(
-                info, name=self.named(info.name), aliases=tuple(map(self.named, info.aliases)), requires_grad=False,
-                lent=True,
-            )
-            for info in parameter_infos(self.model, self.compute_dtype, self.strides)
-        )  # fmt: skip
+        return tuple(self._infos(self.compute_dtype))
+
+    def held(self) -> Mapping[str, ParameterInfo]:
+        """The same as its own step has them, by name."""
+        return {info.name: info for info in self._infos(self.held_in)}
+
+    def _infos(self, compute_dtype: ComputeDtype) -> Iterator[ParameterInfo]:
+        for info in parameter_infos(self.model, compute_dtype, self.strides) if self.in_buckets else ():
+            name, aliases = self.named(info.name), tuple(map(self.named, info.aliases))
+            yield replace(info, name=name, aliases=aliases, requires_grad=False, lent=True)
 
     def units(self) -> Iterator[str]:
         """Its repeated layers."""

@@ -54,7 +54,8 @@ class Loans:
             for name, buffer in lent.model.named_buffers():
                 yield lent.named(name), buffer
             for name, parameter in () if lent.in_buckets else lent.model.named_parameters():
-                yield lent.named(name), parameter.detach().to(cast_of(parameter, lent.compute_dtype))
+                held = parameter.detach().to(cast_of(parameter, lent.held_in))
+                yield lent.named(name), held.to(cast_of(parameter, lent.compute_dtype))
 
 
 NO_LOANS = Loans()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from zerofx.capture.outside.lent import Lent
 from zerofx.deferred import is_deferred
 from zerofx.driver.lent import Borrowed
 from zerofx.errors import UsageError
+from zerofx.ir.casts import Casts, ComputeDtype
 from zerofx.options import CompileOptions
 from zerofx.runtime.state.arguments import Loans
 from zerofx.runtime.state.state import TrainingState
@@ -146,14 +148,9 @@ class Lenders:
 
 def _lent(name: str, steps: Steps, compute_dtype: torch.dtype | None, life: Life) -> Lent:
     """The model of another step, for one that computes in ``compute_dtype``."""
-    taken, theirs = steps.taken, steps.options.compute_dtype
+    taken, held_in = steps.taken, steps.options.casts(steps.model)
     what, refusal = f"{name}, which another open step trains", ""
-    if theirs != compute_dtype:
-        refusal = (
-            f"expected {what}, in the precision of the step that reads it, {_dtype(compute_dtype)}, found "
-            f"{_dtype(theirs)}: compile both with the same precision"
-        )
-    elif steps.life.group is not life.group:
+    if steps.life.group is not life.group:
         refusal = (
             f"expected {what}, among the ranks of the step that reads it, found another process group: compile both "
             f"after the process group is made"
@@ -163,10 +160,8 @@ def _lent(name: str, steps: Steps, compute_dtype: torch.dtype | None, life: Life
             f"expected {what}, to have its values when it is read, found that they are made or loaded with the first "
             f"step of that: call its step.prepare(batch) before"
         )
-    casts = steps.options.casts(steps.model)
+    casts: ComputeDtype = compute_dtype
+    if isinstance(held_in, Casts) and compute_dtype is not None:
+        casts = replace(held_in, dtype=compute_dtype)  # what its own step keeps in float32 is so here too
     strides = {} if taken is None else taken.state.strides()
-    return Lent(name, steps.model, casts, strides, taken is not None, refusal)
-
-
-def _dtype(dtype: torch.dtype | None) -> str:
-    return "that of its parameters" if dtype is None else str(dtype).removeprefix("torch.")
+    return Lent(name, steps.model, casts, held_in, strides, taken is not None, refusal)
