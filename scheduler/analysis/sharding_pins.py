@@ -64,13 +64,14 @@ class Pins:
 def pins_of(step: StepGraph, asked: Mapping[str, str]) -> Pins:
     """What ``asked``, words by names or patterns of modules and parameters, says of a captured graph.
 
-    Of several entries that name the same, the last counts.
+    Of several entries that name the same, the last counts. Parameters of other steps lie as those have them.
 
     Raises:
         UsageError: an entry names no parameter, and no module that has one or gives something.
     """
     nodes = {placeholder(node).name: node for node in step.placeholders(Role.PARAMETER)}
-    named = {alias: nodes[info.name] for info in step.parameters if info.name in nodes for alias in info.aliases}
+    own = [info for info in step.parameters if info.name in nodes and not info.lent]
+    named = {alias: nodes[info.name] for info in own for alias in info.aliases}
     given = _given_by_modules(step)
     modules = dict.fromkeys([*(alias.rpartition(".")[0] for alias in named), *given])
     by_name, results, ignored = dict[str, Pin](), dict[fx.Node, Pin](), list[str]()

@@ -194,7 +194,8 @@ class _Nodes:
             name, rule = next((name, rule) for name, rule in taken if answer[name])
             again = self._again_of(node, answer)
             whole = all(placement in (None, REPLICATED) for placement in (*rule.outputs, *rule.inputs))
-            has_no_way = len(taken) == 1 and whole and self._has_work(node)
+            could_be = self._ways.placeholders.get(node, taken)  # of one that is given: this too
+            has_no_way = len(could_be) == 1 and whole and self._has_work(node)
             if whole and not again and not has_no_way:
                 continue
             reason = self._reason(node, name, answer) if explained else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,7 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.state import TrainingState
 from zerofx.scheduler.plan.mesh import Mesh
+from zerofx.scheduler.plan.placements import REPLICATED, Placement
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,17 @@ class Borrowed:
                 f"expected {name}, which another open step trains, on the mesh of the step that reads it, {mesh}, "
                 f"found it on {layout.mesh}: compile both with the same mesh"
             )
-        if mesh.model > 1:
-            raise UsageError(
-                f"expected a mesh without the axis 'model' for a step that reads {name}, which another step trains, "
-                f"found {mesh}: its ranks share the computation of a step's own model alone"
-            )
         if layout.has_slices:
             sliced = next(slot.source for bucket in layout.buckets for slot in bucket.slots if slot.whole is not None)
             raise UsageError(
                 f"expected {name}, which another step trains, with whole parameters, found {sliced} in slices: compile "
                 f"that step with tile='none', or with a larger memory_budget"
             )
+
+    def placements(self) -> Mapping[str, Placement]:
+        """How its parameters lie on the model axis, by name in the step that reads it."""
+        slots = (slot for bucket in self.state.layout.buckets for slot in bucket.slots)
+        return {self.lent.named(slot.name): REPLICATED if slot.part is None else slot.part for slot in slots}
 
     def described(self) -> tuple[object, ...]:
         """What a step that reads it follows from."""
@@ -77,9 +78,17 @@ def _has_here(state: BucketState, program: UpdateProgram) -> bool:
     return all(isinstance(state.flat.get(spec.name), torch.Tensor) for spec in program.states)
 
 
-def with_borrowed(layout: BucketLayout, borrowed: Sequence[Borrowed]) -> tuple[BucketLayout, dict[int, UpdateProgram]]:
-    """A step's layout with the buckets that it reads of other steps, and what updates those there, by index."""
-    pairs = [pair for entry in borrowed for pair in entry.buckets()]
+def with_borrowed(
+    layout: BucketLayout, borrowed: Sequence[Borrowed], there: Collection[str] | None = None
+) -> tuple[BucketLayout, dict[int, UpdateProgram]]:
+    """A step's layout with the buckets that it reads of other steps, and what updates those there, by index.
+
+    ``there``: the parameters that its graph has; buckets of others are left out. None for all.
+    """
+    pairs = [
+        (bucket, program) for entry in borrowed for bucket, program in entry.buckets()
+        if there is None or any(slot.name in there for slot in bucket.slots)
+    ]  # fmt: skip
     first = len(layout.buckets)
     programs = {first + number: program for number, (_, program) in enumerate(pairs) if program is not None}
     return layout.with_lent(bucket for bucket, _ in pairs), programs

@@ -182,7 +182,7 @@ def prepare(
     captures = captures.sliced(slices_of(earlier.layout))
     check_bucket_names(request.options.policy.keep, [bucket.name for bucket in earlier.layout.buckets])
     _check_gradients(captures.first, earlier.layout)
-    layout, others = _with_borrowed(earlier.layout, request)
+    layout, others = _with_borrowed(earlier.layout, request, captures.first)
     updates = [earlier.binding.programs(earlier.state) | others]
     return Prepared(request, captures, layout, earlier.binding, updates, groups, may_be_sliced=False)
 
@@ -206,20 +206,23 @@ def _laid_out(
     check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])
     binding = OptimizerBinding(request.optimizer, layout, captured.device, prefer_fused=options.compiles_regions)
     binding.programs(None, binding.held(dict(request.model.named_parameters())), known)
-    layout, others = _with_borrowed(layout, request)
+    layout, others = _with_borrowed(layout, request, captured)
     updates = [update | others for update in binding.updates(ahead=options.memory_budget is not None)]
     return Prepared(request, captures, layout, binding, updates, groups, may_be_sliced=True, laid_out=laid_out)
 
 
-def _with_borrowed(layout: BucketLayout, request: Request) -> tuple[BucketLayout, dict[int, UpdateProgram]]:
-    """The layout with the buckets that the step reads of other steps, and the updates of those.
+def _with_borrowed(
+    layout: BucketLayout, request: Request, captured: StepGraph
+) -> tuple[BucketLayout, dict[int, UpdateProgram]]:
+    """The layout with the buckets that the step reads of other steps, and the updates of those; of a step with fewer
+    layers than it has, those of the layers that are there.
 
     Raises:
         UsageError: one of them cannot be read.
     """
     for borrowed in request.borrowed:
         borrowed.check(request.mesh)
-    return with_borrowed(layout, request.borrowed)
+    return with_borrowed(layout, request.borrowed, {info.name for info in captured.parameters})
 
 
 def agree_on_graph(captured: StepGraph, control: Control) -> None:

@@ -14,6 +14,7 @@ from zerofx.driver.meshes.layouts import best_prices
 from zerofx.driver.prepared import Earlier, Request
 from zerofx.errors import RankMismatchError, UsageError, warn
 from zerofx.ir.batch import Batch, hash_of
+from zerofx.ir.facts import Role, placeholder
 from zerofx.options import CompileOptions
 from zerofx.progress import watched
 from zerofx.runtime.state.optimizer import hyperparameters
@@ -182,21 +183,27 @@ def _decided(
     pins = pins_of(step, request.options.shardings)
     if pins.ignored and request.verbose:
         warn(f"shardings: nothing follows from {', '.join(pins.ignored)}")
-    given = _placements(earlier) if earlier else {}
+    lent = {name: lies for borrowed in request.borrowed for name, lies in borrowed.placements().items()}
+    given = {**lent, **(_placements(earlier) if earlier else {})}
+    of_others = {
+        node: lent[name] for node in step.placeholders(Role.PARAMETER) if (name := placeholder(node).name) in lent
+    }
 
     def decide() -> tuple[ShardingDecision, ...]:
-        ways = pinned(sharding_ways(step, request.mesh.model, pins.marks), pins)
+        marks = {**pins.marks, **{node: str(lies) for node, lies in of_others.items()}}
+        ways = pinned(sharding_ways(step, request.mesh.model, marks), pins)
+        for node, lies in of_others.items():  # whether or not what reads it here can
+            possible = ways.placeholders[ways.classes.first[node]]
+            possible += [] if lies in possible else [lies]
 
         def at(prices: Prices, explained: bool = False) -> tuple[ShardingDecision, ...]:
             return decide_shardings(ways, request.mesh, request.machine, prices, given, explained=explained)
 
         prices = best_prices(request, captures, shared_as, at, Prices()) if simulated else Prices()
         decided = at(prices, explained)
-        asked = {node.name: ", ".join(map(str, of_node)) for node, of_node in pins.parameters.items()}
-        return tuple(
-            replace(decision, reason=f"as {asked[decision.node]} asks") if decision.node in asked else decision
-            for decision in decided
-        )
+        why = {node.name: f"as {', '.join(map(str, of_node))} asks" for node, of_node in pins.parameters.items()}
+        why |= {node.name: "as the step has it that trains it" for node in of_others}
+        return tuple(replace(decision, reason=why.get(decision.node, decision.reason)) for decision in decided)
 
     simulated = explained and earlier is None and request.locations is None
     if not within_budget:

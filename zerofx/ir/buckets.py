@@ -296,8 +296,12 @@ class BucketLayout:
 
     @property
     def groups(self) -> tuple[Axes, ...]:
-        """The axes that the collectives of a step run over, without those of one rank, in an order of their own."""
-        sets: set[Axes] = {self.mesh.world, *([MODEL] if self.mesh.model > 1 else [])}
+        """The axes that the collectives of a step run over, without those of one rank, in an order of their own.
+
+        With the axis model, those too along which other steps on the mesh may have what this one reads.
+        """
+        along = (MODEL, SHARD, (*SHARD, *MODEL)) if self.mesh.model > 1 else ()
+        sets: set[Axes] = {self.mesh.world, *(self.mesh.occupied(axes) for axes in along)} - {()}
         for bucket in self.buckets:
             sets |= {bucket.mesh.occupied(axes) for axes in (bucket.gathered_over, bucket.crossed_over)} - {()}
         return tuple(sorted(sets))
