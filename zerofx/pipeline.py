@@ -192,7 +192,7 @@ def run_preparations(
     done: Collection[str] = (),
     *,
     loss_scaled: bool = False,
-    held: Mapping[str, ParameterInfo] = MappingProxyType({}),
+    held: Mapping[str, Sequence[ParameterInfo]] = MappingProxyType({}),
     shardings: tuple[ShardingDecision, ...] = (),
     overlaps: tuple[OverlapDecision, ...] = (),
     num_parts: int = 1,

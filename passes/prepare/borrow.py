@@ -2,17 +2,22 @@
 
     y = mm(x, t(w))     w: bfloat16         ->      low = _to_copy(w, dtype=bfloat16)       w: float32
                                                     y = mm(x, t(low))
+    y = mm(x, t(w))                         ->      whole = cat(w[0:2], w[2:4])             two slices
+                                                    y = mm(x, t(whole))
 
-A forward computes with parameters of other models in the precision of its own step. What it reads lies in the dtype
-that the step has it in that trains it, and is cast in front of each reader, in forward and in backward: what is cast
-waits for nothing, and a bucket is gathered and released as it would be without.
+A forward computes with whole parameters of other models, in the precision of its own step. What it reads lies as the
+step has it that trains it, in that one's dtype, and perhaps in slices. It is cast, and put together, in front of each
+reader, in forward and in backward: what comes of it waits for nothing, and buckets are gathered and released as they
+would be without.
 
-Does not handle: a step's own parameters, which lie as it computes with them.
+Does not handle: a step's own parameters, which lie as it computes with them. Products with slices one after the other,
+as the other step may have them: their sums are rounded otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -20,7 +25,7 @@ import torch
 from torch import fx
 
 from zerofx.ir.edit import consumers, erase_unread, is_view_of, view_again
-from zerofx.ir.facts import Role, origin, placeholder, set_value, tensor
+from zerofx.ir.facts import Placeholder, Role, origin, placeholder, set_placeholder, set_slice, set_value, tensor
 from zerofx.ir.graph import ParameterInfo, StepGraph, insert_call
 
 _aten = torch.ops.aten
@@ -30,28 +35,44 @@ _aten = torch.ops.aten
 class Borrow:
     """Read parameters of other steps' models as those steps have them. ``held``: as what each is there, by name."""
 
-    held: Mapping[str, ParameterInfo] = field(default_factory=lambda: MappingProxyType({}))
+    held: Mapping[str, Sequence[ParameterInfo]] = field(default_factory=lambda: MappingProxyType({}))
     name: str = "borrow"
 
     def run(self, step: StepGraph) -> None:
         for node in list(step.placeholders(Role.PARAMETER)):
-            held = self.held.get(placeholder(node).name)
-            if held is not None and held.compute_dtype != tensor(node).dtype:
-                _cast(step, node, held.compute_dtype)
-        step.parameters = tuple(self.held.get(info.name, info) for info in step.parameters)
-        erase_unread(step.graph)
+            held = self.held.get(placeholder(node).name, ())
+            if len(held) > 1 or any(info.compute_dtype != tensor(node).dtype for info in held):
+                _read(step, node, held)
+        step.parameters = tuple(info for own in step.parameters for info in self.held.get(own.name, (own,)))
 
 
-def _cast(step: StepGraph, parameter: fx.Node, held: torch.dtype) -> None:
-    """Have ``parameter`` in the dtype ``held``, and cast it in front of each of its readers."""
-    computed, order = tensor(parameter), step.positions()
-    set_value(parameter, computed.detach().to(held))
-    for reader in sorted(consumers(parameter), key=order.__getitem__):
+def _read(step: StepGraph, parameter: fx.Node, held: Sequence[ParameterInfo]) -> None:
+    """Read what is ``held`` in the place of a parameter, which is made of it for each of its readers."""
+    computed, order = tensor(parameter).detach(), step.positions()
+    readers = sorted(consumers(parameter), key=order.__getitem__)
+    parts = [parameter] if len(held) == 1 else [_slice(step, parameter, info) for info in held]
+    set_value(parameter, computed.to(held[0].compute_dtype))
+    for reader in readers:
         where = origin(reader)
         with step.graph.inserting_before(reader):
-            kwargs = {"dtype": computed.dtype}
-            cast = insert_call(step.graph, _aten._to_copy.default, (parameter,), where, kwargs, fake=computed.detach())
-            copies = {parameter: cast}
+            read = parts[0]
+            if len(parts) > 1:
+                read = insert_call(step.graph, _aten.cat.default, (list(parts),), where)
+                set_slice(read, placeholder(parameter).name)  # slices are there for it alone
+            if tensor(read).dtype != computed.dtype:
+                kwargs = {"dtype": computed.dtype}
+                read = insert_call(step.graph, _aten._to_copy.default, (read,), where, kwargs)
+            copies = {parameter: read}
             for source in list(reader.all_input_nodes):
                 if is_view_of(source, parameter):
                     reader.replace_input_with(source, view_again(step.graph, source, copies, where))
+    erase_unread(step.graph)
+    if parameter not in parts:
+        step.graph.erase_node(parameter)
+
+
+def _slice(step: StepGraph, parameter: fx.Node, info: ParameterInfo) -> fx.Node:
+    with step.graph.inserting_before(parameter):
+        node = step.graph.placeholder(re.sub(r"\W+", "_", info.name).strip("_"))
+    set_value(node, step.fake(info.shape, info.compute_dtype))
+    return set_placeholder(node, Placeholder(Role.PARAMETER, info.name))

@@ -33,19 +33,13 @@ class Borrowed:
         """Check that a step on ``mesh`` can read it.
 
         Raises:
-            UsageError: it is on another mesh, or lies as only its own step can read it.
+            UsageError: it is on another mesh.
         """
         name, layout = self.lent.name, self.state.layout
         if layout.mesh != mesh:
             raise UsageError(
                 f"expected {name}, which another open step trains, on the mesh of the step that reads it, {mesh}, "
                 f"found it on {layout.mesh}: compile both with the same mesh"
-            )
-        if layout.has_slices:
-            sliced = next(slot.source for bucket in layout.buckets for slot in bucket.slots if slot.whole is not None)
-            raise UsageError(
-                f"expected {name}, which another step trains, with whole parameters, found {sliced} in slices: compile "
-                f"that step with tile='none', or with a larger memory_budget"
             )
 
     def placements(self) -> Mapping[str, Placement]:
@@ -63,7 +57,10 @@ class Borrowed:
     def buckets(self) -> Iterator[tuple[Bucket, UpdateProgram | None]]:
         """Its buckets as the step that reads it has them, each with the update whose states are on the device."""
         for bucket, state in zip(self.state.layout.buckets, self.state.buckets, strict=True):
-            named = tuple(replace(slot, name=self.lent.named(slot.name)) for slot in bucket.slots)
+            named = tuple(
+                replace(slot, name=self.lent.named(slot.name), whole=slot.whole and self.lent.named(slot.whole))
+                for slot in bucket.slots
+            )
             lent = replace(
                 bucket, name=self.lent.named(bucket.name), unit=self.lent.named(bucket.unit), group=None, slots=named,
                 dtype=bucket.dtype if isinstance(state.master, torch.Tensor) else bucket.compute_dtype,

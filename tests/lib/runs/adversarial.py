@@ -198,3 +198,37 @@ def unlike_eager_mode(
     for step in (of_generator, of_discriminator):
         step.close()
     return wrong
+
+
+SLICES = {"first.weight": 2, "layers.1.0.weight": 3}
+
+
+def unlike_eager_mode_with_slices(steps: int, stages: tuple[int, int], **options: Any) -> list[str]:
+    """What of a generator's training is not as in eager mode, in words, where the step of the discriminator, which has
+    trained once, has parameters in slices. `options` are the generator's."""
+    generator, discriminator = models()
+    own = copy.deepcopy(generator)
+    step = generator_step(generator, discriminator, stages[0], **options)
+    other = discriminator_step(discriminator, generator, stages[1], tile=SLICES)
+    (real, noise), *_ = batches(1)
+    other(real, noise)
+    with other.full_parameters():
+        read = copy.deepcopy(discriminator)
+    optimizer, wrong = optimizer_of(own), []
+    for _, noise in batches(steps):
+        optimizer.zero_grad()
+        expected = generator_loss(own, read, noise)
+        expected.backward()
+        average_gradients(own)
+        optimizer.step()
+        loss = step(noise)
+        wrong += [] if torch.equal(loss, expected) else [f"a loss is {loss}, not {expected}"]
+    found = step.full_state_dict()
+    wrong += [f"{name} is another" for name, t in own.state_dict().items() if not torch.equal(t, found[name])]
+    in_slices = sum(bucket.lent and "[" in bucket.name for bucket in step.plan.buckets)
+    wrong += [] if in_slices == sum(SLICES.values()) else [f"{in_slices} slices are read"]
+    measured, predicted = step.measure(noise, num_steps=1).peak_bytes, step.plan.peak_bytes
+    wrong += [] if measured == predicted else [f"{measured} are taken, not {predicted}"]
+    step.close()
+    other.close()
+    return wrong

@@ -20,6 +20,7 @@ from tests.lib.runs.adversarial import (
     optimizer_of,
     steps_of,
     unlike_eager_mode,
+    unlike_eager_mode_with_slices,
 )
 from tests.lib.runs.sharing import SHARING
 from zerofx import UsageError
@@ -114,6 +115,17 @@ def test_slices_of_parts_are_read_on_meshes_of_two_axes() -> None:
     meshes: list[dict[str, int]] = [{"shard": 2, "model": 2}, {"replicate": 2, "model": 2}]
     runs = [((a, b), {"mesh": mesh, "machine": SHARING}) for mesh in meshes for a, b in ((0, 0), (3, 3), (1, 3))]
     for rank, wrong in enumerate(run_ranks(_wrong, 4, runs)):
+        assert wrong == [], f"rank {rank}"
+
+
+def _wrong_with_slices() -> list[str]:
+    return [
+        f"stages {stages}: {text}" for stages in ((0, 0), (3, 3)) for text in unlike_eager_mode_with_slices(3, stages)
+    ]
+
+
+def test_slices_of_slices_are_read() -> None:
+    for rank, wrong in enumerate(run_ranks(_wrong_with_slices, 2)):
         assert wrong == [], f"rank {rank}"
 
 

@@ -22,6 +22,7 @@ from tests.lib.runs.adversarial import (
     optimizer_of,
     steps_of,
     unlike_eager_mode,
+    unlike_eager_mode_with_slices,
 )
 from zerofx import UsageError
 from zerofx.choices import Precision
@@ -205,6 +206,11 @@ def test_a_step_computes_in_its_own_precision_with_what_another_computes_with(
     """The reference casts whole models in front of each step."""
     scale = 1.0 if "fp16" in precisions else None
     assert unlike_eager_mode(3, (stage, stage), precisions=precisions, loss_scale=scale) == []
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_another_step_has_in_slices_is_put_together(stage: int) -> None:
+    assert unlike_eager_mode_with_slices(3, (stage, stage)) == []
 
 
 def test_what_is_read_is_the_same_before_its_step_is_prepared() -> None:

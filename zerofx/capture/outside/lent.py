@@ -6,7 +6,7 @@ get no gradient, though gradients flow through it; its buffers are written as th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from zerofx.capture.layers import find_units
 from zerofx.errors import UsageError
+from zerofx.ir.buckets import Slot
 from zerofx.ir.casts import ComputeDtype
 from zerofx.ir.graph import ParameterInfo, Strides, parameter_infos
 
@@ -25,8 +26,9 @@ class Lent:
 
     ``name`` is what all its names begin with in the step that reads it, which no name of that step's own model does.
     ``compute_dtype`` and ``strides`` are as for ``capture``: what it is computed with there. ``held_in``: what its own
-    step has it in. ``in_buckets``: whether that step has taken it over; until then its parameters are where its modules
-    have them. ``refusal`` says why it cannot be read; empty where it can.
+    step has it in. ``slices``: those of parameters that are in slices there, by their names. ``in_buckets``: whether
+    that step has taken it over; until then its parameters are where its modules have them. ``refusal`` says why it
+    cannot be read; empty where it can.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Lent:
     compute_dtype: ComputeDtype = None
     held_in: ComputeDtype = None
     strides: Strides = field(default_factory=lambda: MappingProxyType({}))
+    slices: Mapping[str, Sequence[Slot]] = field(default_factory=lambda: MappingProxyType({}))
     in_buckets: bool = False
     refusal: str = ""
 
@@ -54,9 +57,20 @@ class Lent:
         """Those that are read from buckets, none of them trained here."""
         return tuple(self._infos(self.compute_dtype))
 
-    def held(self) -> Mapping[str, ParameterInfo]:
-        """The same as its own step has them, by name."""
-        return {info.name: info for info in self._infos(self.held_in)}
+    def held(self) -> Mapping[str, Sequence[ParameterInfo]]:
+        """The same as its own step has them, by name: each as one, or as its slices in order."""
+        slices = {self.named(name): slots for name, slots in self.slices.items()}
+        return {
+            info.name: [self._slice(info, slot) for slot in slices[info.name]] if info.name in slices else [info]
+            for info in self._infos(self.held_in)
+        }
+
+    def _slice(self, info: ParameterInfo, slot: Slot) -> ParameterInfo:
+        name = self.named(slot.name)
+        return replace(
+            info, name=name, aliases=(name,), shape=slot.shape, stride=slot.stride, whole=info.name,
+            first_row=slot.first_row,
+        )  # fmt: skip
 
     def _infos(self, compute_dtype: ComputeDtype) -> Iterator[ParameterInfo]:
         for info in parameter_infos(self.model, compute_dtype, self.strides) if self.in_buckets else ():

@@ -14,6 +14,7 @@ from zerofx.capture.outside.lent import Lent
 from zerofx.deferred import is_deferred
 from zerofx.driver.lent import Borrowed
 from zerofx.errors import UsageError
+from zerofx.ir.buckets import BucketLayout, Slot
 from zerofx.ir.casts import Casts, ComputeDtype
 from zerofx.options import CompileOptions
 from zerofx.runtime.state.arguments import Loans
@@ -164,4 +165,14 @@ def _lent(name: str, steps: Steps, compute_dtype: torch.dtype | None, life: Life
     if isinstance(held_in, Casts) and compute_dtype is not None:
         casts = replace(held_in, dtype=compute_dtype)  # what its own step keeps in float32 is so here too
     strides = {} if taken is None else taken.state.strides()
-    return Lent(name, steps.model, casts, held_in, strides, taken is not None, refusal)
+    slices = {} if taken is None else _slices(taken.layout)
+    return Lent(name, steps.model, casts, held_in, strides, slices, taken is not None, refusal)
+
+
+def _slices(layout: BucketLayout) -> dict[str, list[Slot]]:
+    """The slices of each parameter that a step has in slices, in order, by its name."""
+    slices: dict[str, list[Slot]] = {}
+    slots = (slot for bucket in layout.buckets for slot in bucket.slots if slot.whole is not None)
+    for slot in sorted(slots, key=lambda slot: slot.first_row):
+        slices.setdefault(slot.source, []).append(slot)
+    return slices

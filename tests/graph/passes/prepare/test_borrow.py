@@ -1,4 +1,4 @@
-"""What other steps train is read in the dtype that they have it in, and cast for each reader."""
+"""What other steps train is read as they have it, and made what is computed with for each reader."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from tests.lib.graphs import TwoBlocks, calls, captured, difference, features
+from tests.lib.graphs import DIM, TwoBlocks, calls, captured, difference, features
 from zerofx.ir.facts import Role, origin, placeholder, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.prepare.borrow import Borrow
@@ -21,12 +21,29 @@ def _read(held: torch.dtype) -> tuple[StepGraph, StepGraph]:
     step = captured(TwoBlocks(), *features())
     read = step.clone()
     (info,) = (info for info in read.parameters if info.name == LAYER)
-    Borrow({LAYER: replace(info, compute_dtype=held)}).run(read)
+    Borrow({LAYER: [replace(info, compute_dtype=held)]}).run(read)
     return step, read
 
 
 def test_a_cast_stands_before_each_reader(golden: Callable[..., None]) -> None:
     step, read = _read(torch.bfloat16)
+    golden(difference(step.text(), read.text()))
+
+
+def test_slices_are_cast_once_they_are_put_together(golden: Callable[..., None]) -> None:
+    step = captured(TwoBlocks(), *features())
+    read = step.clone()
+    (info,) = (info for info in read.parameters if info.name == LAYER)
+    bounds = ((0, 1), (1, DIM))
+    slices = [
+        replace(
+            info, name=f"{LAYER}[{start}:{end}]", shape=(end - start, DIM), stride=(DIM, 1), whole=LAYER,
+            first_row=start, compute_dtype=torch.bfloat16,
+        )
+        for start, end in bounds
+    ]  # fmt: skip
+    Borrow({LAYER: slices}).run(read)
+    assert [info.name for info in read.parameters if info.source == LAYER] == [info.name for info in slices]
     golden(difference(step.text(), read.text()))
 
 
