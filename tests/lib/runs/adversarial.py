@@ -176,10 +176,12 @@ def unlike_eager_mode(
         if freezes:
             freeze(discriminator, number)
         losses += [of_discriminator(real, noise).clone(), of_generator(noise).clone()]
-    # Ranks that share a computation add up in another order.
-    near = functools.partial(torch.allclose, rtol=2e-5, atol=2e-6) if sharing > 1 else torch.equal
+    # Ranks that share a computation add up in another order; what has next to no gradient Adam divides by itself, so
+    # that a hundredth of an update is let through.
+    near = functools.partial(torch.allclose, rtol=2e-5, atol=1e-4) if sharing > 1 else torch.equal
+    near_loss = functools.partial(torch.allclose, rtol=2e-6, atol=0) if sharing > 1 else torch.equal
     pairs = enumerate(zip(expected, losses, strict=True))
-    wrong = [f"loss {i} is {b}, not {a}" for i, (a, b) in pairs if not near(a, b)]
+    wrong = [f"loss {i} is {b}, not {a}" for i, (a, b) in pairs if not near_loss(a, b)]
     for model, step in zip(plain, (of_generator, of_discriminator), strict=True):
         found = step.full_state_dict()
         wrong += [f"{name} is another" for name, t in model.state_dict().items() if not near(t, found[name])]
