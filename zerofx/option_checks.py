@@ -5,7 +5,7 @@ Each raises a ``UsageError`` that says what the option can be.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -90,6 +90,16 @@ def check_offload(offload: object, accumulate: Accumulate, *, given: bool, budge
         f"expected offload 'auto' (as the budget asks), 'none', 'host' or 'nvme', or {{'gradients': 'host'}} (or "
         f"'nvme') for gradients between micro-batches, found {offload!r}"
     )
+
+
+def check_texts(option: str, asked: object, what: str) -> None:
+    """Check what is to be names of ``what``.
+
+    Raises:
+        UsageError: it is one text, whose letters would be taken for names, or has something else than texts.
+    """
+    if isinstance(asked, str) or not isinstance(asked, Collection) or not all(isinstance(name, str) for name in asked):
+        raise UsageError(f"expected {option} to be names of {what}, found {asked!r}: put one name in a tuple, too")
 
 
 def check_outputs(outputs: Outputs, forward: object | None) -> None:

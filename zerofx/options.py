@@ -45,6 +45,7 @@ from zerofx.option_checks import (
     check_on_nonfinite,
     check_outputs,
     check_reduce,
+    check_texts,
     check_tile,
     check_wire,
     checked_mesh,
@@ -271,12 +272,8 @@ def check_options(
         raise UsageError(f"expected precision None (as the model is), 'bf16' or 'fp16', found {precision!r}")
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise UsageError(f"expected prefetch to be a number of gathers to issue ahead, 0 or more, found {prefetch!r}")
-    if keep_gathered != "all" and (
-        isinstance(keep_gathered, str)
-        or not isinstance(keep_gathered, Collection)
-        or not all(isinstance(name, str) for name in keep_gathered)
-    ):
-        raise UsageError(f"expected keep_gathered to be 'all' or names of buckets, found {keep_gathered!r}")
+    if keep_gathered != "all":
+        check_texts("keep_gathered", keep_gathered, "buckets, or 'all'")
     if isinstance(max_shapes, bool) or not isinstance(max_shapes, int) or max_shapes < 1:
         raise UsageError(f"expected max_shapes to be at least 1, found {max_shapes!r}")
     if plan is not None and not isinstance(plan, Plan | str | Path):
@@ -310,6 +307,7 @@ def check_options(
     check_on_nonfinite(on_nonfinite, delayed_update)
     check_outputs(outputs, forward)
     check_kept(keep_fp32, precision)
+    check_texts("keep_gradients", keep_gradients, "trained parameters, such as ('layers.0.weight', '*.bias')")
     if reduce_dtype is not None and reduce_dtype not in get_args(ReduceDtype):
         raise UsageError(
             f"expected reduce_dtype None (gradients are reduced in what they are computed in), 'fp32' or 'bf16', found "
@@ -320,8 +318,7 @@ def check_options(
             f"expected state_dtype None (states are stored as the optimizer has them) or 'bf16', found {state_dtype!r}"
         )
     scaling = loss_scale_of(loss_scale, precision, delayed_update)
-    if isinstance(constant, str) or not all(isinstance(name, str) for name in constant):
-        raise UsageError(f"expected constant to be names of arguments, such as ('edge_index',), found {constant!r}")
+    check_texts("constant", constant, "arguments, such as ('edge_index',)")
     budget = check_budget("memory_budget", memory_budget, "the device")
     by_name = isinstance(offload, Mapping)
     limit = check_budget("host_budget", host_budget, "a rank's share of the host's memory")

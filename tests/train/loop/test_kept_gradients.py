@@ -45,8 +45,15 @@ def test_one_is_kept_until_the_next_step_and_not_written() -> None:
         pass
 
 
-@pytest.mark.parametrize("asked", [("layers.0.wieght",), "layers"])
-def test_names_of_what_is_not_trained_are_refused(asked: Any) -> None:
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (("layers.0.wieght",), "found 'layers.0.wieght', which is none of"),
+        ("layers.0.weight", "found 'layers.0.weight': put one name in a tuple"),
+        ((0,), r"found \(0,\): put"),
+    ],
+)
+def test_names_of_what_is_not_trained_are_refused(asked: Any, message: str) -> None:
     model = tiny()
-    with pytest.raises(UsageError, match=r"expected keep_gradients to be names of trained parameters"):
+    with pytest.raises(UsageError, match=rf"expected keep_gradients to be names of trained parameters.*{message}"):
         zerofx.compile(model, adamw(model), keep_gradients=asked)

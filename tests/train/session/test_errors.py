@@ -89,7 +89,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "precision": ("fp8", "'bf16'"),
     "prefetch": (-1, "0 or more"),
     "max_shapes": (True, "at least 1"),
-    "keep_gathered": ("head", "'all' or names of buckets"),
+    "keep_gathered": ("head", "names of buckets, or 'all'"),
     "loss_fn": (3, "callable"),
     "machine": ("abacus", "abacus"),
     "plan": ({}, "expected plan to be a Plan"),
