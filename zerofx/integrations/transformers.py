@@ -18,6 +18,7 @@ import transformers
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import PredictionOutput
 
 from zerofx import api
 from zerofx.errors import UsageError, warn
@@ -250,6 +251,23 @@ class ZeroFXTrainer(Trainer):
         inputs = self._on_device(inputs)
         num_items = self._get_num_items_in_batch([inputs], self.args.device)
         return self._loss_alone(step.evaluate(**inputs, num_items_in_batch=num_items)), None, None
+
+    def log(self, logs: dict[str, float], *args: Any) -> None:
+        """As the Trainer's, with the steps of an evaluation as ``predict`` has them."""
+        self._count_steps(logs)
+        super().log(logs, *args)
+
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        """As the Trainer's, which takes every process for one with samples of its own."""
+        output = super().predict(*args, **kwargs)
+        self._count_steps(output.metrics or {})
+        return output
+
+    def _count_steps(self, metrics: dict[str, float]) -> None:
+        """The ranks that share a computation take as many steps more for the same samples."""
+        for name in metrics:
+            if name.endswith("_steps_per_second") and name != "train_steps_per_second":
+                metrics[name] *= self.accelerator.num_sharing
 
     def _on_device(self, inputs: Mapping[str, Any]) -> Inputs:
         moved: Inputs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.args.device), dict(inputs))

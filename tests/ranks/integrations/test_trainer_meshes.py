@@ -27,6 +27,7 @@ from zerofx.integrations.transformers import ZeroFXTrainer
 from zerofx.scheduler.cost.machine import Link
 
 LOGGED = ("loss", "grad_norm", "num_input_tokens_seen", "eval_even_loss", "eval_odd_samples", "eval_odd_sum")
+TIMED = ("eval_even_steps_per_second", "eval_even_runtime")
 GIVEN = {"max_steps": 6, "eval_steps": 3, "include_num_input_tokens_seen": "all"}
 # Parameters are slow to send, so that two ranks are fastest on one sample together.
 SLOW_LINKS = replace(SHARING, intra_node=Link(bandwidth=1e6, latency=1e-13))
@@ -69,9 +70,9 @@ def _trainer(kind: type[Trainer], folder: str, given: _Given, num_data: int, **o
     return trainer(kind, llama(), args, eval_dataset=evaluated, compute_metrics=_sums, **options)
 
 
-def _train(folder: str, given: _Given) -> tuple[dict[str, list[float]], int, int, int, list[int]]:
-    """What a rank has logged, the samples of an update, ranks that share a batch, parameters that lie in parts, and
-    the objects that each group of ranks has."""
+def _train(folder: str, given: _Given) -> tuple[dict[str, list[float]], list[int], int, int, int, list[int]]:
+    """What a rank has logged, the steps of evaluations, the samples of an update, ranks that share a batch, parameters
+    that lie in parts, and the objects that each group of ranks has."""
     as_started_by_torchrun()
     one = _trainer(ZeroFXTrainer, folder, given, given.num_data, mesh=given.mesh, **given.options)
     with shapes_may_differ():
@@ -79,7 +80,11 @@ def _train(folder: str, given: _Given) -> tuple[dict[str, list[float]], int, int
     plan = one.step.plan
     num_parted = sum(choice.outputs[0] != "R" for choice in plan.shardings if choice.parameter)
     objects = one.accelerator.gather_for_metrics([one.accelerator.process_index], use_gather_object=True)
-    return history(one, *LOGGED), one.get_total_train_batch_size(one.args), plan.mesh.model, num_parted, objects
+    predicted = one.predict(Sentences(16, 1), metric_key_prefix="eval_even").metrics
+    timed = history(one, *TIMED)
+    pairs = [*zip(*(timed[name] for name in TIMED), strict=True), tuple(predicted[name] for name in TIMED)]
+    steps = [round(rate * seconds) for rate, seconds in pairs]
+    return history(one, *LOGGED), steps, one.get_total_train_batch_size(one.args), plan.mesh.model, num_parted, objects
 
 
 @pytest.mark.parametrize(
@@ -98,7 +103,8 @@ def test_ranks_that_share_a_computation_train_as_one_process(given: _Given, tmp_
     plain = _trainer(Trainer, str(tmp_path / "plain"), given, 1)
     plain.train()
     for found, *others in run_ranks(_train, 2 * given.num_data, str(tmp_path), given):
-        samples, num_sharing, num_parted, objects = others
+        steps, samples, num_sharing, num_parted, objects = others
+        assert steps == 3 * [16 // given.samples]
         assert samples == given.samples * given.num_micro_batches
         assert num_sharing == 2
         assert num_parted
