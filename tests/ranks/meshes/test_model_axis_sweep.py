@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 import zerofx
-from tests.lib.distributed import run_ranks
+from tests.lib.distributed import PATIENCE_SECONDS, run_ranks
 from tests.lib.models import CASES, Case, batches, sgd
 from tests.lib.runs.sharing import SHARING, one_process
 from tests.lib.runs.training import Trained, build, differences, world
@@ -47,6 +47,7 @@ PLANS: dict[str, dict[str, Any]] = {
 ROUNDING = 1e-6  # what has no gradient but rounding stays below, and nothing else does
 BUDGET_SHARE = 0.9  # of the peak without a budget: what is offloaded
 BUDGETS = 4  # that are tried
+MANY = 3 * PATIENCE_SECONDS  # for all plans of a model: two are searched, of Qwen3 Next for minutes each
 
 
 def case_of(name: str) -> Case:
@@ -139,7 +140,7 @@ def _compared(name: str, mesh: dict[str, int], drive: str) -> dict[str, Any]:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_ranks_share_every_model(mesh: dict[str, int], name: str, tmp_path: Path) -> None:
     num_ranks = math.prod(mesh.values())
-    for rank, wrong in enumerate(run_ranks(_compared, num_ranks, name, mesh, str(tmp_path))):
+    for rank, wrong in enumerate(run_ranks(_compared, num_ranks, name, mesh, str(tmp_path), timeout=MANY)):
         assert wrong == {}, f"rank {rank}"
 
 
