@@ -15,7 +15,7 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.state import TrainingState
 from zerofx.scheduler.plan.mesh import Mesh
-from zerofx.scheduler.plan.placements import REPLICATED, Placement
+from zerofx.scheduler.plan.placements import Placement
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,7 @@ class Borrowed:
 
     def placements(self) -> Mapping[str, Placement]:
         """How its parameters lie on the model axis, by name in the step that reads it."""
-        slots = (slot for bucket in self.state.layout.buckets for slot in bucket.slots)
-        return {self.lent.named(slot.name): REPLICATED if slot.part is None else slot.part for slot in slots}
+        return {self.lent.named(name): placement for name, placement in self.state.layout.placements.items()}
 
     def described(self) -> tuple[object, ...]:
         """What a step that reads it follows from."""

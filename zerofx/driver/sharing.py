@@ -26,7 +26,6 @@ from zerofx.scheduler.decide.shardings import decide_shardings
 from zerofx.scheduler.decide.value_overlap import decide_overlaps
 from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision
 from zerofx.scheduler.plan.mesh import MODEL, Mesh
-from zerofx.scheduler.plan.placements import REPLICATED, Placement
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError
 
@@ -184,7 +183,7 @@ def _decided(
     if pins.ignored and request.verbose:
         warn(f"shardings: nothing follows from {', '.join(pins.ignored)}")
     lent = {name: lies for borrowed in request.borrowed for name, lies in borrowed.placements().items()}
-    given = {**lent, **(_placements(earlier) if earlier else {})}
+    given = {**lent, **(earlier.layout.placements if earlier else {})}
     of_others = {
         node: lent[name] for node in step.placeholders(Role.PARAMETER) if (name := placeholder(node).name) in lent
     }
@@ -222,12 +221,6 @@ def _of_any_plan(options: CompileOptions) -> CompileOptions:
         options, stage=3, memory_budget=None, host_budget=None, recompute="auto", offload="auto",
         policy=PolicyOptions(), states_over="auto", delayed_update=None,
     )  # fmt: skip
-
-
-def _placements(earlier: Earlier) -> Mapping[str, Placement]:
-    """How the parameters of a model that has been taken over lie."""
-    slots = (slot for bucket in earlier.layout.buckets for slot in bucket.slots)
-    return {slot.name: REPLICATED if slot.part is None else slot.part for slot in slots}
 
 
 def _overlaps(request: Request, one_rank: Captures) -> tuple[OverlapDecision, ...]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from zerofx.scheduler.plan.mesh import MODEL, SHARD, Axes, Mesh
-from zerofx.scheduler.plan.placements import Sharded
+from zerofx.scheduler.plan.placements import REPLICATED, Placement, Sharded
 
 ALIGNMENT_BYTES = 64
 
@@ -293,6 +293,12 @@ class BucketLayout:
     def has_parts(self) -> bool:
         """Whether replicas update parts of a slice each."""
         return any(bucket.trainable and bucket.num_parts > 1 for bucket in self.buckets)
+
+    @property
+    def placements(self) -> dict[str, Placement]:
+        """How each parameter lies on the axis model, by its name."""
+        slots = (slot for bucket in self.buckets for slot in bucket.slots)
+        return {slot.name: REPLICATED if slot.part is None else slot.part for slot in slots}
 
     @property
     def groups(self) -> tuple[Axes, ...]:
