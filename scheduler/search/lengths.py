@@ -16,7 +16,7 @@ from typing import Protocol
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.held import Held
-from zerofx.scheduler.search.items import items_of, num_free, plan_of
+from zerofx.scheduler.search.items import Prefetching, items_of, num_free, plan_of
 from zerofx.scheduler.search.order import order_moves
 from zerofx.scheduler.search.question import Leaning, Question
 
@@ -37,7 +37,7 @@ class Lengths:
     """One order of moves, and the lengths of it that have been tried: looks for the shortest that fits.
 
     ``first`` is another order for the same question: without a move, both have one plan. ``count`` is called for every
-    length that is tried.
+    length that is tried. ``stays_ahead``: no move is about how far ahead gathers are issued.
     """
 
     def __init__(
@@ -47,12 +47,18 @@ class Lengths:
         rehearsal: Holds,
         first: Lengths | None = None,
         count: Callable[[], object] = lambda: None,
+        *,
+        stays_ahead: bool = False,
     ) -> None:
         self._question, self._rehearsal, self.leaning, self._count = question, rehearsal, leaning, count
         self._items = items_of(question, leaning)
+        if stays_ahead:
+            self._items = [item for item in self._items if not isinstance(item, Prefetching)]
         self._moves = order_moves([item.levels for item in self._items])
         self._freed = list(accumulate((move.freed_bytes for move in self._moves), initial=0))
         self._tried: dict[int, tuple[Held, Plan]] = {0: first.at(0)} if first is not None else {}
+        self._fitting = 0
+        self.name = f"{leaning}, gathers as far ahead" if stays_ahead else leaning
 
     def at(self, length: int) -> tuple[Held, Plan]:
         """What is held, and the plan, of a length."""
@@ -106,10 +112,22 @@ class Lengths:
 
         It is looked for where enough bytes should be free, going by what the moves tried so far have really freed.
         """
+        length = self._shortest(budget)
+        self._fitting = length or 0
+        return self.at(length)[1] if length is not None else None
+
+    def staying_ahead(self) -> Lengths | None:
+        """The order without moves about how far ahead gathers are issued, where ``fitting`` has made one; None else."""
+        made = self._moves[: self._fitting]
+        if not any(isinstance(self._items[move.item], Prefetching) for move in made):
+            return None
+        return Lengths(self._question, self.leaning, self._rehearsal, self, self._count, stays_ahead=True)
+
+    def _shortest(self, budget: int) -> int | None:
         low = num_free(self._items, self._moves) if self._question.inlines else 0
         high = len(self._moves)
         if self._bytes(low) <= budget:
-            return self.at(low)[1]
+            return low
         if self._bytes(high) > budget:
             return None
         share, tried = self._share_freed(low, high) or 1.0, 0
@@ -125,7 +143,7 @@ class Lengths:
                 high = guess
             else:
                 low = guess
-        return self.at(high)[1]
+        return high
 
     def _bytes(self, length: int) -> int:
         return self.at(length)[0].peak_bytes

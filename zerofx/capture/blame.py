@@ -17,7 +17,7 @@ from zerofx.ir.batch import Batch
 
 _TORCH_ROOT = f"{Path(torch.__file__).parent}/"
 _ZEROFX_ROOT = f"{Path(__file__).parents[1]}/"
-_CALLER = str(Path(__file__).with_name("loss.py"))
+_CALLER = str(Path(__file__).parent / "objective" / "loss.py")
 
 
 # Where torch itself reads values, and what keeps it from doing so.

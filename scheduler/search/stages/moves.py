@@ -5,6 +5,9 @@ the better of both. For each order the shortest length that fits is taken (``sea
 these plans wins: so the joint plan is never slower, as simulated, than the better of the other two. A smaller budget
 never gives a larger peak: where it changes the plan, the plan before it did not fit.
 
+Gathers that are issued later free a whole bucket at once, however little of it is still wanted. Where a plan does so,
+its order is searched without such moves too.
+
 A budget that not even all moves of an order come near is out of its reach, which one plan tells: what is held at the
 peak then, and is not computed again, is held by every shorter length too (``search/held.py``).
 
@@ -53,7 +56,7 @@ class Moves:
             plan = order.fitting(budget)
             fitting += [plan] if plan is not None else []
             came_to = "one fits" if plan is not None else f"at least {format_bytes(order.last_bytes)}"
-            rest.say(f"{order.leaning}: {order.num_tried} lengths of {order.num_moves} moves tried, {came_to}")
+            rest.say(f"{order.name}: {order.num_tried} lengths of {order.num_moves} moves tried, {came_to}")
         if not fitting:
             # What is computed again for few bytes at the end of an order can itself be the peak.
             within_reach = [order for order in orders if order.firm_bytes <= budget]
@@ -72,3 +75,6 @@ def _orders(problem: Problem, rest: Search) -> Iterator[Lengths]:
             order = Lengths(question, leaning, problem.rehearsal, first, rest.trail.bar.update)
             first = first or order
             yield order
+            staying = order.staying_ahead()  # by now it is known what fits
+            if staying is not None:
+                yield staying
