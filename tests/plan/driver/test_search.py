@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.lib.budgets import WAVE_WIDTH as WIDTH
-from tests.lib.budgets import Waves
+from tests.lib.budgets import Chain, Waves, least_and_most, planned, small_machine
 from zerofx import Machine, MemoryBudgetError, SearchResult, UsageError, largest_micro_batch, smallest_world
 from zerofx.capture.by_layer.by_layer import capture_by_layer
 from zerofx.driver import captures as driver_captures
 from zerofx.ir.graph import StepGraph
 from zerofx.options import Recompute
+from zerofx.scheduler.search.lengths import Lengths
 
 pytestmark = pytest.mark.captures
 
@@ -229,3 +231,18 @@ def test_options_are_checked() -> None:
         largest_micro_batch(rows, *training(), world_size=0)
     with pytest.raises(UsageError, match="expected stage"):
         fewest(190, stage=4)
+
+
+def test_gathers_stay_ahead_where_that_is_faster_than_the_memory_they_free_is_worth() -> None:
+    machine = small_machine(1e9)
+    machine = replace(machine, intra_node=replace(machine.intra_node, bandwidth=3e8))
+    model, batch = Chain(32, ("linear", "tanh", "linear"), 6), (torch.randn(24, 32),)
+    options: dict[str, Any] = {"machine": machine, "stage": 3, "world_size": 4}
+    least, most = least_and_most(model, batch, **options)
+    budget = (least + most) // 2
+    plan = planned(model, batch, budget, **options)
+    with mock.patch.object(Lengths, "staying_ahead", return_value=None):
+        without = planned(model, batch, budget, **options)
+    assert plan.peak_bytes["device"] <= budget and plan.step_seconds < 0.95 * without.step_seconds
+    later, ahead = (sum("ahead to hide" in gather.reason for gather in each.gathers) for each in (without, plan))
+    assert later == 0 and ahead > 0
