@@ -166,11 +166,12 @@ def _reason(best: MeshOutcome, others: Sequence[MeshOutcome]) -> str:
         waits = second.exposed_seconds / second.num_samples - best.exposed_seconds / best.num_samples
         longer = second.seconds_per_sample - best.seconds_per_sample
         does, by = ("waits", waits) if waits >= longer - waits else ("computes", longer - waits)
-        less = longer / second.seconds_per_sample
-        text += f", {less:.1%} less than {second.mesh}"
-        text += f", which {does} {format_seconds(by)} a sample longer" + (
-            " for communication" if does == "waits" else ""
-        )
+        if longer > 0:
+            text += f", {longer / second.seconds_per_sample:.1%} less than {second.mesh}"
+            text += f", which {does} {format_seconds(by)} a sample longer"
+            text += " for communication" if does == "waits" else ""
+        else:
+            text += f", planned whole; {second.mesh} was estimated at {format_seconds(second.seconds_per_sample)}"
     tempting = [o for o in others if o.verdict == "does not fit" and o.seconds_per_sample < best.seconds_per_sample]
     if tempting:
         fastest = min(tempting, key=lambda outcome: outcome.seconds_per_sample)

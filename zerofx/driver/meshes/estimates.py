@@ -64,7 +64,7 @@ class Estimates:
             return replace(outcome, trouble=str(error))
         return replace(
             outcome, peak_bytes=round(numbers.peak_bytes), step_seconds=numbers.step_seconds,
-            exposed_seconds=numbers.exposed_seconds,
+            exposed_seconds=max(numbers.exposed_seconds, 0.0),  # read from a few layers, less than nothing is none
             wire_bytes={WITHIN: round(numbers.within), ACROSS: round(numbers.across)},
         )  # fmt: skip
 
