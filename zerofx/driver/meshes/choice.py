@@ -5,7 +5,7 @@ one, so that a step on a mesh with that axis is one of fewer samples. The graph 
 simulated for a few of the layers (``zerofx/driver/meshes/estimates.py``), those that may be fastest first: what cannot
 fit, or takes at least as long as another that fits, is left out. The mesh that is fastest so, of those that fit, is
 planned whole. Where a memory budget asks for more than that, a mesh is planned for these layers within their share of
-it, and a second one, with another number of ``model`` ranks, is planned whole if it is taken to be faster than that.
+it, and a second one, with another number of ``model`` ranks, is planned whole if it may be faster than that.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from zerofx.units import format_bytes, format_seconds
 
 _NODES_OF_MODEL = 2  # an axis that sends in every layer goes little beyond a node
 _MOST_WHOLE = 2  # meshes that are planned whole within a budget, with unlike numbers of ``model`` ranks
+_TOO_LONG = 0.1  # of its seconds, that a step within a budget has been estimated at too much
 _MOST_REFUSED = 3  # meshes for which no plan is found, until those that need more are not tried any more
 
 
@@ -112,7 +113,7 @@ def _planned(
         # Within a budget a few layers do not say all that a plan takes: it may be more than what another is taken for.
         # What meshes with as many model ranks give up is found once, and wrong by as much for all of them.
         if best is not None:
-            is_slower = outcome.seconds_per_sample >= best[1].seconds_per_sample
+            is_slower = (1.0 - _TOO_LONG) * outcome.seconds_per_sample >= best[1].seconds_per_sample
             if len(whole_with) >= most_whole or not outcome.fits or is_slower:
                 break
             if outcome.mesh.model in whole_with:
