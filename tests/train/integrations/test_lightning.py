@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from tests.lib.runs.lightning_runs import Classifier, apart_at_most, fit, ours
 from zerofx import UsageError
@@ -17,15 +13,6 @@ from zerofx.errors import CaptureError
 
 # Lightning warns of few workers, of short epochs and of torch.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """Lightning leaves its process group, and variables that say who is in it, to the end of the process."""
-    with mock.patch.dict(os.environ):
-        yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
