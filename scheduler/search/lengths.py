@@ -118,8 +118,8 @@ class Lengths:
 
     def staying_ahead(self) -> Lengths | None:
         """The order without moves about how far ahead gathers are issued, where ``fitting`` has made one; None else."""
-        made = self._moves[: self._fitting]
-        if not any(isinstance(self._items[move.item], Prefetching) for move in made):
+        first_moves = self._moves[: self._fitting]
+        if not any(isinstance(self._items[move.item], Prefetching) for move in first_moves):
             return None
         return Lengths(self._question, self.leaning, self._rehearsal, self, self._count, stays_ahead=True)
 
