@@ -16,7 +16,6 @@ as the other step may have them: their sums are rounded otherwise.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -24,8 +23,8 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from zerofx.ir.edit import consumers, erase_unread, is_view_of, view_again
-from zerofx.ir.facts import Placeholder, Role, origin, placeholder, set_placeholder, set_slice, set_value, tensor
+from zerofx.ir.edit import consumers, erase_unread, insert_parameter, is_view_of, view_again
+from zerofx.ir.facts import Role, origin, placeholder, set_slice, set_value, tensor
 from zerofx.ir.graph import ParameterInfo, StepGraph, insert_call
 
 _aten = torch.ops.aten
@@ -50,7 +49,11 @@ def _read(step: StepGraph, parameter: fx.Node, held: Sequence[ParameterInfo]) ->
     """Read what is ``held`` in the place of a parameter, which is made of it for each of its readers."""
     computed, order = tensor(parameter).detach(), step.positions()
     readers = sorted(consumers(parameter), key=order.__getitem__)
-    parts = [parameter] if len(held) == 1 else [_slice(step, parameter, info) for info in held]
+    parts = (
+        [parameter]
+        if len(held) == 1
+        else [insert_parameter(step, parameter, info.name, step.fake(info.shape, info.compute_dtype)) for info in held]
+    )
     set_value(parameter, computed.to(held[0].compute_dtype))
     for reader in readers:
         where = origin(reader)
@@ -69,10 +72,3 @@ def _read(step: StepGraph, parameter: fx.Node, held: Sequence[ParameterInfo]) ->
     erase_unread(step.graph)
     if parameter not in parts:
         step.graph.erase_node(parameter)
-
-
-def _slice(step: StepGraph, parameter: fx.Node, info: ParameterInfo) -> fx.Node:
-    with step.graph.inserting_before(parameter):
-        node = step.graph.placeholder(re.sub(r"\W+", "_", info.name).strip("_"))
-    set_value(node, step.fake(info.shape, info.compute_dtype))
-    return set_placeholder(node, Placeholder(Role.PARAMETER, info.name))

@@ -20,7 +20,6 @@ says why each has to be whole).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,8 +29,8 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import is_view, storage_source
-from zerofx.ir.edit import erase_unread
-from zerofx.ir.facts import Phase, Placeholder, Role, origin, set_placeholder, set_slice, set_value, tensor
+from zerofx.ir.edit import erase_unread, insert_parameter
+from zerofx.ir.facts import Phase, origin, set_slice, tensor
 from zerofx.ir.graph import ParameterInfo, StepGraph, insert_call
 from zerofx.scheduler.analysis.loss_heads import sum_dtype
 from zerofx.scheduler.analysis.saved_values import value_node
@@ -108,10 +107,8 @@ class _Slicer:
 
     def _placeholder(self, number: int) -> fx.Node:
         whole, name, (start, end) = self._what.node, self._names[number], self._bounds[number]
-        with self._step.graph.inserting_before(whole):
-            node = self._step.graph.placeholder(re.sub(r"\W+", "_", name).strip("_"))
-        set_value(node, self._step.fake((end - start, *tensor(whole).shape[1:]), tensor(whole).dtype))
-        return set_placeholder(node, Placeholder(Role.PARAMETER, name))
+        fake = self._step.fake((end - start, *tensor(whole).shape[1:]), tensor(whole).dtype)
+        return insert_parameter(self._step, whole, name, fake)
 
     def _beside(self) -> Use | None:
         """The use in backward next to which the gradient can be computed slice by slice, if there is one."""

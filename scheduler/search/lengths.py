@@ -16,9 +16,9 @@ from typing import Protocol
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.held import Held
-from zerofx.scheduler.search.items import Prefetching, items_of, num_free, plan_of
+from zerofx.scheduler.search.items import Item, Prefetching, num_free, plan_of
 from zerofx.scheduler.search.order import order_moves
-from zerofx.scheduler.search.question import Leaning, Question
+from zerofx.scheduler.search.question import Question
 
 _SCANNED = 16  # lengths of an order that are tried, at least, before a budget is said to be out of its reach
 _HALVED_AFTER = 5  # of as many guesses, one halves what is left, in case moves free other bytes than they should
@@ -36,29 +36,25 @@ class Holds(Protocol):
 class Lengths:
     """One order of moves, and the lengths of it that have been tried: looks for the shortest that fits.
 
-    ``first`` is another order for the same question: without a move, both have one plan. ``count`` is called for every
-    length that is tried. ``stays_ahead``: no move is about how far ahead gathers are issued.
+    ``items`` are what moves are about, ``name`` is what texts call their order. ``first`` is another order for the same
+    question: without a move, both have one plan. ``count`` is called for every length that is tried.
     """
 
     def __init__(
         self,
         question: Question,
-        leaning: Leaning,
+        name: str,
+        items: Sequence[Item],
         rehearsal: Holds,
         first: Lengths | None = None,
         count: Callable[[], object] = lambda: None,
-        *,
-        stays_ahead: bool = False,
     ) -> None:
-        self._question, self._rehearsal, self.leaning, self._count = question, rehearsal, leaning, count
-        self._items = items_of(question, leaning)
-        if stays_ahead:
-            self._items = [item for item in self._items if not isinstance(item, Prefetching)]
+        self._question, self._rehearsal, self.name, self._count = question, rehearsal, name, count
+        self._items = items
         self._moves = order_moves([item.levels for item in self._items])
         self._freed = list(accumulate((move.freed_bytes for move in self._moves), initial=0))
         self._tried: dict[int, tuple[Held, Plan]] = {0: first.at(0)} if first is not None else {}
         self._fitting = 0
-        self.name = f"{leaning}, gathers as far ahead" if stays_ahead else leaning
 
     def at(self, length: int) -> tuple[Held, Plan]:
         """What is held, and the plan, of a length."""
@@ -121,7 +117,9 @@ class Lengths:
         first_moves = self._moves[: self._fitting]
         if not any(isinstance(self._items[move.item], Prefetching) for move in first_moves):
             return None
-        return Lengths(self._question, self.leaning, self._rehearsal, self, self._count, stays_ahead=True)
+        items = [item for item in self._items if not isinstance(item, Prefetching)]
+        name = f"{self.name}, gathers as far ahead"
+        return Lengths(self._question, name, items, self._rehearsal, self, self._count)
 
     def _shortest(self, budget: int) -> int | None:
         low = num_free(self._items, self._moves) if self._question.inlines else 0

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping
 from typing import ParamSpec, Protocol
 
+import torch
 from torch import fx
 
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.aliasing import aliased_input, is_view
-from zerofx.ir.facts import Origin, origin, piece_of, set_origin, set_value, slice_of, value
+from zerofx.ir.facts import (
+    Origin,
+    Placeholder,
+    Role,
+    origin,
+    piece_of,
+    set_origin,
+    set_placeholder,
+    set_value,
+    slice_of,
+    value,
+)
 from zerofx.ir.graph import StepGraph
 
 P = ParamSpec("P")
@@ -27,6 +40,14 @@ class Rewrite(Protocol[P]):
     def name(self) -> str: ...
 
     def run(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
+
+
+def insert_parameter(step: StepGraph, before: fx.Node, name: str, fake: torch.Tensor) -> fx.Node:
+    """A placeholder for the parameter ``name``, which ``fake`` is like, in front of another placeholder."""
+    with step.graph.inserting_before(before):
+        node = step.graph.placeholder(re.sub(r"\W+", "_", name).strip("_"))
+    set_value(node, fake)
+    return set_placeholder(node, Placeholder(Role.PARAMETER, name))
 
 
 def consumers(root: fx.Node) -> list[fx.Node]:

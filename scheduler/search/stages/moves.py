@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.items import items_of
 from zerofx.scheduler.search.lengths import Lengths, least
 from zerofx.scheduler.search.problem import Problem
 from zerofx.scheduler.search.stage import Search
@@ -72,7 +73,8 @@ def _orders(problem: Problem, rest: Search) -> Iterator[Lengths]:
         first: Lengths | None = None
         for leaning in question.leanings:
             rest.trail.describe(leaning)
-            order = Lengths(question, leaning, problem.rehearsal, first, rest.trail.bar.update)
+            items = items_of(question, leaning)
+            order = Lengths(question, leaning, items, problem.rehearsal, first, rest.trail.bar.update)
             first = first or order
             yield order
             staying = order.staying_ahead()  # by now it is known what fits

@@ -167,7 +167,7 @@ def _reason(best: MeshOutcome, others: Sequence[MeshOutcome]) -> str:
         waits = second.exposed_seconds / second.num_samples - best.exposed_seconds / best.num_samples
         longer = second.seconds_per_sample - best.seconds_per_sample
         does, by = ("waits", waits) if waits >= longer - waits else ("computes", longer - waits)
-        if longer > 0:
+        if second.is_planned or longer > 0:
             text += f", {longer / second.seconds_per_sample:.1%} less than {second.mesh}"
             text += f", which {does} {format_seconds(by)} a sample longer"
             text += " for communication" if does == "waits" else ""
