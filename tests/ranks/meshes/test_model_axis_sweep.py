@@ -36,13 +36,14 @@ MODELS = (
     "image layers",
 )
 MESHES: list[dict[str, int]] = [{"model": 2}, {"model": 4}, {"shard": 2, "model": 2}, {"replicate": 2, "shard": 2}]
-# All ranks of a mesh train the same bits at every stage, and whatever is computed again, moved or issued ahead.
+# All ranks of a mesh train the same bits at every stage, and whatever is computed again, moved or issued ahead. What is
+# tiled rounds sums otherwise.
 PLANS: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"stage": stage} for stage in range(4)},
     "all again": {"stage": 3, "recompute": "full"},
     "nothing ahead": {"stage": 3, "prefetch": 0},
-    "offloaded": {"stage": 2, "offload": "host", "recompute": "none"},
-    "offloaded to a drive": {"stage": 0, "offload": "nvme", "recompute": "none"},
+    "offloaded": {"stage": 2, "offload": "host", "recompute": "none", "tile": "none"},
+    "offloaded to a drive": {"stage": 0, "offload": "nvme", "recompute": "none", "tile": "none"},
 }
 ROUNDING = 1e-6  # what has no gradient but rounding stays below, and nothing else does
 BUDGET_SHARE = 0.9  # of the peak without a budget: what is offloaded
