@@ -36,7 +36,13 @@ def private_uses(tree: ast.AST, of_all: AbstractSet[str]) -> Iterator[tuple[int,
     """
     own = defined(tree)
     assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
-    named = {ast.unparse(target): ast.unparse(node.value) for node in assignments for target in node.targets}
+    named = {
+        target.id: ast.unparse(node.value)
+        for node in assignments
+        if isinstance(node.value, ast.Attribute)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             start = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""

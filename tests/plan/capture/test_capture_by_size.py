@@ -88,15 +88,15 @@ def batch_of(model: nn.Module, size: Size) -> Batch:
 
 
 def said_of_last(make: Callable[[], nn.Module], sizes: list[Size]) -> str:
-    """How the last of some sizes was captured; each graph is the one that a capture gives."""
+    """How the last of some sizes was captured; its graph is the one that a capture gives."""
     torch.manual_seed(0)
     model, known = make(), KnownSizes()
     said: list[str] = []
     for size in sizes:
         said.clear()
         whole = Forward(model, batch_of(model, size))
-        found = capture_by_layer(whole, say=said.append, sizes=known)
-        assert same_graph(found, capture_forward(whole))
+        graph = capture_by_layer(whole, say=said.append, sizes=known)
+    assert same_graph(graph, capture_forward(whole))
     return next((text for text in said if text == MADE), CAPTURED)
 
 

@@ -33,7 +33,7 @@ def run(script: str, *options: str, processes: int = 1) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_train_gpt(processes: int) -> None:
     printed = run("train_gpt.py", "--steps", "3", "--backend", "eager", processes=processes)
     for line in ("validation loss", "unigram entropy", "predicted peak", "measured peak", "generated step"):
