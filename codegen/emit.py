@@ -70,7 +70,7 @@ def emit(
     host_functions: Iterable[str],
     kernels: frozenset[str] = frozenset(),
 ) -> EmittedStep:
-    """Write the file.
+    """The text of the step's file, and what it needs to run.
 
     Args:
         step: the graph after all passes.

@@ -161,9 +161,9 @@ def _update_bucket(
     if step.updates_begin is not None:
         end = step.output
     free = None
-    if decision is not None and decision.behind is not None:
+    if decision is not None and decision.takes_over is not None:
         # Where that bucket's buffers are free only after this update's place, there is no time to read ahead.
-        free = min(written.get(decision.behind, end.prev), end.prev)
+        free = min(written.get(decision.takes_over, end.prev), end.prev)
     placed = PlacedStates(step, known.by_name, bucket, stored, decision, free, begin)
     go_on(step, rising, end)
     with graph.inserting_before(end):

@@ -150,7 +150,7 @@ def compile(
             that every replica has, ``"auto"`` for what is faster.
         shardings: how modules or parameters lie on the axis ``model``, by names or patterns of names: ``"column"``,
             ``"row"``, ``"sequence"`` or ``"replicated"``, or a ``tp_plan`` of ``transformers``; the rest is the plan's.
-        lengths: the numbers of tokens that batches of any length are padded to, which a step is built for each:
+        lengths: the numbers of tokens that batches of any length are padded to; for each, a step is built:
             ``(128, 256, 512)``, ``{128: 32, 512: 8}`` with the samples of a batch of each, ``512`` for a ladder up to
             it, or ``"auto"`` for one up to the first batch's length; None for batches as they are.
 

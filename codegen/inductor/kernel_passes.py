@@ -34,10 +34,10 @@ class KeepOrder(CustomSchedulerPass):
         for node in [entry for each in nodes for entry in each.get_nodes()]:
             read = {dep.name for dep in node.read_writes.reads}
             for name in sorted(read & set(node.mutation_renames.values())):
-                _keep_behind(node, name)
+                _keep_after(node, name)
             if _draws(node):
                 if drawn is not None:
-                    _keep_behind(node, drawn.get_outputs()[0].get_name())
+                    _keep_after(node, drawn.get_outputs()[0].get_name())
                 drawn = node
         return nodes
 
@@ -45,7 +45,7 @@ class KeepOrder(CustomSchedulerPass):
         return "zerofx: reads follow the writes before them, and draws one another; FileKernels makes kernels"
 
 
-def _keep_behind(node: BaseSchedulerNode, buffer: str) -> None:
+def _keep_after(node: BaseSchedulerNode, buffer: str) -> None:
     node.add_fake_dep(WeakDep(buffer, mutating_buf=node.get_name(), is_fake=True))
 
 

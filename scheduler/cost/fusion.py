@@ -30,7 +30,7 @@ class Fused:
     """The kernels that a region is taken to run in, in order.
 
     ``order`` are its operators, ``members`` all of its nodes, ``stored`` the storages that take memory, ``reads`` those
-    that are read to compute an operator, through what is inlined into it, and ``behind`` the operators that it needs.
+    that are read to compute an operator, through what is inlined into it, ``ancestors`` the operators that it needs.
     """
 
     kernels: list[list[fx.Node]]
@@ -38,7 +38,7 @@ class Fused:
     members: set[fx.Node]
     stored: set[Storage]
     reads: Mapping[fx.Node, set[Storage]]
-    behind: Mapping[fx.Node, set[fx.Node]]
+    ancestors: Mapping[fx.Node, set[fx.Node]]
 
 
 def fuse(region: RegionLike) -> Fused:
@@ -48,9 +48,9 @@ def fuse(region: RegionLike) -> Fused:
     stored = _stored(order, members)
     reads = {node: _read(node, members, stored) for node in order}
     needs = {node: {storage[0] for storage in reads[node] if storage[0] in reads} for node in order}
-    behind = _ancestors(order, needs)
-    kernels = _kernels([n for n in _together(order, reads, needs, behind, stored) if _runs(n, stored)], reads, needs)
-    return Fused(kernels, order, members, stored, reads, behind)
+    ancestors = _ancestors(order, needs)
+    kernels = _kernels([n for n in _together(order, reads, needs, ancestors, stored) if _runs(n, stored)], reads, needs)
+    return Fused(kernels, order, members, stored, reads, ancestors)
 
 
 def estimated_memory(
@@ -62,7 +62,7 @@ def estimated_memory(
     step will run on a CPU, whose kernels keep workspaces, wherever it was captured.
     """
     fused = fuse(region)
-    order, members, stored, reads, behind = fused.order, fused.members, fused.stored, fused.reads, fused.behind
+    order, members, stored, reads, ancestors = fused.order, fused.members, fused.stored, fused.reads, fused.ancestors
     kernels = fused.kernels
     last: dict[Storage, int] = {}
     for number, kernel in enumerate(kernels):
@@ -77,7 +77,7 @@ def estimated_memory(
     events: list[MemoryEvent] = []
     for number, kernel in enumerate(kernels):
         free = [s for s in dying.get(number, ()) if s in live and s not in leaving]
-        kernel, over = _overwriting(kernel, free, reads, behind)
+        kernel, over = _overwriting(kernel, free, reads, ancestors)
         for node in kernel:
             for storage in (s for s in outputs_of(node) if s in stored):
                 size = storage_size(storage)
@@ -123,7 +123,7 @@ def _overwriting(
     kernel: list[fx.Node],
     dying: Sequence[Storage],
     reads: Mapping[fx.Node, set[Storage]],
-    behind: Mapping[fx.Node, set[fx.Node]],
+    ancestors: Mapping[fx.Node, set[fx.Node]],
 ) -> tuple[list[fx.Node], dict[fx.Node, set[Storage]]]:
     """The order of a kernel's loops, and which storages, of those that die there, each is written over if it fits.
 
@@ -134,12 +134,12 @@ def _overwriting(
         sizes = {node: {storage_size(storage) for storage in outputs_of(node)} for node in kernel}
         fitting = {s for s in dying if all(storage_size(s) in sizes[node] for node in kernel if s in reads[node])}
         ends = {node: reads[node] & fitting for node in kernel}
-        order = overwriting_order(kernel, ends, behind)
+        order = overwriting_order(kernel, ends, ancestors)
         last = overwritten(order, ends)
         return order, {node: last.get(node, set()) for node in kernel}
     over: dict[fx.Node, set[Storage]] = {}
     for node in kernel:
-        others = [other for other in kernel if other is not node and other not in behind[node]]
+        others = [other for other in kernel if other is not node and other not in ancestors[node]]
         alone = is_inlined(node) and facts_of(node.target).inductor is not Inductor.ROW_LOOPS
         over[node] = {s for s in reads[node] if not any(s in reads[other] for other in others)} if alone else set()
     return kernel, over
@@ -149,7 +149,7 @@ def _together(
     order: Sequence[fx.Node],
     reads: Mapping[fx.Node, set[Storage]],
     needs: Mapping[fx.Node, set[fx.Node]],
-    behind: Mapping[fx.Node, set[fx.Node]],
+    ancestors: Mapping[fx.Node, set[fx.Node]],
     stored: set[Storage],
 ) -> list[fx.Node]:
     """``order`` with loops over the same elements of the same value in one place, as Inductor fuses them: what the
@@ -182,7 +182,7 @@ def _together(
                 for other in alike[storage]:
                     if other not in met and other not in placed:
                         met.add(other)
-                        if rank[other] > rank[node] and behind[other].isdisjoint(group):
+                        if rank[other] > rank[node] and ancestors[other].isdisjoint(group):
                             group[other] = None
                             pending.append(other)
         for entry in group:

@@ -121,7 +121,7 @@ def liveness(step: StepGraph, on_cpu: bool, *, fused: bool = False) -> Liveness:
     last_here = {storage: reader for storage, reader in last_use.items() if storage[0] in here}
     dying = _by_reader(last_here)
     persistent = _persistent_bytes(step, DEVICE)
-    live, during, behind = persistent, {}, {}
+    live, during, after = persistent, {}, {}
     loop = loop_of(step)
     for node in step.calls():
         live += sum(size for _, size in here.get(node, ()))
@@ -133,13 +133,13 @@ def liveness(step: StepGraph, on_cpu: bool, *, fused: bool = False) -> Liveness:
             live -= next(size for i, size in here[source] if i == index)
         live += _held_by_pending(node) if on_cpu else 0
         during[node] = max(during[node], live)
-        behind[node] = live
+        after[node] = live
     sizes = {(node, index): size for node, storages in here.items() for index, size in storages}
     away = any(tier_of(node) != DEVICE for node in step.graph.nodes)
     tiers = [tier for tier in TIERS if tier != DEVICE] if away else []
     slower: dict[str, TierUse] = {tier: _tier_use(step, tier, last_use, owned) for tier in tiers}
     used = {tier: use for tier, use in slower.items() if use.peak_bytes}
-    return Liveness(during, behind, persistent, last_here, sizes, used)
+    return Liveness(during, after, persistent, last_here, sizes, used)
 
 
 def _handed_out_bytes(
@@ -160,12 +160,12 @@ def _tier_use(
     held = {node for node in owned if node.target in ops.EVENTS and tier_of(node) == tier}
     dying = _by_reader({storage: reader for storage, reader in last_use.items() if storage[0] in held})
     persistent = _persistent_bytes(step, tier)
-    live, during, behind = persistent, {}, {}
+    live, during, after = persistent, {}, {}
     blocks = most_blocks = _persistent_bytes(step, tier, size_class)
     for node in step.calls():
         passing = _passing_through(node) if tier == "host" else 0
         if not passing and node not in held and node not in dying:  # most nodes
-            during[node] = behind[node] = live
+            during[node] = after[node] = live
             continue
         taken = [size for _, size in owned.get(node, ())] if node in held else []
         freed = [next(size for i, size in owned[source] if i == index) for source, index in dying.get(node, ())]
@@ -177,8 +177,8 @@ def _tier_use(
         most_blocks = max(most_blocks, blocks)
         live -= sum(freed)
         blocks -= sum(map(size_class, freed))
-        behind[node] = live
-    return TierUse(during, behind, persistent, most_blocks)
+        after[node] = live
+    return TierUse(during, after, persistent, most_blocks)
 
 
 def _persistent_bytes(step: StepGraph, tier: str, size_of: Callable[[int], int] = int) -> int:

@@ -48,7 +48,7 @@ def issued_ahead(
             min(number - places.index(places[number]), distance) if layout.buckets[gather.bucket].num_ranks > 1 else 0
         )
         earlier = together[number - units][0]
-        hidden = f", issued {units} ahead to hide behind {layout.buckets[earlier.bucket].name}" if units else ""
+        hidden = f", issued {units} ahead to overlap with {layout.buckets[earlier.bucket].name}" if units else ""
         issued.append(replace(gather, issue=earlier.first, reason=gather.reason + hidden))
     return tuple(issued)
 
@@ -65,7 +65,7 @@ def awaited_later(reduces: Sequence[ReduceDecision], layout: BucketLayout) -> tu
             place, reason = None, LAST_REDUCTION
         else:
             name = layout.buckets[following.bucket].name
-            reason = f"awaited when the gradients of {name} are complete, to hide behind their computation"
+            reason = f"awaited when the gradients of {name} are complete, to overlap with their computation"
             place = following.wait_after
         crossed_after = place if reduce.crossed_after != "" else ""
         awaited.append(replace(reduce, wait_after=place, crossed_after=crossed_after, reason=reason))

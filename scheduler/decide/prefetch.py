@@ -198,7 +198,7 @@ def _in_turn(decisions: Sequence[StateDecision], updated: Mapping[int, int]) -> 
     num_buffers = NUM_BUFFERS - any(decision.tier == "nvme" and decision.at_once for decision in decisions)
     order = [bucket for bucket in updated if bucket in ahead]
     before = dict(zip(order[num_buffers:], order, strict=False))
-    return [replace(decision, behind=before.get(decision.bucket)) for decision in decisions]
+    return [replace(decision, takes_over=before.get(decision.bucket)) for decision in decisions]
 
 
 def _state(decision: StateDecision, start: Start, names: Sequence[str]) -> StateDecision:

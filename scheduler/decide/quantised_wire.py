@@ -121,7 +121,7 @@ def with_wire(
         shards = shards[: len(shards) // 2]
         candidate = _plan(allowed, layout, chosen, most, moments, sends)
     hidden = all(wire_decision.is_exact for wire_decision in candidate.wires)
-    return _all_exact(allowed, layout, "it hides behind computation" if hidden else "the budget has no room for more")
+    return _all_exact(allowed, layout, "computation hides it" if hidden else "the budget has no room for more")
 
 
 def _all_exact(plan: Plan, layout: BucketLayout, why: str) -> Plan:
@@ -309,7 +309,7 @@ def _plan(
                 decision,
                 wait_after=following.wait_after if following else None,
                 crossed_after=((following.crossed_after if following else None) or None) if crosses else "",
-                reason=f"{decision.reason}; the hop across nodes hides behind what follows",
+                reason=f"{decision.reason}; what follows hides the hop across nodes",
             )
         reduces.append(decision)
     wires = []
@@ -332,7 +332,7 @@ def _plan(
 def _reason(plan: Plan, bucket: Bucket, choice: Choice, most: Choice, saved: float, sends: _Sends) -> str:
     if choice == Choice():
         return "sent exactly: " + (
-            "it hides behind computation" if most != Choice() else "it is not sent, or cannot be rounded"
+            "computation hides it" if most != Choice() else "it is not sent, or cannot be rounded"
         )
     parts = [
         *([f"gathered in {ENCODINGS[plan.wire].gathers}"] if choice.gather else []),
@@ -343,5 +343,5 @@ def _reason(plan: Plan, bucket: Bucket, choice: Choice, most: Choice, saved: flo
         ),
         *([f"reduced in {plan.wire}"] if choice.reduce else []),
     ]
-    rest = "" if choice == most else "; the rest hides behind computation"
+    rest = "" if choice == most else "; computation hides the rest"
     return f"{', '.join(parts)}: the step is {format_seconds(max(0.0, saved))} shorter than with it sent exactly{rest}"

@@ -12,7 +12,7 @@ all of them, and in which placement it waits for backward, where it may be conve
     conversions     flow[p, q] <= converted[p, q]
     what waits      is a reader of what forward gives, and gives to readers in backward
 
-Flows have nearly no fractions where rules have whole numbers, so that little is left to branch on. It is exact for
+Once rules are 0 or 1 nearly all flows are too, so that there is little to branch on. It is exact for
 these costs: seconds add up. What overlaps is not seen here: a plan's simulation tells.
 
 Not handled: values that share memory are paid for one by one.

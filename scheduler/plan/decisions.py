@@ -172,7 +172,7 @@ class StateDecision:
     Positions are names of nodes of the captured graph: what the update works on is copied to it from before ``reload``
     (None: from where the bucket's reduction starts), and from nvme into the host's memory from before ``read``
     (None: with the copy). ``at_once``: all copies are made, and awaited, where the update is; nothing is held for it
-    while something else computes, and nothing overlaps with them. ``behind`` is the
+    while something else computes, and nothing overlaps with them. ``takes_over`` is the
     bucket whose buffers on the host it takes over on its way from nvme: its read starts when that bucket is written
     back, at the earliest.
     ``delayed``: an update on the host runs during the next step, which computes with the parameters from before it and
@@ -187,7 +187,7 @@ class StateDecision:
     read: str | None = None
     at_once: bool = False
     delayed: bool = False
-    behind: int | None = None
+    takes_over: int | None = None
 
     @property
     def place(self) -> str:

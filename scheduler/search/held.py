@@ -16,8 +16,8 @@ _BRINGING: Final = frozenset({ops.reload, ops.all_gather, ops.gather_on_node, ga
 
 @dataclass(frozen=True)
 class Held:
-    """The device's peak in bytes, and ``firm_bytes`` of it: what stays between steps, and what was there before
-    what runs at the peak, unless it was computed again, or brought back: some is only brought for that."""
+    """The device's peak in bytes, and ``firm_bytes`` of it: what stays between steps, and values that were computed
+    before the peak's node and are read after it; not those that are recomputed, gathered or reloaded."""
 
     peak_bytes: int
     firm_bytes: int

@@ -22,7 +22,7 @@ from zerofx.scheduler.search.stages.rungs import Rungs
 from zerofx.scheduler.search.stages.wire import Wire
 
 STAGES: Final[tuple[Stage, ...]] = (
-    Replicas(),  # states in parts of slices on each replica, or whole slices on all where that is exposed less
+    Replicas(),  # each replica updates a part of its slice, or the whole where computation then waits less for gathers
     ParameterSlices(),  # huge parameters whole, or else in the fewest slices with which a plan fits
     MicroBatches(),  # as many as asked, or those with the fastest plan
     LaterUpdates(),  # a plan that fits in later steps too, whose updates take other bytes

@@ -81,7 +81,7 @@ class Problem:
     no limit. ``machine``: the target's, whose host may have less for this plan. ``merges_gathers``: whether gathers may
     start together. ``questions``: the ways to tile and divide that are searched together. ``plan``: one that fits.
     ``locations``: None for a training step; for an evaluation, where parameters and states lie in any case. ``homes``:
-    likewise for a training step next to others that has to leave them where they are.
+    the same for one of several training steps of a model, which must not move them.
     """
 
     work: Work

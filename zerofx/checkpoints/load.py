@@ -1,4 +1,4 @@
-"""A checkpoint that is to be loaded: found and checked whole, and what of it is not in buckets."""
+"""Finds and checks a whole checkpoint, and loads what is not in buckets (``fill.py`` loads those)."""
 
 from __future__ import annotations
 

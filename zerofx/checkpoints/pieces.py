@@ -60,7 +60,7 @@ def _in_groups(slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _of_model(slot: Slot, box: Box) -> Iterator[tuple[int, Box]]:
-    """The boxes of the model's parameter that a box of a slot, as ``_in_groups`` has it, is: one for each group.
+    """Translate a box of a slot (as ``_in_groups`` has it) to boxes of the whole parameter: one for each group.
 
     Each comes with how many elements after the first of the slot's box it begins.
     """

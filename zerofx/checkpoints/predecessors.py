@@ -7,8 +7,8 @@ def predecessor(rank: int, num_model: int, saved_ranks: int, saved_model: int) -
     """The saved rank whose own values ``rank`` goes on with; None where there was no such rank.
 
     ``num_model`` ranks in a row share one computation, and did ``saved_model`` of ``saved_ranks``. Where these are as
-    many, each rank goes on with its own. Elsewhere all that share a computation go on with what the first of those had
-    that shared the one in its place.
+    many, each rank goes on with its own. Otherwise all ranks of the n-th group go on with what the first rank of the
+    n-th saved group had.
     """
     before = rank if num_model == saved_model else rank // num_model * saved_model
     return before if before < saved_ranks else None

@@ -164,7 +164,7 @@ def _within_budget(prepared: Prepared, control: Control) -> tuple[Prepared, Comp
     """Plan, lower and compile a step; a budget holds for the compiled regions too.
 
     What a compiled region holds inside is known once it is compiled. Where the compiled step exceeds the budget, it is
-    planned again with the measured memory of regions: up to 4 times for the same budget, then for the budget minus the
+    planned again with the measured memory of regions: up to 3 times for the same budget, then for the budget minus the
     largest shortfall seen, or for the least that a plan is estimated to need.
 
     Returns:

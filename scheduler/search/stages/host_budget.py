@@ -3,7 +3,7 @@
 The search puts on the host what its room there allows by estimate: states, parameters that are updated with them,
 activations, and copies on their way to and from nvme. What a plan takes of the host's pool is then counted whole,
 position by position, in blocks as the pool hands them out; where that is more than the budget, the plan is made again
-with as much less room.
+with the host's room reduced by the excess.
 """
 
 from __future__ import annotations

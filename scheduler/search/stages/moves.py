@@ -11,8 +11,8 @@ its order is searched without such moves too.
 A budget that not even all moves of an order come near is out of its reach, which one plan tells: what is held at the
 peak then, and is not computed again, is held by every shorter length too (``search/held.py``).
 
-Where what is before or between layers is divided into pieces, all is searched without that too: what lies in one piece
-can be computed again from less.
+Where nodes outside layers can be divided into pieces, both are searched, with the division and without: what lies in
+one piece can be computed again from less.
 """
 
 from __future__ import annotations

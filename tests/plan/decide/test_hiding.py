@@ -138,7 +138,7 @@ def test_what_is_reduced_in_each_micro_batch_still_is_where_it_is_hidden() -> No
 def test_every_collective_that_is_not_hidden_says_why() -> None:
     for reduce in planned(PolicyOptions(0, hide_reductions=False)).reduces:
         assert "no room" in reduce.reason
-    assert all("to hide behind" in gather.reason for gather in hidden(NO_LIMIT).gathers[1:])
+    assert all("to overlap with" in gather.reason for gather in hidden(NO_LIMIT).gathers[1:])
 
 
 def plan_at(stage: int, budget: int | None, **options: object) -> PlannedStep:

@@ -126,7 +126,7 @@ def test_the_simulation_counts_all_that_is_sent() -> None:
 def test_what_hides_behind_computation_stays_exact() -> None:
     free, exact = (planned(FAST, rows=4096, wire=wire) for wire in ("int8", "exact"))
     assert len(free.plan.wires) == len(free.plan.buckets)
-    assert all(one.is_exact and "hides behind computation" in one.reason for one in free.plan.wires)
+    assert all(one.is_exact and "computation hides it" in one.reason for one in free.plan.wires)
     assert [str(node.target) for node in free.lowered.graph.calls()] == [
         str(node.target) for node in exact.lowered.graph.calls()
     ]

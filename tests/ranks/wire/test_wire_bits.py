@@ -23,7 +23,7 @@ WIDTH = 32
 RANKS_PER_NODE = 2
 STEPS = 12
 LR = 0.05
-# Links so slow that nothing hides behind computation.
+# Links so slow that computation hides nothing.
 MACHINE = dataclasses.replace(
     Machine.named("cpu"), name="slow", intra_node=Link(1e6, 1e-6), inter_node=Link(1e5, 1e-6),
     ranks_per_node=RANKS_PER_NODE,

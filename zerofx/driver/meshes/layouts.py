@@ -1,8 +1,8 @@
 """Which of several layouts on the model axis is best: what the program does not see, the simulator does.
 
-The integer program (``scheduler/decide/shardings.py``) adds seconds up, and takes memory as free. It does not know how
-much of what ranks gather of parameters is hidden by computation, nor what a byte is worth. So it is solved for several
-prices of both, and where that gives other layouts, each is simulated for a few of the layers
+The integer program (``scheduler/decide/shardings.py``) adds seconds up, and by default takes memory as free. It does
+not know how much of what ranks gather of parameters is hidden by computation, nor what a byte is worth. So it is solved
+for several prices of both, and where that gives other layouts, each is simulated for a few of the layers
 (``zerofx/driver/meshes/short_steps.py``). The fastest is taken; within a memory budget the fastest that fits, with as
 much given up as it has to, or else the one that needs least.
 """

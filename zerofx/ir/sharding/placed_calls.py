@@ -141,11 +141,11 @@ def _where(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds,
     shape, possible = shape_of(node), set[Kind]({REPLICATED} if all(REPLICATED in kinds for kinds in read) else ())
     for kind in any_part(shape, range(len(shape))):
         assert isinstance(kind, Sharded)
-        behind = len(shape) - kind.dim
+        from_end = len(shape) - kind.dim
         fits = True
         for kinds, source in zip(read, map(shape_of, read_tensors(node)), strict=True):
-            is_part = len(source) >= behind and source[-behind] == shape[kind.dim]
-            fits &= (Sharded(len(source) - behind, kind.groups) if is_part else REPLICATED) in kinds
+            is_part = len(source) >= from_end and source[-from_end] == shape[kind.dim]
+            fits &= (Sharded(len(source) - from_end, kind.groups) if is_part else REPLICATED) in kinds
         possible |= {kind} if fits else set()
     return (frozenset(possible),)
 

@@ -265,7 +265,7 @@ class Control:
     def leave(self) -> None:
         """Destroy the group on this rank alone: ranks that wait for it there fail at once.
 
-        Others may be about to hear, in a meeting that this rank has begun, that it goes, and why. If they do not come
+        A meeting that this rank has begun may still be telling the others that it leaves, and why. If they do not come
         to it within a second, the group stays: to destroy it would be to wait for them.
         """
         begun, self._begun = self._begun, None
