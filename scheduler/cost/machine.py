@@ -106,11 +106,15 @@ class Nvme:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Fractions of the datasheet that programs get: large matmuls, memory-bound kernels, links. 1.0 where measured."""
+    """Fractions of the datasheet that programs get: large matmuls, memory-bound kernels, links. 1.0 where measured.
+
+    ``convolution`` is what convolutions get of the rate of large matmuls; 1.0 where nobody has measured it.
+    """
 
     matmul: float
     memory: float
     link: float
+    convolution: float = 1.0
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -194,6 +198,10 @@ class Machine:
         else:
             rate = peak.tf32 if tf32 and dtype is torch.float32 else None
         return rate or peak.float32
+
+    def convolution_flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
+        """Achievable FLOP/s of a convolution, as ``matmul_flops`` has them."""
+        return self.matmul_flops(dtype, tf32=tf32) * self.efficiency.convolution
 
     def vector_flops(self, dtype: torch.dtype) -> float:
         """Achievable FLOP/s outside matmuls: the float32 rate for all types (half for float64); no tensor cores."""

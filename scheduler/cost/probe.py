@@ -34,6 +34,7 @@ _MIN_RUNS = 3
 _COPY_BYTES_CPU = 64 * _MIB  # beyond any cache share of a few cores, cheap to allocate
 _COPY_BYTES_CUDA = 1024 * _MIB
 _MATMUL_CPU, _MATMUL_CUDA = 1024, 8192  # side of the square matrices: large enough for the peak, 20 ms and 2 ms or so
+_PIXELS, _IMAGES_CPU, _IMAGES_CUDA = 32, (16, 64), (128, 256)  # side of an image; images and their channels
 _MESSAGE_BYTES = (64 * 1024, 8 * _MIB)  # one where latency is most of the time, one where bandwidth is
 _FILE_BYTES, _BLOCK_BYTES = 64 * _MIB, 8 * _MIB
 _LEAST_LATENCY = 1e-7  # seconds; a fit through two noisy points may come out negative
@@ -118,7 +119,7 @@ def _measure_cpu(ranks: int) -> Machine:
         name=f"{row.name}{MEASURED}",
         source=f"measured: {torch.get_num_threads()} threads, {ranks} ranks a node; links and nvme of {row.name!r}",
         device=Device(Peaks(float32, bfloat16=bfloat16), traffic, max(1, total // ranks), launch),
-        efficiency=Efficiency(1.0, 1.0, 1.0),
+        efficiency=Efficiency(1.0, 1.0, 1.0, _convolution_share(cpu, torch.float32, float32)),
         intra_node=row.intra_node,
         inter_node=row.inter_node,
         ranks_per_node=ranks,
@@ -134,10 +135,11 @@ def _measure_cuda(device: torch.device, ranks: int) -> Machine:
         float32 = _matmul_flops(device, torch.float32, _MATMUL_CUDA // 2)
     with _float32_matmul("high"):
         tf32 = _matmul_flops(device, torch.float32, _MATMUL_CUDA)
+    bfloat16 = _matmul_flops(device, torch.bfloat16, _MATMUL_CUDA)
     peak = Peaks(
         float32,
         tf32=max(tf32, float32),
-        bfloat16=_matmul_flops(device, torch.bfloat16, _MATMUL_CUDA),
+        bfloat16=bfloat16,
         float16=_matmul_flops(device, torch.float16, _MATMUL_CUDA),
         fp8=row.device.peak.fp8 and row.device.peak.fp8 * row.efficiency.matmul,
     )
@@ -154,7 +156,7 @@ def _measure_cuda(device: torch.device, ranks: int) -> Machine:
             _launch_seconds(device),
             None if torch.version.hip else (properties.major, properties.minor),
         ),
-        efficiency=Efficiency(1.0, 1.0, 1.0),
+        efficiency=Efficiency(1.0, 1.0, 1.0, _convolution_share(device, torch.bfloat16, bfloat16)),
         intra_node=Link(row.intra_node.bandwidth * row.efficiency.link, row.intra_node.latency),
         inter_node=Link(row.inter_node.bandwidth * row.efficiency.link, row.inter_node.latency),
         ranks_per_node=ranks,
@@ -187,6 +189,22 @@ def _matmul_flops(device: torch.device, dtype: torch.dtype, side: int) -> float:
     a = torch.ones(side, side, device=device, dtype=dtype)
     b, out = torch.ones_like(a), torch.empty_like(a)
     return 2 * side**3 / _best_seconds(lambda: torch.mm(a, b, out=out), _synchronizer(device))
+
+
+def _convolution_share(device: torch.device, dtype: torch.dtype, matmul_flops: float) -> float:
+    """What a convolution of 3 x 3 and its backward get of the rate of matmuls, at most all of it."""
+    num_images, channels = _IMAGES_CPU if device.type == "cpu" else _IMAGES_CUDA
+    images = torch.ones(num_images, channels, _PIXELS, _PIXELS, device=device, dtype=dtype)
+    filters = torch.ones(channels, channels, 3, 3, device=device, dtype=dtype)
+    gradients = torch.ones_like(images)
+    places = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)  # no bias; stride, padding, dilation; one group
+
+    def run() -> None:
+        torch.ops.aten.convolution(images, filters, *places)
+        torch.ops.aten.convolution_backward(gradients, images, filters, *places, [True, True, False])
+
+    products = 3 * images.numel() * filters.numel() // channels  # forward, and for each of both gradients
+    return min(1.0, 2 * products / _best_seconds(run, _synchronizer(device)) / matmul_flops)
 
 
 def _copy_traffic(device: torch.device, num_bytes: int) -> float:

@@ -29,6 +29,8 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.torch_private.flops import flop_count
 from zerofx.torch_private.operators import OpOverload, is_out, schema_of
 
+_CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
+
 
 @dataclass(frozen=True)
 class NodeCost:
@@ -61,16 +63,15 @@ def node_cost(
             f"{node.name} ({node.target}): no meta['val']; run fake tensor propagation before costs"
         )
 
-    is_matmul = _matmul_packet(node.target) is not None
+    packet = _matmul_packet(node.target)
     flops, read, written = node_flops(node), _bytes_read(node), _bytes_written(node)
-    dtype = _input_dtype(node) if is_matmul else _output_dtype(node) or _input_dtype(node)
+    dtype = _input_dtype(node) if packet is not None else _output_dtype(node) or _input_dtype(node)
     if measured is not None:
         seconds = measured
     elif facts_of(node.target).traffic is Traffic.ALLOCATES or dtype is None:
         seconds = 0.0
     else:
-        rate = machine.matmul_flops(dtype, tf32=tf32) if is_matmul else machine.vector_flops(dtype)
-        seconds = _roofline(flops, read + written, rate, machine)
+        seconds = _roofline(flops, read + written, _rate(packet, dtype, machine, tf32=tf32), machine)
     return NodeCost(flops, read, written, seconds, dtype)
 
 
@@ -111,6 +112,15 @@ def _matmul_packet(target: OpOverload) -> Any:
     same = facts_of(target).counted_as
     packet = target.overloadpacket if same is None else getattr(torch.ops.aten, same)
     return packet if packet in flop_registry else None
+
+
+def _rate(packet: Any, dtype: torch.dtype, machine: Machine, *, tf32: bool) -> float:
+    """FLOP/s of what the registry knows as ``packet``; None for what runs on no matrix units."""
+    if packet is None:
+        return machine.vector_flops(dtype)
+    if packet in _CONVOLUTIONS:
+        return machine.convolution_flops(dtype, tf32=tf32)
+    return machine.matmul_flops(dtype, tf32=tf32)
 
 
 def _roofline(flops: int, num_bytes: int, rate: float, machine: Machine) -> float:

@@ -48,7 +48,7 @@ machines = st.builds(
         sizes,
         latencies,
     ),
-    efficiency=st.builds(Efficiency, fractions, fractions, fractions),
+    efficiency=st.builds(Efficiency, fractions, fractions, fractions, fractions),
     intra_node=links,
     inter_node=links,
     ranks_per_node=st.integers(1, 72),
@@ -224,6 +224,9 @@ def test_rates_by_dtype() -> None:
     assert PLAIN.matmul_flops(torch.float32, tf32=True) == peak.tf32
     assert PLAIN.matmul_flops(torch.float8_e4m3fn) == peak.fp8
     assert PLAIN.matmul_flops(torch.float64) == peak.float32 / 2
+    slow = dataclasses.replace(PLAIN, efficiency=Efficiency(0.5, 1.0, 1.0, convolution=0.8))
+    assert PLAIN.convolution_flops(torch.bfloat16) == peak.bfloat16
+    assert slow.convolution_flops(torch.bfloat16) == 0.8 * slow.matmul_flops(torch.bfloat16)
     v100 = Machine.named("v100-32")
     assert v100.matmul_flops(torch.bfloat16) == v100.matmul_flops(torch.float32)
     assert v100.matmul_flops(torch.float8_e5m2) == v100.matmul_flops(torch.float16)
@@ -268,6 +271,7 @@ def test_measuring_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert 1e9 < machine.device.peak.float32 < 1e14
     assert 1e8 < machine.device.memory_bandwidth < 1e13
     assert 1e-8 < machine.device.launch_latency < 1e-2
+    assert 1e-2 < machine.efficiency.convolution <= 1
     assert machine.nvme is not None
     assert "measured" in machine.source
     assert not list(drive.iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,6 +109,18 @@ def test_attention_on_the_cpu_counts_as_the_kernels_that_the_registry_knows(kv_h
     cost = node_cost(forward, H100)
     assert cost.bytes_read == 4 * b * s * d * (h + 2 * kv_heads)
     assert cost.bytes_written == 4 * b * s * h * (d + 1)  # the output, and the log-sum-exp of every row
+
+
+def test_convolutions_and_their_backwards_take_what_the_machine_has_them_take() -> None:
+    at_once = replace(H100, device=replace(H100.device, launch_latency=0.0))
+    half = replace(at_once, efficiency=replace(H100.efficiency, convolution=0.5))
+    images, filters = torch.randn(8, 64, 16, 16, requires_grad=True), torch.randn(64, 64, 3, 3, requires_grad=True)
+    nodes = trace(lambda *given: torch.autograd.grad(F.conv2d(*given).sum(), given), images, filters)
+    for target in (aten.convolution.default, aten.convolution_backward.default):
+        node = find(nodes, target)
+        seconds = node_flops(node) / H100.matmul_flops(torch.float32)
+        assert node_cost(node, at_once).seconds == pytest.approx(seconds)
+        assert node_cost(node, half).seconds == pytest.approx(2 * seconds)
 
 
 @pytest.mark.parametrize(
