@@ -57,6 +57,21 @@ def llama_step(stage: int) -> tuple[zerofx.Step, dict[str, Any]]:
     return step, {"input_ids": ids, "labels": ids.clone()}
 
 
+def test_a_measurement_says_in_words_what_it_is() -> None:
+    measured = Measurement({"device": 3 * 2**20, "host": 2**30}, 2**20, 2**10, 0.012, 0.002, 3, between_seconds=1e-4)
+    assert str(measured).splitlines() == [
+        "per rank                                   measured, 3 steps",
+        "---------------------------------------  -------------------",
+        "peak on the device                                   3.0 MiB",
+        "peak on the host                                     1.0 GiB",
+        "time of a step                                      12.00 ms",
+        "waits for communication                              2.00 ms",
+        "neither computes nor waits                            100 µs",
+        "sent in a step                                       1.0 KiB",
+        "parameters, gradients, optimizer states              1.0 MiB",
+    ]
+
+
 def check(step: zerofx.Step, found: Measurement) -> None:
     plan = step.plan
     assert found.peak_bytes["device"] == pytest.approx(plan.peak_bytes["device"], rel=TOLERANCE)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
+from tabulate import tabulate
 
 from zerofx.ir.aliasing import storage_bytes
 from zerofx.ir.buckets import BucketLayout
@@ -28,13 +29,14 @@ from zerofx.runtime.measure.spans import Span, SpanLog, StreamUse, busy_seconds,
 from zerofx.runtime.tiers.stored import Stored
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak, CudaPeak
 from zerofx.scheduler.cost.links import Transfer
+from zerofx.units import format_bytes, format_seconds
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What ``num_steps`` steps took on this rank; fields as in ``Plan``. Seconds are medians over the steps.
+    """What ``num_steps`` steps took on this rank; fields as in ``Plan``, seconds are medians. ``print`` has a table.
 
     ``exposed_seconds`` is the time in which computation waited for collectives and for copies between tiers.
     ``between_seconds`` is what is left of a step, from its call to its return: neither did a region compute, nor did
@@ -61,6 +63,18 @@ class Measurement:
     def streams(self) -> dict[str, StreamUse]:
         """What each stream did in the step of ``timeline``: bytes, seconds, and how many of these were hidden."""
         return stream_uses(self.timeline)
+
+    def __str__(self) -> str:
+        lines = [
+            *([f"peak on the {tier}", format_bytes(size)] for tier, size in self.peak_bytes.items()),
+            ["time of a step", format_seconds(self.step_seconds)],
+            ["waits for communication", format_seconds(self.exposed_seconds)],
+            ["neither computes nor waits", format_seconds(self.between_seconds)],
+            ["sent in a step", format_bytes(self.wire_bytes)],
+            ["parameters, gradients, optimizer states", format_bytes(self.model_state_bytes)],
+        ]
+        headers = ["per rank", f"measured, {self.num_steps} step{'' if self.num_steps == 1 else 's'}"]
+        return tabulate(lines, headers, colalign=("left", "right"), disable_numparse=True, tablefmt="simple")
 
 
 @dataclass(frozen=True)
