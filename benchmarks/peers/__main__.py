@@ -3,6 +3,7 @@
     python -m benchmarks.peers                        # a GPT of 27M on two gloo ranks of one thread: about ten minutes
     python -m benchmarks.peers --shape 110m           # the same of 110M; or llama, a Llama of transformers
     python -m benchmarks.peers --groups sharded       # or accumulated, evaluated, replicated, shared, single
+    python -m benchmarks.peers --groups "two axes" --ranks 4   # DTensor's tensor parallelism with FSDP2
     python -m benchmarks.peers --only fsdp2 zerofx    # contenders whose name has one of these
     python -m benchmarks.peers --report               # tables and plot from what was measured before
     python -m benchmarks.peers --device cuda --shape llama-1b --dtype bfloat16      # NCCL, or one GPU

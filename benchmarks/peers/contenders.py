@@ -49,6 +49,12 @@ def build(request: dict[str, Any], work: Workload, device: torch.device) -> Trai
     return _matmul(device) if builder is None else builder(request, work, device)
 
 
+def ranks_per_batch(request: dict[str, Any], num_ranks: int) -> int:
+    """How many of ``num_ranks`` compute one batch together: what ``shared`` says, where True is all of them."""
+    shared = request.get("shared", 1)
+    return num_ranks if shared is True else int(shared)
+
+
 def _adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
@@ -139,16 +145,25 @@ def _fsdp2(request: dict[str, Any], work: Workload, device: torch.device) -> Tra
 
 
 def _dtensor(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
+    """Blocks are wrapped as torchtitan wraps them: shared among ranks, then compiled, then sharded."""
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel
 
     from benchmarks.peers.tensor_parallel import parallelize, parameter_groups
 
-    parallelize(work, init_device_mesh(device.type, (dist.get_world_size(),)))
-    if request.get("compile"):
-        for block in work.blocks:
+    num_ranks = dist.get_world_size()
+    num_model = ranks_per_batch(request, num_ranks)
+    mesh = init_device_mesh(device.type, (num_ranks // num_model, num_model), mesh_dim_names=("shard", "model"))
+    parallelize(work, mesh["model"])
+    for block in work.blocks:
+        if request.get("compile"):
             block.compile()
+        if num_model < num_ranks:
+            fully_shard(block, mesh=mesh["shard"])
+    if num_model < num_ranks:
+        fully_shard(work.model, mesh=mesh["shard"])
     optimizer = torch.optim.AdamW(parameter_groups(work.model), lr=1e-4, fused=True)
 
     def run() -> Tensor:
@@ -220,11 +235,13 @@ def _deepspeed(request: dict[str, Any], work: Workload, device: torch.device) ->
 def _zerofx(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
     accumulate = request.get("accumulate", 1)
     batch = {name: torch.cat([tensor] * accumulate) for name, tensor in work.batch.items()}
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    num_model = ranks_per_batch(request, num_ranks)
     step = zerofx.compile(
         work.model,
         _adamw(work.model),
         stage=request.get("stage", 3),
-        mesh={"model": dist.get_world_size()} if request.get("shared") else None,
+        mesh={"shard": num_ranks // num_model, "model": num_model} if num_model > 1 else None,
         memory_budget=request.get("budget"),
         offload=request.get("offload", "auto"),
         precision="bf16" if request.get("mixed") else None,

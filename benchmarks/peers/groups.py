@@ -22,11 +22,15 @@ class Contender:
 
 @dataclass(frozen=True)
 class Group:
-    """Contenders that are compared with each other; the first is the baseline. ``alone``: one process, not many."""
+    """Contenders that are compared with each other; the first is the baseline. ``alone``: one process, not many.
+
+    ``least_ranks``: with how many it says something.
+    """
 
     name: str
     contenders: tuple[Contender, ...]
     alone: bool = False
+    least_ranks: int = 2
 
 
 _CHECKPOINTED = ("FSDP2 + checkpoint", "FSDP2 + checkpoint + compile")
@@ -89,6 +93,17 @@ GROUPS = (
         ),
     ),
     Group(
+        "two axes",  # two ranks compute one batch together, and parameters are sharded over all
+        (
+            Contender("FSDP2 + DTensor + compile", {"family": "dtensor", "shared": 2, "compile": True}),
+            Contender("zerofx, two axes", {"family": "zerofx", "shared": 2}),
+            Contender(
+                "zerofx, two axes, 80 %", {"family": "zerofx", "shared": 2}, ("FSDP2 + DTensor + compile",), 0.80
+            ),
+        ),
+        least_ranks=4,
+    ),
+    Group(
         "single",
         (
             Contender("torch.compile", {"family": "torch", "compile": True}),
@@ -105,7 +120,7 @@ GROUPS = (
 def selected(options: argparse.Namespace) -> Iterator[tuple[Group, list[Contender]]]:
     """The groups that were asked for, with those of their contenders that can be run; the baseline always."""
     for group in GROUPS:
-        if group.name not in options.groups or (options.ranks == 1 and not group.alone):
+        if group.name not in options.groups or (options.ranks < group.least_ranks and not group.alone):
             continue
         yield group, wanted(group, options.only)
 

@@ -57,9 +57,11 @@ def parallelize(work: Workload, mesh: DeviceMesh) -> None:
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Parameters that are DTensors and those that are not: torch's fused updates take one kind at a time."""
-    kinds = ([p for p in model.parameters() if isinstance(p, DTensor) == is_dtensor] for is_dtensor in (True, False))
-    return [{"params": parameters} for parameters in kinds if parameters]
+    """Parameters by the mesh that they lie on, if any: torch's fused updates take those of one at a time."""
+    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        by_mesh.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return [{"params": parameters} for parameters in by_mesh.values()]
 
 
 def _share_gpt(work: Workload, mesh: DeviceMesh) -> None:

@@ -26,7 +26,7 @@ from torch import nn
 from benchmarks.lib.models import SHAPES, make_workload, model_flops
 from benchmarks.lib.processes import high_water_bytes
 from benchmarks.lib.wire_count import WireCount
-from benchmarks.peers.contenders import TrainStep, build
+from benchmarks.peers.contenders import TrainStep, build, ranks_per_batch
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 
 _NEED_A_GROUP = ("ddp", "fsdp2", "deepspeed", "dtensor")  # also where it has one member
@@ -40,8 +40,8 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     device = join(request["device"], alone=request["contender"]["family"] not in _NEED_A_GROUP)
     shape = SHAPES[request["shape"]]
-    ranks_per_batch = int(os.environ["WORLD_SIZE"]) if request["contender"].get("shared") else 1
-    work = make_workload(shape, device, getattr(torch, request["dtype"]), int(os.environ["RANK"]) // ranks_per_batch)
+    num_model = ranks_per_batch(request["contender"], int(os.environ["WORLD_SIZE"]))
+    work = make_workload(shape, device, getattr(torch, request["dtype"]), int(os.environ["RANK"]) // num_model)
     num_parameters = sum(p.numel() for p in work.model.parameters())
     began = time.perf_counter()
     try:
@@ -53,10 +53,10 @@ def main() -> None:
         return
     facts: dict[str, Any] = {"ready_seconds": time.perf_counter() - began, "loss": float(step.run().mean())}
     facts |= _measure(step, device) | step.facts
-    facts |= {"shape": asdict(shape), "num_parameters": num_parameters, "ranks_per_batch": ranks_per_batch}
+    facts |= {"shape": asdict(shape), "num_parameters": num_parameters, "ranks_per_batch": num_model}
     num_flops = request["contender"].get("accumulate", 1) * model_flops(shape, num_parameters)
     share = 1 / 3 if request["contender"].get("evaluate") else 1.0  # a backward takes twice its forward's
-    facts.setdefault("flops", share * num_flops / ranks_per_batch)
+    facts.setdefault("flops", share * num_flops / num_model)
     answers.write(json.dumps(facts) + "\n")
     for line in sys.stdin:
         meet()
