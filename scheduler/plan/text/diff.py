@@ -29,16 +29,19 @@ def diff_plans(first: Plan, other: Plan) -> str:
     """What changed from ``first`` to ``other``, a line each, as ``before -> after``; layers in a row that changed alike
     are one line. Plans with equal decisions and predictions are the same.
     """
+    placed = partial(_placed, first, other)
     sections = {
         "made for": list(_settings(first, other)),
         "buckets": list(_buckets(first, other)),
         "gathers": _folded(_gathers(first, other)),
         "reductions": _folded(_reductions(first, other)),
-        "wire": _folded(_wires(first, other)),
+        "wire": _folded(placed(lambda plan: [(d.bucket, wire_words(d)) for d in plan.wires], "sent exactly")),
         "tiled": list(_tiles(first, other)),
-        "parameters": _folded(_parameters(first, other)),
-        "optimizer states": _folded(_states(first, other)),
-        "gradients": _folded(_gradients(first, other)),
+        "parameters": _folded(placed(lambda plan: [(d.bucket, f"on {d.tier}") for d in plan.parameters])),
+        "optimizer states": _folded(placed(lambda plan: [(d.bucket, d.place) for d in plan.states])),
+        "gradients": _folded(
+            placed(lambda plan: [(d.bucket, f"on {d.tier} between micro-batches") for d in plan.gradients])
+        ),
         "recomputed": [*_folded(_recomputes(first, other)), *_extra_keeps(first, other)],
         "kept in parts": _folded(_values(first, *(by_unit(plan, plan.spreads) for plan in (first, other)))),
         **{f"offloaded to {tier}": _folded(_offloads(first, other, tier)) for tier in TIERS if tier != "device"},
@@ -182,13 +185,6 @@ def _reductions(first: Plan, other: Plan) -> list[_Change]:
     return changes
 
 
-def _wires(first: Plan, other: Plan) -> list[_Change]:
-    def known(plan: Plan) -> dict[str, str]:
-        return {plan.buckets[d.bucket].name: wire_words(d) for d in plan.wires}
-
-    return _placed(known(first), known(other), "sent exactly")
-
-
 def _tiles(first: Plan, other: Plan) -> Iterator[str]:
     def known(plan: Plan) -> dict[str, str]:
         slices = {sliced.parameter: f"{sliced.num_slices} slices" for sliced in plan.slices}
@@ -201,29 +197,11 @@ def _tiles(first: Plan, other: Plan) -> Iterator[str]:
             yield f"{name}: {old} -> {new}"
 
 
-def _parameters(first: Plan, other: Plan) -> list[_Change]:
-    def known(plan: Plan) -> dict[str, str]:
-        return {plan.buckets[d.bucket].name: f"on {d.tier}" for d in plan.parameters}
-
-    return _placed(known(first), known(other))
-
-
-def _states(first: Plan, other: Plan) -> list[_Change]:
-    def known(plan: Plan) -> dict[str, str]:
-        return {plan.buckets[d.bucket].name: d.place for d in plan.states}
-
-    return _placed(known(first), known(other))
-
-
-def _gradients(first: Plan, other: Plan) -> list[_Change]:
-    def known(plan: Plan) -> dict[str, str]:
-        return {plan.buckets[d.bucket].name: f"on {d.tier} between micro-batches" for d in plan.gradients}
-
-    return _placed(known(first), known(other))
-
-
-def _placed(before: dict[str, str], after: dict[str, str], otherwise: str = "on the device") -> list[_Change]:
-    """What is elsewhere, or otherwise, than before; ``otherwise`` is what is not in ``before`` or ``after``."""
+def _placed(
+    first: Plan, other: Plan, known: Callable[[Plan], list[tuple[int, str]]], otherwise: str = "on the device"
+) -> list[_Change]:
+    """What is elsewhere, or otherwise, than before; ``otherwise`` are the buckets that ``known`` says nothing of."""
+    before, after = ({plan.buckets[index].name: text for index, text in known(plan)} for plan in (first, other))
     sides = {name: (before.get(name, otherwise), after.get(name, otherwise)) for name in {**before, **after}}
     return [_Change(name, f"{old} -> {new}") for name, (old, new) in sides.items() if old != new]
 
