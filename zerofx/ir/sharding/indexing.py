@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from zerofx.ir.facts import tensor
-from zerofx.ir.sharding.pattern import Pattern, same_dims
-from zerofx.ir.sharding.rule import Local, argument, dims_of, outputs_of, read_tensors, shape_of
-from zerofx.ir.sharding.shapes import PatternsOf
+from zerofx.ir.sharding.pattern import Pattern
+from zerofx.ir.sharding.rule import Local, argument, outputs_of, read_tensors, shape_of
+from zerofx.ir.sharding.shapes import PatternsOf, whole_along
 
 _aten = torch.ops.aten
 
@@ -88,23 +88,13 @@ def masked(node: fx.Node) -> list[Pattern]:
     ]
 
 
-def _along(index: int) -> PatternsOf:
-    """The patterns of gathers and scatters along a dimension, an argument: the others, where all tensors have them."""
-
-    def patterns(node: fx.Node) -> list[Pattern]:
-        rank = len(shape_of(read_tensors(node)[0]))
-        return same_dims(node, dims_of(node, argument(node, index, "dim"), rank))
-
-    return patterns
-
-
 PATTERNS: Mapping[str, PatternsOf] = MappingProxyType(
     {
         "embedding": _embedding,
         "embedding_dense_backward": _embedding_backward,
-        "gather": _along(1),
-        "scatter.src": _along(1),
-        "scatter.value": _along(1),
-        "scatter_add": _along(1),
+        "gather": whole_along(1),
+        "scatter.src": whole_along(1),
+        "scatter.value": whole_along(1),
+        "scatter_add": whole_along(1),
     }
 )

@@ -20,7 +20,7 @@ from zerofx.ir.sharding.rule import (
     read_tensors,
     shape_of,
 )
-from zerofx.ir.sharding.shapes import PatternsOf
+from zerofx.ir.sharding.shapes import PatternsOf, whole_along
 from zerofx.scheduler.plan.placements import Reduction
 
 _aten = torch.ops.aten
@@ -56,22 +56,12 @@ def _all_reduced(over: Reduction, *, mean: bool = False) -> PatternsOf:
     return patterns
 
 
-def _rows(index: int) -> PatternsOf:
-    """The patterns of operators that need all of a dimension, which is an argument, and nothing of other rows."""
-
-    def patterns(node: fx.Node) -> list[Pattern]:
-        rank = len(shape_of(read_tensors(node)[0]))
-        return same_dims(node, dims_of(node, argument(node, index, "dim", -1), rank))
-
-    return patterns
-
-
 def _log_softmax(node: fx.Node) -> list[Pattern]:
-    return [*_rows(1)(node), *_classes(node, _log_softmax_of_classes, num_reductions=2)]
+    return [*whole_along(1)(node), *_classes(node, _log_softmax_of_classes, num_reductions=2)]
 
 
 def _log_softmax_backward(node: fx.Node) -> list[Pattern]:
-    return [*_rows(2)(node), *_classes(node, _log_softmax_backward_of_classes, num_reductions=1, index=2)]
+    return [*whole_along(2)(node), *_classes(node, _log_softmax_backward_of_classes, num_reductions=1, index=2)]
 
 
 def _classes(node: fx.Node, local: Any, num_reductions: int, index: int = 1) -> list[Pattern]:
@@ -130,18 +120,18 @@ PATTERNS: Mapping[str, PatternsOf] = MappingProxyType(
         "amin": _reduced("min"),
         "max.default": _all_reduced("max"),
         "min.default": _all_reduced("min"),
-        "max.dim": _rows(1),
-        "min.dim": _rows(1),
+        "max.dim": whole_along(1),
+        "min.dim": whole_along(1),
         "argmax": lambda node: [],
-        "_softmax": _rows(1),
-        "_safe_softmax": _rows(1),
-        "_softmax_backward_data": _rows(2),
+        "_softmax": whole_along(1),
+        "_safe_softmax": whole_along(1),
+        "_softmax_backward_data": whole_along(2),
         "_log_softmax": _log_softmax,
         "_log_softmax_backward_data": _log_softmax_backward,
-        "cumsum": _rows(1),
-        "cumprod": _rows(1),
-        "sort": _rows(1),
-        "topk": _rows(2),
+        "cumsum": whole_along(1),
+        "cumprod": whole_along(1),
+        "sort": whole_along(1),
+        "topk": whole_along(2),
         "tril": _last_two_whole,
         "triu": _last_two_whole,
         "full": _without_input,

@@ -115,6 +115,17 @@ def cut_along(index: int) -> PatternsOf:
     return patterns
 
 
+def whole_along(index: int) -> PatternsOf:
+    """The patterns of an operator that needs all of a dimension, which is an argument, and nothing of other rows: the
+    others may be sharded, where all tensors have them."""
+
+    def patterns(node: fx.Node) -> list[Pattern]:
+        rank = len(_source_shape(node))
+        return same_dims(node, dims_of(node, argument(node, index, "dim", -1), rank))
+
+    return patterns
+
+
 def joined_dims(node: fx.Node) -> list[Pattern]:
     """The patterns of tensors that are joined. Empty ones without dimensions, as caches begin with, are none."""
     shape, parts = tuple(value(node).shape), read_tensors(node)
