@@ -115,7 +115,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def find_heads(step: StepGraph) -> list[LossHead]:
     """All heads of a training step that can be tiled."""
     order = step.positions()
-    heads = (_head(step, node, order) for node in step.calls() if node.target is _aten.nll_loss_backward.default)
+    heads = (_head(node, order) for node in step.calls() if node.target is _aten.nll_loss_backward.default)
     return [head for head in heads if head is not None]
 
 
@@ -145,7 +145,7 @@ def _logits(softmax: fx.Node, weights: object, reduction: object) -> tuple[fx.No
     return product, cast
 
 
-def _head(step: StepGraph, grad_loss: fx.Node, order: dict[fx.Node, int]) -> LossHead | None:
+def _head(grad_loss: fx.Node, order: dict[fx.Node, int]) -> LossHead | None:
     softmax = grad_loss.args[1]
     logits = _logits(softmax, grad_loss.args[3], grad_loss.args[4]) if isinstance(softmax, fx.Node) else None
     if logits is None:

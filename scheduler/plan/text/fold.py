@@ -23,14 +23,13 @@ class Block:
         return range(first, first + self.length)
 
 
-def fold(shapes: Sequence[Hashable], anchors: Sequence[bool], least: int = 2) -> list[Block]:
+def fold(shapes: Sequence[Hashable], anchors: Sequence[bool]) -> list[Block]:
     """Blocks that cover all items in order.
 
     Args:
         shapes: what makes two items look alike, one an item.
         anchors: items of which a repetition must hold at least one (computation in a repeated layer), so that a row of
             collectives between two layers is not taken for a layer. Only a long run of one item needs none.
-        least: repetitions below which nothing is folded.
 
     Where more than one repetition fits, the one that covers most items wins, then the shortest.
     """
@@ -40,11 +39,11 @@ def fold(shapes: Sequence[Hashable], anchors: Sequence[bool], least: int = 2) ->
     start = 0
     while start < len(items):
         best = Block(start, 1, 1)
-        for length in range(1, min(_LONGEST, (len(items) - start) // least) + 1):
+        for length in range(1, min(_LONGEST, (len(items) - start) // 2) + 1):
             count = _repetitions(items, start, length)
             if not any(anchors[start : start + length]) and not (length == 1 and count >= _ALIKE):
                 continue
-            if count >= least and count * length > best.count * best.length:
+            if count > 1 and count * length > best.count * best.length:
                 best = Block(start, length, count)
         blocks.append(best)
         start += best.length * best.count

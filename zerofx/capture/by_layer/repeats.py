@@ -42,15 +42,15 @@ class Repeat:
         return f"{self.path}.{key}" if self.path else key
 
 
-def find_repeats(model: nn.Module, most: float = 0.5) -> tuple[Repeat, ...]:
+def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
     """The lists to shorten: those with which capturing shorter models costs least.
 
     Lists share no module and no parameter with anything else, and none is inside another. One capture is made with all
-    of them shortened, and one more for each; ``()`` where these have more than ``most`` of the model's layers together.
+    of them shortened, and one more for each; ``()`` where these have more than half of the model's layers together.
     """
     lists = sorted(_lists(model), key=lambda repeat: len(repeat.keys), reverse=True)
     total = sum(len(repeat.keys) for repeat in lists)
-    best: tuple[float, int] = (most * total, 0)
+    best: tuple[float, int] = (total / 2, 0)
     saved = 0
     for count, repeat in enumerate(lists, 1):
         saved += len(repeat.keys) - _NUM_CAPTURED
