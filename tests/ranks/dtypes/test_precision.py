@@ -9,32 +9,16 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.lib.distributed import run_ranks
-from tests.lib.models import CASES, batches
-from tests.lib.runs.training import Trained, build, differences, train_compiled, world
+from tests.lib.models import CASES
+from tests.lib.runs.scaling import train_by_hand
+from tests.lib.runs.training import Trained, differences, train_compiled
 
 STEPS = 30
 
 
 def _train_by_hand(name: str) -> Trained:
     """bf16 parameters cast from fp32 masters after every update: what `precision="bf16"` means, on one rank."""
-    case = CASES[name]
-    masters = build(case)
-    model = build(case).bfloat16()
-    optimizer = case.optimizer(masters)
-    losses = []
-    for args, kwargs in batches(case, world()[0], STEPS):
-        inputs = [a.bfloat16() if a.is_floating_point() else a for a in args]
-        loss = case.loss(model(*inputs, **kwargs))
-        loss.backward()
-        for master, low in zip(masters.parameters(), model.parameters(), strict=True):
-            assert low.grad is not None
-            master.grad, low.grad = low.grad.float(), None
-        optimizer.step()
-        with torch.no_grad():
-            for master, low in zip(masters.parameters(), model.parameters(), strict=True):
-                low.copy_(master)
-        losses.append(loss.detach())
-    return Trained(losses, dict(masters.state_dict()))
+    return train_by_hand(name, STEPS, low=torch.bfloat16, scaling={"enabled": False}).trained
 
 
 def test_one_process_trains_in_bf16_as_by_hand() -> None:

@@ -16,6 +16,7 @@ from tests.lib.budgets import small_machine
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, Stack, batches, sgd
 from tests.lib.runs.offloads import check_measured, parameters_away, placing, prepare_case
+from tests.lib.runs.scaling import train_by_hand
 from tests.lib.runs.training import (
     Trained,
     build,
@@ -24,7 +25,6 @@ from tests.lib.runs.training import (
     train_compiled,
     train_plain,
     without_key_biases,
-    world,
 )
 from tests.ranks.tiers.test_states import PLACES
 from zerofx import Plan, UsageError
@@ -68,23 +68,7 @@ def test_micro_batches_are_clipped_once_together() -> None:
 
 def _clip_by_hand(name: str, max_norm: float, steps: int) -> Trained:
     """bf16 parameters whose gradients are clipped in fp32, where their masters are updated."""
-    case = CASES[name]
-    masters, model = build(case), build(case).bfloat16()
-    optimizer = case.optimizer(masters)
-    losses, norms = [], []
-    for args, kwargs in batches(case, world()[0], steps):
-        loss = case.loss(model(*(a.bfloat16() if a.is_floating_point() else a for a in args), **kwargs))
-        loss.backward()
-        for master, low in zip(masters.parameters(), model.parameters(), strict=True):
-            assert low.grad is not None
-            master.grad, low.grad = low.grad.float(), None
-        norms.append(nn.utils.clip_grad_norm_(masters.parameters(), max_norm))
-        optimizer.step()
-        with torch.no_grad():
-            for master, low in zip(masters.parameters(), model.parameters(), strict=True):
-                low.copy_(master)
-        losses.append(loss.detach())
-    return Trained(losses, dict(masters.state_dict()), norms)
+    return train_by_hand(name, steps, max_grad_norm=max_norm, low=torch.bfloat16, scaling={"enabled": False}).trained
 
 
 def test_gradients_in_bf16_are_clipped_in_fp32() -> None:
