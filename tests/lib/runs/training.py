@@ -136,6 +136,14 @@ def step_of(name: str, stage: int = 0, **options: Any) -> tuple[zerofx.Step, tup
     return zerofx.compile(model, case.optimizer(model), stage, **options), args
 
 
+def plan_of(name: str, **options: Any) -> zerofx.PlannedStep:
+    """The plan of a case's step, for a CPU and the eager backend unless ``options`` differ."""
+    case = CASES[name]
+    model = build(case)
+    ((args, _),) = batches(case, 0, 1)
+    return zerofx.plan(model, case.optimizer(model), args, **{"machine": "cpu", "backend": "eager", **options})
+
+
 def differences(expected: Trained, found: Trained, tolerance: float = 0.0) -> list[str]:
     """What is not the same, in words; `tolerance` is relative to the largest value of a tensor."""
     pairs = {f"loss {i}": pair for i, pair in enumerate(zip(expected.losses, found.losses, strict=True))}

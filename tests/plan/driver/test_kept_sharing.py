@@ -8,18 +8,13 @@ from typing import Any
 import pytest
 
 import zerofx
-from tests.lib.models import CASES, batches
 from tests.lib.runs.sharing import SHARING
-from tests.lib.runs.training import build
+from tests.lib.runs.training import plan_of
 
 
 def planned(folder: Path, **options: Any) -> tuple[zerofx.Plan, int]:
     """The plan of a step, and how many decisions about sharing are kept in ``folder`` once it is made."""
-    case = CASES["stack"]
-    model = build(case)
-    ((args, _),) = batches(case, 0, 1)
-    options = {"machine": SHARING, "mesh": {"model": 2}, "backend": "eager", **options}
-    plan = zerofx.plan(model, case.optimizer(model), args, **options).plan
+    plan = plan_of("stack", **{"machine": SHARING, "mesh": {"model": 2}, **options}).plan
     return plan, len(list(folder.glob("sharing-*")))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 import zerofx
 from tests.lib.budgets import small_machine
 from tests.lib.distributed import run_ranks
-from tests.lib.models import CASES, batches
+from tests.lib.models import CASES
 from tests.lib.runs.offloads import check_measured, placing, prepare_case
 from tests.lib.runs.scaling import Spiky, spiky_batches, train_by_hand, train_scaled, unlike
-from tests.lib.runs.training import build, step_of
+from tests.lib.runs.training import build, plan_of, step_of
 from zerofx import LossScale, UsageError
 
 pytestmark = pytest.mark.usefixtures("drive")
@@ -286,11 +287,7 @@ def test_two_ranks_have_the_bits_of_stage_0_with_states_elsewhere(drive: object)
     assert run_ranks(_on_ranks, 2, str(drive)) == [[], []]
 
 
-def planned(**options: Any) -> zerofx.PlannedStep:
-    case = CASES["stack"]
-    model = build(case)
-    ((args, _),) = batches(case, 0, 1)
-    return zerofx.plan(model, case.optimizer(model), args, machine="cpu", backend="eager", **options)
+planned = partial(plan_of, "stack")
 
 
 def test_a_plan_says_that_the_loss_is_scaled_and_is_for_nothing_else() -> None:

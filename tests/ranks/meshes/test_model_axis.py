@@ -15,7 +15,7 @@ from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, batches
 from tests.lib.runs.offloads import check_measured
 from tests.lib.runs.sharing import SHARING, one_process
-from tests.lib.runs.training import Trained, build, differences, without_key_biases, world
+from tests.lib.runs.training import Trained, build, differences, plan_of, without_key_biases, world
 from zerofx import RankMismatchError
 
 
@@ -118,10 +118,7 @@ def test_the_norm_of_gradients_counts_each_once() -> None:
 
 
 def test_a_plan_says_what_lies_in_parts() -> None:
-    case = CASES["gpt"]
-    model = build(case)
-    ((args, _),) = batches(case, 0, 1)
-    planned = zerofx.plan(model, case.optimizer(model), args, machine=SHARING, mesh={"model": 2}, backend="eager")
+    planned = plan_of("gpt", machine=SHARING, mesh={"model": 2})
     plan = planned.plan
     assert "shared by 2 ranks of the model axis" in str(plan)
     assert "  layers.*.mlp.out.weight x 3: in parts along dimension 1" in str(plan)

@@ -14,7 +14,7 @@ import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, batches
 from tests.lib.runs.sharing import SHARING
-from tests.lib.runs.training import build, world
+from tests.lib.runs.training import build, plan_of, world
 from zerofx.ir.facts import is_random
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 from zerofx.scheduler.cost.machine import Link
@@ -119,11 +119,7 @@ def test_ranks_that_share_a_step_draw_alike_what_all_of_them_have() -> None:
 
 @pytest.mark.parametrize(("name", "draws"), [("dropout", True), ("evaluating dropout", False)])
 def test_what_draws_nothing_has_no_draws(name: str, draws: bool) -> None:
-    case = CASES[name]
-    model = build(case)
-    ((args, _),) = batches(case, 0, 1)
-    planned = zerofx.plan(model, case.optimizer(model), args, machine=SHARING, mesh={"model": 2}, backend="eager")
-    rows = planned.schedule().rows
+    rows = plan_of(name, machine=SHARING, mesh={"model": 2}).schedule().rows
     assert any("bernoulli" in row.op for row in rows) == draws
     assert any("own_bernoulli" in row.op for row in rows) == draws
 

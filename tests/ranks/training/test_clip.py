@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.lib.runs.training import (
     Trained,
     build,
     differences,
+    plan_of,
     step_of,
     train_compiled,
     train_plain,
@@ -243,11 +245,7 @@ def test_two_ranks_below_the_norm_have_the_bits_of_ddp_at_all_stages() -> None:
 # ------------------------------------------------------------------------------------------------ planning
 
 
-def planned(**options: Any) -> zerofx.PlannedStep:
-    case = CASES["stack"]
-    model = build(case)
-    ((args, _),) = batches(case, 0, 1)
-    return zerofx.plan(model, case.optimizer(model), args, machine="cpu", backend="eager", **options)
+planned = partial(plan_of, "stack")
 
 
 def test_gradients_live_until_the_last_reduction() -> None:
