@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -158,23 +159,18 @@ def _layer(inputs: list[Any]) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("kernels", [{PRODUCTS}, set()], ids=["kernel", "ATen"])
-def test_a_compiled_region_has_them_where_they_are_in_use(kernels: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_region_has_them_where_they_are_in_use(kernels: set[str]) -> None:
     from zerofx.codegen.inductor import compile as inductor
-    from zerofx.codegen.inductor import memory_record as record
     from zerofx.codegen.inductor.compile import compile_region
+    from zerofx.codegen.inductor.memory_record import memory_record
 
-    seen: list[str] = []
-
-    def noted(code: str, *rest: Any) -> Any:
-        seen.append(code)
-        return record.memory_record(code, *rest)
-
-    monkeypatch.setattr(inductor, "memory_record", noted)
     given = [torch.randn(130, 300), torch.randn(130, 260), torch.randn(300, 260), torch.randn(300), torch.ones(78_016)]
     copies = [one.clone() for one in given]
-    compiled = compile_region(_layer, given, "layer", frozenset(kernels))
+    with mock.patch.object(inductor, "memory_record", wraps=memory_record) as recorded:
+        compiled = compile_region(_layer, given, "layer", frozenset(kernels))
+    code = recorded.call_args.args[0]
     for one, other in zip((*compiled.call(list(given)), *given), (*_layer(list(copies)), *copies), strict=True):
         assert one.stride() == other.stride()
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
-    assert ("zerofx.product.default" in seen[0]) == ("zerofx.product_into.default" in seen[0]) == bool(kernels)
+    assert ("zerofx.product.default" in code) == ("zerofx.product_into.default" in code) == bool(kernels)
     assert sum(event.num_bytes for event in compiled.memory) == 4 * (130 * 300 + 130 * 260 + 300 * 260)

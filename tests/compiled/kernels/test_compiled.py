@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,24 +35,19 @@ def _launched(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("function", [_rounded, _launched])
-def test_rounding_is_launched_where_the_file_says_so(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_is_launched_where_the_file_says_so(function: Any) -> None:
     from zerofx.codegen.inductor import compile as inductor
-    from zerofx.codegen.inductor import memory_record as record
     from zerofx.codegen.inductor.compile import compile_region
+    from zerofx.codegen.inductor.memory_record import memory_record
 
-    seen: list[str] = []
-
-    def noted(code: str, *rest: Any) -> Any:
-        seen.append(code)
-        return record.memory_record(code, *rest)
-
-    monkeypatch.setattr(inductor, "memory_record", noted)
     values = torch.randn(4 * BLOCK)
-    packed, total = compile_region(function, [values], "rounded").call([values])
+    with mock.patch.object(inductor, "memory_record", wraps=memory_record) as recorded:
+        packed, total = compile_region(function, [values], "rounded").call([values])
+    code = recorded.call_args.args[0]
     expected = quantise.quantise(values, 2, "fp8")
     assert torch.equal(packed, expected)
     torch.testing.assert_close(total, quantise.dequantise_sum(expected, 2, "fp8", torch.float32))
-    launches = "zerofx.launch_quantise" in seen[0] and "zerofx.launch_dequantise_sum" in seen[0]
+    launches = "zerofx.launch_quantise" in code and "zerofx.launch_dequantise_sum" in code
     assert launches == (function is _launched)
 
 
