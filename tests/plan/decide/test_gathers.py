@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,22 +11,20 @@ import torch
 import zerofx
 from gpt import GPT
 from zerofx.driver.plan_only import PlannedStep
-from zerofx.options import Recompute
 from zerofx.scheduler.cost.machine import Link, Machine
 
 FAST = Machine.named("h100-sxm")
 SLOW = replace(FAST, name="slow-network", intra_node=Link(1e9, 1e-5), inter_node=Link(1e9, 1e-5))
 
 
-def planned(machine: Machine, memory_budget: int | str | None, recompute: Recompute = "auto") -> PlannedStep:
+def planned(machine: Machine, memory_budget: int | str | None, **options: Any) -> PlannedStep:
     with torch.device("meta"):
         model = GPT(512, 256, 4, 4, 128)
         batch = (torch.zeros(4, 128, dtype=torch.long), torch.zeros(4, 128, dtype=torch.long))
     optimizer = torch.optim.AdamW(model.parameters())
     return zerofx.plan(
-        model, optimizer, batch, machine=machine, world_size=8, memory_budget=memory_budget, offload="none",
-        recompute=recompute,
-    )  # fmt: skip
+        model, optimizer, batch, machine=machine, world_size=8, memory_budget=memory_budget, offload="none", **options
+    )
 
 
 def gathers_of(step: PlannedStep) -> dict[str, int]:
@@ -47,9 +46,9 @@ def test_with_memory_to_spare_buckets_whose_second_gather_is_exposed_are_kept() 
 
 
 def test_with_less_memory_fewer_are_kept_and_the_step_takes_longer() -> None:
-    most = planned(SLOW, "80GB", "none").plan
+    most = planned(SLOW, "80GB", recompute="none").plan
     limits = [int(share * most.peak_bytes["device"]) for share in (0.95, 0.9, 0.85)]
-    plans = [most, *(planned(SLOW, limit, "none").plan for limit in limits)]
+    plans = [most, *(planned(SLOW, limit, recompute="none").plan for limit in limits)]
     assert all(plan.peak_bytes["device"] <= limit for plan, limit in zip(plans[1:], limits, strict=True))
     assert len(plans[-1].gathers) > len(most.gathers)
     times = [plan.step_seconds for plan in plans]
@@ -70,13 +69,5 @@ def test_where_gathers_are_hidden_nothing_is_kept_for_them() -> None:
 
 @pytest.mark.parametrize("asked", ["all", ("layers.0",)])
 def test_what_the_user_keeps_is_kept_at_every_budget(asked: str | tuple[str, ...]) -> None:
-    with torch.device("meta"):
-        model = GPT(512, 256, 4, 4, 128)
-        batch = (torch.zeros(4, 128, dtype=torch.long), torch.zeros(4, 128, dtype=torch.long))
-    optimizer = torch.optim.AdamW(model.parameters())
     tight = planned(FAST, None).plan.peak_bytes["device"] * 9 // 10
-    step = zerofx.plan(
-        model, optimizer, batch, machine=FAST, world_size=8, memory_budget=tight, offload="none",
-        keep_gathered=asked,
-    )  # fmt: skip
-    assert gathers_of(step)["layers.0"] == 1
+    assert gathers_of(planned(FAST, tight, keep_gathered=asked))["layers.0"] == 1
