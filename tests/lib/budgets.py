@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 import zerofx
 from gpt import GPT
+from zerofx.capture.trace import Batch, capture
+from zerofx.ir.bucketing import layout_of
+from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.cost.machine import Device, Link, Machine
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.search.problem import BudgetMissedError
 
 
@@ -67,6 +72,15 @@ class Wave(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.sin(torch.cos(torch.tanh(self.linear(x))))
+
+
+def captured_gpt(num_layers: int = 2, num_ranks: int = 1) -> tuple[StepGraph, BucketLayout]:
+    """A larger GPT without values, in bfloat16 with masters, and its buckets on ``num_ranks`` ranks."""
+    with torch.device("meta"):
+        model = GPT(512, 512, num_layers, 8, 128)
+        ids = torch.zeros(1, 128, dtype=torch.long)
+    step = capture(model, Batch.of((ids, ids), {}), compute_dtype=torch.bfloat16)
+    return step, layout_of(step, {p.name: 0 for p in step.parameters}, Mesh(shard=num_ranks))
 
 
 def gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -9,17 +9,14 @@ import torch
 
 import zerofx
 from gpt import GPT
-from tests.lib.budgets import gpt, same_bits, small_machine, trained
-from zerofx.capture.trace import Batch, capture
+from tests.lib.budgets import captured_gpt, gpt, same_bits, small_machine, trained
 from zerofx.driver.plan_only import PlannedStep
-from zerofx.ir.bucketing import layout_of
 from zerofx.options import Offload
 from zerofx.scheduler.cost.machine import Link, Machine, Nvme, copy_seconds
 from zerofx.scheduler.cost.timeline import seconds_by_place
 from zerofx.scheduler.decide.parameters import ParameterLevel, copies_menu, parameter_menus
 from zerofx.scheduler.decide.residency import PolicyOptions, residencies
 from zerofx.scheduler.decide.states import Placement
-from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.tiers import Tier
 
@@ -36,11 +33,7 @@ def menus(
     activation_bytes: int = 0,
 ) -> dict[str, tuple[ParameterLevel, ParameterLevel]]:
     """``states``: where those of all buckets go that leave the device."""
-    with torch.device("meta"):
-        model = GPT(512, 512, 2, 8, 128)
-        ids = torch.zeros(1, 128, dtype=torch.long)
-    step = capture(model, Batch.of((ids, ids), {}), compute_dtype=torch.bfloat16)
-    layout = layout_of(step, {p.name: 0 for p in step.parameters}, Mesh(shard=num_ranks))
+    step, layout = captured_gpt(num_ranks=num_ranks)
     held = {bucket.index: state_bytes * bucket.shard_numel for bucket in layout.buckets}
     space: dict[Tier, int] = {"host": capacity}
     found = parameter_menus(
@@ -121,11 +114,7 @@ def test_next_to_states_that_are_updated_on_the_host_they_take_no_room_and_their
 
 
 def test_copies_ahead_hold_a_bucket_and_copies_at_once_are_waited_for() -> None:
-    with torch.device("meta"):
-        model = GPT(512, 512, 2, 8, 128)
-        ids = torch.zeros(1, 128, dtype=torch.long)
-    step = capture(model, Batch.of((ids, ids), {}))
-    layout = layout_of(step, {p.name: 0 for p in step.parameters}, Mesh())
+    _, layout = captured_gpt()
     ahead, at_once = copies_menu(layout, {}, "host", H100)
     assert ahead.num_bytes == max(bucket.full_bytes for bucket in layout.buckets) and ahead.seconds == 0
     assert at_once.num_bytes == 0 and at_once.seconds > 0

@@ -10,26 +10,19 @@ import torch
 
 import zerofx
 from gpt import GPT
-from tests.lib.budgets import gpt, same_bits, small_machine, trained
-from zerofx.capture.trace import Batch, capture
+from tests.lib.budgets import captured_gpt, gpt, same_bits, small_machine, trained
 from zerofx.driver.plan_only import PlannedStep
-from zerofx.ir.bucketing import layout_of
 from zerofx.scheduler.cost.machine import Link, Machine
 from zerofx.scheduler.cost.timeline import seconds_by_place
 from zerofx.scheduler.decide.states import Placement, state_menus
-from zerofx.scheduler.plan.mesh import Mesh
 
 H100 = Machine.named("h100-sxm")
 
 
-def menus(machine: Machine, num_ranks: int = 1, stage: int = 3) -> list[tuple[Placement, Placement]]:
-    with torch.device("meta"):
-        model = GPT(512, 512, 2, 8, 128)
-        ids = torch.zeros(1, 128, dtype=torch.long)
-    step = capture(model, Batch.of((ids, ids), {}), compute_dtype=torch.bfloat16)
-    layout = layout_of(step, {p.name: 0 for p in step.parameters}, Mesh(shard=num_ranks))
+def menus(machine: Machine, num_ranks: int = 1) -> list[tuple[Placement, Placement]]:
+    step, layout = captured_gpt(num_ranks=num_ranks)
     held = {bucket.index: 12 * bucket.shard_numel for bucket in layout.buckets}
-    return list(state_menus(layout, held, stage, seconds_by_place(step, machine), machine, ("host",)).values())
+    return list(state_menus(layout, held, 3, seconds_by_place(step, machine), machine, ("host",)).values())
 
 
 def test_states_on_the_device_cost_nothing_and_off_it_they_hold_nothing() -> None:
@@ -57,11 +50,7 @@ def test_where_the_host_is_full_states_stay() -> None:
 
 def test_states_that_do_not_all_fit_the_host_leave_room_for_activations() -> None:
     """As many bytes as activations take there, at most half of it; all that fits goes to the host otherwise."""
-    with torch.device("meta"):
-        model = GPT(512, 512, 12, 8, 128)
-        ids = torch.zeros(1, 128, dtype=torch.long)
-    step = capture(model, Batch.of((ids, ids), {}), compute_dtype=torch.bfloat16)
-    layout = layout_of(step, {p.name: 0 for p in step.parameters}, Mesh())
+    _, layout = captured_gpt(num_layers=12)
     held = {bucket.index: 12 * bucket.shard_numel for bucket in layout.buckets}
 
     def on_host(host_bytes: int, activation_bytes: int) -> int:
