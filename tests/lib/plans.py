@@ -6,16 +6,16 @@ from dataclasses import replace
 
 from tests.lib.graphs import Prepared, TwoBlocks, adagrad, prepare
 from tests.lib.lowered import Deep
+from tests.lib.runs.offloads import placing
 from zerofx.ir.op_kernels.quantise import BLOCK
-from zerofx.scheduler.plan.decisions import StateDecision, WireDecision
+from zerofx.scheduler.plan.decisions import WireDecision
 from zerofx.scheduler.plan.plan import Plan
 
 
 def placed(tier: str, update: str, stage: int = 3, num_ranks: int = 2, precision: str | None = None) -> Prepared:
     model = TwoBlocks()
     prepared = prepare(model, optimizer=adagrad(model), stage=stage, num_ranks=num_ranks, precision=precision)
-    states = tuple(StateDecision(d.bucket, tier, update, "by hand") for d in prepared.plan.reduces)
-    prepared.plan = replace(prepared.plan, states=states)
+    prepared.plan = placing(prepared, tier, update)
     return prepared
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.lib.graphs import Prepared, calls, prepare
-from tests.lib.plans import placed
+from tests.lib.plans import delaying, placed
 from zerofx.errors import InvalidGraphError, PlanError
 from zerofx.ir import ops
 from zerofx.ir.facts import Phase, origin
@@ -80,11 +80,8 @@ def test_a_step_that_clips_is_refused_for_a_plan_that_does_not() -> None:
 
 
 def test_delayed_updates_are_refused() -> None:
-    prepared = clipping(placed("host", "host"))
-    states = tuple(replace(decision, delayed=True) for decision in prepared.plan.states)
-    prepared.plan = replace(prepared.plan, states=states)
     with pytest.raises(PlanError, match="expected no delayed updates together with max_grad_norm"):
-        prepared.run()
+        clipping(delaying(3)).run()
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 4])

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.lib.graphs import Prepared, TwoBlocks, adagrad, calls, prepare
+from tests.lib.runs.offloads import placing
 from zerofx.errors import InvalidGraphError, PlanError
 from zerofx.ir import ops
 from zerofx.ir.facts import Phase, given, origin
 from zerofx.ir.streams import runs_on_host
 from zerofx.passes.lib.averages import divisors
 from zerofx.passes.verify import verify
-from zerofx.scheduler.plan.decisions import StateDecision
 
 aten = torch.ops.aten
 
@@ -26,12 +26,6 @@ def scaled(stage: int = 3, num_ranks: int = 2, precision: str | None = "fp16", c
         model, optimizer=adagrad(model), stage=stage, num_ranks=num_ranks, precision=precision, loss_scaled=True
     )
     prepared.plan = replace(prepared.plan, max_grad_norm=clip)
-    return prepared
-
-
-def elsewhere(prepared: Prepared, tier: str, update: str) -> Prepared:
-    states = tuple(StateDecision(d.bucket, tier, update, "by hand") for d in prepared.plan.reduces)
-    prepared.plan = replace(prepared.plan, states=states)
     return prepared
 
 
@@ -65,7 +59,8 @@ def test_updates_begin_with_the_inverse_of_the_scale(golden: Callable[..., None]
 def test_what_the_passes_leave_is_accepted(
     tier: str, update: str, num_ranks: int, stage: int, precision: str | None, clip: float | None
 ) -> None:
-    prepared = elsewhere(scaled(stage, num_ranks, precision, clip), tier, update)
+    prepared = scaled(stage, num_ranks, precision, clip)
+    prepared.plan = placing(prepared, tier, update)
     prepared.run_pipeline()
     step, order = prepared.step, prepared.step.positions()
     (check,) = calls(step, ops.check_gradients)
@@ -103,8 +98,8 @@ def test_a_plan_that_scales_is_refused_for_a_graph_that_does_not() -> None:
 
 
 def test_delayed_updates_are_refused() -> None:
-    prepared = elsewhere(scaled(), "host", "host")
-    states = tuple(replace(decision, delayed=True) for decision in prepared.plan.states)
+    prepared = scaled()
+    states = tuple(replace(decision, delayed=True) for decision in placing(prepared, "host", "host").states)
     prepared.plan = replace(prepared.plan, states=states)
     with pytest.raises(PlanError, match="expected no delayed updates together with loss scaling"):
         prepared.run()

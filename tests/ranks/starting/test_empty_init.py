@@ -17,13 +17,12 @@ from torch import Tensor, nn
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, batches
-from tests.lib.runs.offloads import prepare_case
+from tests.lib.runs.offloads import placing, prepare_case
 from tests.lib.runs.training import build, differences, train_compiled
 from tests.lib.users import Tiny, adamw, facts, ids, tiny
 from zerofx import OptimizerError, UsageError
 from zerofx.deferred import DeferredTensor
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
-from zerofx.scheduler.plan.decisions import StateDecision
 
 
 def deferred(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -95,8 +94,7 @@ def test_other_stages_on_two_ranks() -> None:
 def test_values_go_to_the_tier_of_the_plan(tier: str) -> None:
     case = CASES["gpt"]
     prepared = prepare_case(case, 0, 1)
-    states = [StateDecision(one.bucket, tier, "host", "by hand") for one in prepared.plan.reduces]
-    plan = replace(prepared.plan, states=tuple(states))
+    plan = placing(prepared, tier, "host")
     expected = train_compiled(case, 0, 2)
     assert not differences(expected, train_compiled(replace(case, model=deferred(case.model)), 0, 2, plan=plan))
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.lib.graphs import Prepared, prepare
+from tests.lib.runs.offloads import placing
 from zerofx.ir import ops
 from zerofx.ir.streams import ends_of, runs_on_host
 from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.cost.machine import Link, Machine, Nvme
 from zerofx.scheduler.cost.timeline import seconds_by_place
 from zerofx.scheduler.decide.prefetch import NUM_BUFFERS, place_arrivals
-from zerofx.scheduler.plan.decisions import StateDecision
 from zerofx.scheduler.plan.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("drive", "verified")
@@ -54,9 +54,8 @@ def streaming(depth: int, update: str, bytes_per_second: float) -> tuple[Prepare
     """The plan with all states on nvme, each copied as its timeline has it."""
     model, optimizer, batch = built(depth)
     prepared = prepare(model, batch, stage=0, num_ranks=1, optimizer=optimizer)
-    states = tuple(StateDecision(d.bucket, "nvme", update, "by hand") for d in prepared.plan.reduces)
     prepared.plan = place_arrivals(
-        replace(prepared.plan, states=states), prepared.step, prepared.layout,
+        placing(prepared, "nvme", update), prepared.step, prepared.layout,
         {bucket.index: 2 * bucket.full_bytes for bucket in prepared.layout.buckets},
         seconds_by_place(prepared.step, machine(bytes_per_second)), machine(bytes_per_second), ahead=True,
     )  # fmt: skip
