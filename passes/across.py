@@ -36,7 +36,7 @@ from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.communicators import over
-from zerofx.ir.edit import after, end_of_unit, named
+from zerofx.ir.edit import after, end_of_unit, named, past_what_goes_first
 from zerofx.ir.facts import Job, Origin, Phase, set_task, tensor
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.passes.lib.averages import divisors
@@ -124,7 +124,7 @@ def _finish(
     ``decision`` comes after."""
     graph, where, index = step.graph, Origin(bucket.name, Phase.UPDATE), bucket.index
     rest = divisors(tensor(total).dtype, bucket.mesh.size(bucket.crossed_over))[1]
-    with graph.inserting_before(_past_what_goes_first(place(decision.crossed_after)).next):
+    with graph.inserting_before(past_what_goes_first(place(decision.crossed_after)).next):
         result = part = insert_call(graph, ops.wait, (cross, total), where, name=f"part_grad_{index}")
         if rest != 1:
             insert_call(graph, _aten.div_.Tensor, (part, rest), where)
@@ -134,7 +134,7 @@ def _finish(
     if result is not part:
         waits = bucket.is_cut(plan.stage) and decision.gathered_after != ""
         anchor = max(result, place(decision.gathered_after)) if waits else result
-        with graph.inserting_before(_past_what_goes_first(anchor).next):
+        with graph.inserting_before(past_what_goes_first(anchor).next):
             result = insert_call(graph, ops.wait, (result,), where, name=f"slice_grad_{index}")
     whole = step.reduced[index]
     if whole is total:
@@ -147,10 +147,3 @@ def _finish(
     result.append(gather_whole)
     if whole < gather_whole:
         gather_whole.append(whole)
-
-
-def _past_what_goes_first(node: fx.Node) -> fx.Node:
-    """The last of what follows a node and goes before an update in its place: what frees memory, or is started."""
-    while node.next.target in (ops.release, *ops.REDUCTIONS):
-        node = node.next
-    return node

@@ -58,7 +58,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import aliased_input, is_view, storage_source
 from zerofx.ir.buckets import Bucket, BucketLayout, Slot
 from zerofx.ir.communicators import over
-from zerofx.ir.edit import after, consumers, end_of_unit, named, start_of_unit
+from zerofx.ir.edit import after, consumers, end_of_unit, named, past_what_goes_first, start_of_unit
 from zerofx.ir.facts import Job, Origin, Phase, is_random, origin, set_task
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.ir.micro_batches import borders
@@ -296,7 +296,7 @@ def _add(
 ) -> fx.Node:
     """Await a body's reduction after ``anchor``, and add it to the ``partial`` sum of this rank's slices, if any."""
     where = Origin(bucket.name, Phase.BACKWARD)
-    with step.graph.inserting_before(_place_to_await(started, anchor)):
+    with step.graph.inserting_before(past_what_goes_first(max(anchor, started)).next):
         grad = _average(step, bucket, buffer, started, where, body)
         if partial is not None:
             insert_call(step.graph, _aten.add_.Tensor, (partial, grad), where)
@@ -329,20 +329,12 @@ def _finish(
     Returns the result, or where all ranks update with all of it the started gather of the sum.
     """
     where = Origin(bucket.name, Phase.UPDATE)
-    with step.graph.inserting_before(_place_to_await(started, anchor)):
+    with step.graph.inserting_before(past_what_goes_first(max(anchor, started)).next):
         grad = set_task(_average(step, bucket, buffer, started, where), Job.GRADIENT, bucket.index)
         if not bucket.is_cut(plan.stage):
             args, how = (buffer, grad, bucket.index), dict(over(bucket.reduced_over))
             return insert_call(step.graph, ops.all_gather_into, args, where, how, name=f"gather_grad_{bucket.index}")
         return grad if partial is None else insert_call(step.graph, _aten.add_.Tensor, (partial, grad), where)
-
-
-def _place_to_await(started: fx.Node, anchor: fx.Node) -> fx.Node:
-    """The node before which a reduction is awaited that is to be after ``anchor``."""
-    anchor = max(anchor, started)
-    while _goes_first(anchor.next):
-        anchor = anchor.next
-    return anchor.next
 
 
 def _average(
@@ -375,17 +367,8 @@ def _await_sums(step: StepGraph, plan: Plan, layout: BucketLayout, place: Callab
             earlier.append(gathers[decision.gathered_after])
         elif decision.gathered_after != "":
             earlier.append(place(decision.gathered_after))
-        anchor = max(earlier)
-        while _goes_first(anchor.next):
-            anchor = anchor.next
         bucket = layout.buckets[decision.bucket]
-        with step.graph.inserting_after(anchor):
+        with step.graph.inserting_after(past_what_goes_first(max(earlier))):
             where = Origin(bucket.name, Phase.UPDATE)
             awaited.append(insert_call(step.graph, ops.wait, (gather,), where, name=f"full_grad_{bucket.index}"))
         step.reduced[bucket.index] = awaited[-1]
-
-
-def _goes_first(node: fx.Node) -> bool:
-    """Whether a node is what goes before an update in its place: a release frees memory, and what is started runs
-    next to the update."""
-    return node.target in (ops.release, *ops.REDUCTIONS)

@@ -112,6 +112,14 @@ def after(node: fx.Node) -> fx.Node:
     return node
 
 
+def past_what_goes_first(node: fx.Node) -> fx.Node:
+    """The last of what follows ``node`` and goes before an update in its place: a release frees memory, and what is
+    started runs next to the update."""
+    while node.next.target in (ops.release, *ops.REDUCTIONS):
+        node = node.next
+    return node
+
+
 def start_of_unit(step: StepGraph, node: fx.Node, *, by_piece: bool = False) -> fx.Node:
     """The node before which an event for ``node``'s unit is put so that it does not cut the unit's run in two.
 
