@@ -32,11 +32,6 @@ class Move:
     freed_bytes: int
     extra_seconds: float
 
-    @property
-    def rate(self) -> float:
-        """Bytes freed per second."""
-        return _rate(self.freed_bytes, self.extra_seconds)
-
 
 def order_moves(menus: Sequence[Sequence[Priced]]) -> list[Move]:
     """All moves, best first; the moves of one item stay in the order of its menu, earlier items come first.

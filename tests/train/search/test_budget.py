@@ -18,7 +18,6 @@ from zerofx.errors import MemoryBudgetError
 from zerofx.scheduler.analysis.saved_values import crossing_storages
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.activations import menu, segments
-from zerofx.scheduler.search.order import order_moves
 
 BUDGETS = (1.0, 0.6, 0.3, 0.1, 0.0)  # between the least possible and what keeping everything takes
 
@@ -117,16 +116,6 @@ def test_a_menu_keeps_less_and_computes_more_at_every_level() -> None:
         assert after.num_bytes < before.num_bytes and after.seconds > before.seconds
     crossing = crossing_storages(step)
     assert all(parts[0].values[i] in crossing for i in levels[0].saved)
-
-
-def test_moves_of_a_layer_stay_in_order_and_the_best_come_first() -> None:
-    model, batch = gpt()
-    step = captured(model, *batch)
-    menus = [menu(part, Machine.named("cpu")) for part in segments(step)]
-    moves = order_moves(menus)
-    for number in range(len(menus)):
-        assert [m.level for m in moves if m.item == number] == list(range(1, len(menus[number])))
-    assert moves[0].rate == max(move.rate for move in moves)
 
 
 OPERATORS = st.lists(st.sampled_from(["linear", "tanh", "sigmoid", "sin", "cos"]), min_size=1, max_size=6).filter(
