@@ -113,6 +113,11 @@ def _begins_here(error: BaseException) -> bool:
     return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OWN_FILES[0])
 
 
+def in_short(error: BaseException) -> str:
+    """The kind of an error, and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
 class ZeroFXWarning(UserWarning):
     """Something a user should know: a shape captured anew, a loss that is not finite, an option without effect."""
 

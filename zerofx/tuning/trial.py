@@ -14,7 +14,7 @@ from torch import nn
 
 from zerofx.capture.randomness import kept_randomness
 from zerofx.codegen.regions import Region, regions_of
-from zerofx.errors import UsageError, ZeroFXError
+from zerofx.errors import UsageError, ZeroFXError, in_short
 from zerofx.ir.streams import axes_of_stream
 from zerofx.optimizers import copy_optimizer
 from zerofx.options import CompileOptions
@@ -98,13 +98,13 @@ def run_trial(training: Training, plan: Plan, options: CompileOptions, num_steps
         except UsageError:
             raise
         except (ZeroFXError, RuntimeError, MemoryError) as error:
-            return Trial(None, _described(error)), []
+            return Trial(None, in_short(error)), []
         try:
             for _ in range(_WARM_UP):
                 step(*args, **keywords)
             measurement = step.measure(*args, num_steps=num_steps, **keywords)
         except (ZeroFXError, RuntimeError, MemoryError) as error:
-            return Trial(None, _described(error), in_step=False), []
+            return Trial(None, in_short(error), in_step=False), []
         regions = regions_of(step.compiled.instructions)
         step.close()
         return Trial(measurement), regions
@@ -151,7 +151,3 @@ def _transfers(stream: str, of_ranks: Sequence[tuple[Transfer, ...]], mesh: Mesh
         for members in mesh.groups(axes)
         for together in zip(*(of_ranks[rank] for rank in members), strict=True)
     )
-
-
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -31,6 +31,7 @@ from zerofx.capture.normalise.name_inputs import placeholder_name
 from zerofx.capture.trace import capture_forward
 from zerofx.capture.traceable import Forward
 from zerofx.disk.cache import NOT_KEPT, DiskCache
+from zerofx.errors import in_short
 from zerofx.ir.canonical import canonical
 from zerofx.ir.facts import Role, placeholder
 from zerofx.ir.graph import StepGraph
@@ -63,9 +64,9 @@ def capture_by_layer(
         recorded = recorded or recorded_forward(whole, cache)
     except Exception as error:  # noqa: BLE001 - what the model's own code raises is explained where it is captured
         if repeats:
-            say(f"captured layer by layer: {_in_short(error)}")
+            say(f"captured layer by layer: {in_short(error)}")
         if cache.folder is not None:
-            say(f"not kept for the next run: {_in_short(error)}")
+            say(f"not kept for the next run: {in_short(error)}")
         return capture_forward(whole)
     record, place = recorded.record, recorded.place
     captured = place.graph(recorded.text) if recorded.text is not None else None
@@ -129,7 +130,7 @@ def _try_to_stamp(
     try:
         stamped = _stamped(whole, repeats, record.canonical())
     except Exception as error:  # noqa: BLE001 - what a shortened model raises says nothing of the whole one
-        say(f"captured layer by layer: {_in_short(error)}")
+        say(f"captured layer by layer: {in_short(error)}")
         return None
     say(
         ", ".join(
@@ -137,10 +138,6 @@ def _try_to_stamp(
         )
     )
     return stamped
-
-
-def _in_short(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _stamped(whole: Forward, repeats: Sequence[Repeat], expected: str) -> StepGraph:
