@@ -21,7 +21,7 @@ from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Role, delayed_bucket, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of, times_run
-from zerofx.ir.streams import HOST, LINKS, hops_of, num_gathers_after, runs_on_host, stream_of
+from zerofx.ir.streams import LINKS, hops_of, num_gathers_after, runs_on_host, stream_of
 from zerofx.scheduler.cost.categories import peak_memory
 from zerofx.scheduler.cost.liveness import Liveness, liveness
 from zerofx.scheduler.cost.machine import Machine, collective_latency, collective_seconds, copy_seconds, wire_bytes
@@ -83,16 +83,6 @@ class Simulation:
     @property
     def exposed_seconds(self) -> float:
         return sum(t.num_runs * t.exposed_seconds for t in self.timings.values())
-
-    @property
-    def exposed_by_stream(self) -> dict[str, float]:
-        """Seconds that computation waits for each stream that it waits for; a copy's are those of its last leg."""
-        by_stream: dict[str, float] = {}
-        for node, timing in self.timings.items():
-            if timing.exposed_seconds:
-                stream = _awaited_stream(node)
-                by_stream[stream] = by_stream.get(stream, 0.0) + timing.num_runs * timing.exposed_seconds
-        return by_stream
 
     @property
     def busy_by_stream(self) -> dict[str, float]:
@@ -255,18 +245,6 @@ def _legs(node: fx.Node, machine: Machine, reached: float, free: dict[str, float
         reached = free[hop.stream] = start + seconds
         legs.append(Leg(hop.stream, start, seconds, num_bytes))
     return tuple(legs)
-
-
-def _awaited_stream(node: fx.Node) -> str:
-    """The stream that computation waits for at a node."""
-    if node.target is ops.settle:
-        return HOST
-    if node.target is not ops.wait:
-        return stream_of(node)
-    pending = node.args[0]
-    assert isinstance(pending, fx.Node)
-    hops = hops_of(pending)
-    return hops[-1].stream if hops else stream_of(pending)
 
 
 def predict(step: StepGraph, plan: Plan, layout: BucketLayout, simulation: Simulation) -> Prediction:
