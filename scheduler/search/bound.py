@@ -56,12 +56,11 @@ class Bound:
     """Seconds of computation in a step that come from a budget alone.
 
     ``extra_seconds_planned`` is what the plan computes again. No plan that keeps or recomputes, within the same budget,
-    has less than ``extra_seconds_at_least``; infinite where none fits. ``at`` names the operator that decides it.
+    has less than ``extra_seconds_at_least``; infinite where none fits.
     """
 
     extra_seconds_at_least: float
     extra_seconds_planned: float
-    at: str
 
 
 @dataclass(frozen=True)
@@ -117,27 +116,24 @@ def bound(
             divide(marked, divided)
             facts = _Facts(marked, segments(marked, runs), by_region=by_region)
             bounds.append(_least(facts, plan, layout, machine, on_cpu=on_cpu))
-    least, at = min(bounds)
     planned = step.clone()
     recompute(planned, frozenset(d.value for d in plan.recomputes), frozenset(plan.extra_keeps))
     extra = _compute_seconds(planned, machine) - _compute_seconds(step, machine)
-    return Bound(least * (1 - _ROUNDING), extra, at)
+    return Bound(min(bounds) * (1 - _ROUNDING), extra)
 
 
-def _least(facts: _Facts, plan: Plan, layout: BucketLayout, machine: Machine, *, on_cpu: bool) -> tuple[float, str]:
-    """The least seconds to compute again, and the operator that decides it."""
+def _least(facts: _Facts, plan: Plan, layout: BucketLayout, machine: Machine, *, on_cpu: bool) -> float:
+    """The least seconds to compute again."""
     assert plan.memory_budget is not None
     persistent = _persistent_bytes(facts.step, plan, layout)
     hulls = _hulls(facts, machine)
-    least, at = 0.0, ""
+    least = 0.0
     for waiting, moment in _tightest(facts, _moments(facts, plan, layout, on_cpu=on_cpu)):
         start = sum(hulls[number][0].num_bytes for number in waiting)
         missing = persistent + moment.floor + start - plan.memory_budget
         exchanges = [e for number in waiting for e in _exchanges(hulls[number])]
-        seconds = least_seconds_to_free(missing, exchanges)
-        if seconds > least:
-            least, at = seconds, moment.at
-    return least, at
+        least = max(least, least_seconds_to_free(missing, exchanges))
+    return least
 
 
 def least_seconds_to_free(missing: int, exchanges: Sequence[Exchange]) -> float:
@@ -197,7 +193,6 @@ class _Moment:
     first: int
     last: int
     floor: int
-    at: str
 
 
 class _Facts:
@@ -307,14 +302,14 @@ def _moments(facts: _Facts, plan: Plan, layout: BucketLayout, *, on_cpu: bool) -
         # Where forward turns into backward inside one layer, a region may reach from the one into the other.
         following = facts.runs[number + 1][0] if number + 1 < len(facts.runs) else run[-1]
         if not facts.by_region or facts.step.unit_of(following) != facts.step.unit_of(run[-1]):
-            yield _Moment(end + 1, end, outside, run[-1].name)
+            yield _Moment(end + 1, end, outside)
         for node in () if facts.by_region else run:
             if node in stay:
                 own = {storage_source(source) for source in node.all_input_nodes}
                 own.update(_outputs_of(node, facts.sizes))
                 apart = [s for s in own if s in facts.sizes and not _covers(stretches.get(s), begin, end)]
                 size = sum(facts.sizes[storage] for storage in apart) + gathered.get(node, 0)
-                yield _Moment(begin, end, inside + size + (workspace_bytes(node) if on_cpu else 0), node.name)
+                yield _Moment(begin, end, inside + size + (workspace_bytes(node) if on_cpu else 0))
 
 
 def _covers(stretch: tuple[int, int] | None, begin: int, end: int) -> bool:
