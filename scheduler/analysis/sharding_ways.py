@@ -74,10 +74,6 @@ class ShardingWays:
         own = next((node for node in alike if self.step.unit_of(node) == unit), alike[0])
         return replace(placement, ends=own.name)
 
-    def calls(self) -> Iterator[fx.Node]:
-        """The first node of each class of calls, in order."""
-        return iter(self.rules)
-
 
 def sharding_ways(step: StepGraph, num_ranks: int, marks: Mapping[fx.Node, str] = MappingProxyType({})) -> ShardingWays:
     """All ways for a captured graph; ``marks`` tell layers apart that are alike.

@@ -154,7 +154,6 @@ class _Nodes:
         self._num_ranks, self._pinned = ways.num_ranks, pinned
         self._taken: dict[fx.Node, list[tuple[int, Rule]]] = {}
         self._given: dict[Slot, dict[Placement, list[int]]] = {}
-        self._waits: dict[Slot, dict[Placement, int]] = {}
         self._again: dict[Slot, dict[Placement, list[int]]] = {}
 
     def add_all(self) -> None:

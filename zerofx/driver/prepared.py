@@ -61,11 +61,6 @@ class Request:
         used = {lent.name for lent in self.options.objective.outside.lent}
         return tuple(lender for lender in self.lenders if lender.lent.name in used)
 
-    @property
-    def num_ranks(self) -> int:
-        """All ranks."""
-        return self.mesh.num_ranks
-
 
 @dataclass(frozen=True)
 class Earlier:

@@ -54,11 +54,6 @@ class Runtime:
         """A step without a collective has ended too."""
         self._agree()
 
-    def abort(self) -> None:
-        """After a step that failed here: let ranks that wait for this one in a collective fail too."""
-        if self._transport is not None:
-            self._transport.abort()
-
     def close(self) -> None:
         """After the last step of all ranks: let go of what moves tensors between them."""
         self._communicators.close()
