@@ -34,30 +34,27 @@ _CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward
 
 @dataclass(frozen=True)
 class NodeCost:
-    """Cost of one node. `dtype` is that of its arithmetic (of the inputs of a matmul); None when it has no tensors."""
+    """Cost of one node."""
 
     flops: int
     bytes_read: int
     bytes_written: int
     seconds: float
-    dtype: torch.dtype | None
 
 
-def node_cost(
-    node: fx.Node, machine: Machine, *, overrides: Mapping[str, float] | None = None, tf32: bool = False
-) -> NodeCost:
+def node_cost(node: fx.Node, machine: Machine, *, overrides: Mapping[str, float] | None = None) -> NodeCost:
     """The cost of one execution of `node` on `machine`.
 
     The node and its inputs carry fake or meta tensors in ``meta["val"]``. Views, placeholders, attributes and plain
-    arithmetic on sizes cost nothing. `overrides` are measured seconds by node name, which replace the roofline;
-    `tf32` says that float32 matmuls may use TF32. Raises InvalidGraphError for an operator without ``meta["val"]``.
+    arithmetic on sizes cost nothing. `overrides` are measured seconds by node name, which replace the roofline.
+    Raises InvalidGraphError for an operator without ``meta["val"]``.
     """
     measured = None if overrides is None else overrides.get(node.name)
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or is_view(node):
         opaque = node.op in ("call_function", "call_module", "call_method") and not is_view(node)
         read, written = (_bytes_read(node), _bytes_written(node)) if opaque and tensors_of(node) else (0, 0)
         seconds = _roofline(0, read + written, 1.0, machine) if written else 0.0
-        return NodeCost(0, read, written, seconds if measured is None else measured, _output_dtype(node))
+        return NodeCost(0, read, written, seconds if measured is None else measured)
     if "val" not in node.meta and schema_of(node.target).returns:
         raise InvalidGraphError(
             f"{node.name} ({node.target}): no meta['val']; run fake tensor propagation before costs"
@@ -71,8 +68,8 @@ def node_cost(
     elif facts_of(node.target).traffic is Traffic.ALLOCATES or dtype is None:
         seconds = 0.0
     else:
-        seconds = _roofline(flops, read + written, _rate(packet, dtype, machine, tf32=tf32), machine)
-    return NodeCost(flops, read, written, seconds, dtype)
+        seconds = _roofline(flops, read + written, _rate(packet, dtype, machine), machine)
+    return NodeCost(flops, read, written, seconds)
 
 
 def matmul_seconds_at_peak(node: fx.Node, machine: Machine) -> float:
@@ -114,13 +111,13 @@ def _matmul_packet(target: OpOverload) -> Any:
     return packet if packet in flop_registry else None
 
 
-def _rate(packet: Any, dtype: torch.dtype, machine: Machine, *, tf32: bool) -> float:
+def _rate(packet: Any, dtype: torch.dtype, machine: Machine) -> float:
     """FLOP/s of what the registry knows as ``packet``; None for what runs on no matrix units."""
     if packet is None:
         return machine.vector_flops(dtype)
     if packet in _CONVOLUTIONS:
-        return machine.convolution_flops(dtype, tf32=tf32)
-    return machine.matmul_flops(dtype, tf32=tf32)
+        return machine.convolution_flops(dtype)
+    return machine.matmul_flops(dtype)
 
 
 def _roofline(flops: int, num_bytes: int, rate: float, machine: Machine) -> float:
