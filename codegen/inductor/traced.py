@@ -36,13 +36,11 @@ class TracedRegion:
 RegionRewrite: TypeAlias = Rewrite[[TracedRegion]]
 
 
-def call(
-    graph: fx.Graph, target: OpOverload, args: tuple[object, ...], kwargs: dict[str, object] | None = None
-) -> fx.Node:
+def call(graph: fx.Graph, target: OpOverload, args: tuple[object, ...]) -> fx.Node:
     """A node with its fake value; called in the fake mode of the others'."""
-    node = graph.call_function(target, args, kwargs or {})  # type: ignore[arg-type]  # fx's own argument types
+    node = graph.call_function(target, args)  # type: ignore[arg-type]  # fx's own argument types
     given = fx.node.map_arg(node.args, lambda source: source.meta["val"])
-    node.meta["val"] = target(*given, **node.kwargs)
+    node.meta["val"] = target(*given)
     return node
 
 

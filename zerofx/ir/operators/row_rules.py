@@ -23,8 +23,8 @@ def _read(node: fx.Node, index: int) -> fx.Node:
     return source
 
 
-def _dim(node: fx.Node, index: int, rank: int, default: int = 0) -> int:
-    dim = node.args[index] if len(node.args) > index else default
+def _dim(node: fx.Node, index: int, rank: int) -> int:
+    dim = node.args[index] if len(node.args) > index else 0
     assert isinstance(dim, int)
     return dim % rank
 
@@ -130,11 +130,11 @@ def squeezed(node: fx.Node, given: Given) -> Found:
     return rows.moved(-sum(1 for d in listed if d < rows.first and shape[d] == 1))
 
 
-def along(index: int, default: int = 0) -> RowRule:
+def along(index: int) -> RowRule:
     """Of operators that work along the dimension given as an argument, and leave the others where they are."""
 
     def rule(node: fx.Node, given: Given) -> Found:
-        rows, dim = given[_read(node, 0)], _dim(node, index, tensor(_read(node, 0)).dim(), default)
+        rows, dim = given[_read(node, 0)], _dim(node, index, tensor(_read(node, 0)).dim())
         if rows is None or dim in rows.dims or any(other not in (rows, None) for other in given.values()):
             return None
         if not all(given.values()):
