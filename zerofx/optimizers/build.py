@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,7 @@ from zerofx.optimizers.program import StateSpec
 from zerofx.optimizers.recorder import OpRecord, Ref
 from zerofx.optimizers.scalars import EXPR_TYPES, Expr, is_constant
 from zerofx.optimizers.trace import Trace
-from zerofx.torch_private.operators import base_name, schema_of
+from zerofx.torch_private.operators import base_name, pytree, schema_of
 
 _aten = torch.ops.aten
 
@@ -119,7 +119,7 @@ def _emit(
     records = _live(records)
     scalars: dict[Expr, ScalarUse] = {}
     for record in records:
-        for value in _leaves((record.args, tuple(value for _, value in record.kwargs))):
+        for value in pytree.tree_leaves((record.args, record.kwargs)):
             if isinstance(value, EXPR_TYPES) and value not in scalars:
                 scalars[value] = ScalarUse(value, base_name(record.op))
     graph = Graph()
@@ -148,15 +148,5 @@ def _live(records: list[OpRecord]) -> list[OpRecord]:
     for record in reversed(records):
         if schema_of(record.op).is_mutable or record.out in read:
             live.append(record)
-            read.update(
-                x for x in _leaves((record.args, tuple(value for _, value in record.kwargs))) if isinstance(x, Ref)
-            )
+            read.update(leaf for leaf in pytree.tree_leaves((record.args, record.kwargs)) if isinstance(leaf, Ref))
     return live[::-1]
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value

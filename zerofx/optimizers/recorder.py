@@ -35,7 +35,7 @@ from zerofx.optimizers.scalars import (
     is_constant,
     lost_scalar,
 )
-from zerofx.torch_private.operators import OpOverload, base_name, schema_of
+from zerofx.torch_private.operators import OpOverload, base_name, pytree, schema_of
 
 # Keywords that say where or how memory is laid out; a flat shard has one answer to them all.
 _PLACEMENT_KEYWORDS: Final = frozenset({"memory_format", "layout", "device", "pin_memory", "non_blocking"})
@@ -223,7 +223,7 @@ class Recorder:
 
     def dispatch(self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator with present values and record it."""
-        tensors = [x for x in _leaves((*args, *kwargs.values())) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if self.paused or (not tensors and op.namespace != "aten"):
             return op(*args, **kwargs)
         plain_args, plain_kwargs = self._plain(args), {key: self._plain(x) for key, x in kwargs.items()}
@@ -387,10 +387,3 @@ class Recorder:
 def _is_view(op: OpOverload[..., Any]) -> bool:
     returns = schema_of(op).returns
     return not schema_of(op).is_mutable and bool(returns) and returns[0].alias_info is not None
-
-
-def _leaves(values: tuple[Any, ...] | list[Any]) -> list[Any]:
-    leaves: list[Any] = []
-    for value in values:
-        leaves.extend(_leaves(value) if isinstance(value, (list, tuple)) else [value])
-    return leaves
