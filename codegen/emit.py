@@ -340,15 +340,11 @@ def _function(node: fx.Node, launches: Mapping[Any, Any]) -> str:
 def _arguments(node: fx.Node, local: Mapping[fx.Node, str]) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
     """The arguments of a node, with names in the place of nodes."""
 
-    def named(argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            return Name(local[argument])
-        if isinstance(argument, list | tuple):
-            items = [named(item) for item in argument]
-            return items if isinstance(argument, list) else tuple(items)
-        return argument
+    def named(source: fx.Node) -> Any:
+        return Name(local[source])
 
-    return tuple(map(named, node.args)), tuple((key, named(argument)) for key, argument in node.kwargs.items())
+    args, kwargs = fx.map_arg((node.args, node.kwargs), named)
+    return args, tuple(kwargs.items())
 
 
 def _fresh(node: fx.Node, counts: dict[str, int]) -> str:

@@ -41,6 +41,7 @@ from zerofx.ir.sharding.placed_moves import of_ranks_first
 from zerofx.ir.sharding.rule import outputs_of, read_tensors
 from zerofx.ir.text import node_text
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Sharded, local_shape
+from zerofx.torch_private.operators import pytree
 
 _NEIGHBOURS = 6
 
@@ -203,15 +204,7 @@ def _given(node: fx.Node, parts: Mapping[str, Sharded | None]) -> Kind:
 
 
 def _described(node: fx.Node) -> WholeCall:
-    numbers: list[float] = []
-
-    def add(item: Any) -> None:
-        if isinstance(item, list | tuple):
-            for each in item:
-                add(each)
-        elif isinstance(item, int | float) and not isinstance(item, bool):
-            numbers.append(item)
-
-    add([*node.args, *node.kwargs.values()])
+    arguments = pytree.tree_leaves((node.args, node.kwargs))
+    numbers = tuple(leaf for leaf in arguments if isinstance(leaf, int | float) and not isinstance(leaf, bool))
     shapes = tuple(tuple(t.shape) if isinstance(t, Tensor) else None for t in outputs_of(node))
-    return WholeCall(node.target, shapes, tuple(numbers))
+    return WholeCall(node.target, shapes, numbers)

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from zerofx.capture.by_layer.repeats import Repeat
 from zerofx.ir.canonical import described
@@ -56,13 +57,15 @@ def stamp(graph: fx.Graph, repeat: Repeat) -> Stamped:
     whole: list[Sequence[fx.Node | None]] = [pair.second, *layers, pair.third]
 
     def resolved(template: Any, position: int) -> Any:
-        def find(reference: _Reference) -> fx.Node:
-            node = whole[position + reference.shift][reference.ordinal]
+        def find(leaf: Any) -> Any:
+            if not isinstance(leaf, _Reference):
+                return leaf
+            node = whole[position + leaf.shift][leaf.ordinal]
             if node is None:
                 raise NotRepeatedError(f"{repeat.path} reads what comes later")
             return node
 
-        return _resolve(template, find)
+        return map_aggregate(template, find)
 
     for own, ascending, where in pair.stretches:
         for position in range(1, len(layers) + 1) if ascending else range(len(layers), 0, -1):
@@ -217,17 +220,6 @@ def _zip(left: Any, other: Any, unify: _Unify) -> Any:
     if type(left) is not type(other) or repr(left) != repr(other):
         raise NotRepeatedError(f"layers with different arguments: {left!r} and {other!r}")
     return left
-
-
-def _resolve(template: Any, find: Callable[[_Reference], fx.Node]) -> Any:
-    if isinstance(template, _Reference):
-        return find(template)
-    if isinstance(template, tuple | list):
-        items = [_resolve(item, find) for item in template]
-        return items if isinstance(template, list) else tuple(items)
-    if isinstance(template, dict):
-        return {key: _resolve(item, find) for key, item in template.items()}
-    return template
 
 
 def _shrunk(template: Any, own: Any, further: fx.Node, second: Sequence[fx.Node]) -> Any:

@@ -24,6 +24,7 @@ from zerofx.errors import ZeroFXError
 from zerofx.ir.aliasing import storage_bytes
 from zerofx.runtime.cuda_graphs.capturing import Capturer, Launch
 from zerofx.runtime.executor import Outcome, Runtime, StepFunction, functions_of, with_functions
+from zerofx.torch_private.operators import pytree
 
 
 class CannotRecordError(ZeroFXError, RuntimeError):
@@ -252,11 +253,7 @@ class _Recorder:
 
     def _lasting(self, argument: Any) -> Any:
         """What a call keeps of an argument: of a tensor of the graphs its place, not its memory."""
-        if isinstance(argument, torch.Tensor):
-            return self._capturer.alias(argument)
-        if isinstance(argument, list):
-            return [self._lasting(each) for each in argument]
-        return argument
+        return pytree.tree_map_only(torch.Tensor, self._capturer.alias, argument)
 
     def _of_runtime(self, name: str, *args: Any, **keywords: Any) -> _Late:
         return self.call(lambda values, given: getattr(values.runtime, name)(*given, **keywords), args)
@@ -339,13 +336,7 @@ class _Region:
 
 def _late(args: Sequence[Any]) -> list[int]:
     """The numbers of the calls whose outcomes ``args`` have."""
-    numbers: list[int] = []
-    for argument in args:
-        if isinstance(argument, _Late):
-            numbers.append(argument.number)
-        elif isinstance(argument, list):
-            numbers += _late(argument)
-    return numbers
+    return [leaf.number for leaf in pytree.tree_leaves(args) if isinstance(leaf, _Late)]
 
 
 def _span(tensor: torch.Tensor) -> torch.Tensor:
