@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import zerofx
-from tests.lib.distributed import _PRELOADED, _environment
+from tests.lib.distributed import _PRELOADED, _end_with_parent, _environment
 from tests.nets.records import Record, read_records, results_path, write_records
 from zerofx.runtime.comm.same_host import channels
 
@@ -206,13 +206,6 @@ def _rank_main(fault: Fault, rank: int, folder: str, environment: dict[str, str]
     path.with_suffix(".part").write_bytes(pickle.dumps(seen))
     path.with_suffix(".part").rename(path)
     sys.exit(0)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def run(fault: Fault) -> Record:
