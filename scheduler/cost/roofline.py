@@ -98,10 +98,10 @@ def node_flops(node: fx.Node) -> int:
     if facts.of_lists:
         first = node.args[0] if node.args else ()
         sources = [item for item in first if isinstance(item, fx.Node)] if isinstance(first, (list, tuple)) else []
-        return facts.per_element * sum(_numel(tensor) for source in sources for tensor in tensors_of(source))
+        return facts.per_element * sum(tensor.numel() for source in sources for tensor in tensors_of(source))
     if facts.is_pointwise and outputs:
-        return facts.per_element * _numel(outputs[0])
-    return facts.per_element * max(_numel(tensor) for tensor in (*inputs, *outputs))
+        return facts.per_element * outputs[0].numel()
+    return facts.per_element * max(tensor.numel() for tensor in (*inputs, *outputs))
 
 
 def _matmul_packet(target: OpOverload) -> Any:
@@ -180,10 +180,6 @@ def _owned_bytes(owner: tuple[fx.Node, int]) -> int:
     if isinstance(tensor, Tensor):
         return storage_bytes(tensor)
     return sum(storage_bytes(item) for item in tensors_of(node))
-
-
-def _numel(tensor: Tensor) -> int:
-    return int(tensor.numel())
 
 
 def _output_dtype(node: fx.Node) -> torch.dtype | None:

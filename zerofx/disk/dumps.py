@@ -34,7 +34,7 @@ def write_source(dump_dir: Path | None, name: str, source: str) -> Path:
     Raises:
         UsageError: ``dump_dir`` is no folder that can be written to.
     """
-    base = dump_dir or _default()
+    base = dump_dir or (user_cache() or private_folder()) / "dumps"
     try:
         _write(base / name, {SOURCE: source}, clear=True)
     except UnsafeError as error:
@@ -70,10 +70,6 @@ def hold(source_path: Path, holder: object) -> None:
             os.close(lock)
         else:
             weakref.finalize(holder, os.close, lock)
-
-
-def _default() -> Path:
-    return (user_cache() or private_folder()) / "dumps"
 
 
 def _write(path: Path, files: dict[str, str], *, clear: bool = False) -> None:

@@ -186,7 +186,7 @@ def split(node: fx.Node) -> Moved | None:
 
 def sliced(node: fx.Node) -> Moved | None:
     """Whole groups of a dimension (``slice``), or put back among zeros (``slice_backward``)."""
-    is_backward = _name(node) == "slice_backward"
+    is_backward = node.target is _aten.slice_backward.default
     shape = tuple(value(node).shape) if is_backward else _source_shape(node)
     dim = dims_of(node, argument(node, 1 + is_backward, "dim", 0), len(shape))[0]
     start, end = (argument(node, 2 + is_backward, "start"), argument(node, 3 + is_backward, "end"))
@@ -230,10 +230,6 @@ def _parts(placement: Sharded, dim: int, num: int) -> Sharded | None:
     if placement.dim != dim:
         return placement
     return None if placement.groups % num else Sharded(dim, placement.groups // num)
-
-
-def _name(node: fx.Node) -> str:
-    return str(node.target).split(".")[1]
 
 
 PATTERNS: Mapping[str, PatternsOf] = MappingProxyType(

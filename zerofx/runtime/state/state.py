@@ -38,7 +38,7 @@ class TrainingState:
         self._communicators = communicators
         self._transport = communicators.world
         self._tiers = tiers
-        self._tensors = _distinct_parameters(model)
+        self._tensors = dict(model.named_parameters())
         self.buckets: list[BucketState] = []
         self._is_stale = False  # whether updates may be under way whose results the device has not
 
@@ -386,10 +386,6 @@ def _planned(plan: Plan, bucket: Bucket) -> tuple[str, tuple[str, str, bool]]:
     """The tier of a bucket's parameters, and the home of its states."""
     tier = next((d.tier for d in plan.parameters if d.bucket == bucket.index), DEVICE)
     return tier, _home(_state_decision(plan, bucket))
-
-
-def _distinct_parameters(model: nn.Module) -> Mapping[str, torch.Tensor]:
-    return dict(model.named_parameters())
 
 
 def process_group() -> dist.ProcessGroup | None:
