@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zerofx
 from gpt import GPT
+from tests.lib.chains import Stack
 from zerofx.capture.trace import Batch, capture
 from zerofx.ir.bucketing import layout_of
 from zerofx.ir.buckets import BucketLayout
@@ -38,31 +39,19 @@ class Layer(nn.Module):
         return x + y
 
 
-class Chain(nn.Module):
+class Chain(Stack):
     def __init__(self, dim: int, names: tuple[str, ...], depth: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(dim, names) for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+        super().__init__(*(Layer(dim, names) for _ in range(depth)))
 
 
 WAVE_WIDTH = 64
 
 
-class Waves(nn.Module):
+class Waves(Stack):
     """Linear layers with what is cheap to compute again between them."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Wave() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+        super().__init__(*(Wave() for _ in range(3)))
 
 
 class Wave(nn.Module):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
+from tests.lib.chains import Stack
 from tests.lib.graphs import Prepared, target
 from tests.oracles.exact import SEARCH_NODES, search, solve
 from tests.oracles.problem import (
@@ -274,23 +275,11 @@ class Layer(nn.Module):
         return x + torch.sin(torch.tanh(self.linear(x)))
 
 
-class Mlp(nn.Module):
-    """Such layers; the loss is a mean of squares."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
 @pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_plans_of_a_captured_step_are_at_or_above_the_optimum(depth: int) -> None:
     """Checkmate may compute anything again at any time, the planner only what its menus offer."""
-    step, machine = capture(Mlp(depth), Batch.of((torch.randn(64, 8),), {})), Machine.named("cpu")
+    model, machine = Stack(*(Layer() for _ in range(depth))), Machine.named("cpu")
+    step = capture(model, Batch.of((torch.randn(64, 8),), {}))
     simplify(step)
     problem = problem_of(step, machine)
     keeping = replay(problem, without_recomputation(problem))

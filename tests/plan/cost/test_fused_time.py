@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerofx
+from tests.lib.chains import Stack
 from zerofx.codegen.regions import regions_of
 from zerofx.scheduler.cost.fused_time import fused_seconds
 from zerofx.scheduler.cost.machine import Machine
@@ -28,20 +29,9 @@ class Gated(nn.Module):
         return y
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Gated() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
 def planned(**options: object) -> zerofx.PlannedStep:
     with torch.device("meta"):
-        model, x = Net(), torch.empty(ROWS, DIM)
+        model, x = Stack(*(Gated() for _ in range(4))), torch.empty(ROWS, DIM)
     asked = {"stage": 0, "machine": H100, "backend": "inductor", **options}
     return zerofx.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), (x,), **asked)  # type: ignore[arg-type]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zerofx
 from tests.lib.budgets import WAVE_WIDTH as WIDTH
 from tests.lib.budgets import Chain, Waves, least_and_most, planned, small_machine
+from tests.lib.chains import Stack
 from zerofx import Machine, MemoryBudgetError, SearchResult, UsageError, largest_micro_batch, smallest_world
 from zerofx.capture.by_layer.by_layer import capture_by_layer
 from zerofx.driver import captures as driver_captures
@@ -26,19 +27,6 @@ DEPTH = 6
 NODE = 4  # ranks a node of the machine
 
 
-class Deep(nn.Module):
-    """Equal layers, of which the model's states take most of the memory at small batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
 def machine(memory_kib: int) -> Machine:
     cpu = Machine.named("cpu")
     device = replace(cpu.device, memory_bytes=memory_kib * 1024)
@@ -46,7 +34,8 @@ def machine(memory_kib: int) -> Machine:
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = Deep()
+    # The model's states take most of the memory at small batches.
+    model = Stack(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)))
     return model, torch.optim.Adam(model.parameters())
 
 

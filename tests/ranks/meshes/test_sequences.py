@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerofx
+from tests.lib.chains import Stack
 from tests.lib.distributed import run_ranks
 from tests.lib.runs.sharing import SHARING
 from tests.lib.runs.training import world
@@ -40,17 +41,11 @@ class Layer(nn.Module):
         return x + torch.tanh(self.product(attended))
 
 
-class Sequence(nn.Module):
+class Sequence(Stack):
     """Two layers and the mean square of what they give."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+        super().__init__(Layer(), Layer())
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
