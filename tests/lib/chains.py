@@ -78,6 +78,19 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
+class Equal(nn.Module):
+    """Equal linear layers, nothing else that is trained, and the mean of squares of what they give."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
 def mlps(num_layers: int = 1, dim: int = 4, inner: int = 16) -> nn.Module:
     return Stack(
         *(Block(None, MLP(dim, inner, gated=False, bias=True, activation="gelu"), dim) for _ in range(num_layers))

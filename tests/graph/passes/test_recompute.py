@@ -27,11 +27,7 @@ class Dropping(nn.Module):
         return x.sum()
 
 
-class Squashing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Block(), Block()])
-
+class Squashing(Dropping):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.sigmoid(torch.tanh(layer(x)))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import zerofx
+from tests.lib.chains import Equal
 from tests.lib.graphs import TwoBlocks
 from zerofx import Machine, Plan, PlannedStep
 from zerofx.errors import UsageError
@@ -21,22 +22,9 @@ H100 = Machine.named("h100-sxm")
 WIDTH = 256
 
 
-class Wide(torch.nn.Module):
-    """Layers whose weights are worth sending."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
 def planned(machine: Machine = H100, rows: int = 64, **options: Any) -> PlannedStep:
     with torch.device("meta"):
-        model, x = Wide(), torch.empty(rows, WIDTH)
+        model, x = Equal(6, WIDTH), torch.empty(rows, WIDTH)
     optimizer = torch.optim.AdamW(model.parameters())
     given = {"backend": "eager", "recompute": "none", "mesh": {"replicate": 4, "shard": 8}, **options}
     return zerofx.plan(model, optimizer, (x,), machine=machine, **given)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerofx
+from tests.lib.chains import Equal
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, batches
 from tests.lib.runs.offloads import placing, prepare_case
@@ -103,22 +104,9 @@ DEPTH = 12
 _M_MMAP_THRESHOLD = -3  # a parameter of mallopt(3), from glibc's <malloc.h>
 
 
-class Wide(nn.Module):
-    """Equal layers: all parameters together are DEPTH times the largest one."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(DEPTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.sum()
-
-
 def _prepared(width: int) -> zerofx.Step:
     with zerofx.empty_init():
-        model = Wide(width)
+        model = Equal(DEPTH, width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return zerofx.compile(model, optimizer, 3, backend="eager", example_batch=(torch.ones(1, width),))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
+from tests.lib.chains import Equal
 from tests.lib.graphs import Prepared, prepare
 from tests.lib.runs.offloads import placing
 from zerofx.ir import ops
@@ -25,19 +26,6 @@ DIM = 64
 NUM_BYTES = 4 * DIM * DIM  # of one layer's parameters
 
 
-class Deep(nn.Module):
-    """Equal layers, and nothing else that is trained."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
 def machine(bytes_per_second: float) -> Machine:
     """A CPU with a drive of this speed in each direction."""
     drive = Link(bytes_per_second, 1e-6)
@@ -46,7 +34,7 @@ def machine(bytes_per_second: float) -> Machine:
 
 def built(depth: int) -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, ...]]:
     torch.manual_seed(0)
-    model = Deep(depth)
+    model = Equal(depth, DIM)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False), (torch.randn(2, DIM),)
 
 
