@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from typing import Any
 from unittest import mock
 
@@ -11,16 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.lib import compiling
 from zerofx.codegen.cpu.extras import ATTENTION
 from zerofx.ir import ops
 from zerofx.ir.op_kernels import attention as facts
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 
 aten = torch.ops.aten
-pytestmark = [
-    pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Inductor uses what torch itself deprecates
-]
+pytestmark = compiling.regions
 SPAN, KEYS, QUERIES = facts.SPAN, facts.KEYS, facts.QUERIES
 # Samples, heads, queries, keys, dim: blocks that fit and blocks that do not, on every level.
 SHAPES = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 from unittest import mock
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.lib import compiling
 from zerofx.codegen.cpu.extras import PRODUCTS
 from zerofx.codegen.cpu.products import build
 from zerofx.ir import ops
@@ -19,9 +19,8 @@ from zerofx.scheduler.cost.cpu.workspace import workspace_bytes
 
 aten = torch.ops.aten
 pytestmark = [
-    pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
+    *compiling.regions,
     pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Inductor uses what torch itself deprecates
 ]
 DEPTH, LEFT, RIGHT = facts.DEPTH, facts.LEFT_COLUMNS, facts.RIGHT_COLUMNS
 # Rows, inner size, columns: blocks that fit and blocks that do not, on every level.

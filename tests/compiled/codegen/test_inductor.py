@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lib import compiling
 from tests.lib.fakes import fake_like
 from tests.lib.graphs import DIM, Prepared, prepare
 from zerofx.codegen.emit import emit
@@ -21,11 +21,7 @@ from zerofx.ir.aliasing import storage_bytes
 from zerofx.ir.facts import Phase, tensor, value
 from zerofx.scheduler.cost.liveness import liveness
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Inductor uses what torch itself deprecates
-]
+pytestmark = [pytest.mark.slow, *compiling.regions]
 
 
 def _first(prepared: Prepared, phase: Phase) -> tuple[Region, Any]:

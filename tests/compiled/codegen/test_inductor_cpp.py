@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
@@ -12,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lib import compiling
 from zerofx.codegen.inductor.background import Background
 from zerofx.disk.cache import NOT_KEPT, DiskCache
 from zerofx.errors import CompilerError
 
-pytestmark = [
-    pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Inductor uses what torch itself deprecates
-]
+pytestmark = compiling.regions
 
 ASKED: list[tuple[str, bool | None]] = []
 PRECOMPILED: list[str] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.lib import compiling
 from tests.lib.fakes import fake_like
 
-pytestmark = [
-    pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Inductor uses what torch itself deprecates
-]
+pytestmark = compiling.regions
 
 aten: Any = torch.ops.aten
 ROWS, DIM = 24, 40

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from itertools import product
 
 import pytest
@@ -11,12 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import zerofx
+from tests.lib import compiling
 from zerofx.codegen.inductor.decompositions import replication_pad_backward
 
-pytestmark = [
-    pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Inductor uses what torch itself deprecates
-]
+pytestmark = compiling.regions
 KERNELS = [
     torch.ops.aten.replication_pad1d_backward,
     torch.ops.aten.replication_pad2d_backward,

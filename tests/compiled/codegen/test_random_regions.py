@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
-import pytest
 import torch
 
+from tests.lib import compiling
 from tests.lib.fakes import fake_like
 
-pytestmark = [
-    pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Inductor uses what torch itself deprecates
-]
+pytestmark = compiling.regions
 
 
 def _dropout_of_a_layer(inputs: list[Any]) -> tuple[torch.Tensor, ...]:

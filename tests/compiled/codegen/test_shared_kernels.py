@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 import zerofx
 from gpt import GPT
+from tests.lib import compiling
 from tests.lib.models import adamw
 from zerofx.codegen.inductor.shared_kernels import SharedKernel, SharedKernels
 from zerofx.disk.cache import DiskCache
@@ -27,10 +27,7 @@ extern "C"  void  kernel(float* out)
 """
 RUNGS = (16, 32, 48)
 
-pytestmark = [
-    pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Inductor uses what torch itself deprecates
-]
+pytestmark = compiling.regions
 
 
 def num_built() -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 
 from tests.compiled.kernels.conftest import Interpret
 from tests.compiled.kernels.interpreted import compiled_losses, updated
+from tests.lib.compiling import needs_compiler
 from tests.lib.graphs import prepare
 from zerofx.codegen.kernels.choose import update_kernels
 from zerofx.codegen.regions import cut, regions_of
@@ -46,7 +45,7 @@ def test_equal_updates_share_a_kernel_and_leave_their_gradient_unwritten() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler")
+@needs_compiler
 def test_a_compiled_step_with_kernels_trains_as_one_without(interpret: Interpret) -> None:
     expected, _, none, is_launched = interpret(compiled_losses, "none")
     assert none == 0 and not is_launched

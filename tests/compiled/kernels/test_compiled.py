@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from tests.lib import compiling
 from zerofx.ir import ops
 from zerofx.ir.op_kernels import quantise, softmax
 from zerofx.ir.op_kernels.quantise import BLOCK
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Inductor uses what torch itself deprecates
-]
+pytestmark = [pytest.mark.slow, *compiling.regions]
 
 
 def _rounded(inputs: list[Any]) -> tuple[torch.Tensor, ...]:

@@ -5,7 +5,6 @@ A region that reads a mask before it is drawn, or a gradient in other strides, n
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,14 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lib import compiling
 from tests.lib.models import CASES
 from tests.lib.runs.training import train_compiled
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # Inductor uses what torch itself deprecates
-]
+pytestmark = [pytest.mark.slow, *compiling.trainings]
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 # What cancels out is rounding errors of what goes in: less than this part of that is not compared any finer.

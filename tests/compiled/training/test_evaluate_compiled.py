@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 import zerofx
+from tests.lib import compiling
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES
 from tests.lib.runs.evaluating import evaluated, own_batches, step_of_case
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
-    # Importing Inductor warns of what torch itself deprecates.
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
-]
+pytestmark = compiling.trainings
 
 
 @pytest.mark.parametrize("name", ["gpt", "batchnorm"])

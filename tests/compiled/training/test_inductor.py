@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +11,13 @@ from torch import Tensor, nn
 
 import zerofx
 from gpt import GPT
+from tests.lib import compiling
 from tests.lib.distributed import run_ranks
 from tests.lib.fakes import fake_like
 from tests.lib.models import CASES, Case, sgd, tokens
 from tests.lib.runs.training import differences, train_compiled, train_plain
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
-    # Importing Inductor warns of what torch itself deprecates.
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
-]
+pytestmark = compiling.trainings
 
 aten = torch.ops.aten
 STEPS = 5

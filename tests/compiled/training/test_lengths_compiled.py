@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 import zerofx
+from tests.lib import compiling
 from tests.lib.users import adamw, eager_step, ids, tiny
 
 LENGTHS = (8, 16)
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
-    # Importing Inductor warns of what torch itself deprecates.
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
-]
+pytestmark = compiling.trainings
 
 
 @pytest.mark.slow

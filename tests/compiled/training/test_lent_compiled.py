@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 
+from tests.lib import compiling
 from tests.lib.runs.adversarial import batches, in_eager_mode, models, steps_of
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
-    # Importing Inductor warns of what torch itself deprecates.
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
-]
+pytestmark = compiling.trainings
 
 
 @pytest.mark.slow

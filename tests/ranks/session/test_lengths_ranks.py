@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 from transformers.modeling_outputs import CausalLMOutput
 
 import zerofx
+from tests.lib.compiling import needs_compiler
 from tests.lib.distributed import run_ranks
 from tests.lib.runs.sharing import SHARING
 from tests.lib.runs.training import world
@@ -210,7 +210,7 @@ def _compiled() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler")
+@needs_compiler
 def test_ranks_share_the_kernels_of_rungs() -> None:
     for rank, wrong in enumerate(run_ranks(_compiled, 2)):
         assert wrong == [], f"rank {rank}"
