@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zerofx.codegen.emit import EmittedStep, emit
-from zerofx.codegen.regions import Instruction, cut, regions_of
+from zerofx.codegen.regions import Instruction, cut
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
@@ -30,11 +30,6 @@ class LoweredStep:
     simulation: Simulation
     stages: tuple[Stage, ...]
     emitted: EmittedStep
-
-    @property
-    def num_regions(self) -> int:
-        """Regions that the step runs."""
-        return len(regions_of(self.instructions))
 
     @property
     def num_distinct_regions(self) -> int:
