@@ -130,30 +130,31 @@ class Shift(nn.Module):
         return x + self.by
 
 
-class Shifts(nn.Module):
+class Summed(nn.Module):
+    """Layers and the sum of what they give."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+class Shifts(Summed):
     """Layers whose gradients are all one and the same node."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Shift() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
+        super().__init__(*(Shift() for _ in range(3)))
 
 
-class Normed(nn.Module):
+class Normed(Summed):
     """Blocks that end in a layer norm: the gradients of its weight and bias are two outputs of one operator."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
+        super().__init__(*(nn.LayerNorm(DIM) for _ in range(2)))
 
 
 def features() -> tuple[Tensor, ...]:

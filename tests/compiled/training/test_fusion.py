@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import zerofx
 from gpt import GPT
 from tests.lib.budgets import convnet, encoder_decoder, gpt, least_and_most, llama, run
-from tests.lib.graphs import features, prepare
+from tests.lib.graphs import Summed, features, prepare
 from zerofx.codegen.regions import Region, cut
 from zerofx.driver.plan_only import plan
 from zerofx.ir.facts import Phase
@@ -92,19 +92,8 @@ class Gated(nn.Module):
         return found
 
 
-class GatedLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Gated() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
-
-
 def test_a_gradient_that_two_loops_of_a_kernel_read_is_written_over_by_one_of_them() -> None:
-    step = prepare(GatedLayers(), features(), num_ranks=1).run().step
+    step = prepare(Summed(Gated(), Gated()), features(), num_ranks=1).run().step
     regions = [r for r in cut(step) if isinstance(r, Region) and r.unit == "layers.0"]
     backward = next(region for region in regions if region.origin.phase is Phase.BACKWARD)
     taken = [event.num_bytes for event in estimated_memory(backward, ()) if event.num_bytes > 0]
