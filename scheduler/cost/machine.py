@@ -199,9 +199,9 @@ class Machine:
             rate = peak.tf32 if tf32 and dtype is torch.float32 else None
         return rate or peak.float32
 
-    def convolution_flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
-        """Achievable FLOP/s of a convolution, as ``matmul_flops`` has them."""
-        return self.matmul_flops(dtype, tf32=tf32) * self.efficiency.convolution
+    def convolution_flops(self, dtype: torch.dtype) -> float:
+        """Achievable FLOP/s of a convolution on `dtype` inputs."""
+        return self.matmul_flops(dtype) * self.efficiency.convolution
 
     def vector_flops(self, dtype: torch.dtype) -> float:
         """Achievable FLOP/s outside matmuls: the float32 rate for all types (half for float64); no tensor cores."""
