@@ -86,7 +86,8 @@ class SavedGraph:
         step.guarded = captures.guarded
         groups = group_of_parameters(model, optimizer, step.parameters, set(step.gradients))
         layout = layout_of(step, groups, Mesh())
-        programs = OptimizerBinding(optimizer, layout, step.device, prefer_fused=prefer_fused).programs(None)
+        binding = OptimizerBinding(optimizer, layout, step.device, prefer_fused=prefer_fused)
+        programs = binding.programs(None, binding.held(dict(model.named_parameters())))
         update_of = {slot.name: program for index, program in programs.items() for slot in layout.buckets[index].slots}
         try:
             divided = captures.divided(2)  # whatever ``num`` is: how many there are to be may still be asked

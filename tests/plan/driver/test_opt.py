@@ -171,6 +171,17 @@ def test_a_graph_and_a_plan_from_files_give_what_planning_gives(options: dict[st
     assert rewrite(SavedGraph.load(tmp_path / "graph.json"), again, blank, lambda *_: None).step.text() == expected
 
 
+def test_an_optimizer_that_has_stepped_has_the_update_of_its_next_step() -> None:
+    model, batch = _Deep(), (torch.zeros(8, 16, dtype=torch.long),)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    model(*batch).backward()
+    optimizer.step()
+    planned = zerofx.plan(model, optimizer, batch, world_size=2, machine="cpu", stage=1)
+    saved = captured_graph(model, optimizer, batch, planned.plan, machine=planned.machine)
+    passes = phase_passes(None, planned.plan, guarded=False, disabled=())
+    assert rewrite(saved, passes, planned.plan, lambda *_: None).step.text() == planned.lowered.graph.text()
+
+
 def test_a_graph_comes_back_from_its_file_after_any_pass(tmp_path: Path) -> None:
     model, batch, path = _Deep(), (torch.zeros(8, 16, dtype=torch.long),), tmp_path / "graph.json"
     optimizer = torch.optim.AdamW(model.parameters())
