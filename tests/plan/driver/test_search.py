@@ -233,5 +233,5 @@ def test_gathers_stay_ahead_where_that_is_faster_than_the_memory_they_free_is_wo
     with mock.patch.object(Lengths, "staying_ahead", return_value=None):
         without = planned(model, batch, budget, **options)
     assert plan.peak_bytes["device"] <= budget and plan.step_seconds < 0.95 * without.step_seconds
-    later, ahead = (sum("ahead to hide" in gather.reason for gather in each.gathers) for each in (without, plan))
+    later, ahead = (sum("ahead to overlap" in gather.reason for gather in each.gathers) for each in (without, plan))
     assert later == 0 and ahead > 0
