@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import os
@@ -19,6 +20,7 @@ import torch
 from tests.lib.captures import SWITCH, own_captures, shared_captures
 
 GOLDEN = Path(__file__).parent / "golden"
+OLDER_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,6 +61,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     with own_captures() if item.get_closest_marker("captures") else shared_captures():
         return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    with _skipped_where_torch_lacks_it():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    with _skipped_where_torch_lacks_it():
+        return (yield)
+
+
+@contextlib.contextmanager
+def _skipped_where_torch_lacks_it() -> Iterator[None]:
+    """What fails inside since an older torch has no rules for a mesh's axis `model` is skipped, for that reason."""
+    try:
+        yield
+    except Exception as error:
+        if OLDER_TORCH and "for a mesh with a model axis" in str(error):
+            pytest.skip(str(error))
+        raise
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +127,8 @@ def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
         if not path.exists():
             pytest.fail(f"{path} does not exist: make it with --update-golden", pytrace=False)
         expected = path.read_text(encoding="utf-8")
+        if OLDER_TORCH:
+            expected, text = _renumbered(expected), _renumbered(text)
         if text != expected:
             diff = difflib.unified_diff(
                 expected.splitlines(), text.splitlines(), "expected " + path.name, "found", lineterm=""
@@ -109,3 +136,15 @@ def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
             pytest.fail("\n".join([*diff, f"if this is meant: --update-golden rewrites {path}"]), pytrace=False)
 
     return compare
+
+
+def _renumbered(text: str) -> str:
+    """``text`` with the numbers at the ends of names in the order in which they come: fx of torch 2.11 and 2.12 counts
+    names that have gone."""
+    numbers: dict[str, dict[str, int]] = {}
+
+    def replaced(match: re.Match[str]) -> str:
+        known = numbers.setdefault(match[1], {})
+        return f"{match[1]}_{known.setdefault(match[2], len(known))}"
+
+    return re.sub(r"\b(\w*[A-Za-z_])_(\d+)\b", replaced, text)

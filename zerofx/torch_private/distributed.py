@@ -115,11 +115,12 @@ def _registry() -> Mapping[OpOverload[..., Any], Any]:
     # Seconds to import: only who shards computation pays.
     from torch.distributed.tensor import DTensor
 
-    registry: Any = getattr(DTensor._op_dispatcher.sharding_propagator, "op_single_dim_strategy_funcs", None)
-    if not registry:
+    rules = getattr(DTensor._op_dispatcher.sharding_propagator, "op_single_dim_strategy_funcs", {})
+    registry: Mapping[OpOverload[..., Any], Any] = rules
+    # torch 2.11 has those of four products.
+    if torch.ops.aten.add.Tensor not in registry:
         raise UsageError(
             f"expected torch 2.13 or later for a mesh with a model axis, which takes its rules of operators from "
             f"DTensor, found {torch.__version__}: leave the model axis out"
         )
-    rules: Mapping[OpOverload[..., Any], Any] = registry
-    return rules
+    return registry

@@ -17,6 +17,7 @@ _LACKING = (
         "fusions that fit one loop to another, where one of them reads after a write: Inductor forgets the order",
     ),
     ((2, 12), "one kernel for Adagrad's update on GPUs: torch's own optimizer refuses it"),
+    ((2, 13), "meshes with an axis `model`: DTensor has no rules of most operators that are of one axis alone"),
 )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from tests.lib.checkout import ROOT
+from zerofx.errors import UsageError
 from zerofx.torch_private import capture, distributed, flops, operators, optimizers
 from zerofx.torch_private.versions import TORCH, left_out
 
@@ -27,7 +28,14 @@ def test_the_oldest_torch_is_what_the_project_asks_for() -> None:
 
 
 def test_what_is_left_out_is_said_where_it_is() -> None:
-    assert (left_out() == ()) == optimizers.has_adagrad_for_gpus()
+    assert (left_out() == ()) == (TORCH >= (2, 13))
+
+
+def test_rules_of_operators_have_come_with_torch_2_13() -> None:
+    given = (torch.empty(4, device="meta"), torch.empty(4, device="meta"))
+    refused = contextlib.nullcontext() if TORCH >= (2, 13) else pytest.raises(UsageError, match="or later for a mesh")
+    with refused:
+        assert distributed.single_dim_rules(aten.add.Tensor, given, {}, 1)
 
 
 def test_a_tag_for_out_has_come_with_torch_2_13() -> None:
