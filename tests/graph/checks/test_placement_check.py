@@ -34,7 +34,7 @@ class Feed(Regression):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM, bias=False)
-        self.bias, self.drop = nn.Parameter(torch.zeros(DIM)), nn.Dropout(dropout)
+        self.bias, self.drop = nn.Parameter(torch.zeros(DIM)), nn.Dropout(dropout) if dropout else nn.Identity()
 
     def predict(self, x: Tensor) -> Tensor:
         y: Tensor = self.drop(self.down(self.drop(torch.relu(self.up(x)))) + self.bias)
@@ -112,7 +112,7 @@ _ROUTED = {
 }
 _CLASSES = {"_log_softmax": "S0 -> S0", "nll_loss_forward": "S0 S0 -> P R"}
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
-    "feed": (Feed, {**_FEED, "clone": "S1 -> S1"}),
+    "feed": (Feed, _FEED),
     "dropping": (lambda: Feed(0.1), {**_FEED, **_DROPPING}),
     "experts": (Experts, _EXPERTS),
     "routed": (Routed, _ROUTED),
