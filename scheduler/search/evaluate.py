@@ -86,7 +86,7 @@ class Rehearsal:
 
     def host_block_bytes(self, plan: Plan) -> int:
         """What ``plan`` takes of the host, counted in blocks."""
-        return liveness(self.carried_out(plan), self.target.on_cpu).host_block_bytes
+        return self.simulated(plan)[1].live.host_block_bytes
 
 
 def simulate_step(

@@ -24,29 +24,37 @@ _ROUNDS = 4  # plans to make with less and less room, before the last one leaves
 class HostBudget:
     """The fastest plan within the budgets of device and host, as far as it is found.
 
-    Without a host budget a rank's share of the machine's host memory is the room that the search goes by.
+    Without a host budget it is a rank's share of the machine's host memory, and where no plan is found within that,
+    the one that its estimate leads to.
     """
 
     name: str = "host budget"
 
     def plan(self, problem: Problem, rest: Search) -> Plan:
         machine = problem.machine
-        budget = host_budget_bytes(problem.options.host_budget, machine)
-        if budget is None or not tiers_for(problem.options.offload, machine):
+        asked = host_budget_bytes(problem.options.host_budget, machine)
+        if not tiers_for(problem.options.offload, machine):
             return rest.plan(problem)
-        host_bytes = budget
+        host_bytes = budget = machine.host_bytes_per_rank if asked is None else asked
+        first: Plan | None = None
         for number in range(_ROUNDS + 1):
             narrowed = replace(problem, machine=with_host_bytes(machine, host_bytes))
             try:
                 plan = rest.attempt(f"{format_bytes(host_bytes)} by estimate", narrowed)
             except BudgetMissedError as refusal:
-                raise self._explained(problem, budget, refusal, rest) from refusal
+                if asked is not None:
+                    raise self._explained(problem, budget, refusal, rest) from refusal
+                if first is None:
+                    raise
+                return first
+            first = first or plan
             taken = problem.rehearsal.host_block_bytes(plan)
             if taken <= budget:
                 return plan
             rest.say(f"takes {format_bytes(taken)} of {format_bytes(budget)} in blocks")
             host_bytes = max(host_bytes - (taken - budget), 0) if number < _ROUNDS - 1 else 0
-        raise AssertionError("a plan without room on the host takes none of it")
+        assert asked is None and first is not None, "a plan without room on the host takes none of it"
+        return first
 
     def _explained(self, problem: Problem, budget: int, refusal: BudgetMissedError, rest: Search) -> BudgetMissedError:
         """What to say where the device's budget is missed with so little host memory; that of a device that is too

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,9 +27,8 @@ H100 = Machine.named("h100-sxm")
 def planned(memory_budget: int | None, **options: Any) -> PlannedStep:
     model, batch = gpt()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    return zerofx.plan(
-        model, optimizer, batch, machine=small_machine(1e10), memory_budget=memory_budget, backend="eager", **options
-    )  # fmt: skip
+    given = {"machine": small_machine(1e10), "memory_budget": memory_budget, "backend": "eager", **options}
+    return zerofx.plan(model, optimizer, batch, **given)
 
 
 @functools.cache
@@ -49,6 +49,15 @@ def test_a_plan_takes_no_more_of_the_host_than_it_may(offload: Offload) -> None:
     assert 0 < blocks_of(found) <= int(0.8 * free)
     assert found.plan.peak_bytes["device"] <= memory_budget
     assert found.plan.peak_bytes["nvme"] > 0
+
+
+@pytest.mark.parametrize("offload", ["nvme", "auto"])
+def test_without_one_a_plan_takes_no_more_than_a_ranks_share_of_the_machines(offload: Offload) -> None:
+    memory_budget, machine = int(0.8 * most()), small_machine(1e10).for_ranks(1)
+    share = int(0.8 * blocks_of(planned(memory_budget, offload=offload)))
+    small = replace(machine, host=replace(machine.host, memory_bytes=share * machine.ranks_per_node))
+    found = planned(memory_budget, offload=offload, machine=small)
+    assert 0 < blocks_of(found) <= share and found.fits
 
 
 def test_one_that_is_too_small_is_refused_with_what_would_do() -> None:
