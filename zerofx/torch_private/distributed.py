@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from zerofx.errors import UsageError
 from zerofx.torch_private.operators import OpOverload, pytree
+from zerofx.torch_private.versions import TORCH
 
 default_store = _get_default_store
 """The store that the default process group was made with."""
@@ -115,12 +116,13 @@ def _registry() -> Mapping[OpOverload[..., Any], Any]:
     # Seconds to import: only who shards computation pays.
     from torch.distributed.tensor import DTensor
 
-    rules = getattr(DTensor._op_dispatcher.sharding_propagator, "op_single_dim_strategy_funcs", {})
-    registry: Mapping[OpOverload[..., Any], Any] = rules
-    # torch 2.11 has those of four products.
-    if torch.ops.aten.add.Tensor not in registry:
+    # torch 2.11 has rules of four products alone; with those of 2.12 no mesh was tried.
+    if TORCH < (2, 13):
         raise UsageError(
             f"expected torch 2.13 or later for a mesh with a model axis, which takes its rules of operators from "
             f"DTensor, found {torch.__version__}: leave the model axis out"
         )
+    registry: Mapping[OpOverload[..., Any], Any] = (
+        DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
+    )
     return registry
