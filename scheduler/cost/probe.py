@@ -119,7 +119,7 @@ def _measure_cpu(ranks: int) -> Machine:
         name=f"{row.name}{MEASURED}",
         source=f"measured: {torch.get_num_threads()} threads, {ranks} ranks a node; links and nvme of {row.name!r}",
         device=Device(Peaks(float32, bfloat16=bfloat16), traffic, max(1, total // ranks), launch),
-        efficiency=Efficiency(1.0, 1.0, 1.0, _convolution_share(cpu, torch.float32, float32)),
+        efficiency=Efficiency(1.0, 1.0, 1.0, _convolution_share(cpu, torch.float32)),
         intra_node=row.intra_node,
         inter_node=row.inter_node,
         ranks_per_node=ranks,
@@ -135,11 +135,10 @@ def _measure_cuda(device: torch.device, ranks: int) -> Machine:
         float32 = _matmul_flops(device, torch.float32, _MATMUL_CUDA // 2)
     with _float32_matmul("high"):
         tf32 = _matmul_flops(device, torch.float32, _MATMUL_CUDA)
-    bfloat16 = _matmul_flops(device, torch.bfloat16, _MATMUL_CUDA)
     peak = Peaks(
         float32,
         tf32=max(tf32, float32),
-        bfloat16=bfloat16,
+        bfloat16=_matmul_flops(device, torch.bfloat16, _MATMUL_CUDA),
         float16=_matmul_flops(device, torch.float16, _MATMUL_CUDA),
         fp8=row.device.peak.fp8 and row.device.peak.fp8 * row.efficiency.matmul,
     )
@@ -156,7 +155,7 @@ def _measure_cuda(device: torch.device, ranks: int) -> Machine:
             _launch_seconds(device),
             None if torch.version.hip else (properties.major, properties.minor),
         ),
-        efficiency=Efficiency(1.0, 1.0, 1.0, _convolution_share(device, torch.bfloat16, bfloat16)),
+        efficiency=Efficiency(1.0, 1.0, 1.0, _convolution_share(device, torch.bfloat16)),
         intra_node=Link(row.intra_node.bandwidth * row.efficiency.link, row.intra_node.latency),
         inter_node=Link(row.inter_node.bandwidth * row.efficiency.link, row.inter_node.latency),
         ranks_per_node=ranks,
@@ -191,9 +190,12 @@ def _matmul_flops(device: torch.device, dtype: torch.dtype, side: int) -> float:
     return 2 * side**3 / _best_seconds(lambda: torch.mm(a, b, out=out), _synchronizer(device))
 
 
-def _convolution_share(device: torch.device, dtype: torch.dtype, matmul_flops: float) -> float:
-    """What a convolution of 3 x 3 and its backward get of the rate of matmuls, at most all of it."""
-    num_images, channels = _IMAGES_CPU if device.type == "cpu" else _IMAGES_CUDA
+def _convolution_share(device: torch.device, dtype: torch.dtype) -> float:
+    """What a convolution of 3 x 3 and its backward get of the rate of matmuls, at most all of it.
+
+    Matmuls are measured once more for it: other ranks may leave more to the one than to the other.
+    """
+    side, (num_images, channels) = (_MATMUL_CPU, _IMAGES_CPU) if device.type == "cpu" else (_MATMUL_CUDA, _IMAGES_CUDA)
     images = torch.ones(num_images, channels, _PIXELS, _PIXELS, device=device, dtype=dtype)
     filters = torch.ones(channels, channels, 3, 3, device=device, dtype=dtype)
     gradients = torch.ones_like(images)
@@ -204,7 +206,8 @@ def _convolution_share(device: torch.device, dtype: torch.dtype, matmul_flops: f
         torch.ops.aten.convolution_backward(gradients, images, filters, *places, [True, True, False])
 
     products = 3 * images.numel() * filters.numel() // channels  # forward, and for each of both gradients
-    return min(1.0, 2 * products / _best_seconds(run, _synchronizer(device)) / matmul_flops)
+    convolution_flops = 2 * products / _best_seconds(run, _synchronizer(device))
+    return min(1.0, convolution_flops / _matmul_flops(device, dtype, side))
 
 
 def _copy_traffic(device: torch.device, num_bytes: int) -> float:
