@@ -9,9 +9,6 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The bitwise gate, as far as it needs no second process.
 GATE := tests/ranks/training/test_exact.py::test_one_process_trains_like_eager_mode
 
-# Captures are tried by all that plan or train; what is said of them alone takes as long as a quarter of the rest.
-QUICK_PLAN := tests/plan/cost tests/plan/decide tests/plan/driver
-
 # What runs on a GPU: by PYTHON and its own torch, without VENV. A part that is cut off goes on where it was.
 GPU_PARTS := gpu-tests gpu-train gpu-memory gpu-speed gpu-kernels gpu-offload gpu-measure
 OUT ?= build/gpu
@@ -53,7 +50,7 @@ test: venv ## the tests that need no GPU and little time
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
 
 test-quick: venv ## graphs, plans, and that one process trains to the bit: under 3 minutes on 2 cores
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu" tests/graph $(QUICK_PLAN) $(GATE)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu and not captures" tests/graph tests/plan $(GATE)
 
 nightly: venv ## the slow tests, and the GPU tests where there is a GPU
 	$(BIN)/python -m pytest -q -m "slow or gpu"
