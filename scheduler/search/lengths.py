@@ -16,7 +16,7 @@ from typing import Protocol
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.held import Held
-from zerofx.scheduler.search.items import Item, Prefetching, num_free, plan_of
+from zerofx.scheduler.search.items import Item, Parameters, Prefetching, num_free, plan_of
 from zerofx.scheduler.search.order import order_moves
 from zerofx.scheduler.search.question import Question
 
@@ -113,9 +113,13 @@ class Lengths:
         return self.at(length)[1] if length is not None else None
 
     def staying_ahead(self) -> Lengths | None:
-        """The order without moves about how far ahead gathers are issued, where ``fitting`` has made one; None else."""
-        first_moves = self._moves[: self._fitting]
-        if not any(isinstance(self._items[move.item], Prefetching) for move in first_moves):
+        """The order without moves about how far ahead gathers are issued, where ``fitting`` has made one; None else.
+
+        None too where it has parameters come from nvme: those that are issued ahead take the host's memory.
+        """
+        moved = [self._items[move.item] for move in self._moves[: self._fitting]]
+        from_nvme = any(isinstance(item, Parameters) and item.levels[1].tier == "nvme" for item in moved)
+        if from_nvme or not any(isinstance(item, Prefetching) for item in moved):
             return None
         items = [item for item in self._items if not isinstance(item, Prefetching)]
         name = f"{self.name}, gathers as far ahead"

@@ -38,8 +38,7 @@ class OutOfReachError(Exception):
 
 @dataclass(frozen=True)
 class Moves:
-    """The fastest of the plans that are the shortest lengths that fit, over all questions and leanings: of those that
-    are within the host's memory too, if any is."""
+    """The fastest of the plans that are the shortest lengths that fit, over all questions and leanings."""
 
     name: str = "moves"
 
@@ -65,10 +64,8 @@ class Moves:
             fitting = [plan for num_bytes, plan in least(within_reach) if num_bytes <= budget]
         if not fitting:
             raise OutOfReachError(orders)
-        plans = sorted([rest.plan(replace(problem, plan=plan)) for plan in fitting], key=lambda plan: plan.step_seconds)
-        # Of what is on the host an order knows estimates.
-        share = problem.machine.host_bytes_per_rank
-        return next((plan for plan in plans if problem.rehearsal.host_block_bytes(plan) <= share), plans[0])
+        plans = [rest.plan(replace(problem, plan=plan)) for plan in fitting]
+        return min(plans, key=lambda plan: plan.step_seconds)
 
 
 def _orders(problem: Problem, rest: Search) -> Iterator[Lengths]:
