@@ -115,11 +115,12 @@ class Lengths:
     def staying_ahead(self) -> Lengths | None:
         """The order without moves about how far ahead gathers are issued, where ``fitting`` has made one; None else.
 
-        None too where it has parameters come from nvme: those that are issued ahead take the host's memory.
+        None too where it has most parameters come from nvme: those that are issued ahead take the host's memory.
         """
         moved = [self._items[move.item] for move in self._moves[: self._fitting]]
-        from_nvme = any(isinstance(item, Parameters) and item.levels[1].tier == "nvme" for item in moved)
-        if from_nvme or not any(isinstance(item, Prefetching) for item in moved):
+        num_parameters = sum(isinstance(item, Parameters) for item in self._items)
+        num_from_nvme = sum(isinstance(item, Parameters) and item.levels[1].tier == "nvme" for item in moved)
+        if 2 * num_from_nvme > num_parameters or not any(isinstance(item, Prefetching) for item in moved):
             return None
         items = [item for item in self._items if not isinstance(item, Prefetching)]
         name = f"{self.name}, gathers as far ahead"

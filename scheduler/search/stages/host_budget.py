@@ -24,8 +24,8 @@ _ROUNDS = 4  # plans to make with less and less room, before the last one leaves
 class HostBudget:
     """The fastest plan within the budgets of device and host, as far as it is found.
 
-    Without a host budget it is a rank's share of the machine's host memory, and where no plan is found within that,
-    the one that its estimate leads to.
+    Without a host budget it is a rank's share of the machine's host memory, counted without what blocks round up, and
+    where no plan is found within that, the one that its estimate leads to.
     """
 
     name: str = "host budget"
@@ -48,10 +48,11 @@ class HostBudget:
                     raise
                 return first
             first = first or plan
-            taken = problem.rehearsal.host_block_bytes(plan)
+            live = problem.rehearsal.simulated(plan)[1].live
+            taken = live.peaks.get("host", 0) if asked is None else live.host_block_bytes
             if taken <= budget:
                 return plan
-            rest.say(f"takes {format_bytes(taken)} of {format_bytes(budget)} in blocks")
+            rest.say(f"takes {format_bytes(taken)} of {format_bytes(budget)}{'' if asked is None else ' in blocks'}")
             host_bytes = max(host_bytes - (taken - budget), 0) if number < _ROUNDS - 1 else 0
         assert asked is None and first is not None, "a plan without room on the host takes none of it"
         return first

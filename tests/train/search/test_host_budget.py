@@ -54,10 +54,10 @@ def test_a_plan_takes_no_more_of_the_host_than_it_may(offload: Offload) -> None:
 @pytest.mark.parametrize("offload", ["nvme", "auto"])
 def test_without_one_a_plan_takes_no_more_than_a_ranks_share_of_the_machines(offload: Offload) -> None:
     memory_budget, machine = int(0.8 * most()), small_machine(1e10).for_ranks(1)
-    share = int(0.8 * blocks_of(planned(memory_budget, offload=offload)))
+    share = int(0.8 * planned(memory_budget, offload=offload).plan.peak_bytes["host"])
     small = replace(machine, host=replace(machine.host, memory_bytes=share * machine.ranks_per_node))
     found = planned(memory_budget, offload=offload, machine=small)
-    assert 0 < blocks_of(found) <= share and found.fits
+    assert 0 < found.plan.peak_bytes["host"] <= share and found.fits
 
 
 def test_one_that_is_too_small_is_refused_with_what_would_do() -> None:
