@@ -48,8 +48,7 @@ class HostBudget:
                     raise
                 return first
             first = first or plan
-            live = problem.rehearsal.simulated(plan)[1].live
-            taken = live.peaks.get("host", 0) if asked is None else live.host_block_bytes
+            taken = plan.peak_bytes.get("host", 0) if asked is None else problem.rehearsal.host_block_bytes(plan)
             if taken <= budget:
                 return plan
             rest.say(f"takes {format_bytes(taken)} of {format_bytes(budget)}{'' if asked is None else ' in blocks'}")
