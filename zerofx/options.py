@@ -30,7 +30,7 @@ from zerofx.choices import Tiling as Tiling
 from zerofx.choices import Wire as Wire
 from zerofx.errors import UsageError, warn
 from zerofx.ir.casts import Casts, ComputeDtype
-from zerofx.ir.casts import Kept as Kept
+from zerofx.ir.casts import Fp32Module as Fp32Module
 from zerofx.ir.op_kernels.quantise import BLOCK
 from zerofx.ladder import Ladder, checked_lengths
 from zerofx.ladder import Lengths as Lengths
@@ -90,7 +90,7 @@ class TuneOptions(TypedDict, total=False):
     grad_norms: bool
     keep_gradients: Collection[str]
     loss_scale: LossScale | float | None
-    keep_fp32: Collection[Kept]
+    keep_fp32: Collection[Fp32Module]
     reduce_dtype: ReduceDtype | None
     state_dtype: StateDtype | None
     mesh: MeshLike | None
@@ -155,7 +155,7 @@ class CompileOptions:
     constant: tuple[str, ...] = field(default=(), metadata=_left_out_of("plan", "step"))  # the batch has their values
     outputs: Outputs = field(default="numbers", metadata=_left_out_of("plan", "step"))  # the captured graph has it
     loss_scale: LossScale | None = None
-    keep_fp32: tuple[Kept, ...] = ()
+    keep_fp32: tuple[Fp32Module, ...] = ()
     reduce_dtype: ReduceDtype | None = None
     state_dtype: StateDtype | None = None
     mesh: Mesh | Literal["auto"] | None = None
@@ -248,7 +248,7 @@ def check_options(
     constant: Collection[str] = (),
     outputs: Outputs = "numbers",
     loss_scale: LossScale | float | None = None,
-    keep_fp32: Collection[Kept] = (),
+    keep_fp32: Collection[Fp32Module] = (),
     reduce_dtype: ReduceDtype | None = None,
     state_dtype: StateDtype | None = None,
     mesh: MeshLike | None = None,

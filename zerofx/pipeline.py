@@ -258,7 +258,7 @@ def find(name: str) -> Listed:
 
 
 @dataclass(frozen=True)
-class Stage:
+class GraphStage:
     """The graph as text after one pass, and what the pass did (None for the captured graph)."""
 
     name: str
@@ -294,12 +294,12 @@ def run_passes(
     *,
     on_cpu: bool,
     talk: bool,
-) -> tuple[Stage, ...]:
+) -> tuple[GraphStage, ...]:
     """Run all passes on ``step`` in place; returns the captured graph and the graph after each pass.
 
     ``talk``: whether this rank writes what ``ZEROFX_DEBUG`` asks for.
     """
-    stages = [Stage("capture", step.text(), None)]
+    stages = [GraphStage("capture", step.text(), None)]
     peak, before = liveness(step, on_cpu).peak_bytes, op_counts(step)
     listed = [p for p in passes(layout, programs, plan, guarded=step.guarded) if p.name not in settings.disable]
     for number, entry in enumerate(listed):
@@ -315,7 +315,7 @@ def run_passes(
         # Most passes have nothing to do in most plans: what holds for a graph holds for its equal.
         after = peak if text == stages[-1].text else liveness(step, on_cpu).peak_bytes
         report = PassReport(entry.name, dict(counts - before), dict(before - counts), peak, after, seconds)
-        stages.append(Stage(entry.name, text, report))
+        stages.append(GraphStage(entry.name, text, report))
         peak, before = after, counts
         if talk and settings.debug:
             _say(report, settings.debug)

@@ -15,14 +15,8 @@ from typing import NamedTuple
 
 from zerofx.errors import PlanError
 from zerofx.ir.streams import LINKS, NVME_READ, NVME_WRITE, TO_DEVICE, TO_HOST, axes_of_stream
-from zerofx.scheduler.cost.machine import (
-    Link,
-    Machine,
-    collective_latency,
-    collective_seconds,
-    copy_seconds,
-    wire_bytes,
-)
+from zerofx.scheduler.cost.machine import Link, Machine
+from zerofx.scheduler.cost.transfers import collective_latency, collective_seconds, copy_seconds, wire_bytes
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.tiers import Tier
 

@@ -14,8 +14,9 @@ from torch import Tensor, fx
 from zerofx.ir.aliasing import is_view
 from zerofx.ir.facts import Role, placeholder
 from zerofx.ir.sharding.rule import Rule, num_bytes, outputs_of, read_tensors
-from zerofx.scheduler.cost.machine import CollectiveKind, Machine
+from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
+from zerofx.scheduler.cost.transfers import CollectiveKind
 from zerofx.scheduler.cost.wire_volume import seconds_along
 from zerofx.scheduler.plan.mesh import MODEL, SHARD, Mesh
 from zerofx.scheduler.plan.placements import (

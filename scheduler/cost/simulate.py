@@ -24,8 +24,9 @@ from zerofx.ir.micro_batches import loop_of, times_run
 from zerofx.ir.streams import LINKS, hops_of, num_gathers_after, runs_on_host, stream_of
 from zerofx.scheduler.cost.categories import peak_memory
 from zerofx.scheduler.cost.liveness import Liveness, liveness
-from zerofx.scheduler.cost.machine import Machine, collective_latency, collective_seconds, copy_seconds, wire_bytes
+from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
+from zerofx.scheduler.cost.transfers import collective_latency, collective_seconds, copy_seconds, wire_bytes
 from zerofx.scheduler.cost.wire_volume import collective_of, node_wire_bytes
 from zerofx.scheduler.plan.facts import Prediction
 from zerofx.scheduler.plan.mesh import Mesh

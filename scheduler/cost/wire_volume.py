@@ -17,7 +17,8 @@ from zerofx.ir import ops, value_ops
 from zerofx.ir.aliasing import storage_bytes, tensors_of
 from zerofx.ir.communicators import axes_of
 from zerofx.ir.facts import tensor
-from zerofx.scheduler.cost.machine import CollectiveKind, Machine, collective_seconds
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.transfers import CollectiveKind, collective_seconds
 from zerofx.scheduler.plan.mesh import Axes, Mesh
 
 WITHIN, ACROSS = "within", "across"

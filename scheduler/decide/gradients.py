@@ -21,8 +21,9 @@ from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Phase
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_bodies
-from zerofx.scheduler.cost.machine import Machine, copy_seconds, first_with_room
+from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import Place, Run, runs
+from zerofx.scheduler.cost.transfers import copy_seconds, first_with_room
 from zerofx.scheduler.cost.wire_volume import seconds_along
 from zerofx.scheduler.plan.decisions import GradientDecision
 from zerofx.scheduler.plan.tiers import Tier

@@ -26,9 +26,10 @@ from zerofx.ir.facts import Phase, origin, piece_of
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.activations.offload import refusal
 from zerofx.scheduler.analysis.saved_values import storage_size
-from zerofx.scheduler.cost.machine import Machine, copy_seconds, first_with_room
+from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.timeline import Place, Run, runs
+from zerofx.scheduler.cost.transfers import copy_seconds, first_with_room
 from zerofx.scheduler.decide.activations import Level, Segment, at_prices, cheapest, keep_all, menu
 from zerofx.scheduler.plan.decisions import OffloadDecision
 from zerofx.scheduler.plan.tiers import Tier

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Phase, origin
-from zerofx.scheduler.cost.machine import Machine, copy_seconds, first_with_room
+from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import Place
+from zerofx.scheduler.cost.transfers import copy_seconds, first_with_room
 from zerofx.scheduler.decide.gathers import Gathering
 from zerofx.scheduler.decide.residency import Residency
 from zerofx.scheduler.decide.states import Placement

@@ -26,8 +26,9 @@ from torch import fx
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_bodies
-from zerofx.scheduler.cost.machine import Machine, copy_seconds
+from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import Place, Run, runs
+from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.residency import parameter_uses
 from zerofx.scheduler.plan.decisions import GatherDecision, ReduceDecision, StateDecision
 from zerofx.scheduler.plan.plan import Plan

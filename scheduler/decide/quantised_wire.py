@@ -20,9 +20,10 @@ from zerofx.ir.op_kernels.quantise import ENCODINGS, packed_bytes
 from zerofx.ir.streams import slice_gathered, stream_of
 from zerofx.passes.lib.plan_check import is_reduction
 from zerofx.passes.wire.reductions import is_two_hops
-from zerofx.scheduler.cost.machine import Machine, collective_seconds
+from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.replay import Event, Start, Wait, end_seconds, events_of
 from zerofx.scheduler.cost.simulate import Simulation
+from zerofx.scheduler.cost.transfers import collective_seconds
 from zerofx.scheduler.cost.wire_volume import seconds_along
 from zerofx.scheduler.plan.decisions import ReduceDecision, WireDecision
 from zerofx.scheduler.plan.plan import Plan

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Phase
-from zerofx.scheduler.cost.machine import Machine, copy_seconds
+from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import Place
+from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.prefetch import NUM_BUFFERS
 from zerofx.scheduler.plan.decisions import StateDecision
 from zerofx.scheduler.plan.tiers import Tier

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zerofx.scheduler.cost.machine import CollectiveKind
+from zerofx.scheduler.cost.transfers import CollectiveKind
 from zerofx.scheduler.cost.wire_volume import seconds_along
 from zerofx.scheduler.plan.mesh import Axes, Mesh
 from zerofx.scheduler.search.problem import Problem

@@ -10,7 +10,7 @@ from zerofx.scheduler.search.stage import Search, Stage, trail
 from zerofx.scheduler.search.stages.as_asked import AsAsked
 from zerofx.scheduler.search.stages.forward_only import ForwardOnly
 from zerofx.scheduler.search.stages.host_budget import HostBudget
-from zerofx.scheduler.search.stages.kept import Kept
+from zerofx.scheduler.search.stages.kept import KeptPlans
 from zerofx.scheduler.search.stages.later_updates import LaterUpdates
 from zerofx.scheduler.search.stages.left_over import LeftOver
 from zerofx.scheduler.search.stages.lower_bound import LowerBound
@@ -26,7 +26,7 @@ STAGES: Final[tuple[Stage, ...]] = (
     ParameterSlices(),  # huge parameters whole, or else in the fewest slices with which a plan fits
     MicroBatches(),  # as many as asked, or those with the fastest plan
     LaterUpdates(),  # a plan that fits in later steps too, whose updates take other bytes
-    Kept(),  # what an earlier run has found for the same problem
+    KeptPlans(),  # what an earlier run has found for the same problem
     Wire(),  # buckets in few bits, where the step is faster with it
     AsAsked(),  # without a budget: no search
     LowerBound(),  # how far from the best the plan may be
@@ -39,7 +39,7 @@ STAGES: Final[tuple[Stage, ...]] = (
 
 # An evaluation, whose parameters and states lie where training has them.
 EVALUATION: Final[tuple[Stage, ...]] = (
-    Kept(),
+    KeptPlans(),
     ForwardOnly(),  # as much tiled, and as little gathered ahead, as it takes to fit
     LeftOver(),
 )

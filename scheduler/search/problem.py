@@ -39,7 +39,7 @@ class BudgetMissedError(MemoryBudgetError):
         return str(self.args[0])
 
 
-class Work(Protocol):
+class StepVariants(Protocol):
     """A captured step with its buckets, in any number of micro-batches, and with parameters in any slices.
 
     ``candidates``: the numbers of micro-batches that there may be, the least first. ``updates``: those of the coming
@@ -64,11 +64,11 @@ class Work(Protocol):
         """The captured step, which is not to be edited."""
         ...
 
-    def sliced(self, slices: Slices) -> Work:
+    def sliced(self, slices: Slices) -> StepVariants:
         """The same with parameters in slices."""
         ...
 
-    def with_whole_slices(self) -> Work:
+    def with_whole_slices(self) -> StepVariants:
         """The same where every replica updates whole slices."""
         ...
 
@@ -84,7 +84,7 @@ class Problem:
     the same for one of several training steps of a model, which must not move them.
     """
 
-    work: Work
+    variants: StepVariants
     rehearsal: Rehearsal
     options: CompileOptions
     memory_budget: int | None
@@ -97,7 +97,7 @@ class Problem:
 
     @staticmethod
     def of(
-        work: Work,
+        variants: StepVariants,
         target: Target,
         options: CompileOptions,
         memory_budget: int | None,
@@ -109,14 +109,14 @@ class Problem:
         ``memory_budget``: bytes on the device. ``locations``: of an evaluation, where parameters and states lie.
         ``homes``: where they stay between steps of a training step that is one of several; None where the plan says it.
         """
-        rehearsal = Rehearsal(work.graph(work.candidates[0]), work.layout, work.updates[0], target)
-        return Problem(work, rehearsal, options, memory_budget, target.machine, locations=locations, homes=homes)
+        rehearsal = Rehearsal(variants.graph(variants.candidates[0]), variants.layout, variants.updates[0], target)
+        return Problem(variants, rehearsal, options, memory_budget, target.machine, locations=locations, homes=homes)
 
-    def on(self, work: Work, num_micro_batches: int) -> Problem:
+    def on(self, variants: StepVariants, num_micro_batches: int) -> Problem:
         """The same for other slices, or another number of micro-batches."""
-        graph, latest = work.graph(num_micro_batches), self.rehearsal.latest
-        rehearsal = Rehearsal(graph, work.layout, work.updates[0], self.target, latest)
-        return replace(self, work=work, rehearsal=rehearsal)
+        graph, latest = variants.graph(num_micro_batches), self.rehearsal.latest
+        rehearsal = Rehearsal(graph, variants.layout, variants.updates[0], self.target, latest)
+        return replace(self, variants=variants, rehearsal=rehearsal)
 
     def with_update(self, programs: Mapping[int, UpdateProgram]) -> Problem:
         """The same where the optimizer's update is another."""

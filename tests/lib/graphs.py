@@ -24,7 +24,7 @@ from zerofx.passes.prepare.accumulate import accumulate
 from zerofx.passes.prepare.scale_loss import ScaleLoss
 from zerofx.passes.prepare.simplify import simplify
 from zerofx.passes.prepare.slice import slice_parameters
-from zerofx.pipeline import Stage, passes, run_passes
+from zerofx.pipeline import GraphStage, passes, run_passes
 from zerofx.runtime.state.optimizer import OptimizerBinding
 from zerofx.runtime.state.parameter_groups import group_of_parameters
 from zerofx.scheduler.analysis.slices import Slices, named_slices
@@ -227,7 +227,7 @@ class Prepared:
     def passes(self) -> tuple[Pass, ...]:
         return passes(self.layout, self.programs, self.plan)
 
-    def run_pipeline(self, **changed: object) -> tuple[Stage, ...]:
+    def run_pipeline(self, **changed: object) -> tuple[GraphStage, ...]:
         """The pipeline itself, with every check after every pass."""
         return run_passes(self.step, self.plan, self.layout, self.programs, settings(**changed), on_cpu=True, talk=True)
 

@@ -16,7 +16,8 @@ import itertools
 from dataclasses import dataclass
 
 from zerofx.errors import MemoryBudgetError, UsageError
-from zerofx.scheduler.cost.machine import Machine, copy_seconds
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.units import format_bytes, format_count
 
 # Bytes per parameter that each kind of data holds, and that flow along each edge in one step.

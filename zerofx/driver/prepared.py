@@ -73,7 +73,7 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A captured step with the buckets of its parameters and the update of each; the planner's ``Work``.
+    """A captured step with the buckets of its parameters and the update of each; the planner's ``StepVariants``.
 
     ``updates``: those of the coming step, then what later steps have in their place. ``groups``: the index of the param
     group of each trained parameter, by name. ``may_be_sliced``: whether its

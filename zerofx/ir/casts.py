@@ -12,7 +12,7 @@ from torch import nn
 
 from zerofx.errors import UsageError
 
-Kept: TypeAlias = type[nn.Module] | str  # modules of a type, or whose dotted name matches a pattern
+Fp32Module: TypeAlias = type[nn.Module] | str  # modules of a type, or whose dotted name matches a pattern
 
 _SHOWN = 5  # names in a message
 
@@ -30,7 +30,7 @@ class Casts:
     tensors: frozenset[int] = frozenset()
 
     @staticmethod
-    def of(model: nn.Module, dtype: torch.dtype | None, asked: Collection[Kept]) -> ComputeDtype:
+    def of(model: nn.Module, dtype: torch.dtype | None, asked: Collection[Fp32Module]) -> ComputeDtype:
         """Those of a model in which ``asked`` names the modules.
 
         Raises:
@@ -77,7 +77,7 @@ def cast_of(tensor: torch.Tensor, compute_dtype: ComputeDtype) -> torch.dtype:
     return tensor.dtype if id(tensor) in compute_dtype.tensors else compute_dtype.dtype
 
 
-def _matches(named: dict[str, nn.Module], entry: Kept) -> list[str]:
+def _matches(named: dict[str, nn.Module], entry: Fp32Module) -> list[str]:
     matches = [
         name
         for name, module in named.items()

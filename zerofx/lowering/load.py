@@ -26,7 +26,7 @@ from zerofx.ir.graph import StepGraph, num_bodies
 from zerofx.ir.micro_batches import micro_batches_of
 from zerofx.ir.returned import Returned
 from zerofx.lowering.lower import LoweredStep
-from zerofx.pipeline import Stage
+from zerofx.pipeline import GraphStage
 from zerofx.progress import watched
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control
@@ -128,7 +128,7 @@ class CompiledStep(StepProgram):
         return self.lowered.simulation
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[GraphStage, ...]:
         """The captured graph and the graph after each pass."""
         return self.lowered.stages
 

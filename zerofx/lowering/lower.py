@@ -10,7 +10,7 @@ from zerofx.codegen.regions import Instruction, cut
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
-from zerofx.pipeline import Stage, run_passes
+from zerofx.pipeline import GraphStage, run_passes
 from zerofx.progress import watched
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.simulate import Simulation, predict
@@ -28,7 +28,7 @@ class LoweredStep:
     plan: Plan
     instructions: tuple[Instruction, ...]
     simulation: Simulation
-    stages: tuple[Stage, ...]
+    stages: tuple[GraphStage, ...]
     emitted: EmittedStep
 
     @property

@@ -12,7 +12,7 @@ from zerofx.errors import UsageError
 from zerofx.lengths.lengths import Rung
 from zerofx.lowering.load import CompiledStep
 from zerofx.options import CompileOptions
-from zerofx.pipeline import Stage
+from zerofx.pipeline import GraphStage
 from zerofx.report.saved import SavedPlan
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.runtime.cuda_graphs.graphed import GraphedSteps, Launches
@@ -198,7 +198,7 @@ class Reported:
         return () if self._steps.lengths is None else self._steps.lengths.built
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[GraphStage, ...]:
         """The captured graph and the graph after each pass."""
         return self.compiled.stages
 

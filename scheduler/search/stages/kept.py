@@ -18,7 +18,7 @@ from zerofx.torch_private.profiler import is_profiling
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptPlans:
     """Reads what the later stages found for an equal problem in an earlier run; else they run, and it is written.
 
     A search that finds no plan is kept too: which of several numbers of micro-batches is taken depends on those that

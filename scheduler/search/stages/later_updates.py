@@ -24,7 +24,7 @@ class LaterUpdates:
     name: str = "later updates"
 
     def plan(self, problem: Problem, rest: Search) -> Plan:
-        updates = [problem.with_update(programs) for programs in problem.work.updates]
+        updates = [problem.with_update(programs) for programs in problem.variants.updates]
         plans: list[Plan] = []
         refusals: list[BudgetMissedError] = []
         for number, planned in enumerate(updates):

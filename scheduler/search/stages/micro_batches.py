@@ -25,11 +25,11 @@ class MicroBatches:
     name: str = "micro-batches"
 
     def plan(self, problem: Problem, rest: Search) -> Plan:
-        work, budget = problem.work, problem.memory_budget
+        variants, budget = problem.variants, problem.memory_budget
         # Without a budget there is no reason to take more than the least.
-        candidates = work.candidates if budget is not None else work.candidates[:1]
+        candidates = variants.candidates if budget is not None else variants.candidates[:1]
         if len(candidates) == 1 or budget is None:
-            plan = rest.attempt(f"{candidates[0]}, as asked", problem.on(work, candidates[0]))
+            plan = rest.attempt(f"{candidates[0]}, as asked", problem.on(variants, candidates[0]))
             return replace(plan, micro_batches_reason="as asked")
         refusals: dict[int, BudgetMissedError] = {}
         fitting: dict[int, Plan] = {}
@@ -41,7 +41,7 @@ class MicroBatches:
                 rest.say(f"{number}: not tried, by what fewer needed it does not fit")
                 continue
             try:
-                plan = fitting[number] = rest.attempt(f"{number}", problem.on(work, number))
+                plan = fitting[number] = rest.attempt(f"{number}", problem.on(variants, number))
             except BudgetMissedError as refusal:
                 refusals[number] = refusal
                 continue

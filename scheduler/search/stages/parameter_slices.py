@@ -43,7 +43,7 @@ class ParameterSlices:
     name: str = "slices"
 
     def plan(self, problem: Problem, rest: Search) -> Plan:
-        whole, budget = problem.work, problem.memory_budget
+        whole, budget = problem.variants, problem.memory_budget
         try:
             return rest.attempt("as asked", problem)
         except BudgetMissedError as missed:

@@ -24,7 +24,7 @@ class Replicas:
     name: str = "replicas"
 
     def plan(self, problem: Problem, rest: Search) -> Plan:
-        is_open = problem.options.states_over == "auto" and problem.work.may_be_sliced
+        is_open = problem.options.states_over == "auto" and problem.variants.may_be_sliced
         if not (is_open and problem.layout.has_parts and problem.options.stage > 0):
             return rest.plan(problem)
         parts = rest.attempt("states in parts of slices", problem)
@@ -32,7 +32,7 @@ class Replicas:
         reason = "states in parts of slices, one on each replica: "
         if exposed <= _NEXT_TO_NOTHING * seconds:
             return replace(parts, states_reason=f"{reason}gathers of new values are hidden")
-        whole = problem.work.with_whole_slices()
+        whole = problem.variants.with_whole_slices()
         try:
             other = rest.attempt("states in whole slices", problem.on(whole, whole.candidates[0]))
         except BudgetMissedError:
@@ -47,8 +47,8 @@ class Replicas:
 
 def _seconds(problem: Problem, plan: Plan) -> tuple[float, float]:
     """Seconds of a step with ``plan``, and those in which it waits for parts of slices that replicas have updated."""
-    work = problem.work.sliced(plan.slices)
-    step, simulation = problem.on(work, plan.num_micro_batches).rehearsal.simulated(plan)
+    variants = problem.variants.sliced(plan.slices)
+    step, simulation = problem.on(variants, plan.num_micro_batches).rehearsal.simulated(plan)
     rising = [node for node in step.calls() if node.target is ops.all_gather_into and _is_of_part(node)]
     exposed = sum(simulation.timings[wait].exposed_seconds for node in rising for wait in node.users)
     return simulation.step_seconds, exposed

@@ -17,7 +17,8 @@ from zerofx.scheduler.cost.links import (
     measured_links,
     predicted_link,
 )
-from zerofx.scheduler.cost.machine import Link, Machine, collective_seconds, copy_seconds, wire_bytes
+from zerofx.scheduler.cost.machine import Link, Machine
+from zerofx.scheduler.cost.transfers import collective_seconds, copy_seconds, wire_bytes
 from zerofx.scheduler.plan.mesh import Mesh
 
 H100 = Machine.named("h100-sxm")

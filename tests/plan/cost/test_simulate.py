@@ -14,8 +14,9 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_bytes
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import STREAMS, stream_of
-from zerofx.scheduler.cost.machine import Link, Machine, collective_seconds, copy_seconds
+from zerofx.scheduler.cost.machine import Link, Machine
 from zerofx.scheduler.cost.simulate import Leg, Simulation, predict, simulate
+from zerofx.scheduler.cost.transfers import collective_seconds, copy_seconds
 from zerofx.scheduler.plan.mesh import Mesh
 
 CASES = [(stage, ranks, prefetch) for stage in range(4) for ranks in (2, 4) for prefetch in (0, 1, 2)]

@@ -16,8 +16,9 @@ from tests.lib.lowered import Deep
 from tests.lib.models import CASES, batches, sgd
 from tests.lib.runs.sharing import SHARING
 from tests.lib.runs.training import build
-from zerofx.scheduler.cost.machine import Link, Machine, Nvme, copy_seconds
+from zerofx.scheduler.cost.machine import Link, Machine, Nvme
 from zerofx.scheduler.cost.timeline import seconds_by_place
+from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.prefetch import Arrival, place_arrivals, starts_of
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.plan.decisions import ParameterDecision, StateDecision

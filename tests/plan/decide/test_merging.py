@@ -20,8 +20,9 @@ from tests.lib.plans import delaying as with_delayed_updates
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.verify import verify
 from zerofx.pipeline import run_quietly
-from zerofx.scheduler.cost.machine import Link, Machine, collective_latency, collective_seconds
+from zerofx.scheduler.cost.machine import Link, Machine
 from zerofx.scheduler.cost.simulate import Simulation, simulate
+from zerofx.scheduler.cost.transfers import collective_latency, collective_seconds
 from zerofx.scheduler.decide.coalesce import merge_gathers
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan

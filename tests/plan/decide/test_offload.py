@@ -18,8 +18,9 @@ from zerofx.ir.facts import Phase, origin
 from zerofx.passes.prepare.accumulate import accumulate
 from zerofx.passes.prepare.simplify import simplify
 from zerofx.scheduler.analysis.saved_values import crossing_values, storage_size
-from zerofx.scheduler.cost.machine import Link, Machine, Nvme, copy_seconds
+from zerofx.scheduler.cost.machine import Link, Machine, Nvme
 from zerofx.scheduler.cost.timeline import runs, seconds_by_place
+from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.activations import Level, Segment, menu, segments
 from zerofx.scheduler.decide.offload import Capacity, OffloadRequest, away_seconds, entries, joint_menu, place
 from zerofx.scheduler.plan.mesh import Mesh

@@ -12,8 +12,9 @@ from gpt import GPT
 from tests.lib.budgets import captured_gpt, gpt, same_bits, small_machine, trained
 from zerofx.driver.plan_only import PlannedStep
 from zerofx.options import Offload
-from zerofx.scheduler.cost.machine import Link, Machine, Nvme, copy_seconds
+from zerofx.scheduler.cost.machine import Link, Machine, Nvme
 from zerofx.scheduler.cost.timeline import seconds_by_place
+from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.parameters import ParameterLevel, copies_menu, parameter_menus
 from zerofx.scheduler.decide.residency import PolicyOptions, residencies
 from zerofx.scheduler.decide.states import Placement

@@ -24,7 +24,7 @@ import xxhash
 from zerofx.disk.checkpoint.boxes import Box
 from zerofx.errors import CheckpointError
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -41,7 +41,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BLOCK_BYTES = 16 << 20  # what is hashed and written, or read, at a time
 _MOST_HEADER_BYTES = 100 << 20  # of what the library reads, too
 
@@ -191,7 +191,7 @@ class ShardFile:
     def _add(self, key: str, about: Mapping[str, Any], box: Sequence[Any] | None, data: int, size: int) -> None:
         sizes = tuple(map(int, about["shape"]))
         name, shape, offsets = box if box is not None else (key, sizes, (0,) * len(sizes))
-        entry = Entry(str(name), _DTYPES[about["dtype"]], tuple(map(int, shape)), Box(tuple(map(int, offsets)), sizes))
+        entry = Entry(str(name), DTYPES[about["dtype"]], tuple(map(int, shape)), Box(tuple(map(int, offsets)), sizes))
         first, last = about["data_offsets"]
         inside = all(b >= 0 and n >= 0 and b + n <= w for b, n, w in zip(entry.box.offsets, sizes, shape, strict=True))
         if not inside or last - first != entry.num_bytes or first < 0 or data + last > size:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from zerofx.errors import RankMismatchError, TierError, ZeroFXError
 from zerofx.runtime.comm.groups import close_connections, destroyed_with, gloo_over
 from zerofx.runtime.comm.notes import Notes
-from zerofx.runtime.comm.patience import WAYS_TO_WAIT, SilentRankError, Work, patience_seconds, wait_for
+from zerofx.runtime.comm.patience import WAYS_TO_WAIT, JointWork, SilentRankError, patience_seconds, wait_for
 from zerofx.runtime.comm.transport import LostRankError
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Control:
         self._group: dist.ProcessGroup | None = None
         self._num_meetings = self._num_works = 0
         self._begun: dist.Work | None = None
-        self._last_work: Work | None = None
+        self._last_work: JointWork | None = None
         self._on_failure: list[Callable[[], None]] = []
         if self.num_ranks > 1:
             assert group is not None
@@ -297,7 +297,7 @@ class Control:
             return
         self._num_works += 1
         try:
-            with Work(self._group, self._num_works, self.patience_seconds) as work:
+            with JointWork(self._group, self._num_works, self.patience_seconds) as work:
                 yield
                 work.finish()
             self._last_work = work  # whose last words may still be on their way

@@ -93,7 +93,7 @@ def wait_for(work: dist.Work, seconds: float) -> None:
         return
 
 
-class Work:
+class JointWork:
     """One piece of work that all ranks of a gloo group do, or wait for the others to do."""
 
     def __init__(self, group: dist.ProcessGroup, number: int, patience: float) -> None:

@@ -18,6 +18,7 @@ from zerofx.disk.checkpoint.boxes import Box
 from zerofx.disk.checkpoint.folder import LATEST, resolve
 from zerofx.disk.checkpoint.marker import MARKER
 from zerofx.disk.checkpoint.reader import CheckpointReader
+from zerofx.disk.checkpoint.shard_file import DTYPES
 from zerofx.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -27,23 +28,11 @@ _KINDS = (
     "a .safetensors file, a folder with such files, a model.safetensors.index.json, or a folder that "
     "step.save_checkpoint or torch.distributed.checkpoint has saved to"
 )
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """What a file says of a tensor; ``dtype`` is None for one that torch has no plain tensors of."""
+    """What a file says of a tensor; ``dtype`` is None for 8-bit floats, whose scales are tensors of their own."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -135,7 +124,7 @@ class SafetensorsFiles:
                         f"{self._places[name].name} and {file.name}: give one of the files, or their index"
                     )
                 header = opened.get_slice(name)
-                tensors[name] = FileTensor(tuple(header.get_shape()), _DTYPES.get(str(header.get_dtype())))
+                tensors[name] = FileTensor(tuple(header.get_shape()), _dtype_of(str(header.get_dtype())))
                 self._places[name] = file
         self.tensors: Mapping[str, FileTensor] = tensors
         self.release()
@@ -158,6 +147,11 @@ class SafetensorsFiles:
         if self._open is None or self._open[0] != file:
             self._open = (file, safe_open(file, framework="pt", device="cpu"))
         return self._open[1]
+
+
+def _dtype_of(name: str) -> torch.dtype | None:
+    dtype = DTYPES.get(name)
+    return None if dtype is None or (dtype.is_floating_point and dtype.itemsize == 1) else dtype
 
 
 class CheckpointFiles:
