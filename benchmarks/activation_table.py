@@ -37,7 +37,7 @@ from zerofx.passes.prepare.partition import partition
 from zerofx.scheduler.analysis.saved_values import crossing_storages, storage_size, value_node
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, sharding_ways, slot_of
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.sharing import Prices
+from zerofx.scheduler.cost.sharding_seconds import Prices
 from zerofx.scheduler.decide.shardings import decide_shardings
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Placement, Sharded

@@ -35,7 +35,7 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.communicators import over
+from zerofx.ir.collective_axes import over
 from zerofx.ir.edit import after, end_of_unit, named, past_what_goes_first
 from zerofx.ir.facts import Job, Origin, Phase, set_task, tensor
 from zerofx.ir.graph import StepGraph, insert_call

@@ -33,7 +33,7 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.communicators import over
+from zerofx.ir.collective_axes import over
 from zerofx.ir.edit import after, consumers, end_of_unit, is_view_of, named, start_of_unit, view_again
 from zerofx.ir.facts import DEVICE, Job, Origin, Role, origin, placeholder, set_task, set_tier, tier_of
 from zerofx.ir.graph import StepGraph, insert_call

@@ -57,7 +57,7 @@ from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.aliasing import aliased_input, is_view, storage_source
 from zerofx.ir.buckets import Bucket, BucketLayout, Slot
-from zerofx.ir.communicators import over
+from zerofx.ir.collective_axes import over
 from zerofx.ir.edit import after, consumers, end_of_unit, named, past_what_goes_first, start_of_unit
 from zerofx.ir.facts import Job, Origin, Phase, is_random, origin, set_task
 from zerofx.ir.graph import StepGraph, insert_call

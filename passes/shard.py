@@ -25,7 +25,7 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.communicators import over
+from zerofx.ir.collective_axes import over
 from zerofx.ir.facts import DEVICE, Origin, Phase, Placeholder, Role, placeholder, set_tier, tier_of
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.scheduler.plan.plan import Plan

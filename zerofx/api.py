@@ -18,7 +18,7 @@ from zerofx.options import (
     Backend,
     CudaGraphs,
     Fp32Module,
-    Lengths,
+    LengthsOption,
     LossScale,
     MeshLike,
     Offload,
@@ -79,7 +79,7 @@ def compile(
     shardings: Mapping[str, str] | None = None,
     grad_norms: bool = False,
     keep_gradients: Collection[str] = (),
-    lengths: Lengths | None = None,
+    lengths: LengthsOption | None = None,
 ) -> Step:
     """Compile a model's training step: forward, loss, backward, reductions and update as one planned graph.
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from zerofx.errors import UsageError
 
-Lengths = Sequence[int] | Mapping[int, int] | int | Literal["auto"]
+LengthsOption = Sequence[int] | Mapping[int, int] | int | Literal["auto"]
 AUTO: Literal["auto"] = "auto"
 
 # Of what a step computes of a batch that is one token longer than a rung. Below, rungs are a multiple apart.

@@ -23,7 +23,7 @@ from zerofx.choices import (
     Wire,
 )
 from zerofx.errors import UsageError, warn
-from zerofx.meshes import AUTO, mesh_of
+from zerofx.mesh_option import AUTO, mesh_of
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.units import parse_bytes

@@ -33,8 +33,8 @@ from zerofx.ir.casts import Casts, ComputeDtype
 from zerofx.ir.casts import Fp32Module as Fp32Module
 from zerofx.ir.op_kernels.quantise import BLOCK
 from zerofx.ladder import Ladder, checked_lengths
-from zerofx.ladder import Lengths as Lengths
-from zerofx.meshes import MeshLike as MeshLike
+from zerofx.ladder import LengthsOption as LengthsOption
+from zerofx.mesh_option import MeshLike as MeshLike
 from zerofx.option_checks import STOPPING as STOPPING
 from zerofx.option_checks import (
     check_accumulate,
@@ -254,7 +254,7 @@ def check_options(
     mesh: MeshLike | None = None,
     states_over: StatesOver = "auto",
     shardings: Mapping[str, str] | None = None,
-    lengths: Lengths | None = None,
+    lengths: LengthsOption | None = None,
 ) -> CompileOptions:
     """The options as one object.
 
@@ -375,7 +375,7 @@ def check_options(
     )
 
 
-def _checked_lengths(lengths: Lengths | None, plan: object) -> Ladder | int | Literal["auto"] | None:
+def _checked_lengths(lengths: LengthsOption | None, plan: object) -> Ladder | int | Literal["auto"] | None:
     if lengths is not None and plan is not None:
         raise UsageError(
             f"expected no plan with lengths={lengths!r}, since a plan is for one length, found one: leave one of them "

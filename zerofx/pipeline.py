@@ -55,7 +55,7 @@ from zerofx.passes.wire.gathers import QuantiseGathers
 from zerofx.passes.wire.reductions import QuantiseReductions
 from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision, SliceDecision
-from zerofx.scheduler.plan.orders import Decisions, options_of, with_options
+from zerofx.scheduler.plan.pass_options import Decisions, options_of, with_options
 from zerofx.scheduler.plan.pipeline_text import PassText
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
@@ -230,13 +230,13 @@ def passes(
     return tuple(entry.instance(layout=layout, programs=programs) for entry in PLAN if entry.when(plan, guarded))
 
 
-def orders(plan: Plan, *, guarded: bool = False) -> tuple[PassText, ...]:
+def pass_texts(plan: Plan, *, guarded: bool = False) -> tuple[PassText, ...]:
     """The preparations and passes that have something to do for ``plan``, each with what it decides for them."""
     listed = [entry for entry in (*PREPARE, *PLAN) if entry.when(plan, guarded)]
     return tuple(PassText(element.name, options_of(plan, element.decisions)) for element in listed)
 
 
-def with_orders(plan: Plan, given: Sequence[PassText]) -> Plan:
+def with_pass_texts(plan: Plan, given: Sequence[PassText]) -> Plan:
     """``plan`` with the decisions that the passes of a pipeline are given in their place.
 
     Raises:

@@ -7,7 +7,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.communicators import over
+from zerofx.ir.collective_axes import over
 from zerofx.ir.edit import consumers, end_of_unit
 from zerofx.ir.facts import Origin, Phase
 from zerofx.ir.graph import StepGraph, insert_call

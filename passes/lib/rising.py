@@ -9,7 +9,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket
-from zerofx.ir.communicators import over
+from zerofx.ir.collective_axes import over
 from zerofx.ir.facts import Origin, Phase, Placeholder, Role
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.passes.shard import add_shard

@@ -26,7 +26,7 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.communicators import over
+from zerofx.ir.collective_axes import over
 from zerofx.ir.facts import DEVICE, origin, set_value, task_of, tensor, tier_of
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.ir.op_kernels.quantise import BLOCK, ENCODINGS

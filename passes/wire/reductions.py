@@ -46,7 +46,7 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.communicators import over
+from zerofx.ir.collective_axes import over
 from zerofx.ir.edit import after, end_of_unit, named
 from zerofx.ir.facts import origin, set_value, tensor
 from zerofx.ir.graph import StepGraph, insert_call

@@ -8,12 +8,12 @@ from zerofx.ir.aliasing import mutated_inputs
 from zerofx.ir.facts import is_random
 from zerofx.ir.operators import row_rules
 from zerofx.ir.operators.operator import Given
-from zerofx.ir.operators.rows import Found
+from zerofx.ir.operators.rows import RowKinds
 from zerofx.ir.operators.table import facts_of
 from zerofx.torch_private.operators import OpOverload
 
 
-def rows_of_result(node: fx.Node, given: Given) -> Found:
+def rows_of_result(node: fx.Node, given: Given) -> RowKinds:
     """Where the rows lie in what ``node`` gives (in each output, if it gives several); None: it needs them all at once.
 
     ``given`` has the rows of what it reads; None is for what every tile reads whole.

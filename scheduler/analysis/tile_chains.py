@@ -32,7 +32,7 @@ from zerofx.ir.aliasing import storage_bytes, storage_source, tensors_of
 from zerofx.ir.facts import Phase, Role, origin, slice_of, tensor, value
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.operators.operator import Given, OperatorKind
-from zerofx.ir.operators.rows import OWN, Found, Kind, Rows, leading_rows
+from zerofx.ir.operators.rows import OWN, Kind, RowKinds, Rows, leading_rows
 from zerofx.ir.operators.table import facts_of
 from zerofx.scheduler.analysis.loss_heads import MIN_ROWS
 from zerofx.scheduler.analysis.row_rules import rows_of_result
@@ -74,7 +74,7 @@ class Chain:
     forward: Part
     backward: Part
     given: Mapping[fx.Node, Given] = field(repr=False)
-    rows: Mapping[fx.Node, Found] = field(repr=False)
+    rows: Mapping[fx.Node, RowKinds] = field(repr=False)
 
     @property
     def members(self) -> frozenset[fx.Node]:
@@ -194,7 +194,7 @@ class _Labels:
     def __init__(self, nodes: list[fx.Node], weights: set[fx.Node], num_rows: int) -> None:
         self._weights, self._num_rows = weights, num_rows
         self.given: dict[fx.Node, Given] = {}
-        self.rows: dict[fx.Node, Found] = {}
+        self.rows: dict[fx.Node, RowKinds] = {}
         for node in nodes:
             if node not in weights:
                 self._label(node)

@@ -42,17 +42,17 @@ class Until:
 
 
 # A number is seconds of computation.
-Event = float | Start | Wait | Until
+TimedEvent = float | Start | Wait | Until
 
 
-def events_of(step: StepGraph, simulation: Simulation) -> list[Event]:
+def events_of(step: StepGraph, simulation: Simulation) -> list[TimedEvent]:
     """The step as ``simulation`` has run it; what is started has the name of its node."""
-    events: list[Event] = []
+    events: list[TimedEvent] = []
     computing = 0.0
     for node in step.calls():
         timing = simulation.timings[node]
         if node.target in ops.COLLECTIVES:
-            event: Event = Start(node.name, ((stream_of(node), timing.seconds),))
+            event: TimedEvent = Start(node.name, ((stream_of(node), timing.seconds),))
         elif node.target in ops.TRANSFERS:
             event = Start(node.name, tuple((leg.stream, leg.seconds) for leg in timing.legs))
         elif node.target is ops.wait:
@@ -73,7 +73,7 @@ def events_of(step: StepGraph, simulation: Simulation) -> list[Event]:
     return [*events, computing]
 
 
-def end_seconds(events: Iterable[Event]) -> float:
+def end_seconds(events: Iterable[TimedEvent]) -> float:
     """When a step of these events ends, in seconds from its begin."""
     now = 0.0
     free: dict[str, float] = {}  # by stream

@@ -15,7 +15,7 @@ from torch import fx
 
 from zerofx.ir import ops, value_ops
 from zerofx.ir.aliasing import storage_bytes, tensors_of
-from zerofx.ir.communicators import axes_of
+from zerofx.ir.collective_axes import axes_of
 from zerofx.ir.facts import tensor
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.transfers import CollectiveKind, collective_seconds

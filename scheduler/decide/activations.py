@@ -37,7 +37,7 @@ _STEPS = 64  # between keeping all and nothing, those at most that are looked fo
 class Level:
     """One entry of a menu, as positions in its segment's list of values (see ``Segment.values``).
 
-    ``offloaded`` are those of the ``kept`` that wait for backward in a slower tier. ``num_bytes`` are kept on the
+    ``offloaded`` are those of ``saved`` that wait for backward in a slower tier. ``num_bytes`` are kept on the
     device, ``seconds`` are computed again (or spent waiting for copies).
     """
 
@@ -48,7 +48,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Links:
+class Dataflow:
     """How the operators and values of a segment hang together, by their numbers.
 
     ``makers`` has the operator that makes each value, -1 for what is made elsewhere; ``reads`` the values that each
@@ -78,12 +78,12 @@ class Segment:
     key: str
 
     @functools.cached_property
-    def links(self) -> Links:
+    def links(self) -> Dataflow:
         """Its structure, which menus are made from many times."""
         position = {storage: i for i, storage in enumerate(self.values)}
         number = {node: n for n, node in enumerate(self.operators)}
         read = [[position.get(storage_source(source)) for source in node.all_input_nodes] for node in self.operators]
-        return Links(
+        return Dataflow(
             tuple(number.get(storage[0], -1) for storage in self.values),
             tuple(tuple(i for i in reads if i is not None) for reads in read),
             tuple(map(is_random, self.operators)),

@@ -23,7 +23,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_bodies
 from zerofx.ir.streams import COLLECTIVE
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.replay import Event, Start, Wait, end_seconds, events_of
+from zerofx.scheduler.cost.replay import Start, TimedEvent, Wait, end_seconds, events_of
 from zerofx.scheduler.cost.simulate import Simulation
 from zerofx.scheduler.cost.wire_volume import seconds_along
 from zerofx.scheduler.plan.decisions import GatherDecision
@@ -150,11 +150,11 @@ class _Merged:
         extra = {**self.extra, first.name: self.extra.get(first.name, 0.0) + seconds}
         return _Merged({**self.first, gather.name: first.name}, extra)
 
-    def seconds(self, events: Sequence[Event]) -> float:
+    def seconds(self, events: Sequence[TimedEvent]) -> float:
         """The seconds of a step of these events, with gathers merged."""
         return end_seconds(self._changed(events))
 
-    def _changed(self, events: Sequence[Event]) -> Iterator[Event]:
+    def _changed(self, events: Sequence[TimedEvent]) -> Iterator[TimedEvent]:
         for event in events:
             if isinstance(event, Wait) and event.name in self.first:
                 yield replace(event, name=self.first[event.name])

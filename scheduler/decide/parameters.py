@@ -20,7 +20,7 @@ from zerofx.scheduler.cost.timeline import Place
 from zerofx.scheduler.cost.transfers import copy_seconds, first_with_room
 from zerofx.scheduler.decide.gathers import Gathering
 from zerofx.scheduler.decide.residency import Residency
-from zerofx.scheduler.decide.states import Placement
+from zerofx.scheduler.decide.states import StateLevel
 from zerofx.scheduler.plan.decisions import ParameterDecision
 from zerofx.scheduler.plan.tiers import Tier
 from zerofx.units import format_bytes, format_seconds
@@ -47,7 +47,7 @@ def parameter_menus(
     seconds: Mapping[Place, float],
     machine: Machine,
     capacity: Mapping[Tier, int],
-    states_off: Mapping[Bucket, Placement],
+    states_off: Mapping[Bucket, StateLevel],
     activation_bytes: int = 0,
 ) -> dict[Bucket, tuple[ParameterLevel, ParameterLevel]]:
     """For each bucket: its parameters on the device, and off it.

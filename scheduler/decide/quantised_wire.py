@@ -21,7 +21,7 @@ from zerofx.ir.streams import slice_gathered, stream_of
 from zerofx.passes.lib.plan_check import is_reduction
 from zerofx.passes.wire.reductions import is_two_hops
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.replay import Event, Start, Wait, end_seconds, events_of
+from zerofx.scheduler.cost.replay import Start, TimedEvent, Wait, end_seconds, events_of
 from zerofx.scheduler.cost.simulate import Simulation
 from zerofx.scheduler.cost.transfers import collective_seconds
 from zerofx.scheduler.cost.wire_volume import seconds_along
@@ -61,7 +61,7 @@ class _Collective:
 class _Exact:
     """The exact step's events, and its collectives by name."""
 
-    events: Sequence[Event]
+    events: Sequence[TimedEvent]
     collectives: Mapping[str, _Collective]
 
 
@@ -218,7 +218,7 @@ def _replay(moments: _Exact, choices: Mapping[int, Choice], sends: _Sends) -> fl
     return end_seconds(_chosen(moments, choices, sends))
 
 
-def _chosen(exact: _Exact, choices: Mapping[int, Choice], sends: _Sends) -> Iterator[Event]:
+def _chosen(exact: _Exact, choices: Mapping[int, Choice], sends: _Sends) -> Iterator[TimedEvent]:
     """The exact step's events with these choices."""
     late: list[Wait] = []  # for the hops across nodes that have started
     for event in exact.events:
@@ -256,7 +256,9 @@ def _chosen(exact: _Exact, choices: Mapping[int, Choice], sends: _Sends) -> Iter
     yield from late
 
 
-def _gather(event: Start | Wait, bucket: Bucket, choice: Choice, about: _Collective, sends: _Sends) -> Iterator[Event]:
+def _gather(
+    event: Start | Wait, bucket: Bucket, choice: Choice, about: _Collective, sends: _Sends
+) -> Iterator[TimedEvent]:
     """A gather of parameters, or the wait for it, in few bits or from second shards."""
     on_node = choice.second_shard and about.turn != 0
     before, during, after = sends.gather(bucket) if choice.gather and not on_node else (0.0, None, 0.0)

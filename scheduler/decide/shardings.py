@@ -35,7 +35,7 @@ from zerofx.ir.text import target_name
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, Slot
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
-from zerofx.scheduler.cost.sharing import Prices, conversion_seconds, shared_seconds
+from zerofx.scheduler.cost.sharding_seconds import Prices, conversion_seconds, shared_seconds
 from zerofx.scheduler.plan.decisions import ShardingDecision
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Placement, local_shape

@@ -25,7 +25,7 @@ _FLOPS = 14  # of an Adam update for one element, as in scheduler.cost.roofline
 
 
 @dataclass(frozen=True)
-class Placement:
+class StateLevel:
     """One level of a menu about a bucket's states: bytes on the device, exposed seconds, tier, side of the update.
 
     ``stored_bytes`` are what it takes of its tier throughout, ``passing_bytes`` of the host while the bucket is
@@ -62,7 +62,7 @@ def state_menus(
     activation_bytes: int = 0,
     *,
     clipped: bool = False,
-) -> dict[Bucket, tuple[Placement, Placement]]:
+) -> dict[Bucket, tuple[StateLevel, StateLevel]]:
     """For each bucket with states: on the device, and off it.
 
     Args:
@@ -85,13 +85,13 @@ def state_menus(
             ways[bucket] = [
                 _off_the_device(bucket, num_bytes, local, overlapping, tier, machine, clipped=clipped) for tier in tiers
             ]
-    placements = _filled(ways, machine)
-    if len(placements) < len(ways) and tiers[:2] == ("host", "nvme"):
+    levels = _filled(ways, machine)
+    if len(levels) < len(ways) and tiers[:2] == ("host", "nvme"):
         # Not all go to the host: some of it is left to what passes through on its way to nvme and back.
         passing = 4 * max(state_bytes.values())
         activations = left_to_activations(activation_bytes, machine.host_bytes_per_rank)
-        placements = _filled(ways, machine, reserve=passing + activations)
-    return {bucket: (Placement(state_bytes[bucket.index], 0.0), off) for bucket, off in placements.items()}
+        levels = _filled(ways, machine, reserve=passing + activations)
+    return {bucket: (StateLevel(state_bytes[bucket.index], 0.0), off) for bucket, off in levels.items()}
 
 
 def left_to_activations(activation_bytes: int, host_bytes: int) -> int:
@@ -100,13 +100,15 @@ def left_to_activations(activation_bytes: int, host_bytes: int) -> int:
     return min(activation_bytes, host_bytes // 2)
 
 
-def _filled(ways: Mapping[Bucket, Sequence[Placement]], machine: Machine, reserve: int = 0) -> dict[Bucket, Placement]:
-    """The first of each bucket's placements that there is room for, with ``reserve`` bytes of the host kept free of
+def _filled(
+    ways: Mapping[Bucket, Sequence[StateLevel]], machine: Machine, reserve: int = 0
+) -> dict[Bucket, StateLevel]:
+    """The first of each bucket's levels that there is room for, with ``reserve`` bytes of the host kept free of
     states; buckets without one are left out."""
     capacity = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank}
     placed = {}
-    for bucket, placements in ways.items():
-        for off in placements:
+    for bucket, levels in ways.items():
+        for off in levels:
             on_host = NUM_BUFFERS * off.passing_bytes + off.waiting_bytes
             on_host += off.stored_bytes + reserve if off.tier == "host" else 0
             if capacity[off.tier] >= off.stored_bytes and capacity["host"] >= on_host:
@@ -119,7 +121,7 @@ def _filled(ways: Mapping[Bucket, Sequence[Placement]], machine: Machine, reserv
 
 def _off_the_device(
     bucket: Bucket, num_bytes: int, numel: int, overlapping: float, tier: Tier, machine: Machine, *, clipped: bool
-) -> Placement:
+) -> StateLevel:
     """The states of ``numel`` elements in ``tier``, updated where that exposes less.
 
     ``overlapping``: seconds of computation that copies overlap with. ``clipped``: as for ``state_menus``.
@@ -128,13 +130,13 @@ def _off_the_device(
     through = max(0.0, _through_device(num_bytes, tier, machine) - overlapping)
     on_host = _on_host(num_bytes, gradient_bytes, numel, tier, machine)
     if through <= on_host:
-        return Placement(0, through, tier, "device", num_bytes, num_bytes if tier == "nvme" else 0)
+        return StateLevel(0, through, tier, "device", num_bytes, num_bytes if tier == "nvme" else 0)
     # What is updated on the host has its parameters there, and takes gradients and gives parameters back.
     parameter_bytes = 0 if bucket.has_master else numel * bucket.dtype.itemsize
     stored = num_bytes + parameter_bytes
     passing = gradient_bytes + numel * bucket.compute_dtype.itemsize + (stored if tier == "nvme" else 0)
     waiting = gradient_bytes if clipped else 0
-    return Placement(0, on_host, tier, "host", stored, passing, waiting, parameter_bytes)
+    return StateLevel(0, on_host, tier, "host", stored, passing, waiting, parameter_bytes)
 
 
 def _through_device(num_bytes: int, tier: Tier, machine: Machine) -> float:
@@ -149,7 +151,7 @@ def _on_host(num_bytes: int, gradient_bytes: int, numel: int, tier: Tier, machin
     return waits
 
 
-def delayed_placements(layout: BucketLayout, state_bytes: Mapping[int, int], stage: int) -> dict[Bucket, Placement]:
+def delayed_levels(layout: BucketLayout, state_bytes: Mapping[int, int], stage: int) -> dict[Bucket, StateLevel]:
     """States on the host, each bucket's with what its delayed update hands over from one step to the next: the
     gradient, and new parameters where their dtype is not the one that is updated.
 
@@ -158,7 +160,7 @@ def delayed_placements(layout: BucketLayout, state_bytes: Mapping[int, int], sta
         state_bytes: bytes of one rank's states and masters, by bucket index.
         stage: the ZeRO stage.
     """
-    placements = {}
+    levels = {}
     for bucket in layout.buckets:
         if not bucket.trainable:
             continue
@@ -167,14 +169,14 @@ def delayed_placements(layout: BucketLayout, state_bytes: Mapping[int, int], sta
         master = 0 if bucket.has_master else local * bucket.dtype.itemsize
         new_values = bucket.compute_dtype.itemsize if bucket.has_master else 0
         handed_over = local * (bucket.reduce_dtype.itemsize + new_values)
-        placements[bucket] = Placement(
+        levels[bucket] = StateLevel(
             0, 0.0, "host", "host", num_bytes + master + handed_over, 0, delayed_bytes=num_bytes
         )
-    return placements
+    return levels
 
 
-def decisions_of(delayed: Mapping[Bucket, Placement]) -> tuple[StateDecision, ...]:
-    """The decisions about ``delayed_placements``, with their reasons."""
+def decisions_of(delayed: Mapping[Bucket, StateLevel]) -> tuple[StateDecision, ...]:
+    """The decisions about ``delayed_levels``, with their reasons."""
     return tuple(
         StateDecision(
             bucket.index, "host", "host",

@@ -25,7 +25,7 @@ from zerofx.scheduler.decide.parameters import ParameterLevel, copies_menu, para
 from zerofx.scheduler.decide.prefetch import NUM_BUFFERS, place_arrivals
 from zerofx.scheduler.decide.residency import PolicyOptions, decide, residencies
 from zerofx.scheduler.decide.spread import Parted, spread_menu, spreads_of
-from zerofx.scheduler.decide.states import Placement, decisions_of, left_to_activations, state_menus
+from zerofx.scheduler.decide.states import StateLevel, decisions_of, left_to_activations, state_menus
 from zerofx.scheduler.plan.decisions import (
     GradientDecision,
     ParameterDecision,
@@ -76,7 +76,7 @@ class States:
     """Where a bucket's optimizer states live."""
 
     bucket: Bucket
-    levels: tuple[Placement, Placement]
+    levels: tuple[StateLevel, StateLevel]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
         items.append(Prefetching(levels, tuple(range(asked.prefetch, -1, -1))))
     if question.layout.num_ranks > 1:
         items.append(Awaiting(reduction_menu(question.layout, question.captured.seconds_of_one, question.machine)))
-    if leaning != "recompute" and (question.delayed or question.homes is not None):
+    if leaning != "recompute" and (question.delayed or question.fixed is not None):
         items += _prefetching_copies(question, items)
     elif leaning != "recompute":
         activation_bytes = _offloaded_bytes(items)
@@ -178,7 +178,7 @@ def _offloaded_bytes(items: Sequence[Item]) -> int:
     return sum(storage_size(segment.values[i]) for segment, level in last for i in level.offloaded)
 
 
-def _parameters(question: Question, states: Mapping[Bucket, Placement], activation_bytes: int) -> list[Parameters]:
+def _parameters(question: Question, states: Mapping[Bucket, StateLevel], activation_bytes: int) -> list[Parameters]:
     """``states`` are where states may go, which takes room too, and ``activation_bytes`` what activations may take."""
     used = residencies(question.captured.tiled, question.layout, question.asked)
     capacity = dict(_capacity(question, states).tiers)
@@ -248,7 +248,7 @@ class _Choice:
     extra_keeps: dict[str, None] = field(default_factory=dict)
     requests: dict[str, OffloadRequest] = field(default_factory=dict)
     states: list[StateDecision] = field(default_factory=list)
-    placements: dict[Bucket, Placement] = field(default_factory=dict)  # of the same buckets
+    state_levels: dict[Bucket, StateLevel] = field(default_factory=dict)  # of the same buckets
     parameters: list[ParameterDecision] = field(default_factory=list)
     gradients: list[GradientDecision] = field(default_factory=list)
     each: dict[int, str] = field(default_factory=dict)  # buckets that are reduced in each micro-batch
@@ -261,7 +261,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
     recomputed, extra = frozenset(decision.value for decision in chosen.recomputes), frozenset(chosen.extra_keeps)
     carried_out = question.captured.tiled.clone()
     recompute(carried_out, recomputed, extra)
-    capacity = _capacity(question, chosen.placements, chosen.parameters, chosen.gradients)
+    capacity = _capacity(question, chosen.state_levels, chosen.parameters, chosen.gradients)
     offloads = place(carried_out, list(chosen.requests.values()), chosen.seconds, question.machine, capacity)
     if not offloads:
         put_off(carried_out)
@@ -315,11 +315,11 @@ def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move
     asked = question.asked
     chosen = _Choice(asked.prefetch, dict.fromkeys(_named(asked), "as asked"), dict(question.captured.seconds))
     chosen.states += decisions_of(question.delayed)
-    chosen.placements |= question.delayed
-    if question.homes is not None:
-        chosen.states += question.homes.states
-        chosen.parameters += question.homes.parameters
-        chosen.placements |= question.placements_at_homes
+    chosen.state_levels |= question.delayed
+    if question.fixed is not None:
+        chosen.states += question.fixed.states
+        chosen.parameters += question.fixed.parameters
+        chosen.state_levels |= question.levels_where_fixed
     chosen.gradients += question.gradients
     chosen.each |= question.reduced_each
     for number, item in enumerate(items):
@@ -332,7 +332,7 @@ def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move
             chosen.hide_reductions = False
         elif isinstance(item, States) and move is not None:
             chosen.states.append(item.levels[1].decision(item.bucket, move.freed_bytes))
-            chosen.placements[item.bucket] = item.levels[1]
+            chosen.state_levels[item.bucket] = item.levels[1]
         elif isinstance(item, Parameters) and move is not None:
             chosen.parameters.append(item.levels[1].decision(item.bucket, move.freed_bytes))
         elif isinstance(item, Accumulated) and move is not None:
@@ -377,7 +377,7 @@ def _choose_activations(question: Question, item: Activations, move: Move, chose
 
 def _capacity(
     question: Question,
-    states: Mapping[Bucket, Placement],
+    states: Mapping[Bucket, StateLevel],
     parameters: Sequence[ParameterDecision] = (),
     gradients: Sequence[GradientDecision] = (),
 ) -> Capacity:

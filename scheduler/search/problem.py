@@ -17,14 +17,14 @@ from zerofx.options import CompileOptions
 from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.gradients import gradients_asked, reduced_each
-from zerofx.scheduler.decide.states import Placement, delayed_placements
+from zerofx.scheduler.decide.states import StateLevel, delayed_levels
 from zerofx.scheduler.decide.tiling import named_tiles
 from zerofx.scheduler.plan.decisions import GradientDecision
 from zerofx.scheduler.plan.locations import Locations
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.evaluate import Rehearsal
 from zerofx.scheduler.search.graph_facts import Captured
 from zerofx.scheduler.search.question import Question
+from zerofx.scheduler.search.rehearsal import Rehearsal
 from zerofx.scheduler.search.target import Target
 
 
@@ -80,7 +80,7 @@ class Problem:
     ``rehearsal`` has the graph and the updates that are planned for. ``memory_budget``: bytes on the device; None for
     no limit. ``machine``: the target's, whose host may have less for this plan. ``merges_gathers``: whether gathers may
     start together. ``questions``: the ways to tile and divide that are searched together. ``plan``: one that fits.
-    ``locations``: None for a training step; for an evaluation, where parameters and states lie in any case. ``homes``:
+    ``locations``: None for a training step; for an evaluation, where parameters and states lie in any case. ``fixed``:
     the same for one of several training steps of a model, which must not move them.
     """
 
@@ -93,7 +93,7 @@ class Problem:
     questions: tuple[Question, ...] = ()
     plan: Plan | None = None
     locations: Locations | None = None
-    homes: Locations | None = None
+    fixed: Locations | None = None
 
     @staticmethod
     def of(
@@ -102,15 +102,23 @@ class Problem:
         options: CompileOptions,
         memory_budget: int | None,
         locations: Locations | None = None,
-        homes: Locations | None = None,
+        fixed: Locations | None = None,
     ) -> Problem:
         """The problem with everything open.
 
         ``memory_budget``: bytes on the device. ``locations``: of an evaluation, where parameters and states lie.
-        ``homes``: where they stay between steps of a training step that is one of several; None where the plan says it.
+        ``fixed``: where they stay between steps of a training step that is one of several; None where the plan says it.
         """
         rehearsal = Rehearsal(variants.graph(variants.candidates[0]), variants.layout, variants.updates[0], target)
-        return Problem(variants, rehearsal, options, memory_budget, target.machine, locations=locations, homes=homes)
+        return Problem(
+            variants,
+            rehearsal,
+            options,
+            memory_budget,
+            target.machine,
+            locations=locations,
+            fixed=fixed,
+        )
 
     def on(self, variants: StepVariants, num_micro_batches: int) -> Problem:
         """The same for other slices, or another number of micro-batches."""
@@ -167,11 +175,11 @@ class Problem:
         num = self.captured.num_micro_batches
         return reduced_each(self.layout, options.stage, num, options.reduce, searched=searched)
 
-    def delayed(self) -> dict[Bucket, Placement]:
+    def delayed(self) -> dict[Bucket, StateLevel]:
         """Where states are whose updates are asked to run next to the following step."""
         if self.options.delayed_update is None:
             return {}
-        return delayed_placements(self.layout, self.state_bytes(), self.options.stage)
+        return delayed_levels(self.layout, self.state_bytes(), self.options.stage)
 
     def question(self) -> Question:
         """What moves are chosen for.
@@ -193,7 +201,7 @@ class Problem:
             tile_classes=LOSS in self.target.kernels,
             state_bytes=self.state_bytes(),
             delayed=self.delayed(),
-            homes=self.homes,
+            fixed=self.fixed,
             max_grad_norm=options.max_grad_norm,
             grad_norms=options.grad_norms,
             kept_gradients=self.kept_gradients(),

@@ -12,7 +12,7 @@ from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.residency import PolicyOptions
-from zerofx.scheduler.decide.states import Placement, state_menus
+from zerofx.scheduler.decide.states import StateLevel, state_menus
 from zerofx.scheduler.plan.decisions import GradientDecision, TileDecision
 from zerofx.scheduler.plan.locations import Locations
 from zerofx.scheduler.plan.tiers import Tier
@@ -30,7 +30,7 @@ class Question:
     one rank's optimizer states and masters, by bucket index. ``tile``: whether values may be tiled, and
     ``tile_classes`` logits over their classes too.
     ``delayed``: where states are in any case, so that their updates overlap with the next step; none if empty.
-    ``homes``: where states and parameters stay in any case, which no move changes; None where moves say it.
+    ``fixed``: where states and parameters stay in any case, which no move changes; None where moves say it.
     ``max_grad_norm``: what gradients are clipped to, if they are: all updates are after all reductions then.
     ``grad_norms``: whether the norms of layers are handed out; ``kept_gradients``: buckets whose gradients are.
     ``loss_scaled``: whether gradients are of a scaled loss, after which updates come so too.
@@ -50,8 +50,8 @@ class Question:
     state_bytes: Mapping[int, int] = field(default_factory=dict)
     tile: bool = False
     tile_classes: bool = False
-    delayed: Mapping[Bucket, Placement] = field(default_factory=dict)
-    homes: Locations | None = None
+    delayed: Mapping[Bucket, StateLevel] = field(default_factory=dict)
+    fixed: Locations | None = None
     max_grad_norm: float | None = None
     grad_norms: bool = False
     kept_gradients: tuple[str, ...] = ()
@@ -73,9 +73,9 @@ class Question:
         return (self, replace(self, captured=replace(self.captured, ends_only=True)))
 
     @cached_property
-    def placements_at_homes(self) -> dict[Bucket, Placement]:
-        """What states that ``homes`` leaves off the device take where they are."""
-        away = {decision.bucket for decision in self.homes.states} if self.homes is not None else set()
+    def levels_where_fixed(self) -> dict[Bucket, StateLevel]:
+        """What states that ``fixed`` leaves off the device take where they are."""
+        away = {decision.bucket for decision in self.fixed.states} if self.fixed is not None else set()
         if not away:
             return {}
         menus = state_menus(

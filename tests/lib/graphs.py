@@ -33,7 +33,7 @@ from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.evaluate import Rehearsal
+from zerofx.scheduler.search.rehearsal import Rehearsal
 from zerofx.scheduler.search.target import Target
 from zerofx.settings import Settings
 

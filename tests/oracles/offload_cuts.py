@@ -53,7 +53,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Placement:
+class StateLevel:
     """A cut for a number of ranks on a machine: bytes on each rank's device and share of the host, and what the update
     and its copies take, nothing of it overlapped."""
 
@@ -79,7 +79,7 @@ def best_cuts() -> tuple[Cut, ...]:
     return tuple(found)
 
 
-def place(num_parameters: int, num_ranks: int, machine: Machine, *, other_bytes: int = 0) -> Placement:
+def place(num_parameters: int, num_ranks: int, machine: Machine, *, other_bytes: int = 0) -> StateLevel:
     """The fastest placement that fits, when gradients and states are divided over the ranks (ZeRO stage 2).
 
     Parameters stay on every device whole. The more ranks there are, the less of the states a device holds, and from
@@ -118,7 +118,7 @@ def _cut(on_host: frozenset[str]) -> Cut:
     return Cut(on_host, device, down, up)
 
 
-def _place(cut: Cut, num_parameters: int, num_ranks: int, machine: Machine) -> Placement:
+def _place(cut: Cut, num_parameters: int, num_ranks: int, machine: Machine) -> StateLevel:
     slice_ = -(-num_parameters // num_ranks)
     whole = STATE_BYTES["parameters"]
     traffic = _UPDATE_BYTES * slice_
@@ -129,7 +129,7 @@ def _place(cut: Cut, num_parameters: int, num_ranks: int, machine: Machine) -> P
     if cut.on_host:
         seconds += copy_seconds(cut.down_bytes * slice_, "device", "host", machine)
         seconds += copy_seconds(cut.up_bytes * slice_, "host", "device", machine)
-    return Placement(
+    return StateLevel(
         cut,
         device_bytes=whole * num_parameters + (cut.device_bytes - whole) * slice_,
         host_bytes=(sum(STATE_BYTES.values()) - cut.device_bytes) * slice_,

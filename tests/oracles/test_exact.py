@@ -39,11 +39,11 @@ from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.plan.facts import Prediction
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.evaluate import Rehearsal
 from zerofx.scheduler.search.graph_facts import Captured
 from zerofx.scheduler.search.held import Held, held
 from zerofx.scheduler.search.problem import Problem as PlanProblem
 from zerofx.scheduler.search.question import Question
+from zerofx.scheduler.search.rehearsal import Rehearsal
 from zerofx.scheduler.search.stage import Search, trail
 from zerofx.scheduler.search.stages.moves import Moves, OutOfReachError
 

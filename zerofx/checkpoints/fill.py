@@ -1,4 +1,4 @@
-"""Buckets that are given other values, a tensor of one at a time, wherever they lie."""
+"""Fills a rank's buckets and states with values from elsewhere, as of a checkpoint of any mesh, a tensor at a time."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from zerofx.driver.given_plan import check_budget, check_graph, check_host_budge
 from zerofx.driver.kept import step_cache
 from zerofx.driver.lent import own_part
 from zerofx.driver.prepared import Earlier, Prepared, Request, agree_on_graph, prepare
-from zerofx.driver.sharing import check_batches, share_computation, with_best_layout
+from zerofx.driver.shardings import check_batches, share_computation, with_best_layout
 from zerofx.errors import InvalidGraphError, MemoryBudgetError, PlanError, ZeroFXError, working
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
@@ -239,7 +239,7 @@ def _agree_on_plan(
             return options.plan.to_json()
         request = prepared.request
         return make_plan(
-            Problem.of(prepared, target, options, memory_budget, request.locations, request.homes)
+            Problem.of(prepared, target, options, memory_budget, request.locations, request.fixed)
         ).to_json()
 
     plan = Plan.from_json(control.share("share the plan", planned))

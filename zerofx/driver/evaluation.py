@@ -17,7 +17,7 @@ def request_to_evaluate(training: Request, batch: Batch, locations: Locations) -
 
     What is gathered is sent exactly as it is, and what is only about gradients and updates is left out.
     """
-    return replace(training, batch=batch, options=_options(training.options), locations=locations, homes=None)
+    return replace(training, batch=batch, options=_options(training.options), locations=locations, fixed=None)
 
 
 def untrained(earlier: Earlier) -> Earlier:

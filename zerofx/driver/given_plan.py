@@ -13,7 +13,7 @@ from zerofx.errors import MemoryBudgetError, PlanError, UsageError, warn
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.lowering.lower import LoweredStep
-from zerofx.meshes import AUTO, mesh_for
+from zerofx.mesh_option import AUTO, mesh_for
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.control import Control
 from zerofx.scheduler.cost.machine import MEASURED, Machine

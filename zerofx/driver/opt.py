@@ -33,7 +33,7 @@ from zerofx.ir.text import node_text
 from zerofx.optimizers.stored import storing_states
 from zerofx.options import CompileOptions
 from zerofx.passes.verify import verify
-from zerofx.pipeline import CAPTURE, PLAN, PREPARE, REGION, Listed, find, orders, with_orders
+from zerofx.pipeline import CAPTURE, PLAN, PREPARE, REGION, Listed, find, pass_texts, with_pass_texts
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.decide.residency import summarise
@@ -62,7 +62,7 @@ def phase_passes(phase: str | None, plan: Plan | None, *, guarded: bool, disable
         return [PassText(entry.name) for entry in REGION]
     asked = {"prepare": PREPARE, "plan": PLAN}.get(phase or "", (*PREPARE, *(PLAN if plan is not None else ())))
     names = {element.name for element in asked} - set(disabled)
-    return [order for order in orders(plan or _NO_PLAN, guarded=guarded) if order.name in names]
+    return [order for order in pass_texts(plan or _NO_PLAN, guarded=guarded) if order.name in names]
 
 
 def rewrite(saved: SavedGraph, passes: Sequence[PassText], plan: Plan | None, say: Say) -> SavedGraph:
@@ -77,7 +77,7 @@ def rewrite(saved: SavedGraph, passes: Sequence[PassText], plan: Plan | None, sa
     """
     listed = [find(element.name) for element in passes]
     _check(passes, listed, plan)
-    ordered = with_orders(plan or _NO_PLAN, passes)
+    ordered = with_pass_texts(plan or _NO_PLAN, passes)
     step, layout = saved.step, saved.layout
     for entry in listed:
         if entry in REGION:

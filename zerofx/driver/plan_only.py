@@ -22,12 +22,12 @@ from zerofx.driver.garbage import collecting_recent_garbage_only
 from zerofx.driver.meshes.choice import choose_mesh
 from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
-from zerofx.driver.sharing import alone, with_best_layout
+from zerofx.driver.shardings import alone, with_best_layout
 from zerofx.errors import UsageError, working
 from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout
 from zerofx.lowering.lower import LoweredStep
-from zerofx.meshes import AUTO, mesh_for
+from zerofx.mesh_option import AUTO, mesh_for
 from zerofx.options import Backend, CompileOptions, PlanOptions, Precision, check_names, check_options
 from zerofx.pipeline import check_disabled
 from zerofx.progress import watched

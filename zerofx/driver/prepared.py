@@ -37,7 +37,7 @@ class Request:
     """What is asked for: a step of this model, optimizer and batch, for the ranks of a mesh on a machine.
 
     ``locations``: None for a training step; for an evaluation, where what it reads and what it leaves alone lies.
-    ``homes``: for a training step next to others, where states and parameters stay; None where its plan says it.
+    ``fixed``: for a training step next to others, where states and parameters stay; None where its plan says it.
     ``lenders``: the models of other steps that may be read from buckets. ``sizes``: what was captured for batches of
     other sizes, of which the step's graph may be made. ``verbose``: whether this rank shows how long it takes.
     """
@@ -51,7 +51,7 @@ class Request:
     machine: Machine
     verbose: bool
     locations: Locations | None = None
-    homes: Locations | None = None
+    fixed: Locations | None = None
     lenders: tuple[Borrowed, ...] = ()
     sizes: KnownSizes | None = None
 

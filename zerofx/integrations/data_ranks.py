@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainingArguments
 
 from zerofx.errors import UsageError
-from zerofx.meshes import AUTO, mesh_for, mesh_of
+from zerofx.mesh_option import AUTO, mesh_for, mesh_of
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.torch_private.operators import pytree
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from zerofx import api
 from zerofx.errors import UsageError
-from zerofx.meshes import AUTO, mesh_for, mesh_of
+from zerofx.mesh_option import AUTO, mesh_for, mesh_of
 from zerofx.session.step import Step
 
 # What the Trainer and the module say: each with what does.

@@ -32,7 +32,7 @@ from zerofx.integrations.data_ranks import (
 )
 from zerofx.integrations.stand_ins import SteppedModel, SteppedOptimizer
 from zerofx.integrations.trainer_arguments import check_arguments, check_keywords, precision_of, recompute_of
-from zerofx.meshes import AUTO
+from zerofx.mesh_option import AUTO
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.session.step import Step
 from zerofx.torch_private.operators import pytree

@@ -12,7 +12,7 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``reduce_scatter``    start summing a flat gradient buffer over the ranks; the result is this rank's slice
 ``reduce_scatter_into``  the same into this rank's slice of the buffer, which the result is
                       ``over``, of these four and of what knows nodes: the axes of the mesh that its ranks are on
-                      (``ir/communicators.py``); a node's ranks are then those of them that it has
+                      (``ir/collective_axes.py``); a node's ranks are then those of them that it has
 ``wait``              the value of what was started; ``source`` is the buffer that it still reads until then
 ``release``           the end of a gathered bucket's residency
 ``empty_gradients``   a flat gradient buffer whose padding is zero and whose slots are still to be written

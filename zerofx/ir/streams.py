@@ -9,7 +9,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_source
-from zerofx.ir.communicators import read, written
+from zerofx.ir.collective_axes import read, written
 from zerofx.ir.facts import DEVICE, Role, placeholder, tier_of
 from zerofx.scheduler.plan.mesh import SHARD, Axes
 from zerofx.scheduler.plan.tiers import Tier

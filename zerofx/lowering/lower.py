@@ -15,7 +15,7 @@ from zerofx.progress import watched
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.simulate import Simulation, predict
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.evaluate import simulate_step
+from zerofx.scheduler.search.rehearsal import simulate_step
 from zerofx.scheduler.search.target import Target
 from zerofx.units import format_bytes, format_seconds, on_tiers
 

@@ -16,7 +16,7 @@ from zerofx.driver.evaluation import request_to_evaluate, untrained
 from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch
 from zerofx.lengths.evaluated import PaddedEvaluation
-from zerofx.lengths.lengths import Size
+from zerofx.lengths.padded_batches import Size
 from zerofx.lowering.load import CompiledStep
 from zerofx.runtime.cuda_graphs.graphed import GraphedSteps
 from zerofx.runtime.measure.measure import Measurement, Meter

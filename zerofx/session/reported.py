@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zerofx.errors import UsageError
-from zerofx.lengths.lengths import Rung
+from zerofx.lengths.padded_batches import Rung
 from zerofx.lowering.load import CompiledStep
 from zerofx.options import CompileOptions
 from zerofx.pipeline import GraphStage

@@ -28,12 +28,12 @@ from zerofx.driver.driver import build_step
 from zerofx.driver.given_plan import take_plan
 from zerofx.driver.meshes.best import best_mesh
 from zerofx.driver.prepared import Request
-from zerofx.driver.sharing import check_digests, digest_of
+from zerofx.driver.shardings import check_digests, digest_of
 from zerofx.errors import UsageError, ZeroFXError, warn
 from zerofx.ir.batch import Batch
-from zerofx.lengths.lengths import Lengths
+from zerofx.lengths.padded_batches import PaddedBatches
 from zerofx.lowering.load import CompiledStep, load_step, read_edited
-from zerofx.meshes import AUTO, mesh_for
+from zerofx.mesh_option import AUTO, mesh_for
 from zerofx.options import CompileOptions
 from zerofx.progress import watched
 from zerofx.runtime.comm.collectives import is_on_cpu
@@ -106,7 +106,7 @@ class Steps:
         self.num_made = 0  # times that the model was given back, to be taken over anew
         self.before_undoing: Callable[[], None] = lambda: None
         self._awaited: Awaited | None = None
-        self.lengths = None if options.lengths is None else Lengths(options.lengths, model, options, life.control)
+        self.lengths = None if options.lengths is None else PaddedBatches(options.lengths, model, options, life.control)
         if options.plan is not None:
             self.machine = machine_at_hand(self.device, options, life.control)
             self.options = take_plan(options, self.machine, life.control)
@@ -268,7 +268,7 @@ class Steps:
         return Request(
             self.model, self._optimizer, batch, options or self.options, self._settings, self.mesh, machine,
             verbose=self._control.rank == 0, lenders=self.lenders.borrowed,
-            homes=self.taken.state.locations() if self.taken is not None and stays else None, sizes=self._sizes,
+            fixed=self.taken.state.locations() if self.taken is not None and stays else None, sizes=self._sizes,
         )  # fmt: skip
 
     @contextlib.contextmanager

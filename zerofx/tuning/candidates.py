@@ -14,9 +14,9 @@ from zerofx.errors import MemoryBudgetError
 from zerofx.scheduler.cost.links import Transfer
 from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.evaluate import Rehearsal
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
+from zerofx.scheduler.search.rehearsal import Rehearsal
 from zerofx.scheduler.search.target import Target
 from zerofx.tuning.result import Candidate, candidate_table
 from zerofx.tuning.variations import Variation, variations

@@ -31,7 +31,7 @@ from zerofx.driver.prepared import Request
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.ir.batch import Batch
 from zerofx.lowering.lower import lower
-from zerofx.meshes import AUTO, mesh_for
+from zerofx.mesh_option import AUTO, mesh_for
 from zerofx.options import CompileOptions, TuneOptions, check_names, check_options
 from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan

@@ -72,7 +72,7 @@ def _key(problem: Problem) -> str:
         f"{captured.num_extras} extras",
         repr((captured.num_micro_batches, target.on_cpu)), repr(sorted(target.measured_regions.items())),
         repr(problem.layout), repr(problem.machine), repr(problem.memory_budget), repr(problem.locations),
-        repr(problem.homes),
+        repr(problem.fixed),
         repr(sorted(target.settings.disable)),
         *tracing_settings(),  # which library has an operator's kernel, and in vectors of which width
         f"{torch.get_num_threads()} threads",  # each takes memory of its own

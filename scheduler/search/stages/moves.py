@@ -1,7 +1,7 @@
 """What is computed again, offloaded, gathered again or awaited earlier: as little as fits the budget.
 
 Where values may be both computed again and offloaded there are three orders of moves: either alone, and for each tensor
-the better of both. For each order the shortest length that fits is taken (``search/lengths.py``), and the fastest of
+the better of both. For each order the shortest length that fits is taken (``search/prefixes.py``), and the fastest of
 these plans wins: so the joint plan is never slower, as simulated, than the better of the other two. A smaller budget
 never gives a larger peak: where it changes the plan, the plan before it did not fit.
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.items import items_of
-from zerofx.scheduler.search.lengths import Lengths, least
+from zerofx.scheduler.search.prefixes import Prefixes, least
 from zerofx.scheduler.search.problem import Problem
 from zerofx.scheduler.search.stage import Search
 from zerofx.units import format_bytes
@@ -31,7 +31,7 @@ from zerofx.units import format_bytes
 class OutOfReachError(Exception):
     """No length of any order fits; ``orders`` has what was tried, to find the least possible with."""
 
-    def __init__(self, orders: Sequence[Lengths]) -> None:
+    def __init__(self, orders: Sequence[Prefixes]) -> None:
         super().__init__("no length of any order of moves fits")
         self.orders = orders
 
@@ -50,7 +50,7 @@ class Moves:
         """
         budget = problem.memory_budget
         assert budget is not None, "without a budget nothing is searched"
-        orders: list[Lengths] = []
+        orders: list[Prefixes] = []
         fitting: list[Plan] = []
         for order in _orders(problem, rest):
             orders.append(order)
@@ -68,13 +68,13 @@ class Moves:
         return min(plans, key=lambda plan: plan.step_seconds)
 
 
-def _orders(problem: Problem, rest: Search) -> Iterator[Lengths]:
+def _orders(problem: Problem, rest: Search) -> Iterator[Prefixes]:
     for question in problem.questions:
-        first: Lengths | None = None
+        first: Prefixes | None = None
         for leaning in question.leanings:
             rest.trail.describe(leaning)
             items = items_of(question, leaning)
-            order = Lengths(question, leaning, items, problem.rehearsal, first, rest.trail.bar.update)
+            order = Prefixes(question, leaning, items, problem.rehearsal, first, rest.trail.bar.update)
             first = first or order
             yield order
             staying = order.staying_ahead()  # by now it is known what fits

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from zerofx.scheduler.decide.tiling import Tiles, rungs
 from zerofx.scheduler.plan.facts import Prediction
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.lengths import Lengths, least
+from zerofx.scheduler.search.prefixes import Prefixes, least
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 from zerofx.scheduler.search.question import Question
 from zerofx.scheduler.search.stage import Search, outcome
@@ -31,7 +31,7 @@ class Rungs:
         question = problem.question()
         asked = question.tiles
         ladder = [[asked]] if asked else rungs(question.step, question.tile, classes=question.tile_classes)
-        orders: list[Lengths] = []
+        orders: list[Prefixes] = []
         for rung in ladder:
             questions = tuple(divided for tiles in rung for divided in question.tiled(tiles).divisions)
             described = ", or ".join(_described(tiles) for tiles in rung)

@@ -10,7 +10,7 @@ import pytest
 from tests.lib.graphs import TwoBlocks, prepare
 from zerofx.errors import UsageError
 from zerofx.ir.buckets import Bucket
-from zerofx.meshes import mesh_for, mesh_of
+from zerofx.mesh_option import mesh_for, mesh_of
 from zerofx.options import check_options
 from zerofx.scheduler.plan.mesh import AXES, Axes, Mesh
 from zerofx.scheduler.plan.plan import Plan

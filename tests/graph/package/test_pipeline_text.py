@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerofx.errors import UsageError
-from zerofx.pipeline import PLAN, PREPARE, find, orders, with_orders
-from zerofx.scheduler.plan.orders import options_of
+from zerofx.pipeline import PLAN, PREPARE, find, pass_texts, with_pass_texts
+from zerofx.scheduler.plan.pass_options import options_of
 from zerofx.scheduler.plan.pipeline_text import PassText, Value, pipeline_text, read_pipeline
 from zerofx.scheduler.plan.plan import Plan
 
@@ -75,8 +75,8 @@ def _unexplained(plan: Plan) -> Plan:
 def test_a_plans_decisions_come_back_from_its_pipeline(changes: dict[str, Any]) -> None:
     plan = replace(_BARE, **changes)
     text = pipeline_text([PassText(one.name, options_of(plan, one.decisions)) for one in LISTED])
-    assert with_orders(_BARE, read_pipeline(text)) == _unexplained(plan)
-    again = with_orders(plan, read_pipeline(text))
+    assert with_pass_texts(_BARE, read_pipeline(text)) == _unexplained(plan)
+    again = with_pass_texts(plan, read_pipeline(text))
     assert [options_of(again, one.decisions) for one in LISTED] == [options_of(plan, one.decisions) for one in LISTED]
 
 
@@ -102,11 +102,11 @@ def test_every_decision_is_carried_out_by_one_rewrite() -> None:
 
 def test_options_that_are_left_out_are_defaults_and_passes_without_any_stay_as_they_are() -> None:
     plan = replace(_BARE, tiles=(_tile("mm", 4, "classes"),))
-    (tile,) = with_orders(plan, read_pipeline("tile{value=mm_1 num_tiles=2}")).tiles
+    (tile,) = with_pass_texts(plan, read_pipeline("tile{value=mm_1 num_tiles=2}")).tiles
     assert (tile.value, tile.num_tiles, tile.over) == ("mm_1", 2, "rows")
-    assert with_orders(plan, read_pipeline("simplify,tile,recompute")) == plan
-    assert with_orders(plan, read_pipeline("tile{value=}")).tiles == ()
-    kept = with_orders(plan, read_pipeline("tile{value=mm num_tiles=8 over=classes}"))
+    assert with_pass_texts(plan, read_pipeline("simplify,tile,recompute")) == plan
+    assert with_pass_texts(plan, read_pipeline("tile{value=}")).tiles == ()
+    kept = with_pass_texts(plan, read_pipeline("tile{value=mm num_tiles=8 over=classes}"))
     assert kept.tiles[0].reason == plan.tiles[0].reason  # of as many decisions as there were
 
 
@@ -138,12 +138,12 @@ def _tile(value: str, num: int, over: Any) -> Any:
 )  # fmt: skip
 def test_what_is_no_pipeline_says_where(text: str, message: str) -> None:
     with pytest.raises(UsageError) as refused:
-        with_orders(_BARE, read_pipeline(text))
+        with_pass_texts(_BARE, read_pipeline(text))
     assert message in str(refused.value)
 
 
 def test_only_what_has_something_to_do_is_ordered() -> None:
-    names = [one.name for one in orders(replace(_BARE, stage=0))]
+    names = [one.name for one in pass_texts(replace(_BARE, stage=0))]
     assert names == [
         "simplify",
         "tile",
@@ -156,6 +156,6 @@ def test_only_what_has_something_to_do_is_ordered() -> None:
         "buffers",
         "prefetch",
     ]
-    clipped = orders(replace(_BARE, max_grad_norm=math.inf), guarded=True)
+    clipped = pass_texts(replace(_BARE, max_grad_norm=math.inf), guarded=True)
     assert "clip{max_grad_norm=inf}" in pipeline_text(clipped) and clipped[-1].name == "guard_loss"
     assert find("update").about == "Inline each bucket's update program after its reduction."

@@ -17,7 +17,7 @@ from zerofx.ir.facts import Phase, origin
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.analysis.sharding_pins import pinned, pins_of
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, sharding_ways
-from zerofx.scheduler.cost.sharing import Prices
+from zerofx.scheduler.cost.sharding_seconds import Prices
 from zerofx.scheduler.decide.shardings import decide_shardings
 from zerofx.scheduler.plan.mesh import Mesh
 

@@ -21,7 +21,7 @@ from zerofx.passes.prepare.partition import partition
 from zerofx.passes.prepare.simplify import simplify
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, sharding_ways
 from zerofx.scheduler.cost.machine import Link
-from zerofx.scheduler.cost.sharing import Prices, conversion_seconds, shared_seconds
+from zerofx.scheduler.cost.sharding_seconds import Prices, conversion_seconds, shared_seconds
 from zerofx.scheduler.decide.shardings import decide_shardings
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Placement, Sharded, placement_of

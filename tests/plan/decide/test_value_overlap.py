@@ -21,7 +21,7 @@ from zerofx.passes.prepare.overlap import overlap
 from zerofx.passes.prepare.partition import partition
 from zerofx.scheduler.analysis.sharding_ways import sharding_ways
 from zerofx.scheduler.cost.machine import Link
-from zerofx.scheduler.cost.sharing import Prices
+from zerofx.scheduler.cost.sharding_seconds import Prices
 from zerofx.scheduler.cost.simulate import simulate
 from zerofx.scheduler.decide.shardings import decide_shardings
 from zerofx.scheduler.decide.value_overlap import decide_overlaps

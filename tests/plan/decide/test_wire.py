@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 import zerofx
 from zerofx.driver.plan_only import PlannedStep
 from zerofx.errors import UsageError
-from zerofx.ir.communicators import axes_of
+from zerofx.ir.collective_axes import axes_of
 from zerofx.ir.op_kernels.quantise import BLOCK
 from zerofx.ir.ops import COLLECTIVES, exchange, gather_on_node
 from zerofx.scheduler.cost.machine import Link, Machine

@@ -15,7 +15,7 @@ from zerofx.driver.meshes import layouts as layouts_module
 from zerofx.driver.meshes.layouts import best_prices
 from zerofx.driver.plan_only import capture_for_plans
 from zerofx.options import check_options
-from zerofx.scheduler.cost.sharing import Prices
+from zerofx.scheduler.cost.sharding_seconds import Prices
 from zerofx.scheduler.plan.decisions import ShardingDecision
 
 pytestmark = pytest.mark.captures
@@ -42,7 +42,7 @@ def test_a_budget_that_gathered_keys_miss_is_met_by_a_ring() -> None:
     assert keys(free) == {"R"}, "where memory costs nothing, keys are gathered"
     budget = free.peak_bytes["device"] // 2
     with (
-        mock.patch("zerofx.driver.sharing.best_prices", side_effect=lambda *args: args[-1]),
+        mock.patch("zerofx.driver.shardings.best_prices", side_effect=lambda *args: args[-1]),
         pytest.raises(MemoryBudgetError),
     ):
         planned(memory_budget=budget)
@@ -61,7 +61,7 @@ def test_all_plans_that_have_the_same_bits_have_one_layout() -> None:
         {"stage": 0}, {"prefetch": 0, "recompute": "full"}, {"offload": "auto", "memory_budget": "1GiB"},
         {"stage": 1, "states_over": "shard", "keep_gathered": "all"},
     ]  # fmt: skip
-    with mock.patch("zerofx.driver.sharing.best_prices", side_effect=InterruptedError) as asked:
+    with mock.patch("zerofx.driver.shardings.best_prices", side_effect=InterruptedError) as asked:
         for options in ({}, *others):
             with pytest.raises(InterruptedError):
                 planned(**options)

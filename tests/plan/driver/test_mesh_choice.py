@@ -21,7 +21,7 @@ from zerofx.optimizers import trace_update
 from zerofx.options import check_options
 from zerofx.report.meshes import MeshComparison, MeshOutcome
 from zerofx.scheduler.plan.mesh import Mesh
-from zerofx.scheduler.search.evaluate import Rehearsal
+from zerofx.scheduler.search.rehearsal import Rehearsal
 from zerofx.torch_private.versions import TORCH
 
 pytestmark = [
@@ -98,7 +98,7 @@ def test_a_few_layers_say_what_all_of_them_take(in_turn: bool) -> None:
 
     estimates = estimated(model, 8)
     for mesh in (Mesh(shard=8), Mesh(2, 4), Mesh(2, 2, 2), Mesh(shard=2, model=4)):
-        with mock.patch("zerofx.driver.sharing.best_prices", side_effect=lambda *args: args[-1]):
+        with mock.patch("zerofx.driver.shardings.best_prices", side_effect=lambda *args: args[-1]):
             estimate, whole = estimates.of(mesh), planned(mesh, model)
         simulation = whole.lowered.simulation
         assert (estimate.step_seconds, estimate.exposed_seconds, estimate.peak_bytes) == pytest.approx(

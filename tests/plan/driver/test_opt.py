@@ -20,7 +20,7 @@ from zerofx.driver.plan_only import captured_graph
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.errors import PlanError, UsageError
 from zerofx.ir.serialise import same_graph
-from zerofx.pipeline import CAPTURE, orders
+from zerofx.pipeline import CAPTURE, pass_texts
 from zerofx.scheduler.plan.pipeline_text import pipeline_text, read_pipeline
 from zerofx.scheduler.plan.plan import Plan
 
@@ -97,7 +97,7 @@ def test_a_trace_on_its_way_to_a_graph(golden: Callable[..., None]) -> None:
 def test_every_pass_is_printed_after_its_name(graph: Path) -> None:
     plan = Plan.load(plan_of(graph))
     stages = texts(graph, "--plan", plan_of(graph), "--print-after-all").split("\n\n")
-    assert [text.partition("\n")[0] for text in stages] == [f"# after {one.name}" for one in orders(plan)]
+    assert [text.partition("\n")[0] for text in stages] == [f"# after {one.name}" for one in pass_texts(plan)]
 
 
 def test_the_pipeline_of_a_plan_is_read_back(graph: Path, golden: Callable[..., None]) -> None:

@@ -19,7 +19,7 @@ from zerofx.capture.by_layer.by_layer import capture_by_layer
 from zerofx.driver import captures as driver_captures
 from zerofx.ir.graph import StepGraph
 from zerofx.options import Recompute
-from zerofx.scheduler.search.lengths import Lengths
+from zerofx.scheduler.search.prefixes import Prefixes
 
 pytestmark = pytest.mark.captures
 
@@ -230,7 +230,7 @@ def test_gathers_stay_ahead_where_that_is_faster_than_the_memory_they_free_is_wo
     least, most = least_and_most(model, batch, **options)
     budget = (least + most) // 2
     plan = planned(model, batch, budget, **options)
-    with mock.patch.object(Lengths, "staying_ahead", return_value=None):
+    with mock.patch.object(Prefixes, "staying_ahead", return_value=None):
         without = planned(model, batch, budget, **options)
     assert plan.peak_bytes["device"] <= budget and plan.step_seconds < 0.95 * without.step_seconds
     later, ahead = (sum("ahead to overlap" in gather.reason for gather in each.gathers) for each in (without, plan))

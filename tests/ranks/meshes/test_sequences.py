@@ -17,7 +17,7 @@ from tests.lib.chains import Stack
 from tests.lib.distributed import run_ranks
 from tests.lib.runs.sharing import SHARING
 from tests.lib.runs.training import world
-from zerofx.scheduler.cost.sharing import Prices
+from zerofx.scheduler.cost.sharding_seconds import Prices
 
 pytestmark = pytest.mark.captures
 
@@ -63,7 +63,7 @@ def _differences(rings: bool, num_steps: int, options: dict[str, Any]) -> tuple[
     """The largest difference to one process, relative to what is compared; whether tokens and keys are shared."""
     model, optimizer = build()
     options = {"backend": "eager", "mesh": {"model": world()[1]}, "machine": MACHINE, **options}
-    with mock.patch("zerofx.driver.sharing.Prices", return_value=DEAR_MEMORY) if rings else contextlib.nullcontext():
+    with mock.patch("zerofx.driver.shardings.Prices", return_value=DEAR_MEMORY) if rings else contextlib.nullcontext():
         step = zerofx.compile(model, optimizer, 3, **options)
         losses = [step(batch).clone() for batch in batches(num_steps)]
     decided = [d for d in step.plan.shardings if "attention" in d.node and "backward" not in d.node]

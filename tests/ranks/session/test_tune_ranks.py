@@ -25,7 +25,7 @@ from zerofx.driver.driver import prepared_together, target_of
 from zerofx.runtime.measure.measure import Measurement
 from zerofx.scheduler.cost.machine import Link, Machine
 from zerofx.scheduler.plan.mesh import Mesh
-from zerofx.scheduler.search.evaluate import Rehearsal
+from zerofx.scheduler.search.rehearsal import Rehearsal
 from zerofx.tuning import trial, tuner
 from zerofx.tuning import tuner as tuning
 

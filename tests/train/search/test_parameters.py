@@ -17,7 +17,7 @@ from zerofx.scheduler.cost.timeline import seconds_by_place
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.parameters import ParameterLevel, copies_menu, parameter_menus
 from zerofx.scheduler.decide.residency import PolicyOptions, residencies
-from zerofx.scheduler.decide.states import Placement
+from zerofx.scheduler.decide.states import StateLevel
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.tiers import Tier
 
@@ -30,7 +30,7 @@ def menus(
     state_bytes: int = 12,
     capacity: int = 2**40,
     *,
-    states: Placement | None = None,
+    states: StateLevel | None = None,
     activation_bytes: int = 0,
 ) -> dict[str, tuple[ParameterLevel, ParameterLevel]]:
     """``states``: where those of all buckets go that leave the device."""
@@ -105,7 +105,7 @@ def test_what_a_tier_has_no_room_for_stays() -> None:
 
 
 def test_next_to_states_that_are_updated_on_the_host_they_take_no_room_and_their_update_costs_nothing() -> None:
-    updated_there = Placement(0, 0.0, "host", "host", stored_bytes=12, parameter_bytes=4)
+    updated_there = StateLevel(0, 0.0, "host", "host", stored_bytes=12, parameter_bytes=4)
     with_masters = replace(updated_there, parameter_bytes=0)
     shared = menus(H100, capacity=8, states=updated_there)
     apart = menus(H100)

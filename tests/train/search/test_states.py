@@ -14,12 +14,12 @@ from tests.lib.budgets import captured_gpt, gpt, same_bits, small_machine, train
 from zerofx.driver.plan_only import PlannedStep
 from zerofx.scheduler.cost.machine import Link, Machine
 from zerofx.scheduler.cost.timeline import seconds_by_place
-from zerofx.scheduler.decide.states import Placement, state_menus
+from zerofx.scheduler.decide.states import StateLevel, state_menus
 
 H100 = Machine.named("h100-sxm")
 
 
-def menus(machine: Machine, num_ranks: int = 1) -> list[tuple[Placement, Placement]]:
+def menus(machine: Machine, num_ranks: int = 1) -> list[tuple[StateLevel, StateLevel]]:
     step, layout = captured_gpt(num_ranks=num_ranks)
     held = {bucket.index: 12 * bucket.shard_numel for bucket in layout.buckets}
     return list(state_menus(layout, held, 3, seconds_by_place(step, machine), machine, ("host",)).values())

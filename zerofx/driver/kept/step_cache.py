@@ -65,7 +65,7 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
         recorded.place.key, update, repr(groups),
         repr(None if earlier is None else f"{earlier.layout} {earlier.binding.variant}"),
         repr(histories_of(model, optimizer) if earlier is None else None),
-        repr(request.locations), repr(request.homes), *(repr(entry.described()) for entry in request.borrowed),
+        repr(request.locations), repr(request.fixed), *(repr(entry.described()) for entry in request.borrowed),
         repr(sorted(batch.described().items())),
         repr(request.machine), str(request.mesh), str(device),
         f"{torch.get_num_threads()} threads",  # each takes memory of its own

@@ -15,7 +15,7 @@ from zerofx.budgets import budget_bytes, tiers_for
 from zerofx.driver.captures import Captures
 from zerofx.driver.meshes.short_steps import GivingUp, Keeping, Numbers, Short, ShortSteps
 from zerofx.driver.prepared import Request
-from zerofx.driver.sharing import shardings_of, shared_as
+from zerofx.driver.shardings import shardings_of, shared_as
 from zerofx.errors import UsageError, ZeroFXError
 from zerofx.report.meshes import MeshOutcome
 from zerofx.scheduler.cost.wire_volume import ACROSS, WITHIN

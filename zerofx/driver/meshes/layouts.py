@@ -16,7 +16,7 @@ from zerofx.budgets import budget_bytes
 from zerofx.driver.captures import Captures
 from zerofx.driver.meshes.short_steps import Numbers, ShortSteps
 from zerofx.driver.prepared import Request
-from zerofx.scheduler.cost.sharing import Prices
+from zerofx.scheduler.cost.sharding_seconds import Prices
 from zerofx.scheduler.plan.decisions import ShardingDecision
 
 Shardings = tuple[ShardingDecision, ...]

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from zerofx.ir.operators.rows import Found, Rows
+from zerofx.ir.operators.rows import RowKinds, Rows
 
 Given = Mapping[fx.Node, Rows | None]
-RowRule = Callable[[fx.Node, Given], Found]
+RowRule = Callable[[fx.Node, Given], RowKinds]
 """Where the rows lie in what a call gives, by where they lie in what it reads (``row_rules.py``)."""
 
 

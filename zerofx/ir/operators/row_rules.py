@@ -14,7 +14,7 @@ from torch import fx
 
 from zerofx.ir.facts import tensor, value
 from zerofx.ir.operators.operator import Given, RowRule
-from zerofx.ir.operators.rows import OWN, SUM, Found, Rows, grouped
+from zerofx.ir.operators.rows import OWN, SUM, RowKinds, Rows, grouped
 
 
 def _read(node: fx.Node, index: int) -> fx.Node:
@@ -29,7 +29,7 @@ def _dim(node: fx.Node, index: int, rank: int) -> int:
     return dim % rank
 
 
-def elementwise(node: fx.Node, given: Given) -> Found:
+def elementwise(node: fx.Node, given: Given) -> RowKinds:
     """Of operators whose result has, at each place, what follows from its inputs at that place."""
     shape = tuple(tensor(node).shape)
     common: Rows | None = None
@@ -51,7 +51,7 @@ def elementwise(node: fx.Node, given: Given) -> Found:
     return common
 
 
-def reshaped(node: fx.Node, given: Given) -> Found:
+def reshaped(node: fx.Node, given: Given) -> RowKinds:
     """Of the same elements in the same order under another shape."""
     rows, old, new = given[_read(node, 0)], tuple(tensor(_read(node, 0)).shape), tuple(tensor(node).shape)
     if rows is None:
@@ -61,7 +61,7 @@ def reshaped(node: fx.Node, given: Given) -> Found:
     return None if first is None else grouped(new, first, num_rows)
 
 
-def expanded(node: fx.Node, given: Given) -> Found:
+def expanded(node: fx.Node, given: Given) -> RowKinds:
     """Of values repeated along dimensions of one place, and along others put in front."""
     source = _read(node, 0)
     rows, old, new = given[source], tensor(source).shape, tensor(node).shape
@@ -71,19 +71,19 @@ def expanded(node: fx.Node, given: Given) -> Found:
     return moved if [old[d] for d in rows.dims] == [new[d] for d in moved.dims] else None
 
 
-def _permuted(rows: Rows, order: Sequence[int]) -> Found:
+def _permuted(rows: Rows, order: Sequence[int]) -> RowKinds:
     """``order`` has, for each dimension of the result, that of the source."""
     first = order.index(rows.first)
     return Rows(first, rows.span, rows.each) if list(order[first : first + rows.span]) == list(rows.dims) else None
 
 
-def transposed_matrix(node: fx.Node, given: Given) -> Found:
+def transposed_matrix(node: fx.Node, given: Given) -> RowKinds:
     """Of ``t``, which leaves vectors as they are."""
     rows = given[_read(node, 0)]
     return _permuted(rows, [1, 0]) if rows is not None and tensor(node).dim() == 2 else rows
 
 
-def transposed(node: fx.Node, given: Given) -> Found:
+def transposed(node: fx.Node, given: Given) -> RowKinds:
     """Of two dimensions, given as arguments, that change places."""
     rows, rank = given[_read(node, 0)], tensor(node).dim()
     order = list(range(rank))
@@ -92,7 +92,7 @@ def transposed(node: fx.Node, given: Given) -> Found:
     return _permuted(rows, order) if rows is not None else None
 
 
-def permuted(node: fx.Node, given: Given) -> Found:
+def permuted(node: fx.Node, given: Given) -> RowKinds:
     """Of dimensions in the order of the second argument."""
     rows, order = given[_read(node, 0)], node.args[1]
     assert isinstance(order, list | tuple)
@@ -102,7 +102,7 @@ def permuted(node: fx.Node, given: Given) -> Found:
 def with_dim(index: int) -> RowRule:
     """Of operators that put one dimension in, given as an argument."""
 
-    def rule(node: fx.Node, given: Given) -> Found:
+    def rule(node: fx.Node, given: Given) -> RowKinds:
         rows, dim = given[_read(node, 0)], _dim(node, index, tensor(node).dim())
         if rows is None or rows.first < dim < rows.first + rows.span:
             return None
@@ -111,7 +111,7 @@ def with_dim(index: int) -> RowRule:
     return rule
 
 
-def without_dim(node: fx.Node, given: Given) -> Found:
+def without_dim(node: fx.Node, given: Given) -> RowKinds:
     """Of operators that take one dimension out."""
     rows, dim = given[_read(node, 0)], _dim(node, 1, tensor(_read(node, 0)).dim())
     if rows is None or dim in rows.dims:
@@ -120,7 +120,7 @@ def without_dim(node: fx.Node, given: Given) -> Found:
     return tuple(left for _ in value(node)) if isinstance(value(node), list | tuple) else left
 
 
-def squeezed(node: fx.Node, given: Given) -> Found:
+def squeezed(node: fx.Node, given: Given) -> RowKinds:
     """Of dimensions, given as an argument, that are taken out where they have one place."""
     source, dims = _read(node, 0), node.args[1]
     rows, shape = given[source], tuple(tensor(source).shape)
@@ -133,7 +133,7 @@ def squeezed(node: fx.Node, given: Given) -> Found:
 def along(index: int) -> RowRule:
     """Of operators that work along the dimension given as an argument, and leave the others where they are."""
 
-    def rule(node: fx.Node, given: Given) -> Found:
+    def rule(node: fx.Node, given: Given) -> RowKinds:
         rows, dim = given[_read(node, 0)], _dim(node, index, tensor(_read(node, 0)).dim())
         if rows is None or dim in rows.dims or any(other not in (rows, None) for other in given.values()):
             return None
@@ -147,7 +147,7 @@ def along(index: int) -> RowRule:
 def joined(by: int) -> RowRule:
     """Of ``cat`` (``by`` 0) and ``stack`` (1)."""
 
-    def rule(node: fx.Node, given: Given) -> Found:
+    def rule(node: fx.Node, given: Given) -> RowKinds:
         kinds = set(given.values())
         rows = kinds.pop()
         if kinds or rows is None:
@@ -159,12 +159,12 @@ def joined(by: int) -> RowRule:
     return rule
 
 
-def product(node: fx.Node, given: Given) -> Found:
+def product(node: fx.Node, given: Given) -> RowKinds:
     """Of two matrices."""
     return _product(given[_read(node, 0)], given[_read(node, 1)], 0)
 
 
-def batched_product(node: fx.Node, given: Given) -> Found:
+def batched_product(node: fx.Node, given: Given) -> RowKinds:
     """Of as many matrices on either side."""
     left, right = given[_read(node, 0)], given[_read(node, 1)]
     if left is not None and left == right and left.first == 0 and left.span == 1:
@@ -172,7 +172,7 @@ def batched_product(node: fx.Node, given: Given) -> Found:
     return _product(left, right, 1)
 
 
-def _product(left: Rows | None, right: Rows | None, at: int) -> Found:
+def _product(left: Rows | None, right: Rows | None, at: int) -> RowKinds:
     """Of matrices that lie in dimensions ``at`` and the one after."""
     match left, right:
         case Rows(first, 1, _), None if first == at:
@@ -184,7 +184,7 @@ def _product(left: Rows | None, right: Rows | None, at: int) -> Found:
     return None
 
 
-def added_product(node: fx.Node, given: Given) -> Found:
+def added_product(node: fx.Node, given: Given) -> RowKinds:
     """Of two matrices and a bias for each column."""
     if given[_read(node, 0)] is not None or tensor(_read(node, 0)).dim() != 1:
         return None
@@ -193,7 +193,7 @@ def added_product(node: fx.Node, given: Given) -> Found:
     return rows if rows == left else None
 
 
-def summed(node: fx.Node, given: Given) -> Found:
+def summed(node: fx.Node, given: Given) -> RowKinds:
     """Of sums over the dimensions that the second argument lists."""
     source, dims = _read(node, 0), node.args[1]
     rows, rank = given[source], tensor(source).dim()
@@ -208,7 +208,7 @@ def summed(node: fx.Node, given: Given) -> Found:
     return rows if keeps else rows.moved(-sum(d < rows.first for d in listed))
 
 
-def reduced(node: fx.Node, given: Given) -> Found:
+def reduced(node: fx.Node, given: Given) -> RowKinds:
     """Of other reductions, whose parts do not add up."""
     rows = summed(node, given)
     return None if rows is SUM else rows
@@ -217,7 +217,7 @@ def reduced(node: fx.Node, given: Given) -> Found:
 def normalised(num_outputs: int) -> RowRule:
     """Of normalisations over the last dimensions: their weights are whole."""
 
-    def rule(node: fx.Node, given: Given) -> Found:
+    def rule(node: fx.Node, given: Given) -> RowKinds:
         source, normalised = _read(node, 0), node.args[1]
         rows, others = given[source], [kind for other, kind in given.items() if other is not source]
         assert isinstance(normalised, list | tuple)
@@ -231,7 +231,7 @@ def normalised(num_outputs: int) -> RowRule:
 def normalised_backward(num_rowed: int, num_summed: int) -> RowRule:
     """Of their gradients: the first arguments, but for the shape, have rows, and so has the first result."""
 
-    def rule(node: fx.Node, given: Given) -> Found:
+    def rule(node: fx.Node, given: Given) -> RowKinds:
         read = [a for a in node.args[: num_rowed + 1] if isinstance(a, fx.Node)]
         kinds = {given[source] for source in read}
         rows, normalised = given[read[0]], node.args[2]
@@ -252,7 +252,7 @@ def of_samples(read_at: Sequence[int], num_outputs: int, num_own: int = 0, own_a
     give ``num_own`` values about their generator, sizes and debugging, some of which gradients read, as ``own_at``.
     """
 
-    def rule(node: fx.Node, given: Given) -> Found:
+    def rule(node: fx.Node, given: Given) -> RowKinds:
         read = [_read(node, index) for index in read_at]
         kinds = {given[source] for source in read}
         rows = given[read[0]]
@@ -268,12 +268,12 @@ def of_samples(read_at: Sequence[int], num_outputs: int, num_own: int = 0, own_a
     return rule
 
 
-def looked_up(node: fx.Node, given: Given) -> Found:
+def looked_up(node: fx.Node, given: Given) -> RowKinds:
     """Of rows of a table, by indices."""
     return given[_read(node, 1)] if given[_read(node, 0)] is None else None
 
 
-def looked_up_backward(node: fx.Node, given: Given) -> Found:
+def looked_up_backward(node: fx.Node, given: Given) -> RowKinds:
     """Of the gradient of that table."""
     rows = given[_read(node, 0)]
     return SUM if rows is not None and rows == given[_read(node, 1)] else None

@@ -46,7 +46,7 @@ class Summed(Enum):
 
 SUM, OWN = Summed.SUM, Summed.OWN
 Kind = Rows | Summed | None
-Found = Kind | tuple[Kind, ...]
+RowKinds = Kind | tuple[Kind, ...]
 
 
 def leading_rows(fake: torch.Tensor, num_rows: int) -> Rows | None:

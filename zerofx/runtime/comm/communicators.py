@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from zerofx.ir.communicators import written
+from zerofx.ir.collective_axes import written
 from zerofx.ir.streams import stream_along
 from zerofx.runtime.comm.transport import Transport
 from zerofx.scheduler.plan.mesh import Axes, Mesh
@@ -29,7 +29,7 @@ class Communicators:
             self._over[written(axes)] = transport
 
     def over(self, axes: str) -> Transport:
-        """The transport along ``axes`` (``zerofx/ir/communicators.py`` has how they are written)."""
+        """The transport along ``axes`` (``zerofx/ir/collective_axes.py`` has how they are written)."""
         return self._over[axes]
 
     def along(self, axes: Axes) -> Transport:

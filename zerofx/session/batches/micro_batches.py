@@ -10,7 +10,7 @@ import torch
 from zerofx.capture.objective.counted import total_of
 from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch
-from zerofx.ir.communicators import written
+from zerofx.ir.collective_axes import written
 from zerofx.ir.ops import NO_BUCKET
 from zerofx.runtime.executor import Runtime
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from zerofx.driver.driver import fits_budget, kept_plan
 from zerofx.errors import MemoryBudgetError
 from zerofx.ir.batch import Batch
-from zerofx.lengths.lengths import Lengths, Size
+from zerofx.lengths.padded_batches import PaddedBatches, Size
 from zerofx.lowering.load import CompiledStep
 from zerofx.progress import watched
 from zerofx.runtime.comm.control import Control
@@ -98,7 +98,7 @@ class Rungs:
             batch = lengths.example(batch, lengths.known[0])
         return self._steps.choose_mesh(batch)
 
-    def _settle(self, lengths: Lengths, batch: Batch) -> None:
+    def _settle(self, lengths: PaddedBatches, batch: Batch) -> None:
         if not lengths.is_settled:
             with self._steps.capturing():
                 lengths.settle(batch)
@@ -107,7 +107,7 @@ class Rungs:
         *_, agreed = self._steps.of(batch, "prepare a step")
         agreed()
 
-    def _prepare_rung(self, lengths: Lengths, example: Batch) -> None:
+    def _prepare_rung(self, lengths: PaddedBatches, example: Batch) -> None:
         """Build the step of a rung, unless an earlier run has: that is loaded when it is first met."""
         steps = self._steps
         if not lengths.is_built(example):
@@ -119,7 +119,7 @@ class Rungs:
                 return
         self._build(example)
 
-    def _begin(self, lengths: Lengths, batch: Batch) -> None:
+    def _begin(self, lengths: PaddedBatches, batch: Batch) -> None:
         """Build the step of the rung that takes the most first: its buckets are those of all."""
         self._settle(lengths, batch)
         if self._steps.taken is not None:
@@ -136,7 +136,7 @@ class Rungs:
                 f"{longest}, or a larger memory_budget"
             ) from error
 
-    def _longest_that_fits(self, lengths: Lengths, batch: Batch, sizes: Sequence[Size]) -> int | None:
+    def _longest_that_fits(self, lengths: PaddedBatches, batch: Batch, sizes: Sequence[Size]) -> int | None:
         """The tokens of the first of ``sizes``, of which each takes less than the one before, that has a plan within
         the budget."""
 

@@ -10,7 +10,7 @@ import pytest
 from tests.lib.graphs import Prepared, calls, order_of, prepare
 from zerofx.errors import PlanError
 from zerofx.ir import ops
-from zerofx.ir.communicators import axes_of
+from zerofx.ir.collective_axes import axes_of
 from zerofx.ir.op_kernels.quantise import BLOCK
 from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.plan.decisions import WireDecision

@@ -26,14 +26,14 @@ _CARRIED_OUT = ("tile", "divide", "recompute", "spread")  # the passes that the 
 
 
 class Holds(Protocol):
-    """Tells what a plan holds (``search/evaluate.py``)."""
+    """Tells what a plan holds (``search/rehearsal.py``)."""
 
     def held(self, plan: Plan, begun: StepGraph, done: Collection[str]) -> Held:
         """What the device holds when ``plan`` is carried out on ``begun``, which the passes ``done`` have been on."""
         ...
 
 
-class Lengths:
+class Prefixes:
     """One order of moves, and the lengths of it that have been tried: looks for the shortest that fits.
 
     ``items`` are what moves are about, ``name`` is what texts call their order. ``first`` is another order for the same
@@ -46,7 +46,7 @@ class Lengths:
         name: str,
         items: Sequence[Item],
         rehearsal: Holds,
-        first: Lengths | None = None,
+        first: Prefixes | None = None,
         count: Callable[[], object] = lambda: None,
     ) -> None:
         self._question, self._rehearsal, self.name, self._count = question, rehearsal, name, count
@@ -112,7 +112,7 @@ class Lengths:
         self._fitting = length or 0
         return self.at(length)[1] if length is not None else None
 
-    def staying_ahead(self) -> Lengths | None:
+    def staying_ahead(self) -> Prefixes | None:
         """The order without moves about how far ahead gathers are issued, where ``fitting`` has made one; None else.
 
         None too where it has most parameters come from nvme: those that are issued ahead take the host's memory.
@@ -124,7 +124,7 @@ class Lengths:
             return None
         items = [item for item in self._items if not isinstance(item, Prefetching)]
         name = f"{self.name}, gathers as far ahead"
-        return Lengths(self._question, name, items, self._rehearsal, self, self._count)
+        return Prefixes(self._question, name, items, self._rehearsal, self, self._count)
 
     def _shortest(self, budget: int) -> int | None:
         low = num_free(self._items, self._moves) if self._question.inlines else 0
@@ -161,6 +161,6 @@ class Lengths:
         return max(0.0, (self._bytes(low) - self._bytes(high)) / expected) if expected > 0 else 0.0
 
 
-def least(orders: Sequence[Lengths]) -> list[tuple[int, Plan]]:
+def least(orders: Sequence[Prefixes]) -> list[tuple[int, Plan]]:
     """The least peak, and its plan, of the order whose last length is the least; empty where there are no orders."""
     return [min(orders, key=lambda order: order.last_bytes).lowest()] if orders else []

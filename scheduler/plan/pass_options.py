@@ -2,7 +2,7 @@
 
 A pass carries out some fields of some of the plan's decisions. Of ``GatherDecision``, say, where residencies begin and
 end is for one pass, and how far ahead they start for another. An option is such a field, with a value for each
-decision; fields that have their default in all of them are left out. Reasons and sizes are no orders.
+decision; fields that have their default in all of them are left out. Reasons and sizes are no options.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Rung:
         return self.length * self.samples / self.plan.step_seconds
 
 
-class Lengths:
+class PaddedBatches:
     """The rungs of one step, and what pads its batches to them.
 
     ``axes`` and ``filling`` are known once the first batch has been seen (``settle``). ``known`` has the sizes that

@@ -9,7 +9,7 @@ from typing import TypeVar
 import xxhash
 
 from zerofx.driver.captures import Captures
-from zerofx.driver.kept.sharing import decided_once, read, written
+from zerofx.driver.kept.shardings import decided_once, read, written
 from zerofx.driver.meshes.layouts import best_prices
 from zerofx.driver.prepared import Earlier, Request
 from zerofx.errors import RankMismatchError, UsageError, warn
@@ -20,7 +20,7 @@ from zerofx.progress import watched
 from zerofx.runtime.state.optimizer import hyperparameters
 from zerofx.scheduler.analysis.sharding_pins import pinned, pins_of
 from zerofx.scheduler.analysis.sharding_ways import sharding_ways
-from zerofx.scheduler.cost.sharing import Prices
+from zerofx.scheduler.cost.sharding_seconds import Prices
 from zerofx.scheduler.decide.residency import PolicyOptions
 from zerofx.scheduler.decide.shardings import decide_shardings
 from zerofx.scheduler.decide.value_overlap import decide_overlaps
