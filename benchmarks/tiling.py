@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx.errors import MemoryBudgetError
-from zerofx.options import Offload, Tiling
+from zerofx.options import OffloadOption, Tiling
 from zerofx.scheduler.search.problem import BudgetMissedError
 from zerofx.units import format_bytes
 
@@ -64,7 +64,7 @@ class Case:
     dim: int
     inner: int
     depth: int
-    offload: Offload
+    offload: OffloadOption
 
     def model(self, inner: int) -> nn.Module:
         return Blocks(self.dim, inner, self.depth)

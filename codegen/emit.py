@@ -26,7 +26,7 @@ from zerofx.codegen.step_file import (
     ITEM,
     RESERVED,
     RUNTIME,
-    Call,
+    CallLine,
     Line,
     RegionCall,
     RegionText,
@@ -158,7 +158,7 @@ def _region(name: str, region: Region, kernels: frozenset[str]) -> RegionText:
         targets = tuple(local[t] if t is not None else "_" for t in statement.targets)
         dead = [local[n] for n in dying.get(index, ())] + (["_"] if None in statement.targets else [])
         note = _type(value(node)) if targets else ""
-        calls.append(Call(_function(node, launches), args, keywords, targets, statement.unpacks, tuple(dead), note))
+        calls.append(CallLine(_function(node, launches), args, keywords, targets, statement.unpacks, tuple(dead), note))
     return RegionText(name, len(region.inputs), tuple(calls), tuple(local[node] for node in region.outputs))
 
 
@@ -241,7 +241,7 @@ def _body(
         f"micro-batches 2 to {step.num_micro_batches - 1}",
         repeated,
         f"micro-batch {step.num_micro_batches}",
-        *([Call("", dead=tuple(over))] if over else []),
+        *([CallLine("", dead=tuple(over))] if over else []),
         *_lines(step, numbered[end + 1 :], live, functions, after, last),
     ), tuple(after[node] for node in returned)
 
@@ -260,7 +260,7 @@ def _lines(
     functions: Mapping[str, str],
     names: Mapping[fx.Node, str],
     last: Mapping[int, Sequence[fx.Node]],
-) -> Iterator[Call | RegionCall | str]:
+) -> Iterator[CallLine | RegionCall | str]:
     """The lines of some numbered instructions; ``last`` are the values to delete with each."""
     place = ""
     for index, instruction in instructions:
@@ -317,9 +317,9 @@ def _last_instruction(step: StepGraph, instructions: Sequence[Instruction]) -> d
     return dying
 
 
-def _event(node: fx.Node, names: Mapping[fx.Node, str], dead: tuple[str, ...], note: str) -> Call:
+def _event(node: fx.Node, names: Mapping[fx.Node, str], dead: tuple[str, ...], note: str) -> CallLine:
     if node.target is ops.release:
-        return Call("", dead=dead, note=f"release  # {note}")
+        return CallLine("", dead=dead, note=f"release  # {note}")
     args, _ = _arguments(node, names)
     if node.target is ops.hyperparameters or node.target is ops.empty_gradients:
         args = args[:1]
@@ -327,7 +327,7 @@ def _event(node: fx.Node, names: Mapping[fx.Node, str], dead: tuple[str, ...], n
     assert callable(node.target)
     function = RUNTIME + node.target.__name__.partition(".")[0]
     targets = () if value(node) is None else (names[node],)
-    return Call(function, args, how, targets, dead=dead, note=note)
+    return CallLine(function, args, how, targets, dead=dead, note=note)
 
 
 def _function(node: fx.Node, launches: Mapping[Any, Any]) -> str:

@@ -33,7 +33,7 @@ _NOTHING = "_"  # what no line reads
 
 
 @dataclass(frozen=True)
-class Call:
+class CallLine:
     """One line: ``targets = function(*args, **keywords); del dead  # note``.
 
     ``function`` is an operator (``aten.mm.default``), ``runtime.<event>``, or ``ITEM``; empty where names are deleted
@@ -78,12 +78,12 @@ class Repeated:
 
     num_rounds: int
     batch: tuple[tuple[str, str, str], ...]
-    body: tuple[Call | RegionCall | str, ...]
+    body: tuple[CallLine | RegionCall | str, ...]
     lists: tuple[tuple[str, str], ...]
     carried: tuple[tuple[str, str], ...]
 
 
-Line = Call | RegionCall | Repeated | str
+Line = CallLine | RegionCall | Repeated | str
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class RegionText:
 
     name: str
     num_inputs: int
-    calls: tuple[Call, ...]
+    calls: tuple[CallLine, ...]
     outputs: tuple[str, ...]
 
 
@@ -179,7 +179,7 @@ def region_text(region: RegionText) -> str:
     return "\n".join(lines)
 
 
-def _call_text(call: Call) -> str:
+def _call_text(call: CallLine) -> str:
     args = list(map(literal, call.args))
     if call.function == ITEM:
         text = f"{args[0]}[{args[1]}]"
@@ -202,7 +202,7 @@ def _lines(body: Iterable[Line], indent: str) -> Iterator[str]:
             case str():
                 yield ""
                 yield f"{indent}# {_line(call)}"
-            case Call():
+            case CallLine():
                 yield from wrapped(f"{indent}{_call_text(call)}")
             case RegionCall():
                 yield from _region_call(call, indent)
@@ -285,7 +285,7 @@ def wrapped(line: str) -> list[str]:
     return [*lines, current.rstrip()]
 
 
-def _call_data(call: Call) -> list[Any]:
+def _call_data(call: CallLine) -> list[Any]:
     args = [encoded(argument) for argument in call.args]
     keywords = [[key, encoded(argument)] for key, argument in call.keywords]
     return [call.function, args, keywords, call.targets, call.unpacks, call.dead, call.note]
@@ -293,7 +293,7 @@ def _call_data(call: Call) -> list[Any]:
 
 def _line_data(line: Line) -> list[Any] | str:
     match line:
-        case Call():
+        case CallLine():
             return ["call", *_call_data(line)]
         case RegionCall():
             return ["region", *astuple(line)]
@@ -320,19 +320,21 @@ def _line_of(data: list[Any] | str, functions: frozenset[str]) -> Line:
     return RegionCall(region, _names(inputs), _names(outputs), _names(dead), host, bucket, str(note))
 
 
-def _line_of_round(data: list[Any] | str, functions: frozenset[str]) -> Call | RegionCall | str:
+def _line_of_round(data: list[Any] | str, functions: frozenset[str]) -> CallLine | RegionCall | str:
     line = _line_of(data, functions)
     if isinstance(line, Repeated):
         raise ValueError("expected one loop, found one inside another")
     return line
 
 
-def _call_of(data: list[Any]) -> Call:
+def _call_of(data: list[Any]) -> CallLine:
     function, args, keywords, targets, unpacks, dead, note = data
     if function and function != ITEM and function not in _EVENTS:
         named_operator(function, _NAMESPACES)
     arguments = tuple((Name(key).text, decoded(argument)) for key, argument in keywords)
-    return Call(function, tuple(map(decoded, args)), arguments, _names(targets), bool(unpacks), _names(dead), str(note))
+    return CallLine(
+        function, tuple(map(decoded, args)), arguments, _names(targets), bool(unpacks), _names(dead), str(note)
+    )
 
 
 def _taken(data: list[list[str]]) -> tuple[tuple[str, str, str], ...]:

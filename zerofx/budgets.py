@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zerofx.choices import Offload
+from zerofx.choices import OffloadOption
 from zerofx.errors import UsageError
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.tiers import Tier
@@ -22,7 +22,7 @@ def host_budget_bytes(asked: int | float | None, machine: Machine) -> int | None
     return int(asked * machine.host_bytes_per_rank) if isinstance(asked, float) else asked
 
 
-def tiers_for(offload: Offload, machine: Machine) -> tuple[Tier, ...]:
+def tiers_for(offload: OffloadOption, machine: Machine) -> tuple[Tier, ...]:
     """The tiers that values may leave the device for, the first being filled first.
 
     On a CPU the host's memory is the device's: ``"auto"`` has nothing to gain there. What is asked for by name goes
@@ -40,7 +40,7 @@ def tiers_for(offload: Offload, machine: Machine) -> tuple[Tier, ...]:
     return ("host", "nvme") if machine.nvme is not None else ("host",)
 
 
-def gradients_tier(offload: Offload, machine: Machine) -> Tier | None:
+def gradients_tier(offload: OffloadOption, machine: Machine) -> Tier | None:
     """The tier that gradients between micro-batches are asked to wait in by name; None if they are not.
 
     Raises:
@@ -54,7 +54,7 @@ def gradients_tier(offload: Offload, machine: Machine) -> Tier | None:
     return "host"
 
 
-def _check_nvme(offload: Offload, machine: Machine) -> None:
+def _check_nvme(offload: OffloadOption, machine: Machine) -> None:
     if machine.nvme is None:
         raise UsageError(
             f"expected a machine with nvme for offload={offload!r}, found {machine.name}: give its row one"

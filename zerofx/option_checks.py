@@ -12,15 +12,15 @@ from typing import Literal, get_args
 from zerofx.budgets import GRADIENTS
 from zerofx.choices import (
     TP_STYLES,
-    Accumulate,
-    Offload,
+    AccumulateOption,
+    OffloadOption,
     OffloadWord,
     OnNonfinite,
-    Outputs,
-    Reduce,
+    OutputsOption,
+    ReduceOption,
     ShardingWord,
     StatesOver,
-    Wire,
+    WireOption,
 )
 from zerofx.errors import UsageError, warn
 from zerofx.mesh_option import AUTO, mesh_of
@@ -41,7 +41,7 @@ def checked_states(states_over: StatesOver) -> StatesOver:
     return states_over
 
 
-def checked_mesh(given: object, wire: Wire) -> Mesh | Literal["auto"] | None:
+def checked_mesh(given: object, wire: WireOption) -> Mesh | Literal["auto"] | None:
     """The mesh that is asked for, if there is one, with axes that a step can have."""
     mesh: Mesh | Literal["auto"] | None = AUTO if given == AUTO else mesh_of(given)
     if mesh == AUTO and wire != "exact":
@@ -74,7 +74,7 @@ def checked_shardings(asked: object, mesh: Mesh | Literal["auto"] | None) -> dic
     return dict(asked)
 
 
-def check_offload(offload: object, accumulate: Accumulate, *, given: bool, budget: bool) -> None:
+def check_offload(offload: object, accumulate: AccumulateOption, *, given: bool, budget: bool) -> None:
     """``given``: whether there is a plan, which says how many micro-batches there are; ``budget``: whether one asks."""
     if isinstance(offload, Mapping):
         if list(offload) == [GRADIENTS] and offload[GRADIENTS] in ("host", "nvme"):
@@ -102,13 +102,13 @@ def check_texts(option: str, asked: object, what: str) -> None:
         raise UsageError(f"expected {option} to be names of {what}, found {asked!r}: put one name in a tuple, too")
 
 
-def check_outputs(outputs: Outputs, forward: object | None) -> None:
+def check_outputs(outputs: OutputsOption, forward: object | None) -> None:
     """Check what is to be handed out besides the loss.
 
     Raises:
         UsageError: it is none of the words, or ``forward`` says it.
     """
-    if outputs not in get_args(Outputs):
+    if outputs not in get_args(OutputsOption):
         raise UsageError(
             f"expected outputs 'numbers' (what a model returns besides its loss that is one number), 'all' or 'none', "
             f"found {outputs!r}"
@@ -122,7 +122,7 @@ def check_outputs(outputs: Outputs, forward: object | None) -> None:
 
 def check_wire(wire: object, stage: int) -> None:
     """Check how many bits may be sent."""
-    if wire not in get_args(Wire):
+    if wire not in get_args(WireOption):
         raise UsageError(
             f"expected wire 'exact', 'int8' (gathers and gradients in 8 bits where the step is faster for it), 'int4' "
             f"(gradients in 4) or 'fp8' (both in float8_e4m3fn), found {wire!r}"
@@ -167,7 +167,7 @@ def check_max_grad_norm(max_grad_norm: object, delayed_update: int | None) -> No
 
 def check_reduce(reduce: object, stage: int, offload: object) -> None:
     """Check how often gradients are reduced."""
-    if reduce not in get_args(Reduce):
+    if reduce not in get_args(ReduceOption):
         raise UsageError(
             f"expected reduce 'auto', 'each' (gradients of each micro-batch, summed in slices) or 'once' (after the "
             f"last micro-batch), found {reduce!r}"
@@ -197,7 +197,7 @@ def check_tile(tile: object) -> None:
     )
 
 
-def check_delayed(delayed_update: int | None, offload: Offload) -> None:
+def check_delayed(delayed_update: int | None, offload: OffloadOption) -> None:
     """Check how many steps come before delayed updates."""
     if delayed_update is None:
         return
@@ -225,7 +225,7 @@ def check_budget(name: str, asked: int | float | str | None, whole: str) -> int 
     return budget
 
 
-def check_accumulate(accumulate: Accumulate, plan: Plan | str | Path | None) -> None:
+def check_accumulate(accumulate: AccumulateOption, plan: Plan | str | Path | None) -> None:
     """Check the number of micro-batches, and that a plan has as many."""
     if accumulate != "auto" and (isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1):
         raise UsageError(

@@ -13,21 +13,21 @@ from torch import nn
 from zerofx.capture.checks import check_forward_function, check_loss_function
 from zerofx.capture.objective.counted import LossTerms
 from zerofx.capture.objective.loss import ForwardFunction, LossFunction, Objective
-from zerofx.choices import Accumulate as Accumulate
+from zerofx.choices import AccumulateOption as AccumulateOption
 from zerofx.choices import Backend as Backend
 from zerofx.choices import CudaGraphs as CudaGraphs
-from zerofx.choices import Offload as Offload
+from zerofx.choices import OffloadOption as OffloadOption
 from zerofx.choices import OffloadWord as OffloadWord
 from zerofx.choices import OnNonfinite as OnNonfinite
-from zerofx.choices import Outputs as Outputs
+from zerofx.choices import OutputsOption as OutputsOption
 from zerofx.choices import Precision as Precision
-from zerofx.choices import Recompute as Recompute
-from zerofx.choices import Reduce as Reduce
+from zerofx.choices import RecomputeOption as RecomputeOption
 from zerofx.choices import ReduceDtype as ReduceDtype
+from zerofx.choices import ReduceOption as ReduceOption
 from zerofx.choices import StateDtype as StateDtype
 from zerofx.choices import StatesOver as StatesOver
 from zerofx.choices import Tiling as Tiling
-from zerofx.choices import Wire as Wire
+from zerofx.choices import WireOption as WireOption
 from zerofx.errors import UsageError, warn
 from zerofx.ir.casts import Casts, ComputeDtype
 from zerofx.ir.casts import Fp32Module as Fp32Module
@@ -74,18 +74,18 @@ class TuneOptions(TypedDict, total=False):
     loss_fn: LossFunction | None
     forward: ForwardFunction | None
     constant: Collection[str]
-    outputs: Outputs
+    outputs: OutputsOption
     memory_budget: int | float | str | None
-    recompute: Recompute
-    offload: Offload
-    accumulate: Accumulate
-    reduce: Reduce
+    recompute: RecomputeOption
+    offload: OffloadOption
+    accumulate: AccumulateOption
+    reduce: ReduceOption
     loss_terms: LossTerms | None
     precision: Precision | None
     backend: Backend
     prefetch: int
     keep_gathered: Collection[str] | Literal["all"]
-    wire: Wire
+    wire: WireOption
     max_grad_norm: float | None
     grad_norms: bool
     keep_gradients: Collection[str]
@@ -135,10 +135,12 @@ class CompileOptions:
     policy: PolicyOptions = field(metadata=_left_out_of("ranks"))  # rank 0 makes the plan
     max_shapes: int = field(metadata=_left_out_of("plan", "step"))
     memory_budget: int | float | None = None
-    recompute: Recompute = "auto"
-    offload: Offload = "auto"
-    accumulate: Accumulate = field(default=1, metadata=_left_out_of("plan"))  # its graph has as many micro-batches
-    reduce: Reduce = "auto"
+    recompute: RecomputeOption = "auto"
+    offload: OffloadOption = "auto"
+    accumulate: AccumulateOption = field(
+        default=1, metadata=_left_out_of("plan")
+    )  # its graph has as many micro-batches
+    reduce: ReduceOption = "auto"
     loss_terms: LossTerms | None = field(
         default=None, metadata=_left_out_of("ranks", "plan", "step")
     )  # its graph has it
@@ -146,14 +148,16 @@ class CompileOptions:
     host_budget: int | float | None = None
     weights: Path | None = field(default=None, metadata=_left_out_of("ranks", "plan", "step"))
     delayed_update: int | None = None
-    wire: Wire = "exact"
+    wire: WireOption = "exact"
     cuda_graphs: CudaGraphs = field(default=False, metadata=_left_out_of("ranks", "plan", "step"))
     max_grad_norm: float | None = None
     grad_norms: bool = False
     keep_gradients: tuple[str, ...] = ()
     on_nonfinite: OnNonfinite | None = None
     constant: tuple[str, ...] = field(default=(), metadata=_left_out_of("plan", "step"))  # the batch has their values
-    outputs: Outputs = field(default="numbers", metadata=_left_out_of("plan", "step"))  # the captured graph has it
+    outputs: OutputsOption = field(
+        default="numbers", metadata=_left_out_of("plan", "step")
+    )  # the captured graph has it
     loss_scale: LossScale | None = None
     keep_fp32: tuple[Fp32Module, ...] = ()
     reduce_dtype: ReduceDtype | None = None
@@ -229,16 +233,16 @@ def check_options(
     keep_gathered: Collection[str] | Literal["all"] = (),
     max_shapes: int = 1,
     memory_budget: int | float | str | None = None,
-    recompute: Recompute = "auto",
-    offload: Offload = "auto",
-    accumulate: Accumulate = 1,
-    reduce: Reduce = "auto",
+    recompute: RecomputeOption = "auto",
+    offload: OffloadOption = "auto",
+    accumulate: AccumulateOption = 1,
+    reduce: ReduceOption = "auto",
     loss_terms: LossTerms | None = None,
     tile: Tiling = "auto",
     host_budget: int | float | str | None = None,
     weights: str | Path | None = None,
     delayed_update: int | None = None,
-    wire: Wire = "exact",
+    wire: WireOption = "exact",
     cuda_graphs: CudaGraphs = False,
     max_grad_norm: float | None = None,
     grad_norms: bool = False,
@@ -246,7 +250,7 @@ def check_options(
     forward: ForwardFunction | None = None,
     on_nonfinite: OnNonfinite | None = None,
     constant: Collection[str] = (),
-    outputs: Outputs = "numbers",
+    outputs: OutputsOption = "numbers",
     loss_scale: LossScale | float | None = None,
     keep_fp32: Collection[Fp32Module] = (),
     reduce_dtype: ReduceDtype | None = None,
@@ -282,7 +286,7 @@ def check_options(
         raise UsageError(f"expected machine to be a Machine or the name of one, found {type(machine).__name__}")
     check_loss_function(loss_fn)
     check_forward_function(forward, loss_fn)
-    if recompute not in get_args(Recompute):
+    if recompute not in get_args(RecomputeOption):
         raise UsageError(f"expected recompute 'auto' (as the budget asks), 'none' or 'full', found {recompute!r}")
     check_offload(offload, accumulate, given=plan is not None, budget=memory_budget is not None)
     check_accumulate(accumulate, plan)

@@ -18,7 +18,7 @@ from zerofx.scheduler.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class Level:
+class RisingGather:
     """One gather of new values: of ``own``, this rank's, into ``into``, with those along ``axes``."""
 
     into: fx.Node
@@ -33,17 +33,17 @@ class Rising:
 
     bucket: Bucket
     node: fx.Node
-    rest: tuple[Level, ...]
+    rest: tuple[RisingGather, ...]
 
 
 def what_is_updated(
     step: StepGraph, plan: Plan, bucket: Bucket, full: fx.Node | None, shard: fx.Node | None
-) -> tuple[fx.Node, tuple[Level, ...]]:
+) -> tuple[fx.Node, tuple[RisingGather, ...]]:
     """The placeholder of what this rank updates of a bucket, in the compute dtype, and the gathers that follow.
 
     ``full`` and ``shard`` are the placeholders of the whole bucket and of this rank's slice, as far as there are any.
     """
-    levels: list[Level] = []
+    levels: list[RisingGather] = []
     whole = full if full is not None else shard
     assert whole is not None, "a bucket has values"
     if not bucket.is_cut(plan.stage):
@@ -56,14 +56,14 @@ def what_is_updated(
             f"part_{bucket.index}", Placeholder(Role.PART, bucket.name, bucket.index, whole.name),
             (bucket.part_numel,), bucket.compute_dtype,
         )  # fmt: skip
-        levels.append(Level(low, part, bucket.parts_over, f"gather_part_{bucket.index}"))
+        levels.append(RisingGather(low, part, bucket.parts_over, f"gather_part_{bucket.index}"))
         low = part
     if full is not None and shard is not None:
-        levels.append(Level(full, shard, bucket.gathered_over, f"gather_into_{bucket.index}"))
+        levels.append(RisingGather(full, shard, bucket.gathered_over, f"gather_into_{bucket.index}"))
     return low, tuple(levels)
 
 
-def start(step: StepGraph, bucket: Bucket, levels: Sequence[Level]) -> list[Rising]:
+def start(step: StepGraph, bucket: Bucket, levels: Sequence[RisingGather]) -> list[Rising]:
     """Start the first of the gathers, if there is one, at the insertion point."""
     if not levels:
         return []

@@ -37,7 +37,7 @@ from zerofx.ir.operators.rows import SUM, Rows, tile_shape
 from zerofx.ir.operators.table import facts_of
 from zerofx.scheduler.analysis.loss_heads import sum_dtype
 from zerofx.scheduler.analysis.saved_values import value_node
-from zerofx.scheduler.analysis.tile_chains import Chain, Part, by_stride
+from zerofx.scheduler.analysis.tile_chains import Chain, ChainHalf, by_stride
 
 _aten = torch.ops.aten
 
@@ -65,7 +65,7 @@ class _Tile:
 class _PartTiler:
     """Writes the tiles of one part after its last node."""
 
-    def __init__(self, step: StepGraph, chain: Chain, part: Part) -> None:
+    def __init__(self, step: StepGraph, chain: Chain, part: ChainHalf) -> None:
         self._step, self._chain, self._part = step, chain, part
         self._again = frozenset(part.again)
         self._phase: Phase = origin(part.nodes[0]).phase

@@ -27,7 +27,7 @@ KEPT = 4  # of each row of layers: the first two and the last two
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerRow:
     """Layers that repeat one after the other, in the order of forward; each of ``repetitions`` is one layer, or several
     that differ."""
 
@@ -38,16 +38,18 @@ class Row:
         return self.repetitions[remaining - 2 : -2] if len(self.repetitions) > remaining else ()
 
 
-def rows_of(step: StepGraph) -> tuple[Row, ...]:
+def rows_of(step: StepGraph) -> tuple[LayerRow, ...]:
     """The rows of a captured step that can be made shorter."""
     layers = layers_of(step)
     units = list(dict.fromkeys(unit for node in step.calls() if (unit := step.unit_of(node))))
     blocks = fold([layers[unit].signature for unit in units], [True] * len(units))
-    rows = [Row(tuple(tuple(units[i] for i in b.repetition(n)) for n in range(b.count))) for b in blocks]
+    rows = [LayerRow(tuple(tuple(units[i] for i in b.repetition(n)) for n in range(b.count))) for b in blocks]
     return tuple(row for row in rows if len(row.repetitions) > KEPT + 1)
 
 
-def shallow(step: StepGraph, rows: Sequence[Row], longer: Row | None = None, remaining: int = KEPT) -> StepGraph:
+def shallow(
+    step: StepGraph, rows: Sequence[LayerRow], longer: LayerRow | None = None, remaining: int = KEPT
+) -> StepGraph:
     """A copy of ``step`` with ``remaining`` repetitions of each row, if it has more, and one more of ``longer``."""
     short = step.clone()
     layers = layers_of(short)

@@ -21,11 +21,11 @@ from zerofx.scheduler.analysis.layer_classes import NodeClasses, node_classes
 from zerofx.scheduler.plan.placements import REPLICATED, Placement, Ragged, Sharded
 from zerofx.torch_private.operators import OpOverload
 
-Slot = tuple[fx.Node, int]
+Result = tuple[fx.Node, int]
 """A value: the node that gives it, and which of its results it is."""
 
 
-def slot_of(node: fx.Node) -> Slot:
+def slot_of(node: fx.Node) -> Result:
     """The value that a node stands for: one of several results for the node that names it."""
     if node.target is operator.getitem:
         source, index = node.args
@@ -52,7 +52,7 @@ class ShardingWays:
         """The step's nodes by name."""
         return self.step.by_name()
 
-    def slot(self, node: fx.Node) -> Slot:
+    def slot(self, node: fx.Node) -> Result:
         """The value of ``node``, of the first node of its class."""
         source, index = slot_of(node)
         return self.classes.first[source], index
@@ -84,10 +84,10 @@ def sharding_ways(step: StepGraph, num_ranks: int, marks: Mapping[fx.Node, str] 
     classes = node_classes(step, marks)
     ways = ShardingWays(step, classes, num_ranks)
     firsts = [node for node in classes.members if node.target is not operator.getitem and node.op != "output"]
-    candidates: dict[Slot, set[Sharded | Ragged]] = {
+    candidates: dict[Result, set[Sharded | Ragged]] = {
         (node, index): set() for node in firsts for index in range(len(outputs_of(node)))
     }
-    readers: dict[Slot, set[fx.Node]] = {}
+    readers: dict[Result, set[fx.Node]] = {}
     calls = {node: Ways.of(node) for node in firsts if node.op == "call_function"}
     sources = {node: _sources(ways, node) for node in calls}
     for node, read in sources.items():
@@ -122,13 +122,13 @@ def _leads(node: fx.Node) -> bool:
     return facts.is_cubic or facts.traffic is Traffic.PICKS or facts.counted_as is not None or is_counted
 
 
-def _sources(ways: ShardingWays, node: fx.Node) -> list[list[Slot]]:
+def _sources(ways: ShardingWays, node: fx.Node) -> list[list[Result]]:
     """For each tensor argument, the values that calls of the class of ``node`` read there."""
     read = [[ways.slot(source) for source in read_tensors(member)] for member in ways.classes.members[node]]
     return [list(dict.fromkeys(slots)) for slots in zip(*read, strict=True)]
 
 
-def _said(rules: list[Rule], node: fx.Node, sources: list[list[Slot]]) -> Iterator[tuple[Slot, Sharded | Ragged]]:
+def _said(rules: list[Rule], node: fx.Node, sources: list[list[Result]]) -> Iterator[tuple[Result, Sharded | Ragged]]:
     for rule in rules:
         for index, placement in enumerate(rule.outputs):
             if isinstance(placement, Sharded | Ragged):

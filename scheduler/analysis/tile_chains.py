@@ -42,7 +42,7 @@ _MAX_ASKED = 4  # values of which a node's rule is asked whether they are split 
 
 
 @dataclass(frozen=True)
-class Part:
+class ChainHalf:
     """The forward or the backward nodes of a chain, in order.
 
     ``again`` are forward nodes that backward's part computes again, a tile at a time.
@@ -71,8 +71,8 @@ class Chain:
     product: fx.Node
     num_rows: int
     num_bytes: int
-    forward: Part
-    backward: Part
+    forward: ChainHalf
+    backward: ChainHalf
     given: Mapping[fx.Node, Given] = field(repr=False)
     rows: Mapping[fx.Node, RowKinds] = field(repr=False)
 
@@ -81,7 +81,7 @@ class Chain:
         return frozenset((*self.forward.nodes, *self.backward.nodes))
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ChainHalf, ...]:
         """Those that are not empty."""
         return tuple(part for part in (self.forward, self.backward) if part.nodes)
 
@@ -162,12 +162,12 @@ class _Finder:
         if members is None:
             return None
         ordered = sorted(members, key=self._order.__getitem__)
-        forward = Part(tuple(n for n in ordered if origin(n).phase is Phase.FORWARD))
+        forward = ChainHalf(tuple(n for n in ordered if origin(n).phase is Phase.FORWARD))
         backward = [n for n in ordered if origin(n).phase is Phase.BACKWARD]
         again = _needed(backward, set(forward.nodes))
         chain = Chain(
             product, num_rows, _bytes(product), forward,
-            Part(tuple(backward), tuple(n for n in forward.nodes if n in again)), labels.given, labels.rows,
+            ChainHalf(tuple(backward), tuple(n for n in forward.nodes if n in again)), labels.given, labels.rows,
         )  # fmt: skip
         return chain if self._can_stand_together(chain) and _is_worth_it(chain) else None
 

@@ -77,7 +77,7 @@ def memory_curve(step: StepGraph, live: Liveness) -> Iterator[Moment]:
         for node in nodes:
             for category, size in taken.get(node, ()):
                 held[category] += size
-        during = _in_fused(before, live, nodes) if nodes in live.fused else _in_call(held, live, nodes[0])
+        during = _in_fused(before, live, nodes) if nodes in live.compiled else _in_call(held, live, nodes[0])
         for node in nodes:
             for category, size in dying.get(node, ()):
                 held[category] -= size
@@ -100,8 +100,8 @@ def peak_moment(step: StepGraph, live: Liveness) -> Moment | None:
 
 def _instructions(step: StepGraph, live: Liveness) -> Iterator[tuple[fx.Node, ...]]:
     """All calls in order, those of a compiled region together."""
-    begins = {nodes[0]: nodes for nodes in live.fused}
-    inside = {node for nodes in live.fused for node in nodes}
+    begins = {nodes[0]: nodes for nodes in live.compiled}
+    inside = {node for nodes in live.compiled for node in nodes}
     for node in step.calls():
         if node in begins:
             yield begins[node]
@@ -117,7 +117,7 @@ def _in_call(held: Counter[Category], live: Liveness, node: fx.Node) -> dict[Cat
 
 def _in_fused(before: Counter[Category], live: Liveness, nodes: tuple[fx.Node, ...]) -> dict[Category, int]:
     """What is held while a compiled region holds most: what it found and has not given back, and what it has made."""
-    region = live.fused[nodes]
+    region = live.compiled[nodes]
     held = before - Counter()
     for storage in region.freed:
         held[category_of(storage[0])] -= live.sizes[storage]

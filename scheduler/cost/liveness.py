@@ -69,7 +69,7 @@ class Liveness:
     (``after``).
 
     ``last_use`` and ``sizes`` are the last reader and the bytes of each storage on the device that a call owns.
-    ``slower`` has the other tiers that the step uses, the faster first. ``fused`` are the compiled regions: what
+    ``slower`` has the other tiers that the step uses, the faster first. ``compiled`` are the compiled regions: what
     ``after`` says inside one of them holds for its nodes run one by one.
     """
 
@@ -79,7 +79,7 @@ class Liveness:
     last_use: dict[Storage, fx.Node]
     sizes: dict[Storage, int]
     slower: dict[str, TierUse] = field(default_factory=dict)
-    fused: dict[tuple[fx.Node, ...], FusedRegion] = field(default_factory=dict)
+    compiled: dict[tuple[fx.Node, ...], FusedRegion] = field(default_factory=dict)
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -102,18 +102,18 @@ class Liveness:
         return max(self.during, key=self.during.__getitem__, default=None)
 
 
-def liveness(step: StepGraph, on_cpu: bool, *, fused: bool = False) -> Liveness:
+def liveness(step: StepGraph, on_cpu: bool, *, compiles_regions: bool = False) -> Liveness:
     """Walk the graph in order.
 
     ``on_cpu``: whether the step runs on a CPU, where operators keep workspaces, some of them as long as their outputs
     live (``scheduler/cost/cpu/workspace.py``), and reductions receive every other rank's slice into a buffer of its own
-    (``zerofx/runtime/comm/gloo.py``) rather than sum inside the collective. ``fused``: whether regions are compiled,
-    whose outputs keep nothing more.
+    (``zerofx/runtime/comm/gloo.py``) rather than sum inside the collective.
+    ``compiles_regions``: whether regions are compiled, whose outputs keep nothing more.
     """
     taken = memories(node for node in step.calls() if not runs_on_host(node)) if on_cpu else {}
     excess = (
         {}
-        if fused
+        if compiles_regions
         else {node: entry.excess for node, entry in taken.items() if entry is not None and any(entry.excess)}
     )
     last_use, owned = _last_uses(step, excess)
@@ -211,7 +211,7 @@ def with_profiles(
     """
     during = dict(live.during)
     before = {second: live.after[first] for first, second in itertools.pairwise(step.calls())}
-    fused = dict(live.fused)
+    compiled = dict(live.compiled)
     for region, events in regions:
         members, freed = set(region.own), dict[Storage, None]()
         current = peak = before.get(region.own[0], live.persistent_bytes)
@@ -229,8 +229,8 @@ def with_profiles(
             during[node] = min(live.after[node], peak)
         last = next((node for node in reversed(region.own) if not is_view(node)), region.own[-1])
         during[last] = max(peak, live.after[last])
-        fused[region.own] = FusedRegion(during[last], frozenset(itertools.islice(freed, num_freed)))
-    return replace(live, during=during, fused=fused)
+        compiled[region.own] = FusedRegion(during[last], frozenset(itertools.islice(freed, num_freed)))
+    return replace(live, during=during, compiled=compiled)
 
 
 def _last_uses(

@@ -121,15 +121,15 @@ def simulate(
     mesh: Mesh,
     *,
     on_cpu: bool,
-    fused: bool = False,
+    compiles_regions: bool = False,
     measured: Mapping[str, float] | None = None,
 ) -> Simulation:
-    """Simulate one step of one rank; see the module for the rules and ``liveness`` for ``on_cpu`` and ``fused``.
+    """Simulate one step of one rank; see the module for the rules, and ``liveness`` for what is asked.
 
     ``measured``: seconds by node name that replace what ``machine`` predicts (``MeasuredCosts.of_nodes``). With delayed
     updates it is a step among steps like it.
     """
-    live, before = liveness(step, on_cpu, fused=fused), dict[int, float]()
+    live, before = liveness(step, on_cpu, compiles_regions=compiles_regions), dict[int, float]()
     collectives = [
         node for node, times in times_run(step).items() for _ in range(times) if node.target in ops.COLLECTIVES
     ]

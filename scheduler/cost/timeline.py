@@ -18,11 +18,11 @@ from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 
-Place = tuple[str, Phase]
+UnitPhase = tuple[str, Phase]
 
 
 @dataclass(frozen=True)
-class Run:
+class UnitRun:
     """A unit's nodes in a row in one phase: the first, the last, and when they run, in seconds from the step's begin.
 
     Those that work on a slice of a weight are a run of their own, and so are those of a piece. ``unit`` is ``""`` for
@@ -37,9 +37,9 @@ class Run:
     end_seconds: float
 
 
-def seconds_by_place(step: StepGraph, machine: Machine) -> dict[Place, float]:
+def seconds_by_place(step: StepGraph, machine: Machine) -> dict[UnitPhase, float]:
     """Seconds of computation in each unit and phase, over all its runs."""
-    by_place: dict[Place, float] = {}
+    by_place: dict[UnitPhase, float] = {}
     for node in step.calls():
         if not is_view(node):
             place = (step.unit_of(node), origin(node).phase)
@@ -47,12 +47,12 @@ def seconds_by_place(step: StepGraph, machine: Machine) -> dict[Place, float]:
     return by_place
 
 
-def runs(step: StepGraph, seconds: Mapping[Place, float]) -> list[Run]:
+def runs(step: StepGraph, seconds: Mapping[UnitPhase, float]) -> list[UnitRun]:
     """All runs in order of a captured step, whether or not recomputation has been carried out.
 
     ``seconds`` are divided evenly between the runs of one unit and phase.
     """
-    spans: list[tuple[Place, fx.Node, fx.Node]] = []
+    spans: list[tuple[UnitPhase, fx.Node, fx.Node]] = []
     parts: list[tuple[str | None, str | None]] = []
     for node in step.calls():
         if is_view(node) or copied_from(node) is not None or node.target is ops.next_micro_batch:
@@ -68,6 +68,6 @@ def runs(step: StepGraph, seconds: Mapping[Place, float]) -> list[Run]:
     in_order, now = [], 0.0
     for place, first, last in spans:
         end = now + seconds.get(place, 0.0) / times[place]
-        in_order.append(Run(*place, first, last, now, end))
+        in_order.append(UnitRun(*place, first, last, now, end))
         now = end
     return in_order

@@ -34,7 +34,7 @@ _STEPS = 64  # between keeping all and nothing, those at most that are looked fo
 
 
 @dataclass(frozen=True)
-class Level:
+class ActivationLevel:
     """One entry of a menu, as positions in its segment's list of values (see ``Segment.values``).
 
     ``offloaded`` are those of ``saved`` that wait for backward in a slower tier. ``num_bytes`` are kept on the
@@ -150,7 +150,7 @@ def _key(nodes: Sequence[fx.Node], values: Mapping[Storage, int], needed: frozen
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def menu(segment: Segment, machine: Machine, *, inlines: bool = False) -> tuple[Level, ...]:
+def menu(segment: Segment, machine: Machine, *, inlines: bool = False) -> tuple[ActivationLevel, ...]:
     """The levels of a segment, from keeping all to computing most again; each keeps less than the one before.
 
     ``inlines``: whether backward is compiled so that some of it costs nothing (``scheduler/decide/inlined.py``): the
@@ -171,7 +171,7 @@ def menu(segment: Segment, machine: Machine, *, inlines: bool = False) -> tuple[
     return tuple(levels)
 
 
-def free_levels(segment: Segment) -> tuple[Level, ...]:
+def free_levels(segment: Segment) -> tuple[ActivationLevel, ...]:
     """Keeping all, and where less is kept then, computing again what costs nothing in a compiled backward."""
     seconds = {node: 0.0 if is_free_again(node) else float("inf") for node in segment.operators}
     sizes = [storage_size(storage) for storage in segment.values]
@@ -186,7 +186,7 @@ def _seconds(node: fx.Node, machine: Machine) -> float:
     return node_cost(node, machine).seconds
 
 
-def at_prices(prices: Sequence[float], cut: Callable[[float], Level]) -> list[Level]:
+def at_prices(prices: Sequence[float], cut: Callable[[float], ActivationLevel]) -> list[ActivationLevel]:
     """What ``cut`` gives for each of ``prices``, which go down: where two give the same, all between them do.
 
     At a lower price of a second, no value is kept that a higher price computes again: minimum cuts are nested.
@@ -204,15 +204,20 @@ def at_prices(prices: Sequence[float], cut: Callable[[float], Level]) -> list[Le
     return [levels[number] for number in range(len(prices))]
 
 
-def keep_all(segment: Segment) -> Level:
+def keep_all(segment: Segment) -> ActivationLevel:
     """The level at which nothing is computed again."""
     saved = segment.needed | segment.fixed
-    return Level(saved, sum(storage_size(segment.values[i]) for i in saved), 0.0)
+    return ActivationLevel(saved, sum(storage_size(segment.values[i]) for i in saved), 0.0)
 
 
 def _between(
-    segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float], before: Level, after: Level, grain: int
-) -> Iterator[Level]:
+    segment: Segment,
+    sizes: Sequence[int],
+    seconds: Mapping[fx.Node, float],
+    before: ActivationLevel,
+    after: ActivationLevel,
+    grain: int,
+) -> Iterator[ActivationLevel]:
     """Steps on the way from one level to the next, a value at a time, the best first: a budget may lie between.
 
     Where operators cost about as much for each byte that they make, as matrix products do, one price takes them all.
@@ -237,7 +242,7 @@ def _between(
 
 def _keeping(
     segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float], saved: frozenset[int]
-) -> Level | None:
+) -> ActivationLevel | None:
     """The level that computes again what ``saved`` lacks; None where that would run a random operator again."""
     links, free = segment.links, saved | segment.fixed
     again = set[int]()
@@ -255,10 +260,12 @@ def _keeping(
                 read.add(i)
             else:
                 pending.append(links.makers[i])
-    return Level(frozenset(read), sum(sizes[i] for i in read), _sum(segment, seconds, again))
+    return ActivationLevel(frozenset(read), sum(sizes[i] for i in read), _sum(segment, seconds, again))
 
 
-def cheapest(segment: Segment, sizes: Sequence[float], seconds: Mapping[fx.Node, float], price: float) -> Level:
+def cheapest(
+    segment: Segment, sizes: Sequence[float], seconds: Mapping[fx.Node, float], price: float
+) -> ActivationLevel:
     """The minimum cut when keeping value i costs ``sizes[i]``, and a second of computing again ``price`` (in bytes).
 
     ``num_bytes`` of the result are the costs of what it keeps.
@@ -277,12 +284,12 @@ def cheapest(segment: Segment, sizes: Sequence[float], seconds: Mapping[fx.Node,
         if i in segment.needed:
             graph.add_edge(("value", i), "sink", capacity=float("inf"))
     if "sink" not in graph:
-        return Level(segment.fixed, int(sum(sizes[i] for i in segment.fixed)), 0.0)
+        return ActivationLevel(segment.fixed, int(sum(sizes[i] for i in segment.fixed)), 0.0)
     _, (_, sink_side) = nx.minimum_cut(graph, "source", "sink")
     again = {number for number in range(len(segment.operators)) if ("operator", number) in sink_side}
     saved = {i for i, maker in enumerate(links.makers) if ("value", i) in sink_side and maker not in again}
     saved |= segment.fixed
-    return Level(frozenset(saved), int(sum(sizes[i] for i in saved)), _sum(segment, seconds, again))
+    return ActivationLevel(frozenset(saved), int(sum(sizes[i] for i in saved)), _sum(segment, seconds, again))
 
 
 def _sum(segment: Segment, seconds: Mapping[fx.Node, float], numbers: set[int]) -> float:

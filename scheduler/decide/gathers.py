@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Phase
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.timeline import Place
+from zerofx.scheduler.cost.timeline import UnitPhase
 from zerofx.scheduler.cost.wire_volume import seconds_along
 from zerofx.scheduler.decide.residency import PolicyOptions, Residency
 from zerofx.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
-class Gathering:
+class CollectiveLevel:
     """One level of a menu about gathers: bytes held, and seconds exposed."""
 
     num_bytes: int
@@ -31,8 +31,8 @@ class Gathering:
 
 
 def keep_menus(
-    residencies: Sequence[Residency], options: PolicyOptions, seconds: Mapping[Place, float], machine: Machine
-) -> dict[Bucket, tuple[Gathering, Gathering]]:
+    residencies: Sequence[Residency], options: PolicyOptions, seconds: Mapping[UnitPhase, float], machine: Machine
+) -> dict[Bucket, tuple[CollectiveLevel, CollectiveLevel]]:
     """For each bucket whose second gather would be exposed: kept, and gathered again; in order of first use."""
     times = Counter(residency.bucket for residency in residencies)
     menus = {}
@@ -47,11 +47,11 @@ def keep_menus(
         exposed = max(0.0, gather + reduction - overlapping) - max(0.0, reduction - overlapping)
         if exposed > 0:
             again = (times[bucket] - 1) * exposed
-            menus[bucket] = (Gathering(bucket.full_bytes, 0.0), Gathering(0, again))
+            menus[bucket] = (CollectiveLevel(bucket.full_bytes, 0.0), CollectiveLevel(0, again))
     return menus
 
 
-def why_kept(bucket: Bucket, menu: tuple[Gathering, Gathering]) -> str:
+def why_kept(bucket: Bucket, menu: tuple[CollectiveLevel, CollectiveLevel]) -> str:
     """The reason of a bucket that is kept."""
     return f"holding {format_bytes(bucket.full_bytes)} saves {format_seconds(menu[1].seconds)} of exposed gathering"
 
@@ -60,9 +60,9 @@ def prefetch_menu(
     residencies: Sequence[Residency],
     layout: BucketLayout,
     prefetch: int,
-    seconds: Mapping[Place, float],
+    seconds: Mapping[UnitPhase, float],
     machine: Machine,
-) -> tuple[Gathering, ...]:
+) -> tuple[CollectiveLevel, ...]:
     """The levels from gathers issued ``prefetch`` units ahead to gathers issued where they are needed.
 
     All but the last hide what fits into the computation of a unit; one more unit ahead holds one more unit.
@@ -76,21 +76,21 @@ def prefetch_menu(
         gather = seconds_along("all_gather", bucket.full_bytes, bucket.mesh, bucket.gathered_over, machine)
         hidden += min(gather, _overlapping_seconds(bucket, Phase.FORWARD, seconds))
     largest = max(units.values(), default=0)
-    return tuple(Gathering(ahead * largest, 0.0 if ahead else hidden) for ahead in range(prefetch, -1, -1))
+    return tuple(CollectiveLevel(ahead * largest, 0.0 if ahead else hidden) for ahead in range(prefetch, -1, -1))
 
 
 def reduction_menu(
-    layout: BucketLayout, seconds: Mapping[Place, float], machine: Machine
-) -> tuple[Gathering, Gathering]:
+    layout: BucketLayout, seconds: Mapping[UnitPhase, float], machine: Machine
+) -> tuple[CollectiveLevel, CollectiveLevel]:
     """The levels of reductions that are awaited a unit later, and where they are issued."""
     held, hidden = 0, 0.0
     for bucket in filter(lambda bucket: bucket.trainable, layout.buckets):
         held = max(held, bucket.gradient_bytes + bucket.gradient_slice_bytes)
         reduction = seconds_along("reduce_scatter", bucket.gradient_bytes, bucket.mesh, bucket.gathered_over, machine)
         hidden += min(reduction, _overlapping_seconds(bucket, Phase.BACKWARD, seconds))
-    return Gathering(held, 0.0), Gathering(0, hidden)
+    return CollectiveLevel(held, 0.0), CollectiveLevel(0, hidden)
 
 
-def _overlapping_seconds(bucket: Bucket, phase: Phase, seconds: Mapping[Place, float]) -> float:
+def _overlapping_seconds(bucket: Bucket, phase: Phase, seconds: Mapping[UnitPhase, float]) -> float:
     """Computation that a collective of the bucket overlaps with: that of a unit, or of what is outside all units."""
     return seconds.get((bucket.unit, phase), seconds.get(("", phase), 0.0))

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from zerofx.choices import Reduce
+from zerofx.choices import ReduceOption
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Phase
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_bodies
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.timeline import Place, Run, runs
+from zerofx.scheduler.cost.timeline import UnitPhase, UnitRun, runs
 from zerofx.scheduler.cost.transfers import copy_seconds, first_with_room
 from zerofx.scheduler.cost.wire_volume import seconds_along
 from zerofx.scheduler.plan.decisions import GradientDecision
@@ -31,7 +31,7 @@ from zerofx.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
-class Waiting:
+class GradientLevel:
     """One level of a menu about gradients between micro-batches: bytes on the device, seconds that count, tier.
 
     ``each``: whether each micro-batch's are reduced, so that the bytes are those of a slice. That exposes
@@ -78,7 +78,7 @@ def slice_bytes(bucket: Bucket) -> int:
 
 
 def reduced_each(
-    layout: BucketLayout, stage: int, num_micro_batches: int, asked: Reduce, *, searched: bool
+    layout: BucketLayout, stage: int, num_micro_batches: int, asked: ReduceOption, *, searched: bool
 ) -> dict[int, str]:
     """The buckets whose gradients are reduced in each micro-batch before any move is made, with reasons.
 
@@ -102,11 +102,11 @@ def gradient_menus(
     layout: BucketLayout,
     stage: int,
     num_micro_batches: int,
-    asked: Reduce,
-    seconds: Mapping[Place, float],
+    asked: ReduceOption,
+    seconds: Mapping[UnitPhase, float],
     machine: Machine,
     capacity: Mapping[Tier, int],
-) -> dict[Bucket, tuple[Waiting, ...]]:
+) -> dict[Bucket, tuple[GradientLevel, ...]]:
     """For each trained bucket: its gradients whole on the device between micro-batches, in slices, and off it.
 
     Args:
@@ -126,12 +126,12 @@ def gradient_menus(
         if num_micro_batches == 1 or not bucket.trainable or not size or asked == "each":
             continue
         overlapping = seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
-        levels = [Waiting(size, 0.0)]
+        levels = [GradientLevel(size, 0.0)]
         if in_slices and slice_bytes(bucket) < size:
             reduction = seconds_along("reduce_scatter", size, bucket.mesh, bucket.gathered_over, machine)
             exposed = (num_micro_batches - 1) * max(0.0, reduction - overlapping)
             counted = exposed if stage == 1 else 0.0
-            levels.append(Waiting(slice_bytes(bucket), counted, each=True, exposed_seconds=exposed))
+            levels.append(GradientLevel(slice_bytes(bucket), counted, each=True, exposed_seconds=exposed))
         tier = first_with_room(left, size)
         if tier is not None:
             left[tier] -= size
@@ -139,7 +139,7 @@ def gradient_menus(
                 max(0.0, copy_seconds(size, *ends, machine) - overlapping)
                 for ends in (("device", tier), (tier, "device"))
             )
-            levels.append(Waiting(0, (num_micro_batches - 1) * exposed, tier))
+            levels.append(GradientLevel(0, (num_micro_batches - 1) * exposed, tier))
         if len(levels) > 1:
             menus[bucket] = tuple(levels)
     return menus
@@ -149,7 +149,7 @@ def place_gradients(
     decisions: Sequence[GradientDecision],
     step: StepGraph,
     layout: BucketLayout,
-    seconds: Mapping[Place, float],
+    seconds: Mapping[UnitPhase, float],
     machine: Machine,
 ) -> tuple[GradientDecision, ...]:
     """``decisions`` with the nodes after which copies out are awaited, and before which copies back start.
@@ -192,6 +192,6 @@ def place_gradients(
     return tuple(placed)
 
 
-def _between(spans: Sequence[Run], first: int, last: int) -> float:
+def _between(spans: Sequence[UnitRun], first: int, last: int) -> float:
     """Seconds from the start of one run to the end of another."""
     return spans[last].end_seconds - spans[first].start_seconds

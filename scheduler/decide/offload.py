@@ -28,9 +28,9 @@ from zerofx.passes.activations.offload import refusal
 from zerofx.scheduler.analysis.saved_values import storage_size
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
-from zerofx.scheduler.cost.timeline import Place, Run, runs
+from zerofx.scheduler.cost.timeline import UnitPhase, UnitRun, runs
 from zerofx.scheduler.cost.transfers import copy_seconds, first_with_room
-from zerofx.scheduler.decide.activations import Level, Segment, at_prices, cheapest, keep_all, menu
+from zerofx.scheduler.decide.activations import ActivationLevel, Segment, at_prices, cheapest, keep_all, menu
 from zerofx.scheduler.plan.decisions import OffloadDecision
 from zerofx.scheduler.plan.tiers import Tier
 from zerofx.units import format_seconds
@@ -42,14 +42,14 @@ _BACKWARD = 2.0  # seconds of backward for one of forward: two matrix products f
 
 
 @dataclass(frozen=True)
-class Entry:
+class OffloadLevel:
     """A level, and the seconds that its values take to go out and come back."""
 
-    level: Level
+    level: ActivationLevel
     copy_seconds: float
 
 
-def entries(segment: Segment, machine: Machine, tier: Tier, num_layers: int, *, recompute: bool) -> list[Entry]:
+def entries(segment: Segment, machine: Machine, tier: Tier, num_layers: int, *, recompute: bool) -> list[OffloadLevel]:
     """Levels of a segment whose values may be offloaded to ``tier`` and, with ``recompute``, computed again.
 
     Their ``seconds`` are those of computing again and the exposed part of copying, if the segment's own run is all
@@ -64,7 +64,7 @@ def entries(segment: Segment, machine: Machine, tier: Tier, num_layers: int, *, 
     return [links.offload(level, share) for level in levels for share in _LINK_SHARES]
 
 
-def joint_menu(candidates: Sequence[Entry], away_seconds: float) -> tuple[Level, ...]:
+def joint_menu(candidates: Sequence[OffloadLevel], away_seconds: float) -> tuple[ActivationLevel, ...]:
     """A menu of the entries whose values can be gone and back in ``away_seconds``.
 
     It goes from keeping all to keeping least, each level with fewer bytes than the one before, for more and more
@@ -73,7 +73,7 @@ def joint_menu(candidates: Sequence[Entry], away_seconds: float) -> tuple[Level,
     return _hull([entry.level for entry in candidates if entry.copy_seconds <= away_seconds])
 
 
-def away_seconds(segment: Segment, spans: Sequence[Run]) -> float:
+def away_seconds(segment: Segment, spans: Sequence[UnitRun]) -> float:
     """Seconds between the last run of the segment's layer in forward and its next in backward: little for the last."""
     if segment.piece:
         mine = [run for run in spans if piece_of(run.first) == segment.piece]
@@ -97,7 +97,7 @@ class _Links:
         shortest = copy_seconds(0, "device", tier, machine) + machine.device.launch_latency
         self.movable = [i for i, (node, _) in enumerate(segment.values) if node in computed and self.down[i] > shortest]
 
-    def offload(self, level: Level, share: float) -> Entry:
+    def offload(self, level: ActivationLevel, share: float) -> OffloadLevel:
         """``level`` with its largest values offloaded, as long as copying them out takes ``share`` of the forward."""
         left, out = share * self.forward, []
         for i in sorted(level.saved.intersection(self.movable), key=lambda i: (-self.sizes[i], i)):
@@ -109,10 +109,10 @@ class _Links:
         stays = (
             sum(self.sizes[i] for i in level.saved.difference(out)) + sum(self.sizes[i] for i in out) // self.num_layers
         )
-        return Entry(Level(level.saved, stays, level.seconds + exposed, frozenset(out)), down + up)
+        return OffloadLevel(ActivationLevel(level.saved, stays, level.seconds + exposed, frozenset(out)), down + up)
 
 
-def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> Iterator[Level]:
+def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> Iterator[ActivationLevel]:
     """What to keep, on whatever tier, at each price of a byte and of the link."""
     busy = [s for s in seconds.values() if s]
     if not busy or not links.movable:
@@ -122,7 +122,7 @@ def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> 
     prices = [high * (low / high) ** (number / (_NUM_BYTE_PRICES - 1)) for number in range(_NUM_BYTE_PRICES)]
     for link_price in _LINK_PRICES:
 
-        def cut(price: float, link_price: float = link_price) -> Level:
+        def cut(price: float, link_price: float = link_price) -> ActivationLevel:
             weights: list[float] = list(links.sizes)
             for i in links.movable:
                 weights[i] = min(weights[i], price * link_price * (links.down[i] + links.up[i]))
@@ -131,7 +131,7 @@ def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> 
         yield from at_prices(prices, cut)
 
 
-def _hull(levels: Sequence[Level]) -> tuple[Level, ...]:
+def _hull(levels: Sequence[ActivationLevel]) -> tuple[ActivationLevel, ...]:
     """The lower convex hull of bytes against seconds after the first level, from the most bytes to the least."""
     hull = [levels[0]]
     for level in sorted(levels[1:], key=lambda level: (level.seconds, level.num_bytes)):
@@ -143,7 +143,7 @@ def _hull(levels: Sequence[Level]) -> tuple[Level, ...]:
     return tuple(hull)
 
 
-def _rate(before: Level, after: Level) -> float:
+def _rate(before: ActivationLevel, after: ActivationLevel) -> float:
     spent = after.seconds - before.seconds
     return (before.num_bytes - after.num_bytes) / spent if spent > 0 else float("inf")
 
@@ -178,7 +178,7 @@ class _Copy:
 def place(
     step: StepGraph,
     requests: Sequence[OffloadRequest],
-    seconds: Mapping[Place, float],
+    seconds: Mapping[UnitPhase, float],
     machine: Machine,
     capacity: Capacity,
 ) -> tuple[OffloadDecision, ...]:
@@ -227,7 +227,7 @@ def place(
 
 
 def _copies(
-    step: StepGraph, spans: Sequence[Run], requests: Sequence[OffloadRequest], capacity: Capacity
+    step: StepGraph, spans: Sequence[UnitRun], requests: Sequence[OffloadRequest], capacity: Capacity
 ) -> list[_Copy]:
     order = step.positions()
     starts = [order[run.first] for run in spans]
@@ -253,7 +253,7 @@ def _copies(
     return copies
 
 
-def _ways_out(copies: Sequence[_Copy], spans: Sequence[Run], machine: Machine) -> dict[OffloadRequest, int]:
+def _ways_out(copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machine) -> dict[OffloadRequest, int]:
     """The run after which each value has been copied out, or else the last one of forward."""
     ends = [run.end_seconds for run in spans]
     free: dict[Tier, float] = {}
@@ -266,7 +266,7 @@ def _ways_out(copies: Sequence[_Copy], spans: Sequence[Run], machine: Machine) -
     return ways
 
 
-def _ways_back(copies: Sequence[_Copy], spans: Sequence[Run], machine: Machine) -> dict[OffloadRequest, int]:
+def _ways_back(copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machine) -> dict[OffloadRequest, int]:
     """The run before which each copy back starts to be there in time, or else the first one of backward."""
     starts = [run.start_seconds for run in spans]
     free: dict[Tier, float] = {}

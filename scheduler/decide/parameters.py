@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Phase, origin
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.timeline import Place
+from zerofx.scheduler.cost.timeline import UnitPhase
 from zerofx.scheduler.cost.transfers import copy_seconds, first_with_room
-from zerofx.scheduler.decide.gathers import Gathering
+from zerofx.scheduler.decide.gathers import CollectiveLevel
 from zerofx.scheduler.decide.residency import Residency
 from zerofx.scheduler.decide.states import StateLevel
 from zerofx.scheduler.plan.decisions import ParameterDecision
@@ -44,7 +44,7 @@ def parameter_menus(
     residencies: Sequence[Residency],
     layout: BucketLayout,
     state_bytes: Mapping[int, int],
-    seconds: Mapping[Place, float],
+    seconds: Mapping[UnitPhase, float],
     machine: Machine,
     capacity: Mapping[Tier, int],
     states_off: Mapping[Bucket, StateLevel],
@@ -91,11 +91,11 @@ def parameter_menus(
 
 def copies_menu(
     layout: BucketLayout, state_bytes: Mapping[int, int], tier: Tier, machine: Machine
-) -> tuple[Gathering, Gathering]:
+) -> tuple[CollectiveLevel, CollectiveLevel]:
     """On one rank: copies from ``tier`` that start ahead of their use, and copies that start where they are wanted.
 
     One bucket with its states is there ahead of time, or every copy is waited for.
     """
     sizes = [bucket.shard_bytes + state_bytes.get(bucket.index, 0) for bucket in layout.own.buckets]
     waited = sum(copy_seconds(size, tier, "device", machine) for size in sizes)
-    return Gathering(max(sizes, default=0), 0.0), Gathering(0, waited)
+    return CollectiveLevel(max(sizes, default=0), 0.0), CollectiveLevel(0, waited)

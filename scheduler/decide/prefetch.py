@@ -27,7 +27,7 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_bodies
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.timeline import Place, Run, runs
+from zerofx.scheduler.cost.timeline import UnitPhase, UnitRun, runs
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.residency import parameter_uses
 from zerofx.scheduler.plan.decisions import GatherDecision, ReduceDecision, StateDecision
@@ -54,18 +54,18 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Start:
+class CopyStart:
     """The runs before which a copy is issued, and (if it is from nvme to the device) its read into host memory."""
 
     copy: int
     read: int
 
 
-def starts_of(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine: Machine) -> list[Start]:
+def starts_of(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine: Machine) -> list[CopyStart]:
     """Where each copy starts, given the seconds of each run of the step."""
     reached = _reached(arrivals, run_seconds, machine)
     free: dict[tuple[Tier, Tier], float] = {}
-    starts: dict[int, Start] = {}
+    starts: dict[int, CopyStart] = {}
     for number in sorted(range(len(arrivals)), key=lambda n: (arrivals[n].needed, n), reverse=True):
         arrival = arrivals[number]
         place, places, deadline = arrival.latest, [], reached[arrival.needed]
@@ -75,23 +75,23 @@ def starts_of(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine
             place = max(arrival.earliest, min(place, bisect_right(reached, deadline + _ROUNDING * reached[-1]) - 1))
             places.append(place)
             deadline = reached[place]
-        starts[number] = Start(places[0], places[-1])
+        starts[number] = CopyStart(places[0], places[-1])
     return [starts[number] for number in range(len(arrivals))]
 
 
-def _read_ahead(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine: Machine) -> list[Start]:
+def _read_ahead(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine: Machine) -> list[CopyStart]:
     """``starts_of`` where nothing is on the device before it is wanted: what comes from nvme is on the host in time.
 
     It is read at most so many runs ahead as there are buffers.
     """
-    starts = [Start(arrival.latest, arrival.latest) for arrival in arrivals]
+    starts = [CopyStart(arrival.latest, arrival.latest) for arrival in arrivals]
     from_nvme = [number for number, arrival in enumerate(arrivals) if arrival.tier == "nvme"]
     reads = starts_of([replace(arrivals[number], to="host") for number in from_nvme], run_seconds, machine)
     for number, start in zip(from_nvme, reads, strict=True):
         stays = arrivals[number].to == "host"
         latest = starts[number].copy
         read = max(start.copy, latest - NUM_BUFFERS, arrivals[number].earliest)
-        starts[number] = start if stays else Start(latest, read)
+        starts[number] = start if stays else CopyStart(latest, read)
     return starts
 
 
@@ -122,7 +122,7 @@ def place_arrivals(
     step: StepGraph,
     layout: BucketLayout,
     state_bytes: Mapping[int, int],
-    seconds: Mapping[Place, float],
+    seconds: Mapping[UnitPhase, float],
     machine: Machine,
     *,
     ahead: bool,
@@ -175,7 +175,7 @@ def place_arrivals(
     return replace(plan, gathers=tuple(new_gathers), states=tuple(new_states))
 
 
-def _gather(decision: GatherDecision, arrival: Arrival, start: Start, names: Sequence[str]) -> GatherDecision:
+def _gather(decision: GatherDecision, arrival: Arrival, start: CopyStart, names: Sequence[str]) -> GatherDecision:
     read = names[start.read] if start.read < start.copy else None
     ahead = arrival.needed - start.copy
     reason = decision.reason + (
@@ -202,7 +202,7 @@ def _in_turn(decisions: Sequence[StateDecision], updated: Mapping[int, int]) -> 
     return [replace(decision, takes_over=before.get(decision.bucket)) for decision in decisions]
 
 
-def _state(decision: StateDecision, start: Start, names: Sequence[str]) -> StateDecision:
+def _state(decision: StateDecision, start: CopyStart, names: Sequence[str]) -> StateDecision:
     read = names[start.read] if start.read < start.copy else None
     return replace(decision, reload=names[start.copy], read=read)
 
@@ -210,7 +210,7 @@ def _state(decision: StateDecision, start: Start, names: Sequence[str]) -> State
 class _Positions:
     """Finds the run of a node by its name."""
 
-    def __init__(self, step: StepGraph, spans: Sequence[Run]) -> None:
+    def __init__(self, step: StepGraph, spans: Sequence[UnitRun]) -> None:
         self.order = step.positions()
         self._by_name = {node.name: node for node in step.graph.nodes}
         self._starts = [self.order[run.first] for run in spans]

@@ -34,19 +34,19 @@ _OF_BUCKETS = frozenset({ops.all_gather, ops.all_gather_into, *ops.REDUCTIONS})
 
 
 @dataclass(frozen=True)
-class Choice:
+class WireChoice:
     """How a bucket is sent: the fields of a ``WireDecision`` that cost and save."""
 
     gather: bool = False
     second_shard: bool = False
     reduce: bool = False
 
-    def without(self, part: str) -> Choice:
+    def without(self, part: str) -> WireChoice:
         return replace(self, **{part: False})
 
 
 @dataclass(frozen=True)
-class _Collective:
+class _Sent:
     """What a collective of the exact step moves: ``turn`` counts the gathers of one bucket's parameters, and is None
     for other collectives; ``crosses``: a sum that replicas take of their slices, each a part of it."""
 
@@ -62,7 +62,7 @@ class _Exact:
     """The exact step's events, and its collectives by name."""
 
     events: Sequence[TimedEvent]
-    collectives: Mapping[str, _Collective]
+    collectives: Mapping[str, _Sent]
 
 
 def check_nodes(layout: BucketLayout, machine: Machine) -> None:
@@ -137,15 +137,15 @@ class _Sends:
         self.plan, self.layout, self.machine = plan, layout, machine
         self._away = {decision.bucket for decision in plan.parameters}
 
-    def most(self, bucket: Bucket, moments: _Exact) -> Choice:
+    def most(self, bucket: Bucket, moments: _Exact) -> WireChoice:
         """All that can be compressed of a bucket."""
         if bucket.is_lent or not bucket.compute_dtype.is_floating_point:
-            return Choice()
+            return WireChoice()
         of_bucket = [c for c in moments.collectives.values() if c.bucket == bucket.index]
         turns = sum(c.turn is not None for c in of_bucket)
         num_nodes, _ = self.plan.nodes_along(bucket.gathered_over)
         second = turns > 1 and num_nodes > 1 and bucket.index not in self._away
-        return Choice(gather=turns > 0, second_shard=second, reduce=any(c.reduces for c in of_bucket))
+        return WireChoice(gather=turns > 0, second_shard=second, reduce=any(c.reduces for c in of_bucket))
 
     def compute(self, num_bytes: float) -> float:
         """Reading and writing so many bytes together, in one kernel."""
@@ -198,14 +198,14 @@ class _Sends:
 
 def _moments(step: StepGraph, simulation: Simulation) -> _Exact:
     turns: Counter[int] = Counter()
-    collectives: dict[str, _Collective] = {}
+    collectives: dict[str, _Sent] = {}
     for node in step.calls():
         if node.target in _OF_BUCKETS:
             index = node.args[2] if node.target is ops.all_gather_into else node.args[1]
             assert isinstance(index, int)
             gathers = node.target is ops.all_gather and slice_gathered(node) is not None
             about = None if index == ops.NO_BUCKET else index
-            collectives[node.name] = _Collective(
+            collectives[node.name] = _Sent(
                 about, turns[index] if gathers else None, node.target is ops.reduce_scatter and is_reduction(node),
                 node.target is ops.reduce_scatter and not is_reduction(node), stream_of(node),
             )  # fmt: skip
@@ -213,12 +213,12 @@ def _moments(step: StepGraph, simulation: Simulation) -> _Exact:
     return _Exact(events_of(step, simulation), collectives)
 
 
-def _replay(moments: _Exact, choices: Mapping[int, Choice], sends: _Sends) -> float:
+def _replay(moments: _Exact, choices: Mapping[int, WireChoice], sends: _Sends) -> float:
     """Seconds of the step with these choices."""
     return end_seconds(_chosen(moments, choices, sends))
 
 
-def _chosen(exact: _Exact, choices: Mapping[int, Choice], sends: _Sends) -> Iterator[TimedEvent]:
+def _chosen(exact: _Exact, choices: Mapping[int, WireChoice], sends: _Sends) -> Iterator[TimedEvent]:
     """The exact step's events with these choices."""
     late: list[Wait] = []  # for the hops across nodes that have started
     for event in exact.events:
@@ -227,7 +227,7 @@ def _chosen(exact: _Exact, choices: Mapping[int, Choice], sends: _Sends) -> Iter
             yield event
             continue
         bucket = sends.layout.buckets[about.bucket] if about.bucket is not None else None
-        choice = choices.get(bucket.index, Choice()) if bucket is not None else Choice()
+        choice = choices.get(bucket.index, WireChoice()) if bucket is not None else WireChoice()
         if bucket is not None and about.reduces and choice.reduce:
             before, hops = sends.reduction(bucket)
             if isinstance(event, Start):
@@ -257,7 +257,7 @@ def _chosen(exact: _Exact, choices: Mapping[int, Choice], sends: _Sends) -> Iter
 
 
 def _gather(
-    event: Start | Wait, bucket: Bucket, choice: Choice, about: _Collective, sends: _Sends
+    event: Start | Wait, bucket: Bucket, choice: WireChoice, about: _Sent, sends: _Sends
 ) -> Iterator[TimedEvent]:
     """A gather of parameters, or the wait for it, in few bits or from second shards."""
     on_node = choice.second_shard and about.turn != 0
@@ -273,11 +273,13 @@ def _gather(
     yield event if during is None else _start(event.name, during, about)
 
 
-def _start(name: str, seconds: float, about: _Collective) -> Start:
+def _start(name: str, seconds: float, about: _Sent) -> Start:
     return Start(name, ((about.stream, seconds),))
 
 
-def _least(most: Mapping[int, Choice], seconds: Callable[[Mapping[int, Choice]], float]) -> dict[int, Choice]:
+def _least(
+    most: Mapping[int, WireChoice], seconds: Callable[[Mapping[int, WireChoice]], float]
+) -> dict[int, WireChoice]:
     """Of all that can be compressed, what the step is longer without; one part of one bucket after the other."""
     chosen = dict(most)
     best = seconds(chosen)
@@ -294,8 +296,8 @@ def _least(most: Mapping[int, Choice], seconds: Callable[[Mapping[int, Choice]],
 def _plan(
     plan: Plan,
     layout: BucketLayout,
-    chosen: Mapping[int, Choice],
-    most: Mapping[int, Choice],
+    chosen: Mapping[int, WireChoice],
+    most: Mapping[int, WireChoice],
     moments: _Exact,
     sends: _Sends,
 ) -> Plan:
@@ -318,7 +320,7 @@ def _plan(
     wires = []
     for bucket in layout.buckets:
         choice = chosen[bucket.index]
-        saved = _replay(moments, {**chosen, bucket.index: Choice()}, sends) - best
+        saved = _replay(moments, {**chosen, bucket.index: WireChoice()}, sends) - best
         wires.append(
             WireDecision(
                 bucket=bucket.index,
@@ -332,10 +334,10 @@ def _plan(
     return replace(plan, wires=tuple(wires), reduces=tuple(reduces))
 
 
-def _reason(plan: Plan, bucket: Bucket, choice: Choice, most: Choice, saved: float, sends: _Sends) -> str:
-    if choice == Choice():
+def _reason(plan: Plan, bucket: Bucket, choice: WireChoice, most: WireChoice, saved: float, sends: _Sends) -> str:
+    if choice == WireChoice():
         return "sent exactly: " + (
-            "computation hides it" if most != Choice() else "it is not sent, or cannot be rounded"
+            "computation hides it" if most != WireChoice() else "it is not sent, or cannot be rounded"
         )
     parts = [
         *([f"gathered in {ENCODINGS[plan.wire].gathers}"] if choice.gather else []),

@@ -32,7 +32,7 @@ from zerofx.ir.facts import Phase, Role, origin, placeholder, tensor
 from zerofx.ir.sharding.rule import Rule, num_bytes, outputs_of, read_tensors
 from zerofx.ir.sharding.rules import replicated
 from zerofx.ir.text import target_name
-from zerofx.scheduler.analysis.sharding_ways import ShardingWays, Slot
+from zerofx.scheduler.analysis.sharding_ways import Result, ShardingWays
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.sharding_seconds import Prices, conversion_seconds, shared_seconds
@@ -153,8 +153,8 @@ class _Nodes:
         self._ways, self._mesh, self._machine, self._prices, self._program = ways, mesh, machine, prices, program
         self._num_ranks, self._pinned = ways.num_ranks, pinned
         self._taken: dict[fx.Node, list[tuple[int, Rule]]] = {}
-        self._given: dict[Slot, dict[Placement, list[int]]] = {}
-        self._again: dict[Slot, dict[Placement, list[int]]] = {}
+        self._given: dict[Result, dict[Placement, list[int]]] = {}
+        self._again: dict[Result, dict[Placement, list[int]]] = {}
 
     def add_all(self) -> None:
         for node, possible in self._ways.placeholders.items():
@@ -246,9 +246,9 @@ class _Nodes:
                 if placement is not None:
                     self._given.setdefault((node, index), {}).setdefault(placement, []).append(name)
 
-    def _readers(self) -> dict[Slot, list[tuple[Phase, dict[Placement, list[int]]]]]:
+    def _readers(self) -> dict[Result, list[tuple[Phase, dict[Placement, list[int]]]]]:
         """For each value, who reads it: in which phase, and for each placement the variables that ask for it."""
-        readers: dict[Slot, dict[tuple[fx.Node, int], tuple[Phase, dict[Placement, list[int]]]]] = {}
+        readers: dict[Result, dict[tuple[fx.Node, int], tuple[Phase, dict[Placement, list[int]]]]] = {}
         for node, taken in self._taken.items():
             for member in self._ways.classes.members[node]:
                 for number, source in enumerate(read_tensors(member)):
@@ -260,7 +260,7 @@ class _Nodes:
             readers.setdefault(slot, {})[self._ways.step.output, len(readers)] = (Phase.BACKWARD, asked)
         return {slot: list(of_slot.values()) for slot, of_slot in readers.items()}
 
-    def _results(self) -> Iterator[tuple[Slot, dict[Placement, list[int]]]]:
+    def _results(self) -> Iterator[tuple[Result, dict[Placement, list[int]]]]:
         """What the step gives: whole values, and gradients, which lie as their parameters or add up."""
         step = self._ways.step
         always = self._program.variable(0.0, whole=True)
@@ -273,7 +273,7 @@ class _Nodes:
             asked = {SUM if placement == REPLICATED else placement: names for placement, names in given.items()}
             yield self._ways.slot(gradient), asked
 
-    def _convert(self, slot: Slot, readers: list[tuple[Phase, dict[Placement, list[int]]]]) -> None:
+    def _convert(self, slot: Result, readers: list[tuple[Phase, dict[Placement, list[int]]]]) -> None:
         node, index = slot
         tensor = outputs_of(node)[index]
         assert tensor is not None

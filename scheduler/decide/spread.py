@@ -23,7 +23,7 @@ _LEAST = 1 / 8  # of the largest value of a layer
 
 
 @dataclass(frozen=True)
-class Parted:
+class SpreadLevel:
     """``values`` are kept in parts, by their nodes' names: bytes that the layer's still take, and seconds."""
 
     values: tuple[str, ...]
@@ -31,7 +31,7 @@ class Parted:
     seconds: float
 
 
-def spread_menu(segment: Segment, num_parts: int, seconds: Callable[[int], float]) -> tuple[Parted, ...]:
+def spread_menu(segment: Segment, num_parts: int, seconds: Callable[[int], float]) -> tuple[SpreadLevel, ...]:
     """A segment's levels: none of its values in parts, the largest, the two largest, and so on.
 
     ``seconds``: what it takes to cut and gather so many bytes.
@@ -41,12 +41,12 @@ def spread_menu(segment: Segment, num_parts: int, seconds: Callable[[int], float
     sizes = {value_node(storage): storage_size(storage) for storage in of_segment}
     sizes = {node: size for node, size in sizes.items() if can_be_spread(node, num_parts)}
     least = _LEAST * max(sizes.values(), default=0)
-    levels = [Parted((), sum(sizes.values()), 0.0)]
+    levels = [SpreadLevel((), sum(sizes.values()), 0.0)]
     for node, size in sorted(sizes.items(), key=lambda entry: -entry[1]):
         if size >= least:
             before = levels[-1]
             left = before.num_bytes - size + size // num_parts
-            levels.append(Parted((*before.values, node.name), left, before.seconds + seconds(size)))
+            levels.append(SpreadLevel((*before.values, node.name), left, before.seconds + seconds(size)))
     return tuple(levels)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Phase
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.timeline import Place
+from zerofx.scheduler.cost.timeline import UnitPhase
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.prefetch import NUM_BUFFERS
 from zerofx.scheduler.plan.decisions import StateDecision
@@ -56,7 +56,7 @@ def state_menus(
     layout: BucketLayout,
     state_bytes: Mapping[int, int],
     stage: int,
-    seconds: Mapping[Place, float],
+    seconds: Mapping[UnitPhase, float],
     machine: Machine,
     tiers: tuple[Tier, ...],
     activation_bytes: int = 0,

@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields
 from typing import Any, get_args, get_type_hints
 
 from zerofx.errors import PlanError, UsageError
-from zerofx.scheduler.plan.pipeline_text import Options, Value
+from zerofx.scheduler.plan.pipeline_text import Options, OptionValue
 from zerofx.scheduler.plan.plan import Plan
 
 # Fields of ``Plan``; of each those of a decision, or none for the field itself.
@@ -26,7 +26,7 @@ _SAID_BESIDES: dict[str, Any] = {"reason": "given in a pipeline", "num_bytes": 0
 
 def options_of(plan: Plan, decisions: Decisions) -> Options:
     """What ``plan`` decides for the pass that carries out ``decisions``."""
-    options: list[tuple[str, tuple[Value, ...]]] = []
+    options: list[tuple[str, tuple[OptionValue, ...]]] = []
     for entry, columns in decisions.items():
         rows = getattr(plan, entry)
         if not columns:

@@ -16,14 +16,14 @@ from typing import NoReturn, TypeAlias
 
 from zerofx.errors import UsageError
 
-Value: TypeAlias = bool | int | float | str | tuple["Value", ...] | None
-Options: TypeAlias = tuple[tuple[str, tuple[Value, ...]], ...]
+OptionValue: TypeAlias = bool | int | float | str | tuple["OptionValue", ...] | None
+Options: TypeAlias = tuple[tuple[str, tuple[OptionValue, ...]], ...]
 
 _NAME = re.compile(r"[a-z_]\w*")
 _WORD = re.compile(r"[^\W\d][\w.]*")
 _NUMBER = re.compile(r"-?(\d+(\.\d+)?(e[+-]?\d+)?|inf(?![\w.]))")
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
-_WORDS: dict[str, Value] = {"none": None, "true": True, "false": False, "inf": float("inf")}
+_WORDS: dict[str, OptionValue] = {"none": None, "true": True, "false": False, "inf": float("inf")}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def read_pipeline(text: str) -> tuple[PassText, ...]:
     return _Reader(text).pipeline()
 
 
-def _text(value: Value) -> str:
+def _text(value: OptionValue) -> str:
     if isinstance(value, tuple):
         return f"[{','.join(map(_text, value))}]"
     if value is None or isinstance(value, bool):
@@ -80,7 +80,7 @@ class _Reader:
 
     def _pass(self) -> PassText:
         name = self._expect(_NAME, "the name of a pass")
-        options: dict[str, tuple[Value, ...]] = {}
+        options: dict[str, tuple[OptionValue, ...]] = {}
         if self._take(r"\{\s*") is not None:
             while self._take(r"\}") is None:
                 if options and self._text[self._place - 1] not in " \n":
@@ -93,15 +93,15 @@ class _Reader:
                 self._take(r"\s*")
         return PassText(name, tuple(options.items()))
 
-    def _values(self, end: str) -> tuple[Value, ...]:
-        values: list[Value] = []
+    def _values(self, end: str) -> tuple[OptionValue, ...]:
+        values: list[OptionValue] = []
         while values or not re.compile(end).match(self._text, self._place):
             values.append(self._value())
             if self._take(",") is None:
                 break
         return tuple(values)
 
-    def _value(self) -> Value:
+    def _value(self) -> OptionValue:
         if self._take(r"\[") is not None:
             inner = self._values(r"\]")
             self._expect(r"\]", "] after a list")

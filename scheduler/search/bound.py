@@ -45,7 +45,7 @@ from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.simulate import gradient_bytes
-from zerofx.scheduler.decide.activations import Level, Segment, cheapest, segments
+from zerofx.scheduler.decide.activations import ActivationLevel, Segment, cheapest, segments
 from zerofx.scheduler.plan.plan import Plan
 
 _ROUNDING = 1e-9  # sums of seconds are floats: what is called a bound stays below the exact one
@@ -148,7 +148,7 @@ def least_seconds_to_free(missing: int, exchanges: Sequence[Exchange]) -> float:
     return seconds if missing <= 0 else float("inf")
 
 
-def convex_hull(segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float]) -> list[Level]:
+def convex_hull(segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float]) -> list[ActivationLevel]:
     """The corners of the lower convex hull of (bytes, seconds) over all that may be kept, least seconds first.
 
     Between two corners the cut at the price of their slope lies on the hull: either it finds a corner in between, or
@@ -163,8 +163,12 @@ def convex_hull(segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node
 
 
 def _between(
-    segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float], left: Level, right: Level
-) -> list[Level]:
+    segment: Segment,
+    sizes: Sequence[int],
+    seconds: Mapping[fx.Node, float],
+    left: ActivationLevel,
+    right: ActivationLevel,
+) -> list[ActivationLevel]:
     """The corners after ``left`` up to ``right``."""
     freed, paid = left.num_bytes - right.num_bytes, right.seconds - left.seconds
     if freed <= 0 or paid <= 0:
@@ -178,7 +182,7 @@ def _between(
     return [*before, *_between(segment, sizes, seconds, corner, right)]
 
 
-def _exchanges(hull: Sequence[Level]) -> Iterator[Exchange]:
+def _exchanges(hull: Sequence[ActivationLevel]) -> Iterator[Exchange]:
     for before, after in itertools.pairwise(hull):
         yield Exchange(before.num_bytes - after.num_bytes, after.seconds - before.seconds)
 
@@ -352,13 +356,13 @@ def _tightest(facts: _Facts, moments: Iterable[_Moment]) -> list[tuple[tuple[int
     return list(best.items())
 
 
-def _hulls(facts: _Facts, machine: Machine) -> list[list[Level]]:
+def _hulls(facts: _Facts, machine: Machine) -> list[list[ActivationLevel]]:
     """For each segment the hull of what it may keep, without what is kept in any case.
 
     Values of other segments count nothing here, as they count where they are made; nor do operators that a plan can
     move to backward instead of running them twice.
     """
-    known: dict[Hashable, list[Level]] = {}
+    known: dict[Hashable, list[ActivationLevel]] = {}
     hulls = []
     for part in facts.parts:
         key = part.key, tuple(node in facts.stays for node in part.operators)

@@ -14,14 +14,14 @@ from zerofx.passes.tile import tile
 from zerofx.scheduler.analysis.pieces import ForwardRun, forward_runs, pieces
 from zerofx.scheduler.analysis.saved_values import crossing_storages
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.timeline import Place, seconds_by_place
+from zerofx.scheduler.cost.timeline import UnitPhase, seconds_by_place
 from zerofx.scheduler.decide.activations import Segment, segments
 from zerofx.scheduler.decide.residency import GraphIdentity, identify
 from zerofx.scheduler.plan.decisions import PieceDecision, TileDecision
 
 
 @dataclass(frozen=True)
-class Captured:
+class GraphFacts:
     """A captured graph and a machine, with what follows from the two whatever is asked; each found once.
 
     ``tiles``: what is tiled in it, which all but the graph's identity is about. ``ends_only``: outside layers only what
@@ -81,12 +81,12 @@ class Captured:
         return bool(self._pieces) and not self.ends_only and self._runs != replace(self, ends_only=True)._runs
 
     @cached_property
-    def seconds(self) -> dict[Place, float]:
+    def seconds(self) -> dict[UnitPhase, float]:
         """Seconds of computation by unit and phase."""
         return seconds_by_place(self.tiled, self.machine)
 
     @cached_property
-    def seconds_of_one(self) -> dict[Place, float]:
+    def seconds_of_one(self) -> dict[UnitPhase, float]:
         """Seconds of computation by unit and phase, of one micro-batch: what overlaps with a single transfer."""
         return {place: total / self.step.num_bodies for place, total in self.seconds.items()}
 

@@ -28,8 +28,8 @@ def held(step: StepGraph, live: Liveness) -> Held:
     peak = live.peak_node
     if peak is None:
         return Held(live.peak_bytes, live.peak_bytes)
-    nodes = next((nodes for nodes in live.fused if peak in nodes), (peak,))
-    freed = live.fused[nodes].freed if nodes in live.fused else frozenset()
+    nodes = next((nodes for nodes in live.compiled if peak in nodes), (peak,))
+    freed = live.compiled[nodes].freed if nodes in live.compiled else frozenset()
     order = step.positions()
     begin = order[nodes[0]]
     firm = live.persistent_bytes

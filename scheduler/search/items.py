@@ -15,16 +15,16 @@ from zerofx.passes.activations.recompute import put_off, recompute
 from zerofx.passes.activations.spread import spread
 from zerofx.passes.divide import end_regions_at
 from zerofx.scheduler.analysis.saved_values import storage_size, value_node
-from zerofx.scheduler.cost.timeline import Place, runs
+from zerofx.scheduler.cost.timeline import UnitPhase, runs
 from zerofx.scheduler.cost.wire_volume import seconds_along
-from zerofx.scheduler.decide.activations import Level, Segment, free_levels, menu
-from zerofx.scheduler.decide.gathers import Gathering, keep_menus, prefetch_menu, reduction_menu, why_kept
-from zerofx.scheduler.decide.gradients import Waiting, gradient_menus, place_gradients
+from zerofx.scheduler.decide.activations import ActivationLevel, Segment, free_levels, menu
+from zerofx.scheduler.decide.gathers import CollectiveLevel, keep_menus, prefetch_menu, reduction_menu, why_kept
+from zerofx.scheduler.decide.gradients import GradientLevel, gradient_menus, place_gradients
 from zerofx.scheduler.decide.offload import Capacity, OffloadRequest, away_seconds, entries, joint_menu, place
 from zerofx.scheduler.decide.parameters import ParameterLevel, copies_menu, parameter_menus
 from zerofx.scheduler.decide.prefetch import NUM_BUFFERS, place_arrivals
 from zerofx.scheduler.decide.residency import PolicyOptions, decide, residencies
-from zerofx.scheduler.decide.spread import Parted, spread_menu, spreads_of
+from zerofx.scheduler.decide.spread import SpreadLevel, spread_menu, spreads_of
 from zerofx.scheduler.decide.states import StateLevel, decisions_of, left_to_activations, state_menus
 from zerofx.scheduler.plan.decisions import (
     GradientDecision,
@@ -45,7 +45,7 @@ class Activations:
     """What becomes of the activations of one run of a repeated layer, or between layers."""
 
     segment: Segment
-    levels: tuple[Level, ...]
+    levels: tuple[ActivationLevel, ...]
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Keeping:
     """Whether a bucket stays gathered from forward to backward."""
 
     bucket: Bucket
-    levels: tuple[Gathering, Gathering]
+    levels: tuple[CollectiveLevel, CollectiveLevel]
 
 
 @dataclass(frozen=True)
 class Prefetching:
     """How many units ahead gathers are issued, by level; with none, copies from slower tiers are awaited at once."""
 
-    levels: tuple[Gathering, ...]
+    levels: tuple[CollectiveLevel, ...]
     units: tuple[int, ...]
 
 
@@ -68,7 +68,7 @@ class Prefetching:
 class Awaiting:
     """Whether reductions are awaited a unit later, or where they are issued."""
 
-    levels: tuple[Gathering, Gathering]
+    levels: tuple[CollectiveLevel, CollectiveLevel]
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Accumulated:
     """What of a bucket's gradients waits between micro-batches, and where."""
 
     bucket: Bucket
-    levels: tuple[Waiting, ...]
+    levels: tuple[GradientLevel, ...]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Spreading:
     """Which values of a layer, of those that all ranks of the model axis have, wait for backward in parts."""
 
     segment: Segment
-    levels: tuple[Parted, ...]
+    levels: tuple[SpreadLevel, ...]
 
 
 Item = Activations | Keeping | Prefetching | Awaiting | States | Parameters | Accumulated | Spreading
@@ -110,21 +110,21 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
     """All that can be decided, in a fixed order."""
     items: list[Item] = [*_activations(question, leaning), *_spreading(question)]
     if any(bucket.is_gathered(question.stage) for bucket in question.layout.buckets):
-        asked, seconds = question.asked, question.captured.seconds_of_one
-        gathered = residencies(question.captured.tiled, question.layout, asked)
+        asked, seconds = question.asked, question.facts.seconds_of_one
+        gathered = residencies(question.facts.tiled, question.layout, asked)
         items += [
             Keeping(bucket, levels) for bucket, levels in keep_menus(gathered, asked, seconds, question.machine).items()
         ]
         levels = prefetch_menu(gathered, question.layout, asked.prefetch, seconds, question.machine)
         items.append(Prefetching(levels, tuple(range(asked.prefetch, -1, -1))))
     if question.layout.num_ranks > 1:
-        items.append(Awaiting(reduction_menu(question.layout, question.captured.seconds_of_one, question.machine)))
+        items.append(Awaiting(reduction_menu(question.layout, question.facts.seconds_of_one, question.machine)))
     if leaning != "recompute" and (question.delayed or question.fixed is not None):
         items += _prefetching_copies(question, items)
     elif leaning != "recompute":
         activation_bytes = _offloaded_bytes(items)
         menus = state_menus(
-            question.layout, question.state_bytes, question.stage, question.captured.seconds_of_one, question.machine,
+            question.layout, question.state_bytes, question.stage, question.facts.seconds_of_one, question.machine,
             question.tiers, activation_bytes, clipped=question.updates_wait,
         )  # fmt: skip
         items += [States(bucket, levels) for bucket, levels in menus.items()]
@@ -136,9 +136,9 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
 
 def free_items(question: Question) -> list[Activations]:
     """The layers in which less is kept if backward computes again what costs it nothing."""
-    first = {part.key: part for part in reversed(question.captured.segments) if part.unit}
+    first = {part.key: part for part in reversed(question.facts.segments) if part.unit}
     menus = {key: levels for key, part in first.items() if len(levels := free_levels(part)) > 1}
-    return [Activations(part, menus[part.key]) for part in question.captured.segments if part.key in menus]
+    return [Activations(part, menus[part.key]) for part in question.facts.segments if part.key in menus]
 
 
 def num_free(items: Sequence[Item], moves: Sequence[Move]) -> int:
@@ -157,7 +157,7 @@ def _accumulated(question: Question, others: Sequence[Item], leaning: Leaning) -
     parameters = [item.levels[1].decision(item.bucket, 0) for item in others if isinstance(item, Parameters)]
     menus = gradient_menus(
         question.layout, question.stage, question.step.num_micro_batches, question.reduce,
-        question.captured.seconds_of_one, question.machine,
+        question.facts.seconds_of_one, question.machine,
         _capacity(question, states, parameters).tiers if leaning != "recompute" else {},
     )  # fmt: skip
     return [Accumulated(bucket, levels) for bucket, levels in menus.items()]
@@ -180,7 +180,7 @@ def _offloaded_bytes(items: Sequence[Item]) -> int:
 
 def _parameters(question: Question, states: Mapping[Bucket, StateLevel], activation_bytes: int) -> list[Parameters]:
     """``states`` are where states may go, which takes room too, and ``activation_bytes`` what activations may take."""
-    used = residencies(question.captured.tiled, question.layout, question.asked)
+    used = residencies(question.facts.tiled, question.layout, question.asked)
     capacity = dict(_capacity(question, states).tiers)
     everything = sum(bucket.shard_bytes for bucket in question.layout.buckets) + activation_bytes
     if "nvme" in capacity and "host" in capacity and everything > capacity["host"]:
@@ -189,7 +189,7 @@ def _parameters(question: Question, states: Mapping[Bucket, StateLevel], activat
         used,
         question.layout,
         question.state_bytes,
-        question.captured.seconds_of_one,
+        question.facts.seconds_of_one,
         question.machine,
         capacity,
         states,
@@ -201,7 +201,7 @@ def _parameters(question: Question, states: Mapping[Bucket, StateLevel], activat
 def _activations(question: Question, leaning: Leaning) -> list[Activations]:
     if not question.recompute and not question.tiers:
         return []
-    parts = question.captured.segments
+    parts = question.facts.segments
     num_layers = len(parts) // question.step.num_bodies
     # The peak is that of the worst micro-batch: a layer makes the same move in each before another layer does.
     parts = [part for layer in range(num_layers) for part in parts[layer::num_layers]]
@@ -215,7 +215,7 @@ def _activations(question: Question, leaning: Leaning) -> list[Activations]:
     entries_of = {
         key: entries(part, machine, tier, alike[_kind(part)], recompute=recompute) for key, part in first.items()
     }
-    spans = runs(question.captured.tiled, question.captured.seconds)
+    spans = runs(question.facts.tiled, question.facts.seconds)
     return [Activations(part, joint_menu(entries_of[part.key], away_seconds(part, spans))) for part in parts]
 
 
@@ -228,7 +228,7 @@ def _spreading(question: Question) -> list[Spreading]:
 
     if mesh.model == 1:
         return []
-    menus = [(part, spread_menu(part, mesh.model, seconds)) for part in question.captured.segments]
+    menus = [(part, spread_menu(part, mesh.model, seconds)) for part in question.facts.segments]
     return [Spreading(part, levels) for part, levels in menus if len(levels) > 1]
 
 
@@ -242,7 +242,7 @@ class _Choice:
 
     prefetch: int
     keep: dict[str, str]
-    seconds: dict[Place, float]  # of computation, what is computed again included
+    seconds: dict[UnitPhase, float]  # of computation, what is computed again included
     hide_reductions: bool = True
     recomputes: list[RecomputeDecision] = field(default_factory=list)
     extra_keeps: dict[str, None] = field(default_factory=dict)
@@ -259,13 +259,13 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
     """The plan that some moves lead to, and a copy of the captured graph with tiles and recomputation carried out."""
     chosen = _choose(question, items, reached(moves))
     recomputed, extra = frozenset(decision.value for decision in chosen.recomputes), frozenset(chosen.extra_keeps)
-    carried_out = question.captured.tiled.clone()
+    carried_out = question.facts.tiled.clone()
     recompute(carried_out, recomputed, extra)
     capacity = _capacity(question, chosen.state_levels, chosen.parameters, chosen.gradients)
     offloads = place(carried_out, list(chosen.requests.values()), chosen.seconds, question.machine, capacity)
     if not offloads:
         put_off(carried_out)
-    divided = question.captured.pieces_without(recomputed.union(decision.value for decision in offloads))
+    divided = question.facts.pieces_without(recomputed.union(decision.value for decision in offloads))
     end_regions_at(carried_out, divided)
     spreads = spreads_of(
         carried_out, chosen.spreads, question.layout.mesh.model, {decision.value for decision in offloads}
@@ -296,7 +296,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         kept_gradients=question.kept_gradients,
         loss_scaled=question.loss_scaled,
         carried_out=carried_out,
-        identity=question.captured.identity,
+        identity=question.facts.identity,
     )
     plan = place_arrivals(
         plan,
@@ -313,7 +313,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
 def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move]) -> _Choice:
     """What is decided about each item, given the last move made for those that have been moved."""
     asked = question.asked
-    chosen = _Choice(asked.prefetch, dict.fromkeys(_named(asked), "as asked"), dict(question.captured.seconds))
+    chosen = _Choice(asked.prefetch, dict.fromkeys(_named(asked), "as asked"), dict(question.facts.seconds))
     chosen.states += decisions_of(question.delayed)
     chosen.state_levels |= question.delayed
     if question.fixed is not None:
@@ -369,7 +369,7 @@ def _choose_activations(question: Question, item: Activations, move: Move, chose
         if i in segment.needed and i not in level.saved:
             size = storage_bytes(tensors_of(node)[0])
             chosen.recomputes.append(RecomputeDecision(node.name, size, reason, origin(node).layer))
-        elif i in level.saved and storage not in question.captured.crossing:
+        elif i in level.saved and storage not in question.facts.crossing:
             chosen.extra_keeps[node.name] = None
         if i in level.offloaded:
             chosen.requests[node.name] = OffloadRequest(node.name, reached_level)

@@ -22,7 +22,7 @@ from zerofx.scheduler.decide.tiling import named_tiles
 from zerofx.scheduler.plan.decisions import GradientDecision
 from zerofx.scheduler.plan.locations import Locations
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.graph_facts import Captured
+from zerofx.scheduler.search.graph_facts import GraphFacts
 from zerofx.scheduler.search.question import Question
 from zerofx.scheduler.search.rehearsal import Rehearsal
 from zerofx.scheduler.search.target import Target
@@ -144,14 +144,14 @@ class Problem:
     def layout(self) -> BucketLayout:
         return self.rehearsal.layout
 
-    def facts(self) -> Captured:
+    def facts(self) -> GraphFacts:
         """The captured graph on the machine, with what is tiled by name.
 
         Raises:
             UsageError: ``options.tile`` names what cannot be tiled.
         """
         tiles = named_tiles(self.captured, self.options.tile) if isinstance(self.options.tile, Mapping) else ()
-        return Captured(self.captured, self.machine, tiles)
+        return GraphFacts(self.captured, self.machine, tiles)
 
     def gradients(self) -> tuple[GradientDecision, ...]:
         """The gradients that are asked to wait elsewhere between micro-batches."""
@@ -189,7 +189,7 @@ class Problem:
         """
         options = self.options
         return Question(
-            captured=self.facts(),
+            facts=self.facts(),
             layout=self.layout,
             stage=options.stage,
             precision=options.precision,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from zerofx.choices import Reduce
+from zerofx.choices import ReduceOption
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.cost.machine import Machine
@@ -16,7 +16,7 @@ from zerofx.scheduler.decide.states import StateLevel, state_menus
 from zerofx.scheduler.plan.decisions import GradientDecision, TileDecision
 from zerofx.scheduler.plan.locations import Locations
 from zerofx.scheduler.plan.tiers import Tier
-from zerofx.scheduler.search.graph_facts import Captured
+from zerofx.scheduler.search.graph_facts import GraphFacts
 
 Leaning = Literal["recompute", "offload", "joint"]
 
@@ -39,7 +39,7 @@ class Question:
     ``reduce``: whether gradients may be reduced in each micro-batch, ``reduced_each`` those that are before any move.
     """
 
-    captured: Captured
+    facts: GraphFacts
     layout: BucketLayout
     stage: int
     precision: str | None
@@ -58,19 +58,19 @@ class Question:
     loss_scaled: bool = False
     inlines: bool = False
     gradients: tuple[GradientDecision, ...] = ()
-    reduce: Reduce = "auto"
+    reduce: ReduceOption = "auto"
     reduced_each: Mapping[int, str] = field(default_factory=dict)
 
     def tiled(self, tiles: tuple[TileDecision, ...]) -> Question:
         """The same question where values are tiled so."""
-        return self if tiles == self.tiles else replace(self, captured=replace(self.captured, tiles=tiles))
+        return self if tiles == self.tiles else replace(self, facts=replace(self.facts, tiles=tiles))
 
     @property
     def divisions(self) -> tuple[Question, ...]:
         """The same question with what is outside layers divided in every way that there is a choice of."""
-        if not self.captured.divides_others:
+        if not self.facts.divides_others:
             return (self,)
-        return (self, replace(self, captured=replace(self.captured, ends_only=True)))
+        return (self, replace(self, facts=replace(self.facts, ends_only=True)))
 
     @cached_property
     def levels_where_fixed(self) -> dict[Bucket, StateLevel]:
@@ -79,7 +79,7 @@ class Question:
         if not away:
             return {}
         menus = state_menus(
-            self.layout, self.state_bytes, self.stage, self.captured.seconds_of_one, self.machine, self.tiers,
+            self.layout, self.state_bytes, self.stage, self.facts.seconds_of_one, self.machine, self.tiers,
             clipped=self.updates_wait,
         )  # fmt: skip
         return {bucket: off for bucket, (_, off) in menus.items() if bucket.index in away}
@@ -91,15 +91,15 @@ class Question:
 
     @property
     def tiles(self) -> tuple[TileDecision, ...]:
-        return self.captured.tiles
+        return self.facts.tiles
 
     @property
     def step(self) -> StepGraph:
-        return self.captured.step
+        return self.facts.step
 
     @property
     def machine(self) -> Machine:
-        return self.captured.machine
+        return self.facts.machine
 
     @property
     def leanings(self) -> tuple[Leaning, ...]:

@@ -79,7 +79,7 @@ class Rehearsal:
         """What the device holds when ``plan`` is carried out on ``begun``, which the passes ``done`` have been on."""
         target = self.target
         run_quietly(begun, plan, self.layout, self.programs, target.settings, done=done)
-        live = liveness(begun, target.on_cpu, fused=target.compiles_regions)
+        live = liveness(begun, target.on_cpu, compiles_regions=target.compiles_regions)
         if target.compiles_regions:
             live = _live_when_compiled(live, begun, cut(begun), target)
         return held(begun, live)
@@ -96,14 +96,16 @@ def simulate_step(
 
     ``instructions`` are those that ``step`` is cut into.
     """
-    costs, machine, fused = target.costs, target.machine, target.compiles_regions
+    costs, machine, compiles_regions = target.costs, target.machine, target.compiles_regions
     measured = None
     if costs is not None:
         measured = costs.of_nodes(regions_of(instructions), machine)
     elif target.fuses:
         measured = _seconds_when_compiled(instructions, target)
-    simulation = simulate(step, machine, layout.mesh, on_cpu=target.on_cpu, fused=fused, measured=measured)
-    if fused:
+    simulation = simulate(
+        step, machine, layout.mesh, on_cpu=target.on_cpu, compiles_regions=compiles_regions, measured=measured
+    )
+    if compiles_regions:
         live = _live_when_compiled(simulation.live, step, instructions, target)
         simulation = replace(simulation, live=live)
     return simulation

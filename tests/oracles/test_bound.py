@@ -39,7 +39,7 @@ from zerofx.scheduler.plan.decisions import OffloadDecision, RecomputeDecision
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.bound import Exchange, bound, convex_hull, least_seconds_to_free, with_least_seconds
-from zerofx.scheduler.search.graph_facts import Captured
+from zerofx.scheduler.search.graph_facts import GraphFacts
 from zerofx.settings import read_settings
 
 MACHINE = Machine.named("cpu")
@@ -116,7 +116,7 @@ class Case:
         made = decide(
             self.step, self.layout, stage=self.stage, precision=None, machine=MACHINE.name,
             options=PolicyOptions(prefetch), recomputes=decisions, extra_keeps=tuple(extra),
-            pieces=Captured(self.step, MACHINE).pieces_without(set(dropped)),
+            pieces=GraphFacts(self.step, MACHINE).pieces_without(set(dropped)),
         )  # fmt: skip
         done = self.carry_out(made)
         prediction = predict(done, made, self.layout, simulate(done, MACHINE, self.layout.mesh, on_cpu=True))

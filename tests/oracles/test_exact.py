@@ -39,7 +39,7 @@ from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.plan.facts import Prediction
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.graph_facts import Captured
+from zerofx.scheduler.search.graph_facts import GraphFacts
 from zerofx.scheduler.search.held import Held, held
 from zerofx.scheduler.search.problem import Problem as PlanProblem
 from zerofx.scheduler.search.question import Question
@@ -203,7 +203,7 @@ def recomputed(step: StepGraph, plan: Plan) -> StepGraph:
 def fitted(step: StepGraph, machine: Machine, budget: int) -> Plan | None:
     """The planner's plan for a step without parameters' passes, or None where it finds none."""
     layout = BucketLayout((), Mesh())
-    question = Question(Captured(step, machine), layout, 0, None, budget, recompute=True)
+    question = Question(GraphFacts(step, machine), layout, 0, None, budget, recompute=True)
     rehearsal = WithoutParameters(step, layout, {}, target(machine))
     work = Prepared(
         step, layout, {}, decide(step, layout, stage=0, precision=None, machine=machine.name, options=PolicyOptions())

@@ -20,7 +20,7 @@ from zerofx.errors import UsageError
 from zerofx.torch_private.tensors import without_memory, without_torch_function
 
 
-class Sharded(torch.Tensor):
+class BoxedTensor(torch.Tensor):
     """A tensor of which this rank writes boxes, ``owned``, whose values ``read`` gives, and reads others, ``held``.
 
     It has shape and dtype, and no values: only DCP can use it.
@@ -39,9 +39,9 @@ class Sharded(torch.Tensor):
         owned: Sequence[Piece],
         held: Sequence[Piece],
         read: Callable[[Piece], torch.Tensor],
-    ) -> Sharded:
+    ) -> BoxedTensor:
         """Has the shape of ``like``."""
-        wrapper: Sharded = without_memory(cls, like.shape, dtype=dtype, device=torch.device("cpu"))
+        wrapper: BoxedTensor = without_memory(cls, like.shape, dtype=dtype, device=torch.device("cpu"))
         wrapper._owned, wrapper._held, wrapper._read, wrapper._loaded = owned, held, read, None
         return wrapper
 

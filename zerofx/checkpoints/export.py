@@ -81,18 +81,20 @@ def export_distributed(path: Path, out: Path) -> None:
     # What DCP is made of takes long to import: only who uses it pays.
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from zerofx.checkpoints.distributed import Sharded
+    from zerofx.checkpoints.distributed import BoxedTensor
     from zerofx.checkpoints.pieces import Piece
 
     reader = _checked(path)
     marker = reader.marker
 
-    def lazily(name: str, shape: tuple[int, ...], dtype: torch.dtype, kind: str, like: torch.dtype) -> Sharded:
+    def lazily(name: str, shape: tuple[int, ...], dtype: torch.dtype, kind: str, like: torch.dtype) -> BoxedTensor:
         stored = (*shape, 2) if like.is_complex else shape
         piece = Piece(name, 0, Box.whole(stored), torch.empty(stored, device="meta").stride())
         whole = torch.empty((), device="meta").expand(shape)
         of_model = dtype.to_complex() if like.is_complex else dtype
-        return Sharded(whole, of_model, [piece], [piece], lambda piece: _whole(reader, piece.source, piece.box, kind))
+        return BoxedTensor(
+            whole, of_model, [piece], [piece], lambda piece: _whole(reader, piece.source, piece.box, kind)
+        )
 
     model: dict[str, Any] = {}
     for name, about in marker.tensors.items():

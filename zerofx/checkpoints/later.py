@@ -20,9 +20,9 @@ import torch
 
 from zerofx.checkpoints.names import ModelNames
 from zerofx.checkpoints.pieces import Piece
-from zerofx.checkpoints.save import Begun, Numbers, start, write_files
+from zerofx.checkpoints.save import Begun, StepCounts, start, write_files
 from zerofx.checkpoints.together import cannot_be_done, on_all
-from zerofx.checkpoints.training import Part, Training
+from zerofx.checkpoints.training import OwnedValues, Training
 from zerofx.disk.checkpoint.folder import abandon, place_of
 from zerofx.disk.checkpoint.shard_file import Written
 from zerofx.disk.own_files import write_text
@@ -37,7 +37,7 @@ _FINISH = "finish a checkpoint"
 def save_later(
     training: Training,
     names: ModelNames,
-    numbers: Numbers,
+    numbers: StepCounts,
     state: Mapping[str, Any],
     folder: Path,
     keep: int | None,
@@ -69,7 +69,9 @@ def save_later(
     return Later(training, begun, snapshot, keep, place_of(folder, numbers.num_steps))
 
 
-def _snapshot(training: Training, parts: tuple[Part, ...], spare_bytes: int | None, num_local_ranks: int) -> Snapshot:
+def _snapshot(
+    training: Training, parts: tuple[OwnedValues, ...], spare_bytes: int | None, num_local_ranks: int
+) -> Snapshot:
     values = []
     for part in parts:
         if part.entries:
@@ -162,7 +164,7 @@ class Later:
                     self._leave_note({"failure": self._failure})
 
     @contextmanager
-    def _show(self, part: Part) -> Iterator[Callable[[Piece], AbstractContextManager[torch.Tensor]]]:
+    def _show(self, part: OwnedValues) -> Iterator[Callable[[Piece], AbstractContextManager[torch.Tensor]]]:
         @contextmanager
         def shown(piece: Piece) -> Iterator[torch.Tensor]:
             with self._snapshot.elements(part.stored, piece.start - part.first, piece.end - part.first) as flat:

@@ -18,7 +18,7 @@ from zerofx.checkpoints.names import ModelNames, groups_of, number_of
 from zerofx.checkpoints.pieces import Piece
 from zerofx.checkpoints.random_states import random_states
 from zerofx.checkpoints.together import on_all, on_first
-from zerofx.checkpoints.training import Part, Training, parts_of, whole_entry
+from zerofx.checkpoints.training import OwnedValues, Training, parts_of, whole_entry
 from zerofx.checkpoints.user_state import WORD, described
 from zerofx.disk.checkpoint.folder import abandon, begin, commit
 from zerofx.disk.checkpoint.marker import Marker, OptimizerInfo, Scalar, TensorInfo
@@ -30,7 +30,7 @@ from zerofx.runtime.state.on_host import ReadAhead, shown_on_host
 
 
 @dataclass(frozen=True)
-class Numbers:
+class StepCounts:
     """The steps that a step has done, and has left out; what else it counts, as JSON."""
 
     num_steps: int
@@ -38,7 +38,7 @@ class Numbers:
     extra: Mapping[str, Any]
 
 
-Show = Callable[[Part], AbstractContextManager[Callable[[Piece], AbstractContextManager[torch.Tensor]]]]
+Show = Callable[[OwnedValues], AbstractContextManager[Callable[[Piece], AbstractContextManager[torch.Tensor]]]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Content:
     num_ranks: int
     words: str
     loose: Mapping[str, Mapping[str, torch.Tensor]]
-    parts: tuple[Part, ...]
+    parts: tuple[OwnedValues, ...]
 
     def copied(self) -> Content:
         """The same with tensors of its own in the place of loose ones, which others may change."""
@@ -72,7 +72,7 @@ class Begun:
         return commit(self.part, self.marker, keep)
 
 
-def start(training: Training, names: ModelNames, numbers: Numbers, state: Mapping[str, Any], folder: Path) -> Begun:
+def start(training: Training, names: ModelNames, numbers: StepCounts, state: Mapping[str, Any], folder: Path) -> Begun:
     """Take down what is saved, and make the folder that it is written into. Collective.
 
     What is under way for delayed updates has been finished. ``state``: the user's own, as ``check_state`` gives it.
@@ -97,7 +97,7 @@ def start(training: Training, names: ModelNames, numbers: Numbers, state: Mappin
 def save(
     training: Training,
     names: ModelNames,
-    numbers: Numbers,
+    numbers: StepCounts,
     state: Mapping[str, Any],
     folder: Path,
     keep: int | None,
@@ -133,7 +133,7 @@ def write_files(content: Content, folder: Path, show: Show) -> dict[str, Written
     """Write this rank's two files, which are on disk then. ``show`` shows a part, and its pieces one by one."""
     written = {}
     for kind in (MODEL, STATE):
-        jobs: dict[Entry, tuple[Part | torch.Tensor, Any]] = {
+        jobs: dict[Entry, tuple[OwnedValues | torch.Tensor, Any]] = {
             entry: (part, piece) for part in content.parts if part.kind == kind for entry, piece in part.entries
         }
         for name, values in content.loose[kind].items():
@@ -173,7 +173,7 @@ def _write_at_once(training: Training, begun: Begun) -> dict[str, Written]:
     ahead = ReadAhead([part.stored for part in written_in_order], training.tiers)
 
     @contextmanager
-    def where_it_lies(part: Part) -> Iterator[Callable[[Piece], AbstractContextManager[torch.Tensor]]]:
+    def where_it_lies(part: OwnedValues) -> Iterator[Callable[[Piece], AbstractContextManager[torch.Tensor]]]:
         first, last = training.owned(part.bucket)
         with shown_on_host(part.stored, first - part.first, last - part.first, training.tiers, ahead) as values:
             yield lambda piece: nullcontext(piece.view(values, first))
@@ -184,7 +184,7 @@ def _write_at_once(training: Training, begun: Begun) -> dict[str, Written]:
         ahead.end()
 
 
-def _marker(training: Training, names: ModelNames, numbers: Numbers) -> Marker:
+def _marker(training: Training, names: ModelNames, numbers: StepCounts) -> Marker:
     ids = {id(training.state.parameter(own)): name for own, name in names.parameters.items()}
     extra: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}

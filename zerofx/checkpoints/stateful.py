@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from zerofx.capture.checks import names as listed_names
-from zerofx.checkpoints.distributed import Sharded
+from zerofx.checkpoints.distributed import BoxedTensor
 from zerofx.checkpoints.names import ModelNames, set_groups_from
 from zerofx.checkpoints.pieces import Piece, pieces_of
 from zerofx.checkpoints.predecessors import predecessor
 from zerofx.checkpoints.random_states import random_states, set_random_states, states_for
-from zerofx.checkpoints.save import Numbers
+from zerofx.checkpoints.save import StepCounts
 from zerofx.checkpoints.training import Training
 from zerofx.disk.checkpoint.boxes import Box
 from zerofx.errors import CheckpointError
@@ -26,7 +26,7 @@ from zerofx.runtime.state.on_host import shown_on_host
 MODEL, OPTIMIZER, OWN = "model", "optimizer", "zerofx"
 
 
-def state_of(training: Training, names: ModelNames, numbers: Numbers) -> dict[str, Any]:
+def state_of(training: Training, names: ModelNames, numbers: StepCounts) -> dict[str, Any]:
     """The state, as DCP's ``get_state_dict`` has it, and what else a step goes on from as JSON. Collective.
 
     Before the first update the optimizer's states are there as they begin, to be loaded into.
@@ -78,9 +78,9 @@ def state_of(training: Training, names: ModelNames, numbers: Numbers) -> dict[st
 def _sharded(
     latest: _Latest, like: torch.Tensor, dtype: torch.dtype, state: str | None, owned: Mapping[Piece, Bucket],
     held: Sequence[Piece],
-) -> Sharded:  # fmt: skip
+) -> BoxedTensor:  # fmt: skip
     of_model = dtype.to_complex() if like.is_complex() else dtype
-    return Sharded(like, of_model, list(owned), held, lambda piece: latest.read(owned[piece], state, piece))
+    return BoxedTensor(like, of_model, list(owned), held, lambda piece: latest.read(owned[piece], state, piece))
 
 
 class Loaded:
@@ -130,10 +130,10 @@ class Loaded:
     def has_optimizer(self) -> bool:
         return self.groups is not None
 
-    def numbers_after(self, before: Numbers) -> Numbers:
+    def numbers_after(self, before: StepCounts) -> StepCounts:
         """What a step counts from here on; what is not given is as ``before``."""
         own = self.own
-        return Numbers(
+        return StepCounts(
             own.get("num_steps", before.num_steps), own.get("num_skipped", before.num_skipped), own.get("extra", {})
         )
 
@@ -148,7 +148,7 @@ class Loaded:
 
     def read_into(self, into: torch.Tensor, own: str, state: str | None, box: Box) -> None:
         values = self._model[self._names.parameters[own]] if state is None else self._states[own][state]
-        if isinstance(values, Sharded):
+        if isinstance(values, BoxedTensor):
             into.copy_(values.loaded(box))
         else:
             real = torch.view_as_real(values.detach()) if values.is_complex() else values.detach()
@@ -204,7 +204,7 @@ def _number(value: Any) -> Any:
 
 
 def _is_flat(value: Any, is_known: bool) -> bool:
-    return isinstance(value, Sharded) or (isinstance(value, torch.Tensor) and (is_known or value.dim() > 0))
+    return isinstance(value, BoxedTensor) or (isinstance(value, torch.Tensor) and (is_known or value.dim() > 0))
 
 
 def _problems(name: str, value: Any, like: torch.Tensor) -> list[str]:
@@ -213,8 +213,8 @@ def _problems(name: str, value: Any, like: torch.Tensor) -> list[str]:
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(like.shape):
         shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         return [f"{shape} for {name}, which is {list(like.shape)}"]
-    if isinstance(value, Sharded) and not value.is_loaded:
+    if isinstance(value, BoxedTensor) and not value.is_loaded:
         return [f"that nothing has been loaded into {name}"]
-    if type(value) not in (torch.Tensor, torch.nn.Parameter, Sharded):
+    if type(value) not in (torch.Tensor, torch.nn.Parameter, BoxedTensor):
         return [f"a {type(value).__name__} for {name} (give whole tensors, or load through step.state_dict())"]
     return []

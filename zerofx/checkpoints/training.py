@@ -51,7 +51,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Part:
+class OwnedValues:
     """What a rank writes of one bucket's values, or of one of its optimizer states, ``state``.
 
     ``first`` is the first element of the bucket that ``stored`` has.
@@ -68,14 +68,14 @@ class Part:
         return MODEL if self.state is None else STATE
 
 
-def parts_of(training: Training, names: ModelNames) -> Iterator[Part]:
+def parts_of(training: Training, names: ModelNames) -> Iterator[OwnedValues]:
     """All that this rank writes of parameters and states."""
     for bucket, held in training.buckets():
         pieces = list(pieces_of(bucket, *training.owned(bucket)))
         states = {name: value for name, value in held.flat.items() if name in held.present}
         for state, stored in ((None, held.stored), *states.items()):
             entries = tuple((_entry(training, names, piece, state, stored.dtype), piece) for piece in pieces)
-            yield Part(bucket, state, stored, training.held(bucket)[0], entries)
+            yield OwnedValues(bucket, state, stored, training.held(bucket)[0], entries)
 
 
 def _entry(training: Training, names: ModelNames, piece: Piece, state: str | None, dtype: torch.dtype) -> Entry:

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import click
 
-from zerofx.choices import Accumulate, Offload, Precision, Recompute, Reduce, ReduceDtype, StateDtype, Wire
+from zerofx.choices import (
+    AccumulateOption,
+    OffloadOption,
+    Precision,
+    RecomputeOption,
+    ReduceDtype,
+    ReduceOption,
+    StateDtype,
+    WireOption,
+)
 from zerofx.errors import UsageError
 from zerofx.scheduler.cost.machine import Machine
 
@@ -142,12 +151,12 @@ def parse_shardings(_context: click.Context, _option: click.Parameter, texts: tu
     return {name: word for name, _, word in entries}
 
 
-def _parse_offload(_context: click.Context, _option: click.Parameter, text: str) -> Offload:
+def _parse_offload(_context: click.Context, _option: click.Parameter, text: str) -> OffloadOption:
     name, equals, tier = text.partition("=")
-    return cast(Offload, {name: tier} if equals else text)  # whether it can be is for `check_options` to say
+    return cast(OffloadOption, {name: tier} if equals else text)  # whether it can be is for `check_options` to say
 
 
-def _parse_accumulate(_context: click.Context, _option: click.Parameter, text: str) -> Accumulate:
+def _parse_accumulate(_context: click.Context, _option: click.Parameter, text: str) -> AccumulateOption:
     if text == "auto":
         return "auto"
     if not text.isdigit():
@@ -171,7 +180,7 @@ _TRAINING_OPTIONS = (
         help="Store optimizer states in it; else as the optimizer has them.",
     ),
     click.option("--prefetch", type=click.IntRange(min=0), default=1, show_default=True, help="Gathers issued ahead."),
-    click.option("--recompute", type=click.Choice(get_args(Recompute)), default="auto", show_default=True),
+    click.option("--recompute", type=click.Choice(get_args(RecomputeOption)), default="auto", show_default=True),
     click.option(
         "--offload", default="auto", show_default=True, metavar="TIER", callback=_parse_offload,
         help="auto, none, host or nvme; or gradients=host (nvme): of gradients between micro-batches.",
@@ -181,10 +190,12 @@ _TRAINING_OPTIONS = (
         help="Micro-batches before each update, or 'auto'.",
     ),
     click.option(
-        "--reduce", type=click.Choice(get_args(Reduce)), default="auto", show_default=True,
+        "--reduce", type=click.Choice(get_args(ReduceOption)), default="auto", show_default=True,
         help="Reduce gradients in each micro-batch, or once after the last.",
     ),
-    click.option("--wire", type=click.Choice(get_args(Wire)), default="exact", show_default=True, help="Bits to send."),
+    click.option(
+        "--wire", type=click.Choice(get_args(WireOption)), default="exact", show_default=True, help="Bits to send."
+    ),
     click.option("--max-grad-norm", type=float, help="Clip gradients to this norm of all of them; else none are."),
 )  # fmt: skip
 

@@ -150,7 +150,7 @@ class _Scratch:
         return self._block[:num_bytes].view(shadow.dtype).as_strided(shadow.shape, shadow.stride())
 
 
-class Recording(TorchDispatchMode):
+class DeferringMode(TorchDispatchMode):
     """While it is on, tensors that are made are deferred, except those on ``meta``."""
 
     def __init__(self) -> None:
@@ -172,8 +172,8 @@ class Recording(TorchDispatchMode):
 
 
 def recording() -> contextlib.AbstractContextManager[object]:
-    """A ``Recording`` to enter."""
-    return Recording()
+    """A ``DeferringMode`` to enter."""
+    return DeferringMode()
 
 
 def hold(real: torch.Tensor) -> DeferredTensor:

@@ -37,8 +37,8 @@ MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, Runti
 _MOST_BYTES = 256 << 20  # in one folder; beyond that what was not read for longest goes
 _PREFIX, _DAY_SECONDS = "zerofx-", 86_400
 _HASH_BYTES = hashlib.sha256().digest_size
-Kind = Literal["capture", "sharing", "plan", "step", "machine", "vectors", "headers", "kernel"]
-_OURS = re.compile(rf"(?:{'|'.join(get_args(Kind))})-[0-9a-f]{{64}}|{_PREFIX}.*\{PART}")
+EntryKind = Literal["capture", "sharing", "plan", "step", "machine", "vectors", "headers", "kernel"]
+_OURS = re.compile(rf"(?:{'|'.join(get_args(EntryKind))})-[0-9a-f]{{64}}|{_PREFIX}.*\{PART}")
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class DiskCache:
 NOT_KEPT = DiskCache(None)
 
 
-def key_of(kind: Kind, parts: Sequence[str]) -> str:
+def key_of(kind: EntryKind, parts: Sequence[str]) -> str:
     """The key of what follows from ``parts`` in these versions of zerofx, torch and Python."""
     text = json.dumps([kind, *versions(), *parts])
     return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()}"

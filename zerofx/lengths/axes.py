@@ -12,7 +12,7 @@ from zerofx.ir.batch import Batch
 
 
 @dataclass(frozen=True)
-class Axes:
+class BatchAxes:
     """Told from the first batch, and held to by all others.
 
     The length is the second size of the first tensor that has two dimensions or more. The second dimension of every
@@ -28,7 +28,7 @@ class Axes:
     fixed: Mapping[str, tuple[int, ...]]
 
     @staticmethod
-    def of(batch: Batch) -> Axes:
+    def of(batch: Batch) -> BatchAxes:
         """Those of the first batch.
 
         Raises:
@@ -49,7 +49,7 @@ class Axes:
             )
             for name, tensor in named.items()
         }
-        return Axes(along, samples, fixed)
+        return BatchAxes(along, samples, fixed)
 
     def sizes(self, batch: Batch) -> tuple[int, int]:
         """How many tokens and samples a batch has.

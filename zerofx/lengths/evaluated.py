@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerofx.ir.batch import Batch
-from zerofx.lengths.axes import Axes
+from zerofx.lengths.axes import BatchAxes
 from zerofx.lengths.filling import Filling
 from zerofx.lengths.outputs import Follows
 
@@ -17,7 +17,7 @@ class PaddedEvaluation:
     those. ``known``: the tokens and samples that batches were padded to."""
 
     form: str
-    axes: Axes
+    axes: BatchAxes
     filling: Filling
     follows: tuple[Follows, ...]
     known: list[tuple[int, int]] = field(default_factory=list)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from zerofx.ir.batch import Batch
-from zerofx.lengths.axes import Axes
+from zerofx.lengths.axes import BatchAxes
 
 MASK = "attention_mask"
 
@@ -34,7 +34,7 @@ class Filling:
         """The keywords that batches are given."""
         return (MASK,) if self.makes_mask else ()
 
-    def with_mask(self, batch: Batch, axes: Axes) -> Batch:
+    def with_mask(self, batch: Batch, axes: BatchAxes) -> Batch:
         """The batch with the mask that the model needs, if it is one without."""
         if not self.makes_mask or MASK in batch.names:
             return batch
@@ -44,7 +44,7 @@ class Filling:
         masked = Batch.of(args, {**kwargs, MASK: mask})
         return replace(masked, hashes=batch.hashes)
 
-    def padded(self, batch: Batch, axes: Axes, length: int, samples: int) -> Batch:
+    def padded(self, batch: Batch, axes: BatchAxes, length: int, samples: int) -> Batch:
         """The batch with so many tokens and samples, which are no fewer than it has."""
         tensors = [
             self._padded(name, tensor, axes, length, samples)
@@ -54,7 +54,7 @@ class Filling:
             return batch
         return batch.holding(tuple(tensors))
 
-    def _padded(self, name: str, tensor: torch.Tensor, axes: Axes, length: int, samples: int) -> torch.Tensor:
+    def _padded(self, name: str, tensor: torch.Tensor, axes: BatchAxes, length: int, samples: int) -> torch.Tensor:
         value = self.values.get(name, 0)
         for dim in axes.along.get(name, ()):
             if missing := length - tensor.shape[dim]:
@@ -66,12 +66,12 @@ class Filling:
         return tensor
 
 
-def resized(batch: Batch, axes: Axes, length: int, samples: int) -> Batch:
+def resized(batch: Batch, axes: BatchAxes, length: int, samples: int) -> Batch:
     """A batch of so many tokens and samples, of the same form, with any values: those that there are, and zeros."""
     return Filling().padded(cut(batch, axes, length, samples), axes, length, samples)
 
 
-def cut(batch: Batch, axes: Axes, length: int, samples: int) -> Batch:
+def cut(batch: Batch, axes: BatchAxes, length: int, samples: int) -> Batch:
     """The first tokens of the first samples of a batch, at most so many, in memory of their own."""
     tensors = []
     for name, tensor in zip(batch.names, batch.tensors, strict=True):

@@ -17,10 +17,10 @@ from zerofx.capture.objective.evaluation import Evaluation
 from zerofx.errors import UsageError, warn
 from zerofx.ir.batch import Batch
 from zerofx.ladder import AUTO, Ladder, ladder_up_to
-from zerofx.lengths.axes import Axes
+from zerofx.lengths.axes import BatchAxes
 from zerofx.lengths.evaluated import PaddedEvaluation
 from zerofx.lengths.filling import Filling, resized
-from zerofx.lengths.trial import Trial, masked_axes
+from zerofx.lengths.trial import PaddingTrial, masked_axes
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.control import Control
 from zerofx.scheduler.plan.plan import Plan
@@ -68,7 +68,7 @@ class PaddedBatches:
     ) -> None:
         self._asked, self._model, self._options, self._control = asked, model, options, control
         self.ladder = Ladder((1,))
-        self.axes: Axes | None = None
+        self.axes: BatchAxes | None = None
         self.filling = Filling()
         self.known: list[Size] = []
         self._evaluated: dict[str, PaddedEvaluation | None] = {}
@@ -90,7 +90,7 @@ class PaddedBatches:
                 on all ranks.
         """
         control = self._control
-        axes = control.attempt("find the length of a batch", lambda: Axes.of(batch))
+        axes = control.attempt("find the length of a batch", lambda: BatchAxes.of(batch))
         control.agree(
             "compare where tokens are",
             f"{sorted(axes.along.items())} {sorted(axes.samples)}",
@@ -109,10 +109,10 @@ class PaddedBatches:
             self.axes = masked_axes(axes)
         self.known = self.ladder.sizes(sizes.samples * num_micro_batches)
 
-    def _found(self, batch: Batch, axes: Axes) -> Filling:
+    def _found(self, batch: Batch, axes: BatchAxes) -> Filling:
         """What pads batches on all ranks, tried on each."""
         control, rung = self._control, next((rung for rung in self.ladder.rungs if rung > 1), 1)
-        trial = control.attempt(_TRYING, lambda: Trial(self._model, self._options.objective, batch, axes, rung))
+        trial = control.attempt(_TRYING, lambda: PaddingTrial(self._model, self._options.objective, batch, axes, rung))
         filling, whys = self._first_of(trial, trial.fillings())
         if filling is None:
             raise UsageError(
@@ -123,7 +123,7 @@ class PaddedBatches:
             )
         return self._first_of(trial, trial.with_samples(filling))[0] or filling
 
-    def _first_of(self, trial: Trial, fillings: Sequence[Filling]) -> tuple[Filling | None, list[str]]:
+    def _first_of(self, trial: PaddingTrial, fillings: Sequence[Filling]) -> tuple[Filling | None, list[str]]:
         """The first with which padding counts for nothing on all ranks, or else why each does."""
         whys: list[str] = []
         for filling in fillings:
@@ -143,7 +143,7 @@ class PaddedBatches:
         self._check_length(sizes)
         return sizes
 
-    def _agree(self, batch: Batch, axes: Axes | None = None) -> Sizes:
+    def _agree(self, batch: Batch, axes: BatchAxes | None = None) -> Sizes:
         axes = axes or self.axes
         assert axes is not None, "a first batch has been seen"
         try:
@@ -229,8 +229,8 @@ class PaddedBatches:
         rung = next((rung for rung in self.ladder.rungs if rung > 2), 0)
         trial, why = None, "no rung has three tokens or more" * (not rung)
         try:
-            axes = Axes.of(batch)
-            trial = Trial(self._model, Evaluation(self._options.objective), batch, axes, rung) if rung else None
+            axes = BatchAxes.of(batch)
+            trial = PaddingTrial(self._model, Evaluation(self._options.objective), batch, axes, rung) if rung else None
         except Exception as error:  # noqa: BLE001 - all ranks are told
             why = f"in a trial {type(error).__name__} is raised: {error}"
         whys = [entry for entry in self._control.gather(why, _TRYING) if entry]

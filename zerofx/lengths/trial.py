@@ -16,10 +16,10 @@ from zerofx.capture.objective.evaluation import in_evaluation_mode
 from zerofx.capture.objective.loss import Objective
 from zerofx.checkpoints.random_states import random_states, set_random_states
 from zerofx.ir.batch import Batch
-from zerofx.lengths.axes import Axes
+from zerofx.lengths.axes import BatchAxes
 from zerofx.lengths.filling import MASK, Filling, cut
 from zerofx.lengths.outputs import Follows, followed
-from zerofx.lengths.uses import Spread, Uses
+from zerofx.lengths.uses import SpreadParameters, Uses
 from zerofx.torch_private.modules import buffer_table
 
 _IGNORED = -100  # torch's own default of a label that is left out
@@ -31,18 +31,18 @@ _LOW_ROUNDING = 2e-2
 _SAME_SHAPE = 0.1  # of that, where sums are of the same shapes
 
 
-class Trial:
+class PaddingTrial:
     """The loss of a few samples without padding, in evaluation mode, to compare with that of the same when padded.
 
     Of an ``Evaluation`` it is all outputs, without what belongs to padding; ``follows`` has the dimensions that do, as
     the filling showed that was tried last. ``rung``: how many tokens they are padded to; they have about half as many.
-    Parameters are spread (``Spread``).
+    Parameters are spread (``SpreadParameters``).
     """
 
-    def __init__(self, model: nn.Module, objective: Objective, batch: Batch, axes: Axes, rung: int) -> None:
+    def __init__(self, model: nn.Module, objective: Objective, batch: Batch, axes: BatchAxes, rung: int) -> None:
         self._model, self._objective, self._axes = model, objective, axes
         length, samples = axes.sizes(batch)
-        self._spread = Spread(device_of(model))
+        self._spread = SpreadParameters(device_of(model))
         self._rung, self._length = rung, min(length, rung // 2 + 1)
         self._samples = min(samples, _MOST_SAMPLES)
         small = cut(batch, axes, self._length, self._samples)
@@ -154,11 +154,11 @@ class Trial:
         return tuple(result.detach() for result in results), uses
 
 
-def masked_axes(axes: Axes) -> Axes:
+def masked_axes(axes: BatchAxes) -> BatchAxes:
     """Those of batches that are given a mask."""
     if MASK in axes.along:
         return axes
-    return Axes({**axes.along, MASK: (1,)}, axes.samples | {MASK}, {**axes.fixed, MASK: (0, 0)})
+    return BatchAxes({**axes.along, MASK: (1,)}, axes.samples | {MASK}, {**axes.fixed, MASK: (0, 0)})
 
 
 def _accepts_mask(called: object) -> bool:

@@ -32,7 +32,7 @@ _COPIES = (
 )
 
 
-class Spread:
+class SpreadParameters:
     """What stands for parameters in a trial: theirs, times what makes products of them as large as their factors.
 
     A layer that changes little when training begins, or nothing since its weight is zero, has an effect then that can

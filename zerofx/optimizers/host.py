@@ -13,12 +13,12 @@ import torch
 from zerofx.optimizers.build import ScalarUse
 from zerofx.optimizers.scalars import (
     EXPR_TYPES,
+    BranchGuard,
     Cast,
     Expr,
-    Guard,
     Heard,
     Hyper,
-    Item,
+    ItemOf,
     MakeTensor,
     PythonCall,
     StateScalar,
@@ -123,7 +123,7 @@ class _Writer:
                 return ast.Subscript(ast.Name("state"), ast.Constant(expr.name))
             case Hyper() | Heard():
                 raise AssertionError("hyperparameters are loaded first, and what is heard is computed by no function")
-            case Item():
+            case ItemOf():
                 return ast.Call(ast.Attribute(self._node(expr.tensor), "item"), [], [])
             case Cast():
                 return ast.Call(ast.Attribute(self._node(expr.tensor), "to"), [_literal(expr.dtype)], [])
@@ -144,7 +144,7 @@ class _Writer:
         """State is read before it changes, shared expressions once; what the optimizer names stays named."""
         if isinstance(expr, StateScalar):
             return not expr.is_tensor
-        return isinstance(expr, Item) or expr in self._wanted or self._uses[expr] > 1
+        return isinstance(expr, ItemOf) or expr in self._wanted or self._uses[expr] > 1
 
     def _operator(self, op: str, args: list[ast.expr]) -> ast.expr:
         if op in _BINARY:
@@ -160,7 +160,7 @@ def write_host_function(
     name: str,
     description: str,
     flags: Sequence[tuple[str, bool | str | None]],
-    guards: Sequence[Guard],
+    guards: Sequence[BranchGuard],
     scalars: Sequence[ScalarUse],
     states: Mapping[str, ScalarState],
     names: Mapping[Expr, str],
@@ -205,7 +205,7 @@ def _check_flags(writer: _Writer, flags: Sequence[tuple[str, bool | str | None]]
         writer.lines += [f"if {' or '.join(failed)}:", "    return None"]
 
 
-def _check_guards(writer: _Writer, guards: Sequence[Guard]) -> None:
+def _check_guards(writer: _Writer, guards: Sequence[BranchGuard]) -> None:
     failed: list[str] = []
     for guard in guards:
         before = len(writer.lines)
@@ -259,7 +259,7 @@ def _hypers(roots: Sequence[Any]) -> list[Hyper]:
 def _wanted_name(expr: Expr) -> str:
     """A name for an expression: the state it is read from, else a letter."""
     names = _state_names(expr)
-    if len(names) == 1 and isinstance(expr, (Item, StateScalar)):
+    if len(names) == 1 and isinstance(expr, (ItemOf, StateScalar)):
         return next(iter(names))
     if len(names) == 1 and isinstance(expr, (TensorCall, Cast)):
         return f"new_{next(iter(names))}"

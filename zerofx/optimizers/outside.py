@@ -25,15 +25,15 @@ _ABSENT: Final = object()
 
 
 @dataclass(frozen=True)
-class Outside:
+class OptimizerRest:
     """Copies of what lies outside of the states: the entries of each group but its parameters, and the attributes."""
 
     groups: tuple[dict[str, Any], ...]
     attributes: dict[str, Any]
 
-    def copied(self, owner: object) -> Outside:
+    def copied(self, owner: object) -> OptimizerRest:
         """Another copy, to be changed: the copy of an optimizer ``owner`` whose methods take the place of its own."""
-        return Outside(
+        return OptimizerRest(
             tuple(_copied(group, owner, "param_groups") for group in self.groups),
             {name: _copied(value, owner, name) for name, value in self.attributes.items()},
         )
@@ -57,7 +57,7 @@ class Change:
         self.value = before
 
 
-def outside(optimizer: torch.optim.Optimizer) -> Outside:
+def outside(optimizer: torch.optim.Optimizer) -> OptimizerRest:
     """What ``optimizer`` has there now, copied.
 
     Raises:
@@ -67,7 +67,7 @@ def outside(optimizer: torch.optim.Optimizer) -> Outside:
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
     )
-    return Outside(groups, attributes(optimizer)).copied(optimizer)
+    return OptimizerRest(groups, attributes(optimizer)).copied(optimizer)
 
 
 def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -77,7 +77,9 @@ def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def shadow_of(optimizer: torch.optim.Optimizer, state: Outside, params: Iterable[list[Any]]) -> torch.optim.Optimizer:
+def shadow_of(
+    optimizer: torch.optim.Optimizer, state: OptimizerRest, params: Iterable[list[Any]]
+) -> torch.optim.Optimizer:
     """An optimizer of the same class that has a copy of ``state``, these parameters in its groups, and no hooks."""
     shadow = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():

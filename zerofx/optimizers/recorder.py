@@ -26,7 +26,7 @@ from zerofx.optimizers.scalars import (
     Cast,
     Expr,
     GuardTape,
-    Item,
+    ItemOf,
     MakeTensor,
     PythonCall,
     StateScalar,
@@ -61,7 +61,7 @@ class OpRecord:
 
 
 @dataclass
-class Cell:
+class KnownStorage:
     """What is known of one storage: a flat tensor (``ref``) or a 0-dim tensor on the host (``expr``).
 
     ``made_by`` is the index of the record that made the storage. The tensor is held so that its address stays its own.
@@ -73,7 +73,7 @@ class Cell:
     made_by: int | None = None
 
 
-class Recorder:
+class UpdateRecorder:
     """The records of one traced step. ``numel`` is the length of the parameter that stands for the flat shard."""
 
     def __init__(self, optimizer: str, numel: int, tape: GuardTape, *, fused: bool) -> None:
@@ -85,16 +85,16 @@ class Recorder:
         self.initial_scalars: dict[str, tuple[torch.dtype | None, float]] = {}
         self.known_states: set[str] = set()
         self.names: dict[Expr, str] = {}
-        self._cells: dict[int, Cell] = {}
+        self._cells: dict[int, KnownStorage] = {}
         self._sentinels: dict[float, TrackedScalar] = {}
         self._arrived: set[float] = set()
         self.paused = False
 
     def bind(self, tensor: torch.Tensor, *, ref: Ref | None = None, expr: Expr | None = None) -> None:
         """Make ``tensor`` an input of the update."""
-        self._cells[tensor.untyped_storage().data_ptr()] = Cell(tensor, ref, expr)
+        self._cells[tensor.untyped_storage().data_ptr()] = KnownStorage(tensor, ref, expr)
 
-    def cell(self, tensor: torch.Tensor) -> Cell:
+    def cell(self, tensor: torch.Tensor) -> KnownStorage:
         """What is known of ``tensor``; an error if it came from outside the update."""
         cell = self._cells.get(tensor.untyped_storage().data_ptr())
         if cell is None:
@@ -186,7 +186,7 @@ class Recorder:
             if cell.ref is not None:
                 return cell.ref
             assert cell.expr is not None
-            return cell.expr if on_host else Item(cell.expr)
+            return cell.expr if on_host else ItemOf(cell.expr)
         if type(value) is float and value in self._sentinels:
             return self._sentinels[value].expr
         return value
@@ -210,7 +210,7 @@ class Recorder:
         if cell.expr is None:
             raise self.refuse("branches on the values of a whole tensor")
         outcome = self.plain_item(tensor) != 0
-        return self.tape.decide(PythonCall("ne", (Item(cell.expr), 0)), outcome)
+        return self.tape.decide(PythonCall("ne", (ItemOf(cell.expr), 0)), outcome)
 
     def plain_item(self, tensor: torch.Tensor) -> int | float:
         """The present value of a 0-dim tensor, unrecorded."""
@@ -244,7 +244,7 @@ class Recorder:
     def _read_item(self, op: OpOverload[..., Any], tensor: torch.Tensor) -> Any:
         expr = self.cell(tensor).expr
         assert expr is not None
-        number = self.sentinel(TrackedScalar(Item(expr), op(tensor), self.tape))
+        number = self.sentinel(TrackedScalar(ItemOf(expr), op(tensor), self.tape))
         self._arrived.add(number)
         return number
 
@@ -307,7 +307,7 @@ class Recorder:
         return result.dtype
 
     def _on_shard(
-        self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], cells: list[Cell]
+        self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], cells: list[KnownStorage]
     ) -> Any:
         """Record an elementwise operator on flat tensors; 0-dim host tensors become scalar inputs."""
         kwargs = {key: x for key, x in kwargs.items() if key not in _PLACEMENT_KEYWORDS}
@@ -367,7 +367,7 @@ class Recorder:
         """The sentinel of ``tensor.item()``."""
         expr = self.cell(tensor).expr
         assert expr is not None
-        return self.sentinel(TrackedScalar(Item(expr), tensor.item(), self.tape))
+        return self.sentinel(TrackedScalar(ItemOf(expr), tensor.item(), self.tape))
 
     def _record(
         self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor | None
@@ -380,7 +380,7 @@ class Recorder:
             if address in self._cells:
                 self._cells[address].ref = out
             else:
-                self._cells[address] = Cell(result, ref=out, made_by=len(self.records))
+                self._cells[address] = KnownStorage(result, ref=out, made_by=len(self.records))
         self.records.append(OpRecord(op, symbols, keywords, out))
 
 

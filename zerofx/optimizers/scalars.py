@@ -45,7 +45,7 @@ class PythonCall:
 
 
 @dataclass(frozen=True)
-class Item:
+class ItemOf:
     """``tensor.item()``: the Python number in a 0-dim tensor."""
 
     tensor: Expr
@@ -83,9 +83,9 @@ class Heard:
     index: int
 
 
-Expr: TypeAlias = Hyper | StateScalar | PythonCall | Item | MakeTensor | Cast | TensorCall | Heard
+Expr: TypeAlias = Hyper | StateScalar | PythonCall | ItemOf | MakeTensor | Cast | TensorCall | Heard
 Operand: TypeAlias = Expr | int | float
-EXPR_TYPES: Final = (Hyper, StateScalar, PythonCall, Item, MakeTensor, Cast, TensorCall, Heard)
+EXPR_TYPES: Final = (Hyper, StateScalar, PythonCall, ItemOf, MakeTensor, Cast, TensorCall, Heard)
 
 OPERATORS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
@@ -108,7 +108,7 @@ OPERATORS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Guard:
+class BranchGuard:
     """A truth value that the traced branch depends on: a comparison of scalars, and what it gave."""
 
     condition: PythonCall
@@ -119,11 +119,11 @@ class Guard:
 class GuardTape:
     """The guards met so far, in the order of the optimizer's own control flow."""
 
-    guards: list[Guard] = field(default_factory=list)
+    guards: list[BranchGuard] = field(default_factory=list)
 
     def decide(self, condition: PythonCall, outcome: bool) -> bool:
         """Record that ``condition`` came out as ``outcome``, once, and return ``outcome``."""
-        guard = Guard(condition, outcome)
+        guard = BranchGuard(condition, outcome)
         if guard not in self.guards:
             self.guards.append(guard)
         return outcome
@@ -138,7 +138,7 @@ def children(expr: Expr) -> tuple[Any, ...]:
             return expr.args
         case MakeTensor():
             return (expr.value,)
-        case Item() | Cast():
+        case ItemOf() | Cast():
             return (expr.tensor,)
         case TensorCall():
             return expr.args + tuple(value for _, value in expr.kwargs)
@@ -148,7 +148,7 @@ def is_constant(value: Any) -> bool:
     """Whether a scalar depends on neither hyperparameters nor state."""
     if not isinstance(value, EXPR_TYPES):
         return True
-    return isinstance(value, (PythonCall, Item, MakeTensor, Cast, TensorCall)) and all(
+    return isinstance(value, (PythonCall, ItemOf, MakeTensor, Cast, TensorCall)) and all(
         map(is_constant, children(value))
     )
 

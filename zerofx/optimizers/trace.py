@@ -11,8 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from zerofx.errors import OptimizerError
-from zerofx.optimizers.recorder import OpRecord, Recorder, Ref
-from zerofx.optimizers.scalars import Expr, Guard, GuardTape, Operand, StateScalar, TrackedScalar, lost_scalar
+from zerofx.optimizers.recorder import OpRecord, Ref, UpdateRecorder
+from zerofx.optimizers.scalars import BranchGuard, Expr, GuardTape, Operand, StateScalar, TrackedScalar, lost_scalar
 from zerofx.optimizers.shadow import (
     IMPLEMENTATION_FLAGS,
     TracedGroup,
@@ -68,7 +68,7 @@ class Trace:
     """
 
     records: tuple[OpRecord, ...]
-    guards: tuple[Guard, ...]
+    guards: tuple[BranchGuard, ...]
     flat: Mapping[str, FlatState]
     scalars: Mapping[str, ScalarState]
     options_read: frozenset[str]
@@ -81,7 +81,7 @@ class FunctionMode(TorchFunctionMode):
     Writes that are no operator's come to ``called`` as the operator that writes the same.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: UpdateRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -128,7 +128,7 @@ class FunctionRecorder(FunctionMode):
 class DispatchRecorder(TorchDispatchMode):
     """Sees the ATen operators that the optimizer's calls become."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: UpdateRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.recorder = recorder
 
@@ -144,7 +144,7 @@ class DispatchRecorder(TorchDispatchMode):
 class StateOfParameter(dict[str, Any]):
     """``optimizer.state[p]`` while it is traced: the first constant stored under a name is its initial value."""
 
-    def __init__(self, recorder: Recorder, items: Mapping[str, Any]) -> None:
+    def __init__(self, recorder: UpdateRecorder, items: Mapping[str, Any]) -> None:
         super().__init__()
         self._recorder = recorder
         self.update(items)
@@ -165,7 +165,7 @@ class StateOfParameter(dict[str, Any]):
 class StateOfOptimizer(defaultdict[Any, StateOfParameter]):
     """``optimizer.state`` while it is traced."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: UpdateRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -193,7 +193,7 @@ def trace_step(
     """
     name = type(optimizer).__name__
     tape = GuardTape()
-    recorder = Recorder(name, torch.Size(shape).numel(), tape, fused=fused)
+    recorder = UpdateRecorder(name, torch.Size(shape).numel(), tape, fused=fused)
     param = sample(shape, dtype, -1.0, 1.3).requires_grad_()
     grad = param.grad = sample(shape, dtype, 0.7, -0.9)
     recorder.bind(param, ref=Ref("param"))
@@ -224,7 +224,7 @@ def trace_step(
     return Trace(tuple(recorder.records), tuple(tape.guards), flat, scalars, options_read, recorder.names)
 
 
-def _bind_inputs(recorder: Recorder, inputs: StepInputs, shape: tuple[int, ...]) -> dict[str, Any]:
+def _bind_inputs(recorder: UpdateRecorder, inputs: StepInputs, shape: tuple[int, ...]) -> dict[str, Any]:
     """State that holds values: flat tensors, 0-dim tensors (flat-like in fused updates), tracked Python numbers."""
     state: dict[str, Any] = {}
     for name, dtype in inputs.flat.items():
@@ -243,7 +243,9 @@ def _bind_inputs(recorder: Recorder, inputs: StepInputs, shape: tuple[int, ...])
     return state
 
 
-def _states_after(recorder: Recorder, state: Mapping[str, Any]) -> tuple[dict[str, FlatState], dict[str, ScalarState]]:
+def _states_after(
+    recorder: UpdateRecorder, state: Mapping[str, Any]
+) -> tuple[dict[str, FlatState], dict[str, ScalarState]]:
     flat: dict[str, FlatState] = {}
     scalars: dict[str, ScalarState] = {}
     for name, value in state.items():
@@ -271,7 +273,7 @@ def _counters(optimizer: torch.optim.Optimizer) -> dict[str, int | float]:
 
 
 def _check_side_effects(
-    recorder: Recorder,
+    recorder: UpdateRecorder,
     shadow: torch.optim.Optimizer,
     hypers: Mapping[str, Any],
     param: torch.Tensor,

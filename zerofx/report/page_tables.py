@@ -7,7 +7,7 @@ from html import escape
 
 from zerofx.report.peak import PeakTensor
 from zerofx.report.pictures import COLOURS, colour_of
-from zerofx.report.rows import Row
+from zerofx.report.rows import ScheduleRow
 from zerofx.report.table import HEADERS, INDENT, schedule_lines
 from zerofx.units import format_bytes
 
@@ -71,7 +71,7 @@ def layer_bars(layers: Mapping[str, Mapping[str, int]]) -> str:
     return f'<div id="layers">{"".join(lines)}</div>'
 
 
-def schedule_html(instructions: Sequence[Row]) -> str:
+def schedule_html(instructions: Sequence[ScheduleRow]) -> str:
     """The schedule as a table whose header stays in sight; layers that repeat are shown once, as in its text."""
     rows, kinds = [], []
     for cells in schedule_lines(instructions, fold_layers=True):

@@ -88,7 +88,7 @@ def _tensors(step: StepGraph, live: Liveness, plan: Plan, moment: Moment | None)
         )
     # A region is named by the largest of its results, fused away or not.
     main = max(moment.nodes, key=lambda node: sum(map(storage_bytes, tensors_of(node))))
-    runs = "a compiled region, with" if moment.nodes in live.fused else ""
+    runs = "a compiled region, with" if moment.nodes in live.compiled else ""
     for category, size in left.items():
         if size > 0:
             description = f"inside {runs} {_described(main)}"
@@ -109,7 +109,7 @@ def _stored(node: fx.Node, plan: Plan, category: Category, size: int) -> PeakTen
 def _made(step: StepGraph, live: Liveness, moment: Moment) -> Iterator[tuple[fx.Node, int]]:
     """The calls whose results are there at the peak, with their bytes; those of a compiled region itself are not."""
     order = step.positions()
-    begin, region = order[moment.nodes[0]], live.fused.get(moment.nodes)
+    begin, region = order[moment.nodes[0]], live.compiled.get(moment.nodes)
     sizes: Counter[fx.Node] = Counter()
     for storage, size in live.sizes.items():
         first, last = order[storage[0]], live.last_use.get(storage)

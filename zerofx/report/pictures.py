@@ -9,7 +9,7 @@ from html import escape
 
 from zerofx.ir.streams import COMPUTE, HOST, in_order
 from zerofx.report.axes import LEFT, RIGHT, byte_axis, dashed_line, steps, svg_open, thinned, time_axis, x_of
-from zerofx.report.rows import Row, legs_of
+from zerofx.report.rows import ScheduleRow, legs_of
 from zerofx.scheduler.cost.categories import Category
 from zerofx.units import format_bytes, format_count, format_seconds
 
@@ -59,7 +59,7 @@ class _Slice:
 
 def memory_picture(
     memory: Sequence[tuple[float, Mapping[str, int]]],
-    instructions: Sequence[Row],
+    instructions: Sequence[ScheduleRow],
     limits: Mapping[str, int],
     seconds: float,
     peak_bytes: int,
@@ -125,7 +125,7 @@ def memory_data(memory: Sequence[tuple[float, Mapping[str, int]]], names: Sequen
     return json.dumps({**data, "points": points}, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def timeline_picture(instructions: Sequence[Row], seconds: float) -> tuple[str, list[str]]:
+def timeline_picture(instructions: Sequence[ScheduleRow], seconds: float) -> tuple[str, list[str]]:
     """A track a stream, and the kinds of slices in them. Hovering names the slice; neighbours under a pixel are one."""
     rows = [leg for row in instructions for leg in legs_of(row)]
     used = {COMPUTE, *(row.stream for row in rows)}
@@ -164,7 +164,7 @@ def colour_of(category: str) -> str:
     return _colour(category)
 
 
-def _slices(row: Row) -> Iterator[_Slice]:
+def _slices(row: ScheduleRow) -> Iterator[_Slice]:
     """The row, and before it the time that computation waited."""
     if row.exposed_seconds > 0 and row.stream == COMPUTE:
         title = f"waits for {row.bucket or row.layer or 'a transfer'}: {format_seconds(row.exposed_seconds)}"
@@ -191,7 +191,7 @@ def _slices(row: Row) -> Iterator[_Slice]:
         yield _Slice(_kind(row), again, row.start_seconds + row.seconds, title)
 
 
-def _kind(row: Row) -> str:
+def _kind(row: ScheduleRow) -> str:
     if row.stream in (COMPUTE, HOST):
         return row.phase if row.phase in KINDS else "forward"
     if row.op.startswith(("all_gather", "gather_on_node")):

@@ -8,7 +8,7 @@ from zerofx.scheduler.cost.simulate import Leg
 
 
 @dataclass(frozen=True)
-class Row:
+class ScheduleRow:
     """One node, or one instruction, in the simulated step of one rank.
 
     ``position`` counts all calls of the graph, views included. ``kind`` is ``"event"`` for what is scheduled on its
@@ -64,7 +64,7 @@ class Totals:
     link_bytes: dict[str, int] = field(default_factory=dict)
 
 
-def legs_of(row: Row) -> list[Row]:
+def legs_of(row: ScheduleRow) -> list[ScheduleRow]:
     """The row as often as it has legs, each on its own stream and in its own time; a row without legs is itself."""
     legs = [
         replace(row, stream=leg.stream, start_seconds=leg.start_seconds, seconds=leg.seconds, legs=())

@@ -24,7 +24,7 @@ from zerofx.ir.text import call_name
 from zerofx.lowering.lower import LoweredStep
 from zerofx.report.page import page
 from zerofx.report.peak import Peak, peak_of
-from zerofx.report.rows import Row, Totals
+from zerofx.report.rows import ScheduleRow, Totals
 from zerofx.report.shared_layer import SharedLayer, shared_layer
 from zerofx.report.table import schedule_table
 from zerofx.report.trace import chrome_trace
@@ -47,8 +47,8 @@ class Schedule:
     about, and the reason. ``shared`` is one layer as ranks of the axis ``model`` share it, where they do.
     """
 
-    rows: tuple[Row, ...]
-    instructions: tuple[Row, ...]
+    rows: tuple[ScheduleRow, ...]
+    instructions: tuple[ScheduleRow, ...]
     totals: Totals
     memory: tuple[tuple[float, dict[str, int]], ...]
     slower_memory: dict[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
@@ -142,7 +142,7 @@ def _decisions(plan: Plan) -> Iterator[tuple[str, str, str]]:
             yield kind, reason.about, reason.text
 
 
-def _row(lowered: LoweredStep, node: fx.Node, position: int, region: str) -> Row:
+def _row(lowered: LoweredStep, node: fx.Node, position: int, region: str) -> ScheduleRow:
     step, live, timing = lowered.graph, lowered.simulation.live, lowered.simulation.timings[node]
     is_event = node.target in ops.EVENTS
     read, written = timing.bytes_read, timing.bytes_written
@@ -150,7 +150,7 @@ def _row(lowered: LoweredStep, node: fx.Node, position: int, region: str) -> Row
         read = sum(storage_bytes(value) for source in node.all_input_nodes for value in tensors_of(source))
         written = sum(storage_bytes(value) for value in tensors_of(node)) or read
     bucket = _bucket_of(node)
-    return Row(
+    return ScheduleRow(
         position=position,
         name=node.name,
         op=call_name(node),
@@ -191,7 +191,7 @@ def _bucket_of(node: fx.Node) -> int | None:
     return None if index == ops.NO_BUCKET else index
 
 
-def _instruction(lowered: LoweredStep, instruction: Instruction, rows: Mapping[fx.Node, Row]) -> Row:
+def _instruction(lowered: LoweredStep, instruction: Instruction, rows: Mapping[fx.Node, ScheduleRow]) -> ScheduleRow:
     """One row for a region or event: sums, the highest peak, and what is live after its last node."""
     if isinstance(instruction, Event):
         return rows[instruction.node]
@@ -215,7 +215,7 @@ def _instruction(lowered: LoweredStep, instruction: Instruction, rows: Mapping[f
     )
 
 
-def _memory(lowered: LoweredStep, rows: Mapping[fx.Node, Row]) -> tuple[tuple[float, dict[str, int]], ...]:
+def _memory(lowered: LoweredStep, rows: Mapping[fx.Node, ScheduleRow]) -> tuple[tuple[float, dict[str, int]], ...]:
     """The memory curve in time, a compiled region as one. A collective takes its memory when computation reaches it,
     before it starts."""
     points: list[tuple[float, dict[str, int]]] = []
@@ -230,7 +230,9 @@ def _memory(lowered: LoweredStep, rows: Mapping[fx.Node, Row]) -> tuple[tuple[fl
     return tuple(points)
 
 
-def _slower_memory(lowered: LoweredStep, rows: Mapping[fx.Node, Row], use: TierUse) -> tuple[tuple[float, int], ...]:
+def _slower_memory(
+    lowered: LoweredStep, rows: Mapping[fx.Node, ScheduleRow], use: TierUse
+) -> tuple[tuple[float, int], ...]:
     """Bytes on a slower tier in time: the most while a node runs, where that changes."""
     points: list[tuple[float, int]] = [(0.0, use.persistent_bytes)]
     nodes = list(lowered.graph.calls())
@@ -240,7 +242,7 @@ def _slower_memory(lowered: LoweredStep, rows: Mapping[fx.Node, Row], use: TierU
     return tuple(points)
 
 
-def _clock(nodes: Sequence[fx.Node], rows: Mapping[fx.Node, Row]) -> Iterator[float]:
+def _clock(nodes: Sequence[fx.Node], rows: Mapping[fx.Node, ScheduleRow]) -> Iterator[float]:
     """The time of computation after each node, in seconds."""
     now = 0.0
     for node in nodes:

@@ -14,7 +14,7 @@ from zerofx.ir.facts import Phase, copied_from, origin
 from zerofx.ir.text import call_name
 from zerofx.lowering.lower import LoweredStep
 from zerofx.report.axes import RIGHT, svg_open
-from zerofx.report.rows import Row
+from zerofx.report.rows import ScheduleRow
 from zerofx.scheduler.plan.decisions import ShardingDecision
 from zerofx.scheduler.plan.placements import Partial, Ragged, Sharded, placement_of
 from zerofx.scheduler.plan.text.shared import placement_words
@@ -50,7 +50,7 @@ class SharedLayer:
     steps: tuple[SharedStep, ...]
 
 
-def shared_layer(lowered: LoweredStep, rows: Mapping[fx.Node, Row]) -> SharedLayer | None:
+def shared_layer(lowered: LoweredStep, rows: Mapping[fx.Node, ScheduleRow]) -> SharedLayer | None:
     """The layer in the middle of those that ranks of the axis ``model`` share; None where none is shared."""
     plan, graph = lowered.plan, lowered.graph
     if plan.model == 1:
@@ -70,7 +70,7 @@ def _is_forward(node: fx.Node) -> bool:
 
 
 def _steps(
-    nodes: list[fx.Node], rows: Mapping[fx.Node, Row], decisions: Mapping[str, ShardingDecision]
+    nodes: list[fx.Node], rows: Mapping[fx.Node, ScheduleRow], decisions: Mapping[str, ShardingDecision]
 ) -> Iterator[tuple[SharedStep, bool]]:
     """The steps, and whether each may share a line with those around it. Views are not among them."""
     waits = {node.args[0]: rows[node].exposed_seconds for node in nodes if node.target is ops.wait and node in rows}

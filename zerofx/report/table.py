@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from zerofx.report.rows import Row, Totals
+from zerofx.report.rows import ScheduleRow, Totals
 from zerofx.scheduler.plan.text.fold import Block, fold, span
 from zerofx.units import format_bytes, format_count, format_seconds, on_tiers
 
@@ -15,7 +15,7 @@ _ALIGN = ("right", *["left"] * 4, *["right"] * 8)
 INDENT = "  "  # before what a folded layer runs
 
 
-def schedule_table(instructions: Sequence[Row], totals: Totals, fold_layers: bool) -> str:
+def schedule_table(instructions: Sequence[ScheduleRow], totals: Totals, fold_layers: bool) -> str:
     """A line an instruction, and the totals; see ``schedule_lines``."""
     lines = schedule_lines(instructions, fold_layers)
     table = tabulate(
@@ -24,7 +24,7 @@ def schedule_table(instructions: Sequence[Row], totals: Totals, fold_layers: boo
     return f"{table}\n\n{totals_line(totals)}"
 
 
-def schedule_lines(instructions: Sequence[Row], fold_layers: bool) -> list[list[str]]:
+def schedule_lines(instructions: Sequence[ScheduleRow], fold_layers: bool) -> list[list[str]]:
     """A line an instruction, with the cells of ``HEADERS``.
 
     ``fold_layers``: show layers that run the same instructions once, indented under a line with their names, their
@@ -52,7 +52,7 @@ def totals_line(totals: Totals) -> str:
     )
 
 
-def _header(shown: Sequence[Row], block: Block) -> list[str]:
+def _header(shown: Sequence[ScheduleRow], block: Block) -> list[str]:
     """Sums over all repetitions: of a layer, or of one event or region in a row, which then has no lines of its own."""
     members = [shown[i] for i in range(block.start, block.start + block.length * block.count)]
     first, stream = members[0], "compute"
@@ -81,13 +81,13 @@ def _header(shown: Sequence[Row], block: Block) -> list[str]:
     ]
 
 
-def _layer_of(members: Sequence[Row]) -> str:
+def _layer_of(members: Sequence[ScheduleRow]) -> str:
     """The repeated layer that a repetition computes; its update may be another's."""
     units = [row.unit for row in members if row.kind == "region" and row.unit]
     return next((row.unit for row in members if row.kind == "region" and row.unit and row.phase != "update"), units[0])
 
 
-def _line(row: Row, indent: str) -> list[str]:
+def _line(row: ScheduleRow, indent: str) -> list[str]:
     return [
         str(row.position),
         indent + (row.region or row.op),

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerofx.ir.streams import STREAMS, in_order
-from zerofx.report.rows import Row, legs_of
+from zerofx.report.rows import ScheduleRow, legs_of
 
 _PROCESS = 0
 
 
 def chrome_trace(
-    rows: Sequence[Row],
-    instructions: Sequence[Row],
+    rows: Sequence[ScheduleRow],
+    instructions: Sequence[ScheduleRow],
     memory: Sequence[tuple[float, Mapping[str, int]]],
     slower_memory: Mapping[str, Sequence[tuple[float, int]]],
 ) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def _named(what: str, track: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": _PROCESS, "tid": track, "name": what, "args": {"name": name}}
 
 
-def _slice(row: Row, name: str, tracks: Mapping[str, int]) -> dict[str, Any]:
+def _slice(row: ScheduleRow, name: str, tracks: Mapping[str, int]) -> dict[str, Any]:
     return {
         "ph": "X",
         "pid": _PROCESS,
@@ -80,7 +80,7 @@ def _slice(row: Row, name: str, tracks: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _stall(row: Row, tracks: Mapping[str, int]) -> dict[str, Any]:
+def _stall(row: ScheduleRow, tracks: Mapping[str, int]) -> dict[str, Any]:
     """Computation waiting, just before the row starts."""
     return {
         "ph": "X",

@@ -11,7 +11,7 @@ import torch
 
 from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError
 from zerofx.ir.buckets import BucketLayout
-from zerofx.runtime.comm.collectives import Joint
+from zerofx.runtime.comm.collectives import JointGathers
 from zerofx.runtime.comm.communicators import Communicators
 from zerofx.runtime.comm.transport import Group, LostRankError, Pending, Transport
 from zerofx.runtime.tiers.tiers import Tiers
@@ -31,7 +31,7 @@ class Runtime:
         self._device = device
         self._scalars: Mapping[int, tuple[float, ...]] = {}
         self._agreed: Callable[[], object] | None = None
-        self._joint = Joint()
+        self._joint = JointGathers()
         # What is between tiers is theirs; a step's file asks the runtime for all that it does.
         self.offload, self.reload, self.copy_into = tiers.offload, tiers.reload, tiers.copy_into
         self.empty_stored, self.settle = tiers.empty_stored, tiers.settle_host
@@ -48,7 +48,7 @@ class Runtime:
         """
         self._scalars = scalars
         self._agreed = agreed
-        self._joint = Joint()  # a step that failed may have left some
+        self._joint = JointGathers()  # a step that failed may have left some
 
     def end(self) -> None:
         """A step without a collective has ended too."""
@@ -126,7 +126,7 @@ class Runtime:
     def _start_joint(self, over: str) -> None:
         if self._joint.num_parts:
             self._joint.start(self._along(over))
-            self._joint = Joint()
+            self._joint = JointGathers()
 
     def all_gather_into(
         self, full: torch.Tensor, shard: torch.Tensor, bucket: int, *, over: str = "shard"

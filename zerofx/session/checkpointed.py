@@ -13,7 +13,7 @@ from zerofx.checkpoints.fill import check_histories
 from zerofx.checkpoints.later import Later, save_later
 from zerofx.checkpoints.load import Checked, check, load_buffers, load_model, load_rest
 from zerofx.checkpoints.names import ModelNames
-from zerofx.checkpoints.save import Numbers, save
+from zerofx.checkpoints.save import StepCounts, save
 from zerofx.checkpoints.together import on_all
 from zerofx.checkpoints.user_state import check_state
 from zerofx.deferred import is_deferred
@@ -149,7 +149,7 @@ class Checkpointed:
         marker = checked.reader.marker
         if weights_only:
             return checked.reader.place
-        self._set_numbers(Numbers(marker.num_steps, marker.num_skipped, marker.extra.get("numbers", {})))
+        self._set_numbers(StepCounts(marker.num_steps, marker.num_skipped, marker.extra.get("numbers", {})))
         return checked.reader.place
 
     def state_dict(self) -> dict[str, Any]:
@@ -241,13 +241,13 @@ class Checkpointed:
             taken.optimizer_state.take_loaded()
             taken.state.flush()
 
-    def _numbers(self) -> Numbers:
+    def _numbers(self) -> StepCounts:
         scaler = self._steps.scaler
-        return Numbers(
+        return StepCounts(
             self.num_steps, self.num_skipped, {_SCALE: scaler.state_dict()} if scaler is not None else {}
         )  # fmt: skip
 
-    def _set_numbers(self, numbers: Numbers) -> None:
+    def _set_numbers(self, numbers: StepCounts) -> None:
         self.num_steps, self.num_skipped = numbers.num_steps, numbers.num_skipped
         if self._steps.scaler is not None and _SCALE in numbers.extra:
             self._steps.scaler.load_state_dict(numbers.extra[_SCALE])

@@ -32,7 +32,7 @@ from zerofx.scheduler.search.problem import BudgetMissedError
 from zerofx.units import format_bytes
 
 
-class Trial(NamedTuple):
+class SizeTried(NamedTuple):
     """One value that was tried: the peak in bytes on the device of the plan for it, and whether that fits.
 
     Where it does not, the peak is the least that any plan has.
@@ -53,7 +53,7 @@ class SearchResult:
 
     value: int
     planned: PlannedStep
-    tried: tuple[Trial, ...]
+    tried: tuple[SizeTried, ...]
     quantity: str
     limit_bytes: int
 
@@ -179,7 +179,7 @@ class _Trials:
         self.refusals: dict[int, str] = {}
         self._quantity = quantity
         self._attempt = attempt
-        self._tried: list[Trial] = []
+        self._tried: list[SizeTried] = []
         self._fitting: PlannedStep | None = None  # the last that fits: with a search's end, its answer
         self._bar: tqdm[Any] | None = None
 
@@ -204,15 +204,15 @@ class _Trials:
             planned = self._attempt(value)
         except BudgetMissedError as error:
             self.refusals[value] = str(error)
-            self._tried.append(Trial(value, error.least_bytes, False))
+            self._tried.append(SizeTried(value, error.least_bytes, False))
         else:
             self._fitting = planned
-            self._tried.append(Trial(value, planned.plan.peak_bytes["device"], True))
+            self._tried.append(SizeTried(value, planned.plan.peak_bytes["device"], True))
         self._bar.update()
         return self._tried[-1].fits
 
     @property
-    def least(self) -> Trial:
+    def least(self) -> SizeTried:
         """The trial of the least peak."""
         return min(self._tried, key=lambda trial: trial.peak_bytes)
 

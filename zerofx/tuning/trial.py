@@ -29,7 +29,7 @@ _WARM_UP = 2  # steps: the first, and one of the update that the others run
 
 
 @dataclass(frozen=True)
-class Trial:
+class PlanTrial:
     """What a plan's run has shown on this rank: a measurement, or a failure in words.
 
     ``in_step``: whether all ranks have run the same until the end; where one has failed amid a step, others may wait
@@ -42,7 +42,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Training:
+class TunedTraining:
     """What is trained, and on what: the batch is as ``step(*args, **keywords)`` takes it."""
 
     model: nn.Module
@@ -55,7 +55,7 @@ class Training:
         """Where the model is."""
         return next(iter(self.model.parameters())).device
 
-    def copied(self, options: CompileOptions) -> tuple[Training, CompileOptions]:
+    def copied(self, options: CompileOptions) -> tuple[TunedTraining, CompileOptions]:
         """Copies of model, optimizer and loss function that share no tensor with these.
 
         Raises:
@@ -76,7 +76,9 @@ class Training:
         return replace(self, model=model, optimizer=optimizer), replace(options, objective=objective)
 
 
-def run_trial(training: Training, plan: Plan, options: CompileOptions, num_steps: int) -> tuple[Trial, list[Region]]:
+def run_trial(
+    training: TunedTraining, plan: Plan, options: CompileOptions, num_steps: int
+) -> tuple[PlanTrial, list[Region]]:
     """Build the step of ``plan`` on a copy and measure ``num_steps`` steps; also gives the step's regions.
 
     All ranks call it together. Random generators are left as they were. The copy is gone with ``free_copies``.
@@ -98,16 +100,16 @@ def run_trial(training: Training, plan: Plan, options: CompileOptions, num_steps
         except UsageError:
             raise
         except (ZeroFXError, RuntimeError, MemoryError) as error:
-            return Trial(None, in_short(error)), []
+            return PlanTrial(None, in_short(error)), []
         try:
             for _ in range(_WARM_UP):
                 step(*args, **keywords)
             measurement = step.measure(*args, num_steps=num_steps, **keywords)
         except (ZeroFXError, RuntimeError, MemoryError) as error:
-            return Trial(None, in_short(error), in_step=False), []
+            return PlanTrial(None, in_short(error), in_step=False), []
         regions = regions_of(step.compiled.instructions)
         step.close()
-        return Trial(measurement), regions
+        return PlanTrial(measurement), regions
 
 
 def free_copies(device: torch.device) -> None:

@@ -46,7 +46,7 @@ from zerofx.settings import read_settings
 from zerofx.torch_private.profiler import is_profiling
 from zerofx.tuning.candidates import Planner, best_of, concluded, most_promising, promises_more
 from zerofx.tuning.result import Candidate, TuneResult, candidate_table
-from zerofx.tuning.trial import Training, Trial, free_copies, run_trial, slowest
+from zerofx.tuning.trial import PlanTrial, TunedTraining, free_copies, run_trial, slowest
 from zerofx.units import format_bytes
 
 _ROUNDS = 2  # plans to make anew from corrected costs, and run, at most
@@ -106,7 +106,7 @@ def tune(
     if not isinstance(batch, tuple | list | Mapping):
         raise UsageError(f"expected batch to be a tuple or a dict of keywords, found {type(batch).__name__}")
     args, keywords = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
-    tuner = _Tuner(Training(model, optimizer, args, keywords), checked, num_steps, num_candidates)
+    tuner = _Tuner(TunedTraining(model, optimizer, args, keywords), checked, num_steps, num_candidates)
     owner = claim(model, tuner)
     try:
         return tuner.run(Path(save) if save is not None else None)
@@ -117,7 +117,7 @@ def tune(
 class _Tuner:
     """One call of ``tune`` on one rank."""
 
-    def __init__(self, training: Training, options: CompileOptions, num_steps: int, num_candidates: int) -> None:
+    def __init__(self, training: TunedTraining, options: CompileOptions, num_steps: int, num_candidates: int) -> None:
         self._training, self._options = training, options
         self._num_steps, self._num_candidates = num_steps, num_candidates
         self._settings = read_settings()
@@ -216,7 +216,7 @@ class _Tuner:
         self._regions += regions
         bar.update()
 
-    def _outcome(self, candidate: Candidate, trials: Sequence[Trial]) -> Candidate:
+    def _outcome(self, candidate: Candidate, trials: Sequence[PlanTrial]) -> Candidate:
         failed = {rank: trial.failure for rank, trial in enumerate(trials) if trial.measured is None}
         if failed:
             rank, why = next(iter(failed.items()))

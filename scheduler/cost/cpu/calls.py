@@ -94,7 +94,7 @@ class _OtherDeviceError(Exception):
     """A tensor is not on a CPU."""
 
 
-class Call(NamedTuple):
+class OperatorCall(NamedTuple):
     """``args`` and ``kwargs`` have a ``Like`` for each tensor and tuples for lists."""
 
     target: OpOverload
@@ -105,10 +105,10 @@ class Call(NamedTuple):
     @staticmethod
     def of(
         target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Iterable[Tensor]
-    ) -> Call | None:
+    ) -> OperatorCall | None:
         """A call with nodes or (fake) tensors, which gives tensors like ``results``; None if any is not on a CPU."""
         try:
-            return Call(
+            return OperatorCall(
                 target,
                 tuple([_described(arg) for arg in args]),
                 tuple([(name, _described(value)) for name, value in kwargs.items()]),
@@ -152,7 +152,7 @@ class Call(NamedTuple):
         """All sizes of its tensors, the largest first."""
         return sorted({size for like in (*self.given, *self.results) for size in like.shape}, reverse=True)
 
-    def resized(self, sizes: Mapping[int, int]) -> Call | None:
+    def resized(self, sizes: Mapping[int, int]) -> OperatorCall | None:
         """With other sizes wherever they occur, in numbers too; None where that cannot be."""
         try:
             args, kwargs, results = (_resized(part, sizes) for part in (self.args, self.kwargs, self.results))
@@ -160,26 +160,26 @@ class Call(NamedTuple):
             return None
         return self._replace(args=args, kwargs=kwargs, results=results)
 
-    def with_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def with_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OperatorCall:
         """The same operator called on others; what that gives is found on meta tensors."""
         pairs = [(name, _described(value)) for name, value in kwargs.items()]
         call = self._replace(args=tuple([_described(arg) for arg in args]), kwargs=tuple(pairs))
         on_meta, more = call.filled(lambda like: torch.empty_strided(*like[:2], dtype=like.dtype, device="meta"))
         tensors = tensors_in(self.target(*on_meta, **more))
         results = tuple([Like(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors])
-        return Call(call.target, call.args, call.kwargs, results)
+        return OperatorCall(call.target, call.args, call.kwargs, results)
 
     def filled(self, values: Callable[[Like], Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments as they are given, with ``values`` in the place of tensors."""
         return [_filled(arg, values) for arg in self.args], {name: _filled(arg, values) for name, arg in self.kwargs}
 
 
-def call_of(node: fx.Node) -> Call | None:
+def call_of(node: fx.Node) -> OperatorCall | None:
     """The call that a node makes; None if it is none of torch's or zerofx's operators, or not on CPU tensors."""
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace not in _NAMESPACES:
         return None
-    return Call.of(target, node.args, node.kwargs, tensors_in(node.meta.get("val")))
+    return OperatorCall.of(target, node.args, node.kwargs, tensors_in(node.meta.get("val")))
 
 
 def chosen_by() -> tuple[object, ...]:

@@ -31,7 +31,7 @@ from torch import Tensor, fx
 from zerofx.errors import InternalError
 from zerofx.ir.aliasing import tensors_in
 from zerofx.ir.operators.table import facts_of
-from zerofx.scheduler.cost.cpu.calls import Call, KernelMemory, Like, call_of, chosen_by
+from zerofx.scheduler.cost.cpu.calls import KernelMemory, Like, OperatorCall, call_of, chosen_by
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 from zerofx.scheduler.cost.cpu.smaller_calls import approximate, extrapolated, parts_of, two_smaller
 from zerofx.torch_private.dispatch import without_modes
@@ -47,10 +47,10 @@ def kernel_memories(nodes: Iterable[fx.Node]) -> dict[fx.Node, KernelMemory | No
     return {node: None if call is None else _looked_up(known, call) for node, call in calls.items()}
 
 
-def call_memories(calls: Iterable[Call]) -> Mapping[Call, KernelMemory | None]:
+def call_memories(calls: Iterable[OperatorCall]) -> Mapping[OperatorCall, KernelMemory | None]:
     """The same of calls; what others take that are known, too."""
     known = _known(chosen_by())
-    fresh: dict[Call, None] = {}
+    fresh: dict[OperatorCall, None] = {}
     for call in calls:
         with contextlib.suppress(TypeError):  # an argument that cannot be hashed: sizes that are symbols
             if call not in known:
@@ -60,7 +60,7 @@ def call_memories(calls: Iterable[Call]) -> Mapping[Call, KernelMemory | None]:
     return known
 
 
-def _looked_up(known: Mapping[Call, KernelMemory | None], call: Call) -> KernelMemory | None:
+def _looked_up(known: Mapping[OperatorCall, KernelMemory | None], call: OperatorCall) -> KernelMemory | None:
     with contextlib.suppress(TypeError):
         return known.get(call)
     return None
@@ -75,12 +75,12 @@ class _ValuesError(Exception):
 
 
 @functools.cache
-def _known(_chosen_by: tuple[object, ...]) -> dict[Call, KernelMemory | None]:
+def _known(_chosen_by: tuple[object, ...]) -> dict[OperatorCall, KernelMemory | None]:
     """What is known of calls in this process, by what ATen chooses between kernels by."""
     return {}
 
 
-def _learn(calls: Sequence[Call]) -> None:
+def _learn(calls: Sequence[OperatorCall]) -> None:
     """Make calls that nothing is known of, or smaller ones, as many as can be under one profiler.
 
     Raises:
@@ -103,14 +103,14 @@ def _learn(calls: Sequence[Call]) -> None:
             known[call] = extrapolation or (_record(call) if call.is_feasible else approximate(call, _records))
 
 
-def _record(call: Call) -> KernelMemory | None:
+def _record(call: OperatorCall) -> KernelMemory | None:
     known = _known(chosen_by())
     if call not in known:
         known[call] = _records([call])[call]
     return known[call]
 
 
-def _records(calls: Sequence[Call]) -> dict[Call, KernelMemory | None]:
+def _records(calls: Sequence[OperatorCall]) -> dict[OperatorCall, KernelMemory | None]:
     """What each of some calls takes; None for one that fails, or does not give what is expected.
 
     Raises:
@@ -131,7 +131,7 @@ def _records(calls: Sequence[Call]) -> dict[Call, KernelMemory | None]:
             raise
         except (MemoryError, RuntimeError) as error:  # no memory, or the profiler's own
             raise _NotYetError from error
-    memories: dict[Call, KernelMemory | None] = dict.fromkeys(calls)
+    memories: dict[OperatorCall, KernelMemory | None] = dict.fromkeys(calls)
     for (call, _), results, most in zip(ready, sizes, peak.parts, strict=True):
         if results is not None:
             excess = tuple(
@@ -145,7 +145,7 @@ def _records(calls: Sequence[Call]) -> dict[Call, KernelMemory | None]:
 Arguments = tuple[list[Any], dict[str, Any]]
 
 
-def _tried(call: Call) -> Arguments | None:
+def _tried(call: OperatorCall) -> Arguments | None:
     """The arguments of a call with which it has been made once; None if it fails with them."""
     try:
         with _refusing_values():
@@ -155,7 +155,7 @@ def _tried(call: Call) -> Arguments | None:
         return None
 
 
-def _run(call: Call, arguments: Arguments, peak: CpuPeak | None) -> list[tuple[int, tuple[int, ...]]] | None:
+def _run(call: OperatorCall, arguments: Arguments, peak: CpuPeak | None) -> list[tuple[int, tuple[int, ...]]] | None:
     """Make a call, as a part of ``peak``; bytes of each output's own memory, 0 where it has none, and its shape. None
     if the call fails, or an output has another shape than expected and is not empty.
 

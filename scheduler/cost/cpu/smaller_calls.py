@@ -17,9 +17,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from zerofx.ir.operators.table import facts_of
-from zerofx.scheduler.cost.cpu.calls import Call, KernelMemory
+from zerofx.scheduler.cost.cpu.calls import KernelMemory, OperatorCall
 
-Records = Callable[[Sequence[Call]], Mapping[Call, KernelMemory | None]]
+Records = Callable[[Sequence[OperatorCall]], Mapping[OperatorCall, KernelMemory | None]]
 
 _LARGE = 16  # sizes beyond this one are divided
 _STEPS = (64, 16)  # between the sizes that are compared: sizes of one kind for kernels that work on blocks
@@ -27,13 +27,13 @@ _NUM_POINTS = 4
 _DEPTH = 2  # sizes but one that may have to be made smaller at once
 
 
-class Parts(NamedTuple):
+class SmallerCalls(NamedTuple):
     """Two calls in the place of one that has ``num_parts``: ``many`` and ``few`` of them."""
 
     num_parts: int
     many: int
     few: int
-    calls: tuple[Call, Call]
+    calls: tuple[OperatorCall, OperatorCall]
 
     def combined(self, more: KernelMemory | None, less: KernelMemory | None) -> KernelMemory | None:
         """What the whole takes, by what these do: so much, and as much again for each part."""
@@ -43,7 +43,7 @@ class Parts(NamedTuple):
         return KernelMemory(more.inside + (self.num_parts - self.many) * each // (self.many - self.few), ())
 
 
-def parts_of(call: Call) -> Parts | None:
+def parts_of(call: OperatorCall) -> SmallerCalls | None:
     """The first of the smaller calls that the table of operators has for ``call`` which can be made; None if none."""
     smaller = facts_of(call.target).smaller
     if smaller is None:
@@ -52,11 +52,11 @@ def parts_of(call: Call) -> Parts | None:
     for parts in whole.pairs:
         first, second = (call.with_arguments(part.args, part.kwargs) for part in parts)
         if first.is_feasible and second.is_feasible:
-            return Parts(whole.num_parts, parts[0].num_parts, parts[1].num_parts, (first, second))
+            return SmallerCalls(whole.num_parts, parts[0].num_parts, parts[1].num_parts, (first, second))
     return None
 
 
-def two_smaller(call: Call) -> tuple[Call, Call] | None:
+def two_smaller(call: OperatorCall) -> tuple[OperatorCall, OperatorCall] | None:
     """A call with a fraction of all large sizes, and one with half of that: what takes as much for both, takes as much
     for any. None if there are none."""
     large = [size for size in call.sizes if size > _LARGE]
@@ -73,7 +73,7 @@ def two_smaller(call: Call) -> tuple[Call, Call] | None:
     return None
 
 
-def extrapolated(call: Call, records: Records, depth: int = _DEPTH) -> KernelMemory | None:
+def extrapolated(call: OperatorCall, records: Records, depth: int = _DEPTH) -> KernelMemory | None:
     """What a call takes by the polynomial in one of its sizes that smaller ones follow; None if there is none.
 
     Where no one size makes calls that are quick, what those of a smaller one take is found in the same way by another.
@@ -93,7 +93,7 @@ def extrapolated(call: Call, records: Records, depth: int = _DEPTH) -> KernelMem
     return None
 
 
-def _points(call: Call, size: int, *, is_quick: bool) -> dict[int, Call]:
+def _points(call: OperatorCall, size: int, *, is_quick: bool) -> dict[int, OperatorCall]:
     """Calls of equally spaced smaller sizes that leave the same rest, by size, the largest first: the largest that are
     quick, or else the smallest that will do; empty if there are none."""
     for step in _STEPS:
@@ -137,7 +137,7 @@ def _continued(places: Sequence[int], values: Sequence[int], at: int) -> int | N
     return int(value) if value.denominator == 1 and value >= 0 else None
 
 
-def approximate(call: Call, records: Records) -> KernelMemory | None:
+def approximate(call: OperatorCall, records: Records) -> KernelMemory | None:
     """What a call takes that is too large to be made, going by one of smaller sizes and by bytes."""
     for power in range(1, 24):
         sizes = {size: max(_LARGE, size // 2**power) for size in call.sizes if size > _LARGE}

@@ -14,7 +14,7 @@ from zerofx.scheduler.decide.prefetch import place_arrivals
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.decide.tiling import Tiles, rungs
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.graph_facts import Captured
+from zerofx.scheduler.search.graph_facts import GraphFacts
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 from zerofx.scheduler.search.stage import Search
 from zerofx.units import format_bytes
@@ -54,12 +54,12 @@ def _plans(problem: Problem) -> Iterator[Plan]:
     may_tile = problem.memory_budget is not None and problem.options.tile != "none"
     ladder = rungs(problem.captured, may_tile)
     for tiles in (tiles for rung in ladder for tiles in rung):
-        facts = Captured(problem.captured, problem.machine, tiles)
+        facts = GraphFacts(problem.captured, problem.machine, tiles)
         for units in range(problem.options.policy.prefetch, -1, -1):
             yield _plan(problem, facts, units, tiles)
 
 
-def _plan(problem: Problem, facts: Captured, units: int, tiles: Tiles) -> Plan:
+def _plan(problem: Problem, facts: GraphFacts, units: int, tiles: Tiles) -> Plan:
     options, locations = problem.options, problem.locations
     assert locations is not None, "it is known where an evaluation's parameters lie"
     plan = decide(

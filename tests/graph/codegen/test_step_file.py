@@ -14,7 +14,7 @@ from tests.lib.graphs import Averaging, TwoBlocks, prepare
 from tests.lib.plans import wired
 from zerofx.codegen.emit import EmittedStep, emit
 from zerofx.codegen.regions import cut
-from zerofx.codegen.step_file import Call, RegionText, StepFile, region_text
+from zerofx.codegen.step_file import CallLine, RegionText, StepFile, region_text
 from zerofx.disk.cache import MALFORMED
 from zerofx.ir.serialise import Name, decoded
 from zerofx.scheduler.cost.liveness import liveness
@@ -128,7 +128,7 @@ def test_a_comment_ends_with_its_line(end: str) -> None:
 
 def test_values_are_written_so_that_they_are_read_as_values() -> None:
     for text in (CODE, f"'); {CODE} #", '"""', "\\", "\n"):
-        region = RegionText("f", 0, (Call("aten.relu.default", (text, (text,), [text])),), ())
+        region = RegionText("f", 0, (CallLine("aten.relu.default", (text, (text,), [text])),), ())
         (call,) = [node for node in ast.walk(ast.parse(region_text(region))) if isinstance(node, ast.Call)][1:]
         assert ast.literal_eval(call.args[0]) == text
 

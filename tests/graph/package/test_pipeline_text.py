@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from zerofx.errors import UsageError
 from zerofx.pipeline import PLAN, PREPARE, find, pass_texts, with_pass_texts
 from zerofx.scheduler.plan.pass_options import options_of
-from zerofx.scheduler.plan.pipeline_text import PassText, Value, pipeline_text, read_pipeline
+from zerofx.scheduler.plan.pipeline_text import OptionValue, PassText, pipeline_text, read_pipeline
 from zerofx.scheduler.plan.plan import Plan
 
 LISTED = (*PREPARE, *PLAN)
@@ -23,7 +23,7 @@ _WORDS = st.sampled_from(
 )
 _TEXTS = _WORDS | st.text()
 _NUMBERS = st.integers() | st.floats(allow_nan=False)
-_VALUES: st.SearchStrategy[Value] = st.recursive(
+_VALUES: st.SearchStrategy[OptionValue] = st.recursive(
     st.none() | st.booleans() | _NUMBERS | _TEXTS, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=6
 )
 _NAMES = st.from_regex(r"[a-z_][a-z0-9_]*", fullmatch=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import zerofx
 from tests.lib.users import adamw
 from zerofx import Candidate, TuneResult
-from zerofx.options import Recompute
+from zerofx.options import RecomputeOption
 
 WIDTH = 16
 
@@ -49,7 +49,7 @@ def tune(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any = None, 
     )
 
 
-def peak_of(recompute: Recompute) -> int:
+def peak_of(recompute: RecomputeOption) -> int:
     model = noisy()
     planned = zerofx.plan(model, adamw(model), rows(), machine="cpu", backend="eager", recompute=recompute)
     return planned.plan.peak_bytes["device"]

@@ -17,7 +17,7 @@ from tests.lib.lowered import Deep
 from zerofx.codegen.regions import Region, cut, regions_of
 from zerofx.errors import PlanError
 from zerofx.ir.facts import origin
-from zerofx.options import Recompute, check_options
+from zerofx.options import RecomputeOption, check_options
 from zerofx.scheduler.cost.links import MeasuredLink, predicted_link
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.measured import MeasuredCosts
@@ -98,7 +98,7 @@ def test_updates_are_regions_like_others() -> None:
 
 
 def made(
-    prepared: Prepared, costs: MeasuredCosts | None, budget: int | None, prefetch: int, recompute: Recompute
+    prepared: Prepared, costs: MeasuredCosts | None, budget: int | None, prefetch: int, recompute: RecomputeOption
 ) -> Plan:
     options = check_options(
         stage=3, backend="eager", machine=CPU, prefetch=prefetch, memory_budget=budget, recompute=recompute

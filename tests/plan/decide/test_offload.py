@@ -21,11 +21,11 @@ from zerofx.scheduler.analysis.saved_values import crossing_values, storage_size
 from zerofx.scheduler.cost.machine import Link, Machine, Nvme
 from zerofx.scheduler.cost.timeline import runs, seconds_by_place
 from zerofx.scheduler.cost.transfers import copy_seconds
-from zerofx.scheduler.decide.activations import Level, Segment, menu, segments
+from zerofx.scheduler.decide.activations import ActivationLevel, Segment, menu, segments
 from zerofx.scheduler.decide.offload import Capacity, OffloadRequest, away_seconds, entries, joint_menu, place
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.graph_facts import Captured
+from zerofx.scheduler.search.graph_facts import GraphFacts
 from zerofx.scheduler.search.items import Activations, items_of, plan_of
 from zerofx.scheduler.search.order import order_moves
 from zerofx.scheduler.search.question import Question
@@ -48,7 +48,7 @@ def question(machine: Machine, layers: int = 6, num_micro_batches: int = 1) -> Q
     simplify(step)
     accumulate(step, num_micro_batches, batch.divided_names())
     layout = layout_of(step, {p.name: 0 for p in step.parameters}, Mesh())
-    return Question(Captured(step, machine), layout, 0, "bf16", 1, recompute=True, tiers=("host",))
+    return Question(GraphFacts(step, machine), layout, 0, "bf16", 1, recompute=True, tiers=("host",))
 
 
 def layers_of(asked: Question) -> list[Segment]:
@@ -61,7 +61,7 @@ def everything_offloaded(asked: Question) -> Plan:
     return plan_of(asked, items, order_moves([item.levels for item in items]))[0]
 
 
-def offloading(segment: Segment, machine: Machine, *, recompute: bool = True) -> tuple[Level, ...]:
+def offloading(segment: Segment, machine: Machine, *, recompute: bool = True) -> tuple[ActivationLevel, ...]:
     """The menu of one of endlessly many layers, away from the device for as long as it likes."""
     return joint_menu(entries(segment, machine, "host", 10**9, recompute=recompute), float("inf"))
 
@@ -95,7 +95,7 @@ def test_a_buffer_that_the_next_micro_batch_reads_stays() -> None:
     assert placed and not placed.intersection(stays)
 
 
-def seconds_for(levels: tuple[Level, ...], num_bytes: int) -> float:
+def seconds_for(levels: tuple[ActivationLevel, ...], num_bytes: int) -> float:
     """The least seconds at which a menu holds at most ``num_bytes``, its levels mixed over many layers."""
     points = [(level.num_bytes, level.seconds) for level in levels]
     if num_bytes >= points[0][0]:
@@ -142,7 +142,7 @@ def test_copies_fit_on_their_link_one_after_the_other_and_are_done_when_they_are
     asked = question(with_link(2e10))
     plan = everything_offloaded(asked)
     assert plan.offloads
-    spans = runs(asked.step, asked.captured.seconds)
+    spans = runs(asked.step, asked.facts.seconds)
     end_of = {run.last.name: run.end_seconds for run in spans}
     start_of = {run.first.name: run.start_seconds for run in spans}
     copy = sum(copy_seconds(d.num_bytes, "device", "host", asked.machine) for d in plan.offloads)
@@ -172,7 +172,7 @@ def test_the_last_layer_is_the_last_to_leave_the_device() -> None:
 
 def test_a_layer_is_away_from_its_forward_to_its_backward_and_may_offload_what_is_back_by_then() -> None:
     asked = question(with_link(2e10))
-    spans = runs(asked.step, asked.captured.seconds)
+    spans = runs(asked.step, asked.facts.seconds)
     parts = layers_of(asked)
     times = [away_seconds(part, spans) for part in parts]
     assert times == sorted(times, reverse=True)

@@ -18,7 +18,7 @@ from zerofx import Machine, MemoryBudgetError, SearchResult, UsageError, largest
 from zerofx.capture.by_layer.by_layer import capture_by_layer
 from zerofx.driver import captures as driver_captures
 from zerofx.ir.graph import StepGraph
-from zerofx.options import Recompute
+from zerofx.options import RecomputeOption
 from zerofx.scheduler.search.prefixes import Prefixes
 
 pytestmark = pytest.mark.captures
@@ -101,7 +101,7 @@ def test_the_budget_is_what_counts_when_there_is_one() -> None:
 def test_recomputation_makes_room_for_samples() -> None:
     model = Waves()
     optimizer = torch.optim.SGD(model.parameters())
-    choices: tuple[Recompute, ...] = ("none", "auto")
+    choices: tuple[RecomputeOption, ...] = ("none", "auto")
     without, with_it = (
         largest_micro_batch(
             rows, model, optimizer, limit=64, machine=machine(256), backend="eager", recompute=recompute, tile="none"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from zerofx.driver.meshes.short_steps import GivingUp, Numbers
+from zerofx.driver.meshes.short_steps import GivingUp, StepTotals
 
-KEEPING = Numbers(peak_bytes=100.0, step_seconds=10.0, exposed_seconds=1.0, within=5.0, across=3.0, computing=8.0)
-LEAST = Numbers(peak_bytes=60.0, step_seconds=14.0, exposed_seconds=1.0, within=9.0, across=3.0, computing=12.0)
+KEEPING = StepTotals(peak_bytes=100.0, step_seconds=10.0, exposed_seconds=1.0, within=5.0, across=3.0, computing=8.0)
+LEAST = StepTotals(peak_bytes=60.0, step_seconds=14.0, exposed_seconds=1.0, within=9.0, across=3.0, computing=12.0)
 
 
 def test_as_many_layers_give_up_as_it_takes() -> None:
     given_up = GivingUp(KEEPING, LEAST, is_refused=False)
     assert given_up.seconds_per_byte == pytest.approx(0.1)
-    assert given_up.within(KEEPING, 80) == Numbers(80.0, 12.0, 1.0, 7.0, 3.0, 10.0)
+    assert given_up.within(KEEPING, 80) == StepTotals(80.0, 12.0, 1.0, 7.0, 3.0, 10.0)
     assert given_up.within(KEEPING, 120) == KEEPING
 
 

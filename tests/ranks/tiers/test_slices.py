@@ -17,7 +17,7 @@ from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, adamw, sgd
 from tests.lib.runs.training import differences, train_compiled, train_plain
 from zerofx.errors import ShardedParametersError
-from zerofx.options import Offload
+from zerofx.options import OffloadOption
 from zerofx.scheduler.search.problem import BudgetMissedError
 
 pytestmark = pytest.mark.usefixtures("drive", "verified")
@@ -94,7 +94,7 @@ def test_two_ranks_train_the_same_at_every_stage() -> None:
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])
-def test_slices_come_up_from_slower_tiers_one_at_a_time(tier: Offload) -> None:
+def test_slices_come_up_from_slower_tiers_one_at_a_time(tier: OffloadOption) -> None:
     torch.manual_seed(0)
     model, x = Wide(4096, 32), torch.randn(2, 32)
     reference = copy.deepcopy(model)

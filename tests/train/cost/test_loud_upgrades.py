@@ -12,7 +12,7 @@ from zerofx.capture.layer_annotations import LAYER_KEY
 from zerofx.capture.normalise.set_origins import set_origins
 from zerofx.capture.trace import Batch, capture
 from zerofx.errors import InternalError
-from zerofx.scheduler.cost.cpu.calls import Call
+from zerofx.scheduler.cost.cpu.calls import OperatorCall
 from zerofx.scheduler.cost.cpu.kernel_memory import call_memories
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 from zerofx.torch_private import profiler, tensors
@@ -63,7 +63,7 @@ def test_a_peak_of_which_the_profiler_records_nothing(monkeypatch: pytest.Monkey
 def test_what_a_kernel_takes_is_not_taken_for_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiler, "_MEMORY", "[renamed]")
     x = torch.ones(3, 5, 7)
-    call = Call.of(torch.ops.aten.logcumsumexp.default, (x, 1), {}, (x,))
+    call = OperatorCall.of(torch.ops.aten.logcumsumexp.default, (x, 1), {}, (x,))
     assert call is not None
     with pytest.raises(InternalError, match=f"torch {VERSION}"):
         call_memories([call])

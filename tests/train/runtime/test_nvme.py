@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from zerofx.errors import TierError, UsageError, ZeroFXWarning
 from zerofx.runtime.tiers.host_memory import HostMemory
-from zerofx.runtime.tiers.nvme import BLOCK_BYTES, NvmeFile, NvmeFiles, Part
+from zerofx.runtime.tiers.nvme import BLOCK_BYTES, NvmeFile, NvmeFiles, Stripe
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.cost.blocks import PAGE, whole_pages
 
@@ -84,7 +84,7 @@ def test_short_files_go_round_the_drives(drives: Drives) -> None:
 
 @given(st.integers(1, 40 * BLOCK_BYTES), st.integers(1, 5))
 def test_blocks_cover_a_file_without_overlap(num_bytes: int, num_drives: int) -> None:
-    file = NvmeFile(tuple(Part(drive, Path(str(drive))) for drive in range(num_drives)), num_bytes)
+    file = NvmeFile(tuple(Stripe(drive, Path(str(drive))) for drive in range(num_drives)), num_bytes)
     spans = [file.span(block) for block in range(file.num_blocks)]
     assert [start for start, _ in spans] == [sum(length for _, length in spans[:i]) for i in range(len(spans))]
     assert sum(length for _, length in spans) == num_bytes and all(length > 0 for _, length in spans)

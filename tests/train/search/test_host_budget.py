@@ -16,7 +16,7 @@ from tests.lib.runs.offloads import placing, prepare_case
 from tests.lib.runs.training import build
 from zerofx.driver.plan_only import PlannedStep
 from zerofx.errors import MemoryBudgetError, TierError, UsageError, ZeroFXWarning
-from zerofx.options import Offload
+from zerofx.options import OffloadOption
 from zerofx.runtime.tiers.host_memory import HostMemory
 from zerofx.scheduler.cost.blocks import PAGE
 from zerofx.scheduler.cost.machine import Machine
@@ -42,7 +42,7 @@ def blocks_of(step: PlannedStep) -> int:
 
 
 @pytest.mark.parametrize("offload", ["nvme", "auto"])
-def test_a_plan_takes_no_more_of_the_host_than_it_may(offload: Offload) -> None:
+def test_a_plan_takes_no_more_of_the_host_than_it_may(offload: OffloadOption) -> None:
     memory_budget = int(0.8 * most())
     free = blocks_of(planned(memory_budget, offload=offload))
     found = planned(memory_budget, offload=offload, host_budget=int(0.8 * free))
@@ -52,7 +52,7 @@ def test_a_plan_takes_no_more_of_the_host_than_it_may(offload: Offload) -> None:
 
 
 @pytest.mark.parametrize("offload", ["nvme", "auto"])
-def test_without_one_a_plan_takes_no_more_than_a_ranks_share_of_the_machines(offload: Offload) -> None:
+def test_without_one_a_plan_takes_no_more_than_a_ranks_share_of_the_machines(offload: OffloadOption) -> None:
     memory_budget, machine = int(0.8 * most()), small_machine(1e10).for_ranks(1)
     share = int(0.8 * planned(memory_budget, offload=offload).plan.peak_bytes["host"])
     small = replace(machine, host=replace(machine.host, memory_bytes=share * machine.ranks_per_node))
@@ -84,7 +84,7 @@ def test_what_cannot_be_a_budget_is_refused() -> None:
 
 @pytest.mark.usefixtures("drive")
 @pytest.mark.parametrize("offload", ["host", pytest.param("nvme", marks=pytest.mark.slow)])
-def test_the_pool_keeps_to_it_and_the_bits_are_the_same(offload: Offload) -> None:
+def test_the_pool_keeps_to_it_and_the_bits_are_the_same(offload: OffloadOption) -> None:
     model, batch = gpt()
     plain, expected = trained(model, batch, 2)
     memory_budget = int(0.75 * plain.plan.peak_bytes["device"])

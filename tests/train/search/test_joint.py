@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from tests.lib.budgets import Chain, convnet, gpt, llama, planned, same_bits, small_machine, trained
 from tests.train.search.test_budget import OPERATORS
-from zerofx.options import Offload, Recompute
+from zerofx.options import OffloadOption, RecomputeOption
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError
 
-WAYS: dict[str, tuple[Recompute, Offload]] = {
+WAYS: dict[str, tuple[RecomputeOption, OffloadOption]] = {
     "joint": ("auto", "host"), "recompute": ("auto", "none"), "offload": ("none", "host"),
 }  # fmt: skip
 
@@ -76,7 +76,7 @@ SLOW = pytest.mark.slow
     [(gpt, 0.65), pytest.param(convnet, 0.8, marks=SLOW), pytest.param(llama, 0.65, marks=SLOW)],
 )
 def test_at_every_budget_plans_that_offload_train_the_same_bits_and_fit(
-    make: Callable[[], Any], tightest: float, offload: Offload
+    make: Callable[[], Any], tightest: float, offload: OffloadOption
 ) -> None:
     model, batch = make()
     plain, expected = trained(model, batch)

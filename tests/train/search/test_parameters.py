@@ -11,7 +11,7 @@ import zerofx
 from gpt import GPT
 from tests.lib.budgets import captured_gpt, gpt, same_bits, small_machine, trained
 from zerofx.driver.plan_only import PlannedStep
-from zerofx.options import Offload
+from zerofx.options import OffloadOption
 from zerofx.scheduler.cost.machine import Link, Machine, Nvme
 from zerofx.scheduler.cost.timeline import seconds_by_place
 from zerofx.scheduler.cost.transfers import copy_seconds
@@ -172,7 +172,7 @@ def with_drive(rate: float) -> Machine:
 
 @pytest.mark.usefixtures("drive")
 @pytest.mark.parametrize("tier", ["host", "nvme"])
-def test_training_within_a_budget_below_the_parameters_has_the_same_bits(tier: Offload) -> None:
+def test_training_within_a_budget_below_the_parameters_has_the_same_bits(tier: OffloadOption) -> None:
     model, batch = gpt()
     machine = with_drive(1e9)
     plain, expected = trained(model, batch, machine=machine)

@@ -28,7 +28,7 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.activations import segments
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.reasons import reasons
-from zerofx.scheduler.search.graph_facts import Captured
+from zerofx.scheduler.search.graph_facts import GraphFacts
 
 MACHINE = Machine.named("cpu")
 SHARES = (1.0, 0.5, 0.0)  # of what lies between the least possible and keeping everything
@@ -247,7 +247,7 @@ def test_backward_of_a_piece_reads_its_values_and_those_before_it_alone() -> Non
 
 def test_regions_end_only_at_pieces_whose_values_do_not_stay() -> None:
     step = _captured(unlike())
-    whole = Captured(step, MACHINE)
+    whole = GraphFacts(step, MACHINE)
     before = [region.key for region in regions_of(cut(step))]
     assert [region.key for region in regions_of(cut(whole.tiled))] == before
     dropped = next(node.name for node in step.calls() if "sigmoid_1" in node.name)

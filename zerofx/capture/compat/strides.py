@@ -2,7 +2,7 @@
 
 A view that a traced graph takes of such a result is one that the fake's strides allow and the kernel's may not: the
 step would fail where it takes it. Tracing puts a copy after the operator that has the kernel's strides in both. Which
-operators these are stands in the table (``zerofx/ir/operators/operator.py``: ``Layout``).
+operators these are stands in the table (``zerofx/ir/operators/operator.py``: ``ResultLayout``).
 
     before   t = mse_loss_backward(g, predictions.transpose(1, 2), y)    a fake like the predictions, a kernel in order
     after    c = clone(t, memory_format=contiguous)                      what reads t reads c
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import decompose
 
-from zerofx.ir.operators.operator import Layout
+from zerofx.ir.operators.operator import ResultLayout
 from zerofx.ir.operators.table import aten_entries
 from zerofx.torch_private.dispatch import without_modes
 from zerofx.torch_private.tensors import elementwise_order, suggest_memory_format
@@ -30,26 +30,26 @@ def kernel_layouts(device: torch.device) -> dict[Any, Callable[..., Any]]:
     table = {
         operator: _decomposed(operator, facts.layout, facts.layout_arguments)
         for operator, facts in aten_entries()
-        if facts.layout is not None and (facts.layout is not Layout.OF_FORMAT or device.type == "cpu")
+        if facts.layout is not None and (facts.layout is not ResultLayout.OF_FORMAT or device.type == "cpu")
     }
     if device.type == "cpu":
         table |= {aten.roll.default: _laid_out(aten.roll.default, _rolled), aten._embedding_bag.default: _embedding_bag}
     return table
 
 
-def _decomposed(operator: Any, layout: Layout, arguments: Sequence[int]) -> Callable[..., Any]:
+def _decomposed(operator: Any, layout: ResultLayout, arguments: Sequence[int]) -> Callable[..., Any]:
     match layout:
-        case Layout.IN_ORDER:
+        case ResultLayout.IN_ORDER:
             return _laid_out(operator, _contiguous)
-        case Layout.OF_FORMAT:
+        case ResultLayout.OF_FORMAT:
             return _laid_out(operator, partial(_suggested_by, arguments[0]))
-        case Layout.OF_GRADIENT:
+        case ResultLayout.OF_GRADIENT:
             return _with_copy(operator)
-        case Layout.OF_OPERANDS:
+        case ResultLayout.OF_OPERANDS:
             return _in_order_of(operator, arguments)
-        case Layout.OF_IMAGES:
+        case ResultLayout.OF_IMAGES:
             return _image(operator, partial(_ordered_strides, arguments))
-        case Layout.OF_VIEW:
+        case ResultLayout.OF_VIEW:
             return _image(operator, _view_strides)
 
 

@@ -18,7 +18,7 @@ from zerofx.capture.outside.lent import Lent
 from zerofx.capture.outside.outside import Outside, OutsideFoundError, StandInMaker, StandIns
 from zerofx.capture.values.known import KnownValues
 from zerofx.capture.values.watched_calls import Checks
-from zerofx.choices import Outputs
+from zerofx.choices import OutputsOption
 from zerofx.errors import CaptureError
 from zerofx.ir.batch import Batch
 from zerofx.ir.returned import NOTHING_ELSE, Returned
@@ -65,7 +65,7 @@ class Objective:
         self,
         loss_fn: LossFunction | None = None,
         forward: ForwardFunction | None = None,
-        hands_out: Outputs = "numbers",
+        hands_out: OutputsOption = "numbers",
     ) -> None:
         self.loss_fn, self.forward, self.hands_out = loss_fn, forward, hands_out
         self.outside = Outside(forward or loss_fn, "loss_fn" if forward is None else "forward")

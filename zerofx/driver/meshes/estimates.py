@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from zerofx.budgets import budget_bytes, tiers_for
 from zerofx.driver.captures import Captures
-from zerofx.driver.meshes.short_steps import GivingUp, Keeping, Numbers, Short, ShortSteps
+from zerofx.driver.meshes.short_steps import GivingUp, Short, ShortSteps, StepTotals, WhenKept
 from zerofx.driver.prepared import Request
 from zerofx.driver.shardings import shardings_of, shared_as
 from zerofx.errors import UsageError, ZeroFXError
@@ -34,8 +34,8 @@ class Estimates:
         self._captures, self._num_ranks = captures, num_ranks
         self._short = ShortSteps(self._request, captures, on_cpu=on_cpu)
         self._shared: dict[int, Short[Captures] | ZeroFXError] = {}
-        self._alone: dict[int, Numbers] = {}
-        self._keeping: dict[Mesh, Keeping] = {}
+        self._alone: dict[int, StepTotals] = {}
+        self._keeping: dict[Mesh, WhenKept] = {}
         self._given_up: dict[tuple[int, bool], list[tuple[GivingUp, float]]] = {}
         self._floors: dict[Mesh, Floor] = {}
 
@@ -125,7 +125,7 @@ class Estimates:
         path = self._request.machine.host.to_device
         return max(alone.computing + given_up, floor.busy_seconds, away_bytes / path.bandwidth)
 
-    def _giving_up(self, request: Request, numbers: Numbers, limit: int) -> GivingUp:
+    def _giving_up(self, request: Request, numbers: StepTotals, limit: int) -> GivingUp:
         """What layers give up for ``limit``, as another mesh has shown it that has to free about as much, or this one;
         ``numbers``: what it takes otherwise."""
         mesh = request.mesh
@@ -157,7 +157,7 @@ class Estimates:
             raise shared
         return shared
 
-    def _kept(self, request: Request) -> Keeping:
+    def _kept(self, request: Request) -> WhenKept:
         if request.mesh not in self._keeping:
             self._keeping[request.mesh] = self._short.keeping(request, self._captures_of(request))
         return self._keeping[request.mesh]

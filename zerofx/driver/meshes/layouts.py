@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from zerofx.budgets import budget_bytes
 from zerofx.driver.captures import Captures
-from zerofx.driver.meshes.short_steps import Numbers, ShortSteps
+from zerofx.driver.meshes.short_steps import ShortSteps, StepTotals
 from zerofx.driver.prepared import Request
 from zerofx.scheduler.cost.sharding_seconds import Prices
 from zerofx.scheduler.plan.decisions import ShardingDecision
@@ -100,7 +100,7 @@ class _Judge:
         return _judged(given_up.within(numbers, self.limit), self.limit, price)
 
 
-def _judged(numbers: Numbers, limit: int, seconds_per_byte: float) -> _Judged:
+def _judged(numbers: StepTotals, limit: int, seconds_per_byte: float) -> _Judged:
     missed = max(numbers.peak_bytes - limit, 0.0)
     missed = missed if missed > 0.5 else 0.0  # of a byte
     return _Judged(missed, numbers.step_seconds, is_forced=True, seconds_per_byte=seconds_per_byte)

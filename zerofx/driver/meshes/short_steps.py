@@ -32,7 +32,7 @@ _FURTHER = 1.1  # than what layers have given up, that more are taken to give up
 
 T = TypeVar("T")
 S = TypeVar("S")
-Part = tuple[Captures, tuple[ShardingDecision, ...]]
+ShortPart = tuple[Captures, tuple[ShardingDecision, ...]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Short(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Numbers:
+class StepTotals:
     """What is added up, layer by layer. ``computing``: seconds of the step but for its updates."""
 
     peak_bytes: float
@@ -63,22 +63,22 @@ class Numbers:
     across: float
     computing: float
 
-    def plus(self, times: float, more: Numbers, less: Numbers) -> Numbers:
+    def plus(self, times: float, more: StepTotals, less: StepTotals) -> StepTotals:
         """These, and ``times`` by how much ``more`` is more than ``less``."""
         values = zip(astuple(self), astuple(more), astuple(less), strict=True)
-        return Numbers(*(own + times * (a - b) for own, a, b in values))
+        return StepTotals(*(own + times * (a - b) for own, a, b in values))
 
 
 @dataclass(frozen=True)
-class Keeping:
+class WhenKept:
     """What all layers take where nothing is given up for memory, and the few that this was read from.
 
     ``more`` are of as many again, ``times`` and ``more_times`` how often the layers of the few are in all and in those.
     """
 
-    all: Numbers
-    few: Numbers
-    more: Numbers
+    all: StepTotals
+    few: StepTotals
+    more: StepTotals
     times: float
     more_times: float
 
@@ -90,8 +90,8 @@ class GivingUp:
     ``is_refused``: whether that is all that can be given up, and was too little.
     """
 
-    keeping: Numbers
-    least: Numbers
+    keeping: StepTotals
+    least: StepTotals
     is_refused: bool
 
     @property
@@ -105,11 +105,11 @@ class GivingUp:
         longer = max(self.least.step_seconds - self.keeping.step_seconds, 0.0)
         return longer / self.freed_bytes if self.freed_bytes > 0 else 0.0
 
-    def reaches(self, numbers: Numbers, limit: int) -> bool:
+    def reaches(self, numbers: StepTotals, limit: int) -> bool:
         """Whether this says what ``numbers`` of a step that keeps all come to within ``limit``."""
         return not self.is_refused and numbers.peak_bytes - limit <= _FURTHER * self.freed_bytes
 
-    def within(self, numbers: Numbers, limit: int) -> Numbers:
+    def within(self, numbers: StepTotals, limit: int) -> StepTotals:
         """``numbers`` of a step that keeps all, where as many layers give something up as ``limit`` asks for."""
         freed, most = self.freed_bytes, 1.0 if self.is_refused else _FURTHER
         part = min((numbers.peak_bytes - limit) / freed, most) if freed > 0 else 1.0
@@ -133,13 +133,13 @@ class ShortSteps:
         options, machine = request.options, request.machine
         self._target = Target.of(machine, options, request.settings, step.device, on_cpu=on_cpu, verbose=False)
 
-    def parts(self, shardings: tuple[ShardingDecision, ...]) -> Short[Part]:
+    def parts(self, shardings: tuple[ShardingDecision, ...]) -> Short[ShortPart]:
         """The steps, each with those of ``shardings``, which are about all layers, that it has the nodes of."""
         return self._short.each(
             lambda short: (short[0], tuple(decision for decision in shardings if decision.node in short[1]))
         )
 
-    def keeping(self, request: Request, shared: Short[Captures]) -> Keeping:
+    def keeping(self, request: Request, shared: Short[Captures]) -> WhenKept:
         """What all layers take without a budget; ``shared``: the steps as one rank of the model axis runs them.
 
         Raises:
@@ -154,13 +154,13 @@ class ShortSteps:
             more = more.plus(min(further, KEPT), one_more, short)
             few = few.plus(KEPT, one_more, short)
 
-        def times(numbers: Numbers) -> float:
+        def times(numbers: StepTotals) -> float:
             grown = few.peak_bytes - short.peak_bytes
             return 1.0 + (numbers.peak_bytes - short.peak_bytes) / grown if grown > 0 else 1.0
 
-        return Keeping(every, short, more, times(every), times(more))
+        return WhenKept(every, short, more, times(every), times(more))
 
-    def giving_up(self, request: Request, shared: Short[Captures], keeping: Keeping, limit: int) -> GivingUp:
+    def giving_up(self, request: Request, shared: Short[Captures], keeping: WhenKept, limit: int) -> GivingUp:
         """What all layers give up within ``limit`` bytes, which are fewer than those of ``keeping``.
 
         Raises: as ``keeping``.
@@ -183,8 +183,8 @@ class ShortSteps:
         return GivingUp(keeping.all, every, is_refused)
 
     def _within(
-        self, request: Request, captures: Captures, keeping: Numbers, freed_bytes: float
-    ) -> tuple[Numbers, bool]:
+        self, request: Request, captures: Captures, keeping: StepTotals, freed_bytes: float
+    ) -> tuple[StepTotals, bool]:
         """What the layers of ``captures``, which take ``keeping``, take without so many bytes, and whether they cannot:
         then what they have least."""
         budget = math.floor(keeping.peak_bytes - freed_bytes)
@@ -207,7 +207,7 @@ class ShortSteps:
             whole = whole.plus(len(row.repetitions) - KEPT, of(captures), short)
         return whole
 
-    def _simulated(self, request: Request, captures: Captures, budget: int | None) -> Numbers:
+    def _simulated(self, request: Request, captures: Captures, budget: int | None) -> StepTotals:
         """
         Raises:
             BudgetMissedError: no plan takes ``budget`` bytes.
@@ -231,10 +231,10 @@ class ShortSteps:
         return Problem.of(prepared, self._target, request.options, budget)
 
 
-def _numbers_of(step: StepGraph, simulation: Simulation) -> Numbers:
+def _numbers_of(step: StepGraph, simulation: Simulation) -> StepTotals:
     sent = simulation.node_wire_bytes
     updating = sum(simulation.timings[node].seconds for node in step.calls() if origin(node).phase is Phase.UPDATE)
-    return Numbers(
+    return StepTotals(
         simulation.live.peaks["device"], simulation.step_seconds, simulation.exposed_seconds, sent[WITHIN],
         sent[ACROSS], simulation.step_seconds - updating,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerofx.ir.op_kernels import attention
-from zerofx.ir.operators.operator import Operator, OwnKernel, Part, Smaller
+from zerofx.ir.operators.operator import Operator, OwnKernel, Smaller, SmallerCall
 from zerofx.ir.operators.row_rules import of_samples
 
 # ATen's kernel on CPUs has tiles of as many queries for all numbers of them from this one on, and of as many keys
@@ -45,7 +45,7 @@ def _smaller(first: int) -> Callable[[Sequence[Any], Mapping[str, Any]], Smaller
                 of_keys = (first + 1, first + 2)
                 cut = [_cut(arg, (*few, length[place in of_keys])) for place, arg in enumerate(args)]
                 masks = {name: _cut_mask(value, (*few, *length)) for name, value in kwargs.items()}
-                pair.append(Part(few[0] * few[1] * length[0], cut, masks))
+                pair.append(SmallerCall(few[0] * few[1] * length[0], cut, masks))
             pairs.append((pair[0], pair[1]))
         return Smaller(samples * heads * queries, pairs)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from zerofx.ir.operators.operator import Layout, Operator, Part, Smaller
+from zerofx.ir.operators.operator import Operator, ResultLayout, Smaller, SmallerCall
 
 _PRODUCTS_A_STEP = 8  # of a convolution, which takes less time for one than other products
 _FEWEST_ROWS = 8  # of an image that is made smaller
@@ -20,7 +20,7 @@ _ALIKE = 16  # images from which on ATen hands all convolutions to oneDNN, on on
 
 
 def _of_format(argument: int) -> Operator:
-    return Operator(layout=Layout.OF_FORMAT, layout_arguments=(argument,))
+    return Operator(layout=ResultLayout.OF_FORMAT, layout_arguments=(argument,))
 
 
 def _steps(given: Sequence[Any], results: Sequence[Any]) -> int:
@@ -34,7 +34,7 @@ def _backward_steps(given: Sequence[Any], _results: Sequence[Any]) -> int:
 def _smaller(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Smaller:
     """Fewer images, of fewer rows."""
     images, *rest = args
-    return _paired([Part(n * rows, [images.cut({0: n, 2: rows}), *rest], kwargs) for n, rows in _sizes(images)])
+    return _paired([SmallerCall(n * rows, [images.cut({0: n, 2: rows}), *rest], kwargs) for n, rows in _sizes(images)])
 
 
 def _smaller_backward(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Smaller:
@@ -42,11 +42,11 @@ def _smaller_backward(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Smaller
     parts = []
     for batch, rows in _sizes(images):
         cut = grad.cut({0: batch, 2: _rows_of_result(rows, filters.shape[2], *how)})
-        parts.append(Part(batch * rows, [cut, images.cut({0: batch, 2: rows}), filters, bias, *how], kwargs))
+        parts.append(SmallerCall(batch * rows, [cut, images.cut({0: batch, 2: rows}), filters, bias, *how], kwargs))
     return _paired(parts)
 
 
-def _paired(parts: Sequence[Part]) -> Smaller:
+def _paired(parts: Sequence[SmallerCall]) -> Smaller:
     """The whole call if it can be made, else the largest two of the others."""
     return Smaller(parts[0].num_parts, [(parts[0], parts[0]), *pairwise(parts[1:])])
 

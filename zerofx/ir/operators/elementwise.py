@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from zerofx.ir.operators.operator import Inductor, Layout, Operator, Traffic
+from zerofx.ir.operators.operator import Inductor, Operator, ResultLayout, Traffic
 
-_IN_ORDER = Operator(layout=Layout.IN_ORDER)
+_IN_ORDER = Operator(layout=ResultLayout.IN_ORDER)
 
 
 def _of_operands(*arguments: int, is_pointwise: bool = False) -> Operator:
-    return Operator(layout=Layout.OF_OPERANDS, layout_arguments=arguments, is_pointwise=is_pointwise)
+    return Operator(layout=ResultLayout.OF_OPERANDS, layout_arguments=arguments, is_pointwise=is_pointwise)
 
 
 def _of_images(*arguments: int) -> Operator:
     """Fakes of images have the strides of a memory format, kernels those of the operands' order. They differ where a
     dimension has one place, and not in memory; but for it a tensor suggests another memory format, which is what others
     are laid out in."""
-    return Operator(layout=Layout.OF_IMAGES, layout_arguments=arguments)
+    return Operator(layout=ResultLayout.OF_IMAGES, layout_arguments=arguments)
 
 
 OPERATORS: dict[str, Operator] = {
@@ -23,7 +23,7 @@ OPERATORS: dict[str, Operator] = {
     "masked_fill.Tensor": Operator(is_pointwise=True),
     "native_dropout": Operator(per_element=2, inductor=Inductor.LOOP),
     "native_dropout_backward": Operator(is_pointwise=True),
-    "threshold_backward": Operator(inductor=Inductor.LOOP, layout=Layout.OF_OPERANDS, layout_arguments=(1, 0)),
+    "threshold_backward": Operator(inductor=Inductor.LOOP, layout=ResultLayout.OF_OPERANDS, layout_arguments=(1, 0)),
     # Gradients, and losses, which torch does not all tag as pointwise.
     "mse_loss_backward": _IN_ORDER,
     "smooth_l1_loss_backward": _IN_ORDER,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from zerofx.ir.operators.operator import Inductor, Layout, Operator
+from zerofx.ir.operators.operator import Inductor, Operator, ResultLayout
 from zerofx.ir.operators.row_rules import along, normalised, normalised_backward
 
 
 def _batch_norm(per_element: int, argument: int = 0) -> Operator:
-    return Operator(per_element=per_element, layout=Layout.OF_FORMAT, layout_arguments=(argument,))
+    return Operator(per_element=per_element, layout=ResultLayout.OF_FORMAT, layout_arguments=(argument,))
 
 
 OPERATORS: dict[str, Operator] = {
@@ -19,13 +19,13 @@ OPERATORS: dict[str, Operator] = {
     "_log_softmax": Operator(per_element=5, inductor=Inductor.ROW_LOOP, rows=along(1)),
     # sum, exp, multiply, subtract
     "_log_softmax_backward_data": Operator(
-        per_element=4, inductor=Inductor.ROW_LOOP, rows=along(2), layout=Layout.OF_GRADIENT
+        per_element=4, inductor=Inductor.ROW_LOOP, rows=along(2), layout=ResultLayout.OF_GRADIENT
     ),
     # mean; subtract, square, sum; subtract, multiply; affine multiply, add
     "native_layer_norm": Operator(per_element=8, inductor=Inductor.ROW_LOOP, rows=normalised(3)),
     # normalise again (2), weight (3) and bias (1) sums, input (8)
     "native_layer_norm_backward": Operator(
-        per_element=14, inductor=Inductor.ROW_LOOPS, rows=normalised_backward(4, 2), layout=Layout.OF_GRADIENT
+        per_element=14, inductor=Inductor.ROW_LOOPS, rows=normalised_backward(4, 2), layout=ResultLayout.OF_GRADIENT
     ),
     # square, sum; multiply by the root, by the weight
     "_fused_rms_norm": Operator(per_element=4, inductor=Inductor.ROW_LOOP, rows=normalised(2)),

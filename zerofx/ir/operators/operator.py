@@ -59,7 +59,7 @@ class View(Enum):
     WHERE_ALIKE = auto()  # annotated, but a copy where dtype, device or strides change, or one is asked for
 
 
-class Layout(Enum):
+class ResultLayout(Enum):
     """How a kernel lays out a result for which torch's fakes have other strides (torch 2.13)."""
 
     IN_ORDER = auto()  # of the dimensions
@@ -81,7 +81,7 @@ class OwnKernel:
     inside: Callable[..., int | None]
 
 
-class Part(NamedTuple):
+class SmallerCall(NamedTuple):
     """A call of smaller sizes: how many parts of the whole it has, and its arguments."""
 
     num_parts: int
@@ -97,7 +97,7 @@ class Smaller:
     """
 
     num_parts: int
-    pairs: Sequence[tuple[Part, Part]]
+    pairs: Sequence[tuple[SmallerCall, SmallerCall]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ class Operator:
     inductor: Inductor = Inductor.KERNEL
     rows: RowRule | None = None
     takes_shape: bool = False
-    layout: Layout | None = None
+    layout: ResultLayout | None = None
     layout_arguments: tuple[int, ...] = ()
     takes_dense: bool = False
     inside: Callable[..., int] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerofx.ir.operators import row_rules
-from zerofx.ir.operators.operator import Layout, Operator, OperatorKind, View
+from zerofx.ir.operators.operator import Operator, OperatorKind, ResultLayout, View
 
 _IDENTITY = Operator(kind=OperatorKind.IDENTITY)
 _SPLIT = row_rules.along(2)
@@ -11,13 +11,13 @@ _COPY_OF_SHAPE = Operator(view=View.WHERE_STRIDES_ALLOW)
 _COPY_OF_KIND = Operator(view=View.WHERE_ALIKE)
 
 
-def _reshape(view: View | None, layout: Layout | None) -> Operator:
+def _reshape(view: View | None, layout: ResultLayout | None) -> Operator:
     return Operator(kind=OperatorKind.RESHAPE, rows=row_rules.reshaped, takes_shape=True, view=view, layout=layout)
 
 
 OPERATORS: dict[str, Operator] = {
-    "view.default": _reshape(None, Layout.OF_VIEW),
-    "_unsafe_view": _reshape(View.ALWAYS, Layout.OF_VIEW),
+    "view.default": _reshape(None, ResultLayout.OF_VIEW),
+    "_unsafe_view": _reshape(View.ALWAYS, ResultLayout.OF_VIEW),
     "reshape": _reshape(View.WHERE_STRIDES_ALLOW, None),
     "reshape_as": _COPY_OF_SHAPE,
     "flatten": _COPY_OF_SHAPE,

@@ -33,7 +33,7 @@ Kind = Placement | Own | Averaged
 Kinds = frozenset[Kind]
 """How one value may lie: of some calls several ways are right as far as shapes tell. None of them: no way is."""
 
-Rule = Callable[[fx.Node, Sequence[Kinds], int], Kinds | tuple[Kinds, ...] | None]
+KindsRule = Callable[[fx.Node, Sequence[Kinds], int], Kinds | tuple[Kinds, ...] | None]
 """Kinds of a call's result, or of each of several, by those of its tensor arguments and the number of ranks; None where
 nothing is known of such a call."""
 

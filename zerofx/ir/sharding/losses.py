@@ -13,7 +13,7 @@ from torch import fx
 from zerofx.ir.facts import tensor
 from zerofx.ir.sharding.indexing import elsewhere_zero, own_indices
 from zerofx.ir.sharding.pattern import Pattern
-from zerofx.ir.sharding.rule import Extra, Local, argument, read_tensors, shape_of
+from zerofx.ir.sharding.rule import Local, ShareCost, argument, read_tensors, shape_of
 from zerofx.ir.sharding.shapes import PatternsOf
 
 _aten = torch.ops.aten
@@ -31,7 +31,7 @@ def _nll(node: fx.Node) -> list[Pattern]:
     if argument(node, 3, "reduction") == _NONE:
         return [Pattern((0, "sum"), (0, 0))]
     return [
-        Pattern(("sum", None), (0, 0), _loss_of_rows, extra=lambda _: Extra(reduced_bytes=scores.element_size())),
+        Pattern(("sum", None), (0, 0), _loss_of_rows, extra=lambda _: ShareCost(reduced_bytes=scores.element_size())),
         Pattern(("sum", None), (1, None), _loss_of_classes, in_groups=False),
     ]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.ir.facts import is_random, value
-from zerofx.ir.sharding.rule import Extra, LocalCall, Rule, outputs_of, read_tensors, shape_of
+from zerofx.ir.sharding.rule import LocalCall, Rule, ShareCost, outputs_of, read_tensors, shape_of
 from zerofx.scheduler.plan.placements import (
     REPLICATED,
     Partial,
@@ -39,7 +39,7 @@ class Pattern:
     inputs: tuple[Lies, ...]
     local: LocalCall | None = None
     groups: tuple[int, ...] = ()
-    extra: Callable[[int], Extra] = lambda groups: Extra()
+    extra: Callable[[int], ShareCost] = lambda groups: ShareCost()
     in_groups: bool = True
     allowed: Callable[[int], bool] = lambda num_ranks: True
     is_tried: bool = False

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from zerofx.ir.facts import ints, is_random, set_value, value
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
-from zerofx.ir.sharding.kinds import NOTHING, WHOLE, Averaged, Kind, Kinds, Own, Rule, parts_of
+from zerofx.ir.sharding.kinds import NOTHING, WHOLE, Averaged, Kind, Kinds, KindsRule, Own, parts_of
 from zerofx.ir.sharding.placed_moves import MOVES, any_part
 from zerofx.ir.sharding.placed_numbers import OF_OWN
 from zerofx.ir.sharding.rule import argument, outputs_of, read_tensors, rules_follow_from, shape_of
@@ -170,4 +170,6 @@ def _nll(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds, .
     return possible
 
 
-_RULES: Mapping[str, Rule] = MappingProxyType({**MOVES, "nll_loss_forward": _nll, "div": _divided, "where": _where})
+_RULES: Mapping[str, KindsRule] = MappingProxyType(
+    {**MOVES, "nll_loss_forward": _nll, "div": _divided, "where": _where}
+)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from zerofx.ir.facts import ints, value
-from zerofx.ir.sharding.kinds import WHOLE, Kind, Kinds, Rule
+from zerofx.ir.sharding.kinds import WHOLE, Kind, Kinds, KindsRule
 from zerofx.ir.sharding.rule import argument, dims_of, read_tensors, shape_of
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Sharded, local_shape
 from zerofx.torch_private.operators import base_name
@@ -188,7 +188,7 @@ def _picked_gradient(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Ki
     )
 
 
-MOVES: Mapping[str, Rule] = MappingProxyType(
+MOVES: Mapping[str, KindsRule] = MappingProxyType(
     {
         **dict.fromkeys(("clone", "_to_copy", "detach", "alias", "lift_fresh_copy"), same),
         **dict.fromkeys(("view", "_unsafe_view", "reshape"), _viewed),

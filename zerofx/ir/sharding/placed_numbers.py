@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from zerofx.ir.sharding.grouped import GROUPED, by_group
-from zerofx.ir.sharding.kinds import NOTHING, Kind, Kinds, Own, Rule
+from zerofx.ir.sharding.kinds import NOTHING, Kind, Kinds, KindsRule, Own
 from zerofx.ir.sharding.placed_moves import dim_of, same
 from zerofx.ir.sharding.rule import argument, read_tensors, shape_of
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Ragged, Sharded
@@ -168,7 +168,7 @@ def _kind(lies: object) -> Kind:
     return Sharded(lies) if isinstance(lies, int) else lies
 
 
-OF_OWN: Mapping[str, Rule] = MappingProxyType(
+OF_OWN: Mapping[str, KindsRule] = MappingProxyType(
     {
         **dict.fromkeys(("view", "expand", "clone", "unsqueeze", "squeeze", "_to_copy"), same),
         "mul": _product,

@@ -61,7 +61,7 @@ LocalCall = Callable[[Local], Any]
 
 
 @dataclass(frozen=True)
-class Extra:
+class ShareCost:
     """What a way to share a call costs besides an equal part of its work and of what it reads and gives.
 
     ``reduced_bytes`` are summed over the ranks meanwhile, ``shifted_bytes`` are those of whole tensors whose parts go
@@ -86,7 +86,7 @@ class Rule:
     outputs: tuple[Placement | None, ...]
     inputs: tuple[Placement, ...]
     local: LocalCall | None = None
-    extra: Extra = Extra()
+    extra: ShareCost = ShareCost()
 
     def __str__(self) -> str:
         return f"{' '.join(map(str, self.inputs)) or '-'} -> {' '.join(map(str, self.outputs))}"

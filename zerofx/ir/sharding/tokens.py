@@ -32,7 +32,7 @@ from zerofx.ir.sharding.attention_call import (
     tensor_names,
 )
 from zerofx.ir.sharding.pattern import Lies, Pattern
-from zerofx.ir.sharding.rule import Extra, Local, num_bytes, outputs_of, read_tensors, shape_of
+from zerofx.ir.sharding.rule import Local, ShareCost, num_bytes, outputs_of, read_tensors, shape_of
 from zerofx.scheduler.plan.placements import Sharded
 
 _aten = torch.ops.aten
@@ -79,7 +79,7 @@ def by_tokens(node: fx.Node) -> list[Pattern]:
     groups = (_GROUPS,) if causal else ()
     work = partial(_work, causal)
     patterns = [
-        pattern(None, "sum", local=_attend if causal else None, groups=groups, extra=lambda g: Extra(work=work(g)))
+        pattern(None, "sum", local=_attend if causal else None, groups=groups, extra=lambda g: ShareCost(work=work(g)))
     ]
     if named_argument(node, mask or "") is None and keys[_TOKENS] == num_tokens:
         shifted = 2 * num_bytes(keys, tensor(queries_and_keys(node)[1]).dtype)
@@ -88,9 +88,9 @@ def by_tokens(node: fx.Node) -> list[Pattern]:
             gradients = 2 * num_bytes(keys, torch.float32)
             shifted, joined = shifted + gradients, joined + gradients
 
-        def extra(num_groups: int) -> Extra:
+        def extra(num_groups: int) -> ShareCost:
             # Joining reads what was joined and what is added, and writes both; each hand of each rank has a part.
-            return Extra(shifted_bytes=shifted, traffic_bytes=4 * joined, work=work(num_groups))
+            return ShareCost(shifted_bytes=shifted, traffic_bytes=4 * joined, work=work(num_groups))
 
         patterns.append(pattern(_TOKENS, _TOKENS, local=_attend_in_ring, groups=groups, extra=extra))
     return patterns

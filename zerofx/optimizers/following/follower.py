@@ -21,9 +21,9 @@ import torch
 
 from zerofx.errors import OptimizerError
 from zerofx.optimizers.build import build_graph
-from zerofx.optimizers.following.side_by_side import SideBySide, Update
-from zerofx.optimizers.following.stand_in import Outcome, Skeleton, StandIn, run_on_stand_in
-from zerofx.optimizers.outside import Change, Outside, changes, outside, same
+from zerofx.optimizers.following.side_by_side import ComingUpdate, SideBySide
+from zerofx.optimizers.following.stand_in import Skeleton, StandIn, StandInOutcome, run_on_stand_in
+from zerofx.optimizers.outside import Change, OptimizerRest, changes, outside, same
 from zerofx.optimizers.program import UpdateProgram
 from zerofx.optimizers.scalars import Heard
 from zerofx.optimizers.support import refuse_by_name, refuse_dtype
@@ -39,7 +39,7 @@ _MOST_PROGRAMS: Final = 8
 class NextStep:
     """The coming step: the update of each stand-in by its key, and what the step changes besides the states."""
 
-    updates: dict[Any, Update]
+    updates: dict[Any, ComingUpdate]
     changes: list[Change]
 
 
@@ -136,11 +136,13 @@ class Follower:
                 )
             self._compared |= {update.program.key for update in updates.values()}
 
-    def _step(self, stand_ins: Sequence[StandIn], state: Outside) -> tuple[dict[Any, Update], Outside]:
+    def _step(
+        self, stand_ins: Sequence[StandIn], state: OptimizerRest
+    ) -> tuple[dict[Any, ComingUpdate], OptimizerRest]:
         """The updates from ``state``, and what is outside of the states after them."""
         groups: dict[int, dict[str, Any]] = {}
         attributes: dict[str, Any] | None = None
-        updates: dict[Any, Update] = {}
+        updates: dict[Any, ComingUpdate] = {}
         for stand_in in self._all(stand_ins):
             outcome = run_on_stand_in(self._optimizer, state, stand_in)
             group = groups.setdefault(stand_in.group, outcome.group)
@@ -149,7 +151,7 @@ class Follower:
                 raise self._refuse("changes its groups or attributes in ways that depend on the parameter")
             if stand_in.has_gradient:
                 updates[stand_in.key] = self._update(stand_in, state, outcome)
-        return updates, Outside(tuple(groups[i] for i in sorted(groups)), attributes or {})
+        return updates, OptimizerRest(tuple(groups[i] for i in sorted(groups)), attributes or {})
 
     def _all(self, stand_ins: Sequence[StandIn]) -> Iterable[StandIn]:
         """``stand_ins``, and one without a gradient for each group that has none."""
@@ -158,7 +160,7 @@ class Follower:
             if all(stand_in.group != index for stand_in in stand_ins):
                 yield StandIn(index, torch.float32, has_gradient=False)
 
-    def _update(self, stand_in: StandIn, state: Outside, outcome: Outcome) -> Update:
+    def _update(self, stand_in: StandIn, state: OptimizerRest, outcome: StandInOutcome) -> ComingUpdate:
         key = (stand_in.group, stand_in.dtype, stand_in.flat, outcome.skeleton)
         known = self._known.get(key)
         if known is None:
@@ -174,9 +176,9 @@ class Follower:
         if lost := [name for name, _ in stand_in.flat if name not in flat]:
             raise self._refuse(f"drops state {lost[0]!r}")
         numbers = tuple(outcome.numbers[index] for index in known.heard)
-        return Update(known.program, numbers, outcome.scalars, frozenset(outcome.scalars) | frozenset(flat))
+        return ComingUpdate(known.program, numbers, outcome.scalars, frozenset(outcome.scalars) | frozenset(flat))
 
-    def _check_shapes(self, stand_in: StandIn, state: Outside, outcome: Outcome) -> None:
+    def _check_shapes(self, stand_in: StandIn, state: OptimizerRest, outcome: StandInOutcome) -> None:
         for index, shape in enumerate(_SHAPES):
             other = run_on_stand_in(self._optimizer, state, stand_in, shape)
             if other.skeleton == outcome.skeleton and same(other.numbers, outcome.numbers):

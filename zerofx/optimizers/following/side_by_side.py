@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from zerofx.optimizers.following.stand_in import StandIn, copied_scalars
-from zerofx.optimizers.outside import Outside, attributes, changes, entries_after, same, shadow_of
+from zerofx.optimizers.outside import OptimizerRest, attributes, changes, entries_after, same, shadow_of
 from zerofx.optimizers.program import UpdateProgram, run_graph
 from zerofx.optimizers.shadow import keep_to_single_tensors, sample, step_function
 
@@ -18,7 +18,7 @@ _SHAPES: Final = ((23,), (96, 130))
 
 
 @dataclass(frozen=True)
-class Update:
+class ComingUpdate:
     """The coming update of what a stand-in stands for: its program, this step's numbers, and the scalar states after.
 
     ``present`` names the states that have values after it.
@@ -33,7 +33,7 @@ class Update:
 class SideBySide:
     """A copy of an optimizer with two parameters for each stand-in, and flat copies of them for the programs."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, state: Outside, stand_ins: Sequence[StandIn]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, state: OptimizerRest, stand_ins: Sequence[StandIn]) -> None:
         self._pairs = [_Pair(stand_in) for stand_in in stand_ins]
         groups = range(len(state.groups))
         params = [[p for pair in self._pairs if pair.stand_in.group == index for p in pair.params] for index in groups]
@@ -48,7 +48,7 @@ class SideBySide:
         """What the parameters' updates start from now."""
         return [pair.stand_in for pair in self._pairs]
 
-    def step(self, updates: Mapping[Any, Update], after: Outside) -> str:
+    def step(self, updates: Mapping[Any, ComingUpdate], after: OptimizerRest) -> str:
         """Step the optimizer, run ``updates``, and say what differs; empty where nothing does."""
         self._num_steps += 1
         for pair in self._pairs:
@@ -97,7 +97,7 @@ class _Pair:
         high = (0.5 + 0.1 * number) * (1 if number % 2 else -1)
         return sample(tuple(param.shape), self.stand_in.dtype, high, -0.6 - 0.01 * param.dim())
 
-    def run(self, update: Update, number: int) -> None:
+    def run(self, update: ComingUpdate, number: int) -> None:
         """Run ``update`` on the flat copies, with the gradients of the ``number``-th step."""
         for param, flat, states in zip(self.params, self._flat, self._states, strict=True):
             for name, value in update.program.new_states(len(flat)).items():

@@ -18,8 +18,8 @@ import torch
 
 from zerofx.errors import OptimizerError
 from zerofx.optimizers.elementwise import fill_value, is_creation, is_filled_with_argument
-from zerofx.optimizers.outside import Outside, attributes, entries_after, shadow_of
-from zerofx.optimizers.recorder import OpRecord, Recorder, Ref
+from zerofx.optimizers.outside import OptimizerRest, attributes, entries_after, shadow_of
+from zerofx.optimizers.recorder import OpRecord, Ref, UpdateRecorder
 from zerofx.optimizers.scalars import GuardTape, Heard, MakeTensor
 from zerofx.optimizers.shadow import keep_to_single_tensors, sample, step_function
 from zerofx.optimizers.trace import DispatchRecorder, FlatState, FunctionMode
@@ -59,7 +59,7 @@ class Skeleton:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StandInOutcome:
     """A step on a stand-in: what it did, with which numbers, and the changes that it leaves."""
 
     skeleton: Skeleton
@@ -69,7 +69,7 @@ class Outcome:
     attributes: dict[str, Any]
 
 
-class _Listener(Recorder):
+class _Listener(UpdateRecorder):
     """Records operators on flat tensors with the numbers that come with them; what is on the host just runs."""
 
     def __init__(self, optimizer: str, numel: int) -> None:
@@ -176,8 +176,8 @@ class _Functions(FunctionMode):
 
 
 def run_on_stand_in(
-    optimizer: torch.optim.Optimizer, state: Outside, stand_in: StandIn, shape: tuple[int, ...] = (7,)
-) -> Outcome:
+    optimizer: torch.optim.Optimizer, state: OptimizerRest, stand_in: StandIn, shape: tuple[int, ...] = (7,)
+) -> StandInOutcome:
     """One step of a shadow of ``optimizer`` that has one parameter, of ``shape``, in ``stand_in``'s group alone.
 
     Neither the optimizer nor ``state`` is changed.
@@ -192,7 +192,7 @@ def run_on_stand_in(
     if stand_in.has_gradient:
         param.grad = sample(shape, stand_in.dtype, 0.7, -0.9)
         listener.bind(param.grad, ref=Ref("grad"))
-    alone = Outside((state.groups[stand_in.group],), state.attributes)
+    alone = OptimizerRest((state.groups[stand_in.group],), state.attributes)
     shadow = shadow_of(optimizer, alone, [[param]])
     keep_to_single_tensors(shadow)
     before: dict[str, Any] = {}
@@ -220,7 +220,7 @@ def run_on_stand_in(
     flat, scalars = _states_after(listener, shadow.state.get(param, {}))
     after = entries_after(shadow.param_groups[0], alone.groups[0])
     skeleton = Skeleton(tuple(listener.records), tuple(flat.items()))
-    return Outcome(skeleton, tuple(listener.numbers), scalars, after, attributes(shadow))
+    return StandInOutcome(skeleton, tuple(listener.numbers), scalars, after, attributes(shadow))
 
 
 def copied_scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:

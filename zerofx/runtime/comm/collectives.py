@@ -42,7 +42,7 @@ def is_on_cpu(device: torch.device) -> bool:
     return device.type != "cuda"
 
 
-class Joint:
+class JointGathers:
     """Gathers that start as one collective, and are done as one; each has a buffer, and a name, of its own."""
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ _NUM_HASHERS = 2
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-class Part(NamedTuple):
+class Stripe(NamedTuple):
     """One drive's share of a file."""
 
     drive: int
@@ -51,7 +51,7 @@ class NvmeFile:
     ``owner`` has the folders that it is in, and reads it, for other steps too.
     """
 
-    def __init__(self, parts: tuple[Part, ...], num_bytes: int, owner: NvmeFiles | None = None) -> None:
+    def __init__(self, parts: tuple[Stripe, ...], num_bytes: int, owner: NvmeFiles | None = None) -> None:
         self.parts, self._owner = parts, owner
         self.num_bytes = num_bytes
         self.hashes: list[int | None] = [None] * self.num_blocks  # None: not written since the file was taken
@@ -65,12 +65,12 @@ class NvmeFile:
         """What it takes on the drives: whole pages."""
         return whole_pages(self.num_bytes)
 
-    def read(self, buffer: torch.Tensor) -> Transfer:
+    def read(self, buffer: torch.Tensor) -> BlocksUnderWay:
         """As ``NvmeFiles.read``."""
         assert self._owner is not None, "it is in folders"
         return self._owner.read(self, buffer)
 
-    def place(self, block: int) -> tuple[Part, int]:
+    def place(self, block: int) -> tuple[Stripe, int]:
         """The part that a block is in, and its offset there in bytes."""
         return self.parts[block % len(self.parts)], block // len(self.parts) * BLOCK_BYTES
 
@@ -80,7 +80,7 @@ class NvmeFile:
         return start, min(BLOCK_BYTES, self.num_bytes - start)
 
 
-class Transfer:
+class BlocksUnderWay:
     """Blocks under way."""
 
     def __init__(self, blocks: Sequence[Future[None]]) -> None:
@@ -144,7 +144,7 @@ class NvmeFiles:
         num_drives = len(self._folders)
         drives = [(self._num_files + number) % num_drives for number in range(num_drives)]
         name = f"{self._num_files}.bin"
-        return NvmeFile(tuple(Part(drive, self._folders[drive].path / name) for drive in drives), num_bytes, self)
+        return NvmeFile(tuple(Stripe(drive, self._folders[drive].path / name) for drive in drives), num_bytes, self)
 
     def give_back(self, file: NvmeFile) -> None:
         """Take back a file that nothing reads or writes any more."""
@@ -161,17 +161,19 @@ class NvmeFiles:
                     part.path.unlink(missing_ok=True)
                 self._file_bytes -= size
 
-    def write(self, file: NvmeFile, buffer: torch.Tensor, after: Callable[[], None]) -> Transfer:
+    def write(self, file: NvmeFile, buffer: torch.Tensor, after: Callable[[], None]) -> BlocksUnderWay:
         """Write the file from a page-aligned host block, once ``after`` has returned."""
         hashes: list[int | None] = [None] * file.num_blocks
         file.hashes = hashes  # a write that fails puts others in their place, at any time
         written = self._start(self._writers, file, partial(self._write_block, file, buffer, after))
         hash_block = partial(_hash_block, file, hashes, buffer, after)
-        return Transfer([*written, *(self._hashers.submit(partial(hash_block, n)) for n in range(file.num_blocks))])
+        return BlocksUnderWay(
+            [*written, *(self._hashers.submit(partial(hash_block, n)) for n in range(file.num_blocks))]
+        )
 
-    def read(self, file: NvmeFile, buffer: torch.Tensor) -> Transfer:
+    def read(self, file: NvmeFile, buffer: torch.Tensor) -> BlocksUnderWay:
         """Read the file into a page-aligned host block, and compare every block with what was written."""
-        return Transfer(self._start(self._readers, file, partial(self._read_block, file, buffer)))
+        return BlocksUnderWay(self._start(self._readers, file, partial(self._read_block, file, buffer)))
 
     def _start(self, workers: Sequence[Workers], file: NvmeFile, job: Callable[[int], None]) -> list[Future[None]]:
         blocks = range(file.num_blocks)
@@ -235,7 +237,7 @@ class NvmeFiles:
                 f"look at the drive"
             )
 
-    def _move(self, part: Part, flags: int, call: Callable[..., int], view: memoryview, offset: int) -> int:
+    def _move(self, part: Stripe, flags: int, call: Callable[..., int], view: memoryview, offset: int) -> int:
         """Bytes moved between ``view`` and the file at ``offset``; fewer than asked for where the file ends."""
         file = self._folders[part.drive].open(part.path.name, flags)
         try:
