@@ -45,9 +45,9 @@ def drawing_otherwise() -> frozenset[Any]:
 def misshapes_reductions() -> bool:
     """Whether Inductor loses dimensions of length 1 of a reduction that it runs with one over the other dimension.
 
-    It does in torch 2.11 (pull request 177782); such reductions are kernels of their own then.
+    It does before torch 2.13 (pull request 177782); such reductions are kernels of their own then.
     """
-    return TORCH == (2, 11)
+    return TORCH < (2, 13)
 
 
 def shape_aware_mode() -> FakeTensorMode:
