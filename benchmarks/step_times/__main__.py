@@ -10,12 +10,13 @@ as these have measured it, and run in turn; measured is the median over the roun
 
 The order of two plans of a model on as many ranks counts where they differ by more than 5 % as measured.
 
-Writes ``benchmarks/results/step_times.json`` and a Markdown table.
+Writes ``benchmarks/results/step_times.json`` and a Markdown table; what was found of other models and ranks stays.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
@@ -40,16 +41,19 @@ def main() -> None:
     parser.add_argument("--regions", action="store_true", help="show where the time goes")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    groups = []
+    name = "step_times" if options.backend == "inductor" else f"step_times_{options.backend}"
+    results = options.out / f"{name}.json"
+    by_name = {g["name"]: g for g in json.loads(results.read_text())["groups"]} if results.exists() else {}
     for model in options.models:
         for num_ranks in options.ranks:
-            groups.append(measure(model, num_ranks, options))
-            print(table(groups[-1:]), flush=True)
+            group = measure(model, num_ranks, options)
+            by_name[group["name"]] = group
+            print(table([group]), flush=True)
+    groups = [by_name[group_name] for group_name in sorted(by_name)]
     text = f"{device_name('cpu')}, torch {torch.__version__}, {options.backend}, {options.threads} thread(s) a rank\n\n"
     text += f"{table(groups)}\n\n{conclusion(groups)}\n"
     options.out.mkdir(parents=True, exist_ok=True)
-    name = "step_times" if options.backend == "inductor" else f"step_times_{options.backend}"
-    write_json(options.out / f"{name}.json", {"backend": options.backend, "groups": groups})
+    write_json(results, {"backend": options.backend, "groups": groups})
     (options.out / f"{name}.md").write_text(text)
     print(region_tables(groups) if options.regions else "", text, sep="\n")
 

@@ -121,7 +121,8 @@ class Machine:
     """One rank's accelerator, its node and the network.
 
     `inter_node` is one rank's share of the node's network, `ranks_per_node` how many ranks a node has: as many as it
-    has places, or all there are (`for_ranks`).
+    has places, or all there are (`for_ranks`). `allows_tf32`: whether float32 matmuls run on TF32 units where there are
+    any, as `torch.set_float32_matmul_precision("high")` has it.
     """
 
     name: str
@@ -133,6 +134,7 @@ class Machine:
     ranks_per_node: int
     host: Host
     nvme: Nvme | None
+    allows_tf32: bool = False
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -167,12 +169,12 @@ class Machine:
 
         return measure_machine(device, nvme_path=nvme_path)
 
-    def matmul_flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
-        """Achievable FLOP/s of a large matmul on `dtype` inputs; `tf32` says float32 matmuls may use TF32."""
-        return self.peak_flops(dtype, tf32=tf32) * self.efficiency.matmul
+    def matmul_flops(self, dtype: torch.dtype) -> float:
+        """Achievable FLOP/s of a large matmul on `dtype` inputs."""
+        return self.peak_flops(dtype) * self.efficiency.matmul
 
-    def peak_flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
-        """FLOP/s of matmuls on `dtype` inputs in the device's row: a datasheet's, or measured. `tf32` as there.
+    def peak_flops(self, dtype: torch.dtype) -> float:
+        """FLOP/s of matmuls on `dtype` inputs in the device's row: a datasheet's, or measured.
 
         A type without units of its own runs at the rate of the next wider one: fp8 as float16, others as float32.
         """
@@ -189,7 +191,7 @@ class Machine:
         elif dtype.is_floating_point and dtype.itemsize == 1:
             rate = peak.fp8 or peak.float16
         else:
-            rate = peak.tf32 if tf32 and dtype is torch.float32 else None
+            rate = peak.tf32 if self.allows_tf32 and dtype is torch.float32 else None
         return rate or peak.float32
 
     def convolution_flops(self, dtype: torch.dtype) -> float:
@@ -206,6 +208,14 @@ class Machine:
         """The machine as ``num_ranks`` ranks have it: fewer of them than a node has places share its host, its drives
         and their bandwidth among themselves alone."""
         return dataclasses.replace(self, ranks_per_node=min(num_ranks, self.ranks_per_node))
+
+    def as_torch_computes(self) -> Machine:
+        """The machine with TF32 allowed where this process's torch is set to use it, too."""
+        import torch  # as there
+
+        return dataclasses.replace(
+            self, allows_tf32=self.allows_tf32 or torch.get_float32_matmul_precision() != "highest"
+        )
 
     @property
     def is_cpu(self) -> bool:
@@ -253,8 +263,10 @@ def _check_positive(facts: Any) -> None:
     """Every number positive and finite; a latency may be 0."""
     for field in dataclasses.fields(facts):
         value = getattr(facts, field.name)
-        if isinstance(value, (int, float)) and not (
-            math.isfinite(value) and (value > 0 or (value == 0 and "latency" in field.name))
+        if (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and not (math.isfinite(value) and (value > 0 or (value == 0 and "latency" in field.name)))
         ):
             raise UsageError(f"{type(facts).__name__}.{field.name} must be positive and finite, found {value}")
 
@@ -281,6 +293,6 @@ def _read(kind: Any, data: object, where: str) -> object:
         return tuple(_read(kind, value, where) for kind, value in zip(kinds, data, strict=True))
     if kind is float and isinstance(data, (int, float)) and not isinstance(data, bool):
         return float(data)
-    if kind is not float and isinstance(data, kind) and not isinstance(data, bool):
+    if kind is not float and isinstance(data, kind) and (kind is bool or not isinstance(data, bool)):
         return data
     raise UsageError(f"{where}: expected {kind.__name__}, found {data!r}")

@@ -29,7 +29,9 @@ def machine_at_hand(device: torch.device, options: CompileOptions, control: Cont
     A node has at most as many ranks as there are, and as many as ``torchrun`` has started on it where ``options.wire``
     asks where nodes end.
     """
-    return control.share("describe the machine", lambda: _machine_here(device, options, control.num_ranks))
+    return control.share(
+        "describe the machine", lambda: _machine_here(device, options, control.num_ranks).as_torch_computes()
+    )
 
 
 def measured_at_hand(device: torch.device, options: CompileOptions, settings: Settings, control: Control) -> Machine:
@@ -41,7 +43,7 @@ def measured_at_hand(device: torch.device, options: CompileOptions, settings: Se
     if is_known:
         return machine_at_hand(device, options, control)
     drive = str(settings.nvme_dirs[0]) if len(settings.nvme_dirs) == 1 else None
-    return control.attempt("measure the machine", lambda: Machine.measure(device, nvme_path=drive))
+    return control.attempt("measure the machine", lambda: Machine.measure(device, nvme_path=drive).as_torch_computes())
 
 
 def _machine_here(device: torch.device, options: CompileOptions, num_ranks: int) -> Machine:

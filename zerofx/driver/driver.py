@@ -23,7 +23,7 @@ from zerofx.driver.kept import step_cache
 from zerofx.driver.lent import own_part
 from zerofx.driver.prepared import Earlier, Prepared, Request, agree_on_graph, prepare
 from zerofx.driver.shardings import check_batches, share_computation, with_best_layout
-from zerofx.errors import InvalidGraphError, MemoryBudgetError, PlanError, ZeroFXError, working
+from zerofx.errors import InvalidGraphError, MemoryBudgetError, PlanError, ZeroFXError, warn, working
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.lowering.load import CompiledStep, build
@@ -35,10 +35,12 @@ from zerofx.report.debug import write_debug
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control, check_equal
 from zerofx.runtime.state.optimizer import OptimizerBinding
+from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 from zerofx.scheduler.search.target import RegionMemory, Target
+from zerofx.units import format_bytes
 
 # At most so many plan/compile rounds; the first of them target the full budget, later ones a reduced one.
 _FIT_ROUNDS, _FULL_ROUNDS = 8, 4
@@ -62,7 +64,10 @@ def build_step(request: Request, earlier: Earlier | None, control: Control) -> B
         ZeroFXError: as ``prepare``.
     """
     with _preparing_the_compiler(request), collecting_recent_garbage_only():
-        return _built(request, earlier, control)
+        built = _built(request, earlier, control)
+    if request.verbose and request.locations is None:
+        _warn_of_host(built.compiled.plan, request.machine)
+    return built
 
 
 def _built(request: Request, earlier: Earlier | None, control: Control) -> Built:
@@ -254,6 +259,16 @@ def _agree_on_plan(
     hashes = control.gather(plan.decisions_hash(), "compare plans")
     check_equal(hashes, "plan", "This is a defect of zerofx: a plan changed on its way between ranks.")
     return prepared, captured, plan
+
+
+def _warn_of_host(plan: Plan, machine: Machine) -> None:
+    """Say that a plan takes more of the host than there is, where no other was found, or this one was given."""
+    taken, there = plan.peak_bytes.get("host", 0), machine.host_bytes_per_rank
+    if taken > there:
+        warn(
+            f"the plan takes {format_bytes(taken)} of host memory on each rank, of {format_bytes(there)} that "
+            f"{machine.name} has for one: raise memory_budget=, let offload= use 'nvme', or use more ranks"
+        )
 
 
 @contextlib.contextmanager

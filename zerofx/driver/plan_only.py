@@ -217,7 +217,7 @@ def capture_for_plans(
     check_disabled(settings)
     taken = batch_to_capture(model, batch, options)
     assert options.machine is not None, "plans are made for a machine that is named"
-    request = Request(model, optimizer, taken, options, settings, Mesh(), options.machine, verbose)
+    request = Request(model, optimizer, taken, options, settings, Mesh(), options.machine.as_torch_computes(), verbose)
     captures = _captures(model, taken, options, settings, verbose=verbose)
     with watched("capturing the model", show=verbose), collecting_recent_garbage_only():
         captured = captures.first

@@ -115,7 +115,7 @@ def from_json(
     """The graph that ``to_json`` has written, with fake values made in ``mode``; what is not in it is ``like``'s.
 
     Raises:
-        Exception: one of ``disk_cache.MALFORMED``, the text is nothing that ``to_json`` has written.
+        Exception: one of ``zerofx.disk.cache.MALFORMED``, the text is nothing that ``to_json`` has written.
     """
     data = json.loads(text)
     graph, nodes = fx.Graph(), list[fx.Node]()

@@ -138,7 +138,7 @@ def test_rates_by_dtype() -> None:
     peak = PLAIN.device.peak
     assert PLAIN.matmul_flops(torch.bfloat16) == peak.bfloat16
     assert PLAIN.matmul_flops(torch.float32) == peak.float32
-    assert PLAIN.matmul_flops(torch.float32, tf32=True) == peak.tf32
+    assert dataclasses.replace(PLAIN, allows_tf32=True).matmul_flops(torch.float32) == peak.tf32
     assert PLAIN.matmul_flops(torch.float8_e4m3fn) == peak.fp8
     assert PLAIN.matmul_flops(torch.float64) == peak.float32 / 2
     slow = dataclasses.replace(PLAIN, efficiency=Efficiency(0.5, 1.0, 1.0, convolution=0.8))

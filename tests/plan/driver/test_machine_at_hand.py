@@ -37,6 +37,12 @@ def test_a_gpu_of_a_server_has_no_more_host_memory_than_there_is(
     assert machine.host.memory_bytes == min(host_bytes, ROW)
 
 
+def test_float32_runs_on_tf32_where_the_program_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not at_hand(monkeypatch, "NVIDIA H100").allows_tf32
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert at_hand(monkeypatch, "NVIDIA H100").allows_tf32
+
+
 @pytest.mark.parametrize("num_threads", [1, 4, 1000])
 def test_updates_on_the_host_take_as_long_as_the_threads_of_each_rank_need(
     monkeypatch: pytest.MonkeyPatch, num_threads: int

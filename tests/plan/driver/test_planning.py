@@ -54,6 +54,22 @@ def test_each_product_is_measured_against_the_peak_of_its_own_dtype(num_float32:
     assert f"{100 * planned.flops_utilisation:.1f} % of peak FLOP/s" in str(planned)
 
 
+def test_products_in_float32_run_on_tf32_where_the_program_allows_it() -> None:
+    exact = _planned(torch.float32, torch.bfloat16)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        allowed = _planned(torch.float32, torch.bfloat16)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    peak = H100.device.peak
+    assert peak.tf32 is not None
+    # Forward, and the gradient of the weight: the first input needs none.
+    saved = 2 * 2 * TOKENS * SIZE**2 * (1 / peak.float32 - 1 / peak.tf32) / H100.efficiency.matmul
+    assert exact.plan.step_seconds - allowed.plan.step_seconds == pytest.approx(saved, rel=0.02)
+    assert allowed.machine == replace(H100.for_ranks(1), allows_tf32=True)
+
+
 def test_ranks_that_are_not_there_take_no_part_of_the_host() -> None:
     with torch.device("meta"):
         model, x = Mixed(*[torch.float32] * 6), torch.empty(8, SIZE)

@@ -82,6 +82,15 @@ def test_what_cannot_be_a_budget_is_refused() -> None:
         planned(None, host_budget="1GiB")
 
 
+def test_a_step_that_takes_more_than_the_machine_has_says_so() -> None:
+    model, batch = gpt()
+    machine = small_machine(1e10).for_ranks(1)
+    given = planned(int(0.6 * most()), offload="host", machine=machine).plan
+    tiny = replace(machine, host=replace(machine.host, memory_bytes=5000))
+    with pytest.warns(ZeroFXWarning, match=r"MiB of host memory on each rank, of 4\.9 KiB that .* has for one"):
+        trained(model, batch, 1, plan=given, machine=tiny)
+
+
 @pytest.mark.usefixtures("drive")
 @pytest.mark.parametrize("offload", ["host", pytest.param("nvme", marks=pytest.mark.slow)])
 def test_the_pool_keeps_to_it_and_the_bits_are_the_same(offload: OffloadOption) -> None:

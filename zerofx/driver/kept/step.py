@@ -103,7 +103,7 @@ class KeptStep:
         """The step that ``to_json`` has written, without its source.
 
         Raises:
-            Exception: one of ``disk_cache.MALFORMED``, the text is nothing that ``to_json`` has written.
+            Exception: one of ``zerofx.disk.cache.MALFORMED``, the text is nothing that ``to_json`` has written.
         """
         data = json.loads(text)
         file = StepFile.from_data(data["file"])
