@@ -1,4 +1,4 @@
-"""A graph as text without node names, to compare graphs by structure."""
+"""A step's graph as text: what follows from it, and without node names, to compare graphs by structure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ import torch
 from torch import fx
 
 from zerofx.ir.facts import Origin, Placeholder, origin, placeholder
+from zerofx.ir.graph import StepGraph
+
+
+def graph_parts(step: StepGraph) -> tuple[str, ...]:
+    """All that plans and passes read of a captured graph: graphs with equal parts lead to the same plan.
+
+    The values of constants, and the classes of what a model returns, are not among it.
+    """
+    return (
+        step.text(), canonical(step.graph), str(step.device), repr(step.parameters), repr(sorted(step.units)),
+        repr((step.mutation_names, step.gradient_names, step.num_extras, sorted(step.returned.copied))),
+        repr((step.num_micro_batches, step.slices, step.shardings, step.overlaps)),
+        repr((sorted(step.cut_pieces), step.guarded)),
+    )  # fmt: skip
 
 
 def canonical(graph: fx.Graph) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.canonical import canonical
+from zerofx.ir.canonical import graph_parts
 from zerofx.ir.facts import (
     Origin,
     Phase,
@@ -171,23 +171,11 @@ def with_values_together(text: str) -> str:
 
 
 def same_graph(first: StepGraph, other: StepGraph) -> bool:
-    """Whether two graphs are equal in all that plans and passes read, names and strides included."""
-
-    def facts(step: StepGraph) -> tuple[Any, ...]:
-        return (
-            step.text(),
-            canonical(step.graph),
-            step.num_extras,
-            step.returned.copied,
-            step.mutation_names,
-            step.gradient_names,
-            step.device,
-        )
-
+    """Whether two graphs are equal in all that plans and passes read, and in the values of their constants."""
     constants = first.constants.keys() == other.constants.keys() and all(
         torch.equal(constant, other.constants[name]) for name, constant in first.constants.items()
     )
-    return constants and facts(first) == facts(other)
+    return constants and graph_parts(first) == graph_parts(other)
 
 
 def encoded_constant(constant: torch.Tensor) -> list[Any]:

@@ -9,7 +9,7 @@ import torch
 
 from zerofx.capture.tracing_settings import tracing_settings
 from zerofx.disk.cache import DiskCache, key_of
-from zerofx.ir.canonical import canonical
+from zerofx.ir.canonical import graph_parts
 from zerofx.optimizers import UpdateProgram
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
@@ -65,12 +65,9 @@ class Answer:
 
 
 def _key(problem: Problem) -> str:
-    captured, target = problem.captured, problem.target
+    target = problem.target
     parts = (
-        captured.text(), canonical(captured.graph), str(captured.device), repr(captured.parameters),
-        repr(sorted(captured.units)), repr((captured.mutation_names, captured.gradient_names, captured.slices)),
-        f"{captured.num_extras} extras",
-        repr((captured.num_micro_batches, target.on_cpu)), repr(sorted(target.measured_regions.items())),
+        *graph_parts(problem.captured), str(target.on_cpu), repr(sorted(target.measured_regions.items())),
         repr(problem.layout), repr(problem.machine), repr(problem.memory_budget), repr(problem.locations),
         repr(problem.fixed),
         repr(sorted(target.settings.disable)),

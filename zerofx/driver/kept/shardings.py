@@ -14,7 +14,7 @@ from typing import TypeVar
 from zerofx.capture.tracing_settings import tracing_settings
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.driver.prepared import Request
-from zerofx.ir.canonical import canonical
+from zerofx.ir.canonical import graph_parts
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision
 from zerofx.scheduler.plan.json_format import typed
@@ -32,9 +32,7 @@ def decided_once(
     if cache.folder is None:
         return decide()
     key = key_of("sharing", (
-        kind.__name__, step.text(), canonical(step.graph), str(step.device), repr(step.parameters),
-        repr(sorted(step.units)), repr((step.mutation_names, step.gradient_names, step.num_extras)),
-        repr(request.mesh), repr(request.machine), *tracing_settings(), *said,
+        kind.__name__, *graph_parts(step), repr(request.mesh), repr(request.machine), *tracing_settings(), *said,
     ))  # fmt: skip
     decisions = cache.read_as(key, lambda text: read(kind, text))
     if decisions is None:
