@@ -10,13 +10,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import types
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zerofx.errors import UsageError
+from zerofx.scheduler.plan.json_format import typed
 
 if TYPE_CHECKING:
     import torch
@@ -251,12 +249,13 @@ class Machine:
     def from_json(text: str) -> Machine:
         """Read what `to_json` wrote. Raises UsageError naming the field that is missing, unknown or of a wrong kind."""
         try:
-            data = json.loads(text)
+            return typed(Machine, json.loads(text), "machine")
         except json.JSONDecodeError as error:
             raise UsageError(f"machine: not valid JSON: {error}") from error
-        machine = _read(Machine, data, "machine")
-        assert isinstance(machine, Machine)
-        return machine
+        except UsageError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise UsageError(str(error)) from error
 
 
 def _check_positive(facts: Any) -> None:
@@ -269,30 +268,3 @@ def _check_positive(facts: Any) -> None:
             and not (math.isfinite(value) and (value > 0 or (value == 0 and "latency" in field.name)))
         ):
             raise UsageError(f"{type(facts).__name__}.{field.name} must be positive and finite, found {value}")
-
-
-def _read(kind: Any, data: object, where: str) -> object:
-    """`data` (parsed JSON) as the annotated type `kind`; `where` is the dotted path for messages."""
-    if isinstance(kind, types.UnionType):  # Only "X | None" occurs.
-        return None if data is None else _read(next(a for a in kind.__args__ if a is not types.NoneType), data, where)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        if not isinstance(data, Mapping):
-            raise UsageError(f"{where}: expected an object with the fields of {kind.__name__}, found {data!r}")
-        hints = typing.get_type_hints(kind)
-        if unknown := sorted(set(data) - set(hints)):
-            raise UsageError(f"{where}: unknown field {unknown[0]!r}; fields are {', '.join(hints)}")
-        optional = {field.name for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
-        if missing := [name for name in hints if name not in data and name not in optional]:
-            raise UsageError(f"{where}: missing field {missing[0]!r}")
-        values = {name: _read(hint, data[name], f"{where}.{name}") for name, hint in hints.items() if name in data}
-        return kind(**values)
-    if typing.get_origin(kind) is tuple:
-        kinds = typing.get_args(kind)
-        if not isinstance(data, list) or len(data) != len(kinds):
-            raise UsageError(f"{where}: expected {len(kinds)} values, found {data!r}")
-        return tuple(_read(kind, value, where) for kind, value in zip(kinds, data, strict=True))
-    if kind is float and isinstance(data, (int, float)) and not isinstance(data, bool):
-        return float(data)
-    if kind is not float and isinstance(data, kind) and (kind is bool or not isinstance(data, bool)):
-        return data
-    raise UsageError(f"{where}: expected {kind.__name__}, found {data!r}")

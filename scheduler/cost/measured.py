@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from torch import fx
@@ -19,6 +19,7 @@ from zerofx.errors import PlanError
 from zerofx.scheduler.cost.links import MeasuredLink, Transfer, corrected_machine, measured_links
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
+from zerofx.scheduler.plan.json_format import as_data, typed
 from zerofx.scheduler.plan.mesh import Mesh
 
 FORMAT = 2
@@ -97,9 +98,7 @@ class MeasuredCosts:
 
     def to_json(self) -> str:
         """The costs as JSON text; ``MeasuredCosts.from_json`` gives equal costs back."""
-        links = {stream: asdict(link) for stream, link in self.links.items()}
-        data = {"format": FORMAT, "scale": self.scale, "seconds": dict(self.seconds), "links": links}
-        return json.dumps(data, indent=1, sort_keys=True)
+        return json.dumps({"format": FORMAT, **as_data(self)}, indent=1, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> MeasuredCosts:
@@ -112,9 +111,7 @@ class MeasuredCosts:
             data = json.loads(text)
             if data["format"] != FORMAT:
                 raise PlanError(f"expected measured costs of format {FORMAT}, found {data['format']!r}: measure anew")
-            seconds = {str(key): float(value) for key, value in data["seconds"].items()}
-            links = {str(stream): MeasuredLink(**link) for stream, link in data["links"].items()}
-            return MeasuredCosts(seconds, float(data["scale"]), links)
+            return typed(MeasuredCosts, {entry.name: data[entry.name] for entry in fields(MeasuredCosts)})
         except PlanError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:

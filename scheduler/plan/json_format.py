@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -28,7 +29,7 @@ def as_data(value: Any) -> Any:
     if is_dataclass(value):
         entries = ((entry, getattr(value, entry.name)) for entry in fields(value))
         return {entry.name: as_data(given) for entry, given in entries if not _is_left_out(entry, given)}
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {name: as_data(item) for name, item in value.items()}
     return [as_data(item) for item in value] if isinstance(value, tuple | list) else value
 
@@ -61,18 +62,24 @@ def read_plan(kind: type[P], text: str) -> P:
         raise PlanError(f"expected the JSON of a zerofx plan, found something else: {error!r}") from error
 
 
-def typed(kind: type[P], data: Any) -> P:
-    """A dataclass of plain data from what JSON has for it.
+def typed(kind: type[P], data: Any, where: str | None = None) -> P:
+    """A dataclass of plain data from what JSON has for it; ``where``: what errors call it, else the type's name.
 
     Raises:
-        TypeError, ValueError: there is another field, or a value that is not of its field's type.
+        TypeError, ValueError: a field is missing, there is another, or a value is not of its field's type.
     """
-    hints = _hints(kind)
+    hints, where = _hints(kind), where or kind.__name__
     if not isinstance(data, dict):
-        raise TypeError(f"expected the fields of a {kind.__name__}, found a {type(data).__name__}")
-    if data.keys() - hints.keys():
-        raise TypeError(f"{', '.join(sorted(data.keys() - hints.keys()))}: no field of a {kind.__name__}")
-    return kind(**{name: _typed(hints[name], value) for name, value in data.items()})
+        raise TypeError(f"{where}: expected an object with the fields of {kind.__name__}, found {data!r:.80}")
+    if unknown := sorted(data.keys() - hints.keys()):
+        raise TypeError(f"{where}: unknown field {unknown[0]!r}; fields are {', '.join(hints)}")
+    if missing := [entry.name for entry in fields(kind) if entry.name not in data and _is_needed(entry)]:
+        raise TypeError(f"{where}: missing field {missing[0]!r}")
+    return kind(**{name: _typed(hints[name], value, f"{where}.{name}") for name, value in data.items()})
+
+
+def _is_needed(entry: Field[Any]) -> bool:
+    return entry.default is MISSING and entry.default_factory is MISSING
 
 
 @functools.cache
@@ -80,25 +87,27 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _typed(expected: Any, value: Any) -> Any:
+def _typed(expected: Any, value: Any, where: str) -> Any:
     """What JSON has for a value of type ``expected``: lists for tuples, dicts for dataclasses."""
     origin, inner = get_origin(expected), get_args(expected)
     if origin in (Union, UnionType):
         if value is None and NoneType in inner:
             return None
         (expected,) = (option for option in inner if option is not NoneType)
-        return _typed(expected, value)
+        return _typed(expected, value, where)
     if origin is tuple and isinstance(value, list):
         each = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
-        return tuple(_typed(kind, item) for kind, item in zip(each, value, strict=True))
-    if origin is dict and isinstance(value, dict):
-        return {name: _typed(inner[1], item) for name, item in value.items()}
+        if len(each) != len(value):
+            raise ValueError(f"{where}: expected {len(each)} values, found {value!r:.80}")
+        return tuple(_typed(each[place], item, f"{where}[{place}]") for place, item in enumerate(value))
+    if origin in (dict, Mapping) and isinstance(value, dict):
+        return {name: _typed(inner[1], item, f"{where}.{name}") for name, item in value.items()}
     if origin is Literal and value in inner:
         return value
     if isinstance(expected, type) and is_dataclass(expected):
-        return typed(expected, value)
+        return typed(expected, value, where)
     if value != value:  # no plan has it, and nothing can be drawn of it
-        raise ValueError("expected a number, found NaN")
+        raise ValueError(f"{where}: expected a number, found NaN")
     if type(value) is expected or (expected is float and type(value) is int):
         return value
-    raise TypeError(f"expected {expected}, found {value!r:.80}")
+    raise TypeError(f"{where}: expected {getattr(expected, '__name__', expected)}, found {value!r:.80}")

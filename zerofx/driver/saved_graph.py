@@ -39,10 +39,10 @@ from zerofx.ir.serialise import (
     TORCH_NAMESPACES,
     NotStorableError,
     decoded,
+    decoded_nodes,
     encoded,
+    encoded_nodes,
     from_json,
-    operator_of,
-    operator_text,
     to_json,
 )
 from zerofx.optimizers import UpdateProgram
@@ -233,18 +233,8 @@ def _decoded_fields(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _program_data(program: UpdateProgram) -> dict[str, Any]:
-    places: dict[fx.Node, int] = {}
-    nodes = []
-    for place, node in enumerate(program.graph.nodes):
-        target = operator_text(node.target, _NAMESPACES) if node.op == "call_function" else str(node.target)
-        args, kwargs = (
-            encoded(tuple(node.args), places),
-            {key: encoded(argument, places) for key, argument in node.kwargs.items()},
-        )
-        nodes.append([node.op, node.name, target, args, kwargs])
-        places[node] = place
     return {
-        "nodes": nodes,
+        "nodes": encoded_nodes(program.graph, _NAMESPACES),
         "states": [_fields(state) for state in program.states],
         "scalar_states": [_fields(entry) for entry in program.scalar_states],
         "before": sorted(program.state_before),
@@ -257,13 +247,8 @@ _PLAIN_FIELDS = ("optimizer", "tensor_scalars", "num_scalars", "host_name", "dty
 
 
 def _program(data: Mapping[str, Any]) -> UpdateProgram:
-    graph, nodes = fx.Graph(), list[fx.Node]()
-    for op, name, target, args, kwargs in data["nodes"]:
-        called = operator_of(target, _NAMESPACES) if op == "call_function" else target
-        given = {key: decoded(argument, nodes) for key, argument in kwargs.items()}
-        nodes.append(graph.create_node(op, called, decoded(args, nodes), given, name=name))
     return UpdateProgram(
-        graph=graph,
+        graph=decoded_nodes(data["nodes"], _NAMESPACES)[0].graph,
         host_source="",
         states=tuple(StateSpec(**_decoded_fields(entry)) for entry in data["states"]),
         scalar_states=tuple(ScalarStateSpec(**_decoded_fields(element)) for element in data["scalar_states"]),

@@ -38,7 +38,7 @@ from zerofx.torch_private.operators import OpOverload, schema_of
 LARGEST_LITERAL = 64  # elements of a constant that is kept by its values
 TORCH_NAMESPACES = frozenset({"aten", "prims"})  # of operators that are torch's: what they do follows from its version
 OWN_NAMESPACE = "zerofx"  # of those that passes put in
-_VALUE = 5  # the place of a value's number among what is written of a node
+_TARGET, _VALUE = 2, 5  # the places of a target, and of a value's number, among what is written of a node
 _PLAIN = (type(None), bool, int, float, str)
 _NAMED: dict[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "size": torch.Size, "slice": lambda a: slice(*a)}
@@ -71,26 +71,18 @@ def to_json(step: StepGraph, namespaces: frozenset[str] = TORCH_NAMESPACES) -> s
     Raises:
         NotStorableError: the graph calls what is not torch's, or has arguments of other kinds than operators take.
     """
-    places: dict[fx.Node, int] = {}
     values: dict[str, int] = {}
     lines: dict[str, int] = {}
-    nodes = []
-    for place, node in enumerate(step.graph.nodes):
-        fake = json.dumps(encoded(node.meta.get("val"), places))
-        where = known_origin(node)
-        nodes.append(
-            [
-                node.op,
-                node.name,
-                _target_text(node, namespaces),
-                encoded(tuple(node.args), places),
-                {name: encoded(argument, places) for name, argument in node.kwargs.items()},
-                values.setdefault(fake, len(values)),
-                [where.layer, where.phase] if where is not None else None,
-                lines.setdefault(source_line(node), len(lines)),
-            ]
-        )
-        places[node] = place
+    nodes = encoded_nodes(step.graph, namespaces)
+    for node, row in zip(step.graph.nodes, nodes, strict=True):
+        if node.op != "call_function":
+            row[_TARGET] = [placeholder(node).role, placeholder(node).name] if node.op == "placeholder" else None
+        fake, where = json.dumps(encoded(node.meta.get("val"))), known_origin(node)
+        row += [
+            values.setdefault(fake, len(values)),
+            [where.layer, where.phase] if where is not None else None,
+            lines.setdefault(source_line(node), len(lines)),
+        ]
     return json.dumps(
         {
             "device": str(step.device),
@@ -118,20 +110,14 @@ def from_json(
         Exception: one of ``zerofx.disk.cache.MALFORMED``, the text is nothing that ``to_json`` has written.
     """
     data = json.loads(text)
-    graph, nodes = fx.Graph(), list[fx.Node]()
+    nodes = decoded_nodes(data["nodes"], namespaces)
     known = {parameter.name for parameter in like.parameters}
     with mode:
         values = [decoded(fake, []) for fake in data["values"]]
-    for op, name, target, args, kwargs, fake, where, line in data["nodes"]:
-        if op not in ("placeholder", "call_function", "output"):
-            raise ValueError(f"expected a node of a captured graph, found {op!r}")
-        given = {key: decoded(argument, nodes) for key, argument in kwargs.items()}
-        called = operator_of(target, namespaces) if op == "call_function" else name
-        node = graph.create_node(op, called, decoded(args, nodes), given, name=Name(name).text)
-        node.name = name
-        if op != "output":
+    for node, (_, _, target, _, _, fake, where, line) in zip(nodes, data["nodes"], strict=True):
+        if node.op != "output":
             set_value(node, values[fake])
-        if op == "placeholder":
+        if node.op == "placeholder":
             facts = Placeholder(Role(target[0]), target[1])
             if facts.role is Role.PARAMETER and facts.name not in known:
                 raise ValueError(f"expected a parameter of the model, found {facts.name!r}")
@@ -139,10 +125,9 @@ def from_json(
         if where is not None:
             set_origin(node, Origin(where[0], Phase(where[1])))
         set_source_line(node, data["lines"][line])
-        nodes.append(node)
     return replace(
         like,
-        graph=graph,
+        graph=nodes[0].graph,
         device=torch.device(data["device"]),
         num_extras=int(data["extras"]),
         returned=Returned(copied=frozenset(map(int, data["copied"]))),
@@ -195,11 +180,40 @@ def decoded_constant(dtype: str, device: str, shape: list[int], values: list[Any
     return torch.tensor(values, dtype=_named("dtype", dtype), device=device).reshape(shape)
 
 
-def _target_text(node: fx.Node, namespaces: frozenset[str]) -> Any:
-    if node.op == "placeholder":
-        what = placeholder(node)
-        return [what.role, what.name]
-    return None if node.op == "output" else operator_text(node.target, namespaces)
+def encoded_nodes(graph: fx.Graph, namespaces: frozenset[str]) -> list[list[Any]]:
+    """What each node is, its name, its target and its arguments, as JSON has them.
+
+    Raises:
+        NotStorableError: a node calls no operator of ``namespaces``, or has an argument that has no text.
+    """
+    places: dict[fx.Node, int] = {}
+    rows = []
+    for place, node in enumerate(graph.nodes):
+        is_plain = node.op in ("placeholder", "output")
+        target = str(node.target) if is_plain else operator_text(node.target, namespaces)
+        kwargs = {name: encoded(argument, places) for name, argument in node.kwargs.items()}
+        rows.append([node.op, node.name, target, encoded(tuple(node.args), places), kwargs])
+        places[node] = place
+    return rows
+
+
+def decoded_nodes(rows: Sequence[Sequence[Any]], namespaces: frozenset[str]) -> list[fx.Node]:
+    """The nodes of a graph that ``encoded_nodes`` has written; a target that is no text is the node's name.
+
+    Raises:
+        Exception: one of ``disk_cache.MALFORMED``, the rows are nothing that ``encoded_nodes`` has written.
+    """
+    graph, nodes = fx.Graph(), list[fx.Node]()
+    for op, name, target, args, kwargs, *_ in rows:
+        if op not in ("placeholder", "call_function", "output"):
+            raise ValueError(f"expected a node of a graph, found {op!r}")
+        given = {key: decoded(argument, nodes) for key, argument in kwargs.items()}
+        plain = target if isinstance(target, str) else name
+        called = operator_of(target, namespaces) if op == "call_function" else plain
+        node = graph.create_node(op, called, decoded(args, nodes), given, name=Name(name).text)
+        node.name = name
+        nodes.append(node)
+    return nodes
 
 
 def operator_text(target: Any, namespaces: frozenset[str]) -> str:

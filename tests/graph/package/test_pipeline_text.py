@@ -131,7 +131,7 @@ def _tile(value: str, num: int, over: Any) -> Any:
         ("simplify{hard=true}", "expected options of simplify (it has none), found hard"),
         ("tile{value=mm}", "expected num_tiles among the options of tile, found value alone"),
         ("tile{value=mm num_tiles=2,3}", "expected a value of each option for each of the tiles, found 1 of value, 2"),
-        ("tile{value=mm num_tiles=two}", "found another: expected <class 'int'>, found 'two'"),
+        ("tile{value=mm num_tiles=two}", "found another: Plan.tiles[0].num_tiles: expected int, found 'two'"),
         ("gather{bucket=0 first=mm last=mm}", "expected issue for 1 gathers, found a plan with 0: give the options of"),
         ("accumulate{num_micro_batches=2,3}", "expected one value of num_micro_batches of accumulate, found 2"),
     ],
