@@ -1,14 +1,15 @@
-"""How sizes and times are written for people: bytes as KiB, MiB, GiB; seconds as µs, ms, s."""
+"""How sizes, times and lists are written for people: bytes as KiB, MiB, GiB; seconds as µs, ms, s; a few of many."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from zerofx.errors import UsageError
 
 _BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SHOWN = 5  # of a list in a message
 
 
 def parse_bytes(text: str) -> int:
@@ -51,3 +52,9 @@ def format_count(number: float) -> str:
         value /= 1000
         units.pop(0)
     return f"{value:.0f}" if units[0] == "" else f"{value:.1f}{units[0]}"
+
+
+def first_few(items: Iterable[str]) -> str:
+    """The first of ``items``, and how many more there are."""
+    listed = list(items)
+    return ", ".join(listed[:_SHOWN]) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,8 +13,8 @@ from zerofx.errors import OptimizerError, UsageError
 from zerofx.ir.batch import Batch
 from zerofx.torch_private.modules import compiles_calls, is_compiled
 from zerofx.torch_private.tensors import has_hooks
+from zerofx.units import first_few
 
-_SHOWN = 5  # names in a message
 _WRAPPERS = (
     nn.parallel.DistributedDataParallel,
     nn.DataParallel,
@@ -164,7 +164,7 @@ def check_loss_function(loss_fn: LossFunction | None) -> None:
         trained = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad]
         if trained:
             raise UsageError(
-                f"expected a loss_fn without parameters to train, found {', '.join(trained[:5])} in "
+                f"expected a loss_fn without parameters to train, found {first_few(trained)} in "
                 f"{type(loss_fn).__name__}: make it a part of the model, which then returns its loss"
             )
 
@@ -214,13 +214,7 @@ def check_batch(model: nn.Module, batch: Batch) -> None:
 def misfits(missing: Sequence[str], unexpected: Sequence[str], other: Sequence[str]) -> str:
     """What of a model's tensors is not as it is saved, in words; empty where all is."""
     kinds = (("missing", missing), ("that the model has not", unexpected), ("of another shape", other))
-    return ", ".join(f"{len(listed)} {what} ({names(listed)})" for what, listed in kinds if listed)
-
-
-def names(items: Iterable[str]) -> str:
-    """The first of ``items``, and how many more there are."""
-    listed = list(items)
-    return ", ".join(listed[:_SHOWN]) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")
+    return ", ".join(f"{len(listed)} {what} ({first_few(listed)})" for what, listed in kinds if listed)
 
 
 def check_owner(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from zerofx.capture.checks import names
 from zerofx.capture.outside.outside import Outside
 from zerofx.errors import warn
 from zerofx.torch_private.tensors import is_traced
+from zerofx.units import first_few
 
 _OF_RNNS = "._flat_weights"  # their parameters, which they list anew whenever one is set
 
@@ -23,9 +23,9 @@ def tell_kept_tensors(model: nn.Module, objective: Callable[..., Any] | None) ->
     """Warn where tensors of a trace can be reached from the model, its hooks, or the function that gives the loss."""
     if places := dict.fromkeys(_places(model, objective)):
         warn(
-            f"expected a forward that puts no tensors aside, found some in {names(places)}, put there while the step "
-            f"was captured: they have no values, and steps add none. What a step is to hand out is returned: compile "
-            f"with forward=lambda model, *batch: (loss, extras), and call loss, extras = step(*batch)"
+            f"expected a forward that puts no tensors aside, found some in {first_few(places)}, put there while the "
+            f"step was captured: they have no values, and steps add none. What a step is to hand out is returned: "
+            f"compile with forward=lambda model, *batch: (loss, extras), and call loss, extras = step(*batch)"
         )
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from zerofx.capture.checks import misfits
-from zerofx.capture.checks import names as listed_names
 from zerofx.checkpoints.names import ModelNames
 from zerofx.disk.checkpoint.marker import Marker, TensorInfo
 from zerofx.errors import CheckpointError, warn
+from zerofx.units import first_few
 
 
 def saved_names(marker: Marker, names: ModelNames) -> dict[str, str]:
@@ -79,7 +79,7 @@ def check_optimizer(marker: Marker, optimizer: torch.optim.Optimizer, own: Seque
     else:
         for number, (group, mine) in enumerate(zip(saved.groups, own, strict=True)):
             if differ := sorted(set(group["params"]) ^ set(mine)):
-                problem = f"other parameters in param group {number} ({listed_names(differ)})"
+                problem = f"other parameters in param group {number} ({first_few(differ)})"
                 break
     if problem:
         raise CheckpointError(

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from zerofx.capture.checks import names as listed_names
 from zerofx.checkpoints.distributed import BoxedTensor
 from zerofx.checkpoints.names import ModelNames, set_groups_from
 from zerofx.checkpoints.pieces import Piece, pieces_of
@@ -22,6 +21,7 @@ from zerofx.errors import CheckpointError
 from zerofx.ir.buckets import Bucket
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.on_host import shown_on_host
+from zerofx.units import first_few
 
 MODEL, OPTIMIZER, OWN = "model", "optimizer", "zerofx"
 
@@ -119,11 +119,11 @@ class Loaded:
             known = {id(training.state.parameter(own)): name for own, name in names.parameters.items()}
             for number, (saved, group) in enumerate(zip(self.groups, training.optimizer.param_groups, strict=True)):
                 if differ := set(saved["params"]) ^ {known[id(parameter)] for parameter in group["params"]}:
-                    problems.append(f"other parameters in param group {number} ({', '.join(sorted(differ)[:3])})")
+                    problems.append(f"other parameters in param group {number} ({first_few(sorted(differ))})")
         if problems:
             raise CheckpointError(
                 f"expected a state dictionary of this step, or with whole tensors of this model, found "
-                f"{listed_names(problems)}. Nothing has been loaded"
+                f"{first_few(problems)}. Nothing has been loaded"
             )
 
     @property

@@ -16,6 +16,7 @@ from zerofx.deferred.tensor import DeferredTensor, become, recording
 from zerofx.errors import UsageError
 from zerofx.torch_private.modules import RESETS, TABLES, buffer_table, initializer, refer_to_weights
 from zerofx.torch_private.operators import pytree
+from zerofx.units import first_few
 
 
 @contextlib.contextmanager
@@ -66,7 +67,7 @@ def check_recipes(model: nn.Module, without: frozenset[str] = frozenset()) -> No
     if undefined:
         raise UsageError(
             f"expected every parameter and buffer to be given values while the model is built, found none for "
-            f"{_some(undefined)}: initialize them (nn.init.normal_(...)) inside empty_init(), or give "
+            f"{first_few(undefined)}: initialize them (nn.init.normal_(...)) inside empty_init(), or give "
             f"compile(weights=...)"
         )
 
@@ -243,15 +244,11 @@ def _check_adopted(model: nn.Module, owners: dict[str, list[str]], without: froz
     if lacking:
         raise UsageError(
             f"expected modules that can initialize a model built on meta, by reset_parameters() or by the "
-            f"_init_weights() of transformers, found none for {_some(lacking)}: give them reset_parameters(), build "
-            f"the model inside zerofx.empty_init(), or give compile(weights=...)"
+            f"_init_weights() of transformers, found none for {first_few(lacking)}: give them reset_parameters(), "
+            f"build the model inside zerofx.empty_init(), or give compile(weights=...)"
         )
 
 
 def _is_written(tensor: torch.Tensor) -> bool:
     """Whether a tensor's values are defined."""
     return not isinstance(tensor, DeferredTensor) or tensor.recipe.cell.is_written or not tensor.numel()
-
-
-def _some(items: list[str]) -> str:
-    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")

@@ -7,10 +7,11 @@ import fnmatch
 import torch
 from torch import nn
 
-from zerofx.capture.checks import check_model, check_optimizer, device_of, names
+from zerofx.capture.checks import check_model, check_optimizer, device_of
 from zerofx.errors import UsageError
 from zerofx.optimizers import check_supported
 from zerofx.options import CompileOptions
+from zerofx.units import first_few
 
 
 def check_training(
@@ -42,7 +43,8 @@ def _check_kept_gradients(model: nn.Module, patterns: tuple[str, ...]) -> None:
     if unknown:
         raise UsageError(
             f"expected keep_gradients to be names of trained parameters or patterns of names, such as "
-            f"('layers.0.weight', '*.bias'), found {names(list(map(repr, unknown)))}, which is none of {names(trained)}"
+            f"('layers.0.weight', '*.bias'), found {first_few(map(repr, unknown))}, which is none of "
+            f"{first_few(trained)}"
         )
 
 

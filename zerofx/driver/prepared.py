@@ -30,6 +30,7 @@ from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.stages.parameter_slices import slices_asked, slices_of
 from zerofx.settings import Settings
+from zerofx.units import first_few
 
 
 @dataclass(frozen=True)
@@ -239,5 +240,5 @@ def _check_gradients(captured: StepGraph, layout: BucketLayout) -> None:
     if changed:
         raise UsageError(
             f"expected a gradient for the parameters that the first batch trained, found a difference in "
-            f"{', '.join(changed[:5])}: parameters must be trained, or not, in every step"
+            f"{first_few(changed)}: parameters must be trained, or not, in every step"
         )

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from zerofx.errors import UsageError
+from zerofx.units import first_few
 
 Fp32Module: TypeAlias = type[nn.Module] | str  # modules of a type, or whose dotted name matches a pattern
-
-_SHOWN = 5  # names in a message
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,13 @@ class Casts:
         shared = [name for name, p in inner if id(p) in mine and not any(_is_inside(name, o) for o in outermost)]
         if shared:
             raise UsageError(
-                f"expected parameters of keep_fp32 that no other module has, found {', '.join(shared[:_SHOWN])}, "
+                f"expected parameters of keep_fp32 that no other module has, found {first_few(shared)}, "
                 f"which computes in {dtype}: keep that module too, or neither"
             )
         low = [name for name, p in inner if id(p) in mine and p.dtype not in (torch.float32, torch.float64)]
         if low:
             raise UsageError(
-                f"expected parameters of keep_fp32 that are stored in float32, found {', '.join(low[:_SHOWN])}, which "
+                f"expected parameters of keep_fp32 that are stored in float32, found {first_few(low)}, which "
                 f"is in {dict(inner)[low[0]].dtype}: call float() on its module before the optimizer is made"
             )
         return Casts(dtype, modules, frozenset(mine))
@@ -86,10 +85,9 @@ def _matches(named: dict[str, nn.Module], entry: Fp32Module) -> list[str]:
     if not matches:
         what = repr(entry) if isinstance(entry, str) else entry.__qualname__
         shown = [name for name in named if name]
-        more = " ..." if len(shown) > _SHOWN else ""
         raise UsageError(
             f"expected keep_fp32 to name modules inside the model, found {what}, which is none: give names as in "
-            f"model.named_modules() ({', '.join(shown[:_SHOWN])}{more}), patterns of them such as '*.norm', or types"
+            f"model.named_modules() ({first_few(shown)}), patterns of them such as '*.norm', or types"
         )
     return matches
 

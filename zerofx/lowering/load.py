@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerofx.capture.checks import names
 from zerofx.codegen.emit import EmittedStep
 from zerofx.codegen.kernels.choose import UpdateKernels, kernels_of_facts
 from zerofx.codegen.kernels.table import UPDATE
@@ -36,6 +35,7 @@ from zerofx.scheduler.cost.liveness import with_profiles
 from zerofx.scheduler.cost.simulate import Simulation, predict
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import RegionMemory, Target
+from zerofx.units import first_few
 
 if TYPE_CHECKING:
     from zerofx.codegen.inductor.compile import CompiledRegion
@@ -270,5 +270,5 @@ def read_edited(path: str | Path, functions: Mapping[str, str]) -> str:
     namespace = load_source(text, str(path))
     missing = [name for name in functions.values() if not callable(namespace.get(name))]
     if missing:
-        raise PlanError(f"expected the functions of this step's regions in {path}, found no {names(missing)}")
+        raise PlanError(f"expected the functions of this step's regions in {path}, found no {first_few(missing)}")
     return text

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.capture.checks import check_hooks, names
+from zerofx.capture.checks import check_hooks
 from zerofx.errors import ShardedParametersError, UsageError, warn
 from zerofx.torch_private.modules import parameter_table
+from zerofx.units import first_few
 
 _PLAIN = (int, float, bool, str)
 
@@ -168,7 +169,7 @@ class NumberWatch:
         """Warn where step ``number`` was computed with values that have changed."""
         if changes := self.changes():
             warn(
-                f"expected the Python values that modules had while a step was captured, found {names(changes)} in "
+                f"expected the Python values that modules had while a step was captured, found {first_few(changes)} in "
                 f"step {number}, computed with what they were: pass what changes as a tensor in the batch, "
                 f"keep it in a buffer, or call step.close() and compile again"
             )

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from tabulate import tabulate
 
-from zerofx.capture.checks import names
 from zerofx.codegen.regions import Event
 from zerofx.ir.facts import origin
 from zerofx.ir.text import target_name
@@ -20,7 +19,7 @@ from zerofx.scheduler.cost.machine import MEASURED
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.overview import bucket_table, heading
 from zerofx.scheduler.plan.text.reasons import one_line, reasons
-from zerofx.units import format_bytes, format_count, format_seconds
+from zerofx.units import first_few, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from zerofx.lowering.load import CompiledStep
@@ -50,7 +49,7 @@ def summary(step: Reported, compiled: CompiledStep | None, measured: Measurement
         f"{what}: {format_count(num_parameters)} parameters",
         f"{heading(plan)}, backend {step.options.backend}",
         f"{compiled.num_regions} regions, {compiled.num_distinct_regions} of them distinct, in {compiled.source_path}",
-        *([f"not kept of what the model returns: {names(left_out)}"] if left_out else []),
+        *([f"not kept of what the model returns: {first_few(left_out)}"] if left_out else []),
         *([str(step.launches)] if step.options.cuda_graphs else []),
         *([step.notice] if step.notice else []),
         "",

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.capture.checks import names
 from zerofx.checkpoints.fill import Source, fill_training
 from zerofx.checkpoints.training import Training
 from zerofx.deferred import becoming_real
@@ -36,6 +35,7 @@ from zerofx.session.guards import ParameterWatch, guard_model
 from zerofx.session.lending.lenders import Lenders
 from zerofx.session.life import Life
 from zerofx.torch_private.optimizers import note_step
+from zerofx.units import first_few
 
 
 class TakenOver:
@@ -116,7 +116,7 @@ class TakenOver:
             word: [n for n, flag in now.items() if flag != self._trained[n] and flag is to]
             for word, to in kinds.items()
         }
-        return " and ".join(f"{names(of_kind)} to be {word}" for word, of_kind in changed.items() if of_kind)
+        return " and ".join(f"{first_few(of_kind)} to be {word}" for word, of_kind in changed.items() if of_kind)
 
     def tensors(self, arguments: StepArguments) -> dict[str, torch.Tensor]:
         """What a step reads and writes besides its batch, by name."""
@@ -176,7 +176,7 @@ class TakenOver:
 
     def names_of(self, buckets: list[int]) -> str:
         """The names of some buckets, for a message."""
-        return names([self.layout.buckets[index].name for index in buckets])
+        return first_few([self.layout.buckets[index].name for index in buckets])
 
     @property
     def training(self) -> Training:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zerofx.capture.checks import names
 from zerofx.deferred import is_deferred
 from zerofx.errors import UsageError
 from zerofx.ir.batch import hash_of
@@ -19,6 +18,7 @@ from zerofx.runtime.state.state import TrainingState
 from zerofx.session.checkpointed import Checkpointed
 from zerofx.session.life import Life
 from zerofx.session.taken_over import TakenOver
+from zerofx.units import first_few
 
 GRADIENT = "grad"  # of a parameter, where a state of it may be named
 
@@ -216,7 +216,7 @@ class _Place:
             near = [other for other in by_any_name if other.rpartition(".")[2] == name.rpartition(".")[2]]
             raise UsageError(
                 f"expected the name of a parameter, found {name!r}: there are "
-                f"{names(near or list(by_any_name)) or 'none'}; buffers are on the model, whole"
+                f"{first_few(near or list(by_any_name)) or 'none'}; buffers are on the model, whole"
             )
         slots = [(bucket, slot) for bucket, _, slot in state.slots() if state.parameter(slot.source) is parameter]
         described = name if state_name is None else f"{state_name} of {name}"
@@ -234,7 +234,7 @@ class _Place:
             if state_name not in there:
                 raise UsageError(
                     f"expected a state that the optimizer has of {name}, found {state_name!r}: there are "
-                    f"{names(there) or 'none before its first step'}; numbers that parameters share are in "
+                    f"{first_few(there) or 'none before its first step'}; numbers that parameters share are in "
                     f"optimizer.state_dict(), and gradients are 'grad'"
                 )
         return _Place(state, parameter, slots, state_name, described, {})

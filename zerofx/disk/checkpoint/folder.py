@@ -16,6 +16,7 @@ from pathlib import Path
 from zerofx.disk.checkpoint.marker import MARKER, Marker
 from zerofx.disk.own_files import write_text
 from zerofx.errors import CheckpointError
+from zerofx.units import first_few
 
 LATEST = "latest"
 _NAME = re.compile(r"step-\d{8,}(-\d+)?")
@@ -157,8 +158,8 @@ def check_sizes(place: Path, marker: Marker) -> None:
     if wrong:
         raise CheckpointError(
             f"expected the {len(marker.files)} files of {place} as they were written, found {len(wrong)} that are not: "
-            f"{', '.join(wrong[:5])}{' ...' if len(wrong) > 5 else ''}. Ranks of all nodes have to write to one file "
-            f"system; load another checkpoint where this one has been damaged"
+            f"{first_few(wrong)}. Ranks of all nodes have to write to one file system; load another checkpoint where "
+            f"this one has been damaged"
         )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from zerofx.capture.checks import check_owner
 from zerofx.errors import OptimizerError
 from zerofx.ir.graph import ParameterInfo
+from zerofx.units import first_few
 
 
 def group_of_parameters(
@@ -31,8 +32,8 @@ def group_of_parameters(
     if missing:
         raise OptimizerError(
             f"expected every trainable parameter in the optimizer, found {len(missing)} that are not: "
-            f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}. To train them, add them to a param group; "
-            f"to leave them as they are, call requires_grad_(False) on them"
+            f"{first_few(missing)}. To train them, add them to a param group; to leave them as they are, call "
+            f"requires_grad_(False) on them"
         )
     return {name: index for name, index in groups.items() if name in with_gradient}
 

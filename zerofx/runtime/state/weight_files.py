@@ -20,6 +20,7 @@ from zerofx.disk.checkpoint.marker import MARKER
 from zerofx.disk.checkpoint.reader import CheckpointReader
 from zerofx.disk.checkpoint.shard_file import DTYPES
 from zerofx.errors import CheckpointError, UsageError
+from zerofx.units import first_few
 
 if TYPE_CHECKING:
     from safetensors import safe_open
@@ -102,7 +103,7 @@ def _index(path: Path) -> list[Path]:
     if missing:
         raise UsageError(
             f"expected the {len(names)} files that {path} names next to it, found that {len(missing)} are missing: "
-            f"{', '.join(missing[:5])}"
+            f"{first_few(missing)}"
         )
     return [path.parent / name for name in names]
 
