@@ -28,6 +28,7 @@ from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.collective_axes import over
 from zerofx.ir.facts import DEVICE, Origin, Phase, Placeholder, Role, placeholder, set_tier, tier_of
 from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.scheduler.plan.decisions import of_bucket
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.tiers import TIERS, Tier
 
@@ -73,7 +74,7 @@ def parameter_tier(plan: Plan, bucket: Bucket) -> Tier:
     Raises:
         PlanError: the plan says what cannot be.
     """
-    decisions = [decision for decision in plan.parameters if decision.bucket == bucket.index]
+    decisions = of_bucket(plan.parameters, bucket.index)
     tier = next((tier for tier in TIERS if decisions and tier == decisions[0].tier), DEVICE)
     if decisions and (len(decisions) > 1 or tier == DEVICE or bucket.held_at(plan.stage) != 3):
         raise PlanError(

@@ -46,7 +46,7 @@ from zerofx.ir.edit import consumers, named, start_of_unit
 from zerofx.ir.facts import DEVICE, Origin, Phase, set_tier, tensor, tier_of
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.ir.streams import ends_of
-from zerofx.scheduler.plan.decisions import StateDecision
+from zerofx.scheduler.plan.decisions import StateDecision, of_bucket
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.tiers import TIERS
 
@@ -70,7 +70,7 @@ def state_decision(plan: Plan, bucket: Bucket) -> StateDecision | None:
     Raises:
         PlanError: the plan says what cannot be.
     """
-    decisions = [decision for decision in plan.states if decision.bucket == bucket.index]
+    decisions = of_bucket(plan.states, bucket.index)
     if not decisions:
         return None
     decision = decisions[0]
@@ -84,7 +84,7 @@ def state_decision(plan: Plan, bucket: Bucket) -> StateDecision | None:
             f"expected one decision about the states of {bucket.name}, with tier host or nvme and update on device or "
             f"host; found {decisions}: make the plan anew"
         )
-    away = [residency for residency in plan.parameters if residency.bucket == bucket.index]
+    away = of_bucket(plan.parameters, bucket.index)
     if decision.delayed and (decision.tier != HOST or decision.update != HOST or away):
         raise PlanError(
             f"expected a delayed update of {bucket.name} with states on host, the update on host and parameters on the "

@@ -106,7 +106,7 @@ class _Gather:
         decision = plan.gathers[number]
         bucket = layout.buckets[decision.bucket]
         seconds = seconds_along("all_gather", bucket.full_bytes, bucket.mesh, bucket.gathered_over, machine)
-        away = any(decision.bucket == parameters.bucket for parameters in plan.parameters)
+        away = decision.bucket in plan.away
         return _Gather(number, node.name, bucket, position, seconds, not away)
 
 

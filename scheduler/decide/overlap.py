@@ -117,7 +117,7 @@ def hide_collectives(
         limit_bytes: what no position of the step may take more of, on the device.
     """
     slack = _Room(step, simulation, limit_bytes)
-    away = {decision.bucket for decision in plan.parameters}  # copies from slower tiers set the pace
+    away = plan.away  # copies from slower tiers set the pace
     gathers = list(plan.gathers)
     if plan.gathers_parameters and all(gather.issue == gather.first for gather in gathers):
         for number, early in enumerate(issued_ahead(gathers, layout, prefetch, loop_bodies(step))):

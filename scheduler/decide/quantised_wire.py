@@ -135,7 +135,7 @@ class _Sends:
 
     def __init__(self, plan: Plan, layout: BucketLayout, machine: Machine) -> None:
         self.plan, self.layout, self.machine = plan, layout, machine
-        self._away = {decision.bucket for decision in plan.parameters}
+        self._away = plan.away
 
     def most(self, bucket: Bucket, moments: _Exact) -> WireChoice:
         """All that can be compressed of a bucket."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from zerofx.scheduler.plan.json_format import ONLY_IF_SET
 
@@ -266,3 +267,11 @@ class WireDecision:
     def is_exact(self) -> bool:
         """Whether nothing about the bucket is changed."""
         return self.gather == "exact" and not self.second_shard and self.reduce == "exact"
+
+
+D = TypeVar("D", GatherDecision, ReduceDecision, StateDecision, ParameterDecision, GradientDecision, WireDecision)
+
+
+def of_bucket(decisions: Iterable[D], bucket: int) -> list[D]:
+    """The decisions about one bucket: of most kinds, one or none."""
+    return [decision for decision in decisions if decision.bucket == bucket]

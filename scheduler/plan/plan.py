@@ -129,6 +129,11 @@ class Plan:
         """Whether a rank updates only its slice of a bucket: stages 1 to 3 on more than one rank."""
         return self.stage >= 1 and self.num_ranks > 1
 
+    @property
+    def away(self) -> frozenset[int]:
+        """The buckets whose parameters are in a slower tier between uses."""
+        return frozenset(decision.bucket for decision in self.parameters)
+
     def nodes_along(self, axes: Axes) -> tuple[int, int]:
         """The nodes that a group of ranks along ``axes`` is on, as far as the plan cares, and how many each has:
         one node where all that is sent is exact."""

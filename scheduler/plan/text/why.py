@@ -14,6 +14,7 @@ from zerofx.scheduler.plan.decisions import (
     ReduceDecision,
     SpreadDecision,
     TileDecision,
+    of_bucket,
 )
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.overview import AboutValue, count_values, itemsize, tiles_words
@@ -109,8 +110,8 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
         yield f"bucket {bucket.name}: {bucket.num_parameters} parameters, {format_bytes(whole)} whole" + (
             f", {format_bytes(whole // num_slices)} on each of {num_slices} ranks" if plan.gathers_parameters else ""
         )
-        yield from (_gather(gather) for gather in plan.gathers if gather.bucket == index)
-        where = [decision for decision in plan.parameters if decision.bucket == index]
+        yield from map(_gather, of_bucket(plan.gathers, index))
+        where = of_bucket(plan.parameters, index)
         yield from (f"parameters on {decision.tier} between uses: {decision.reason}" for decision in where)
         if not plan.gathers_parameters and not where:
             yield f"never gathered: stage {plan.stage} on {plan.num_ranks} rank(s) keeps parameters whole on the device"
@@ -119,13 +120,11 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
         elif plan.num_ranks == 1:
             yield "never reduced: there is one rank"
         else:
-            yield from (_reduce(reduce) for reduce in plan.reduces if reduce.bucket == index)
-        waiting = [decision for decision in plan.gradients if decision.bucket == index]
-        yield from (f"gradients on {decision.tier} between micro-batches: {decision.reason}" for decision in waiting)
-        yield from (f"wire: {wire.reason}" for wire in plan.wires if wire.bucket == index)
-        for state in plan.states:
-            if state.bucket == index:
-                yield f"optimizer states {state.place}: {state.reason}"
+            yield from map(_reduce, of_bucket(plan.reduces, index))
+        for waiting in of_bucket(plan.gradients, index):
+            yield f"gradients on {waiting.tier} between micro-batches: {waiting.reason}"
+        yield from (f"wire: {wire.reason}" for wire in of_bucket(plan.wires, index))
+        yield from (f"optimizer states {state.place}: {state.reason}" for state in of_bucket(plan.states, index))
     for shared in plan.shardings:
         if shared.parameter and _within(shared.parameter, name):
             words = placement_words(str(shared.outputs[0]))
