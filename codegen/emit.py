@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from zerofx.codegen.kernels.table import launches_of
@@ -40,6 +39,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of, times_held
 from zerofx.ir.serialise import Name
 from zerofx.ir.streams import runs_on_host, stream_of
+from zerofx.ir.text import type_text
 from zerofx.scheduler.cost.liveness import Liveness
 from zerofx.torch_private.operators import OpOverload
 from zerofx.units import format_bytes, on_tiers
@@ -356,8 +356,4 @@ def _fresh(node: fx.Node, counts: dict[str, int]) -> str:
 
 
 def _type(fake: Any) -> str:
-    if isinstance(fake, torch.Tensor):
-        return f"{str(fake.dtype).removeprefix('torch.')}{list(fake.shape)}"
-    if isinstance(fake, list | tuple):
-        return ", ".join(_type(item) for item in fake)
-    return type(fake).__name__
+    return ", ".join(map(type_text, fake)) if isinstance(fake, list | tuple) else type_text(fake)

@@ -28,7 +28,7 @@ from zerofx.ir.aliasing import is_view
 from zerofx.ir.facts import Origin, Phase, origin, slice_of, tile_of, value
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import runs_on_host
-from zerofx.ir.text import target_name
+from zerofx.ir.text import BareText, target_name
 
 
 @dataclass(frozen=True)
@@ -168,17 +168,10 @@ def _key(region: Region) -> str:
     lines = [_describe(value(node)) for node in region.inputs]
     for i, node in enumerate(region.nodes):
         names[node] = f"v{i}"
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _Name(names[n]))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: BareText(names[n]))
         lines.append(f"v{i} = {target_name(node)} {args} {kwargs} : {_describe(value(node))}")
     lines.append(" ".join(names[node] for node in region.outputs))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-class _Name(str):
-    """A string that prints bare inside containers."""
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def _describe(fake: Any) -> str:

@@ -1,4 +1,4 @@
-"""What is computed in which dtype: the dtypes of precisions, what is not in them, and how a loss is scaled, checked."""
+"""What is computed in which dtype, what dtypes are called, and how a loss is scaled: the words of options, checked."""
 
 from __future__ import annotations
 
@@ -38,6 +38,25 @@ def dtype_of(word: Precision | ReduceDtype | StateDtype) -> torch.dtype:
     import torch  # the command line knows precisions without it
 
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[word]
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """``float32`` for ``torch.float32``, or for its text."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that ``dtype_name`` or ``str`` has given ``name`` for.
+
+    Raises:
+        ValueError: torch has none of this name.
+    """
+    import torch  # as above
+
+    dtype = getattr(torch, dtype_name(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"expected the name of a dtype, found {name!r}")
+    return dtype
 
 
 def loss_scale_of(asked: object, precision: Precision | None, delayed_update: int | None) -> LossScale | None:

@@ -20,6 +20,7 @@ from torch import fx
 
 from zerofx.ir.facts import Phase, Placeholder, Role, origin, tensor
 from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.precision import dtype_name
 
 _aten = torch.ops.aten
 
@@ -44,5 +45,5 @@ class ScaleLoss:
 
 
 def _add_scale(step: StepGraph, dtype: torch.dtype) -> fx.Node:
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return step.add_placeholder(f"loss_scale_{name}", Placeholder(Role.LOSS_SCALE, name), (), dtype)

@@ -21,6 +21,7 @@ from zerofx.disk.checkpoint.folder import resolve
 from zerofx.disk.checkpoint.reader import STATE, CheckpointReader, state_name
 from zerofx.disk.checkpoint.shard_file import Entry, ShardWriter, in_order
 from zerofx.errors import UsageError
+from zerofx.precision import dtype_named
 
 _INDEX = "model.safetensors.index.json"
 
@@ -46,7 +47,7 @@ def export_model(path: Path, out: Path, *, dtype: str | None = None, most_bytes:
         )
     files: list[list[Entry]] = [[]]
     for name, about in tensors.items():
-        kind = getattr(torch, dtype) if dtype is not None and about.torch_dtype.is_floating_point else about.torch_dtype
+        kind = dtype_named(dtype) if dtype is not None and about.torch_dtype.is_floating_point else about.torch_dtype
         entry = Entry(name, kind, about.shape, Box.whole(about.shape))
         if files[-1] and sum(other.num_bytes for other in files[-1]) + entry.num_bytes > most_bytes:
             files.append([])

@@ -11,6 +11,7 @@ from zerofx.capture.checks import misfits
 from zerofx.checkpoints.names import ModelNames
 from zerofx.disk.checkpoint.marker import Marker, TensorInfo
 from zerofx.errors import CheckpointError, warn
+from zerofx.precision import dtype_name
 from zerofx.units import first_few
 
 
@@ -56,8 +57,8 @@ def warn_of_rounding(place: Path, marker: Marker, names: ModelNames, saved: Mapp
             rounded.setdefault((dtype, tensor.dtype), name)
     for (dtype, own), name in rounded.items():
         warn(
-            f"values of the checkpoint at {place} are rounded from {str(dtype).removeprefix('torch.')} to the model's "
-            f"{str(own).removeprefix('torch.')}, as {name} is"
+            f"values of the checkpoint at {place} are rounded from {dtype_name(dtype)} to the model's "
+            f"{dtype_name(own)}, as {name} is"
         )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from zerofx.disk.checkpoint.plain import from_plain, to_plain
 from zerofx.errors import CheckpointError
+from zerofx.precision import dtype_name, dtype_named
 
 # Not taken over: how an update is computed is a matter of the machine, and does not change what it computes.
 _OF_MACHINE = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
@@ -99,14 +100,14 @@ def set_groups_from(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[s
 def number_of(value: Any) -> tuple[Any, str | None]:
     """A number, or a tensor of one, as JSON says it: its value, and the tensor's dtype."""
     if isinstance(value, torch.Tensor):
-        return _to_plain(value.item(), "a number"), str(value.dtype).removeprefix("torch.")
+        return _to_plain(value.item(), "a number"), dtype_name(value.dtype)
     return _to_plain(value, "a number"), None
 
 
 def number_from(value: Any, dtype: str | None, device: torch.device) -> Any:
     """What ``number_of`` was given, a tensor on ``device``."""
     number = _from_plain(value)
-    return torch.tensor(number, dtype=getattr(torch, dtype), device=device) if dtype is not None else number
+    return torch.tensor(number, dtype=dtype_named(dtype), device=device) if dtype is not None else number
 
 
 def _to_plain(value: Any, what: str) -> Any:

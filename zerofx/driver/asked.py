@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zerofx.errors import warn
+from zerofx.ir.text import type_text
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.control import Control
 from zerofx.scheduler.cost.catalog import machine_of_device
@@ -94,5 +95,5 @@ def describe_request(
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
             frozen = " frozen" if kind == "parameter" and not tensor.requires_grad else ""
-            lines.append(f"{kind} {name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{frozen}")
+            lines.append(f"{kind} {name}: {type_text(tensor)}{frozen}")
     return "\n".join(lines)

@@ -15,6 +15,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.lowering.lower import LoweredStep
 from zerofx.mesh_option import AUTO, mesh_for
 from zerofx.options import CompileOptions
+from zerofx.precision import dtype_name
 from zerofx.runtime.comm.control import Control
 from zerofx.scheduler.cost.machine import MEASURED, Machine
 from zerofx.scheduler.decide.residency import PolicyOptions, identify, summarise
@@ -239,14 +240,14 @@ def _few(differences: list[_Difference], kind: str) -> Iterator[_Difference]:
 
 def _of(bucket: BucketSummary) -> str:
     """Tells buckets of one name apart: parameters of one layer in two param groups, say."""
-    return f" ({'frozen' if bucket.group is None else f'group {bucket.group}'}, {bucket.dtype.removeprefix('torch.')})"
+    return f" ({'frozen' if bucket.group is None else f'group {bucket.group}'}, {dtype_name(bucket.dtype)})"
 
 
 def _describe(bucket: BucketSummary) -> str:
     dtypes = {
         "computed in": bucket.compute_dtype, "reduced in": bucket.reduce_dtype, "with states in": bucket.state_dtype
     }  # fmt: skip
-    words = [f"{word} {dtype.removeprefix('torch.')}" for word, dtype in dtypes.items() if dtype is not None]
+    words = [f"{word} {dtype_name(dtype)}" for word, dtype in dtypes.items() if dtype is not None]
     return (
         f"{format_count(bucket.num_parameters)} parameters ({bucket.num_parameters}), slices of {bucket.shard_numel} "
         f"elements, {', '.join(words)}"

@@ -34,12 +34,12 @@ from zerofx.optimizers.stored import storing_states
 from zerofx.options import CompileOptions
 from zerofx.passes.verify import verify
 from zerofx.pipeline import CAPTURE, PLAN, PREPARE, REGION, Listed, find, pass_texts, with_pass_texts
+from zerofx.precision import dtype_named
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.decide.residency import summarise
 from zerofx.scheduler.plan.pipeline_text import PassText
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.text.overview import dtype_named
 from zerofx.settings import read_settings
 
 # Is told what has run, the text of what it has rewritten, and the region that this is ("" for the step's graph).

@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from zerofx.errors import UsageError
+from zerofx.ir.text import type_text
 from zerofx.torch_private.operators import flattened_with_paths, pytree
 
 # What may stand in a batch next to tensors: values that are equal when they print alike.
@@ -67,9 +68,7 @@ class Batch:
             is_large = numbers_only and isinstance(leaf, torch.Tensor) and leaf.numel() != 1
             if isinstance(leaf, (torch.Tensor, *_PLAIN)) and not is_large:
                 return leaf
-            what = type(leaf).__name__
-            if isinstance(leaf, torch.Tensor):
-                what = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+            what = type_text(leaf) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
             unknown.append(f"{name} {what}".strip())
             return None
 
@@ -273,7 +272,7 @@ def _text(static: Any) -> str:
 
 def _describe(tensor: torch.Tensor) -> str:
     stride = "" if tensor.is_contiguous() else f" stride {list(tensor.stride())}"
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{stride} on {tensor.device.type}"
+    return f"{type_text(tensor)}{stride} on {tensor.device.type}"
 
 
 def hash_of(tensor: torch.Tensor) -> str:

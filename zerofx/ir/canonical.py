@@ -9,6 +9,7 @@ from torch import fx
 
 from zerofx.ir.facts import Origin, Placeholder, origin, placeholder
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.text import BareText
 
 
 def graph_parts(step: StepGraph) -> tuple[str, ...]:
@@ -41,7 +42,7 @@ def canonical_line(op: str, target: Any, arguments: Any, facts: Placeholder | Or
     return f"{op} {facts} : {value}" if op == "placeholder" else f"{op} {target} {arguments} {facts} : {value}"
 
 
-class Number(str):
+class Number(BareText):
     """A node by its place in a graph, ``%7``."""
 
     @staticmethod
@@ -51,9 +52,6 @@ class Number(str):
     @property
     def place(self) -> int:
         return int(self[1:])
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def described(node: fx.Node) -> str:

@@ -33,6 +33,7 @@ from zerofx.ir.facts import (
 )
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.returned import Returned
+from zerofx.precision import dtype_name, dtype_named
 from zerofx.torch_private.operators import OpOverload, schema_of
 
 LARGEST_LITERAL = 64  # elements of a constant that is kept by its values
@@ -171,13 +172,12 @@ def encoded_constant(constant: torch.Tensor) -> list[Any]:
     """
     if constant.numel() > LARGEST_LITERAL or constant.dtype.is_complex:
         raise NotStorableError(f"a constant of {constant.numel()} elements of {constant.dtype}")
-    dtype = str(constant.dtype).removeprefix("torch.")
-    return [dtype, str(constant.device), list(constant.shape), constant.flatten().tolist()]
+    return [dtype_name(constant.dtype), str(constant.device), list(constant.shape), constant.flatten().tolist()]
 
 
 def decoded_constant(dtype: str, device: str, shape: list[int], values: list[Any]) -> torch.Tensor:
     """What ``encoded_constant`` was given."""
-    return torch.tensor(values, dtype=_named("dtype", dtype), device=device).reshape(shape)
+    return torch.tensor(values, dtype=dtype_named(dtype), device=device).reshape(shape)
 
 
 def encoded_nodes(graph: fx.Graph, namespaces: frozenset[str]) -> list[list[Any]]:
@@ -323,13 +323,13 @@ def _layout(fake: torch.Tensor) -> list[Any]:
     if any(type(number) is not int for number in numbers):
         raise NotStorableError("a tensor of symbolic size")
     length = fake.untyped_storage().nbytes() // fake.dtype.itemsize
-    dtype = str(fake.dtype).removeprefix("torch.")
-    return [dtype, str(fake.device), list(fake.shape), list(fake.stride()), fake.storage_offset(), length]
+    place = list(fake.shape), list(fake.stride()), fake.storage_offset(), length
+    return [dtype_name(fake.dtype), str(fake.device), *place]
 
 
 def _fake(dtype: str, device: str, shape: list[int], stride: list[int], offset: int, length: int) -> torch.Tensor:
     """A view of a storage of ``length`` elements, as far as it may be read there."""
-    tensor = torch.empty_strided(shape, stride, dtype=_named("dtype", dtype), device=device)
+    tensor = torch.empty_strided(shape, stride, dtype=dtype_named(dtype), device=device)
     if offset == 0 and tensor.untyped_storage().nbytes() == length * tensor.dtype.itemsize:
         return tensor
     return torch.empty(length, dtype=tensor.dtype, device=device).as_strided(shape, stride, offset)

@@ -9,7 +9,15 @@ import torch
 from torch import fx
 
 from zerofx.ir.facts import DEVICE, known_origin, known_placeholder, tier_of, value
+from zerofx.precision import dtype_name
 from zerofx.torch_private.operators import OpOverload
+
+
+class BareText(str):
+    """A text that is printed without quotes inside containers."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def target_name(node: fx.Node) -> str:
@@ -30,7 +38,7 @@ def _name(target: Any) -> str:
 def type_text(fake: Any) -> str:
     """Dtype and shape of a fake value in short: ``float32[8, 4]``."""
     if isinstance(fake, torch.Tensor):
-        return f"{str(fake.dtype).removeprefix('torch.')}{list(fake.shape)}"
+        return f"{dtype_name(fake.dtype)}{list(fake.shape)}"
     if isinstance(fake, list | tuple):
         return "(" + ", ".join(type_text(item) for item in fake) + ")"
     return type(fake).__name__

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-import torch
 from tabulate import tabulate
 
+from zerofx.precision import dtype_name, dtype_named
 from zerofx.scheduler.plan.decisions import (
     OffloadDecision,
     RecomputeDecision,
@@ -219,8 +219,8 @@ def heading(plan: Plan) -> str:
     parts = f", {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
     scaled = ", loss scaled" if plan.loss_scaled else ""
     clipped = "" if plan.max_grad_norm is None else f", gradients clipped to a norm of {plan.max_grad_norm:g}"
-    states = next((f", states stored in {_dtype(b.state_dtype)}" for b in plan.buckets if b.state_dtype), "")
-    reduced = next((f", gradients reduced in {_dtype(b.reduce_dtype)}" for b in plan.buckets if b.reduce_dtype), "")
+    states = next((f", states stored in {dtype_name(b.state_dtype)}" for b in plan.buckets if b.state_dtype), "")
+    reduced = next((f", gradients reduced in {dtype_name(b.reduce_dtype)}" for b in plan.buckets if b.reduce_dtype), "")
     return (
         f"stage {plan.stage} on {ranks}{parts}, {plan.precision or 'precision of the model'}{states}{reduced}{scaled}"
         f"{clipped}, times for {plan.machine}"
@@ -249,7 +249,8 @@ def _line(plan: Plan, alike: Sequence[int], gathers: Counter[int]) -> list[str]:
     return [
         span([plan.buckets[index].name for index in alike]) + count,
         format_count(first.num_parameters),
-        _dtype(first.compute_dtype) + ("" if first.dtype == first.compute_dtype else f" ({_dtype(first.dtype)} kept)"),
+        dtype_name(first.compute_dtype)
+        + ("" if first.dtype == first.compute_dtype else f" ({dtype_name(first.dtype)} kept)"),
         format_bytes(first.shard_numel * itemsize(first)),
         format_bytes(first.shard_numel * plan.num_slices(first) * itemsize(first)),
         _group(plan, first),
@@ -266,17 +267,6 @@ def _group(plan: Plan, bucket: BucketSummary) -> str:
     return "frozen" if plan.reduces else ""
 
 
-def _dtype(name: str) -> str:
-    return name.removeprefix("torch.")
-
-
 def itemsize(bucket: BucketSummary) -> int:
     """Bytes of an element of a bucket as it is gathered."""
     return dtype_named(bucket.compute_dtype).itemsize
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype that a bucket's summary calls ``name``."""
-    dtype = getattr(torch, _dtype(name))
-    assert isinstance(dtype, torch.dtype)
-    return dtype

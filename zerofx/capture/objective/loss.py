@@ -22,6 +22,7 @@ from zerofx.choices import OutputsOption
 from zerofx.errors import CaptureError
 from zerofx.ir.batch import Batch
 from zerofx.ir.returned import NOTHING_ELSE, Returned
+from zerofx.ir.text import type_text
 from zerofx.torch_private.modules import buffer_table, parameter_table
 from zerofx.torch_private.operators import flattened_with_paths, pytree
 
@@ -328,7 +329,7 @@ def _left_out(outputs: Any, loss: torch.Tensor) -> tuple[str, ...]:
         return ()
     named = flattened_with_paths(outputs)[0]
     return tuple(
-        f"{pytree.keystr(path)} {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}".strip()
+        f"{pytree.keystr(path)} {type_text(leaf)}".strip()
         for path, leaf in named
         if isinstance(leaf, torch.Tensor) and leaf is not loss and leaf.numel() != 1
     )

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.outside.lent import Lent
 from zerofx.errors import UsageError
+from zerofx.precision import dtype_name
 from zerofx.torch_private.modules import TABLES, buffer_table, child_table, parameter_table
 
 # What is looked at in search of a tensor; data sets have millions of items, none of which a step reads.
@@ -284,7 +285,7 @@ def _text(described: _Like) -> str:
     if len(described) == 1:
         return f"a {described[0]}"
     dtype, shape, stride, device = described
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} with strides {list(stride)} on {device}"
+    return f"{dtype_name(dtype)}{list(shape)} with strides {list(stride)} on {device}"
 
 
 class OutsideFoundError(Exception):

@@ -17,6 +17,7 @@ import torch
 import xxhash
 
 from zerofx.errors import CheckpointError
+from zerofx.precision import dtype_name, dtype_named
 
 MARKER = "checkpoint.json"
 _FORMAT = "zerofx checkpoint 1"
@@ -31,14 +32,14 @@ class TensorInfo:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorInfo:
-        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        return cls(dtype_name(tensor.dtype), tuple(tensor.shape))
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"expected the name of a dtype, found {self.dtype!r}")
-        return dtype
+        try:
+            return dtype_named(self.dtype)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from zerofx.errors import CheckpointError
+from zerofx.precision import dtype_named
 
 _NUMBERS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
@@ -85,10 +86,7 @@ def from_plain(plain: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
         case "$bytes":
             return base64.b64decode(inner)
         case "$dtype":
-            dtype = getattr(torch, inner, None)
-            if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"no dtype is called {inner!r}")
-            return dtype
+            return dtype_named(inner)
         case "$device":
             return torch.device(inner)
         case "$tuple" | "$set" | "$frozenset" | "$deque":

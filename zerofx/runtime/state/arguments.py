@@ -16,6 +16,7 @@ from zerofx.ir.casts import cast_of
 from zerofx.ir.facts import Placeholder, Role, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import micro_batches_of
+from zerofx.precision import dtype_named
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.loss_scaler import LossScaler
 from zerofx.runtime.state.state import TrainingState
@@ -89,7 +90,7 @@ def state_tensors(
             tensors[name] = torch.tensor(state.number_along(facts.name))
         elif facts.role is Role.LOSS_SCALE:
             assert scaler is not None, "a step whose loss is scaled has a scale"
-            tensors[name] = scaler.tensor(getattr(torch, facts.name), state.device)
+            tensors[name] = scaler.tensor(dtype_named(facts.name), state.device)
         elif facts.bucket is not None:
             tensors[name] = buckets[facts.bucket].value(facts.role, facts.name)
     return tensors

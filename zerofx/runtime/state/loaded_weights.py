@@ -13,6 +13,7 @@ from zerofx.capture.checks import misfits
 from zerofx.deferred import DeferredTensor
 from zerofx.errors import UsageError, warn
 from zerofx.ir.buckets import Bucket, Slot
+from zerofx.precision import dtype_name
 from zerofx.runtime.comm.communicators import Communicators
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.weights import copy_overlap, in_order_of
@@ -81,7 +82,7 @@ def _fits(files: WeightFiles, name: str, tensor: torch.Tensor) -> bool:
 
 
 def _kind(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.") if dtype is not None else "an unknown dtype "
+    return dtype_name(dtype) if dtype is not None else "an unknown dtype "
 
 
 def _warn_of_rounding(files: WeightFiles, prefix: str, state: Mapping[str, torch.Tensor]) -> None:
