@@ -37,7 +37,7 @@ from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.collective_axes import over
 from zerofx.ir.edit import after, end_of_unit, named, past_what_goes_first
-from zerofx.ir.facts import Job, Origin, Phase, set_task, tensor
+from zerofx.ir.facts import Job, Origin, Phase, Task, set_task, tensor
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.passes.lib.averages import divisors
 from zerofx.scheduler.plan.decisions import ReduceDecision
@@ -108,7 +108,7 @@ def _start(step: StepGraph, plan: Plan, bucket: Bucket, total: fx.Node) -> fx.No
             (total, bucket.index, num_replicas), where, dict(over(bucket.crossed_over)), name=f"cross_{bucket.index}",
             fake=step.fake_view(total, size, (1,), 0) if in_slice else step.fake(size, dtype),
         )  # fmt: skip
-    return set_task(started, Job.CROSSING, bucket.index)
+    return set_task(started, Task(Job.CROSSING, bucket.index))
 
 
 def _finish(

@@ -35,7 +35,7 @@ from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.collective_axes import over
 from zerofx.ir.edit import after, consumers, end_of_unit, is_view_of, named, start_of_unit, view_again
-from zerofx.ir.facts import DEVICE, Job, Origin, Role, origin, placeholder, set_task, set_tier, tier_of
+from zerofx.ir.facts import DEVICE, Job, Origin, Role, Task, origin, placeholder, set_task, set_tier, tier_of
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.scheduler.plan.decisions import GatherDecision
 from zerofx.scheduler.plan.plan import Plan
@@ -102,7 +102,7 @@ def _add_residency(
                 name=f"gather_{number}",
                 fake=step.fake((bucket.numel,), bucket.compute_dtype),
             )  # fmt: skip
-            set_task(pending, Job.GATHER, number)
+            set_task(pending, Task(Job.GATHER, number))
             # A slice that stays needs nobody to hold it until then.
             read = () if full is shard else (full,)
             full = insert_call(graph, ops.wait, (pending, *read), where, name=f"full_{number}")
@@ -123,10 +123,10 @@ def _bring_up(
     stored = shard
     if decision.read is not None:
         read = set_tier(insert_call(graph, ops.reload, (shard, "host"), where, name=f"read_{number}"), "host")
-        set_task(read, Job.READ, number)
+        set_task(read, Task(Job.READ, number))
         stored = set_tier(insert_call(graph, ops.wait, (read, shard), where, name=f"staged_{number}"), "host")
     pending = insert_call(graph, ops.reload, (stored,), where, name=f"reload_{number}")
-    set_task(pending, Job.RELOAD, number)
+    set_task(pending, Task(Job.RELOAD, number))
     name = f"slice_{number}" if bucket.num_ranks > 1 else f"full_{number}"
     return insert_call(graph, ops.wait, (pending, stored), where, name=name)
 

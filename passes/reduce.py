@@ -59,7 +59,7 @@ from zerofx.ir.aliasing import aliased_input, is_view, storage_source
 from zerofx.ir.buckets import Bucket, BucketLayout, Slot
 from zerofx.ir.collective_axes import over
 from zerofx.ir.edit import after, consumers, end_of_unit, named, past_what_goes_first, start_of_unit
-from zerofx.ir.facts import Job, Origin, Phase, is_random, origin, set_task
+from zerofx.ir.facts import Job, Origin, Phase, Task, is_random, origin, set_task
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.ir.micro_batches import borders
 from zerofx.passes.lib.averages import divisors
@@ -281,7 +281,7 @@ def _issue(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, body: i
             name=_name(f"reduce_{bucket.index}", body or 0),
             fake=step.fake_view(buffer, size, (1,), 0) if in_buffer else step.fake(size, dtype),
         )  # fmt: skip
-    return started if body is not None else set_task(started, Job.REDUCTION, bucket.index)
+    return started if body is not None else set_task(started, Task(Job.REDUCTION, bucket.index))
 
 
 def _add(
@@ -330,7 +330,7 @@ def _finish(
     """
     where = Origin(bucket.name, Phase.UPDATE)
     with step.graph.inserting_before(past_what_goes_first(max(anchor, started)).next):
-        grad = set_task(_average(step, bucket, buffer, started, where), Job.GRADIENT, bucket.index)
+        grad = set_task(_average(step, bucket, buffer, started, where), Task(Job.GRADIENT, bucket.index))
         if not bucket.is_cut(plan.stage):
             args, how = (buffer, grad, bucket.index), dict(over(bucket.reduced_over))
             return insert_call(step.graph, ops.all_gather_into, args, where, how, name=f"gather_grad_{bucket.index}")

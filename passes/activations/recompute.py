@@ -35,9 +35,9 @@ from zerofx.ir.facts import (
     Phase,
     copied_from,
     is_random,
-    mark_copy,
     origin,
     piece_of,
+    set_copied_from,
     set_origin,
     set_piece,
     set_value,
@@ -163,6 +163,6 @@ def _copy(step: StepGraph, node: fx.Node, copies: dict[fx.Node, fx.Node], reader
     set_value(copy, value(node))
     set_origin(copy, Origin(origin(node).layer, Phase.BACKWARD))
     if node.target is not operator.getitem and not is_view(node):
-        mark_copy(copy, node)
+        set_copied_from(copy, node.name)
     piece = piece_of(reader)
     return copy if piece is None else set_piece(copy, piece)

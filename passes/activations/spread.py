@@ -68,7 +68,7 @@ def can_be_spread(value: fx.Node, num_parts: int) -> bool:
     if refusal(value) is not None or not tensor(value).is_contiguous() or tensor(value).numel() % num_parts:
         return False
     phases = {origin(reader).phase for reader in consumers(value)}
-    return phases == {Phase.FORWARD, Phase.BACKWARD} and is_alike(value)
+    return phases == {Phase.FORWARD, Phase.BACKWARD} and is_alike(value) == 1
 
 
 def _spread(step: StepGraph, value: fx.Node, num_parts: int, order: dict[fx.Node, int]) -> None:

@@ -123,7 +123,7 @@ class _Partitioning:
                 self._as(node, placement, local)
         self._name_nodes()
         for node in self._alike:
-            set_alike(value_node(storage_source(node)))
+            set_alike(value_node(storage_source(node)), 1)
         parameters = {placeholder(node).name: node for node in step.placeholders(Role.PARAMETER)}
         step.parameters = tuple(
             self._part(info, parameters[info.name]) if info.name in parameters else info for info in step.parameters

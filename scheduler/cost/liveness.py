@@ -30,13 +30,17 @@ from zerofx.scheduler.plan.tiers import TIERS
 
 
 class RegionLike(Protocol):
-    """What is asked of a region here: its input values in order, and the nodes of the graph that it runs, in order."""
+    """What is asked of a region here (``codegen.regions.Region``): its input values, the nodes of the graph that it
+    runs, both in order, and the key that equal regions share."""
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]: ...
 
     @property
     def own(self) -> tuple[fx.Node, ...]: ...
+
+    @property
+    def key(self) -> str: ...
 
 
 @dataclass(frozen=True)

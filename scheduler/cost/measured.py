@@ -11,28 +11,16 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Protocol
-
-from torch import fx
 
 from zerofx.errors import PlanError
 from zerofx.scheduler.cost.links import MeasuredLink, Transfer, corrected_machine, measured_links
+from zerofx.scheduler.cost.liveness import RegionLike
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.plan.json_format import as_data, typed
 from zerofx.scheduler.plan.mesh import Mesh
 
 FORMAT = 2
-
-
-class TimedRegion(Protocol):
-    """What of a region matters here: its nodes, and the key that equal regions share (``codegen.regions.Region``)."""
-
-    @property
-    def own(self) -> tuple[fx.Node, ...]: ...
-
-    @property
-    def key(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +44,7 @@ class MeasuredCosts:
     @staticmethod
     def of(
         seconds: Mapping[str, float],
-        regions: Iterable[TimedRegion],
+        regions: Iterable[RegionLike],
         machine: Machine,
         transfers: Mapping[str, Iterable[Transfer]] | None = None,
         mesh: Mesh | None = None,
@@ -80,7 +68,7 @@ class MeasuredCosts:
         """``machine`` with the links that were measured, for steps on ``mesh``."""
         return corrected_machine(machine, self.links, mesh)
 
-    def of_nodes(self, regions: Iterable[TimedRegion], machine: Machine) -> dict[str, float]:
+    def of_nodes(self, regions: Iterable[RegionLike], machine: Machine) -> dict[str, float]:
         """Seconds of every node of ``regions``, by name, for ``simulate``.
 
         The nodes of a region share its seconds in proportion to what ``machine`` predicts for them.
@@ -118,5 +106,5 @@ class MeasuredCosts:
             raise PlanError(f"expected the JSON of measured costs, found something else: {error!r}") from error
 
 
-def _predicted(region: TimedRegion, machine: Machine) -> list[float]:
+def _predicted(region: RegionLike, machine: Machine) -> list[float]:
     return [node_cost(node, machine).seconds for node in region.own]

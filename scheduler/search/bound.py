@@ -47,6 +47,7 @@ from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.simulate import gradient_bytes
 from zerofx.scheduler.decide.activations import ActivationLevel, Segment, cheapest, segments
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.order import Move, moves_of
 
 _ROUNDING = 1e-9  # sums of seconds are floats: what is called a bound stays below the exact one
 
@@ -61,14 +62,6 @@ class Bound:
 
     extra_seconds_at_least: float
     extra_seconds_planned: float
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """A step along a layer's convex hull: bytes that are freed, and the seconds that it costs."""
-
-    freed_bytes: int
-    seconds: float
 
 
 def with_least_seconds(
@@ -131,20 +124,20 @@ def _least(facts: _Facts, plan: Plan, layout: BucketLayout, machine: Machine, *,
     for waiting, moment in _tightest(facts, _moments(facts, plan, layout, on_cpu=on_cpu)):
         start = sum(hulls[number][0].num_bytes for number in waiting)
         missing = persistent + moment.floor + start - plan.memory_budget
-        exchanges = [e for number in waiting for e in _exchanges(hulls[number])]
-        least = max(least, least_seconds_to_free(missing, exchanges))
+        moves = [move for number in waiting for move in moves_of(number, hulls[number])]
+        least = max(least, least_seconds_to_free(missing, moves))
     return least
 
 
-def least_seconds_to_free(missing: int, exchanges: Sequence[Exchange]) -> float:
-    """Least seconds that free ``missing`` bytes when exchanges may be made in part: the fractional knapsack."""
+def least_seconds_to_free(missing: int, moves: Sequence[Move]) -> float:
+    """Least seconds that free ``missing`` bytes when moves may be made in part: the fractional knapsack."""
     seconds = 0.0
-    for exchange in sorted(exchanges, key=lambda e: e.seconds / e.freed_bytes):
+    for move in sorted(moves, key=lambda move: move.extra_seconds / move.freed_bytes):
         if missing <= 0:
             break
-        share = min(1.0, missing / exchange.freed_bytes)
-        seconds += share * exchange.seconds
-        missing -= exchange.freed_bytes
+        share = min(1.0, missing / move.freed_bytes)
+        seconds += share * move.extra_seconds
+        missing -= move.freed_bytes
     return seconds if missing <= 0 else float("inf")
 
 
@@ -180,11 +173,6 @@ def _between(
         return [right]
     before = _between(segment, sizes, seconds, left, corner)
     return [*before, *_between(segment, sizes, seconds, corner, right)]
-
-
-def _exchanges(hull: Sequence[ActivationLevel]) -> Iterator[Exchange]:
-    for before, after in itertools.pairwise(hull):
-        yield Exchange(before.num_bytes - after.num_bytes, after.seconds - before.seconds)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ that they cost, so that a prefix of the order is a plan, and a longer prefix one
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,6 +34,14 @@ class Move:
     extra_seconds: float
 
 
+def moves_of(item: int, levels: Sequence[Priced]) -> list[Move]:
+    """The moves along the menu of one item."""
+    return [
+        Move(item, level, before.num_bytes - after.num_bytes, after.seconds - before.seconds)
+        for level, (before, after) in enumerate(itertools.pairwise(levels), start=1)
+    ]
+
+
 def order_moves(menus: Sequence[Sequence[Priced]]) -> list[Move]:
     """All moves, best first; the moves of one item stay in the order of its menu, earlier items come first.
 
@@ -42,10 +51,7 @@ def order_moves(menus: Sequence[Sequence[Priced]]) -> list[Move]:
     """
     moves = []
     for item, levels in enumerate(menus):
-        steps = [
-            Move(item, n, levels[n - 1].num_bytes - levels[n].num_bytes, levels[n].seconds - levels[n - 1].seconds)
-            for n in range(1, len(levels))
-        ]
+        steps = moves_of(item, levels)
         moves += [(rate, move) for rate, move in zip(_hull_rates(steps), steps, strict=True)]
     moves.sort(key=lambda pair: (-pair[0], pair[1].item, pair[1].level))
     return [move for _, move in moves]

@@ -9,28 +9,19 @@ compared with the budget is that of the step which will run.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Protocol
 
-from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.held import Held
 from zerofx.scheduler.search.items import Item, Parameters, Prefetching, num_free, plan_of
 from zerofx.scheduler.search.order import order_moves
 from zerofx.scheduler.search.question import Question
+from zerofx.scheduler.search.rehearsal import Rehearsal
 
 _SCANNED = 16  # lengths of an order that are tried, at least, before a budget is said to be out of its reach
 _HALVED_AFTER = 5  # of as many guesses, one halves what is left, in case moves free other bytes than they should
 _CARRIED_OUT = ("tile", "divide", "recompute", "spread")  # the passes that the graph of ``plan_of`` has been through
-
-
-class Holds(Protocol):
-    """Tells what a plan holds (``search/rehearsal.py``)."""
-
-    def held(self, plan: Plan, begun: StepGraph, done: Collection[str]) -> Held:
-        """What the device holds when ``plan`` is carried out on ``begun``, which the passes ``done`` have been on."""
-        ...
 
 
 class Prefixes:
@@ -45,7 +36,7 @@ class Prefixes:
         question: Question,
         name: str,
         items: Sequence[Item],
-        rehearsal: Holds,
+        rehearsal: Rehearsal,
         first: Prefixes | None = None,
         count: Callable[[], object] = lambda: None,
     ) -> None:

@@ -38,8 +38,9 @@ from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.plan.decisions import OffloadDecision, RecomputeDecision
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.bound import Exchange, bound, convex_hull, least_seconds_to_free, with_least_seconds
+from zerofx.scheduler.search.bound import bound, convex_hull, least_seconds_to_free, with_least_seconds
 from zerofx.scheduler.search.graph_facts import GraphFacts
+from zerofx.scheduler.search.order import Move
 from zerofx.settings import read_settings
 
 MACHINE = Machine.named("cpu")
@@ -337,9 +338,9 @@ def _again(part: Segment, kept: set[int]) -> set[fx.Node] | None:
 
 
 def test_bytes_are_freed_at_the_best_rates_first_and_in_part() -> None:
-    exchanges = [Exchange(100, 10.0), Exchange(50, 1.0), Exchange(10, 4.0)]
-    assert least_seconds_to_free(0, exchanges) == 0.0
-    assert least_seconds_to_free(25, exchanges) == 0.5
-    assert least_seconds_to_free(100, exchanges) == 6.0
-    assert least_seconds_to_free(160, exchanges) == 15.0
-    assert least_seconds_to_free(161, exchanges) == float("inf")
+    moves = [Move(0, 1, 100, 10.0), Move(1, 1, 50, 1.0), Move(2, 1, 10, 4.0)]
+    assert least_seconds_to_free(0, moves) == 0.0
+    assert least_seconds_to_free(25, moves) == 0.5
+    assert least_seconds_to_free(100, moves) == 6.0
+    assert least_seconds_to_free(160, moves) == 15.0
+    assert least_seconds_to_free(161, moves) == float("inf")

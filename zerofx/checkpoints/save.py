@@ -181,7 +181,7 @@ def _write_at_once(training: Training, begun: Begun) -> dict[str, Written]:
     try:
         return write_files(begun.content, begun.part, where_it_lies)
     finally:
-        ahead.end()
+        ahead.finish()
 
 
 def _marker(training: Training, names: ModelNames, numbers: StepCounts) -> Marker:

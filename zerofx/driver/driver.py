@@ -218,10 +218,8 @@ def _within_budget(prepared: Prepared, control: Control) -> tuple[Prepared, Comp
 
 def target_of(prepared: Prepared) -> Target:
     """What the step is planned for on the device that it was captured for."""
-    request, device = prepared.request, prepared.captured.device
-    return Target.of(
-        request.machine, request.options, request.settings, device, on_cpu=is_on_cpu(device), verbose=request.verbose
-    )
+    device = prepared.captured.device
+    return prepared.request.target(device, on_cpu=is_on_cpu(device))
 
 
 def lower_step(prepared: Prepared, captured: StepGraph, plan: Plan, target: Target) -> LoweredStep:

@@ -297,9 +297,7 @@ def _planned(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedSte
 
     def decided_of(one_rank: Captures) -> tuple[Prepared, Target, Plan]:
         prepared = prepare(request, one_rank)
-        target = Target.of(
-            machine, options, request.settings, prepared.captured.device, on_cpu=machine.is_cpu, verbose=verbose
-        )
+        target = request.target(prepared.captured.device, on_cpu=machine.is_cpu)
         decided = make_plan(Problem.of(prepared, target, options, budget_bytes(options.memory_budget, machine)))
         return prepared.for_plan(decided), target, decided
 

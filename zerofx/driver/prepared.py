@@ -29,6 +29,7 @@ from zerofx.scheduler.plan.locations import Locations
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.stages.parameter_slices import slices_asked, slices_of
+from zerofx.scheduler.search.target import Target
 from zerofx.settings import Settings
 from zerofx.units import first_few
 
@@ -61,6 +62,11 @@ class Request:
         """The models of other steps that are read, as far as captures have shown."""
         used = {lent.name for lent in self.options.objective.outside.lent}
         return tuple(lender for lender in self.lenders if lender.lent.name in used)
+
+    def target(self, device: torch.device, *, on_cpu: bool, verbose: bool = True) -> Target:
+        """What a step with its tensors on ``device`` is planned and lowered for; ``on_cpu`` as for ``Target``."""
+        verbose = verbose and self.verbose
+        return Target.of(self.machine, self.options, self.settings, device, on_cpu=on_cpu, verbose=verbose)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from zerofx.ir.facts import (
     Job,
     Placeholder,
     Role,
+    Task,
     placeholder,
     plain_facts,
     set_placeholder,
@@ -217,7 +218,7 @@ def _set_facts(node: fx.Node, facts: Mapping[str, Any]) -> None:
     set_plain_facts(node, facts.get("plain", {}))
     if "task" in facts:
         job, index = facts["task"]
-        set_task(node, Job(job), index)
+        set_task(node, Task(Job(job), index))
     if "placeholder" in facts:
         given = facts["placeholder"]
         set_placeholder(node, Placeholder(**{**given, "role": Role(given["role"])}))

@@ -126,6 +126,18 @@ slice_of, set_slice = _fact("slice", str)
 piece_of, set_piece = _fact("piece", str)
 """The piece of what is outside repeated layers that a node of the captured graph is of."""
 
+task_of, set_task = _fact("task", Task)
+"""The task of a node that a pass has put in."""
+
+copied_from, set_copied_from = _fact("copy_of", str)
+"""The name of the node that a copy runs again."""
+
+is_alike, set_alike = _fact("alike", int)
+"""1 where all ranks of the model axis have what a node gives."""
+
+known_placeholder, set_placeholder = _fact("placeholder", Placeholder)
+"""What a placeholder stands for: in a step's graph that is known, in what is being traced not yet."""
+
 
 def origin(node: fx.Node) -> Origin:
     """The origin of a node; a node without one (a placeholder) belongs to the model's forward."""
@@ -153,29 +165,6 @@ def placeholder(node: fx.Node) -> Placeholder:
     return entry
 
 
-def known_placeholder(node: fx.Node) -> Placeholder | None:
-    """What a placeholder stands for, if that is known: in a step's graph it is, in what is being traced not yet."""
-    return placeholder(node) if "zerofx_placeholder" in node.meta else None
-
-
-def set_placeholder(node: fx.Node, value: Placeholder) -> fx.Node:
-    """Record what a placeholder stands for; returns it."""
-    node.meta["zerofx_placeholder"] = value
-    return node
-
-
-def task_of(node: fx.Node) -> Task | None:
-    """The task of a node that a pass has put in, if it has one."""
-    task = node.meta.get("zerofx_task")
-    return task if isinstance(task, Task) else None
-
-
-def set_task(node: fx.Node, job: Job, index: int) -> fx.Node:
-    """Record the task of ``node``; returns it."""
-    node.meta["zerofx_task"] = Task(job, index)
-    return node
-
-
 def value(node: fx.Node) -> Any:
     """The fake tensor (or tuple of them) that stands for the node's result."""
     return node.meta["val"]
@@ -199,17 +188,6 @@ def set_tier(node: fx.Node, tier: str) -> fx.Node:
     return node
 
 
-def set_alike(node: fx.Node) -> fx.Node:
-    """Record that all ranks of the model axis have what ``node`` gives; returns it."""
-    node.meta["zerofx_alike"] = 1
-    return node
-
-
-def is_alike(node: fx.Node) -> bool:
-    """Whether all ranks of the model axis have what ``node`` gives."""
-    return "zerofx_alike" in node.meta
-
-
 # Facts that are words and numbers, which files have as they are.
 _PLAIN = (
     "zerofx_tier", "zerofx_delayed", "zerofx_tile", "zerofx_slice", "zerofx_piece", "zerofx_copy_of", "zerofx_alike",
@@ -231,17 +209,6 @@ def set_plain_facts(node: fx.Node, facts: Mapping[str, str | int]) -> fx.Node:
         raise ValueError(f"expected facts among {', '.join(_PLAIN)}, found {', '.join(facts)}")
     node.meta.update(facts)
     return node
-
-
-def mark_copy(copy: fx.Node, original: fx.Node) -> None:
-    """Remember that ``copy`` runs again what ``original`` ran."""
-    copy.meta["zerofx_copy_of"] = original.name
-
-
-def copied_from(node: fx.Node) -> str | None:
-    """The name of the node that ``node`` runs again, if it is a copy."""
-    source = node.meta.get("zerofx_copy_of")
-    return source if isinstance(source, str) else None
 
 
 def tensor(node: fx.Node) -> torch.Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from types import FrameType
 
+from zerofx.errors import OptimizerError
+
 
 def optimizer_frame() -> FrameType | None:
     """The innermost running frame of the optimizer's code; None if it has returned."""
@@ -23,3 +25,20 @@ def blame() -> str:
     """`` (file:line)`` of the optimizer's code that is running."""
     frame = optimizer_frame()
     return "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
+
+
+def not_elementwise(name: str, reason: str) -> OptimizerError:
+    """The error for the optimizer ``name``, whose update cannot run on flat shards."""
+    return OptimizerError(
+        f"expected an optimizer whose update is elementwise, found that {name} {reason}; use an elementwise optimizer "
+        f"(such as AdamW, SGD, or a subclass of theirs)"
+    )
+
+
+def looks_at_shapes(name: str) -> OptimizerError:
+    """The error for the optimizer ``name``, whose update of a flat shard would not be that of what is in it."""
+    return OptimizerError(
+        f"expected an optimizer whose update is elementwise, found that {name} treats parameters of different shapes "
+        f"differently, and a flat shard holds pieces of many parameters: put its kinds of parameters in separate "
+        f"optimizers"
+    )

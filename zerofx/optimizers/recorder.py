@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from zerofx.errors import OptimizerError
-from zerofx.optimizers.blame import blame, optimizer_frame
+from zerofx.optimizers.blame import blame, not_elementwise, optimizer_frame
 from zerofx.optimizers.elementwise import (
     fill_value,
     functional,
@@ -106,10 +106,7 @@ class UpdateRecorder:
 
     def refuse(self, reason: str) -> OptimizerError:
         """The error for an update that cannot run on flat shards, with the source line to blame."""
-        return OptimizerError(
-            f"expected an optimizer whose update is elementwise, found that {self.optimizer} {reason}{blame()}; "
-            "use an elementwise optimizer (such as AdamW, SGD, or a subclass of theirs)"
-        )
+        return not_elementwise(self.optimizer, f"{reason}{blame()}")
 
     def adopt_state(self, name: str, value: Any) -> Any:
         """What to store for ``state[name] = value``: a constant scalar becomes state that the program starts from."""

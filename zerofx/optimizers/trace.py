@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -23,6 +23,9 @@ from zerofx.optimizers.shadow import (
 )
 from zerofx.torch_private.dispatch import TorchDispatchMode
 from zerofx.torch_private.operators import call_one_by_one, is_foreach
+
+# One, two and four dimensions: an update that treats them alike does not look at shapes.
+SHAPES: Final = ((7,), (2, 3), (2, 1, 3, 2))
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from zerofx.errors import OptimizerError
+from zerofx.optimizers.blame import looks_at_shapes
 from zerofx.optimizers.build import build_graph
 from zerofx.optimizers.host import write_host_function
 from zerofx.optimizers.program import ScalarStateSpec, StateSpec, UpdateProgram
 from zerofx.optimizers.shadow import structural_flags
 from zerofx.optimizers.support import has_fused, refuse_by_name, refuse_dtype
-from zerofx.optimizers.trace import StepInputs, Trace, trace_step
+from zerofx.optimizers.trace import SHAPES, StepInputs, Trace, trace_step
 from zerofx.optimizers.verify import agrees
-
-# One, two and four dimensions: an update that treats them alike does not look at shapes.
-_SHAPES: Final = ((7,), (2, 3), (2, 1, 3, 2))
 
 
 @dataclass(frozen=True)
@@ -35,14 +33,10 @@ class _Request:
         """One step from ``inputs``, the same for parameters of every shape."""
         traces = [
             trace_step(self.optimizer, self.group, inputs, shape=shape, dtype=self.dtype, fused=self.fused)
-            for shape in _SHAPES
+            for shape in SHAPES
         ]
         if any(trace != traces[0] for trace in traces):
-            raise OptimizerError(
-                "expected an optimizer whose update is elementwise, found that "
-                f"{type(self.optimizer).__name__} treats parameters of different shapes differently, and a flat shard "
-                "holds pieces of many parameters: put its kinds of parameters in separate optimizers"
-            )
+            raise looks_at_shapes(type(self.optimizer).__name__)
         return traces[0]
 
 

@@ -13,7 +13,7 @@ from tests.lib.graphs import Block, Prepared, calls, features, prepare
 from tests.lib.runs.offloads import offloading
 from zerofx.errors import InvalidGraphError
 from zerofx.ir import ops
-from zerofx.ir.facts import Origin, Phase, mark_copy, origin, set_origin, set_value, value
+from zerofx.ir.facts import Origin, Phase, origin, set_copied_from, set_origin, set_value, value
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.ir.micro_batches import loop_of
 from zerofx.passes.verify import verify
@@ -136,7 +136,7 @@ def test_a_random_operator_that_is_run_again_is_refused() -> None:
     drawn = calls(prepared.step, aten.bernoulli.p)
     verify(prepared.step, "capture")  # two of them, but each draws once
     assert len(drawn) == 2
-    mark_copy(_copy(prepared.step, drawn[0], drawn[1]), drawn[0])
+    set_copied_from(_copy(prepared.step, drawn[0], drawn[1]), drawn[0].name)
     with pytest.raises(InvalidGraphError, match=rf"random operators: \w+ runs {drawn[0].name} a second time"):
         verify(prepared.step, "mine")
 

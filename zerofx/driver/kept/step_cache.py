@@ -30,7 +30,7 @@ from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.optimizer import OptimizerBinding
 from zerofx.runtime.state.parameter_groups import group_of_parameters, histories_of
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.target import RegionMemory, Target
+from zerofx.scheduler.search.target import RegionMemory
 from zerofx.torch_private.profiler import is_profiling
 
 
@@ -111,9 +111,7 @@ def is_everywhere(recalled: Recalled | None, control: Control) -> bool:
 def load(request: Request, captures: Captures, recalled: Recalled, control: Control) -> CompiledStep | None:
     """The step that was kept, loaded; None where its regions, compiled here, hold other memory than they did."""
     step, device = recalled.step, recalled.step.program.device
-    target = Target.of(
-        request.machine, request.options, request.settings, device, on_cpu=is_on_cpu(device), verbose=False
-    )
+    target = request.target(device, on_cpu=is_on_cpu(device), verbose=False)
     path, loaded = load_program(step.program, target, control, step.decisions_hash)
     if not all(control.gather(dict(loaded.memory) == step.memory, "compare compiled regions")):
         return None

@@ -26,7 +26,6 @@ from zerofx.scheduler.plan.decisions import ShardingDecision
 from zerofx.scheduler.search.mesh_floor import Floor, floor_of
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
-from zerofx.scheduler.search.target import Target
 
 _FURTHER = 1.1  # than what layers have given up, that more are taken to give up at the same price
 
@@ -130,8 +129,7 @@ class ShortSteps:
             shallow(step, self._rows, remaining=2 * KEPT) if gives_up else None,
         ).each(lambda part: (captures.short(number, part), part.by_name()))
         self._known: OptimizerBinding | None = None
-        options, machine = request.options, request.machine
-        self._target = Target.of(machine, options, request.settings, step.device, on_cpu=on_cpu, verbose=False)
+        self._target = request.target(step.device, on_cpu=on_cpu, verbose=False)
 
     def parts(self, shardings: tuple[ShardingDecision, ...]) -> Short[ShortPart]:
         """The steps, each with those of ``shardings``, which are about all layers, that it has the nodes of."""

@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 
 from zerofx.errors import OptimizerError
+from zerofx.optimizers.blame import looks_at_shapes, not_elementwise
 from zerofx.optimizers.build import build_graph
 from zerofx.optimizers.following.side_by_side import ComingUpdate, SideBySide
 from zerofx.optimizers.following.stand_in import Skeleton, StandIn, StandInOutcome, run_on_stand_in
@@ -27,10 +28,8 @@ from zerofx.optimizers.outside import Change, OptimizerRest, changes, outside, s
 from zerofx.optimizers.program import UpdateProgram
 from zerofx.optimizers.scalars import Heard
 from zerofx.optimizers.support import refuse_by_name, refuse_dtype
-from zerofx.optimizers.trace import Trace
+from zerofx.optimizers.trace import SHAPES, Trace
 
-# An update that treats these alike, and the shapes that the optimizer itself is run on, does not look at shapes.
-_SHAPES: Final = ((7,), (2, 3), (2, 1, 3, 2))
 # What is compiled is a program for each form of the update: an update that counts what it calls has one a step.
 _MOST_PROGRAMS: Final = 8
 
@@ -179,7 +178,7 @@ class Follower:
         return ComingUpdate(known.program, numbers, outcome.scalars, frozenset(outcome.scalars) | frozenset(flat))
 
     def _check_shapes(self, stand_in: StandIn, state: OptimizerRest, outcome: StandInOutcome) -> None:
-        for index, shape in enumerate(_SHAPES):
+        for index, shape in enumerate(SHAPES):
             other = run_on_stand_in(self._optimizer, state, stand_in, shape)
             if other.skeleton == outcome.skeleton and same(other.numbers, outcome.numbers):
                 continue
@@ -188,9 +187,7 @@ class Follower:
                     "does something else when the same step is run again: it depends on random numbers, the time, or "
                     "what it keeps outside of its groups and attributes"
                 )
-            raise self._refuse(
-                "treats parameters of different shapes differently, and a flat shard holds pieces of many parameters"
-            )
+            raise looks_at_shapes(type(self._optimizer).__name__)
 
     def _build(self, stand_in: StandIn, skeleton: Skeleton) -> _Known:
         before = frozenset(name for name, _ in stand_in.flat)
@@ -222,7 +219,4 @@ class Follower:
         return _Known(program, tuple(heard))
 
     def _refuse(self, reason: str) -> OptimizerError:
-        return OptimizerError(
-            f"expected an optimizer whose update is elementwise, found that {type(self._optimizer).__name__} {reason}; "
-            "use an elementwise optimizer (such as AdamW, SGD, or a subclass of theirs)"
-        )
+        return not_elementwise(type(self._optimizer).__name__, reason)

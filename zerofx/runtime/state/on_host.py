@@ -18,25 +18,39 @@ def is_on_nvme(value: torch.Tensor | Stored) -> bool:
     return isinstance(value, Stored) and isinstance(value.lease.place, NvmeFile)
 
 
-class ReadAhead:
+class _OneUnderWay:
+    """Has one copy between nvme and the host under way at a time."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._under_way: tuple[Stored, Pending[Stored]] | None = None
+
+    def finish(self) -> Stored | None:
+        """Wait for the copy that is under way, and give what it has made; None if there is none."""
+        if self._under_way is None:
+            return None
+        source, pending = self._under_way
+        self._under_way = None
+        return pending.finish(source)
+
+
+class ReadAhead(_OneUnderWay):
     """Reads values on nvme into blocks of the host's, each while the one before is used: ``values`` in their order.
 
     Where the host's pool has no space for a second block, a value is read when it is asked for.
     """
 
     def __init__(self, values: Sequence[torch.Tensor | Stored], tiers: Tiers) -> None:
+        super().__init__(tiers)
         self._coming = [value for value in reversed(values) if isinstance(value, Stored) and is_on_nvme(value)]
-        self._tiers = tiers
-        self._under_way: tuple[Stored, Pending[Stored]] | None = None
 
     def take(self, value: Stored) -> Stored:
         """The block with a value, the next in order, once it has been read."""
         if self._under_way is None:
             self._start()
         assert self._under_way is not None and self._under_way[0] is value, "values are asked for in their order"
-        _, pending = self._under_way
-        block = pending.finish(value)
-        self._under_way = None
+        block = self.finish()
+        assert block is not None
         if self._coming and self._tiers.has_host_space(self._coming[-1].lease.num_bytes):
             self._start()
         return block
@@ -44,13 +58,6 @@ class ReadAhead:
     def _start(self) -> None:
         value = self._coming.pop()
         self._under_way = value, self._tiers.reload(value, "host")
-
-    def end(self) -> None:
-        """Wait for what is still being read, which is not asked for any more."""
-        if self._under_way is not None:
-            value, pending = self._under_way
-            self._under_way = None
-            pending.finish(value)
 
 
 @contextlib.contextmanager
@@ -70,12 +77,8 @@ def shown_on_host(
         yield value.tensor[first:last]
 
 
-class Overwrites:
+class Overwrites(_OneUnderWay):
     """Gives flat tensors other values, one by one; what is on nvme is written while the next is being filled."""
-
-    def __init__(self, tiers: Tiers) -> None:
-        self._tiers = tiers
-        self._under_way: tuple[Stored, Pending[Stored]] | None = None
 
     def run(self, value: torch.Tensor | Stored, fill: Callable[[torch.Tensor], None]) -> None:
         """Give a flat tensor the values that ``fill`` writes into a tensor of its shape and dtype on the CPU."""
@@ -98,10 +101,3 @@ class Overwrites:
         fill(block.tensor)
         self.finish()
         self._under_way = block, self._tiers.copy_into(value, block)
-
-    def finish(self) -> None:
-        """Wait until all of them have their values."""
-        if self._under_way is not None:
-            block, pending = self._under_way
-            self._under_way = None
-            pending.finish(block)
