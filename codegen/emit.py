@@ -137,9 +137,9 @@ class _Statement:
     unpacks: bool
 
 
-def region_source(name: str, region: Region) -> str:
-    """The function that does what ``region`` does."""
-    return region_text(_region(name, region, frozenset()))
+def update_source(region: Region) -> str:
+    """The function ``update`` that does what ``region`` does."""
+    return region_text(_region("update", region, frozenset()))
 
 
 def _region(name: str, region: Region, kernels: frozenset[str]) -> RegionText:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerofx.codegen.emit import region_source
+from zerofx.codegen.emit import update_source
 from zerofx.codegen.kernels.update import UpdateKernel, make_update_kernel
 from zerofx.codegen.kernels.update_writer import NoKernelError
 from zerofx.codegen.region_facts import RegionFacts, region_facts
@@ -59,6 +59,6 @@ def kernels_of_facts(
 
 def _function_of(region: Region) -> Callable[[list[Any]], object]:
     namespace: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten}
-    exec(region_source("update", region), namespace)
+    exec(update_source(region), namespace)
     function: Callable[[list[Any]], object] = namespace["update"]
     return function

@@ -125,11 +125,6 @@ class Plan:
         return self.gathers_parameters or bool(self.parameters or self.gathers)
 
     @property
-    def shards_optimizer(self) -> bool:
-        """Whether a rank updates only its slice of a bucket: stages 1 to 3 on more than one rank."""
-        return self.stage >= 1 and self.num_ranks > 1
-
-    @property
     def away(self) -> frozenset[int]:
         """The buckets whose parameters are in a slower tier between uses."""
         return frozenset(decision.bucket for decision in self.parameters)

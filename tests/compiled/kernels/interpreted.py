@@ -94,7 +94,7 @@ def trained(
 def updated(stage: int, precision: str | None, num_micro_batches: int) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """What the update regions of a step leave in the memory that is read later, on ATen and by their kernels."""
     from tests.lib.graphs import TwoBlocks, prepare
-    from zerofx.codegen.emit import region_source
+    from zerofx.codegen.emit import update_source
     from zerofx.codegen.kernels.choose import update_kernels
     from zerofx.codegen.regions import cut, regions_of
     from zerofx.ir.facts import value
@@ -110,7 +110,7 @@ def updated(stage: int, precision: str | None, num_micro_batches: int) -> list[t
     named = []
     for region in regions:
         namespace: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten}
-        exec(region_source("update", region), namespace)
+        exec(update_source(region), namespace)
         given: list[Any] = []
         for node in region.inputs:
             fake = value(node)

@@ -100,10 +100,9 @@ def test_predictions_are_refused_before_there_are_any() -> None:
     assert plan.with_prediction(_PREDICTION).peak_bytes == {"device": 7}
 
 
-@pytest.mark.parametrize(("stage", "num_ranks", "gathers", "shards"), [
-    (0, 2, False, False), (1, 2, False, True), (2, 2, False, True), (3, 2, True, True), (3, 1, False, False),
-])  # fmt: skip
-def test_what_a_stage_divides(stage: int, num_ranks: int, gathers: bool, shards: bool) -> None:
+@pytest.mark.parametrize(
+    ("stage", "num_ranks", "gathers"), [(0, 2, False), (1, 2, False), (2, 2, False), (3, 2, True), (3, 1, False)]
+)
+def test_what_a_stage_divides(stage: int, num_ranks: int, gathers: bool) -> None:
     plan = prepare(stage=stage, num_ranks=num_ranks).plan
-    assert (plan.gathers_parameters, plan.shards_optimizer) == (gathers, shards)
-    assert bool(plan.gathers) is gathers
+    assert plan.gathers_parameters is gathers and bool(plan.gathers) is gathers
