@@ -1,4 +1,4 @@
-"""A deterministic plan: when each bucket is gathered, released, reduced and updated. Reads the graph, changes nothing.
+"""When each bucket is gathered, released and reduced, decided from the graph alone, which is not edited.
 
 A bucket is resident while its unit runs: a residency ends where another unit's parameters are used before this
 bucket's next use. Outside of layers it ends where a layer runs: what is between two layers is one region, such as that
@@ -10,7 +10,6 @@ computation of one unit.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -21,24 +20,8 @@ from zerofx.ir.edit import consumers
 from zerofx.ir.facts import Phase, Role, origin, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_bodies
-from zerofx.ir.text import target_name, type_name
-from zerofx.passes.activations.recompute import put_off, recompute
-from zerofx.passes.divide import divide
-from zerofx.passes.tile import tile
 from zerofx.scheduler.decide.overlap import awaited_later, crossed, gathered_later, issued_ahead
-from zerofx.scheduler.plan.decisions import (
-    GatherDecision,
-    GradientDecision,
-    OffloadDecision,
-    ParameterDecision,
-    PieceDecision,
-    RecomputeDecision,
-    ReduceDecision,
-    SpreadDecision,
-    StateDecision,
-    TileDecision,
-)
-from zerofx.scheduler.plan.facts import BucketSummary, GraphSummary
+from zerofx.scheduler.plan.decisions import GatherDecision, ParameterDecision, ReduceDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.units import unit_of
 
@@ -62,14 +45,6 @@ class PolicyOptions:
 
 
 @dataclass(frozen=True)
-class GraphIdentity:
-    """What a plan records of the captured graph that it is for: its hash, and what tells it from others."""
-
-    fingerprint: str
-    summary: GraphSummary
-
-
-@dataclass(frozen=True)
 class Residency:
     """A bucket is gathered from ``first``, which reads it first, to ``last``."""
 
@@ -82,111 +57,31 @@ class Residency:
 def decide(
     step: StepGraph,
     layout: BucketLayout,
-    *,
-    stage: int,
-    precision: str | None,
-    machine: str,
+    plan: Plan,
     options: PolicyOptions,
-    recomputes: tuple[RecomputeDecision, ...] = (),
-    extra_keeps: tuple[str, ...] = (),
-    pieces: tuple[PieceDecision, ...] = (),
-    states: tuple[StateDecision, ...] = (),
-    parameters: tuple[ParameterDecision, ...] = (),
-    gradients: tuple[GradientDecision, ...] = (),
-    tiles: tuple[TileDecision, ...] = (),
+    *,
     each: Mapping[int, str] | None = None,
-    memory_budget: int | None = None,
-    max_grad_norm: float | None = None,
-    grad_norms: bool = False,
-    kept_gradients: tuple[str, ...] = (),
-    loss_scaled: bool = False,
-    offloads: tuple[OffloadDecision, ...] = (),
-    spreads: tuple[SpreadDecision, ...] = (),
-    carried_out: StepGraph | None = None,
-    identity: GraphIdentity | None = None,
 ) -> Plan:
-    """Make the plan for a captured graph. Equal inputs give an equal plan, on any machine and rank.
+    """``plan`` with the decisions when buckets are gathered and reduced; equal inputs give an equal plan anywhere.
 
-    Residencies are decided for the graph as it is once ``tiles`` and ``recomputes`` are carried out: ``carried_out``,
-    or else a copy that is made here. ``each``: the buckets whose gradients are reduced in each micro-batch, with
-    reasons. ``identity`` is the captured graph's, if it is known.
+    ``step`` is the captured graph as it is once what else ``plan`` decides has been carried out, as far as that moves
+    operators: what is tiled and recomputed. ``each``: the buckets whose gradients are reduced in each micro-batch, with
+    reasons.
     """
-    sharded = any(bucket.is_gathered(stage) for bucket in layout.buckets)
-    identity = identity or identify(step)
-    parameters += tuple(
+    lent = tuple(
         ParameterDecision(bucket.index, bucket.lent_tier, "where the step has it that trains it")
         for bucket in layout.buckets
         if bucket.lent_tier is not None
     )
-    away = {decision.bucket for decision in parameters}
-    resident = frozenset(
-        bucket.index for bucket in layout.buckets if not bucket.is_gathered(stage) and bucket.index not in away
-    )
-    if carried_out is not None:
-        step = carried_out
-    elif recomputes or tiles:
-        step = step.clone()
-        tile(step, tiles)
-        divide(step, pieces)
-        recompute(step, frozenset(decision.value for decision in recomputes), frozenset(extra_keeps))
-        if not offloads:
-            put_off(step)
-    return Plan(
-        stage=stage,
-        num_ranks=layout.num_ranks,
-        replicate=layout.mesh.replicate,
-        model=layout.mesh.model,
-        precision=precision,
-        machine=machine,
-        graph=identity.fingerprint,
-        buckets=tuple(summarise(bucket) for bucket in layout.buckets),
-        gathers=_decide_gathers(step, layout, options, resident) if sharded or parameters else (),
-        reduces=_decide_reduces(step, layout, options, stage, each or {}),
-        recomputes=recomputes,
-        extra_keeps=extra_keeps,
-        pieces=pieces,
-        offloads=offloads,
-        spreads=spreads,
-        states=states,
+    parameters = plan.parameters + lent
+    gathered = {bucket.index for bucket in layout.buckets if bucket.is_gathered(plan.stage)}
+    elsewhere = gathered | {decision.bucket for decision in parameters}
+    resident = frozenset(range(len(layout.buckets))) - elsewhere
+    return replace(
+        plan,
+        gathers=_decide_gathers(step, layout, options, resident) if gathered or parameters else (),
+        reduces=_decide_reduces(step, layout, options, plan.stage, each or {}),
         parameters=parameters,
-        gradients=gradients,
-        tiles=tiles,
-        slices=step.slices,
-        shardings=step.shardings,
-        overlaps=step.overlaps,
-        memory_budget=memory_budget,
-        max_grad_norm=max_grad_norm,
-        grad_norms=grad_norms,
-        kept_gradients=kept_gradients,
-        loss_scaled=loss_scaled,
-        num_micro_batches=step.num_micro_batches,
-        summary=identity.summary,
-    )
-
-
-def identify(step: StepGraph) -> GraphIdentity:
-    """The part of a captured graph that a plan records."""
-    placeholders = {
-        f"{placeholder(node).role} {placeholder(node).name}": type_name(node) for node in step.placeholders()
-    }
-    operators = Counter(target_name(node) for node in step.calls())
-    return GraphIdentity(step.fingerprint(), GraphSummary(placeholders, dict(sorted(operators.items()))))
-
-
-def summarise(bucket: Bucket) -> BucketSummary:
-    """The part of a bucket that a plan records."""
-    return BucketSummary(
-        name=bucket.name,
-        group=bucket.group,
-        num_parameters=bucket.num_parameters,
-        shard_numel=bucket.shard_numel,
-        dtype=str(bucket.dtype),
-        compute_dtype=str(bucket.compute_dtype),
-        gathered_over=bucket.gathered_over,
-        states_over=bucket.states_over,
-        reduce_dtype=None if bucket.reduce_dtype == bucket.compute_dtype else str(bucket.reduce_dtype),
-        state_dtype=None if bucket.state_dtype == bucket.dtype else str(bucket.state_dtype),
-        lent=bucket.is_lent,
     )
 
 

@@ -16,7 +16,6 @@ from zerofx.scheduler.analysis.saved_values import crossing_storages
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import UnitPhase, seconds_by_place
 from zerofx.scheduler.decide.activations import Segment, segments
-from zerofx.scheduler.decide.residency import GraphIdentity, identify
 from zerofx.scheduler.plan.decisions import PieceDecision, TileDecision
 
 
@@ -24,7 +23,7 @@ from zerofx.scheduler.plan.decisions import PieceDecision, TileDecision
 class GraphFacts:
     """A captured graph and a machine, with what follows from the two whatever is asked; each found once.
 
-    ``tiles``: what is tiled in it, which all but the graph's identity is about. ``ends_only``: outside layers only what
+    ``tiles``: what is tiled in it. ``ends_only``: outside layers only what
     ends in a loss is divided into pieces; what is before and between layers can then be computed again as a whole.
     """
 
@@ -35,22 +34,7 @@ class GraphFacts:
 
     @cached_property
     def tiled(self) -> StepGraph:
-        """The captured graph with ``tiles`` carried out, and pieces marked."""
-        tiled = self._tiled
-        if self._pieces:
-            tiled = tiled.clone()
-            divide(tiled, self._pieces)
-        return tiled
-
-    @cached_property
-    def segments(self) -> list[Segment]:
-        """What can be decided about activations, in ``tiled``."""
-        divided = self._pieces
-        runs = forward_runs(self.tiled, self.crossing, ends_only=self.ends_only) if divided else self._runs
-        return segments(self.tiled, runs)
-
-    @cached_property
-    def _tiled(self) -> StepGraph:
+        """The captured graph with ``tiles`` carried out."""
         if not self.tiles:
             return self.step
         tiled = self.step.clone()
@@ -58,19 +42,34 @@ class GraphFacts:
         return tiled
 
     @cached_property
+    def divided(self) -> StepGraph:
+        """``tiled`` with pieces marked."""
+        if not self._pieces:
+            return self.tiled
+        divided = self.tiled.clone()
+        divide(divided, self._pieces)
+        return divided
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        """What can be decided about activations, in ``divided``."""
+        runs = forward_runs(self.divided, self.crossing, ends_only=self.ends_only) if self._pieces else self._runs
+        return segments(self.divided, runs)
+
+    @cached_property
     def _runs(self) -> list[ForwardRun]:
-        return forward_runs(self._tiled, crossing_storages(self._tiled), ends_only=self.ends_only)
+        return forward_runs(self.tiled, crossing_storages(self.tiled), ends_only=self.ends_only)
 
     @cached_property
     def _pieces(self) -> tuple[PieceDecision, ...]:
-        return pieces(self._tiled, self._runs)
+        return pieces(self.tiled, self._runs)
 
     def pieces_without(self, values: Collection[str]) -> tuple[PieceDecision, ...]:
         """The pieces where the nodes named in ``values`` do not stay on the device; none where all do."""
         if not values or not self._pieces:
             return ()
         away: dict[str | None, list[str]] = {}
-        for node in self.tiled.graph.nodes:
+        for node in self.divided.graph.nodes:
             if node.name in values:
                 away.setdefault(piece_of(storage_source(node)[0]), []).append(node.name)
         return tuple(replace(piece, values=tuple(away.get(piece.name, ()))) for piece in self._pieces)
@@ -83,7 +82,7 @@ class GraphFacts:
     @cached_property
     def seconds(self) -> dict[UnitPhase, float]:
         """Seconds of computation by unit and phase."""
-        return seconds_by_place(self.tiled, self.machine)
+        return seconds_by_place(self.divided, self.machine)
 
     @cached_property
     def seconds_of_one(self) -> dict[UnitPhase, float]:
@@ -93,9 +92,4 @@ class GraphFacts:
     @cached_property
     def crossing(self) -> dict[Storage, None]:
         """Storages that forward makes and backward reads."""
-        return crossing_storages(self.tiled)
-
-    @cached_property
-    def identity(self) -> GraphIdentity:
-        """What plans record of the graph."""
-        return identify(self.step)
+        return crossing_storages(self.divided)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zerofx.ir.aliasing import storage_bytes, tensors_of
 from zerofx.ir.buckets import Bucket
@@ -111,7 +111,7 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
     items: list[Item] = [*_activations(question, leaning), *_spreading(question)]
     if any(bucket.is_gathered(question.stage) for bucket in question.layout.buckets):
         asked, seconds = question.asked, question.facts.seconds_of_one
-        gathered = residencies(question.facts.tiled, question.layout, asked)
+        gathered = residencies(question.facts.divided, question.layout, asked)
         items += [
             Keeping(bucket, levels) for bucket, levels in keep_menus(gathered, asked, seconds, question.machine).items()
         ]
@@ -125,7 +125,7 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
         activation_bytes = _offloaded_bytes(items)
         menus = state_menus(
             question.layout, question.state_bytes, question.stage, question.facts.seconds_of_one, question.machine,
-            question.tiers, activation_bytes, clipped=question.updates_wait,
+            question.tiers, activation_bytes, clipped=question.undecided.updates_wait,
         )  # fmt: skip
         items += [States(bucket, levels) for bucket, levels in menus.items()]
         if question.stage == 3:
@@ -180,7 +180,7 @@ def _offloaded_bytes(items: Sequence[Item]) -> int:
 
 def _parameters(question: Question, states: Mapping[Bucket, StateLevel], activation_bytes: int) -> list[Parameters]:
     """``states`` are where states may go, which takes room too, and ``activation_bytes`` what activations may take."""
-    used = residencies(question.facts.tiled, question.layout, question.asked)
+    used = residencies(question.facts.divided, question.layout, question.asked)
     capacity = dict(_capacity(question, states).tiers)
     everything = sum(bucket.shard_bytes for bucket in question.layout.buckets) + activation_bytes
     if "nvme" in capacity and "host" in capacity and everything > capacity["host"]:
@@ -215,7 +215,7 @@ def _activations(question: Question, leaning: Leaning) -> list[Activations]:
     entries_of = {
         key: entries(part, machine, tier, alike[_kind(part)], recompute=recompute) for key, part in first.items()
     }
-    spans = runs(question.facts.tiled, question.facts.seconds)
+    spans = runs(question.facts.divided, question.facts.seconds)
     return [Activations(part, joint_menu(entries_of[part.key], away_seconds(part, spans))) for part in parts]
 
 
@@ -259,7 +259,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
     """The plan that some moves lead to, and a copy of the captured graph with tiles and recomputation carried out."""
     chosen = _choose(question, items, reached(moves))
     recomputed, extra = frozenset(decision.value for decision in chosen.recomputes), frozenset(chosen.extra_keeps)
-    carried_out = question.facts.tiled.clone()
+    carried_out = question.facts.divided.clone()
     recompute(carried_out, recomputed, extra)
     capacity = _capacity(question, chosen.state_levels, chosen.parameters, chosen.gradients)
     offloads = place(carried_out, list(chosen.requests.values()), chosen.seconds, question.machine, capacity)
@@ -271,15 +271,8 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         carried_out, chosen.spreads, question.layout.mesh.model, {decision.value for decision in offloads}
     )
     spread(carried_out, spreads, question.layout.mesh.model)
-    plan = decide(
-        question.step,
-        question.layout,
-        stage=question.stage,
-        precision=question.precision,
-        machine=question.machine.name,
-        options=PolicyOptions(
-            chosen.prefetch, "all" if question.asked.keep == "all" else chosen.keep, chosen.hide_reductions
-        ),
+    plan = replace(
+        question.undecided,
         recomputes=tuple(chosen.recomputes),
         extra_keeps=tuple(chosen.extra_keeps),
         pieces=divided,
@@ -289,15 +282,10 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         states=tuple(chosen.states),
         parameters=tuple(chosen.parameters),
         gradients=place_gradients(chosen.gradients, carried_out, question.layout, chosen.seconds, question.machine),
-        each=chosen.each,
-        memory_budget=question.memory_budget,
-        max_grad_norm=question.max_grad_norm,
-        grad_norms=question.grad_norms,
-        kept_gradients=question.kept_gradients,
-        loss_scaled=question.loss_scaled,
-        carried_out=carried_out,
-        identity=question.facts.identity,
     )
+    keep = "all" if question.asked.keep == "all" else chosen.keep
+    options = PolicyOptions(chosen.prefetch, keep, chosen.hide_reductions)
+    plan = decide(carried_out, question.layout, plan, options, each=chosen.each)
     plan = place_arrivals(
         plan,
         carried_out,

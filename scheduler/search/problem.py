@@ -19,6 +19,7 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.gradients import gradients_asked, reduced_each
 from zerofx.scheduler.decide.states import StateLevel, delayed_levels
 from zerofx.scheduler.decide.tiling import named_tiles
+from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.decisions import GradientDecision
 from zerofx.scheduler.plan.locations import Locations
 from zerofx.scheduler.plan.plan import Plan
@@ -158,7 +159,7 @@ class Problem:
         tier = gradients_tier(self.options.offload, self.machine)
         return gradients_asked(self.layout, self.captured.num_micro_batches, tier)
 
-    def kept_gradients(self) -> tuple[str, ...]:
+    def _kept_gradients(self) -> tuple[str, ...]:
         """The buckets with parameters whose gradients are asked for by name."""
         return tuple(
             bucket.name
@@ -181,6 +182,18 @@ class Problem:
             return {}
         return delayed_levels(self.layout, self.state_bytes(), self.options.stage)
 
+    def undecided(self) -> Plan:
+        """The plan in which nothing is decided yet."""
+        options = self.options
+        return replace(
+            undecided(self.captured, self.layout, options.stage, options.precision, self.machine.name),
+            memory_budget=self.memory_budget,
+            max_grad_norm=options.max_grad_norm,
+            grad_norms=options.grad_norms,
+            kept_gradients=self._kept_gradients(),
+            loss_scaled=options.loss_scale is not None,
+        )
+
     def question(self) -> Question:
         """What moves are chosen for.
 
@@ -191,9 +204,7 @@ class Problem:
         return Question(
             facts=self.facts(),
             layout=self.layout,
-            stage=options.stage,
-            precision=options.precision,
-            memory_budget=self.memory_budget,
+            undecided=self.undecided(),
             recompute=options.recompute != "none",
             tiers=tiers_for(options.offload, self.machine),
             asked=options.policy,
@@ -202,10 +213,6 @@ class Problem:
             state_bytes=self.state_bytes(),
             delayed=self.delayed(),
             fixed=self.fixed,
-            max_grad_norm=options.max_grad_norm,
-            grad_norms=options.grad_norms,
-            kept_gradients=self.kept_gradients(),
-            loss_scaled=options.loss_scale is not None,
             inlines=self.target.fuses and options.recompute != "none",
             gradients=self.gradients(),
             reduce="once" if self.gradients() else options.reduce,

@@ -15,6 +15,7 @@ from zerofx.scheduler.decide.residency import PolicyOptions
 from zerofx.scheduler.decide.states import StateLevel, state_menus
 from zerofx.scheduler.plan.decisions import GradientDecision, TileDecision
 from zerofx.scheduler.plan.locations import Locations
+from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.tiers import Tier
 from zerofx.scheduler.search.graph_facts import GraphFacts
 
@@ -25,15 +26,12 @@ Leaning = Literal["recompute", "offload", "joint"]
 class Question:
     """What a plan is wanted for.
 
-    ``recompute``: whether activations may be computed again. ``tiers``: where they may be offloaded to, the first being
-    filled first; none if empty. ``asked``: how buckets are gathered as long as memory allows. ``state_bytes``: bytes of
-    one rank's optimizer states and masters, by bucket index. ``tile``: whether values may be tiled, and
-    ``tile_classes`` logits over their classes too.
+    ``undecided``: the plan in which nothing is decided yet. ``recompute``: whether activations may be computed again.
+    ``tiers``: where they may be offloaded to, the first being filled first; none if empty. ``asked``: how buckets are
+    gathered as long as memory allows. ``state_bytes``: bytes of one rank's optimizer states and masters, by bucket
+    index. ``tile``: whether values may be tiled, and ``tile_classes`` logits over their classes too.
     ``delayed``: where states are in any case, so that their updates overlap with the next step; none if empty.
     ``fixed``: where states and parameters stay in any case, which no move changes; None where moves say it.
-    ``max_grad_norm``: what gradients are clipped to, if they are: all updates are after all reductions then.
-    ``grad_norms``: whether the norms of layers are handed out; ``kept_gradients``: buckets whose gradients are.
-    ``loss_scaled``: whether gradients are of a scaled loss, after which updates come so too.
     ``inlines``: whether values may be computed again at no cost (``scheduler/decide/inlined.py``).
     ``gradients``: which wait elsewhere between micro-batches in any case, with copies that are still to be placed.
     ``reduce``: whether gradients may be reduced in each micro-batch, ``reduced_each`` those that are before any move.
@@ -41,9 +39,7 @@ class Question:
 
     facts: GraphFacts
     layout: BucketLayout
-    stage: int
-    precision: str | None
-    memory_budget: int | None
+    undecided: Plan
     recompute: bool
     tiers: tuple[Tier, ...] = ()
     asked: PolicyOptions = field(default_factory=PolicyOptions)
@@ -52,10 +48,6 @@ class Question:
     tile_classes: bool = False
     delayed: Mapping[Bucket, StateLevel] = field(default_factory=dict)
     fixed: Locations | None = None
-    max_grad_norm: float | None = None
-    grad_norms: bool = False
-    kept_gradients: tuple[str, ...] = ()
-    loss_scaled: bool = False
     inlines: bool = False
     gradients: tuple[GradientDecision, ...] = ()
     reduce: ReduceOption = "auto"
@@ -80,14 +72,13 @@ class Question:
             return {}
         menus = state_menus(
             self.layout, self.state_bytes, self.stage, self.facts.seconds_of_one, self.machine, self.tiers,
-            clipped=self.updates_wait,
+            clipped=self.undecided.updates_wait,
         )  # fmt: skip
         return {bucket: off for bucket, (_, off) in menus.items() if bucket.index in away}
 
     @property
-    def updates_wait(self) -> bool:
-        """Whether all updates come after all reductions."""
-        return self.max_grad_norm is not None or self.loss_scaled
+    def stage(self) -> int:
+        return self.undecided.stage
 
     @property
     def tiles(self) -> tuple[TileDecision, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ from zerofx.scheduler.analysis.slices import Slices, named_slices
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
+from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.rehearsal import Rehearsal
@@ -293,10 +294,8 @@ def prepare(
     )  # fmt: skip
     binding = OptimizerBinding(optimizer, layout, step.device, prefer_fused=False)
     programs = binding.programs(None, binding.held(dict(model.named_parameters())))
-    plan = decide(
-        step, layout, stage=stage, precision=precision, machine="cpu", options=PolicyOptions(prefetch, keep),
-        loss_scaled=loss_scaled,
-    )  # fmt: skip
+    plan = replace(undecided(step, layout, stage, precision, "cpu"), loss_scaled=loss_scaled)
+    plan = decide(step, layout, plan, PolicyOptions(prefetch, keep))
     return Prepared(step, layout, programs, plan)
 
 

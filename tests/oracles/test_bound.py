@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from gpt import GPT
+from tests.lib.deciding import decided
 from zerofx.capture.trace import Batch, capture
 from zerofx.codegen.regions import Region, cut
 from zerofx.driver.plan_only import plan
@@ -34,7 +35,7 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.simulate import predict, simulate
 from zerofx.scheduler.decide.activations import Segment, segments
-from zerofx.scheduler.decide.residency import PolicyOptions, decide
+from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.decisions import OffloadDecision, RecomputeDecision
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
@@ -114,11 +115,13 @@ class Case:
         """The plan that computes ``dropped`` again, with its prediction."""
         by_name = {node.name: node for node in self.step.graph.nodes}
         decisions = tuple(RecomputeDecision(name, storage_bytes(tensors_of(by_name[name])[0]), "") for name in dropped)
-        made = decide(
-            self.step, self.layout, stage=self.stage, precision=None, machine=MACHINE.name,
-            options=PolicyOptions(prefetch), recomputes=decisions, extra_keeps=tuple(extra),
+        by_hand = replace(
+            undecided(self.step, self.layout, self.stage, None, MACHINE.name),
+            recomputes=decisions,
+            extra_keeps=tuple(extra),
             pieces=GraphFacts(self.step, MACHINE).pieces_without(set(dropped)),
-        )  # fmt: skip
+        )
+        made = decided(self.step, self.layout, by_hand, prefetch)
         done = self.carry_out(made)
         prediction = predict(done, made, self.layout, simulate(done, MACHINE, self.layout.mesh, on_cpu=True))
         return made.with_prediction(prediction)

@@ -36,6 +36,7 @@ from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.simulate import predict, simulate
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
+from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.facts import Prediction
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
@@ -203,11 +204,10 @@ def recomputed(step: StepGraph, plan: Plan) -> StepGraph:
 def fitted(step: StepGraph, machine: Machine, budget: int) -> Plan | None:
     """The planner's plan for a step without parameters' passes, or None where it finds none."""
     layout = BucketLayout((), Mesh())
-    question = Question(GraphFacts(step, machine), layout, 0, None, budget, recompute=True)
+    blank = dataclasses.replace(undecided(step, layout, 0, None, machine.name), memory_budget=budget)
+    question = Question(GraphFacts(step, machine), layout, blank, recompute=True)
     rehearsal = WithoutParameters(step, layout, {}, target(machine))
-    work = Prepared(
-        step, layout, {}, decide(step, layout, stage=0, precision=None, machine=machine.name, options=PolicyOptions())
-    )
+    work = Prepared(step, layout, {}, decide(step, layout, blank, PolicyOptions()))
     problem = PlanProblem(work, rehearsal, check_options(stage=0), budget, machine, questions=question.divisions)
     with trail(verbose=False, debug=0) as silent:
         try:

@@ -18,7 +18,8 @@ from zerofx.options import CompileOptions
 from zerofx.precision import dtype_name
 from zerofx.runtime.comm.control import Control
 from zerofx.scheduler.cost.machine import MEASURED, Machine
-from zerofx.scheduler.decide.residency import PolicyOptions, identify, summarise
+from zerofx.scheduler.decide.residency import PolicyOptions
+from zerofx.scheduler.decide.undecided import summarise, summarise_graph
 from zerofx.scheduler.plan.facts import BucketSummary
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.units import format_bytes, format_count
@@ -183,7 +184,7 @@ def _graph_differences(plan: Plan, captured: StepGraph) -> Iterator[_Difference]
     if plan.graph == fingerprint:
         return
     yield _Difference("graph", plan.graph[:12], fingerprint[:12])
-    before, after = plan.summary, identify(captured).summary
+    before, after = plan.summary, summarise_graph(captured)
     if before is None:
         return
     tensors = _by_name(before.placeholders, after.placeholders, str)

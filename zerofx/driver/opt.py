@@ -37,7 +37,7 @@ from zerofx.pipeline import CAPTURE, PLAN, PREPARE, REGION, Listed, find, pass_t
 from zerofx.precision import dtype_named
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.scheduler.cost.liveness import liveness
-from zerofx.scheduler.decide.residency import summarise
+from zerofx.scheduler.decide.undecided import summarise
 from zerofx.scheduler.plan.pipeline_text import PassText
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import read_settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zerofx.scheduler.decide.gradients import place_gradients
 from zerofx.scheduler.decide.residency import decide
@@ -33,19 +33,13 @@ class AsAsked:
 
 
 def _as_asked(problem: Problem) -> Plan:
-    options, facts, gradients = problem.options, problem.facts(), problem.gradients()
+    facts, gradients = problem.facts(), problem.gradients()
     # Only copies that are to be placed ask how long computation takes.
     placed = (
-        place_gradients(gradients, facts.tiled, problem.layout, facts.seconds, problem.machine) if gradients else ()
+        place_gradients(gradients, facts.divided, problem.layout, facts.seconds, problem.machine) if gradients else ()
     )
-    return decide(
-        problem.captured, problem.layout, stage=options.stage, precision=options.precision,
-        machine=problem.machine.name, options=options.policy, tiles=facts.tiles,
-        states=decisions_of(problem.delayed()), max_grad_norm=options.max_grad_norm, gradients=placed,
-        each=problem.reduced_each(), grad_norms=options.grad_norms,
-        kept_gradients=problem.kept_gradients(),
-        loss_scaled=options.loss_scale is not None,
-    )  # fmt: skip
+    plan = replace(problem.undecided(), tiles=facts.tiles, states=decisions_of(problem.delayed()), gradients=placed)
+    return decide(facts.tiled, problem.layout, plan, problem.options.policy, each=problem.reduced_each())
 
 
 def _computing_for_free(problem: Problem) -> Plan | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from zerofx.scheduler.decide.prefetch import place_arrivals
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
-from zerofx.scheduler.decide.tiling import Tiles, rungs
+from zerofx.scheduler.decide.tiling import rungs
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.graph_facts import GraphFacts
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
@@ -53,19 +53,17 @@ def _plans(problem: Problem) -> Iterator[Plan]:
     """The plans that there are, the fastest first."""
     may_tile = problem.memory_budget is not None and problem.options.tile != "none"
     ladder = rungs(problem.captured, may_tile)
+    undecided = problem.undecided()
     for tiles in (tiles for rung in ladder for tiles in rung):
         facts = GraphFacts(problem.captured, problem.machine, tiles)
         for units in range(problem.options.policy.prefetch, -1, -1):
-            yield _plan(problem, facts, units, tiles)
+            yield _plan(problem, replace(undecided, tiles=tiles), facts, units)
 
 
-def _plan(problem: Problem, facts: GraphFacts, units: int, tiles: Tiles) -> Plan:
-    options, locations = problem.options, problem.locations
+def _plan(problem: Problem, plan: Plan, facts: GraphFacts, units: int) -> Plan:
+    locations = problem.locations
     assert locations is not None, "it is known where an evaluation's parameters lie"
-    plan = decide(
-        problem.captured, problem.layout, stage=options.stage, precision=options.precision,
-        machine=problem.machine.name, options=PolicyOptions(units), tiles=tiles, parameters=locations.parameters,
-        memory_budget=problem.memory_budget, carried_out=facts.tiled, identity=facts.identity,
-    )  # fmt: skip
-    plan = place_arrivals(plan, facts.tiled, problem.layout, {}, facts.seconds, problem.machine, ahead=units > 0)
+    plan = replace(plan, parameters=locations.parameters)
+    plan = decide(facts.divided, problem.layout, plan, PolicyOptions(units))
+    plan = place_arrivals(plan, facts.divided, problem.layout, {}, facts.seconds, problem.machine, ahead=units > 0)
     return replace(plan, states=locations.states)

@@ -63,12 +63,12 @@ def _explained(question: Question, least: Prediction) -> str:
         hints.append("tile='auto'")
     if question.layout.num_ranks > 1 and question.stage < 3:
         hints.append("stage=3")
-    if question.precision is None:
+    if question.undecided.precision is None:
         hints.append("precision='bf16'")
     if question.layout.num_ranks == 1:
         hints.append("more ranks at stage 3")
     return (
-        f"memory_budget={format_bytes(question.memory_budget or 0)} cannot be met: the least possible is "
+        f"memory_budget={format_bytes(question.undecided.memory_budget or 0)} cannot be met: the least possible is "
         f"{format_bytes(least.peak_bytes['device'])} ({least.peak_bytes['device']} bytes), at {least.peak_node}, where "
         f"these are live: {live}. To lower it: {', or '.join(hints)}"
     )

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 import zerofx
+from tests.lib.deciding import decided
 from tests.lib.graphs import Prepared, prepare
 from tests.lib.models import CASES, Case, batches
 from tests.lib.runs.training import build, differences, parts, step_of, train_compiled, train_plain
@@ -22,7 +23,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.passes.activations.recompute import recompute
 from zerofx.runtime.measure.measure import Measurement
 from zerofx.scheduler.analysis.saved_values import crossing_values
-from zerofx.scheduler.decide.residency import PolicyOptions, decide
+from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.decisions import OffloadDecision, ParameterDecision, RecomputeDecision, StateDecision
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
@@ -107,22 +108,19 @@ def parameters_away(prepared: Prepared, tier: str, states: tuple[str, str] | Non
     ``states``: the tier of all optimizer states, and where updates run; None for both on the device.
     """
     buckets = prepared.layout.buckets
-    return decide(
-        prepared.step, prepared.layout, stage=prepared.plan.stage, precision=prepared.plan.precision, machine="cpu",
-        options=PolicyOptions(),
+    plan = replace(
+        _undecided(prepared),
         parameters=tuple(ParameterDecision(bucket.index, tier, "by hand") for bucket in buckets[::every]),
         states=tuple(StateDecision(b.index, *states, "by hand") for b in buckets if b.trainable) if states else (),
-    )  # fmt: skip
+    )
+    return decided(prepared.step, prepared.layout, plan)
 
 
 def recomputing(prepared: Prepared) -> Plan:
     """The plan of ``prepared``, with every third value of backward's computed again."""
     values = [node for node in crossing_values(prepared.step) if not _is_drawn(node) and _lives(node)][::3]
-    return decide(
-        prepared.step, prepared.layout, stage=prepared.plan.stage, precision=prepared.plan.precision, machine="cpu",
-        options=PolicyOptions(),
-        recomputes=tuple(RecomputeDecision(n.name, storage_bytes(tensor(n)), "by hand") for n in values),
-    )  # fmt: skip
+    recomputes = tuple(RecomputeDecision(n.name, storage_bytes(tensor(n)), "by hand") for n in values)
+    return decided(prepared.step, prepared.layout, replace(_undecided(prepared), recomputes=recomputes))
 
 
 def offloading(prepared: Prepared, plan: Plan, tiers: Sequence[str], *, near: bool = False) -> Plan:
@@ -161,11 +159,11 @@ def offloading(prepared: Prepared, plan: Plan, tiers: Sequence[str], *, near: bo
     if not plan.recomputes:
         return replace(plan, offloads=tuple(found))
     # Backward is ordered differently where values are offloaded: residencies are decided for that order.
-    again = decide(
-        prepared.step, prepared.layout, stage=plan.stage, precision=plan.precision, machine=plan.machine,
-        options=PolicyOptions(), recomputes=plan.recomputes, extra_keeps=plan.extra_keeps, offloads=tuple(found),
-    )  # fmt: skip
-    return replace(again, states=plan.states)
+    return decided(prepared.step, prepared.layout, replace(plan, offloads=tuple(found)))
+
+
+def _undecided(prepared: Prepared) -> Plan:
+    return undecided(prepared.step, prepared.layout, prepared.plan.stage, prepared.plan.precision, "cpu")
 
 
 def _runs(step: StepGraph) -> list[list[fx.Node]]:

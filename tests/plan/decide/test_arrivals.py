@@ -21,6 +21,7 @@ from zerofx.scheduler.cost.timeline import seconds_by_place
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.prefetch import Arrival, place_arrivals, starts_of
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
+from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.decisions import ParameterDecision, StateDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.tiers import Tier
@@ -96,11 +97,12 @@ def _placed_plan(ahead: bool, tier: str, update: str, depth: int = 4) -> Plan:
     prepared = prepare(Deep(depth), stage=3, num_ranks=1)
     layout, fast = prepared.layout, machine(1e4, 2e3)
     indices = [decision.bucket for decision in prepared.plan.reduces]
-    plan = decide(
-        prepared.step, layout, stage=3, precision=None, machine="by hand", options=PolicyOptions(),
+    by_hand = replace(
+        undecided(prepared.step, layout, 3, None, "by hand"),
         states=tuple(StateDecision(index, tier, update, "by hand") for index in indices),
         parameters=tuple(ParameterDecision(index, "nvme", "by hand") for index in indices),
-    )  # fmt: skip
+    )
+    plan = decide(prepared.step, layout, by_hand, PolicyOptions())
     held = {bucket.index: 8 * bucket.shard_numel for bucket in layout.buckets}
     seconds = dict.fromkeys(seconds_by_place(prepared.step, fast), 1.0)
     return place_arrivals(plan, prepared.step, layout, held, seconds, fast, ahead=ahead)

@@ -22,6 +22,7 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.simulate import Simulation, simulate
 from zerofx.scheduler.decide.overlap import awaited_later, hide_collectives
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
+from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError
@@ -57,7 +58,7 @@ def prepared(stage: int, mesh: Mesh = ONE_AXIS) -> graphs.Prepared:
 
 def planned(options: PolicyOptions, stage: int = 3, mesh: Mesh = ONE_AXIS) -> Plan:
     one = prepared(stage, mesh)
-    return decide(one.step, one.layout, stage=stage, precision=None, machine="cpu", options=options)
+    return decide(one.step, one.layout, undecided(one.step, one.layout, stage, None, "cpu"), options)
 
 
 def simulated(plan: Plan) -> tuple[StepGraph, BucketLayout, Simulation]:

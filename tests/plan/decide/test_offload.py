@@ -23,6 +23,7 @@ from zerofx.scheduler.cost.timeline import runs, seconds_by_place
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.activations import ActivationLevel, Segment, menu, segments
 from zerofx.scheduler.decide.offload import Capacity, OffloadRequest, away_seconds, entries, joint_menu, place
+from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.graph_facts import GraphFacts
@@ -48,7 +49,8 @@ def question(machine: Machine, layers: int = 6, num_micro_batches: int = 1) -> Q
     simplify(step)
     accumulate(step, num_micro_batches, batch.divided_names())
     layout = layout_of(step, {p.name: 0 for p in step.parameters}, Mesh())
-    return Question(GraphFacts(step, machine), layout, 0, "bf16", 1, recompute=True, tiers=("host",))
+    blank = replace(undecided(step, layout, 0, "bf16", machine.name), memory_budget=1)
+    return Question(GraphFacts(step, machine), layout, blank, recompute=True, tiers=("host",))
 
 
 def layers_of(asked: Question) -> list[Segment]:

@@ -15,6 +15,7 @@ from zerofx.codegen.regions import Region, cut
 from zerofx.ir.bucketing import layout_of
 from zerofx.ir.facts import Phase, origin
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
+from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.mesh import Mesh
 
 
@@ -108,7 +109,7 @@ def test_without_a_trained_bucket_nothing_is_reduced() -> None:
     prepared = prepare(TwoBlocks())
     prepared.step.set_outputs(prepared.step.loss, {}, {})
     layout = layout_of(prepared.step, {}, Mesh(shard=2))
-    plan = decide(prepared.step, layout, stage=3, precision=None, machine="cpu", options=PolicyOptions())
+    plan = decide(prepared.step, layout, undecided(prepared.step, layout, 3, None, "cpu"), PolicyOptions())
     assert plan.reduces == () and plan.gathers
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.lib.chains import MLP, Attention, Block, Stack, mlps
+from tests.lib.deciding import decided
 from tests.lib.graphs import captured, check_same_results, difference, prepare, run_graph
 from zerofx.codegen.regions import Region, cut
 from zerofx.errors import PlanError
@@ -22,8 +23,8 @@ from zerofx.passes.tile import tile
 from zerofx.passes.verify import verify
 from zerofx.scheduler.analysis.tile_chains import find_chains
 from zerofx.scheduler.cost.liveness import liveness
-from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.decide.tiling import named_tiles
+from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.decisions import TileDecision
 
 aten = torch.ops.aten
@@ -173,10 +174,8 @@ def test_other_passes_take_tiles_as_they_are(stage: int, num_ranks: int, num_mic
     prepared = prepare(
         mlps(2), (torch.randn(8, 4),), stage=stage, num_ranks=num_ranks, num_micro_batches=num_micro_batches
     )
-    plan = decide(
-        prepared.step, prepared.layout, stage=stage, precision=None, machine="cpu", options=PolicyOptions(),
-        tiles=named_tiles(prepared.step, {"": 2}),
-    )  # fmt: skip
+    plan = undecided(prepared.step, prepared.layout, stage, None, "cpu")
+    plan = decided(prepared.step, prepared.layout, replace(plan, tiles=named_tiles(prepared.step, {"": 2})))
     assert len(plan.tiles) == 2 * num_micro_batches
     lowered = replace(prepared, plan=plan)
     lowered.run_pipeline()  # verifies after every pass
