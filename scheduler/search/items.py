@@ -1,109 +1,150 @@
-"""What can be decided about a step, each with its menu of levels, and the plan that a choice of levels leads to."""
+"""What can be decided about a step, each with its menu of levels and the decisions that these come to."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from zerofx.ir.aliasing import storage_bytes, tensors_of
 from zerofx.ir.buckets import Bucket
 from zerofx.ir.facts import Phase, origin
-from zerofx.ir.graph import StepGraph
-from zerofx.passes.activations.recompute import put_off, recompute
-from zerofx.passes.activations.spread import spread
-from zerofx.passes.divide import end_regions_at
 from zerofx.scheduler.analysis.saved_values import storage_size, value_node
-from zerofx.scheduler.cost.timeline import UnitPhase, runs
+from zerofx.scheduler.cost.timeline import runs
 from zerofx.scheduler.cost.wire_volume import seconds_along
 from zerofx.scheduler.decide.activations import ActivationLevel, Segment, free_levels, menu
 from zerofx.scheduler.decide.gathers import CollectiveLevel, keep_menus, prefetch_menu, reduction_menu, why_kept
-from zerofx.scheduler.decide.gradients import GradientLevel, gradient_menus, place_gradients
-from zerofx.scheduler.decide.offload import Capacity, OffloadRequest, away_seconds, entries, joint_menu, place
+from zerofx.scheduler.decide.gradients import GradientLevel, gradient_menus
+from zerofx.scheduler.decide.offload import OffloadRequest, away_seconds, entries, joint_menu
 from zerofx.scheduler.decide.parameters import ParameterLevel, copies_menu, parameter_menus
-from zerofx.scheduler.decide.prefetch import NUM_BUFFERS, place_arrivals
-from zerofx.scheduler.decide.residency import PolicyOptions, decide, residencies
-from zerofx.scheduler.decide.spread import SpreadLevel, spread_menu, spreads_of
-from zerofx.scheduler.decide.states import StateLevel, decisions_of, left_to_activations, state_menus
-from zerofx.scheduler.plan.decisions import (
-    GradientDecision,
-    ParameterDecision,
-    RecomputeDecision,
-    StateDecision,
-)
+from zerofx.scheduler.decide.residency import residencies
+from zerofx.scheduler.decide.spread import SpreadLevel, spread_menu
+from zerofx.scheduler.decide.states import StateLevel, left_to_activations, state_menus
+from zerofx.scheduler.plan.decisions import RecomputeDecision
 from zerofx.scheduler.plan.mesh import MODEL
-from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.tiers import Tier
-from zerofx.scheduler.search.order import Move, reached
+from zerofx.scheduler.search.choice import Choice, Item, capacity
+from zerofx.scheduler.search.order import Move
 from zerofx.scheduler.search.question import Leaning, Question
 from zerofx.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
-class Activations:
+class Activations(Item):
     """What becomes of the activations of one run of a repeated layer, or between layers."""
 
     segment: Segment
     levels: tuple[ActivationLevel, ...]
 
+    def choose(self, move: Move, question: Question, chosen: Choice) -> None:
+        segment, level = self.segment, self.levels[move.level]
+        again = (segment.unit, Phase.BACKWARD)
+        chosen.seconds[again] = chosen.seconds.get(again, 0.0) + level.seconds
+        reached_level = f"level {move.level} of {len(self.levels) - 1} for {segment.name}"
+        reason = (
+            f"{reached_level}: the last move frees {format_bytes(move.freed_bytes)} for "
+            f"{format_seconds(move.extra_seconds)} of computation"
+        )
+        if question.inlines and not level.seconds:
+            reason = f"computed by the kernels of backward that read it: {format_bytes(move.freed_bytes)} less to keep"
+        for i, storage in enumerate(segment.values):
+            node = value_node(storage)
+            if i in segment.needed and i not in level.saved:
+                size = storage_bytes(tensors_of(node)[0])
+                chosen.recomputes.append(RecomputeDecision(node.name, size, reason, origin(node).layer))
+            elif i in level.saved and storage not in question.facts.crossing:
+                chosen.extra_keeps[node.name] = None
+            if i in level.offloaded:
+                chosen.requests[node.name] = OffloadRequest(node.name, reached_level)
+
 
 @dataclass(frozen=True)
-class Keeping:
+class Keeping(Item):
     """Whether a bucket stays gathered from forward to backward."""
 
     bucket: Bucket
     levels: tuple[CollectiveLevel, CollectiveLevel]
 
+    def stay(self, chosen: Choice) -> None:
+        chosen.keep[self.bucket.name] = why_kept(self.bucket, self.levels)
+
+    def choose(self, move: Move, question: Question, chosen: Choice) -> None:
+        """What is gathered again is not kept: there is nothing to enter."""
+
 
 @dataclass(frozen=True)
-class Prefetching:
+class Prefetching(Item):
     """How many units ahead gathers are issued, by level; with none, copies from slower tiers are awaited at once."""
 
     levels: tuple[CollectiveLevel, ...]
     units: tuple[int, ...]
 
+    def choose(self, move: Move, question: Question, chosen: Choice) -> None:
+        chosen.prefetch = self.units[move.level]
+
 
 @dataclass(frozen=True)
-class Awaiting:
+class Awaiting(Item):
     """Whether reductions are awaited a unit later, or where they are issued."""
 
     levels: tuple[CollectiveLevel, CollectiveLevel]
 
+    def choose(self, move: Move, question: Question, chosen: Choice) -> None:
+        chosen.hide_reductions = False
+
 
 @dataclass(frozen=True)
-class States:
+class States(Item):
     """Where a bucket's optimizer states live."""
 
     bucket: Bucket
     levels: tuple[StateLevel, StateLevel]
 
+    def choose(self, move: Move, question: Question, chosen: Choice) -> None:
+        chosen.states.append(self.levels[1].decision(self.bucket, move.freed_bytes))
+        chosen.state_levels[self.bucket] = self.levels[1]
+
 
 @dataclass(frozen=True)
-class Parameters:
+class Parameters(Item):
     """Where a bucket's parameters live between uses."""
 
     bucket: Bucket
     levels: tuple[ParameterLevel, ParameterLevel]
 
+    def choose(self, move: Move, question: Question, chosen: Choice) -> None:
+        chosen.parameters.append(self.levels[1].decision(self.bucket, move.freed_bytes))
+
 
 @dataclass(frozen=True)
-class Accumulated:
+class Accumulated(Item):
     """What of a bucket's gradients waits between micro-batches, and where."""
 
     bucket: Bucket
     levels: tuple[GradientLevel, ...]
 
+    def choose(self, move: Move, question: Question, chosen: Choice) -> None:
+        waiting = self.levels[move.level]
+        if waiting.each:
+            chosen.each[self.bucket.index] = waiting.why_each(move.freed_bytes)
+        else:
+            chosen.each.pop(self.bucket.index, None)
+            chosen.gradients.append(waiting.decision(self.bucket, move.freed_bytes))
+
 
 @dataclass(frozen=True)
-class Spreading:
+class Spreading(Item):
     """Which values of a layer, of those that all ranks of the model axis have, wait for backward in parts."""
 
     segment: Segment
     levels: tuple[SpreadLevel, ...]
 
-
-Item = Activations | Keeping | Prefetching | Awaiting | States | Parameters | Accumulated | Spreading
+    def choose(self, move: Move, question: Question, chosen: Choice) -> None:
+        why = (
+            f"the last move for {self.segment.name} frees {format_bytes(move.freed_bytes)} on each of "
+            f"{question.layout.mesh.model} ranks for {format_seconds(move.extra_seconds)} to gather them"
+        )
+        chosen.spreads |= dict.fromkeys(self.levels[move.level].values, why)
 
 
 def items_of(question: Question, leaning: Leaning) -> list[Item]:
@@ -158,7 +199,7 @@ def _accumulated(question: Question, others: Sequence[Item], leaning: Leaning) -
     menus = gradient_menus(
         question.layout, question.stage, question.step.num_micro_batches, question.reduce,
         question.facts.seconds_of_one, question.machine,
-        _capacity(question, states, parameters).tiers if leaning != "recompute" else {},
+        capacity(question, states, parameters).tiers if leaning != "recompute" else {},
     )  # fmt: skip
     return [Accumulated(bucket, levels) for bucket, levels in menus.items()]
 
@@ -181,17 +222,17 @@ def _offloaded_bytes(items: Sequence[Item]) -> int:
 def _parameters(question: Question, states: Mapping[Bucket, StateLevel], activation_bytes: int) -> list[Parameters]:
     """``states`` are where states may go, which takes room too, and ``activation_bytes`` what activations may take."""
     used = residencies(question.facts.divided, question.layout, question.asked)
-    capacity = dict(_capacity(question, states).tiers)
+    left = dict(capacity(question, states).tiers)
     everything = sum(bucket.shard_bytes for bucket in question.layout.buckets) + activation_bytes
-    if "nvme" in capacity and "host" in capacity and everything > capacity["host"]:
-        capacity["host"] -= left_to_activations(activation_bytes, capacity["host"])
+    if "nvme" in left and "host" in left and everything > left["host"]:
+        left["host"] -= left_to_activations(activation_bytes, left["host"])
     menus = parameter_menus(
         used,
         question.layout,
         question.state_bytes,
         question.facts.seconds_of_one,
         question.machine,
-        capacity,
+        left,
         states,
         activation_bytes,
     )
@@ -234,154 +275,3 @@ def _spreading(question: Question) -> list[Spreading]:
 
 def _kind(part: Segment) -> str:
     return "piece" if part.piece else part.key
-
-
-@dataclass
-class _Choice:
-    """What the levels that moves have reached come to, by kind of decision."""
-
-    prefetch: int
-    keep: dict[str, str]
-    seconds: dict[UnitPhase, float]  # of computation, what is computed again included
-    hide_reductions: bool = True
-    recomputes: list[RecomputeDecision] = field(default_factory=list)
-    extra_keeps: dict[str, None] = field(default_factory=dict)
-    requests: dict[str, OffloadRequest] = field(default_factory=dict)
-    states: list[StateDecision] = field(default_factory=list)
-    state_levels: dict[Bucket, StateLevel] = field(default_factory=dict)  # of the same buckets
-    parameters: list[ParameterDecision] = field(default_factory=list)
-    gradients: list[GradientDecision] = field(default_factory=list)
-    each: dict[int, str] = field(default_factory=dict)  # buckets that are reduced in each micro-batch
-    spreads: dict[str, str] = field(default_factory=dict)  # reasons by value
-
-
-def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) -> tuple[Plan, StepGraph]:
-    """The plan that some moves lead to, and a copy of the captured graph with tiles and recomputation carried out."""
-    chosen = _choose(question, items, reached(moves))
-    recomputed, extra = frozenset(decision.value for decision in chosen.recomputes), frozenset(chosen.extra_keeps)
-    carried_out = question.facts.divided.clone()
-    recompute(carried_out, recomputed, extra)
-    capacity = _capacity(question, chosen.state_levels, chosen.parameters, chosen.gradients)
-    offloads = place(carried_out, list(chosen.requests.values()), chosen.seconds, question.machine, capacity)
-    if not offloads:
-        put_off(carried_out)
-    divided = question.facts.pieces_without(recomputed.union(decision.value for decision in offloads))
-    end_regions_at(carried_out, divided)
-    spreads = spreads_of(
-        carried_out, chosen.spreads, question.layout.mesh.model, {decision.value for decision in offloads}
-    )
-    spread(carried_out, spreads, question.layout.mesh.model)
-    plan = replace(
-        question.undecided,
-        recomputes=tuple(chosen.recomputes),
-        extra_keeps=tuple(chosen.extra_keeps),
-        pieces=divided,
-        tiles=question.tiles,
-        offloads=offloads,
-        spreads=spreads,
-        states=tuple(chosen.states),
-        parameters=tuple(chosen.parameters),
-        gradients=place_gradients(chosen.gradients, carried_out, question.layout, chosen.seconds, question.machine),
-    )
-    keep = "all" if question.asked.keep == "all" else chosen.keep
-    options = PolicyOptions(chosen.prefetch, keep, chosen.hide_reductions)
-    plan = decide(carried_out, question.layout, plan, options, each=chosen.each)
-    plan = place_arrivals(
-        plan,
-        carried_out,
-        question.layout,
-        question.state_bytes,
-        chosen.seconds,
-        question.machine,
-        ahead=chosen.prefetch > 0,
-    )
-    return plan, carried_out
-
-
-def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move]) -> _Choice:
-    """What is decided about each item, given the last move made for those that have been moved."""
-    asked = question.asked
-    chosen = _Choice(asked.prefetch, dict.fromkeys(_named(asked), "as asked"), dict(question.facts.seconds))
-    chosen.states += decisions_of(question.delayed)
-    chosen.state_levels |= question.delayed
-    if question.fixed is not None:
-        chosen.states += question.fixed.states
-        chosen.parameters += question.fixed.parameters
-        chosen.state_levels |= question.levels_where_fixed
-    chosen.gradients += question.gradients
-    chosen.each |= question.reduced_each
-    for number, item in enumerate(items):
-        move = levels.get(number)
-        if isinstance(item, Keeping) and move is None:
-            chosen.keep[item.bucket.name] = why_kept(item.bucket, item.levels)
-        elif isinstance(item, Prefetching) and move is not None:
-            chosen.prefetch = item.units[move.level]
-        elif isinstance(item, Awaiting) and move is not None:
-            chosen.hide_reductions = False
-        elif isinstance(item, States) and move is not None:
-            chosen.states.append(item.levels[1].decision(item.bucket, move.freed_bytes))
-            chosen.state_levels[item.bucket] = item.levels[1]
-        elif isinstance(item, Parameters) and move is not None:
-            chosen.parameters.append(item.levels[1].decision(item.bucket, move.freed_bytes))
-        elif isinstance(item, Accumulated) and move is not None:
-            waiting = item.levels[move.level]
-            if waiting.each:
-                chosen.each[item.bucket.index] = waiting.why_each(move.freed_bytes)
-            else:
-                chosen.each.pop(item.bucket.index, None)
-                chosen.gradients.append(waiting.decision(item.bucket, move.freed_bytes))
-        elif isinstance(item, Spreading) and move is not None:
-            why = (
-                f"the last move for {item.segment.name} frees {format_bytes(move.freed_bytes)} on each of "
-                f"{question.layout.mesh.model} ranks for {format_seconds(move.extra_seconds)} to gather them"
-            )
-            chosen.spreads |= dict.fromkeys(item.levels[move.level].values, why)
-        elif isinstance(item, Activations) and move is not None:
-            _choose_activations(question, item, move, chosen)
-    return chosen
-
-
-def _choose_activations(question: Question, item: Activations, move: Move, chosen: _Choice) -> None:
-    segment, level = item.segment, item.levels[move.level]
-    again = (segment.unit, Phase.BACKWARD)
-    chosen.seconds[again] = chosen.seconds.get(again, 0.0) + level.seconds
-    reached_level = f"level {move.level} of {len(item.levels) - 1} for {segment.name}"
-    reason = (
-        f"{reached_level}: the last move frees {format_bytes(move.freed_bytes)} for "
-        f"{format_seconds(move.extra_seconds)} of computation"
-    )
-    if question.inlines and not level.seconds:
-        reason = f"computed by the kernels of backward that read it: {format_bytes(move.freed_bytes)} less to keep"
-    for i, storage in enumerate(segment.values):
-        node = value_node(storage)
-        if i in segment.needed and i not in level.saved:
-            size = storage_bytes(tensors_of(node)[0])
-            chosen.recomputes.append(RecomputeDecision(node.name, size, reason, origin(node).layer))
-        elif i in level.saved and storage not in question.facts.crossing:
-            chosen.extra_keeps[node.name] = None
-        if i in level.offloaded:
-            chosen.requests[node.name] = OffloadRequest(node.name, reached_level)
-
-
-def _capacity(
-    question: Question,
-    states: Mapping[Bucket, StateLevel],
-    parameters: Sequence[ParameterDecision] = (),
-    gradients: Sequence[GradientDecision] = (),
-) -> Capacity:
-    """What one rank has left for activations besides its states and parameters."""
-    machine = question.machine
-    left: dict[Tier, int] = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank}
-    for tier in left:
-        left[tier] -= sum(placement.stored_bytes for placement in states.values() if placement.tier == tier)
-        buckets = [question.layout.buckets[decision.bucket] for decision in parameters if decision.tier == tier]
-        with_states = {bucket for bucket in buckets if bucket in states and states[bucket].parameter_bytes}
-        left[tier] -= sum(bucket.shard_bytes for bucket in buckets if bucket not in with_states)
-        left[tier] -= sum(decision.num_bytes for decision in gradients if decision.tier == tier)
-    left["host"] -= sum(placement.waiting_bytes for placement in states.values())
-    left["host"] -= NUM_BUFFERS * max((placement.passing_bytes for placement in states.values()), default=0)
-    return Capacity({tier: left[tier] for tier in question.tiers}, left["host"])
-
-
-def _named(asked: PolicyOptions) -> tuple[str, ...]:
-    return () if isinstance(asked.keep, str) else tuple(asked.keep)

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.choice import Item, plan_of
 from zerofx.scheduler.search.held import Held
-from zerofx.scheduler.search.items import Item, Parameters, Prefetching, num_free, plan_of
+from zerofx.scheduler.search.items import Parameters, Prefetching, num_free
 from zerofx.scheduler.search.order import order_moves
 from zerofx.scheduler.search.question import Question
 from zerofx.scheduler.search.rehearsal import Rehearsal

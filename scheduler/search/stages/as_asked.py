@@ -8,7 +8,8 @@ from zerofx.scheduler.decide.gradients import place_gradients
 from zerofx.scheduler.decide.residency import decide
 from zerofx.scheduler.decide.states import decisions_of
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.items import Activations, free_items, items_of, plan_of
+from zerofx.scheduler.search.choice import plan_of
+from zerofx.scheduler.search.items import Activations, free_items, items_of
 from zerofx.scheduler.search.order import order_moves
 from zerofx.scheduler.search.problem import Problem
 from zerofx.scheduler.search.stage import Search

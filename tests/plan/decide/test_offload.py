@@ -26,8 +26,9 @@ from zerofx.scheduler.decide.offload import Capacity, OffloadRequest, away_secon
 from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.choice import plan_of
 from zerofx.scheduler.search.graph_facts import GraphFacts
-from zerofx.scheduler.search.items import Activations, items_of, plan_of
+from zerofx.scheduler.search.items import Activations, items_of
 from zerofx.scheduler.search.order import order_moves
 from zerofx.scheduler.search.question import Question
 
