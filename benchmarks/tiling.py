@@ -19,8 +19,8 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import zerofx
+from zerofx.choices import OffloadOption, Tiling
 from zerofx.errors import MemoryBudgetError
-from zerofx.options import OffloadOption, Tiling
 from zerofx.scheduler.search.problem import BudgetMissedError
 from zerofx.units import format_bytes
 

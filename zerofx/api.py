@@ -11,16 +11,10 @@ from torch import nn
 
 from zerofx.capture.objective.counted import LossTerms
 from zerofx.capture.objective.loss import ForwardFunction, LossFunction
-from zerofx.driver.check_training import check_training
-from zerofx.errors import UsageError
-from zerofx.options import (
+from zerofx.choices import (
     AccumulateOption,
     Backend,
     CudaGraphs,
-    Fp32Module,
-    LengthsOption,
-    LossScale,
-    MeshLike,
     OffloadOption,
     OnNonfinite,
     OutputsOption,
@@ -32,8 +26,14 @@ from zerofx.options import (
     StatesOver,
     Tiling,
     WireOption,
-    check_options,
 )
+from zerofx.driver.check_training import check_training
+from zerofx.errors import UsageError
+from zerofx.ir.casts import Fp32Module
+from zerofx.ladder import LengthsOption
+from zerofx.mesh_option import MeshLike
+from zerofx.options import check_options
+from zerofx.precision import LossScale
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.session.step import Step

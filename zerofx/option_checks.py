@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from zerofx.budgets import GRADIENTS
 from zerofx.choices import (
     TP_STYLES,
     AccumulateOption,
+    Backend,
     OffloadOption,
     OffloadWord,
     OnNonfinite,
     OutputsOption,
+    Precision,
+    RecomputeOption,
+    ReduceDtype,
     ReduceOption,
     ShardingWord,
+    StateDtype,
     StatesOver,
     WireOption,
 )
@@ -31,14 +36,123 @@ from zerofx.units import parse_bytes
 STOPPING = ("skip", "raise")  # what is done about a loss that is not finite which ends a step before its updates
 
 
-def checked_states(states_over: StatesOver) -> StatesOver:
-    """What optimizer states are to be sliced over."""
-    if states_over not in get_args(StatesOver):
+# What options can be that are one word of a few: the words, and how a refusal says them.
+_WORDS: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
+    "backend": (get_args(Backend), "'inductor' or 'eager'"),
+    "precision": ((None, *get_args(Precision)), "None (as the model is), 'bf16' or 'fp16'"),
+    "recompute": (get_args(RecomputeOption), "'auto' (as the budget asks), 'none' or 'full'"),
+    "reduce": (
+        get_args(ReduceOption),
+        "'auto', 'each' (gradients of each micro-batch, summed in slices) or 'once' (after the last micro-batch)",
+    ),
+    "wire": (
+        get_args(WireOption),
+        "'exact', 'int8' (gathers and gradients in 8 bits where the step is faster for it), 'int4' (gradients in 4) or "
+        "'fp8' (both in float8_e4m3fn)",
+    ),
+    "on_nonfinite": (
+        (None, *get_args(OnNonfinite)),
+        "None or 'warn' (update all the same), 'skip' (leave the update out) or 'raise'",
+    ),
+    "outputs": (
+        get_args(OutputsOption),
+        "'numbers' (what a model returns besides its loss that is one number), 'all' or 'none'",
+    ),
+    "reduce_dtype": (
+        (None, *get_args(ReduceDtype)),
+        "None (gradients are reduced in what they are computed in), 'fp32' or 'bf16'",
+    ),
+    "state_dtype": ((None, *get_args(StateDtype)), "None (states are stored as the optimizer has them) or 'bf16'"),
+    "states_over": (
+        get_args(StatesOver),
+        "'mesh' (optimizer states in parts of slices, one on each replica), 'shard' (in slices, which every replica "
+        "has) or 'auto' (as is faster)",
+    ),
+}
+
+
+def check_words(**asked: object) -> None:
+    """Check options that are one word of a few."""
+    for option, word in asked.items():
+        words, meaning = _WORDS[option]
+        if word not in words:
+            raise UsageError(f"expected {option} {meaning}, found {word!r}")
+
+
+def check_count(option: str, asked: object, least: int, what: str) -> None:
+    """Check an option that is a whole number, at least ``least``; ``what`` says so."""
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < least:
+        raise UsageError(f"expected {option} {what}, found {asked!r}")
+
+
+def check_kind(option: str, asked: object, kinds: tuple[type, ...], what: str) -> None:
+    """Check the type of an option that may be left out; ``what`` says which there are."""
+    if asked is not None and not isinstance(asked, kinds):
+        raise UsageError(f"expected {option} to be {what}, found {type(asked).__name__}")
+
+
+def check_stage(stage: object) -> None:
+    """Check what is sharded."""
+    if not isinstance(stage, int) or isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise UsageError(
-            f"expected states_over 'mesh' (optimizer states in parts of slices, one on each replica), 'shard' (in "
-            f"slices, which every replica has) or 'auto' (as is faster), found {states_over!r}"
+            f"expected stage 0 (replicate), 1 (shard optimizer states), 2 (and gradients) or 3 (and parameters), found "
+            f"{stage!r}"
         )
-    return states_over
+
+
+def check_loss_terms(loss_terms: object) -> None:
+    """Check what counts the terms of a loss."""
+    if loss_terms is not None and not callable(loss_terms):
+        raise UsageError(
+            f"expected loss_terms to be a function of a batch that gives how many terms of the loss each sample has, "
+            f"found {type(loss_terms).__name__}: for example lambda ids, labels: (labels != -100).sum(-1)"
+        )
+
+
+def check_cuda_graphs(cuda_graphs: object) -> None:
+    """Check whether kernels are launched as CUDA graphs."""
+    if cuda_graphs != "auto" and not isinstance(cuda_graphs, bool):
+        raise UsageError(
+            f"expected cuda_graphs 'auto' (where the step allows it), True or False, found {cuda_graphs!r}"
+        )
+
+
+def check_grad_norms(grad_norms: object) -> None:
+    """Check whether norms of layers are handed out."""
+    if not isinstance(grad_norms, bool):
+        raise UsageError(
+            f"expected grad_norms to be True (step.metrics has each layer's) or False, found {grad_norms!r}"
+        )
+
+
+def check_lengths(lengths: object, *, given: bool) -> None:
+    """Check that no plan is ``given`` with lengths."""
+    if lengths is not None and given:
+        raise UsageError(
+            f"expected no plan with lengths={lengths!r}, since a plan is for one length, found one: leave one of them "
+            f"out"
+        )
+
+
+def check_bucket_names(asked: Collection[str] | str, buckets: Collection[str]) -> None:
+    """Check the names in ``keep_gathered`` against the buckets that there are.
+
+    Raises:
+        UsageError: lists both.
+    """
+    unknown = [] if isinstance(asked, str) else sorted(set(asked) - set(buckets))
+    if unknown:
+        raise UsageError(
+            f"expected keep_gathered to name buckets, found {', '.join(unknown)}: the buckets are {', '.join(buckets)}"
+        )
+
+
+def warn_without_budget(offload: object, host_budget: object, *, given: bool) -> None:
+    """Warn of what is ignored where nothing has to leave the device; ``given``: whether there is a plan, which may."""
+    if offload in ("host", "nvme"):
+        warn(f"offload={offload!r} is ignored without a memory_budget: nothing has to leave the device")
+    if host_budget is not None and not given and not isinstance(offload, Mapping):
+        warn("host_budget is ignored without a memory_budget or a plan: nothing has to leave the device")
 
 
 def checked_mesh(given: object, wire: WireOption) -> Mesh | Literal["auto"] | None:
@@ -103,16 +217,7 @@ def check_texts(option: str, asked: object, what: str) -> None:
 
 
 def check_outputs(outputs: OutputsOption, forward: object | None) -> None:
-    """Check what is to be handed out besides the loss.
-
-    Raises:
-        UsageError: it is none of the words, or ``forward`` says it.
-    """
-    if outputs not in get_args(OutputsOption):
-        raise UsageError(
-            f"expected outputs 'numbers' (what a model returns besides its loss that is one number), 'all' or 'none', "
-            f"found {outputs!r}"
-        )
+    """Check that what is handed out besides the loss is not said twice."""
     if outputs != "numbers" and forward is not None:
         raise UsageError(
             f"expected no outputs with forward, found {outputs!r}: what forward returns after its loss is handed out, "
@@ -121,12 +226,7 @@ def check_outputs(outputs: OutputsOption, forward: object | None) -> None:
 
 
 def check_wire(wire: object, stage: int) -> None:
-    """Check how many bits may be sent."""
-    if wire not in get_args(WireOption):
-        raise UsageError(
-            f"expected wire 'exact', 'int8' (gathers and gradients in 8 bits where the step is faster for it), 'int4' "
-            f"(gradients in 4) or 'fp8' (both in float8_e4m3fn), found {wire!r}"
-        )
+    """Check that fewer bits are asked for where they can be sent."""
     if wire != "exact" and stage == 0:
         raise UsageError(
             f"expected stage 1, 2 or 3 with wire={wire!r}, found stage 0: whole gradients are reduced and gathered "
@@ -135,12 +235,7 @@ def check_wire(wire: object, stage: int) -> None:
 
 
 def check_on_nonfinite(on_nonfinite: object, delayed_update: int | None) -> None:
-    """Check what a loss that is not finite does."""
-    if on_nonfinite is not None and on_nonfinite not in get_args(OnNonfinite):
-        raise UsageError(
-            f"expected on_nonfinite None or 'warn' (update all the same), 'skip' (leave the update out) or 'raise', "
-            f"found {on_nonfinite!r}"
-        )
+    """Check that a loss that is not finite can do what it is to."""
     if on_nonfinite in STOPPING and delayed_update is not None:
         raise UsageError(
             f"expected on_nonfinite=None with delayed_update, whose updates are under way when a loss is known, "
@@ -166,12 +261,7 @@ def check_max_grad_norm(max_grad_norm: object, delayed_update: int | None) -> No
 
 
 def check_reduce(reduce: object, stage: int, offload: object) -> None:
-    """Check how often gradients are reduced."""
-    if reduce not in get_args(ReduceOption):
-        raise UsageError(
-            f"expected reduce 'auto', 'each' (gradients of each micro-batch, summed in slices) or 'once' (after the "
-            f"last micro-batch), found {reduce!r}"
-        )
+    """Check that gradients can be reduced as often as they are to be."""
     if reduce == "each" and stage == 0:
         raise UsageError(
             "expected stage 1, 2 or 3 with reduce='each', found stage 0: every rank has all gradients for its update "
@@ -201,11 +291,8 @@ def check_delayed(delayed_update: int | None, offload: OffloadOption) -> None:
     """Check how many steps come before delayed updates."""
     if delayed_update is None:
         return
-    if type(delayed_update) is not int or delayed_update < 0:
-        raise UsageError(
-            f"expected delayed_update to be a number of steps to train without delay first, 0 or more, or None, found "
-            f"{delayed_update!r}"
-        )
+    what = "to be a number of steps to train without delay first, 0 or more, or None"
+    check_count("delayed_update", delayed_update, 0, what)
     if offload in ("none", "nvme"):
         raise UsageError(
             f"expected offload='auto' or 'host' with delayed_update, which runs on the host with the optimizer's "
@@ -213,7 +300,7 @@ def check_delayed(delayed_update: int | None, offload: OffloadOption) -> None:
         )
 
 
-def check_budget(name: str, asked: int | float | str | None, whole: str) -> int | float | None:
+def checked_budget(name: str, asked: int | float | str | None, whole: str) -> int | float | None:
     """A budget in bytes, or as a fraction of ``whole``; ``name`` is the option's."""
     budget = parse_bytes(asked) if isinstance(asked, str) else asked
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
@@ -227,10 +314,8 @@ def check_budget(name: str, asked: int | float | str | None, whole: str) -> int 
 
 def check_accumulate(accumulate: AccumulateOption, plan: Plan | str | Path | None) -> None:
     """Check the number of micro-batches, and that a plan has as many."""
-    if accumulate != "auto" and (isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1):
-        raise UsageError(
-            f"expected accumulate to be a number of micro-batches, 1 or more, or 'auto', found {accumulate!r}"
-        )
+    if accumulate != "auto":
+        check_count("accumulate", accumulate, 1, "to be a number of micro-batches, 1 or more, or 'auto'")
     if isinstance(plan, Plan) and accumulate not in (1, "auto", plan.num_micro_batches):
         raise UsageError(
             f"expected accumulate={plan.num_micro_batches}, which the plan was made for, found {accumulate}: leave it "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, TypedDict, get_args
+from typing import Literal, TypedDict
 
 import torch
 from torch import nn
@@ -13,47 +13,51 @@ from torch import nn
 from zerofx.capture.checks import check_forward_function, check_loss_function
 from zerofx.capture.objective.counted import LossTerms
 from zerofx.capture.objective.loss import ForwardFunction, LossFunction, Objective
-from zerofx.choices import AccumulateOption as AccumulateOption
-from zerofx.choices import Backend as Backend
-from zerofx.choices import CudaGraphs as CudaGraphs
-from zerofx.choices import OffloadOption as OffloadOption
-from zerofx.choices import OffloadWord as OffloadWord
-from zerofx.choices import OnNonfinite as OnNonfinite
-from zerofx.choices import OutputsOption as OutputsOption
-from zerofx.choices import Precision as Precision
-from zerofx.choices import RecomputeOption as RecomputeOption
-from zerofx.choices import ReduceDtype as ReduceDtype
-from zerofx.choices import ReduceOption as ReduceOption
-from zerofx.choices import StateDtype as StateDtype
-from zerofx.choices import StatesOver as StatesOver
-from zerofx.choices import Tiling as Tiling
-from zerofx.choices import WireOption as WireOption
-from zerofx.errors import UsageError, warn
-from zerofx.ir.casts import Casts, ComputeDtype
-from zerofx.ir.casts import Fp32Module as Fp32Module
+from zerofx.choices import (
+    AccumulateOption,
+    Backend,
+    CudaGraphs,
+    OffloadOption,
+    OnNonfinite,
+    OutputsOption,
+    Precision,
+    RecomputeOption,
+    ReduceDtype,
+    ReduceOption,
+    StateDtype,
+    StatesOver,
+    Tiling,
+    WireOption,
+)
+from zerofx.ir.casts import Casts, ComputeDtype, Fp32Module
 from zerofx.ir.op_kernels.quantise import BLOCK
-from zerofx.ladder import Ladder, checked_lengths
-from zerofx.ladder import LengthsOption as LengthsOption
-from zerofx.mesh_option import MeshLike as MeshLike
-from zerofx.option_checks import STOPPING as STOPPING
+from zerofx.ladder import Ladder, LengthsOption, checked_lengths
+from zerofx.mesh_option import MeshLike
 from zerofx.option_checks import (
     check_accumulate,
-    check_budget,
+    check_count,
+    check_cuda_graphs,
     check_delayed,
+    check_grad_norms,
+    check_kind,
+    check_lengths,
+    check_loss_terms,
     check_max_grad_norm,
     check_offload,
     check_on_nonfinite,
     check_outputs,
     check_reduce,
+    check_stage,
     check_texts,
     check_tile,
     check_wire,
+    check_words,
+    checked_budget,
     checked_mesh,
     checked_shardings,
-    checked_states,
+    warn_without_budget,
 )
-from zerofx.precision import LossScale as LossScale
-from zerofx.precision import check_kept, dtype_of, loss_scale_of
+from zerofx.precision import LossScale, check_kept, dtype_of, loss_scale_of
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.residency import PolicyOptions
 from zerofx.scheduler.plan.mesh import Mesh
@@ -265,73 +269,41 @@ def check_options(
     Raises:
         UsageError: one of them cannot be; the message says what it can be.
     """
-    if not isinstance(stage, int) or isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise UsageError(
-            f"expected stage 0 (replicate), 1 (shard optimizer states), 2 (and gradients) or 3 (and parameters), found "
-            f"{stage!r}"
-        )
-    if backend not in get_args(Backend):
-        raise UsageError(f"expected backend 'inductor' or 'eager', found {backend!r}")
-    if precision is not None and precision not in get_args(Precision):
-        raise UsageError(f"expected precision None (as the model is), 'bf16' or 'fp16', found {precision!r}")
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-        raise UsageError(f"expected prefetch to be a number of gathers to issue ahead, 0 or more, found {prefetch!r}")
+    check_stage(stage)
+    check_words(
+        backend=backend, precision=precision, recompute=recompute, reduce=reduce, wire=wire, on_nonfinite=on_nonfinite,
+        outputs=outputs, reduce_dtype=reduce_dtype, state_dtype=state_dtype, states_over=states_over,
+    )  # fmt: skip
+    check_count("prefetch", prefetch, 0, "to be a number of gathers to issue ahead, 0 or more")
     if keep_gathered != "all":
         check_texts("keep_gathered", keep_gathered, "buckets, or 'all'")
-    if isinstance(max_shapes, bool) or not isinstance(max_shapes, int) or max_shapes < 1:
-        raise UsageError(f"expected max_shapes to be at least 1, found {max_shapes!r}")
-    if plan is not None and not isinstance(plan, Plan | str | Path):
-        raise UsageError(f"expected plan to be a Plan or the path of a file with one, found {type(plan).__name__}")
-    if machine is not None and not isinstance(machine, str | Machine):
-        raise UsageError(f"expected machine to be a Machine or the name of one, found {type(machine).__name__}")
+    check_count("max_shapes", max_shapes, 1, "to be at least 1")
+    check_kind("plan", plan, (Plan, str, Path), "a Plan or the path of a file with one")
+    check_kind("machine", machine, (str, Machine), "a Machine or the name of one")
     check_loss_function(loss_fn)
     check_forward_function(forward, loss_fn)
-    if recompute not in get_args(RecomputeOption):
-        raise UsageError(f"expected recompute 'auto' (as the budget asks), 'none' or 'full', found {recompute!r}")
     check_offload(offload, accumulate, given=plan is not None, budget=memory_budget is not None)
     check_accumulate(accumulate, plan)
     check_reduce(reduce, stage, offload)
-    if loss_terms is not None and not callable(loss_terms):
-        raise UsageError(
-            f"expected loss_terms to be a function of a batch that gives how many terms of the loss each sample has, "
-            f"found {type(loss_terms).__name__}: for example lambda ids, labels: (labels != -100).sum(-1)"
-        )
+    check_loss_terms(loss_terms)
     check_tile(tile)
     check_delayed(delayed_update, offload)
     check_wire(wire, stage)
-    if cuda_graphs != "auto" and not isinstance(cuda_graphs, bool):
-        raise UsageError(
-            f"expected cuda_graphs 'auto' (where the step allows it), True or False, found {cuda_graphs!r}"
-        )
+    check_cuda_graphs(cuda_graphs)
     check_max_grad_norm(max_grad_norm, delayed_update)
-    if not isinstance(grad_norms, bool):
-        raise UsageError(
-            f"expected grad_norms to be True (step.metrics has each layer's) or False, found {grad_norms!r}"
-        )
+    check_grad_norms(grad_norms)
     check_on_nonfinite(on_nonfinite, delayed_update)
     check_outputs(outputs, forward)
     check_kept(keep_fp32, precision)
     check_texts("keep_gradients", keep_gradients, "trained parameters, such as ('layers.0.weight', '*.bias')")
-    if reduce_dtype is not None and reduce_dtype not in get_args(ReduceDtype):
-        raise UsageError(
-            f"expected reduce_dtype None (gradients are reduced in what they are computed in), 'fp32' or 'bf16', found "
-            f"{reduce_dtype!r}"
-        )
-    if state_dtype is not None and state_dtype not in get_args(StateDtype):
-        raise UsageError(
-            f"expected state_dtype None (states are stored as the optimizer has them) or 'bf16', found {state_dtype!r}"
-        )
     scaling = loss_scale_of(loss_scale, precision, delayed_update)
     check_texts("constant", constant, "arguments, such as ('edge_index',)")
-    budget = check_budget("memory_budget", memory_budget, "the device")
-    by_name = isinstance(offload, Mapping)
-    limit = check_budget("host_budget", host_budget, "a rank's share of the host's memory")
-    if budget is None and offload in ("host", "nvme") and delayed_update is None:
-        warn(f"offload={offload!r} is ignored without a memory_budget: nothing has to leave the device")
-    if limit is not None and budget is None and plan is None and delayed_update is None and not by_name:
-        warn("host_budget is ignored without a memory_budget or a plan: nothing has to leave the device")
-    if weights is not None and not isinstance(weights, str | Path):
-        raise UsageError(f"expected weights to be the path of a file or folder, found {type(weights).__name__}")
+    budget = checked_budget("memory_budget", memory_budget, "the device")
+    limit = checked_budget("host_budget", host_budget, "a rank's share of the host's memory")
+    if budget is None and delayed_update is None:
+        warn_without_budget(offload, limit, given=plan is not None)
+    check_kind("weights", weights, (str, Path), "the path of a file or folder")
+    check_lengths(lengths, given=plan is not None)
     planned_for = Machine.named(machine) if isinstance(machine, str) else machine
     # Containers are copied: what their owner does with them later changes no options.
     if isinstance(keep_gathered, Mapping):
@@ -373,29 +345,7 @@ def check_options(
         reduce_dtype=reduce_dtype,
         state_dtype=state_dtype,
         mesh=mesh_asked,
-        states_over=checked_states(states_over),
+        states_over=states_over,
         shardings=checked_shardings(shardings, mesh_asked),
-        lengths=_checked_lengths(lengths, plan),
+        lengths=checked_lengths(lengths),
     )
-
-
-def _checked_lengths(lengths: LengthsOption | None, plan: object) -> Ladder | int | Literal["auto"] | None:
-    if lengths is not None and plan is not None:
-        raise UsageError(
-            f"expected no plan with lengths={lengths!r}, since a plan is for one length, found one: leave one of them "
-            f"out"
-        )
-    return checked_lengths(lengths)
-
-
-def check_bucket_names(asked: Collection[str] | str, buckets: Collection[str]) -> None:
-    """Check the names in ``keep_gathered`` against the buckets that there are.
-
-    Raises:
-        UsageError: lists both.
-    """
-    unknown = [] if isinstance(asked, str) else sorted(set(asked) - set(buckets))
-    if unknown:
-        raise UsageError(
-            f"expected keep_gathered to name buckets, found {', '.join(unknown)}: the buckets are {', '.join(buckets)}"
-        )

@@ -15,6 +15,7 @@ from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.objective.counted import counted
 from zerofx.capture.objective.loss import ForwardFunction, LossFunction
 from zerofx.capture.values.constant_arguments import ConstantArguments
+from zerofx.choices import Backend, Precision
 from zerofx.deferred import make_buffers
 from zerofx.driver.captures import Captures
 from zerofx.driver.driver import lower_step
@@ -28,7 +29,7 @@ from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout
 from zerofx.lowering.lower import LoweredStep
 from zerofx.mesh_option import AUTO, mesh_for
-from zerofx.options import Backend, CompileOptions, PlanOptions, Precision, check_names, check_options
+from zerofx.options import CompileOptions, PlanOptions, check_names, check_options
 from zerofx.pipeline import check_disabled
 from zerofx.progress import watched
 from zerofx.report.meshes import MeshComparison

@@ -17,7 +17,8 @@ from zerofx.ir.bucketing import layout_of
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
-from zerofx.options import CompileOptions, check_bucket_names
+from zerofx.option_checks import check_bucket_names
+from zerofx.options import CompileOptions
 from zerofx.progress import watched
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.optimizer import OptimizerBinding

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import zerofx
 from tests.lib.users import adamw
 from zerofx import Candidate, TuneResult
-from zerofx.options import RecomputeOption
+from zerofx.choices import RecomputeOption
 
 WIDTH = 16
 

@@ -14,10 +14,11 @@ from tests.lib.budgets import WAVE_WIDTH as WIDTH
 from tests.lib.budgets import Waves
 from tests.lib.graphs import Prepared, prepare, target
 from tests.lib.lowered import Deep
+from zerofx.choices import RecomputeOption
 from zerofx.codegen.regions import Region, cut, regions_of
 from zerofx.errors import PlanError
 from zerofx.ir.facts import origin
-from zerofx.options import RecomputeOption, check_options
+from zerofx.options import check_options
 from zerofx.scheduler.cost.links import MeasuredLink, predicted_link
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.measured import MeasuredCosts

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
+from zerofx.choices import Backend
 from zerofx.driver.asked import machine_at_hand
-from zerofx.options import Backend, check_options
+from zerofx.options import check_options
 from zerofx.runtime.comm.control import Control
 from zerofx.scheduler.cost.cpu import kernel_memory
 

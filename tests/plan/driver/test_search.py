@@ -16,9 +16,9 @@ from tests.lib.budgets import Chain, Waves, least_and_most, planned, small_machi
 from tests.lib.chains import Stack
 from zerofx import Machine, MemoryBudgetError, SearchResult, UsageError, largest_micro_batch, smallest_world
 from zerofx.capture.by_layer.by_layer import capture_by_layer
+from zerofx.choices import RecomputeOption
 from zerofx.driver import captures as driver_captures
 from zerofx.ir.graph import StepGraph
-from zerofx.options import RecomputeOption
 from zerofx.scheduler.search.prefixes import Prefixes
 
 pytestmark = pytest.mark.captures

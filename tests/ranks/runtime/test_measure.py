@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zerofx
 from gpt import GPT
 from tests.lib.distributed import run_ranks
-from zerofx.options import Precision
+from zerofx.choices import Precision
 from zerofx.runtime.measure.measure import Measurement, persistent_bytes
 
 # Small things that operators keep to themselves are not predicted; with these shapes there is next to nothing.

@@ -16,8 +16,8 @@ import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, adamw, sgd
 from tests.lib.runs.training import differences, train_compiled, train_plain
+from zerofx.choices import OffloadOption
 from zerofx.errors import ShardedParametersError
-from zerofx.options import OffloadOption
 from zerofx.scheduler.search.problem import BudgetMissedError
 
 pytestmark = pytest.mark.usefixtures("drive", "verified")

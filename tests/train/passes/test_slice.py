@@ -22,13 +22,13 @@ from tests.lib.graphs import (
     run_graph,
     token_ids,
 )
+from zerofx.choices import Tiling
 from zerofx.errors import PlanError, UsageError
 from zerofx.ir import ops
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import Phase, origin, slice_of, tensor
 from zerofx.ir.graph import StepGraph
-from zerofx.options import Tiling
 from zerofx.passes.prepare.slice import slice_parameters
 from zerofx.passes.verify import verify
 from zerofx.scheduler.analysis.slices import named_slices, slice_rungs

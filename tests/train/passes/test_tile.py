@@ -15,10 +15,10 @@ from tests.lib.budgets import least_bytes, planned
 from tests.lib.graphs import calls, captured, check_same_results, sgd
 from tests.lib.virtual_ranks import feeds_of, run
 from zerofx.capture.trace import Batch, capture
+from zerofx.choices import Tiling
 from zerofx.errors import PlanError, UsageError
 from zerofx.ir.facts import tensor
 from zerofx.ir.graph import StepGraph
-from zerofx.options import Tiling
 from zerofx.passes.prepare.partition import partition
 from zerofx.passes.prepare.simplify import simplify
 from zerofx.passes.tile import tile

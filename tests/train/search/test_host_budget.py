@@ -14,9 +14,9 @@ from tests.lib.budgets import gpt, same_bits, small_machine, trained
 from tests.lib.models import CASES, batches
 from tests.lib.runs.offloads import placing, prepare_case
 from tests.lib.runs.training import build
+from zerofx.choices import OffloadOption
 from zerofx.driver.plan_only import PlannedStep
 from zerofx.errors import MemoryBudgetError, TierError, UsageError, ZeroFXWarning
-from zerofx.options import OffloadOption
 from zerofx.runtime.tiers.host_memory import HostMemory
 from zerofx.scheduler.cost.blocks import PAGE
 from zerofx.scheduler.cost.machine import Machine

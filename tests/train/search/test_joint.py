@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.lib.budgets import Chain, convnet, gpt, llama, planned, same_bits, small_machine, trained
 from tests.train.search.test_budget import OPERATORS
-from zerofx.options import OffloadOption, RecomputeOption
+from zerofx.choices import OffloadOption, RecomputeOption
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError

@@ -10,8 +10,8 @@ import torch
 import zerofx
 from gpt import GPT
 from tests.lib.budgets import captured_gpt, gpt, same_bits, small_machine, trained
+from zerofx.choices import OffloadOption
 from zerofx.driver.plan_only import PlannedStep
-from zerofx.options import OffloadOption
 from zerofx.scheduler.cost.machine import Link, Machine, Nvme
 from zerofx.scheduler.cost.timeline import seconds_by_place
 from zerofx.scheduler.cost.transfers import copy_seconds
