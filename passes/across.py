@@ -36,9 +36,9 @@ from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.collective_axes import over
-from zerofx.ir.edit import after, end_of_unit, named, past_what_goes_first
+from zerofx.ir.edit import after, end_of_unit, insert_call, named, past_what_goes_first
 from zerofx.ir.facts import Job, Origin, Phase, Task, set_task, tensor
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.passes.lib.averages import divisors
 from zerofx.scheduler.plan.decisions import ReduceDecision
 from zerofx.scheduler.plan.plan import Plan

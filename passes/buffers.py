@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from zerofx.ir import ops
-from zerofx.ir.edit import after, consumers
+from zerofx.ir.edit import after, consumers, insert_call
 from zerofx.ir.facts import Origin, Phase, Role, origin, placeholder
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.plan import Plan
 
 

@@ -34,9 +34,9 @@ from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.collective_axes import over
-from zerofx.ir.edit import after, consumers, end_of_unit, is_view_of, named, start_of_unit, view_again
+from zerofx.ir.edit import after, consumers, end_of_unit, insert_call, is_view_of, named, start_of_unit, view_again
 from zerofx.ir.facts import DEVICE, Job, Origin, Role, Task, origin, placeholder, set_task, set_tier, tier_of
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.decisions import GatherDecision
 from zerofx.scheduler.plan.plan import Plan
 

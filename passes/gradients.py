@@ -28,9 +28,9 @@ from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs
 from zerofx.ir.buckets import BucketLayout
-from zerofx.ir.edit import consumers, end_of_unit, named, start_of_unit
+from zerofx.ir.edit import consumers, end_of_unit, insert_call, named, start_of_unit
 from zerofx.ir.facts import DEVICE, Origin, Phase, set_tier
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import borders, hand_on
 from zerofx.scheduler.plan.decisions import GradientDecision
 from zerofx.scheduler.plan.plan import Plan

@@ -20,8 +20,9 @@ from torch import fx
 
 from zerofx.ir import ops, value_ops
 from zerofx.ir.aliasing import is_view
+from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Role, origin, placeholder, tensor
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.plan import Plan
 
 

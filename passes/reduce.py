@@ -58,9 +58,9 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import aliased_input, is_view, storage_source
 from zerofx.ir.buckets import Bucket, BucketLayout, Slot
 from zerofx.ir.collective_axes import over
-from zerofx.ir.edit import after, consumers, end_of_unit, named, past_what_goes_first, start_of_unit
+from zerofx.ir.edit import after, consumers, end_of_unit, insert_call, named, past_what_goes_first, start_of_unit
 from zerofx.ir.facts import Job, Origin, Phase, Task, is_random, origin, set_task
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import borders
 from zerofx.passes.lib.averages import divisors
 from zerofx.scheduler.analysis.saved_values import outputs_of, storage_size

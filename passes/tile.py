@@ -31,9 +31,9 @@ import torch
 from torch import fx
 
 from zerofx.errors import PlanError
-from zerofx.ir.edit import erase_unread
+from zerofx.ir.edit import erase_unread, insert_call
 from zerofx.ir.facts import Origin, Phase, origin, tensor
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.passes.lib.tile_chain import tile_chain
 from zerofx.passes.lib.tile_classes import tile_classes
 from zerofx.scheduler.analysis.loss_heads import (

@@ -44,7 +44,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.edit import consumers, end_of_unit
+from zerofx.ir.edit import consumers, end_of_unit, insert_call
 from zerofx.ir.facts import (
     DEVICE,
     Origin,
@@ -57,7 +57,7 @@ from zerofx.ir.facts import (
     tensor,
     tier_of,
 )
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
 from zerofx.passes.lib.placed_states import (
     HOST,

@@ -16,7 +16,8 @@ from zerofx.codegen.inductor.phase import REGION_REWRITES
 from zerofx.codegen.kernels.table import check_kernels
 from zerofx.errors import UsageError, working
 from zerofx.ir.buckets import BucketLayout
-from zerofx.ir.graph import ParameterInfo, StepGraph
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.parameters import ParameterInfo
 from zerofx.optimizers import UpdateProgram
 from zerofx.passes.across import Across
 from zerofx.passes.activations.offload import Offload

@@ -29,9 +29,19 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs, storage_source, tensors_of
-from zerofx.ir.edit import after, consumers, end_of_unit, erase_unread, is_view_of, named, start_of_unit, view_again
+from zerofx.ir.edit import (
+    after,
+    consumers,
+    end_of_unit,
+    erase_unread,
+    insert_call,
+    is_view_of,
+    named,
+    start_of_unit,
+    view_again,
+)
 from zerofx.ir.facts import DEVICE, Origin, Phase, origin, set_tier, tensor
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.analysis.saved_values import value_node
 from zerofx.scheduler.plan.decisions import OffloadDecision
 from zerofx.scheduler.plan.plan import Plan

@@ -21,8 +21,9 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs
+from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase, origin
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.plan import Plan
 
 

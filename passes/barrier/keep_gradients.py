@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.edit import consumers, end_of_unit
+from zerofx.ir.edit import consumers, end_of_unit, insert_call
 from zerofx.ir.facts import Origin, Phase
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten

@@ -8,9 +8,9 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.collective_axes import over
-from zerofx.ir.edit import consumers, end_of_unit
+from zerofx.ir.edit import consumers, end_of_unit, insert_call
 from zerofx.ir.facts import Origin, Phase
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.torch_private.operators import OpOverload
 

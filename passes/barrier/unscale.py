@@ -29,8 +29,9 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase
-from zerofx.ir.graph import StepGraph, Unscaling, insert_call
+from zerofx.ir.graph import StepGraph, Unscaling
 from zerofx.passes.barrier.numbers import numbers_of_slices, of_all_ranks
 from zerofx.scheduler.plan.plan import Plan
 

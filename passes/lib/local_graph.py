@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops, value_ops
+from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, is_random, set_piece, tensor
-from zerofx.ir.graph import insert_call
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 from zerofx.ir.op_kernels.own_rows import own_rows, whole_rows
 from zerofx.ir.sharding.rule import Rule

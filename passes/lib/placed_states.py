@@ -42,9 +42,9 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.edit import consumers, named, start_of_unit
+from zerofx.ir.edit import consumers, insert_call, named, start_of_unit
 from zerofx.ir.facts import DEVICE, Origin, Phase, set_tier, tensor, tier_of
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import ends_of
 from zerofx.scheduler.plan.decisions import StateDecision, of_bucket
 from zerofx.scheduler.plan.plan import Plan

@@ -31,8 +31,9 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_source
+from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase, origin, set_tile, tensor
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.ir.operators.rows import SUM, Rows, tile_shape
 from zerofx.ir.operators.table import facts_of
 from zerofx.scheduler.analysis.loss_heads import sum_dtype

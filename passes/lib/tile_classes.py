@@ -26,8 +26,9 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
+from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase, origin, tensor
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.analysis.loss_heads import MEAN, LossHead, sum_dtype
 
 _aten = torch.ops.aten

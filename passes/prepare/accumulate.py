@@ -30,8 +30,9 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_source
+from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase, Role, origin, placeholder, set_placeholder, set_value, tensor
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.analysis.saved_values import value_node
 
 

@@ -23,9 +23,10 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from zerofx.ir.edit import consumers, erase_unread, insert_parameter, is_view_of, view_again
+from zerofx.ir.edit import consumers, erase_unread, insert_call, insert_parameter, is_view_of, view_again
 from zerofx.ir.facts import Role, origin, placeholder, set_slice, set_value, tensor
-from zerofx.ir.graph import ParameterInfo, StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.parameters import ParameterInfo
 
 _aten = torch.ops.aten
 

@@ -41,9 +41,10 @@ from zerofx.ir.facts import (
     set_value,
     tensor,
 )
-from zerofx.ir.graph import ParameterInfo, StepGraph
+from zerofx.ir.graph import StepGraph
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
+from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.sharding.rule import Rule, outputs_of, rules_follow_from
 from zerofx.ir.sharding.rules import replicated, rule_for
 from zerofx.passes.lib.local_graph import AXIS, LocalCallOf, LocalGraph

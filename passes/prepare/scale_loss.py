@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Phase, Placeholder, Role, origin, tensor
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.precision import dtype_name
 
 _aten = torch.ops.aten

@@ -29,9 +29,10 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import is_view, storage_source
-from zerofx.ir.edit import erase_unread, insert_parameter
+from zerofx.ir.edit import erase_unread, insert_call, insert_parameter
 from zerofx.ir.facts import Phase, origin, set_slice, tensor
-from zerofx.ir.graph import ParameterInfo, StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.parameters import ParameterInfo
 from zerofx.scheduler.analysis.loss_heads import sum_dtype
 from zerofx.scheduler.analysis.saved_values import value_node
 from zerofx.scheduler.analysis.slices import Sliceable, Use, Way, find_sliceable, product_of

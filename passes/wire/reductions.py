@@ -47,9 +47,9 @@ from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.collective_axes import over
-from zerofx.ir.edit import after, end_of_unit, named
+from zerofx.ir.edit import after, end_of_unit, insert_call, named
 from zerofx.ir.facts import origin, set_value, tensor
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.quantise import ENCODINGS
 from zerofx.passes.lib.plan_check import is_reduction
 from zerofx.passes.wire.gathers import check_block

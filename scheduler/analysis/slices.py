@@ -20,7 +20,8 @@ from torch import fx
 
 from zerofx.errors import PlanError, UsageError
 from zerofx.ir.facts import Role, placeholder, tensor
-from zerofx.ir.graph import ParameterInfo, StepGraph
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.text import target_name
 from zerofx.scheduler.analysis.loss_heads import find_heads
 from zerofx.scheduler.analysis.tile_chains import find_chains

@@ -189,7 +189,8 @@ def _read(world: World, name: str, data: bytes) -> bool:
 def _blank() -> Any:
     from torch import fx
 
-    from zerofx.ir.graph import StepGraph, parameter_infos
+    from zerofx.ir.graph import StepGraph
+    from zerofx.ir.parameters import parameter_infos
 
     model = nn.Sequential(*(Layer() for _ in range(4)))
     return StepGraph(fx.Graph(), torch.device("cpu"), parameter_infos(model, None, {}), frozenset())

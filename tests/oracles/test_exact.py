@@ -27,8 +27,9 @@ from tests.oracles.problem import (
 from zerofx.capture.trace import Batch, capture
 from zerofx.errors import UsageError
 from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase, Placeholder, Role, set_placeholder, set_value
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.options import check_options
 from zerofx.passes.activations.recompute import recompute
 from zerofx.passes.prepare.simplify import simplify

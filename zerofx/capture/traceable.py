@@ -28,7 +28,7 @@ from zerofx.capture.values.collective_calls import traceable_collectives
 from zerofx.capture.values.known import KnownValues
 from zerofx.ir.batch import Batch
 from zerofx.ir.casts import ComputeDtype, cast_of
-from zerofx.ir.graph import ParameterInfo, Strides, parameter_infos
+from zerofx.ir.parameters import ParameterInfo, Strides, parameter_infos
 from zerofx.torch_private.activation_checkpoints import without_checkpoints
 from zerofx.torch_private.capture import FakeTensorMode, compiling, fake_mode, fake_tensor
 from zerofx.torch_private.dispatch import without_log_of_fakes, without_modes

@@ -18,7 +18,8 @@ from zerofx.capture.traceable import Forward
 from zerofx.disk.cache import DiskCache
 from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch, micro_batch
-from zerofx.ir.graph import StepGraph, Strides
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.parameters import Strides
 from zerofx.option_checks import STOPPING
 from zerofx.options import CompileOptions
 from zerofx.passes.prepare.overlap import overlap

@@ -34,7 +34,8 @@ from zerofx.ir.facts import (
     set_task,
     task_of,
 )
-from zerofx.ir.graph import Clipping, ParameterInfo, StepGraph, Unscaling
+from zerofx.ir.graph import Clipping, StepGraph, Unscaling
+from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.serialise import (
     OWN_NAMESPACE,
     TORCH_NAMESPACES,

@@ -1,11 +1,11 @@
-"""Rewrites of graphs: what one is, and what they share (readers of a node, copies of views, the ends of a unit)."""
+"""Rewrites of graphs: what one is, and what they share (calls, readers of nodes, copies of views, ends of units)."""
 
 from __future__ import annotations
 
 import operator
 import re
 from collections.abc import Mapping
-from typing import ParamSpec, Protocol
+from typing import Any, ParamSpec, Protocol
 
 import torch
 from torch import fx
@@ -26,6 +26,7 @@ from zerofx.ir.facts import (
     value,
 )
 from zerofx.ir.graph import StepGraph
+from zerofx.torch_private.operators import OpOverload, schema_of
 
 P = ParamSpec("P")
 
@@ -40,6 +41,48 @@ class Rewrite(Protocol[P]):
     def name(self) -> str: ...
 
     def run(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
+
+
+def insert_call(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    where: Origin,
+    kwargs: dict[str, Any] | None = None,
+    name: str | None = None,
+    fake: Any = None,
+) -> fx.Node:
+    """Create a call at the graph's insertion point.
+
+    Its fake value is ``fake``, or else what ``target`` gives for the fake values of its arguments: for an operator that
+    hands on what it is given, that very value. An operator without a result, such as a fused update, is not called: it
+    may have no fake implementation, and check the hyperparameters.
+    """
+    node = graph.create_node("call_function", target, args, kwargs or {}, name=name)
+    has_result = not isinstance(target, OpOverload) or bool(schema_of(target).returns)
+    if fake is None and has_result:
+        fake = _same_value(target, args)
+    if fake is None and has_result:
+        fake_args, fake_kwargs = fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
+        fake = target(*fake_args, **fake_kwargs)
+    set_value(node, fake)
+    return set_origin(node, where)
+
+
+def _same_value(target: Any, args: tuple[Any, ...]) -> Any:
+    """The fake value of an argument that the call's result is, or is laid out as; None for any other operator."""
+    if target is operator.getitem:
+        source, index = args
+        return value(source)[index]
+    first = args[0] if args else None
+    if not isinstance(first, fx.Node) or not isinstance(target, OpOverload):
+        return None
+    returns = schema_of(target).returns
+    written = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+    if written and torch.Tag.inplace_view in target.tags:
+        return None
+    is_first = written and schema_of(target).arguments[0].alias_info is not None
+    return value(first) if is_first or target in (ops.wait, ops.offload, ops.reload) else None
 
 
 def insert_parameter(step: StepGraph, before: fx.Node, name: str, fake: torch.Tensor) -> fx.Node:

@@ -3,107 +3,38 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from zerofx.ir import ops
-from zerofx.ir.casts import ComputeDtype, cast_of
 from zerofx.ir.facts import (
-    Origin,
     Placeholder,
     Role,
     Task,
     origin,
     piece_of,
     placeholder,
-    set_origin,
     set_placeholder,
     set_value,
     task_of,
     tensor,
-    value,
 )
+from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.ir.text import node_text
 from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision, SliceDecision
-from zerofx.scheduler.plan.placements import Sharded
 from zerofx.scheduler.plan.units import unit_of
-from zerofx.torch_private.operators import OpOverload, schema_of
 from zerofx.torch_private.tensors import empty_like_fake
 
-Strides = Mapping[int, tuple[int, ...]]  # of parameters, by the identity of their tensors
 _MOST_BODIES = 3  # micro-batches that a graph has written out: the first, those in between as a loop, and the last
 
 
 def num_bodies(num_micro_batches: int) -> int:
     """How many bodies a graph of so many micro-batches has (``zerofx/ir/micro_batches.py``)."""
     return min(num_micro_batches, _MOST_BODIES)
-
-
-@dataclass(frozen=True)
-class ParameterInfo:
-    """A distinct parameter tensor.
-
-    ``name`` is its first dotted name, ``aliases`` all of them (more than one when weights are tied). ``dtype`` is the
-    dtype it is stored in, ``compute_dtype`` the one that the graph reads. A slice of a parameter is one too: ``whole``
-    is then the parameter's first name, and ``first_row`` where the slice begins in its first dimension. A complex one
-    is described as what ``torch.view_as_real`` makes of it. Of a parameter that lies in parts on ``num_parts`` ranks of
-    the model axis, along ``part``, shape and stride are those of one part. ``lent``: it is of another step's model.
-    """
-
-    name: str
-    aliases: tuple[str, ...]
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    compute_dtype: torch.dtype
-    requires_grad: bool
-    whole: str | None = None
-    first_row: int = 0
-    is_complex: bool = False
-    part: Sharded | None = None
-    num_parts: int = 1
-    lent: bool = False
-
-    @property
-    def source(self) -> str:
-        """The name of the model's own parameter."""
-        return self.whole or self.name
-
-    @property
-    def numel(self) -> int:
-        return int(torch.Size(self.shape).numel())
-
-
-def parameter_infos(model: nn.Module, compute_dtype: ComputeDtype, strides: Strides) -> tuple[ParameterInfo, ...]:
-    """The distinct parameters of a model in order; ``compute_dtype`` and ``strides`` as for ``capture``."""
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-        tensors[id(parameter)] = parameter
-    return tuple(
-        ParameterInfo(
-            name=names[key][0],
-            aliases=tuple(names[key]),
-            shape=(*p.shape, *((2,) if p.is_complex() else ())),
-            stride=_real_stride(strides.get(key, p.stride())) if p.is_complex() else strides.get(key, p.stride()),
-            dtype=p.dtype.to_real(),
-            compute_dtype=cast_of(p, compute_dtype).to_real(),
-            requires_grad=p.requires_grad,
-            is_complex=p.is_complex(),
-        )
-        for key, p in tensors.items()
-    )
-
-
-def _real_stride(stride: tuple[int, ...]) -> tuple[int, ...]:
-    return *(2 * elements for elements in stride), 1
 
 
 @dataclass(frozen=True)
@@ -353,45 +284,3 @@ class StepGraph:
         outputs = self.output.args[0]
         assert isinstance(outputs, tuple)
         return outputs
-
-
-def insert_call(
-    graph: fx.Graph,
-    target: Any,
-    args: tuple[Any, ...],
-    where: Origin,
-    kwargs: dict[str, Any] | None = None,
-    name: str | None = None,
-    fake: Any = None,
-) -> fx.Node:
-    """Create a call at the graph's insertion point.
-
-    Its fake value is ``fake``, or else what ``target`` gives for the fake values of its arguments: for an operator that
-    hands on what it is given, that very value. An operator without a result, such as a fused update, is not called: it
-    may have no fake implementation, and check the hyperparameters.
-    """
-    node = graph.create_node("call_function", target, args, kwargs or {}, name=name)
-    has_result = not isinstance(target, OpOverload) or bool(schema_of(target).returns)
-    if fake is None and has_result:
-        fake = _same_value(target, args)
-    if fake is None and has_result:
-        fake_args, fake_kwargs = fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
-        fake = target(*fake_args, **fake_kwargs)
-    set_value(node, fake)
-    return set_origin(node, where)
-
-
-def _same_value(target: Any, args: tuple[Any, ...]) -> Any:
-    """The fake value of an argument that the call's result is, or is laid out as; None for any other operator."""
-    if target is operator.getitem:
-        source, index = args
-        return value(source)[index]
-    first = args[0] if args else None
-    if not isinstance(first, fx.Node) or not isinstance(target, OpOverload):
-        return None
-    returns = schema_of(target).returns
-    written = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
-    if written and torch.Tag.inplace_view in target.tags:
-        return None
-    is_first = written and schema_of(target).arguments[0].alias_info is not None
-    return value(first) if is_first or target in (ops.wait, ops.offload, ops.reload) else None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from zerofx.checkpoints.pieces import pieces_of
 from zerofx.disk.checkpoint.boxes import Box
 from zerofx.ir.bucketing import make_layout
-from zerofx.ir.graph import ParameterInfo
+from zerofx.ir.parameters import ParameterInfo
 from zerofx.runtime.state.weights import whole_bucket
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.placements import Sharded

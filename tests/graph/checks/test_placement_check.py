@@ -15,8 +15,9 @@ from tests.lib.models.parameters import Regression
 from zerofx.capture.trace import Batch, capture
 from zerofx.errors import InvalidGraphError
 from zerofx.ir import ops, value_ops
+from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 from zerofx.ir.op_kernels.own_rows import own_ends, own_rows, whole_rows
 from zerofx.passes.lib.placement_check import WholeCall, check_placements, whole_calls

@@ -13,8 +13,9 @@ from tests.lib.graphs import Block, Prepared, calls, features, prepare
 from tests.lib.runs.offloads import offloading
 from zerofx.errors import InvalidGraphError
 from zerofx.ir import ops
+from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase, origin, set_copied_from, set_origin, set_value, value
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of
 from zerofx.passes.verify import verify
 

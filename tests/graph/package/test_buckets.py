@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zerofx.ir.bucketing import make_layout
 from zerofx.ir.buckets import ALIGNMENT_BYTES, Bucket, BucketLayout
-from zerofx.ir.graph import ParameterInfo
+from zerofx.ir.parameters import ParameterInfo
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.units import unit_of
 

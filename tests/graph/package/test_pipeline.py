@@ -12,8 +12,9 @@ import zerofx.pipeline
 from tests.lib.graphs import TwoBlocks, features, prepare, settings, sgd
 from zerofx.driver.plan_only import plan
 from zerofx.errors import InvalidGraphError, UsageError
+from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.passes.base import Pass
 from zerofx.passes.prefetch import Prefetch
 from zerofx.pipeline import check_disabled

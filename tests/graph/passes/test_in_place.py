@@ -11,8 +11,8 @@ from torch import nn
 from tests.lib.graphs import Normed, Peeking, Prepared, Tied, TwoBlocks, calls, features, prepare, token_ids
 from tests.lib.runs.offloads import parameters_away
 from zerofx.ir import ops
+from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase, Role, placeholder
-from zerofx.ir.graph import insert_call
 from zerofx.passes.in_place import InPlace, gathers_of_lasting_slices
 
 aten = torch.ops.aten

@@ -13,8 +13,8 @@ from tests.lib.graphs import Prepared, TwoBlocks, adagrad, calls, prepare
 from tests.lib.runs.offloads import parameters_away
 from zerofx.errors import InvalidGraphError, PlanError
 from zerofx.ir import ops
+from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Role, origin, tier_of
-from zerofx.ir.graph import insert_call
 from zerofx.ir.streams import slice_gathered
 from zerofx.passes.verify import verify
 from zerofx.scheduler.cost.categories import Category, category_of

@@ -13,8 +13,8 @@ from tests.lib.plans import delaying, placed
 from zerofx.codegen.regions import Region, cut
 from zerofx.errors import InvalidGraphError, PlanError
 from zerofx.ir import ops
+from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Role, delayed_bucket, origin, placeholder, tier_of
-from zerofx.ir.graph import insert_call
 from zerofx.ir.streams import hops_of, runs_on_host
 from zerofx.passes.verify import verify
 

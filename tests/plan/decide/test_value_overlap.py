@@ -15,8 +15,9 @@ from tests.lib.models.huggingface import llama
 from tests.plan.decide.test_shardings import captured
 from zerofx import Machine
 from zerofx.ir import ops, value_ops
+from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase, Placeholder, Role, origin, set_placeholder, set_value
-from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.graph import StepGraph
 from zerofx.passes.prepare.overlap import overlap
 from zerofx.passes.prepare.partition import partition
 from zerofx.scheduler.analysis.sharding_ways import sharding_ways

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase, set_value, value
-from zerofx.ir.graph import insert_call
 from zerofx.ir.operators.operator import Given
 from zerofx.ir.operators.rows import SUM, Rows, leading_rows, tile_shape
 from zerofx.ir.operators.table import facts_of

@@ -17,7 +17,7 @@ from zerofx.capture.layers import find_units
 from zerofx.errors import UsageError
 from zerofx.ir.buckets import Slot
 from zerofx.ir.casts import ComputeDtype
-from zerofx.ir.graph import ParameterInfo, Strides, parameter_infos
+from zerofx.ir.parameters import ParameterInfo, Strides, parameter_infos
 
 
 @dataclass(frozen=True)

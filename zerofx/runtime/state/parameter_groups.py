@@ -11,7 +11,7 @@ from torch import nn
 
 from zerofx.capture.checks import check_owner
 from zerofx.errors import OptimizerError
-from zerofx.ir.graph import ParameterInfo
+from zerofx.ir.parameters import ParameterInfo
 from zerofx.units import first_few
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from zerofx.ir.buckets import Bucket, BucketLayout, Slot
 from zerofx.ir.facts import DEVICE
-from zerofx.ir.graph import Strides
+from zerofx.ir.parameters import Strides
 from zerofx.optimizers import UpdateProgram
 from zerofx.runtime.comm.communicators import Communicators
 from zerofx.runtime.state.bucket_state import BucketState
