@@ -1,35 +1,24 @@
-"""An emitted file as data: written as Python text, and written to and read from JSON.
-
-A file that is kept for the next run is kept as this data, never as text. What is read can say no more than what is
-written here: call operators of torch and of zerofx, methods of the runtime and the file's own regions, on names and
-plain values. Each name and each operator is checked where it is read, and a comment cannot leave its line.
-"""
+"""An emitted file: what stands in it, and its Python text. A comment cannot leave its line."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zerofx.ir import ops
-from zerofx.ir.serialise import TORCH_NAMESPACES, Name, decoded, encoded, named_operator
+from zerofx.ir.serialise import Name
 
 ITEM = "getitem"  # the function of a call that takes one value out of several
 RUNTIME = "runtime."  # begins the function of a call on the runtime
 _WIDTH = 100
-_NAMESPACES = TORCH_NAMESPACES | {"zerofx"}
-_EVENTS = frozenset(RUNTIME + str(getattr(event, "__name__")).partition(".")[0] for event in ops.EVENTS)  # noqa: B009
-_HOSTS = ("", "host", "host_later")
 # What the emitted functions call or are given: no value of the step may be called so.
 RESERVED = frozenset(
     {"aten", "batch", "float", "inputs", "range", "runtime", "state", "step", "torch", "turn", "x", "_"}
 )
 _TURN = "turn"  # the number of a loop's round
-_NOTHING = "_"  # what no line reads
 
 
 @dataclass(frozen=True)
@@ -134,38 +123,6 @@ class StepFile:
         yield from _lines(self.body, "    ")
         yield ""
         yield f"    return {', '.join(self.outputs)}"
-
-    def as_data(self) -> list[Any]:
-        """The file as JSON has it.
-
-        Raises:
-            NotStorableError: an argument has no text.
-        """
-        regions = [
-            [key, region.name, region.num_inputs, list(map(_call_data, region.calls)), region.outputs]
-            for key, region in self.regions.items()
-        ]
-        return [self.header, regions, self.state, self.batch, list(map(_line_data, self.body)), self.outputs]
-
-    @staticmethod
-    def from_data(data: list[Any]) -> StepFile:
-        """What ``as_data`` has written.
-
-        Raises:
-            ValueError: there is a name that is none, or an operator that no step calls.
-        """
-        header, regions, state, batch, body, outputs = data
-        read = {
-            _key(key): RegionText(_name(name), int(count), tuple(map(_call_of, calls)), _names(outputs))
-            for key, name, count, calls, outputs in regions
-        }
-        functions = frozenset(region.name for region in read.values())
-        if len(functions) != len(read):
-            raise ValueError("regions of one name")
-        return StepFile(
-            str(header), read, _taken(state), _taken(batch),
-            tuple(_line_of(line, functions) for line in body), _names(outputs),
-        )  # fmt: skip
 
 
 def region_text(region: RegionText) -> str:
@@ -283,80 +240,3 @@ def wrapped(line: str) -> list[str]:
         current += word + " "
         depth += sum(word.count(c) for c in "([") - sum(word.count(c) for c in ")]")
     return [*lines, current.rstrip()]
-
-
-def _call_data(call: CallLine) -> list[Any]:
-    args = [encoded(argument) for argument in call.args]
-    keywords = [[key, encoded(argument)] for key, argument in call.keywords]
-    return [call.function, args, keywords, call.targets, call.unpacks, call.dead, call.note]
-
-
-def _line_data(line: Line) -> list[Any] | str:
-    match line:
-        case CallLine():
-            return ["call", *_call_data(line)]
-        case RegionCall():
-            return ["region", *astuple(line)]
-        case Repeated():
-            return ["loop", line.num_rounds, line.batch, list(map(_line_data, line.body)), line.lists, line.carried]
-    return line
-
-
-def _line_of(data: list[Any] | str, functions: frozenset[str]) -> Line:
-    if isinstance(data, str):
-        return data
-    kind, *rest = data
-    if kind == "call":
-        return _call_of(rest)
-    if kind == "loop":
-        num_rounds, batch, body, lists, carried = rest
-        return Repeated(
-            int(num_rounds), _taken(batch), tuple(_line_of_round(line, functions) for line in body), _pairs(lists),
-            _pairs(carried),
-        )  # fmt: skip
-    region, inputs, outputs, dead, host, bucket, note = rest
-    if region not in functions or host not in _HOSTS or type(bucket) not in (int, type(None)):
-        raise ValueError(f"expected a call of a region, found {data!r}")
-    return RegionCall(region, _names(inputs), _names(outputs), _names(dead), host, bucket, str(note))
-
-
-def _line_of_round(data: list[Any] | str, functions: frozenset[str]) -> CallLine | RegionCall | str:
-    line = _line_of(data, functions)
-    if isinstance(line, Repeated):
-        raise ValueError("expected one loop, found one inside another")
-    return line
-
-
-def _call_of(data: list[Any]) -> CallLine:
-    function, args, keywords, targets, unpacks, dead, note = data
-    if function and function != ITEM and function not in _EVENTS:
-        named_operator(function, _NAMESPACES)
-    arguments = tuple((Name(key).text, decoded(argument)) for key, argument in keywords)
-    return CallLine(
-        function, tuple(map(decoded, args)), arguments, _names(targets), bool(unpacks), _names(dead), str(note)
-    )
-
-
-def _taken(data: list[list[str]]) -> tuple[tuple[str, str, str], ...]:
-    return tuple((_name(name), str(key), str(comment)) for name, key, comment in data)
-
-
-def _pairs(data: Iterable[Any]) -> tuple[tuple[str, str], ...]:
-    return tuple((_name(first), _name(second)) for first, second in data)
-
-
-def _names(data: Iterable[Any]) -> tuple[str, ...]:
-    return tuple(map(_name, data))
-
-
-def _name(data: Any) -> str:
-    text = Name(data).text
-    if text in RESERVED and text != _NOTHING:
-        raise ValueError(f"expected a name of the step's own, found {text!r}")
-    return text
-
-
-def _key(text: Any) -> str:
-    if not isinstance(text, str) or not re.fullmatch(r"[0-9a-f]+", text):
-        raise ValueError(f"expected the key of a region, found {text!r}")
-    return text

@@ -15,6 +15,7 @@ from tests.lib.plans import wired
 from zerofx.codegen.emit import EmittedStep, emit
 from zerofx.codegen.regions import cut
 from zerofx.codegen.step_file import CallLine, RegionText, StepFile, region_text
+from zerofx.codegen.step_file_data import as_data, step_file_of
 from zerofx.disk.cache import MALFORMED
 from zerofx.ir.serialise import Name, decoded
 from zerofx.scheduler.cost.liveness import liveness
@@ -29,7 +30,7 @@ def emitted(make: Callable[[], Any] = lambda: prepare(TwoBlocks())) -> EmittedSt
 
 
 def as_text(file: StepFile) -> Any:
-    return json.loads(json.dumps(file.as_data()))
+    return json.loads(json.dumps(as_data(file)))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def as_text(file: StepFile) -> Any:
 )
 def test_a_file_that_was_read_has_the_same_text(make: Callable[[], Any]) -> None:
     file = emitted(make).file
-    found = StepFile.from_data(as_text(file))
+    found = step_file_of(as_text(file))
     assert found.text(["def host(): pass"]) == file.text(["def host(): pass"]) and found.functions == file.functions
 
 
@@ -110,10 +111,10 @@ HOSTILE: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_what_no_step_says_is_not_read(what: str) -> None:
-    StepFile.from_data(_file())
-    StepFile.from_data(_loop())
+    step_file_of(_file())
+    step_file_of(_loop())
     with pytest.raises(MALFORMED):
-        StepFile.from_data(json.loads(json.dumps(HOSTILE[what])))
+        step_file_of(json.loads(json.dumps(HOSTILE[what])))
 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\r\n", "\x0b", "\x0c", "\x85", "\u2028", "\0"])
@@ -122,7 +123,7 @@ def test_a_comment_ends_with_its_line(end: str) -> None:
     body: list[Any] = [hostile, ["region", "region", ["a"], ["y"], [], "", None, hostile]]
     file = _file(_call(note=hostile), header=hostile, batch=[["a", hostile, hostile]], body=body)
     calm = _file(_call(note="b"), header="b", batch=[["a", hostile, "b"]], body=["b", [*body[1][:-1], "b"]])
-    found, expected = (ast.dump(ast.parse(StepFile.from_data(one).text([]))) for one in (file, calm))
+    found, expected = (ast.dump(ast.parse(step_file_of(one).text([]))) for one in (file, calm))
     assert found == expected
 
 
@@ -135,7 +136,7 @@ def test_values_are_written_so_that_they_are_read_as_values() -> None:
 
 @pytest.mark.parametrize("key", ["{turn.real}", f"{{{CODE}}}", f"']; {CODE} #", "\\", "{{a}}"])
 def test_the_key_of_a_rounds_batch_is_a_key(key: str) -> None:
-    text = StepFile.from_data(_loop(batch=[["b", key, ""]])).text([])
+    text = step_file_of(_loop(batch=[["b", key, ""]])).text([])
     (formatted,) = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.JoinedStr)]
     assert eval(compile(ast.Expression(formatted), "", "eval"), {"turn": 3}) == f"{key}[3]"
 
@@ -153,4 +154,4 @@ def test_layers_may_have_any_name() -> None:
         model.add_module(name, torch.nn.Linear(4, 4))
     model.register_forward_hook(lambda module, args, output: output.sum())
     file = emitted(lambda: prepare(model, (torch.ones(2, 4),))).file
-    assert StepFile.from_data(as_text(file)) and ast.parse(file.text([]))
+    assert step_file_of(as_text(file)) and ast.parse(file.text([]))

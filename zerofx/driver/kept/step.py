@@ -12,7 +12,7 @@ import torch
 
 from zerofx.codegen.emit import EmittedStep
 from zerofx.codegen.region_facts import RegionFacts
-from zerofx.codegen.step_file import StepFile
+from zerofx.codegen.step_file_data import as_data, step_file_of
 from zerofx.ir.buckets import Bucket, BucketLayout, Slot
 from zerofx.ir.facts import Placeholder, Role
 from zerofx.ir.returned import Returned
@@ -57,7 +57,7 @@ class KeptStep:
 
     def digest(self) -> str:
         """Equal on ranks that run the same step."""
-        file = json.dumps(self.program.emitted.file.as_data())
+        file = json.dumps(as_data(self.program.emitted.file))
         parts = (self.decisions_hash, repr(self.layout), self.variant, file)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -81,7 +81,7 @@ class KeptStep:
             "variant": self.variant,
             "memory": _memory_data(self.memory),
             "measured": _memory_data(self.measured),
-            "file": program.emitted.file.as_data(),
+            "file": as_data(program.emitted.file),
             "placeholders": {
                 name: [what.role, what.name, what.bucket, what.alias_of, what.part, what.is_lent]
                 for name, what in program.arguments.placeholders.items()
@@ -106,7 +106,7 @@ class KeptStep:
             Exception: one of ``zerofx.disk.cache.MALFORMED``, the text is nothing that ``to_json`` has written.
         """
         data = json.loads(text)
-        file = StepFile.from_data(data["file"])
+        file = step_file_of(data["file"])
         with fake_mode():
             regions = tuple(
                 RegionFacts(key, decoded(inputs), num_nodes, num_outputs, is_update, on_host, frozenset(dying))
