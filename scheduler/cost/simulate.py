@@ -157,95 +157,127 @@ def _timings(
     step: StepGraph, machine: Machine, mesh: Mesh, measured: Mapping[str, float] | None, before: Mapping[int, float]
 ) -> dict[fx.Node, NodeTiming]:
     """A timing for each call; ``before`` are the seconds that delayed updates of the last step still take."""
-    timings: dict[fx.Node, NodeTiming] = {}
-    compute_free, collective_free = 0.0, dict[str, float]()  # by stream: one for each communicator
-    host_free = max(before.values(), default=0.0)
-    settled = dict(before)
-    landed: dict[fx.Node, float] = {}  # when what is kept in a slower tier was last copied
-    link_free = dict.fromkeys(LINKS, 0.0)
-    done: dict[fx.Node, float] = {}
-    together: list[fx.Node] = []
-    loop, loop_begun = loop_of(step), 0.0
+    clocks, loop, loop_begun = _Clocks(machine, mesh, measured, before), loop_of(step), 0.0
     for node in step.calls():
         if loop is not None and node is loop.begin:
-            loop_begun = compute_free
+            loop_begun = clocks.compute
         elif loop is not None and node is loop.end:
-            # The rounds after the first take as long as it; what is under way at its end is so at theirs.
-            skipped = (loop.num_rounds - 1) * (compute_free - loop_begun)
-            compute_free += skipped
-            collective_free = {stream: seconds + skipped for stream, seconds in collective_free.items()}
-            link_free = {stream: seconds + skipped for stream, seconds in link_free.items()}
-            done = {started: seconds + skipped for started, seconds in done.items()}
+            # The rounds after the first take as long as it.
+            clocks.skip((loop.num_rounds - 1) * (clocks.compute - loop_begun))
+        clocks.run(node)
+    if loop is None:
+        return clocks.timings
+    return clocks.timings | {node: replace(clocks.timings[node], num_runs=loop.num_rounds) for node in loop.inside()}
+
+
+class _Clocks:
+    """When computation (``compute``), the host and each other stream are free as calls run in order, and their timings.
+
+    ``before``: the seconds that delayed updates of the last step still take, by bucket.
+    """
+
+    def __init__(
+        self, machine: Machine, mesh: Mesh, measured: Mapping[str, float] | None, before: Mapping[int, float]
+    ) -> None:
+        self._machine, self._mesh, self._measured, self._before = machine, mesh, measured, before
+        self.timings: dict[fx.Node, NodeTiming] = {}
+        self.compute = 0.0
+        self._host = max(before.values(), default=0.0)
+        self._collectives: dict[str, float] = {}  # by stream: one for each communicator
+        self._links = dict.fromkeys(LINKS, 0.0)
+        self._done: dict[fx.Node, float] = {}  # when what was started is done
+        self._landed: dict[fx.Node, float] = {}  # when what is kept in a slower tier was last copied
+        self._together: list[fx.Node] = []  # gathers that start with the next one
+
+    def skip(self, seconds: float) -> None:
+        """Let ``seconds`` pass, at whose end what is under way is so as it is now."""
+        self.compute += seconds
+        self._collectives = {stream: free + seconds for stream, free in self._collectives.items()}
+        self._links = {stream: free + seconds for stream, free in self._links.items()}
+        self._done = {node: done + seconds for node, done in self._done.items()}
+
+    def run(self, node: fx.Node) -> None:
+        """Run the next call."""
         if node.target in ops.COLLECTIVES:
-            together.append(node)
-            if num_gathers_after(node):
-                continue
-            ends = start = max(collective_free.get(stream_of(node), 0.0), compute_free)
-            for entry, timing in zip(together, _collectives(together, start, mesh, machine), strict=True):
-                timings[entry] = timing
-                ends = timing.start_seconds + timing.seconds
-            collective_free[stream_of(node)] = ends
-            done.update(dict.fromkeys(together, ends))
-            if node.target is ops.broadcast:
-                compute_free = ends
-            together = []
+            self._collective(node)
         elif node.target in ops.TRANSFERS:
-            legs = _legs(node, machine, compute_free, link_free)
-            done[node] = legs[-1].start_seconds + legs[-1].seconds
-            landed.update(dict.fromkeys((storage_source(end)[0] for end in node.all_input_nodes), done[node]))
-            start, size = legs[0].start_seconds, legs[0].num_bytes
-            timings[node] = NodeTiming(start, done[node] - start, 0.0, size, size, 0, 0, legs)
+            self._copy(node)
         elif node.target is ops.wait:
-            pending = node.args[0]
-            assert isinstance(pending, fx.Node)
-            exposed = max(0.0, done[pending] - compute_free)
-            added = _sum_seconds(pending, machine)
-            timings[node] = NodeTiming(compute_free + exposed, added, exposed, 0, 0, 0, 0)
-            compute_free += exposed + added
+            self._wait(node)
         elif node.target is ops.settle:
             bucket = node.args[0]
             assert isinstance(bucket, int)
-            exposed = max(0.0, settled.get(bucket, 0.0) - compute_free)
-            timings[node] = NodeTiming(compute_free + exposed, 0.0, exposed, 0, 0, 0, 0)
-            compute_free += exposed
+            self._hold(node, until=self._before.get(bucket, 0.0))
         elif node.target is ops.second_shard:
             size = storage_bytes(tensor(node))
-            seconds = copy_seconds(size, "device", "device", machine)
-            timings[node] = NodeTiming(compute_free, seconds, 0.0, size, size, 0, 0)
-            compute_free += seconds
+            self._computes(node, copy_seconds(size, "device", "device", self._machine), size, size, 0)
         elif node.target in ops.EVENTS:
-            timings[node] = NodeTiming(compute_free, 0.0, 0.0, 0, 0, 0, 0)  # bookkeeping on the host
+            self._hold(node, until=self.compute)  # bookkeeping on the host
         elif runs_on_host(node):
-            cost = node_cost(node, machine)
-            seconds = machine.host_seconds(cost.flops, cost.bytes_read + cost.bytes_written)
-            start, exposed = compute_free, seconds
-            if delayed_bucket(node) is not None:
-                ready = (landed.get(storage_source(source)[0], 0.0) for source in node.all_input_nodes)
-                start, exposed = max(compute_free, host_free, *ready), 0.0
-                host_free = start + seconds
-            timings[node] = NodeTiming(start, seconds, exposed, cost.bytes_read, cost.bytes_written, 0, cost.flops)
-            compute_free += exposed
+            self._update_on_host(node)
         else:
-            cost = node_cost(node, machine, overrides=measured)
-            timings[node] = NodeTiming(
-                compute_free, cost.seconds, 0.0, cost.bytes_read, cost.bytes_written, 0, cost.flops
-            )
-            compute_free += cost.seconds
-    if loop is not None:
-        timings |= {node: replace(timings[node], num_runs=loop.num_rounds) for node in loop.inside()}
-    return timings
+            cost = node_cost(node, self._machine, overrides=self._measured)
+            self._computes(node, cost.seconds, cost.bytes_read, cost.bytes_written, cost.flops)
 
+    def _computes(self, node: fx.Node, seconds: float, num_read: int, num_written: int, flops: int) -> None:
+        self.timings[node] = NodeTiming(self.compute, seconds, 0.0, num_read, num_written, 0, flops)
+        self.compute += seconds
 
-def _legs(node: fx.Node, machine: Machine, reached: float, free: dict[str, float]) -> tuple[Leg, ...]:
-    """The legs of a copy that computation has reached; ``free``, when each stream is free, moves on."""
-    num_bytes = storage_bytes(tensor(node))
-    legs = []
-    for hop in hops_of(node):
-        start = max(reached, free[hop.stream])
-        seconds = copy_seconds(num_bytes, hop.source, hop.destination, machine)
-        reached = free[hop.stream] = start + seconds
-        legs.append(Leg(hop.stream, start, seconds, num_bytes))
-    return tuple(legs)
+    def _hold(self, node: fx.Node, *, until: float, seconds: float = 0.0) -> None:
+        """Computation stands still ``until`` then, and ``node`` takes ``seconds`` of it after that."""
+        exposed = max(0.0, until - self.compute)
+        self.timings[node] = NodeTiming(self.compute + exposed, seconds, exposed, 0, 0, 0, 0)
+        self.compute += exposed + seconds
+
+    def _collective(self, node: fx.Node) -> None:
+        self._together.append(node)
+        if num_gathers_after(node):
+            return
+        together, stream = self._together, stream_of(node)
+        ends = start = max(self._collectives.get(stream, 0.0), self.compute)
+        for entry, timing in zip(together, _collectives(together, start, self._mesh, self._machine), strict=True):
+            self.timings[entry] = timing
+            ends = timing.start_seconds + timing.seconds
+        self._collectives[stream] = ends
+        self._done.update(dict.fromkeys(together, ends))
+        if node.target is ops.broadcast:
+            self.compute = ends
+        self._together = []
+
+    def _copy(self, node: fx.Node) -> None:
+        legs = self._legs(node)
+        done = self._done[node] = legs[-1].start_seconds + legs[-1].seconds
+        self._landed.update(dict.fromkeys((storage_source(end)[0] for end in node.all_input_nodes), done))
+        start, size = legs[0].start_seconds, legs[0].num_bytes
+        self.timings[node] = NodeTiming(start, done - start, 0.0, size, size, 0, 0, legs)
+
+    def _legs(self, node: fx.Node) -> tuple[Leg, ...]:
+        """The legs of a copy that computation has reached."""
+        num_bytes, reached = storage_bytes(tensor(node)), self.compute
+        legs = []
+        for hop in hops_of(node):
+            start = max(reached, self._links[hop.stream])
+            seconds = copy_seconds(num_bytes, hop.source, hop.destination, self._machine)
+            reached = self._links[hop.stream] = start + seconds
+            legs.append(Leg(hop.stream, start, seconds, num_bytes))
+        return tuple(legs)
+
+    def _wait(self, node: fx.Node) -> None:
+        pending = node.args[0]
+        assert isinstance(pending, fx.Node)
+        self._hold(node, until=self._done[pending], seconds=_sum_seconds(pending, self._machine))
+
+    def _update_on_host(self, node: fx.Node) -> None:
+        """Computation waits for it, unless it is delayed: it begins when the host is free and its copies are there."""
+        cost = node_cost(node, self._machine)
+        seconds = self._machine.host_seconds(cost.flops, cost.bytes_read + cost.bytes_written)
+        start, exposed = self.compute, seconds
+        if delayed_bucket(node) is not None:
+            ready = (self._landed.get(storage_source(source)[0], 0.0) for source in node.all_input_nodes)
+            start, exposed = max(self.compute, self._host, *ready), 0.0
+            self._host = start + seconds
+        self.timings[node] = NodeTiming(start, seconds, exposed, cost.bytes_read, cost.bytes_written, 0, cost.flops)
+        self.compute += exposed
 
 
 def predict(step: StepGraph, plan: Plan, layout: BucketLayout, simulation: Simulation) -> Prediction:
