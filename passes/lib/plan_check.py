@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
@@ -18,70 +18,84 @@ from zerofx.scheduler.plan.plan import Plan
 GATHERS = frozenset({ops.all_gather, ops.gather_on_node})
 
 
+# What a graph does, in words, with what it does it to, and what the plan says of that.
+Compared = tuple[str, Sequence[object], Sequence[object]]
+
+
 def differences(step: StepGraph, plan: Plan) -> Iterator[str]:
     """What the graph after the last pass does otherwise than ``plan`` says, a sentence a kind of decision."""
+    for subject in (_gathers, _reductions, _places, _waiting_gradients, _looks_at_gradients, _delays, _wire, _offloads):
+        for what, carried_out, planned in subject(step, plan):
+            if Counter(carried_out) != Counter(planned):
+                yield f"the graph {what} {sorted(map(str, carried_out))}, the plan says {sorted(map(str, planned))}"
+
+
+def _gathers(step: StepGraph, plan: Plan) -> Iterator[Compared]:
     gathered = [_bucket_gathered(node) for node in parameter_gathers(step)]
-    reduced = [node.args[1] for node in step.calls() if is_reduction(node)]
-    crossing = [node.args[1] for node in step.calls() if _crosses(node)]
+    yield "gathers buckets", gathered, [decision.bucket for decision in plan.gathers]
+    launched = [num_gathers_after(node) for node in step.calls() if node.target in GATHERS and slice_gathered(node)]
+    sent = [numbers for numbers in plan.launches if plan.num_slices(plan.buckets[plan.gathers[numbers[0]].bucket]) > 1]
+    merged = [following for numbers in sent for following in reversed(range(len(numbers)))]
+    yield "merges gathers with as many after them", launched, merged
+
+
+def _reductions(step: StepGraph, plan: Plan) -> Iterator[Compared]:
     wanted = [
         decision.bucket
         for decision in plan.reduces
         if plan.num_slices(plan.buckets[decision.bucket]) * plan.replicate > 1
         for _ in (*decision.earlier, decision.wait_after)
     ]
-    offloaded = [
-        f"{node.all_input_nodes[0].name} to {node.args[1]}"
-        for node in step.calls()
-        if node.target is ops.offload and origin(node).phase is Phase.FORWARD
-    ]
-    placed = {
-        f"{placeholder(node).bucket} on {tier_of(node)}"
-        for role in (Role.MASTER, Role.STATE)
-        for node in step.placeholders(role)
-        if tier_of(node) != DEVICE
-    }
-    parameters = [
-        f"{placeholder(node).bucket} on {tier_of(node)}"
-        for node in step.placeholders(Role.SHARD)
-        if tier_of(node) != DEVICE
-    ]
-    launched = [num_gathers_after(node) for node in step.calls() if node.target in GATHERS and slice_gathered(node)]
-    sent = [numbers for numbers in plan.launches if plan.num_slices(plan.buckets[plan.gathers[numbers[0]].bucket]) > 1]
-    merged = [following for numbers in sent for following in reversed(range(len(numbers)))]
-    waiting = [
-        f"{_bucket_of_gradients(node)} on {node.args[1]}"
-        for node in step.calls()
-        if node.target is ops.offload and origin(node).phase is Phase.BACKWARD
-    ]
-    planned_waiting = [
-        f"{decision.bucket} on {decision.tier}" for decision in plan.gradients for _ in decision.free_after
-    ]
-    settled = [node.args[0] for node in step.calls() if node.target is ops.settle]
-    clipped = [ops.square_sum for _ in plan.reduces] if plan.max_grad_norm is not None or plan.grad_norms else []
-    checked = [ops.check_gradients] if plan.loss_scaled else []
-    stateful = {placeholder(n).bucket for role in (Role.MASTER, Role.STATE) for n in step.placeholders(role)}
+    yield "reduces buckets", [node.args[1] for node in step.calls() if is_reduction(node)], wanted
+    crossing = [node.args[1] for node in step.calls() if _crosses(node)]
+    yield "sums across replicas", crossing, [r.bucket for r in plan.reduces if r.crossed_after != ""]
+
+
+def _places(step: StepGraph, plan: Plan) -> Iterator[Compared]:
+    """Tiers of what stays between steps."""
+    stored = [node for role in (Role.MASTER, Role.STATE) for node in step.placeholders(role)]
+    stateful = {placeholder(node).bucket for node in stored}
     states = [f"{decision.bucket} on {decision.tier}" for decision in plan.states if decision.bucket in stateful]
+    yield "keeps states of buckets", sorted(set(_off_device(stored))), states
+    parameters = [f"{decision.bucket} on {decision.tier}" for decision in plan.parameters]
+    yield "keeps parameters of buckets", _off_device(step.placeholders(Role.SHARD)), parameters
+
+
+def _off_device(stored: Iterable[fx.Node]) -> list[str]:
+    return [f"{placeholder(node).bucket} on {tier_of(node)}" for node in stored if tier_of(node) != DEVICE]
+
+
+def _waiting_gradients(step: StepGraph, plan: Plan) -> Iterator[Compared]:
+    """Gradients in slower tiers between micro-batches."""
+    waiting = [f"{_bucket_of_gradients(node)} on {node.args[1]}" for node in _offloaded_in(step, Phase.BACKWARD)]
+    planned = [f"{decision.bucket} on {decision.tier}" for decision in plan.gradients for _ in decision.free_after]
+    yield "has gradients waiting of buckets", waiting, planned
+
+
+def _looks_at_gradients(step: StepGraph, plan: Plan) -> Iterator[Compared]:
+    clipped = [ops.square_sum for _ in plan.reduces] if plan.max_grad_norm is not None or plan.grad_norms else []
+    yield "sums squares of gradients", [n.target for n in step.calls() if n.target is ops.square_sum], clipped
+    checked = [ops.check_gradients] if plan.loss_scaled else []
+    yield "checks gradients", [n.target for n in step.calls() if n.target is ops.check_gradients], checked
+
+
+def _delays(step: StepGraph, plan: Plan) -> Iterator[Compared]:
+    settled = [node.args[0] for node in step.calls() if node.target is ops.settle]
     updated = {decision.bucket for decision in plan.reduces}
-    for what, carried_out, planned in (
-        ("gathers buckets", gathered, [decision.bucket for decision in plan.gathers]),
-        ("merges gathers with as many after them", launched, merged),
-        ("reduces buckets", reduced, wanted),
-        ("sums across replicas", crossing, [r.bucket for r in plan.reduces if r.crossed_after != ""]),
-        ("keeps states of buckets", sorted(placed), states),
-        (
-            "keeps parameters of buckets",
-            parameters,
-            [f"{decision.bucket} on {decision.tier}" for decision in plan.parameters],
-        ),
-        ("has gradients waiting of buckets", waiting, planned_waiting),
-        ("sums squares of gradients", [n.target for n in step.calls() if n.target is ops.square_sum], clipped),
-        ("checks gradients", [n.target for n in step.calls() if n.target is ops.check_gradients], checked),
-        ("delays updates of buckets", settled, [d.bucket for d in plan.states if d.delayed and d.bucket in updated]),
-        ("sends", _of_wire(step), _planned_wire(plan)),
-        ("offloads", offloaded, [f"{decision.value} to {decision.tier}" for decision in plan.offloads]),
-    ):
-        if Counter(carried_out) != Counter(planned):
-            yield f"the graph {what} {sorted(map(str, carried_out))}, the plan says {sorted(map(str, planned))}"
+    yield "delays updates of buckets", settled, [d.bucket for d in plan.states if d.delayed and d.bucket in updated]
+
+
+def _wire(step: StepGraph, plan: Plan) -> Iterator[Compared]:
+    yield "sends", _of_wire(step), _planned_wire(plan)
+
+
+def _offloads(step: StepGraph, plan: Plan) -> Iterator[Compared]:
+    offloaded = [f"{node.all_input_nodes[0].name} to {node.args[1]}" for node in _offloaded_in(step, Phase.FORWARD)]
+    yield "offloads", offloaded, [f"{decision.value} to {decision.tier}" for decision in plan.offloads]
+
+
+def _offloaded_in(step: StepGraph, phase: Phase) -> list[fx.Node]:
+    return [node for node in step.calls() if node.target is ops.offload and origin(node).phase is phase]
 
 
 def _bucket_of_gradients(offload: fx.Node) -> object:
