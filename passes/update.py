@@ -49,7 +49,6 @@ from zerofx.ir.facts import (
     DEVICE,
     Origin,
     Phase,
-    Placeholder,
     Role,
     placeholder,
     set_delayed,
@@ -71,8 +70,8 @@ from zerofx.passes.lib.placed_states import (
     start_descent,
     state_decision,
 )
-from zerofx.passes.lib.rising import Rising, finish, go_on, start, what_is_updated
-from zerofx.passes.shard import add_master, parameter_tier
+from zerofx.passes.lib.rising import Rising, RisingGather, finish, go_on, start, what_is_updated
+from zerofx.passes.lib.update_inputs import add_hyperparameters, add_stored
 from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
@@ -89,124 +88,171 @@ class Update:
     name: str = "update"
 
     def run(self, step: StepGraph, plan: Plan) -> None:
-        rising: list[Rising] = []
-        copies: list[Started] = []
-        written: dict[int, fx.Node] = {}
         begin, factors = step.updates_begin, _factors(step)
         if begin is not None:
             descend_early(step, plan, self.layout)
             factors |= _on_host(step, plan, factors[DEVICE])
-        known = _Known.of(step)
+        updates = _Updates(step, plan, factors)
         for decision in plan.reduces:
             bucket, last = self.layout.buckets[decision.bucket], step.output.prev
-            program = self.programs[bucket.index]
-            copies = _update_bucket(step, plan, bucket, program, known, copies, rising, written, begin, factors)
+            updates.add(bucket, self.programs[bucket.index], begin)
             begin = None if begin is None else last.next
         for index in sorted(self.programs.keys() - {decision.bucket for decision in plan.reduces}):
-            _add_stored(step, plan, self.layout.buckets[index], self.programs[index], known)
-        with step.graph.inserting_before(step.output):
-            await_copies(step, copies)
-        finish(step, rising)
+            bucket = self.layout.buckets[index]
+            add_stored(step, plan, bucket, self.programs[index], updates.known.of(Role.MASTER, bucket))
+        updates.finish()
 
 
 @dataclass(frozen=True)
 class _Known:
-    """Nodes that every bucket's update asks for: by name, and placeholders by role and bucket."""
+    """Nodes that updates ask for: by name, and placeholders by role and bucket."""
 
     by_name: Mapping[str, fx.Node]
     placeholders: Mapping[tuple[Role, int | None], fx.Node]
 
     @staticmethod
-    def of(step: StepGraph) -> _Known:
+    def before(step: StepGraph) -> _Known:
         """Those of ``step`` as it is before the first update."""
         placeholders = {(placeholder(node).role, placeholder(node).bucket): node for node in step.placeholders()}
         return _Known(step.by_name(), placeholders)
 
+    def of(self, role: Role, bucket: Bucket) -> fx.Node | None:
+        """A bucket's placeholder, if there is one."""
+        return self.placeholders.get((role, bucket.index))
 
-def _update_bucket(
-    step: StepGraph,
-    plan: Plan,
-    bucket: Bucket,
-    program: UpdateProgram,
-    known: _Known,
-    earlier: Sequence[Started],
-    rising: list[Rising],
-    written: dict[int, fx.Node],
-    begin: fx.Node | None,
-    factors: Mapping[str, Sequence[fx.Node]],
-) -> list[Started]:
-    """Insert the update after the waits of ``earlier`` copies; returns the copies that are still to be awaited.
 
-    The started gather of the new values, where other ranks need them, is added to ``rising``, and the last wait for
-    what a bucket copies back to ``written``. ``begin``: where states start on their way that the plan does not say it
-    of. ``factors`` are what gradients are multiplied by, one after the other, by the tier that they are on.
+@dataclass(frozen=True)
+class _Updated:
+    """What the update of one bucket works on.
+
+    ``low``: the parameters in the compute dtype, which ``levels`` gather for other ranks. ``stored``: states by name,
+    and as ``param`` the ``master`` if there is one. ``delayed``: what a delayed update has on the host. ``scalars``:
+    what it reads of this step.
     """
-    graph, where = step.graph, Origin(bucket.name, Phase.UPDATE)
-    decision = state_decision(plan, bucket)
-    side = DEVICE if decision is None else decision.update
-    on_host = side == HOST
-    full = known.placeholders.get((Role.FULL, bucket.index))
-    low, levels = what_is_updated(step, plan, bucket, full, known.placeholders.get((Role.SHARD, bucket.index)))
-    away = tier_of(low) != DEVICE
-    stored, delayed, scalars = _add_stored(step, plan, bucket, program, known)
-    master = stored.get("param")
-    if master is None and away:
-        stored["param"] = low
-    scalars[_HYPER] = _add_hyperparameters(step, bucket, program)
-    reduced = step.reduced[bucket.index]
-    # A gather reads the slice until it is done; its own readers, the release among them, come after that.
-    readers = consumers(full) if full is not None else _readers_of_gathered(levels[0].into if levels else low)
-    # Nodes compare by their place in the graph.
-    end = end_of_unit(step, max([reduced, *consumers(reduced), *readers])).next
-    if step.updates_begin is not None:
-        end = step.output
-    free = None
-    if decision is not None and decision.takes_over is not None:
-        # Where that bucket's buffers are free only after this update's place, there is no time to read ahead.
-        free = min(written.get(decision.takes_over, end.prev), end.prev)
-    placed = PlacedStates(step, known.by_name, bucket, stored, decision, free, begin)
-    go_on(step, rising, end)
-    with graph.inserting_before(end):
-        # What is written to nvme is still being written while the next bucket is updated on the host.
-        meanwhile = [reload for reload in earlier if reload.node < end and on_host and leads_to_nvme(reload)]
-        written |= await_copies(step, [reload for reload in earlier if reload.node < end and reload not in meanwhile])
-        left = [reload for reload in earlier if not reload.node < end]
-        if delayed:
-            assert master is not None, "what is updated on the host, and lives on the device, has a master there"
-            insert_call(graph, ops.settle, (bucket.index,), where, name=f"settled_{bucket.index}")
-            new = copy_into(step, bucket, low, delayed.get("low", master))
-            left.append(copy_into(step, bucket, delayed["grad"], reduced))
-            _update_later(step, bucket, program, stored | scalars | delayed, where)
-            if levels:
-                await_copies(step, [new])  # the gather below reads it
-                rising += start(step, bucket, levels)
+
+    bucket: Bucket
+    program: UpdateProgram
+    low: fx.Node
+    levels: tuple[RisingGather, ...]
+    stored: dict[str, fx.Node]
+    master: fx.Node | None
+    delayed: dict[str, fx.Node]
+    scalars: dict[str, fx.Node]
+
+    @property
+    def where(self) -> Origin:
+        return Origin(self.bucket.name, Phase.UPDATE)
+
+
+class _Updates:
+    """The updates of a step, put in one after the other, and what is under way from one to the next.
+
+    ``factors`` are what gradients are multiplied by, one after the other, by the tier that they are on.
+    """
+
+    def __init__(self, step: StepGraph, plan: Plan, factors: Mapping[str, Sequence[fx.Node]]) -> None:
+        self._step, self._plan, self._factors = step, plan, factors
+        self.known = _Known.before(step)
+        self._copies: list[Started] = []  # still to be awaited
+        self._rising: list[Rising] = []  # gathers of new values, where other ranks need them
+        self._written: dict[int, fx.Node] = {}  # the last wait for what each bucket copies back
+
+    def add(self, bucket: Bucket, program: UpdateProgram, begin: fx.Node | None) -> None:
+        """Insert the update of a bucket; ``begin``: where states start on their way that the plan says nothing of."""
+        decision = state_decision(self._plan, bucket)
+        full = self.known.of(Role.FULL, bucket)
+        updated = self._updated(bucket, program, full)
+        end, free = self._place(updated, full), None
+        if decision is not None and decision.takes_over is not None:
+            # Where that bucket's buffers are free only after this update's place, there is no time to read ahead.
+            free = min(self._written.get(decision.takes_over, end.prev), end.prev)
+        placed = PlacedStates(self._step, self.known.by_name, bucket, updated.stored, decision, free, begin)
+        go_on(self._step, self._rising, end)
+        side = DEVICE if decision is None else decision.update
+        with self._step.graph.inserting_before(end):
+            ready = [copy for copy in self._copies if copy.node < end]  # nodes compare by their place in the graph
+            self._copies = [copy for copy in self._copies if not copy.node < end]
+            # What is written to nvme is still being written while the next bucket is updated on the host.
+            meanwhile = [copy for copy in ready if side == HOST and leads_to_nvme(copy)]
+            self._await([copy for copy in ready if copy not in meanwhile])
+            if updated.delayed:
+                self._run_later(updated)
             else:
-                left.append(new)
-            return left
+                self._run(updated, placed, side, meanwhile)
+
+    def finish(self) -> None:
+        """Await what is under way, where the step ends."""
+        with self._step.graph.inserting_before(self._step.output):
+            await_copies(self._step, self._copies)
+        finish(self._step, self._rising)
+
+    def _updated(self, bucket: Bucket, program: UpdateProgram, full: fx.Node | None) -> _Updated:
+        step, plan = self._step, self._plan
+        low, levels = what_is_updated(step, plan, bucket, full, self.known.of(Role.SHARD, bucket))
+        stored, delayed, scalars = add_stored(step, plan, bucket, program, self.known.of(Role.MASTER, bucket))
+        master = stored.get("param")
+        if master is None and tier_of(low) != DEVICE:
+            stored["param"] = low
+        scalars[_HYPER] = add_hyperparameters(step, bucket, program)
+        return _Updated(bucket, program, low, levels, stored, master, delayed, scalars)
+
+    def _place(self, updated: _Updated, full: fx.Node | None) -> fx.Node:
+        """The node before which the update stands."""
+        step, levels = self._step, updated.levels
+        if step.updates_begin is not None:
+            return step.output
+        reduced = step.reduced[updated.bucket.index]
+        # A gather reads the slice until it is done; its own readers, the release among them, come after that.
+        gathered = levels[0].into if levels else updated.low
+        readers = consumers(full) if full is not None else _readers_of_gathered(gathered)
+        return end_of_unit(step, max([reduced, *consumers(reduced), *readers])).next
+
+    def _run_later(self, updated: _Updated) -> None:
+        """Let the host run the update by itself, once it is done with that of the step before."""
+        step, bucket, low, master = self._step, updated.bucket, updated.low, updated.master
+        assert master is not None, "what is updated on the host, and lives on the device, has a master there"
+        insert_call(step.graph, ops.settle, (bucket.index,), updated.where, name=f"settled_{bucket.index}")
+        new = copy_into(step, bucket, low, updated.delayed.get("low", master))
+        self._copies.append(copy_into(step, bucket, updated.delayed["grad"], step.reduced[bucket.index]))
+        known = updated.stored | updated.scalars | updated.delayed
+        _update_later(step, bucket, updated.program, known, updated.where)
+        self._leave([new], at_once=bool(updated.levels))  # the gather below reads it
+        self._rising += start(step, bucket, updated.levels)
+
+    def _run(self, updated: _Updated, placed: PlacedStates, side: str, meanwhile: Sequence[Started]) -> None:
+        """Run the update on ``side`` where it stands; the copies that it runs ``meanwhile`` are awaited after it."""
+        step, bucket, low = self._step, updated.bucket, updated.low
         tensors = placed.await_reloads()
-        grad = reduced
-        if on_host and tier_of(reduced) == DEVICE:
-            grad = start_descent(step, bucket, reduced).finish(step)
-        tier = HOST if on_host else DEVICE
+        known = {"param": low, **tensors, **updated.scalars, "grad": self._gradient(updated, side)}
+        _inline(step, updated.program, known, updated.where, side)
+        self._await(meanwhile)
+        up = [] if updated.master is None else new_values(step, bucket, low, tensors["param"], side)
+        self._leave(up, at_once=bool(updated.levels))  # the gather below reads it
+        self._leave(placed.write_back(tensors), at_once=placed.at_once)
+        self._rising += start(step, bucket, updated.levels)
+
+    def _gradient(self, updated: _Updated, side: str) -> fx.Node:
+        """The reduced gradient as the update reads it on ``side``: in its dtype, unscaled and clipped."""
+        step, bucket, where = self._step, updated.bucket, updated.where
+        grad = step.reduced[bucket.index]
+        if side == HOST and tier_of(grad) == DEVICE:
+            grad = start_descent(step, bucket, grad).finish(step)
         if tensor(grad).dtype != bucket.dtype:
-            grad = set_tier(insert_call(graph, _aten._to_copy.default, (grad,), where, {"dtype": bucket.dtype}), tier)
-        for factor in factors.get(tier, ()):
-            set_tier(insert_call(graph, _aten.mul_.Tensor, (grad, factor), where), tier)
-        _inline(step, program, {"param": low, **tensors, **scalars, "grad": grad}, where, tier)
-        written |= await_copies(step, meanwhile)
-        if master is not None:
-            up = new_values(step, bucket, low, tensors["param"], side)
-            if levels:
-                await_copies(step, up)  # the gather below reads it
-            else:
-                left += up
-        down = placed.write_back(tensors)
-        if placed.at_once:
-            await_copies(step, down)
+            cast = insert_call(step.graph, _aten._to_copy.default, (grad,), where, {"dtype": bucket.dtype})
+            grad = set_tier(cast, side)
+        for factor in self._factors.get(side, ()):
+            set_tier(insert_call(step.graph, _aten.mul_.Tensor, (grad, factor), where), side)
+        return grad
+
+    def _await(self, copies: Sequence[Started]) -> None:
+        self._written |= await_copies(self._step, copies)
+
+    def _leave(self, copies: Sequence[Started], *, at_once: bool) -> None:
+        """Await copies ``at_once``, or else where a later update stands."""
+        if at_once:
+            await_copies(self._step, copies)
         else:
-            left += down
-        rising += start(step, bucket, levels)
-    return left
+            self._copies += copies
 
 
 def _factors(step: StepGraph) -> dict[str, list[fx.Node]]:
@@ -230,38 +276,6 @@ def _on_host(step: StepGraph, plan: Plan, factors: Sequence[fx.Node]) -> dict[st
     return {HOST: copies}
 
 
-def _add_stored(
-    step: StepGraph, plan: Plan, bucket: Bucket, program: UpdateProgram, known: _Known
-) -> tuple[dict[str, fx.Node], dict[str, fx.Node], dict[str, fx.Node]]:
-    """What stays of a bucket between steps besides its parameters: states, and the master as ``param`` if there is one;
-    what a delayed update has on the host; and the scalar states that a kernel reads on the device."""
-    decision, local = state_decision(plan, bucket), bucket.updated_numel(plan.stage)
-    master = known.placeholders.get((Role.MASTER, bucket.index))
-    on_host = decision is not None and decision.update == HOST
-    if master is None and on_host and parameter_tier(plan, bucket) == DEVICE:
-        master = add_master(step, bucket, local)
-    stored = _add_states(step, bucket, program, local) | ({} if master is None else {"param": master})
-    for node in stored.values():
-        set_tier(node, DEVICE if decision is None else decision.tier)
-    delayed = _add_delayed(step, bucket, local) if decision is not None and decision.delayed else {}
-    return stored, delayed, _add_scalars(step, bucket, program)
-
-
-def _add_delayed(step: StepGraph, bucket: Bucket, local: int) -> dict[str, fx.Node]:
-    """What stays on the host from one step to the next for a delayed update: the gradient as it is reduced, and the
-    parameters' new values in the compute dtype where the master has them in another."""
-    dtypes = {"grad": bucket.reduce_dtype} | ({"low": bucket.compute_dtype} if bucket.has_master else {})
-    return {
-        name: set_tier(
-            step.add_placeholder(
-                f"{name}_{bucket.index}_host", Placeholder(Role.DELAYED, name, bucket.index), (local,), dtype
-            ),
-            HOST,
-        )
-        for name, dtype in dtypes.items()
-    }
-
-
 def _update_later(
     step: StepGraph, bucket: Bucket, program: UpdateProgram, known: Mapping[str, fx.Node], where: Origin
 ) -> None:
@@ -277,37 +291,6 @@ def _update_later(
         added.append(set_tier(cast, HOST))
     for node in added:
         set_delayed(node, bucket.index)
-
-
-def _add_states(step: StepGraph, bucket: Bucket, program: UpdateProgram, local: int) -> dict[str, fx.Node]:
-    return {
-        state.name: step.add_placeholder(
-            f"{state.name}_{bucket.index}", Placeholder(Role.STATE, state.name, bucket.index), (local,), state.dtype
-        )
-        for state in program.states
-    }
-
-
-def _add_scalars(step: StepGraph, bucket: Bucket, program: UpdateProgram) -> dict[str, fx.Node]:
-    """The scalar states that a kernel reads on the device."""
-    scalars = {}
-    for scalar in program.scalar_states:
-        if scalar.name in program.tensor_scalars:
-            assert scalar.dtype is not None, "what a kernel reads on the device is a tensor"
-            scalars[scalar.name] = step.add_placeholder(
-                f"{scalar.name}_{bucket.index}", Placeholder(Role.SCALAR_STATE, scalar.name, bucket.index), (),
-                scalar.dtype,
-            )  # fmt: skip
-    return scalars
-
-
-def _add_hyperparameters(step: StepGraph, bucket: Bucket, program: UpdateProgram) -> fx.Node:
-    """This step's scalars."""
-    with step.graph.inserting_after(step.last_placeholder()):
-        return insert_call(
-            step.graph, ops.hyperparameters, (bucket.index, program.num_scalars), Origin(bucket.name, Phase.UPDATE),
-            name=f"hyper_{bucket.index}",
-        )  # fmt: skip
 
 
 def _inline(

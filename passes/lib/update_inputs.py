@@ -1,0 +1,80 @@
+"""Placeholders of the update pass: states, masters and scalars, which stay between steps, and hyperparameters."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.buckets import Bucket
+from zerofx.ir.edit import insert_call
+from zerofx.ir.facts import DEVICE, Origin, Phase, Placeholder, Role, set_tier
+from zerofx.ir.graph import StepGraph
+from zerofx.optimizers import UpdateProgram
+from zerofx.passes.lib.placed_states import HOST, state_decision
+from zerofx.passes.shard import add_master, parameter_tier
+from zerofx.scheduler.plan.plan import Plan
+
+
+def add_stored(
+    step: StepGraph, plan: Plan, bucket: Bucket, program: UpdateProgram, master: fx.Node | None
+) -> tuple[dict[str, fx.Node], dict[str, fx.Node], dict[str, fx.Node]]:
+    """What stays of a bucket between steps besides its parameters: states, and the master as ``param`` if there is one;
+    what a delayed update has on the host; and the scalar states that a kernel reads on the device.
+
+    ``master``: the placeholder of the master that is there already, if there is one.
+    """
+    decision, local = state_decision(plan, bucket), bucket.updated_numel(plan.stage)
+    on_host = decision is not None and decision.update == HOST
+    if master is None and on_host and parameter_tier(plan, bucket) == DEVICE:
+        master = add_master(step, bucket, local)
+    stored = _add_states(step, bucket, program, local) | ({} if master is None else {"param": master})
+    for node in stored.values():
+        set_tier(node, DEVICE if decision is None else decision.tier)
+    delayed = _add_delayed(step, bucket, local) if decision is not None and decision.delayed else {}
+    return stored, delayed, _add_scalars(step, bucket, program)
+
+
+def _add_delayed(step: StepGraph, bucket: Bucket, local: int) -> dict[str, fx.Node]:
+    """What stays on the host from one step to the next for a delayed update: the gradient as it is reduced, and the
+    parameters' new values in the compute dtype where the master has them in another."""
+    dtypes = {"grad": bucket.reduce_dtype} | ({"low": bucket.compute_dtype} if bucket.has_master else {})
+    return {
+        name: set_tier(
+            step.add_placeholder(
+                f"{name}_{bucket.index}_host", Placeholder(Role.DELAYED, name, bucket.index), (local,), dtype
+            ),
+            HOST,
+        )
+        for name, dtype in dtypes.items()
+    }
+
+
+def _add_states(step: StepGraph, bucket: Bucket, program: UpdateProgram, local: int) -> dict[str, fx.Node]:
+    return {
+        state.name: step.add_placeholder(
+            f"{state.name}_{bucket.index}", Placeholder(Role.STATE, state.name, bucket.index), (local,), state.dtype
+        )
+        for state in program.states
+    }
+
+
+def _add_scalars(step: StepGraph, bucket: Bucket, program: UpdateProgram) -> dict[str, fx.Node]:
+    """The scalar states that a kernel reads on the device."""
+    scalars = {}
+    for scalar in program.scalar_states:
+        if scalar.name in program.tensor_scalars:
+            assert scalar.dtype is not None, "what a kernel reads on the device is a tensor"
+            scalars[scalar.name] = step.add_placeholder(
+                f"{scalar.name}_{bucket.index}", Placeholder(Role.SCALAR_STATE, scalar.name, bucket.index), (),
+                scalar.dtype,
+            )  # fmt: skip
+    return scalars
+
+
+def add_hyperparameters(step: StepGraph, bucket: Bucket, program: UpdateProgram) -> fx.Node:
+    """This step's scalars."""
+    with step.graph.inserting_after(step.last_placeholder()):
+        return insert_call(
+            step.graph, ops.hyperparameters, (bucket.index, program.num_scalars), Origin(bucket.name, Phase.UPDATE),
+            name=f"hyper_{bucket.index}",
+        )  # fmt: skip
