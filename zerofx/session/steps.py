@@ -22,7 +22,6 @@ from zerofx.capture.traceable import tracing_device
 from zerofx.capture.tracing_settings import dtype_settings
 from zerofx.capture.values.constant_arguments import ConstantArguments
 from zerofx.codegen.cpu.extras import CHANNELS
-from zerofx.codegen.kernels.current_device import on_device
 from zerofx.driver.asked import machine_at_hand
 from zerofx.driver.driver import build_step
 from zerofx.driver.given_plan import take_plan
@@ -32,7 +31,7 @@ from zerofx.driver.shardings import check_digests, digest_of
 from zerofx.errors import UsageError, ZeroFXError, warn
 from zerofx.ir.batch import Batch
 from zerofx.lengths.padded_batches import PaddedBatches
-from zerofx.lowering.load import CompiledStep, load_step, read_edited
+from zerofx.lowering.load import CompiledStep
 from zerofx.mesh_option import AUTO, mesh_for
 from zerofx.options import CompileOptions
 from zerofx.progress import watched
@@ -47,6 +46,7 @@ from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import Target
 from zerofx.session.awaited import Awaited
+from zerofx.session.edited import EditedStep
 from zerofx.session.ending import end_connections, let_go
 from zerofx.session.guards import ModeWatch, NumberWatch
 from zerofx.session.lending.lenders import Lenders
@@ -100,7 +100,7 @@ class Steps:
         owner.lend(self)
         self.values = Values(model, options.weights, life.control)
         self.scaler = None if options.loss_scale is None else LossScaler(options.loss_scale)
-        self._loaded: Path | None = None
+        self._edited = EditedStep()
         self._waits_for_kernels = False
         self._sizes = None if options.lengths is None else KnownSizes()
         self.num_made = 0  # times that the model was given back, to be taken over anew
@@ -225,7 +225,7 @@ class Steps:
             taken.give_back()
         let_go(self.model, taken.guards)
         absence = end_connections(taken, self.life)
-        self.taken, self._loaded = None, None
+        self.taken, self._edited = None, EditedStep()
         self.num_made += 1
         self.shapes.forget()
         if absence is not None:
@@ -298,11 +298,7 @@ class Steps:
                 "nothing that is made can be trained: leave it first"
             )
         self.shapes.announce(form, described)
-        if self._loaded is not None:
-            warn(
-                f"the edited step {self._loaded} runs for the batch shape and optimizer options it was loaded for; "
-                f"this call has others and runs a newly generated step"
-            )
+        self._edited.warn_of_another()
         self.choose_mesh(batch, options)
         with self.capturing():
             request = self.request(batch, options)
@@ -343,8 +339,8 @@ class Steps:
         """Why the kernels of ``compiled`` are not launched as CUDA graphs; empty where they may be."""
         if self.options.cuda_graphs is False:
             return "cuda_graphs=False"
-        if self._loaded is not None and compiled.source_path == self._loaded:
-            return f"every line of {self._loaded} is to run in every step"
+        if edited := self._edited.obstacle(compiled):
+            return edited
         assert self.machine is not None, "a compiled step has been planned for one"
         budget = budget_bytes(self.options.memory_budget, self.machine)
         return machine_obstacle(self.device) or step_obstacle(compiled.lowered, self.device, budget)
@@ -385,16 +381,6 @@ class Steps:
             PlanError: the file cannot be loaded; the step runs as before.
             CompilerError: an edited region cannot be compiled; the step runs as before.
         """
-        functions = compiled.emitted.functions
-        text = self._control.attempt("load an edited step", lambda: read_edited(path, functions))
-        self._control.agree("load an edited step", text, "edited step", "Give every rank the same file.")
         assert self.machine is not None, "a captured step has one"
         target = Target.of(self.machine, self.options, self._settings, self.device, on_cpu=is_on_cpu(self.device))
-        with on_device(self.device):
-            loaded = load_step(text, str(path), compiled.regions, functions, target, self._control, edited=True)
-        replaced = replace(
-            compiled, function=loaded.function, updates=loaded.updates, source_path=Path(path),
-            emitted=replace(compiled.emitted, source=text),
-        )  # fmt: skip
-        self.shapes.replace(compiled, replaced)
-        self._loaded = Path(path)
+        self.shapes.replace(compiled, self._edited.load(path, compiled, target, self._control))
