@@ -166,14 +166,7 @@ class Step(Whole, Reported):
         try:
             with self._last.running(taken.device), torch.no_grad():
                 taken.runtime.begin(advance.values, agreed)
-                count_all(batch, taken.runtime)
-                state = taken.tensors(compiled.arguments)
-                arguments = (taken.runtime, state, batch_tensors(compiled.arguments, batch, self.options.compute_dtype))
-                if self._meter is None:
-                    outcome = self._graphs.run(compiled, *arguments)
-                else:
-                    function = compiled.function_for(taken.runtime)
-                    outcome = self._meter(function, compiled.emitted.functions, *arguments)
+                results = self._computed(compiled, taken, batch)
                 taken.runtime.end()
         except NonFiniteGradientsError:
             self._steps.gradients.put()
@@ -191,7 +184,6 @@ class Step(Whole, Reported):
             if failure is not error:
                 raise failure from error
             raise
-        results = list(outcome) if isinstance(outcome, tuple) else [outcome]
         self._steps.gradients.put()
         self._last.note(results[0], given, self._steps.mesh)
         self._count(results[0])
@@ -199,6 +191,18 @@ class Step(Whole, Reported):
         taken.finish_step(self.options.delayed_update or 0, self.num_steps, compiled.plan)
         seeds.end(taken.device)
         return self._returned(compiled, taken, results)
+
+    def _computed(self, compiled: CompiledStep, taken: TakenOver, batch: Batch) -> list[torch.Tensor]:
+        """What a step computes of a batch."""
+        count_all(batch, taken.runtime)
+        state = taken.tensors(compiled.arguments)
+        arguments = (taken.runtime, state, batch_tensors(compiled.arguments, batch, self.options.compute_dtype))
+        if self._meter is None:
+            outcome = self._graphs.run(compiled, *arguments)
+        else:
+            function = compiled.function_for(taken.runtime)
+            outcome = self._meter(function, compiled.emitted.functions, *arguments)
+        return list(outcome) if isinstance(outcome, tuple) else [outcome]
 
     def _let_go_of_what_was_built(self) -> None:
         """Before the model is taken over anew."""
