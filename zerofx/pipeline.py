@@ -68,8 +68,9 @@ class Listed:
     """A rewrite in the list: its class, and what this page knows of it.
 
     ``decisions`` are those of a plan that it carries out: fields of ``Plan``, with the fields of each decision there
-    (none: the field itself). Every decision is carried out by one rewrite. ``when``: for which plans, and whether for
-    guarded steps, it is run at all; others leave it nothing to do. ``optional``: ``ZEROFX_DISABLE`` may name it.
+    (none: the field itself). Every decision is carried out by one rewrite. ``when``, of a plan and whether the
+    step is guarded: whether the rewrite is run; where it is not, it would change nothing. ``optional``:
+    ``ZEROFX_DISABLE`` may name it.
     """
 
     kind: type[Any]

@@ -95,10 +95,10 @@ class Prefixes:
         return tried[best], self.at(best)[1]
 
     def fitting(self, budget: int) -> Plan | None:
-        """The plan of a length that fits where one move fewer does not, but for moves that cost nothing, which are made
-        in any case; None where not even all moves do.
+        """The plan of a length that fits, one move fewer being too few; None where not even all moves are enough.
 
-        It is looked for where enough bytes should be free, going by what the moves tried so far have really freed.
+        Moves that cost nothing are always made. The length is looked for where enough bytes should be free, going by
+        what the moves tried so far have really freed.
         """
         length = self._shortest(budget)
         self._fitting = length or 0

@@ -1,11 +1,10 @@
 """A cache on disk of texts that took long to compute, by key.
 
 An entry is data, never code. It carries its own hash, so that what is truncated, damaged or of another kind counts as
-absent and is written anew; so does an entry whose hash is right and
-which cannot be read back (``read_as``). The folder is the
-user's own, or root's (``own_files.py``): one that others can write to is not used. Files are replaced as a whole: any
-number of processes may read and write one folder. Other files in it are left alone: only files named like entries
-are deleted to make space.
+absent and is written anew; an entry counts as absent, too, where its hash is right and its text does not parse
+(``read_as``). The folder is the user's own, or root's (``own_files.py``): one that others can write to is not used.
+Files are replaced as a whole: any number of processes may read and write one folder. Other files in it are left alone:
+only files named like entries are deleted to make space.
 """
 
 from __future__ import annotations

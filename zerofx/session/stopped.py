@@ -1,4 +1,4 @@
-"""What becomes of a step that has stopped on its way: undone where it can be, and told to all ranks where it cannot."""
+"""What becomes of a step that failed: what was not updated is not counted, and the other ranks are told."""
 
 from __future__ import annotations
 
