@@ -1,0 +1,193 @@
+"""Flat parameters of a step read and written whole: gathered from all ranks, shown in the model, and taken from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from zerofx.ir.buckets import Bucket, BucketLayout, Slot
+from zerofx.ir.facts import DEVICE
+from zerofx.ir.parameters import Strides
+from zerofx.runtime.comm.communicators import Communicators
+from zerofx.runtime.state.bucket_state import BucketState
+from zerofx.runtime.state.weights import whole_bucket
+from zerofx.runtime.tiers.stored import Stored
+from zerofx.runtime.tiers.tiers import Tiers
+from zerofx.scheduler.plan.mesh import AXES, MODEL, Axes
+
+
+class WholeBuckets:
+    """The buckets of a model, of which each rank holds what a step's layout and stage say."""
+
+    def __init__(
+        self, model: nn.Module, layout: BucketLayout, stage: int, communicators: Communicators, tiers: Tiers
+    ) -> None:
+        self.layout = layout.of_rank(communicators.world.rank if communicators.world is not None else 0)
+        self.stage = stage
+        self.model = model
+        self.device = tiers.device
+        self._communicators = communicators
+        self._transport = communicators.world
+        self._tiers = tiers
+        self._tensors = dict(model.named_parameters())
+        self.buckets: list[BucketState] = []
+
+    @property
+    def sharded(self) -> bool:
+        """Whether other ranks update parts of what this one does not."""
+        return any(bucket.is_cut(self.stage) for bucket in self.layout.buckets)
+
+    @property
+    def resident(self) -> bool:
+        """Whether the model's parameters are whole, in their own dtype, on the device."""
+        on_device = all(state.tier == DEVICE and not state.delayed for state in self.buckets)
+        in_place = on_device and not self.layout.has_slices and not self.layout.has_model_parts
+        are_whole = not any(bucket.is_gathered(self.stage) for bucket in self.layout.buckets)
+        return are_whole and in_place and not any(bucket.has_master for bucket in self.layout.buckets)
+
+    def hide_parameters(self) -> None:
+        """Show the model its parameters where they are whole, or NaN where they are not."""
+        resident = self.resident
+        for bucket, state in zip(self.layout.buckets, self.buckets, strict=True):
+            for slot in bucket.slots:
+                if resident:
+                    assert state.full is not None
+                    self._tensors[slot.source].data = slot.shown(state.full)
+                else:
+                    tensor = self._tensors[slot.source]
+                    nothing = torch.full((), float("nan"), dtype=tensor.dtype, device=self.device)
+                    tensor.data = nothing.expand(tensor.shape)
+
+    def strides(self) -> Strides:
+        """Those of the parameters as a step reads them: NaN that takes no memory has others."""
+        return {id(self._tensors[slot.source]): slot.shown_stride for _, _, slot in self.slots()}
+
+    def show_parameters(self) -> None:
+        """Give the model its whole parameters, gathered from all ranks, in their own dtype."""
+        for bucket in self.layout.buckets:
+            stored = self.buckets[bucket.index].stored
+            whole = self.gather(bucket, self.load(stored))
+            if whole is stored and not self.resident:
+                # What is shown is a copy there too: changes that are not written back are dropped everywhere.
+                whole = whole.clone()
+            for slot in bucket.slots:
+                tensor = self._tensors[slot.source]
+                if slot.whole is None:
+                    tensor.data = self.shown(slot, whole)
+                    continue
+                if slot.first_row == 0:
+                    tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+                slot.box(tensor.data).copy_(slot.view(whole))
+
+    def write_back(self) -> None:
+        """Take the model's whole parameters as the values to train on from (rank by rank its own slice)."""
+        for bucket in self.layout.buckets:
+            self.write_bucket(bucket, whole_bucket(bucket, self._tensors, self.device))
+
+    def write_bucket(self, bucket: Bucket, whole: torch.Tensor) -> None:
+        """Take a flat tensor ``[bucket.numel]`` as the values of a bucket to train on from."""
+        state, mine = self.buckets[bucket.index], self.slice(bucket, whole)
+        if isinstance(state.master, Stored):
+            state.master = self._put(state, mine.clone())
+        elif state.master is not None:
+            state.master.copy_(mine)
+        if isinstance(state.low, Stored):
+            state.shard = self._tiers.hold(mine.to(bucket.compute_dtype), state.tier)
+        else:
+            state.low.copy_(mine)
+        if state.full is not None and state.full is not state.low:
+            state.full.copy_(whole)
+        if state.full is None and state.part is not None:
+            assert isinstance(state.shard, torch.Tensor)
+            first, last = self._kept(bucket)
+            state.shard.copy_(whole[first:last])
+        if "low" in state.delayed:
+            state.delayed["low"] = self._tiers.hold(mine.to(bucket.compute_dtype), "host")
+
+    def complete(self, bucket: Bucket, state: BucketState) -> None:
+        """Bring what a bucket has on the device besides what this rank updates up to date. Collective."""
+        if not bucket.is_cut(self.stage):
+            return
+        if state.part is not None:
+            self._gather_into(state.shard if state.shard is not None else state.full, state.part, bucket.parts_over)
+        if state.full is not None and state.shard is not None:
+            self._gather_into(state.full, state.shard, bucket.gathered_over)
+
+    def gather(self, bucket: Bucket, stored: torch.Tensor) -> torch.Tensor:
+        """A flat tensor ``[bucket.numel]`` from what every rank updates; the tensor itself where all hold it whole."""
+        if bucket.is_cut(self.stage):
+            for axes in (bucket.parts_over, bucket.gathered_over):
+                size = bucket.mesh.size(axes)
+                if size > 1:
+                    stored = self._gather_into(stored.new_empty(stored.numel() * size), stored, axes)
+        return stored
+
+    def shown(self, slot: Slot, full: torch.Tensor) -> torch.Tensor:
+        """A parameter, or a state of it, of the model's shape, from the flat tensor ``[bucket.numel]`` that it lies in.
+
+        Collective for one that lies in parts on the model axis; else a view.
+        """
+        if slot.part is None:
+            return slot.shown(full)
+        own = slot.view(full).reshape(-1)
+        parts = self._gather_into(own.new_empty(slot.num_parts * own.numel()), own, MODEL)
+        whole = own.new_empty(slot.whole_shape)
+        for index, part in enumerate(parts.view(slot.num_parts, *slot.shape)):
+            place = replace(slot, part_index=index)
+            place.box(whole).copy_(place.boxed(part))
+        return torch.view_as_complex(whole) if slot.is_complex else whole
+
+    def slice(self, bucket: Bucket, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank updates of a flat tensor ``[bucket.numel]``; a view, or all of it where all hold it whole."""
+        if not bucket.is_cut(self.stage):
+            return whole
+        first = bucket.first_of_part(self._rank)
+        return whole[first : first + bucket.part_numel]
+
+    def load(self, stored: torch.Tensor | Stored) -> torch.Tensor:
+        """A tensor that is on the device, or a copy there of one that is not."""
+        return stored if isinstance(stored, torch.Tensor) else self._tiers.load(stored)
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """The model's distinct parameters by name, as they are now (whole, or without values)."""
+        return self._tensors
+
+    def parameter(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def slots(self) -> Iterator[tuple[Bucket, BucketState, Slot]]:
+        for bucket, state in zip(self.layout.buckets, self.buckets, strict=True):
+            for slot in bucket.slots:
+                yield bucket, state, slot
+
+    def number_along(self, axis: str) -> int:
+        """This rank's number on an axis of the mesh."""
+        (known,) = (known for known in AXES if known == axis)
+        return self.layout.mesh.place(self._rank, known)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Give a tensor rank 0's values on all ranks. Collective."""
+        if self._transport is not None and tensor.numel():
+            self._transport.broadcast([tensor])
+
+    def _put(self, state: BucketState, value: torch.Tensor) -> torch.Tensor | Stored:
+        return value if state.decision is None else self._tiers.hold(value, state.decision.tier)
+
+    def _gather_into(self, full: torch.Tensor | Stored | None, own: torch.Tensor | Stored, axes: Axes) -> torch.Tensor:
+        assert isinstance(full, torch.Tensor) and isinstance(own, torch.Tensor), "what is gathered is on the device"
+        return self._communicators.along(axes).all_gather_into(full, own).finish(None)
+
+    @property
+    def _rank(self) -> int:
+        return self._transport.rank if self._transport is not None else 0
+
+    def _kept(self, bucket: Bucket) -> tuple[int, int]:
+        """The first element that this rank keeps of a bucket's flat buffer, and the one after the last."""
+        if not bucket.is_gathered(self.stage):
+            return 0, bucket.numel
+        first = bucket.first_of_slice(self._rank)
+        return first, first + bucket.shard_numel
