@@ -159,8 +159,7 @@ class Step(Whole, Reported):
         compiled, taken, advance, agreed = self._steps.of(batch, RUNNING, num_micro_batches)
         batch = self._rungs.dealt(batch, given, compiled)
         taken.place(compiled.plan)
-        seeds = self._steps.seeds
-        seeds.begin(taken.device, self._steps.mesh, agreed, draws_together=compiled.draws_together)
+        self._steps.seeds.begin(taken.device, self._steps.mesh, agreed, draws_together=compiled.draws_together)
         versions = taken.versions()
         advance.swap(taken.state)
         try:
@@ -189,19 +188,17 @@ class Step(Whole, Reported):
         self._count(results[0])
         taken.update_scale(is_finite=True)
         taken.finish_step(self.options.delayed_update or 0, self.num_steps, compiled.plan)
-        seeds.end(taken.device)
+        self._steps.seeds.end(taken.device)
         return self._returned(compiled, taken, results)
 
     def _computed(self, compiled: CompiledStep, taken: TakenOver, batch: Batch) -> list[torch.Tensor]:
-        """What a step computes of a batch."""
         count_all(batch, taken.runtime)
         state = taken.tensors(compiled.arguments)
         arguments = (taken.runtime, state, batch_tensors(compiled.arguments, batch, self.options.compute_dtype))
         if self._meter is None:
             outcome = self._graphs.run(compiled, *arguments)
         else:
-            function = compiled.function_for(taken.runtime)
-            outcome = self._meter(function, compiled.emitted.functions, *arguments)
+            outcome = self._meter(compiled.function_for(taken.runtime), compiled.emitted.functions, *arguments)
         return list(outcome) if isinstance(outcome, tuple) else [outcome]
 
     def _let_go_of_what_was_built(self) -> None:
