@@ -15,6 +15,7 @@ from gpt import GPT
 from tests.lib.graphs import prepare
 from tests.lib.lowered import Deep, lowered
 from tests.lib.models import adamw
+from tests.lib.runs.sharing import SHARING
 from zerofx.codegen.regions import regions_of
 from zerofx.driver.plan_only import plan
 from zerofx.ir.graph import StepGraph
@@ -46,6 +47,21 @@ def test_distinct_regions_do_not_grow_with_depth(stage: int, world_size: int) ->
     shallow, deep = _regions(4, stage, world_size), _regions(12, stage, world_size)
     assert deep.distinct == shallow.distinct
     assert deep.all > 2 * shallow.all
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"model": 2}, pytest.param({"shard": 2, "model": 2}, marks=pytest.mark.slow)], ids=str
+)
+def test_nor_where_ranks_share_layers(mesh: dict[str, int]) -> None:
+    num_distinct, num_shardings = set[int](), list[int]()
+    for depth in (2, 6):
+        with torch.device("meta"):
+            model, ids = GPT(vocab=64, dim=64, depth=depth, heads=4, block=128), torch.zeros(1, 128, dtype=torch.long)
+        planned = plan(model, adamw(model), (ids, ids), mesh=mesh, machine=SHARING, backend="inductor")
+        num_distinct.add(planned.num_distinct_regions)
+        num_shardings.append(len(planned.plan.shardings))
+    assert len(num_distinct) == 1
+    assert num_shardings[1] > 2 * num_shardings[0]
 
 
 @pytest.mark.slow
