@@ -28,8 +28,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Several test processes share the cores, and results must not depend on how many there are.
-    torch.set_num_threads(1)
     # What an earlier run has left is no part of a test, nor of the processes that it starts.
     os.environ["ZEROFX_CACHE_DIR"] = "0"
     # Nor are generated steps to be left in the folder of whoever runs tests. Triton builds in the home folder
@@ -59,6 +57,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 # Around the whole of a test, with the fixtures of its module.
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    # Several test processes share the cores, and results must not depend on how many there are. Each test is told so,
+    # since libraries that an earlier one has called (Lightning) set it for the whole process.
+    torch.set_num_threads(1)
     with own_captures() if item.get_closest_marker("captures") else shared_captures():
         return (yield)
 
