@@ -15,17 +15,17 @@ def collecting_recent_garbage_only() -> Iterator[None]:
 
     Building a step makes so many objects that the collector goes through all of them several times. Those of torch and
     of the libraries around it are a million, none of them garbage; those of a graph are garbage all at once, after
-    thousands have been made. Where the caller has frozen objects already, they stay, and nothing is done.
+    thousands have been made. Where the caller has frozen objects already, these stay frozen, and no others are.
     """
-    if gc.get_freeze_count():
-        yield
-        return
     thresholds = gc.get_threshold()
-    gc.freeze()
+    freezes = not gc.get_freeze_count()
+    if freezes:
+        gc.freeze()
     if gc.isenabled() and thresholds[0]:
         gc.set_threshold(max(thresholds[0], _SELDOM), *thresholds[1:])
     try:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()

@@ -14,6 +14,7 @@ from torch import nn
 
 from zerofx.capture.objective.counted import COUNTS
 from zerofx.capture.objective.evaluation import Evaluation
+from zerofx.driver.garbage import collecting_recent_garbage_only
 from zerofx.errors import UsageError, warn
 from zerofx.ir.batch import Batch
 from zerofx.ladder import AUTO, Ladder, ladder_up_to
@@ -103,8 +104,9 @@ class PaddedBatches:
         self.ladder = ladder_up_to(longest) if longest is not None else asked  # type: ignore[assignment]  # no word
         sizes = self._agree(batch)
         self._check_length(sizes)
-        self.filling = self._found(batch, axes)
-        gc.collect()  # what autograd holds of a trial in cycles: parameters that are about to get values
+        with collecting_recent_garbage_only():
+            self.filling = self._found(batch, axes)
+            gc.collect()  # what autograd holds of a trial in cycles: parameters that are about to get values
         if self.filling.makes_mask:
             self.axes = masked_axes(axes)
         self.known = self.ladder.sizes(sizes.samples * num_micro_batches)

@@ -268,7 +268,8 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, Any, str]]:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+    # Names that nobody can write are those of tools that rewrite code: of pytest, whose own lead to all tests of a run.
+    yield from (name for name in code.co_names if name.isidentifier())
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in(constant)

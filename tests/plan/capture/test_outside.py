@@ -1,0 +1,33 @@
+"""What a function is taken to reach: what its code names."""
+
+from __future__ import annotations
+
+import ast
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from zerofx.capture.outside.outside import Outside
+
+
+def function_that_names(name: str, value: Any) -> Any:
+    """A function whose code has a global by a name that nobody can write, as pytest's own in an ``assert``."""
+    tree = ast.parse("def forward(x):\n    return tool.scale * x")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == "tool":
+            node.id = name
+    namespace: dict[str, Any] = {name: value, "__name__": "somewhere"}
+    exec(compile(tree, "somewhere", "exec"), namespace)
+    return namespace["forward"]
+
+
+class Tool(SimpleNamespace):
+    scale: torch.Tensor
+
+
+def test_what_a_tool_has_written_into_code_is_not_gone_through() -> None:
+    tool = Tool(scale=torch.ones(1))
+    for name, is_reached in (("tool", True), ("@tool", False)):
+        forward = function_that_names(name, tool)
+        assert any(value is tool.scale for _, value in Outside(forward, "forward").reachable()) is is_reached
