@@ -359,7 +359,7 @@ class Steps:
         """What the latest step leaves of the host budget; None where there is no limit."""
         assert self.machine is not None and self.shapes.latest is not None, "a step has been captured"
         limit = host_budget_bytes(self.options.host_budget, self.machine)
-        return None if limit is None else limit - self.shapes.latest.simulation.live.host_block_bytes
+        return None if limit is None else limit - self.shapes.latest.lowered.simulation.live.host_block_bytes
 
     def await_checkpoint(self, awaited: Awaited | None) -> None:
         """Have a checkpoint taken over by the first step that is built, in the place of one that was to be."""
