@@ -39,6 +39,7 @@ from zerofx.torch_private.operators import OpOverload, schema_of
 LARGEST_LITERAL = 64  # elements of a constant that is kept by its values
 TORCH_NAMESPACES = frozenset({"aten", "prims"})  # of operators that are torch's: what they do follows from its version
 OWN_NAMESPACE = "zerofx"  # of those that passes put in
+NAMESPACES = TORCH_NAMESPACES | {OWN_NAMESPACE}  # of those of a step after passes
 _TARGET, _VALUE = 2, 5  # the places of a target, and of a value's number, among what is written of a node
 _PLAIN = (type(None), bool, int, float, str)
 _NAMED: dict[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
