@@ -134,7 +134,7 @@ def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
-def dims_of(node: fx.Node, given: Any, rank: int) -> tuple[int, ...]:
+def dims_of(given: Any, rank: int) -> tuple[int, ...]:
     """The dimensions that an argument names, counted from the front; all where it names none."""
     if given is None or given == []:
         return tuple(range(rank))
