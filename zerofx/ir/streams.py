@@ -63,11 +63,6 @@ def hops_of(node: fx.Node) -> tuple[Hop, ...]:
     return tuple(hops)
 
 
-def passes_through_host(node: fx.Node) -> bool:
-    """Whether a copy between the device and nvme needs a block on the host on its way."""
-    return len(hops_of(node)) > 1
-
-
 def runs_on_host(node: fx.Node) -> bool:
     """Whether a node computes on the host: an update whose states live there."""
     return tier_of(node) == "host" and node.op == "call_function" and node.target not in ops.EVENTS
