@@ -16,8 +16,8 @@ from zerofx.ir.sharding.rule import (
     argument,
     dims_of,
     num_bytes,
-    outputs_of,
     read_tensors,
+    results_of,
     shape_of,
 )
 from zerofx.ir.sharding.shapes import PatternsOf, whole_along
@@ -87,7 +87,7 @@ def _last_two_whole(node: fx.Node) -> list[Pattern]:
 
 def _without_input(node: fx.Node) -> list[Pattern]:
     """Of operators that read a shape at most: what they make lies in any way, whatever lies there."""
-    outputs, inputs = outputs_of(node), read_tensors(node)
+    outputs, inputs = results_of(node), read_tensors(node)
     rank = len(outputs[0].shape) if outputs[0] is not None else 0
     reads: list[Lies] = [None, "sum"] if inputs else [None]
     makes = [Pattern((dim,), (lies,) * len(inputs)) for dim in range(rank) for lies in reads]

@@ -104,7 +104,7 @@ def read_tensors(node: fx.Node) -> list[fx.Node]:
     return [source for source in nodes if isinstance(value(source), Tensor)]
 
 
-def outputs_of(node: fx.Node) -> tuple[Tensor | None, ...]:
+def results_of(node: fx.Node) -> tuple[Tensor | None, ...]:
     """What a call gives: one tensor, or several, or None in the place of one that is left out; of checks nothing."""
     given = node.meta.get("val")
     if isinstance(given, Tensor):
