@@ -202,7 +202,7 @@ def decoded_nodes(rows: Sequence[Sequence[Any]], namespaces: frozenset[str]) -> 
     """The nodes of a graph that ``encoded_nodes`` has written; a target that is no text is the node's name.
 
     Raises:
-        Exception: one of ``disk_cache.MALFORMED``, the rows are nothing that ``encoded_nodes`` has written.
+        Exception: one of ``zerofx.disk.cache.MALFORMED``, the rows are nothing that ``encoded_nodes`` has written.
     """
     graph, nodes = fx.Graph(), list[fx.Node]()
     for op, name, target, args, kwargs, *_ in rows:
