@@ -30,7 +30,7 @@ from zerofx.ir.aliasing import is_view
 from zerofx.ir.facts import origin
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
-from zerofx.ir.sharding.rule import outputs_of
+from zerofx.ir.sharding.rule import results_of
 from zerofx.ir.value_ops import gather_values
 from zerofx.passes.activations.recompute import recompute
 from zerofx.passes.prepare.partition import partition
@@ -148,12 +148,12 @@ def _parameters(step: StepGraph) -> dict[str, Placement]:
 def _pinned(step: StepGraph, ways: ShardingWays, between: Placement) -> Iterator[tuple[fx.Node, Placement]]:
     """What products of the layers give, and how everything lies that is between them, gradients too."""
     norm = next(node for node in step.calls() if node.target is torch.ops.aten.native_layer_norm.default)
-    (stream, *_) = outputs_of(norm)
+    (stream, *_) = results_of(norm)
     assert stream is not None
     for node in step.calls():
         _, _, module = origin(node).layer.partition("layers.")
         inside = module.partition(".")[2]
-        result = next(iter(outputs_of(node)), None)
+        result = next(iter(results_of(node)), None)
         if not module or is_view(node) or ways.classes.first.get(node) not in ways.rules:
             continue
         if node.target is torch.ops.aten.addmm.default:

@@ -47,19 +47,15 @@ from zerofx.units import format_bytes, on_tiers
 
 @dataclass(frozen=True)
 class EmittedStep:
-    """The source of a step, the names of its region functions by region key, and the file as data.
-
-    An edited ``source`` is not what ``file`` says.
-    """
+    """The source of a step, and the file as data; an edited ``source`` is not what ``file`` says."""
 
     source: str
-    functions: dict[str, str]
     file: StepFile = field(repr=False)
 
-    @staticmethod
-    def of(file: StepFile, host_functions: Iterable[str]) -> EmittedStep:
-        """The step that ``file`` is, with ``host_functions``: see ``StepFile.text``."""
-        return EmittedStep(file.text(host_functions), file.functions, file)
+    @property
+    def functions(self) -> dict[str, str]:
+        """The names of region functions by region key."""
+        return self.file.functions
 
 
 def emit(
@@ -93,7 +89,7 @@ def emit(
         body,
         outputs,
     )
-    return EmittedStep.of(file, host_functions)
+    return EmittedStep(file.text(host_functions), file)
 
 
 def _name_regions(instructions: Sequence[Instruction]) -> tuple[dict[str, str], dict[str, Region]]:

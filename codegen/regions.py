@@ -36,8 +36,8 @@ class Region:
     """A run of nodes with the values that enter and leave it, in order of first use and of definition.
 
     ``unit`` is the repeated layer that it is in, or ``""``; ``origin`` is that of its first node that computes.
-    ``own`` are its nodes in the graph's order. ``nodes`` are the lines it has: without views that nothing here reads,
-    and with views of the inputs that were made in an earlier region and are made again here.
+    ``own``: its nodes in the graph, in order. ``nodes``: the lines that are emitted, without views that nothing here
+    reads, and with views of the inputs that were made in an earlier region and are made again here.
     """
 
     own: tuple[fx.Node, ...]

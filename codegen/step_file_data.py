@@ -14,9 +14,8 @@ from typing import Any
 
 from zerofx.codegen.step_file import ITEM, RESERVED, RUNTIME, CallLine, Line, RegionCall, RegionText, Repeated, StepFile
 from zerofx.ir import ops
-from zerofx.ir.serialise import TORCH_NAMESPACES, Name, decoded, encoded, named_operator
+from zerofx.ir.serialise import NAMESPACES, Name, decoded, encoded, named_operator
 
-_NAMESPACES = TORCH_NAMESPACES | {"zerofx"}
 _EVENTS = frozenset(RUNTIME + str(getattr(event, "__name__")).partition(".")[0] for event in ops.EVENTS)  # noqa: B009
 _HOSTS = ("", "host", "host_later")
 _NOTHING = "_"  # what no line reads
@@ -100,7 +99,7 @@ def _line_of_round(data: list[Any] | str, functions: frozenset[str]) -> CallLine
 def _call_of(data: list[Any]) -> CallLine:
     function, args, keywords, targets, unpacks, dead, note = data
     if function and function != ITEM and function not in _EVENTS:
-        named_operator(function, _NAMESPACES)
+        named_operator(function, NAMESPACES)
     arguments = tuple((Name(key).text, decoded(argument)) for key, argument in keywords)
     return CallLine(
         function, tuple(map(decoded, args)), arguments, _names(targets), bool(unpacks), _names(dead), str(note)

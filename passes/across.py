@@ -40,6 +40,7 @@ from zerofx.ir.edit import after, end_of_unit, insert_call, named, past_what_goe
 from zerofx.ir.facts import Job, Origin, Phase, Task, set_task, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.lib.averages import divisors
+from zerofx.passes.lib.own_slice import own_slice
 from zerofx.scheduler.plan.decisions import ReduceDecision
 from zerofx.scheduler.plan.plan import Plan
 
@@ -64,7 +65,7 @@ class Across:
                 )
         # Every hop is started before one is awaited after another's start, as decisions may ask.
         crossing = [(bucket, decision) for bucket, decision in decided if bucket.crosses]
-        sums = {bucket.index: _sum_of_slice(step, bucket) for bucket, _ in crossing}
+        sums = {bucket.index: own_slice(step, bucket) for bucket, _ in crossing}
         started = {bucket.index: _start(step, plan, bucket, sums[bucket.index]) for bucket, _ in crossing}
         started_after = {decision.wait_after: started[bucket.index] for bucket, decision in crossing}
         for bucket, decision in crossing:
@@ -75,16 +76,6 @@ class Across:
                 return max(node, cross, started_after.get(name, cross))  # nodes compare by their place in the graph
 
             _finish(step, plan, bucket, sums[bucket.index], cross, decision, place)
-
-
-def _sum_of_slice(step: StepGraph, bucket: Bucket) -> fx.Node:
-    """What the first hop has left, whether or not all ranks gather it then."""
-    reduced = step.reduced[bucket.index]
-    gather = reduced.args[0]
-    if isinstance(gather, fx.Node) and gather.target is ops.all_gather_into:
-        assert isinstance(gather.args[1], fx.Node)
-        return gather.args[1]
-    return reduced
 
 
 def _stays_in_slice(plan: Plan, bucket: Bucket) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from zerofx.errors import PlanError
 from zerofx.ir.edit import named
 from zerofx.ir.facts import Phase, origin, set_piece
 from zerofx.ir.graph import StepGraph
@@ -38,7 +39,7 @@ def divide(step: StepGraph, pieces: Sequence[PieceDecision]) -> None:
     """Mark the nodes of ``pieces``.
 
     Raises:
-        PlanError: the graph has no node of a name that a piece begins or ends with.
+        PlanError: the graph has no node of a name that a piece begins or ends with, or has them the other way round.
     """
     by_name = step.by_name()
     spans = [
@@ -50,6 +51,12 @@ def divide(step: StepGraph, pieces: Sequence[PieceDecision]) -> None:
         )
         if first is not None and last is not None
     ]
+    for name, phase, first, last in spans:
+        if last < first:  # nodes compare by their place in the graph
+            raise PlanError(
+                f"expected a piece that ends after it begins, found that {last.name}, with which the {phase} of {name} "
+                f"ends, stands before {first.name} in this graph; make the plan anew for this model"
+            )
     for name, phase, first, last in spans:
         node: fx.Node = first
         while node is not last.next:

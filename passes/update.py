@@ -75,7 +75,6 @@ from zerofx.passes.lib.update_inputs import add_hyperparameters, add_stored
 from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
-_getitem = operator.getitem
 _HYPER = "hyperparameters"
 
 
@@ -304,7 +303,7 @@ def _inline(
         if node.op == "placeholder" and node.target in known:
             env[node] = known[node.target]
         elif node.op == "placeholder":
-            env[node] = insert_call(step.graph, _getitem, (known[_HYPER], num_scalars), where)
+            env[node] = insert_call(step.graph, operator.getitem, (known[_HYPER], num_scalars), where)
             num_scalars += 1
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)

@@ -14,7 +14,6 @@ in place               no slice that is gathered in place is written before all 
 plan                   after the last pass: one gather, reduction or offload for each decision of the plan, no others,
                        gathers merged as it says, states and parameters in the tiers that it says, and what it says sent
                        in few bits
-gather before use      a gather's buffer is not read before its wait (follows from order and waits)
 loop                   a round of a loop over micro-batches reads what is there in every round: what it is handed on, or
                        what is made before the loop and stays after it; what it makes goes no further than it hands on
 random operators       none is run twice
@@ -25,6 +24,8 @@ states                 what lives in a slower tier is only copied, or read where
 offload                what is stored in a slower tier is reloaded, and read by nothing else; a value is not read on the
                        device after the wait that frees it
 =====================  =====================================================================================
+
+That a gather's buffer is not read before its wait follows from order and waits, and is no check of its own.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def build_ours(
             if asked != "least" or error.least_bytes <= (budget or 0):
                 raise
             budget = error.least_bytes
-    predicted = step.plan.peak_bytes["device"] - step.compiled.simulation.live.persistent_bytes
+    predicted = step.plan.peak_bytes["device"] - step.compiled.lowered.simulation.live.persistent_bytes
     return lambda: step(*batch), {"predicted_bytes": predicted, "recomputed": len(step.plan.recomputes)}
 
 

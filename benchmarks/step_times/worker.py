@@ -89,7 +89,7 @@ def build_all(request: dict[str, Any], machine: Machine, rank: int) -> list[tupl
                     case = Case(request["model"], rank)
             if share == 1.0:
                 whole = step.plan.peak_bytes["device"]
-                least = step.compiled.simulation.live.persistent_bytes
+                least = step.compiled.lowered.simulation.live.persistent_bytes
             if step.plan.decisions_hash() in decisions:
                 step.close()
                 continue
@@ -101,8 +101,8 @@ def build_all(request: dict[str, Any], machine: Machine, rank: int) -> list[tupl
 def regions(case: Case, step: zerofx.Step) -> list[dict[str, Any]]:
     """The distinct regions that take longest: calls in a step, predicted and measured seconds of one call."""
     measured = step.measure(*case.arguments, num_steps=4, **case.keywords)
-    timings = step.compiled.simulation.timings
-    listed = regions_of(step.compiled.instructions)
+    timings = step.compiled.lowered.simulation.timings
+    listed = regions_of(step.compiled.lowered.instructions)
     calls = Counter(region.key for region in listed)
     rows: list[dict[str, Any]] = [
         {

@@ -30,7 +30,7 @@ from zerofx.ir import ops
 from zerofx.scheduler.cost.liveness import MemoryEvent
 from zerofx.torch_private.inductor.compile import (
     compile_graph,
-    decompositions,
+    inductor_decompositions,
     making_kernels_with,
     set_up,
     shape_aware_mode,
@@ -134,7 +134,7 @@ def rewritten(
 
         def retraced(run: Callable[..., Any]) -> fx.GraphModule:
             with set_up(*KERNEL_PASSES):
-                table = with_own(decompositions(), attention=ATTENTION in kernels)
+                table = with_own(inductor_decompositions(), attention=ATTENTION in kernels)
                 return make_fx(run, decomposition_table=table, tracing_mode="real")(*examples)
 
         region = TracedRegion(plain, mode, retraced, kernels)

@@ -148,11 +148,11 @@ def _damaged_library(error: BaseException) -> Path | None:
 
 
 class Preparation:
-    """What Inductor does once in a process before it builds or loads code for a type of device, on threads background.
+    """What Inductor does once in a process before it builds or loads code for a type of device, in the background.
 
     It reads all of torch's and Triton's files for the keys of its cache, asks which vector instructions there are, in
-    processes that it waits for, and precompiles its headers: time enough to capture a model background. What fails here
-    fails again, and is reported, where the first region is built.
+    processes that it waits for, and precompiles its headers: a model is captured meanwhile. What fails here fails
+    again, and is reported, where the first region is built.
 
     No region may be lowered before ``wait`` has returned: Inductor's question about vector instructions is not to be
     asked twice at a time, or the answer, and with it the compiler's flags, depends on timing. The headers are not

@@ -23,24 +23,22 @@ class UpdateKernels:
     reasons: Mapping[str, str]
 
 
-def update_kernels(regions: Sequence[Region], *, all_is_read: bool = False) -> UpdateKernels:
-    """The kernels of the updates among ``regions``.
-
-    Args:
-        regions: all of a step's, in order.
-        all_is_read: whether what nothing in the graph reads later has to be stored all the same.
-    """
+def update_kernels(regions: Sequence[Region]) -> UpdateKernels:
+    """The kernels of the updates among ``regions``, which are all of a step's, in order."""
     updates = [region for region in regions if region.is_update]
     functions = {
-        key: _function_of(region) for key, region in {region.key: region for region in reversed(updates)}.items()
+        key: function_of(region) for key, region in {region.key: region for region in reversed(updates)}.items()
     }
-    return kernels_of_facts(region_facts(updates, with_updates=True), functions, all_is_read=all_is_read)
+    return kernels_of_facts(region_facts(updates, with_updates=True), functions, all_is_read=False)
 
 
 def kernels_of_facts(
     facts: Iterable[RegionFacts], functions: Mapping[str, Callable[[list[Any]], object]], *, all_is_read: bool
 ) -> UpdateKernels:
-    """What ``update_kernels`` gives for the regions that ``facts`` are of."""
+    """What ``update_kernels`` gives for the regions that ``facts`` are of, whose text is that of ``functions``.
+
+    ``all_is_read``: whether what nothing in the graph reads later has to be stored all the same.
+    """
     kernels: dict[str, UpdateKernel] = {}
     reasons: dict[str, str] = {}
     for region in facts:
@@ -57,7 +55,8 @@ def kernels_of_facts(
     return UpdateKernels(kernels, reasons)
 
 
-def _function_of(region: Region) -> Callable[[list[Any]], object]:
+def function_of(region: Region) -> Callable[[list[Any]], object]:
+    """What an update does on torch's kernels."""
     namespace: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten}
     exec(update_source(region), namespace)
     function: Callable[[list[Any]], object] = namespace["update"]

@@ -6,11 +6,12 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.collective_axes import over
 from zerofx.ir.edit import consumers, end_of_unit, insert_call
 from zerofx.ir.facts import Origin, Phase
 from zerofx.ir.graph import StepGraph
+from zerofx.passes.lib.own_slice import own_slice
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.torch_private.operators import OpOverload
 
@@ -25,7 +26,7 @@ def numbers_of_slices(
     numbers: dict[int, fx.Node] = {}
     for decision in plan.reduces:
         bucket = layout.buckets[decision.bucket]
-        own = _own_slice(step, bucket)
+        own = own_slice(step, bucket)
         place = end_of_unit(step, max([own, *consumers(own)])).next  # nodes compare by their place in the graph
         with step.graph.inserting_before(place):
             numbers[bucket.index] = insert_call(
@@ -44,12 +45,3 @@ def of_all_ranks(step: StepGraph, plan: Plan, number: fx.Node, what: str) -> fx.
     how = dict(over(plan.mesh.world))
     gather = insert_call(step.graph, ops.all_gather, args, where, how, name=f"gather_{what}")
     return insert_call(step.graph, ops.wait, (gather,), where, name=f"{what}_of_ranks")
-
-
-def _own_slice(step: StepGraph, bucket: Bucket) -> fx.Node:
-    """What no other rank has of a bucket's reduced gradient, which at stage 0 is gathered from all ranks again."""
-    own = step.reduced[bucket.index]
-    while isinstance(gather := own.args[0], fx.Node) and gather.target is ops.all_gather_into:
-        assert isinstance(gather.args[1], fx.Node)
-        own = gather.args[1]
-    return own

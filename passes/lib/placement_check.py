@@ -38,7 +38,7 @@ from zerofx.ir.sharding.attention import is_attention
 from zerofx.ir.sharding.kinds import Kind, Kinds, Own
 from zerofx.ir.sharding.placed_calls import kinds_of_call
 from zerofx.ir.sharding.placed_moves import of_ranks_first
-from zerofx.ir.sharding.rule import outputs_of, read_tensors
+from zerofx.ir.sharding.rule import read_tensors, results_of
 from zerofx.ir.text import node_text
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Sharded, local_shape
 from zerofx.torch_private.operators import pytree
@@ -109,7 +109,7 @@ class _Check:
         possible = kinds_of_call(node, kinds, self.num_ranks, self.known)
         if possible is None:
             self.unknown.append(node)
-        elif any(not kinds for kinds, result in zip(possible, outputs_of(node), strict=True) if result is not None):
+        elif any(not kinds for kinds, result in zip(possible, results_of(node), strict=True) if result is not None):
             self._fail(node, "no way in which its result could lie follows from what it reads")
         return possible
 
@@ -144,7 +144,7 @@ class _Check:
         if whole is None or possible is None:
             return possible
         left = []
-        for kinds, result, shape in zip(possible, outputs_of(node), whole.shapes, strict=True):
+        for kinds, result, shape in zip(possible, results_of(node), whole.shapes, strict=True):
             fitting = kinds
             if result is not None and shape is not None:
                 fitting = frozenset(k for k in kinds if self._fits(k, tuple(result.shape), shape))
@@ -206,5 +206,5 @@ def _given(node: fx.Node, parts: Mapping[str, Sharded | None]) -> Kind:
 def _described(node: fx.Node) -> WholeCall:
     arguments = pytree.tree_leaves((node.args, node.kwargs))
     numbers = tuple(leaf for leaf in arguments if isinstance(leaf, int | float) and not isinstance(leaf, bool))
-    shapes = tuple(tuple(t.shape) if isinstance(t, Tensor) else None for t in outputs_of(node))
+    shapes = tuple(tuple(t.shape) if isinstance(t, Tensor) else None for t in results_of(node))
     return WholeCall(node.target, shapes, numbers)

@@ -45,7 +45,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.parameters import ParameterInfo
-from zerofx.ir.sharding.rule import Rule, outputs_of, rules_follow_from
+from zerofx.ir.sharding.rule import Rule, results_of, rules_follow_from
 from zerofx.ir.sharding.rules import replicated, rule_for
 from zerofx.passes.lib.local_graph import AXIS, LocalCallOf, LocalGraph
 from zerofx.scheduler.analysis.saved_values import value_node
@@ -206,8 +206,8 @@ class _Partitioning:
                 self._alike += [results] if rule.outputs[0] == REPLICATED else []
 
     def _check(self, node: fx.Node, results: Any, rule: Rule) -> None:
-        local = outputs_of(results) if isinstance(results, fx.Node) else tuple(result.meta["val"] for result in results)
-        for whole, part, placement in zip(outputs_of(node), local, rule.outputs, strict=True):
+        local = results_of(results) if isinstance(results, fx.Node) else tuple(result.meta["val"] for result in results)
+        for whole, part, placement in zip(results_of(node), local, rule.outputs, strict=True):
             if whole is not None and part is not None and placement is not None:
                 expected = local_shape(tuple(whole.shape), placement, self._num_parts)
                 assert tuple(part.shape) == expected, f"{node.format_node()} as {rule}: {tuple(part.shape)}, {expected}"
@@ -263,7 +263,7 @@ class _Partitioning:
 def _same_call(rank: LocalCallOf) -> fx.Node:
     """The call itself, with local sizes in the place of the result's."""
     node, args, kwargs = rank.node, list(rank.args), dict(rank.kwargs)
-    whole, placement = next(zip(outputs_of(node), rank.rule.outputs, strict=True), (None, None))
+    whole, placement = next(zip(results_of(node), rank.rule.outputs, strict=True), (None, None))
     if isinstance(placement, Sharded) and whole is not None:
         shape = list(local_shape(tuple(whole.shape), placement, rank.num_ranks))
         for position, argument in enumerate(schema_of(node.target).arguments):  # type: ignore[arg-type]  # an operator

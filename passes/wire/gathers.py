@@ -35,7 +35,7 @@ from zerofx.ir.streams import slice_gathered
 from zerofx.scheduler.plan.decisions import WireDecision
 from zerofx.scheduler.plan.plan import Plan
 
-GATHERS = tuple(dict.fromkeys(encoding.gathers for encoding in ENCODINGS.values()))
+_GATHER_ENCODINGS = tuple(dict.fromkeys(encoding.gathers for encoding in ENCODINGS.values()))
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ def check_block(plan: Plan, bucket: Bucket) -> None:
 
 def _check(plan: Plan, bucket: Bucket, decision: WireDecision, gathers: Sequence[fx.Node]) -> None:
     check_block(plan, bucket)
-    if decision.gather not in ("exact", *GATHERS) or not gathers:
+    if decision.gather not in ("exact", *_GATHER_ENCODINGS) or not gathers:
         raise PlanError(
-            f"expected gathers in {' or '.join(GATHERS)} of a bucket that is gathered, found {decision.gather!r} of "
-            f"{len(gathers)} gathers of {bucket.name}; make the plan anew"
+            f"expected gathers in {' or '.join(_GATHER_ENCODINGS)} of a bucket that is gathered, found "
+            f"{decision.gather!r} of {len(gathers)} gathers of {bucket.name}; make the plan anew"
         )
     if any(gather.merged for gather in plan.gathers):
         raise PlanError(

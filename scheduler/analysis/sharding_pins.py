@@ -20,7 +20,7 @@ from zerofx.choices import TP_STYLES
 from zerofx.errors import UsageError
 from zerofx.ir.facts import Phase, Role, origin, placeholder, source_line, tensor
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.sharding.rule import Rule, outputs_of, read_tensors
+from zerofx.ir.sharding.rule import Rule, read_tensors, results_of
 from zerofx.ir.text import target_name
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, slot_of
 from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, Replicated, Sharded
@@ -152,7 +152,7 @@ def _keep_readers(
             continue
         rules[first] = left
         given = [rule.outputs[0] for rule in left]
-        if len(read_tensors(reader)) == 1 and len(outputs_of(reader)) == 1:
+        if len(read_tensors(reader)) == 1 and len(results_of(reader)) == 1:
             _keep_readers(ways, rules, reader, module, [placement for placement in given if placement is not None])
 
 
@@ -171,7 +171,7 @@ def _given_by_modules(step: StepGraph) -> dict[str, list[fx.Node]]:
 
 
 def _has_tokens(node: fx.Node) -> bool:
-    tensors = outputs_of(node)
+    tensors = results_of(node)
     return len(tensors) == 1 and tensors[0] is not None and tensors[0].ndim >= 2 and tensors[0].is_floating_point()
 
 

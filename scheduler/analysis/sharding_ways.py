@@ -15,7 +15,7 @@ from zerofx.ir.facts import Role, placeholder, value
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.operators.operator import Traffic
 from zerofx.ir.operators.table import facts_of
-from zerofx.ir.sharding.rule import Rule, outputs_of, read_tensors
+from zerofx.ir.sharding.rule import Rule, read_tensors, results_of
 from zerofx.ir.sharding.rules import Ways, rules_of
 from zerofx.scheduler.analysis.layer_classes import NodeClasses, node_classes
 from zerofx.scheduler.plan.placements import REPLICATED, Placement, Ragged, Sharded
@@ -85,7 +85,7 @@ def sharding_ways(step: StepGraph, num_ranks: int, marks: Mapping[fx.Node, str] 
     ways = ShardingWays(step, classes, num_ranks)
     firsts = [node for node in classes.members if node.target is not operator.getitem and node.op != "output"]
     candidates: dict[Result, set[Sharded | Ragged]] = {
-        (node, index): set() for node in firsts for index in range(len(outputs_of(node)))
+        (node, index): set() for node in firsts for index in range(len(results_of(node)))
     }
     readers: dict[Result, set[fx.Node]] = {}
     calls = {node: Ways.of(node) for node in firsts if node.op == "call_function"}
@@ -99,7 +99,7 @@ def sharding_ways(step: StepGraph, num_ranks: int, marks: Mapping[fx.Node, str] 
         node = next(iter(pending))
         del pending[node]
         read_ways = [set().union(*(candidates[slot] for slot in slots)) for slots in sources[node]]
-        given_ways = [candidates[node, index] for index in range(len(outputs_of(node)))]
+        given_ways = [candidates[node, index] for index in range(len(results_of(node)))]
         leads = _leads(node)
         rules = rules_of(calls[node], num_ranks, read_ways, given_ways, plain=leads)
         ways.rules[node] = rules

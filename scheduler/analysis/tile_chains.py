@@ -32,7 +32,7 @@ from zerofx.ir.aliasing import storage_bytes, storage_source, tensors_of
 from zerofx.ir.facts import Phase, Role, origin, slice_of, tensor, value
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.operators.operator import Given, OperatorKind
-from zerofx.ir.operators.rows import OWN, Kind, RowKinds, Rows, leading_rows
+from zerofx.ir.operators.rows import OWN, Kind, RowKinds, Rows, grouped
 from zerofx.ir.operators.table import facts_of
 from zerofx.scheduler.analysis.loss_heads import MIN_ROWS
 from zerofx.scheduler.analysis.row_rules import rows_of_result
@@ -207,7 +207,7 @@ class _Labels:
         fake = value(node)
         if node in self._weights or not isinstance(fake, torch.Tensor):
             return None
-        return leading_rows(fake, self._num_rows)
+        return grouped(tuple(fake.shape), 0, self._num_rows)
 
     def _label(self, node: fx.Node) -> None:
         if slice_of(node) is not None:

@@ -23,7 +23,7 @@ from zerofx.ir.aliasing import Storage, aliased_input, is_view, storage_bytes, s
 from zerofx.ir.facts import DEVICE, placeholder, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import Loop, loop_of, times_held
-from zerofx.ir.streams import passes_through_host, runs_on_host
+from zerofx.ir.streams import hops_of, runs_on_host
 from zerofx.scheduler.cost.blocks import size_class
 from zerofx.scheduler.cost.cpu.workspace import memories
 from zerofx.scheduler.plan.tiers import TIERS
@@ -280,7 +280,7 @@ def _output_bytes(node: fx.Node, excess: Sequence[int]) -> list[tuple[int, int]]
 
 def _passing_through(node: fx.Node) -> int:
     """Bytes that a started copy to or from nvme holds on the host (+), and its wait gives back (-)."""
-    if passes_through_host(node):
+    if len(hops_of(node)) > 1:  # between the device and nvme: it needs a block on the host on its way
         return storage_bytes(tensors_of(node)[0])
     if node.target is ops.wait and isinstance(node.args[0], fx.Node) and node.args[0].target in ops.TRANSFERS:
         return -_passing_through(node.args[0])

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from zerofx.ir.aliasing import is_view
 from zerofx.ir.facts import Role, placeholder
-from zerofx.ir.sharding.rule import Rule, num_bytes, outputs_of, read_tensors
+from zerofx.ir.sharding.rule import Rule, num_bytes, read_tensors, results_of
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.transfers import CollectiveKind
@@ -98,7 +98,7 @@ def shared_seconds(node: fx.Node, rule: Rule, mesh: Mesh, machine: Machine, pric
     if not cost.seconds or is_view(node):
         return sums
     whole = local = 0
-    tensors = [*outputs_of(node), *(outputs_of(source)[0] for source in read_tensors(node))]
+    tensors = [*results_of(node), *(results_of(source)[0] for source in read_tensors(node))]
     for tensor, placement in zip(tensors, (*rule.outputs, *rule.inputs), strict=True):
         if tensor is not None and placement is not None:
             shape = tuple(tensor.shape)
@@ -111,7 +111,7 @@ def shared_seconds(node: fx.Node, rule: Rule, mesh: Mesh, machine: Machine, pric
 
 
 def _parameter_seconds(node: fx.Node, rule: Rule, mesh: Mesh, machine: Machine, prices: Prices) -> float:
-    (placement,), (tensor,) = rule.outputs, outputs_of(node)
+    (placement,), (tensor,) = rule.outputs, results_of(node)
     if placeholder(node).role is not Role.PARAMETER or tensor is None or placement is None:
         return 0.0
     size = num_bytes(local_shape(tuple(tensor.shape), placement, mesh.model), tensor.dtype)

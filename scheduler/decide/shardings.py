@@ -29,7 +29,7 @@ from torch import Tensor, fx
 from zerofx.errors import PlanError
 from zerofx.ir.aliasing import is_view
 from zerofx.ir.facts import Phase, Role, origin, placeholder, tensor
-from zerofx.ir.sharding.rule import Rule, num_bytes, outputs_of, read_tensors
+from zerofx.ir.sharding.rule import Rule, num_bytes, read_tensors, results_of
 from zerofx.ir.sharding.rules import replicated
 from zerofx.ir.text import target_name
 from zerofx.scheduler.analysis.sharding_ways import Result, ShardingWays
@@ -275,7 +275,7 @@ class _Nodes:
 
     def _convert(self, slot: Result, readers: list[tuple[Phase, dict[Placement, list[int]]]]) -> None:
         node, index = slot
-        tensor = outputs_of(node)[index]
+        tensor = results_of(node)[index]
         assert tensor is not None
         given, times = self._given[slot], len(self._ways.classes.members[node])
         is_activation = node.op == "call_function" and origin(node).phase is Phase.FORWARD

@@ -12,7 +12,7 @@ from typing import Unpack
 from torch import nn
 
 from zerofx.capture.blame import explain
-from zerofx.capture.compat.decompositions import decompositions
+from zerofx.capture.compat.decompositions import eager_decompositions
 from zerofx.capture.for_gpu.retarget import retarget
 from zerofx.capture.layer_annotations import SourceLines
 from zerofx.capture.normalise.joint import Joint, Normalisation
@@ -75,7 +75,7 @@ def _captured(forward: Forward, rewrites: Sequence[Normalisation], compiled: boo
         lossy, fakes, here, mode = traced
         device = here if gpu is None else gpu.device
         try:
-            joint = joint_graph(lossy, fakes, decompositions(device))
+            joint = joint_graph(lossy, fakes, eager_decompositions(device))
         except (ZeroFXError, OutsideFoundError):
             raise
         except Exception as error:

@@ -98,7 +98,7 @@ class Operation:
     @property
     def inputs(self) -> list[Value | Constant]:
         """The tensors it was given."""
-        return tensors_in((self.args, self.kwargs))
+        return values_in((self.args, self.kwargs))
 
     @property
     def cells(self) -> set[Cell]:
@@ -113,7 +113,7 @@ class Operation:
         return bool(filled.numel() * filled.itemsize == filled.untyped_storage().nbytes())
 
 
-def tensors_in(tree: Any) -> list[Any]:
+def values_in(tree: Any) -> list[Any]:
     """The values and constants among the leaves of ``tree``."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Value | Constant)]
 
@@ -130,7 +130,7 @@ def note(
 
     ``outputs`` that lie in new memory come with a new cell each.
     """
-    inputs = tensors_in((args, kwargs))
+    inputs = values_in((args, kwargs))
     read = {value.cell for value in inputs if isinstance(value, Value)}
     changed = {value.cell for value in (*outputs, *written)}
     number = 1 + max((cell.clock for cell in read | changed), default=0)

@@ -129,7 +129,7 @@ class Captures:
         nowhere = tuple(tensor.to("meta") for tensor in self._batch.tensors)
         graphs._batch = replace(self._batch, tensors=nowhere, call=((), {}))
         graphs._recorded = {
-            num: replace(recorded, record=ForwardRecord.empty()) for num, recorded in self._recorded.items()
+            num: replace(recorded, record=ForwardRecord((), "", None)) for num, recorded in self._recorded.items()
         }
         return graphs
 

@@ -37,8 +37,7 @@ from zerofx.ir.facts import (
 from zerofx.ir.graph import Clipping, StepGraph, Unscaling
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.serialise import (
-    OWN_NAMESPACE,
-    TORCH_NAMESPACES,
+    NAMESPACES,
     NotStorableError,
     decoded,
     decoded_nodes,
@@ -56,7 +55,6 @@ from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.torch_private.capture import fake_mode
 
 _FORMAT = 1
-_NAMESPACES = TORCH_NAMESPACES | {OWN_NAMESPACE}
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ class SavedGraph:
         place = {id(program): number for number, program in enumerate(programs)}
         return json.dumps({
             "format": _FORMAT,
-            "graph": json.loads(to_json(step, _NAMESPACES)),
+            "graph": json.loads(to_json(step, NAMESPACES)),
             "facts": {node.name: data for node in step.graph.nodes if (data := _facts(node))},
             "parameters": [_fields(parameter) for parameter in step.parameters],
             "units": sorted(step.units),
@@ -162,7 +160,7 @@ def _read(text: str) -> SavedGraph:
         raise ValueError("it is a plan, not a graph")
     parameters = tuple(ParameterInfo(**_decoded_fields(element)) for element in data["parameters"])
     blank = StepGraph(fx.Graph(), torch.device("cpu"), parameters, frozenset(data["units"]))
-    step = from_json(json.dumps(data["graph"]), blank, fake_mode(), _NAMESPACES)
+    step = from_json(json.dumps(data["graph"]), blank, fake_mode(), NAMESPACES)
     by_name = step.by_name()
     for name, facts in data["facts"].items():
         _set_facts(by_name[name], facts)
@@ -236,7 +234,7 @@ def _decoded_fields(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _program_data(program: UpdateProgram) -> dict[str, Any]:
     return {
-        "nodes": encoded_nodes(program.graph, _NAMESPACES),
+        "nodes": encoded_nodes(program.graph, NAMESPACES),
         "states": [_fields(state) for state in program.states],
         "scalar_states": [_fields(entry) for entry in program.scalar_states],
         "before": sorted(program.state_before),
@@ -250,7 +248,7 @@ _PLAIN_FIELDS = ("optimizer", "tensor_scalars", "num_scalars", "host_name", "dty
 
 def _program(data: Mapping[str, Any]) -> UpdateProgram:
     return UpdateProgram(
-        graph=decoded_nodes(data["nodes"], _NAMESPACES)[0].graph,
+        graph=decoded_nodes(data["nodes"], NAMESPACES)[0].graph,
         host_source="",
         states=tuple(StateSpec(**_decoded_fields(entry)) for entry in data["states"]),
         scalar_states=tuple(ScalarStateSpec(**_decoded_fields(element)) for element in data["scalar_states"]),

@@ -9,7 +9,7 @@ from typing import TypeVar
 import xxhash
 
 from zerofx.driver.captures import Captures
-from zerofx.driver.kept.shardings import decided_once, read, written
+from zerofx.driver.kept.shardings import decided_once, from_json, to_json
 from zerofx.driver.meshes.layouts import best_prices
 from zerofx.driver.prepared import Earlier, Request
 from zerofx.errors import RankMismatchError, UsageError, warn
@@ -17,7 +17,7 @@ from zerofx.ir.batch import Batch, hash_of
 from zerofx.ir.facts import Role, placeholder
 from zerofx.options import CompileOptions
 from zerofx.progress import watched
-from zerofx.runtime.state.optimizer import hyperparameters
+from zerofx.runtime.state.optimizer import hyperparameters_text
 from zerofx.scheduler.analysis.sharding_pins import pinned, pins_of
 from zerofx.scheduler.analysis.sharding_ways import sharding_ways
 from zerofx.scheduler.cost.sharding_seconds import Prices
@@ -83,9 +83,9 @@ def share_computation(
     _check(request, captures)
     shardings = everywhere(
         "share how ranks share the computation",
-        lambda: written(_decided(request, captures, earlier, within_budget=within_budget)),
+        lambda: to_json(_decided(request, captures, earlier, within_budget=within_budget)),
     )
-    return shared_as(request, captures, read(ShardingDecision, shardings), everywhere)
+    return shared_as(request, captures, from_json(ShardingDecision, shardings), everywhere)
 
 
 def alone(_purpose: str, decide: Callable[[], str]) -> str:
@@ -111,8 +111,8 @@ def shared_as(
     if request.mesh.model == 1:
         return captures
     one_rank = captures.shared(shardings, request.mesh.model)
-    overlaps = everywhere("overlap what ranks send each other", lambda: written(_overlaps(request, one_rank)))
-    return one_rank.ordered(read(OverlapDecision, overlaps))
+    overlaps = everywhere("overlap what ranks send each other", lambda: to_json(_overlaps(request, one_rank)))
+    return one_rank.ordered(from_json(OverlapDecision, overlaps))
 
 
 def digest_of(batch: Batch, mesh: Mesh) -> bytes:
@@ -209,7 +209,7 @@ def _decided(
         request = replace(request, options=_of_any_plan(request.options))
     said = [repr(sorted(request.options.shardings.items())), repr(sorted(given.items())), str(explained)]
     if simulated:  # which follows from all that a plan does
-        said += [*request.options.texts("plan"), hyperparameters(request.optimizer)]
+        said += [*request.options.texts("plan"), hyperparameters_text(request.optimizer)]
     with watched("sharing the computation", show=request.verbose):
         return decided_once(request, step, ShardingDecision, decide, *said)
 
@@ -230,5 +230,5 @@ def _overlaps(request: Request, one_rank: Captures) -> tuple[OverlapDecision, ..
     whole = one_rank.of_one(number)
     return decided_once(
         request, whole, OverlapDecision, lambda: decide_overlaps(one_rank.of_rank(number), request.machine),
-        written(one_rank.shardings),
+        to_json(one_rank.shardings),
     )  # fmt: skip

@@ -90,7 +90,7 @@ def make_layout(
         history = histories.get(info.source, "")
         key = (unit, gap, groups.get(info.source), info.dtype, info.compute_dtype, of_slice, on_model, history)
         members.setdefault(key, []).append(info)
-    order = sorted(members, key=lambda key: min(first_use.get(p.name, len(first_use) * 1_000) for p in members[key]))
+    order = sorted(members, key=lambda key: min(first_use.get(p.name, math.inf) for p in members[key]))
     buckets, crossed = [], mesh.occupied(("replicate",))
     for index, key in enumerate(order):
         unit, gap, group, dtype, compute_dtype, of_slice, on_model, _ = key

@@ -89,7 +89,7 @@ class Slot:
         return own.squeeze(dim) if groups == 1 else own
 
     def boxed(self, own: torch.Tensor) -> torch.Tensor:
-        """What lies here, of the slot's shape, as ``box`` has it: a view."""
+        """``own``, a tensor of the slot's shape, in the shape that ``box`` gives: a view."""
         if self.part is None or self.part.groups == 1:
             return own
         each = self.shape[self.part.dim] // self.part.groups
@@ -193,8 +193,8 @@ class Bucket:
         return self.mesh.index(rank, self.states_over) * self.part_numel
 
     def owned(self, rank: int) -> tuple[int, int]:
-        """The first element that no other rank has to answer for, and the one after the last: ranks share a bucket
-        along all axes that its gradients are summed along, whatever is cut."""
+        """The first element that this rank saves in a checkpoint, as no other rank does, and the one after the last:
+        ranks divide a bucket along all axes that its gradients are summed along, whatever is cut."""
         axes = (*self.gathered_over, *self.crossed_over)
         each = self.numel // self.mesh.size(axes)
         first = self.mesh.index(rank, axes) * each

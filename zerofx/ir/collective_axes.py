@@ -15,16 +15,16 @@ _SEPARATOR = ","
 
 def over(axes: Axes) -> Mapping[str, str]:
     """The keyword arguments of a collective's node that runs over ``axes``."""
-    return {} if axes == SHARD else {"over": written(axes)}
+    return {} if axes == SHARD else {"over": axes_text(axes)}
 
 
-def written(axes: Axes) -> str:
+def axes_text(axes: Axes) -> str:
     """Axes as a node has them: ``"replicate,shard"``."""
     return _SEPARATOR.join(axes)
 
 
-def read(text: str) -> Axes:
-    """What ``written`` was given."""
+def axes_named(text: str) -> Axes:
+    """What ``axes_text`` was given."""
     known: dict[str, Axis] = {axis: axis for axis in get_args(Axis)}
     return tuple(known[axis] for axis in text.split(_SEPARATOR))
 
@@ -32,5 +32,5 @@ def read(text: str) -> Axes:
 def axes_of(node: fx.Node, mesh: Mesh) -> Axes:
     """The axes that a collective's node runs over: a broadcast over all."""
     if node.target in ops.OVER_AXES:
-        return read(str(node.kwargs.get("over", written(SHARD))))
+        return axes_named(str(node.kwargs.get("over", axes_text(SHARD))))
     return mesh.world

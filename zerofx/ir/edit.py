@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, ParamSpec, Protocol
 
@@ -96,9 +97,9 @@ def insert_parameter(step: StepGraph, before: fx.Node, name: str, fake: torch.Te
 def consumers(root: fx.Node) -> list[fx.Node]:
     """All nodes that read ``root``'s storage, itself or through views; the views themselves are not listed."""
     users: dict[fx.Node, None] = {}
-    pending = [(user, root) for user in root.users]
+    pending = deque((user, root) for user in root.users)
     while pending:
-        user, source = pending.pop(0)
+        user, source = pending.popleft()
         # A wait reads the buffer that a copy was made from, and hands on the copy.
         if is_view(user) and (user.target is operator.getitem or aliased_input(user) is source):
             pending.extend((further, user) for further in user.users)

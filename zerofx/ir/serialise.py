@@ -39,6 +39,7 @@ from zerofx.torch_private.operators import OpOverload, schema_of
 LARGEST_LITERAL = 64  # elements of a constant that is kept by its values
 TORCH_NAMESPACES = frozenset({"aten", "prims"})  # of operators that are torch's: what they do follows from its version
 OWN_NAMESPACE = "zerofx"  # of those that passes put in
+NAMESPACES = TORCH_NAMESPACES | {OWN_NAMESPACE}  # of those of a step after passes
 _TARGET, _VALUE = 2, 5  # the places of a target, and of a value's number, among what is written of a node
 _PLAIN = (type(None), bool, int, float, str)
 _NAMED: dict[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -201,7 +202,7 @@ def decoded_nodes(rows: Sequence[Sequence[Any]], namespaces: frozenset[str]) -> 
     """The nodes of a graph that ``encoded_nodes`` has written; a target that is no text is the node's name.
 
     Raises:
-        Exception: one of ``disk_cache.MALFORMED``, the rows are nothing that ``encoded_nodes`` has written.
+        Exception: one of ``zerofx.disk.cache.MALFORMED``, the rows are nothing that ``encoded_nodes`` has written.
     """
     graph, nodes = fx.Graph(), list[fx.Node]()
     for op, name, target, args, kwargs, *_ in rows:

@@ -9,7 +9,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_source
-from zerofx.ir.collective_axes import read, written
+from zerofx.ir.collective_axes import axes_named, axes_text
 from zerofx.ir.facts import DEVICE, Role, placeholder, tier_of
 from zerofx.scheduler.plan.mesh import SHARD, Axes
 from zerofx.scheduler.plan.tiers import Tier
@@ -63,11 +63,6 @@ def hops_of(node: fx.Node) -> tuple[Hop, ...]:
     return tuple(hops)
 
 
-def passes_through_host(node: fx.Node) -> bool:
-    """Whether a copy between the device and nvme needs a block on the host on its way."""
-    return len(hops_of(node)) > 1
-
-
 def runs_on_host(node: fx.Node) -> bool:
     """Whether a node computes on the host: an update whose states live there."""
     return tier_of(node) == "host" and node.op == "call_function" and node.target not in ops.EVENTS
@@ -98,7 +93,7 @@ def in_order(streams: Iterable[str]) -> list[str]:
 
 def stream_along(axes: Axes) -> str:
     """The stream of collectives along some axes of a mesh; but for ``shard``, it names them: ``"collective model"``."""
-    return COLLECTIVE if axes == SHARD else f"{COLLECTIVE} {written(axes)}"
+    return COLLECTIVE if axes == SHARD else f"{COLLECTIVE} {axes_text(axes)}"
 
 
 def axes_of_stream(stream: str) -> Axes | None:
@@ -106,14 +101,14 @@ def axes_of_stream(stream: str) -> Axes | None:
     kind, _, axes = stream.partition(" ")
     if kind != COLLECTIVE:
         return None
-    return read(axes) if axes else SHARD
+    return axes_named(axes) if axes else SHARD
 
 
 def stream_of(node: fx.Node) -> str:
     """The stream that a node runs on; of a copy of two legs, that of the one beyond the host."""
     if node.target in ops.COLLECTIVES:
         axes = node.kwargs.get("over")
-        return COLLECTIVE if axes is None else stream_along(read(str(axes)))
+        return COLLECTIVE if axes is None else stream_along(axes_named(str(axes)))
     if runs_on_host(node):
         return HOST
     legs = [hop.stream for hop in hops_of(node)]

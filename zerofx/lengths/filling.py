@@ -20,8 +20,8 @@ class Filling:
 
     Tokens that are added have ``values`` by the names of their tensors, and 0 in all others. Samples that are added are
     those of the last sample again, but for the tensors in ``masked``, in which all their tokens have that value: labels
-    that are ignored, and masks where a model has no such labels. ``makes_mask``: whether a batch without an
-    ``attention_mask`` is given one. ``pads_samples``: whether samples may be added.
+    that are ignored then, and masks too where it takes more than labels to leave a sample out. ``makes_mask``: whether
+    a batch without an ``attention_mask`` is given one. ``pads_samples``: whether samples may be added.
     """
 
     values: Mapping[str, float] = field(default_factory=dict)

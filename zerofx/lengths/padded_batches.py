@@ -216,7 +216,7 @@ class PaddedBatches:
 
         Where batches like it cannot be padded, a warning says why, once; a longer one than the longest rung is not.
         """
-        form = _form(batch)
+        form = self.form(batch)
         if form not in self._evaluated:
             self._evaluated[form] = self._tried_to_evaluate(batch, form)
         padding = self._evaluated[form]
@@ -299,8 +299,4 @@ class PaddedBatches:
 
     def form(self, batch: Batch) -> str:
         """What a batch has besides the sizes that vary, as a text."""
-        return _form(batch)
-
-
-def _form(batch: Batch) -> str:
-    return replace(batch, tensors=tuple(t.new_empty(()) for t in batch.tensors)).signature()
+        return replace(batch, tensors=tuple(t.new_empty(()) for t in batch.tensors)).signature()

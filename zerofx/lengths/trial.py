@@ -14,7 +14,7 @@ from zerofx.capture.checks import device_of
 from zerofx.capture.objective.counted import COUNTS, factor_of
 from zerofx.capture.objective.evaluation import in_evaluation_mode
 from zerofx.capture.objective.loss import Objective
-from zerofx.checkpoints.random_states import random_states, set_random_states
+from zerofx.capture.randomness import kept_randomness
 from zerofx.ir.batch import Batch
 from zerofx.lengths.axes import BatchAxes
 from zerofx.lengths.filling import MASK, Filling, cut
@@ -140,16 +140,18 @@ class PaddingTrial:
 
     def _run(self, batch: Batch) -> tuple[tuple[torch.Tensor, ...], Uses]:
         """The loss of a batch, or its outputs, and what was seen of it. Buffers and generators are as before."""
-        device = device_of(self._model)
-        random = random_states(device)
         args, kwargs = batch.rebuild(batch.tensors)
         factor_of(kwargs)
         uses = Uses(dict(zip(batch.names, batch.tensors, strict=True)), self._spread)
-        try:
-            with _buffers_kept(self._model), in_evaluation_mode(self._model), torch.enable_grad(), uses:
-                loss, _, outputs = self._objective.run(self._model, args, kwargs, contextlib.nullcontext)
-        finally:
-            set_random_states(random, device)
+        model = self._model
+        with (
+            kept_randomness(device_of(model)),
+            _buffers_kept(model),
+            in_evaluation_mode(model),
+            torch.enable_grad(),
+            uses,
+        ):
+            loss, _, outputs = self._objective.run(model, args, kwargs, contextlib.nullcontext)
         results = (loss,) if self._objective.trains else outputs
         return tuple(result.detach() for result in results), uses
 

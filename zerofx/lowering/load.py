@@ -15,24 +15,23 @@ from zerofx.codegen.emit import EmittedStep
 from zerofx.codegen.kernels.choose import UpdateKernels, kernels_of_facts
 from zerofx.codegen.kernels.table import UPDATE
 from zerofx.codegen.region_facts import RegionFacts, region_facts
-from zerofx.codegen.regions import Instruction, regions_of
+from zerofx.codegen.regions import regions_of
 from zerofx.codegen.source import load_source
 from zerofx.disk import dumps
 from zerofx.errors import PlanError
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import Role
-from zerofx.ir.graph import StepGraph, num_bodies
+from zerofx.ir.graph import num_bodies
 from zerofx.ir.micro_batches import micro_batches_of
 from zerofx.ir.returned import Returned
 from zerofx.lowering.lower import LoweredStep
-from zerofx.pipeline import GraphStage
 from zerofx.progress import watched
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.executor import Runtime, StepFunction, functions_of, with_functions
 from zerofx.runtime.state.arguments import StepArguments
 from zerofx.scheduler.cost.liveness import with_profiles
-from zerofx.scheduler.cost.simulate import Simulation, predict
+from zerofx.scheduler.cost.simulate import predict
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import RegionMemory, Target
 from zerofx.units import first_few
@@ -111,31 +110,6 @@ class CompiledStep(StepProgram):
     def lowered(self) -> LoweredStep:
         """The step as a graph, with its predictions."""
         return self.details()
-
-    @property
-    def graph(self) -> StepGraph:
-        """The graph after all passes."""
-        return self.lowered.graph
-
-    @property
-    def instructions(self) -> tuple[Instruction, ...]:
-        """The graph's regions and events, in order."""
-        return self.lowered.instructions
-
-    @property
-    def simulation(self) -> Simulation:
-        """The step's run on paper."""
-        return self.lowered.simulation
-
-    @property
-    def stages(self) -> tuple[GraphStage, ...]:
-        """The captured graph and the graph after each pass."""
-        return self.lowered.stages
-
-    @property
-    def num_distinct_regions(self) -> int:
-        """Regions of different structure: what had to be compiled."""
-        return len(self.emitted.functions)
 
 
 def build(lowered: LoweredStep, layout: BucketLayout, target: Target, control: Control) -> CompiledStep:

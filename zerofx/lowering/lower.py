@@ -31,11 +31,6 @@ class LoweredStep:
     stages: tuple[GraphStage, ...]
     emitted: EmittedStep
 
-    @property
-    def num_distinct_regions(self) -> int:
-        """Regions of different structure: what has to be compiled."""
-        return len(self.emitted.functions)
-
 
 def lower(
     step: StepGraph, plan: Plan, layout: BucketLayout, programs: Mapping[int, UpdateProgram], target: Target

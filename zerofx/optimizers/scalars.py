@@ -8,9 +8,7 @@ floats, carry their present value, and record an expression that is evaluated ag
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -86,25 +84,6 @@ class Heard:
 Expr: TypeAlias = Hyper | StateScalar | PythonCall | ItemOf | MakeTensor | Cast | TensorCall | Heard
 Operand: TypeAlias = Expr | int | float
 EXPR_TYPES: Final = (Hyper, StateScalar, PythonCall, ItemOf, MakeTensor, Cast, TensorCall, Heard)
-
-OPERATORS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
-    {
-        function.__name__: function
-        for function in (
-            *(
-                operator.add,
-                operator.sub,
-                operator.mul,
-                operator.truediv,
-                operator.floordiv,
-                operator.mod,
-                operator.pow,
-            ),
-            *(operator.neg, operator.abs),
-            *(operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne),
-        )
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -218,7 +197,7 @@ class TrackedScalar(float):
         for operand in operands:
             if not isinstance(operand, TrackedScalar) and operand != operand:
                 raise lost_scalar(None, "a function of math or numpy")
-        value = OPERATORS[op](*(x.value if isinstance(x, TrackedScalar) else x for x in operands))
+        value = getattr(operator, op)(*(x.value if isinstance(x, TrackedScalar) else x for x in operands))
         expr = PythonCall(op, tuple(x.expr if isinstance(x, TrackedScalar) else x for x in operands))
         if isinstance(value, bool):
             return self.tape.decide(expr, value)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from zerofx.optimizers.scalars import GuardTape, Hyper, TrackedScalar
+from zerofx.optimizers.scalars import Hyper
 from zerofx.torch_private.optimizers import has_hooks
 
 # Options that choose an implementation, never the mathematics of the update.
@@ -42,11 +42,6 @@ def map_numbers(group: Mapping[str, Any], make: Callable[[Hyper, int | float], A
         else:
             mapped[key] = value
     return mapped
-
-
-def tracked_group(group: Mapping[str, Any], tape: GuardTape) -> dict[str, Any]:
-    """The hyperparameters of ``group`` as tracked scalars whose guards go to ``tape``."""
-    return map_numbers(group, lambda where, value: TrackedScalar(where, value, tape))
 
 
 def structural_flags(group: Mapping[str, Any]) -> tuple[tuple[str, bool | str | None], ...]:

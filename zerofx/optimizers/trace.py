@@ -17,9 +17,9 @@ from zerofx.optimizers.shadow import (
     IMPLEMENTATION_FLAGS,
     TracedGroup,
     make_shadow,
+    map_numbers,
     sample,
     step_function,
-    tracked_group,
 )
 from zerofx.torch_private.dispatch import TorchDispatchMode
 from zerofx.torch_private.operators import call_one_by_one, is_foreach
@@ -201,7 +201,7 @@ def trace_step(
     grad = param.grad = sample(shape, dtype, 0.7, -0.9)
     recorder.bind(param, ref=Ref("param"))
     recorder.bind(grad, ref=Ref("grad"))
-    hypers = tracked_group(group, tape)
+    hypers = map_numbers(group, lambda where, value: TrackedScalar(where, value, tape))
     shadow = make_shadow(optimizer, hypers, param, fused=fused)
     traced_group = TracedGroup(shadow.param_groups[0])
     shadow.param_groups = [traced_group]

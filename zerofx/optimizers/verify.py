@@ -42,7 +42,7 @@ def _agrees_at(
 
     hypers = map_numbers(group, scaled)
     states, scalar_states = _inputs_of_program(program, inputs)
-    if program.host()(hypers, dict(_clone(scalar_states))) is None:
+    if program.host()(hypers, _clone(scalar_states)) is None:
         return scale != 1.0
     shape = (_LENGTH,)
     param = sample(shape, program.dtype, -1.1, 1.2)

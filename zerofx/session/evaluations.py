@@ -55,7 +55,7 @@ class Evaluations:
                     self(args, kwargs)
         finally:
             self._meter = None
-        return meter.result(compiled.graph, taken.layout.without_training(), compiled.plan.stage)
+        return meter.result(compiled.lowered.graph, taken.layout.without_training(), compiled.plan.stage)
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the model's forward returns for a batch, or ``loss_fn`` or ``forward=``, detached. Collective.

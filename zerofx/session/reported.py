@@ -167,7 +167,8 @@ class Reported:
 
     @property
     def evaluation(self) -> CompiledStep:
-        """The evaluation that ran last: its ``plan``, its ``source_path``, its graph after each pass in ``stages``.
+        """The evaluation that ran last: its ``plan``, its ``source_path``, its graph after each pass in
+        ``lowered.stages``.
 
         Raises:
             UsageError: none has run yet.
@@ -200,7 +201,7 @@ class Reported:
     @property
     def stages(self) -> tuple[GraphStage, ...]:
         """The captured graph and the graph after each pass."""
-        return self.compiled.stages
+        return self.compiled.lowered.stages
 
     @property
     def num_regions(self) -> int:
@@ -210,7 +211,7 @@ class Reported:
     @property
     def num_distinct_regions(self) -> int:
         """Regions of different structure: what had to be compiled, whatever the depth."""
-        return self.compiled.num_distinct_regions
+        return len(self.compiled.emitted.functions)
 
     def schedule(self) -> Schedule:
         """What the step that ran last does, in order: a row for each node with its bytes, time, stream and origin."""

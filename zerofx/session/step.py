@@ -302,7 +302,7 @@ class Step(Whole, Reported):
         finally:
             self._meter = None
         assert self._steps.taken is not None
-        measurement = meter.result(self.compiled.graph, self._steps.taken.layout, self.plan.stage)
+        measurement = meter.result(self.compiled.lowered.graph, self._steps.taken.layout, self.plan.stage)
         self._measured = self.compiled, measurement
         return measurement
 

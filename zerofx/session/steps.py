@@ -38,7 +38,7 @@ from zerofx.progress import watched
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.cuda_graphs.obstacles import machine_obstacle, step_obstacle
 from zerofx.runtime.state.loss_scaler import LossScaler
-from zerofx.runtime.state.optimizer import Advance, hyperparameters
+from zerofx.runtime.state.optimizer import Advance, hyperparameters_text
 from zerofx.runtime.state.values import Values
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.cost.machine import Machine
@@ -159,7 +159,7 @@ class Steps:
             purpose,
             batch,
             f"{signature}\nmade anew for {changed or 'nothing'}\noptimizer update: {variant}\n"
-            f"{hyperparameters(self._optimizer)}",
+            f"{hyperparameters_text(self._optimizer)}",
             "batch shapes, modes, autocast and optimizer options",
             "Give every rank batches of the same shapes, for example by padding, and the same optimizer options: a "
             "scheduler that follows a loss has to be given the mean of all ranks' losses.",
@@ -359,7 +359,7 @@ class Steps:
         """What the latest step leaves of the host budget; None where there is no limit."""
         assert self.machine is not None and self.shapes.latest is not None, "a step has been captured"
         limit = host_budget_bytes(self.options.host_budget, self.machine)
-        return None if limit is None else limit - self.shapes.latest.simulation.live.host_block_bytes
+        return None if limit is None else limit - self.shapes.latest.lowered.simulation.live.host_block_bytes
 
     def await_checkpoint(self, awaited: Awaited | None) -> None:
         """Have a checkpoint taken over by the first step that is built, in the place of one that was to be."""

@@ -43,12 +43,13 @@ def summary(step: Reported, compiled: CompiledStep | None, measured: Measurement
             f"{step.options.backend}\nnot captured yet: the first step(batch) captures and plans it, or "
             f"step.prepare(batch), which runs nothing"
         )
-    plan, left_out = compiled.plan, compiled.returned.left_out
+    plan, lowered, left_out = compiled.plan, compiled.lowered, compiled.returned.left_out
     num_parameters = sum(bucket.num_parameters for bucket in plan.buckets if not bucket.lent)
     lines = [
         f"{what}: {format_count(num_parameters)} parameters",
         f"{heading(plan)}, backend {step.options.backend}",
-        f"{compiled.num_regions} regions, {compiled.num_distinct_regions} of them distinct, in {compiled.source_path}",
+        f"{compiled.num_regions} regions, {len(compiled.emitted.functions)} of them distinct, "
+        f"in {compiled.source_path}",
         *([f"not kept of what the model returns: {first_few(left_out)}"] if left_out else []),
         *([str(step.launches)] if step.options.cuda_graphs else []),
         *([step.notice] if step.notice else []),
@@ -56,10 +57,10 @@ def summary(step: Reported, compiled: CompiledStep | None, measured: Measurement
         _predictions(plan, measured),
         *_not_predicted(compiled),
         *_off(plan, measured),
-        *reserves_more(compiled.graph.device, plan.memory_budget),
+        *reserves_more(compiled.device, plan.memory_budget),
         "",
         f"On the device at the peak, in {_place(compiled, step.options.backend)}:",
-        _shares(peak_memory(compiled.graph, compiled.simulation.live)),
+        _shares(peak_memory(lowered.graph, lowered.simulation.live)),
         "",
         bucket_table(plan),
         *(["", _links(compiled, measured)] if plan.link_bytes else []),
@@ -114,7 +115,7 @@ def _rungs(step: Reported) -> Iterator[str]:
 
 def _not_predicted(compiled: CompiledStep) -> Iterator[str]:
     """What the predicted peak lacks: operators of which it is not known what they hold while they run."""
-    operators = sorted({target_name(node) for node in compiled.graph.calls() if is_unknown(node)})
+    operators = sorted({target_name(node) for node in compiled.lowered.graph.calls() if is_unknown(node)})
     if operators:
         yield (
             f"the predicted peak lacks what {', '.join(operators)} may take and give back while running, "
@@ -152,7 +153,7 @@ def reserves_more(device: torch.device, budget: int | None) -> Iterator[str]:
 def _links(compiled: CompiledStep, measured: Measurement | None) -> str:
     """A line for each stream that copies between tiers: its bytes, time and bandwidth, predicted and measured, and how
     much of the measured time overlapped with computation."""
-    busy = compiled.simulation.busy_by_stream
+    busy = compiled.lowered.simulation.busy_by_stream
     headers = ["copies between tiers", "bytes", "predicted", "per second"]
     lines = []
     for stream, num_bytes in compiled.plan.link_bytes.items():
@@ -182,11 +183,11 @@ def _compared(measured: int, predicted: int) -> str:
 def _place(compiled: CompiledStep, backend: str) -> str:
     """Where the peak is: the operator, its layer, and its phase; of a compiled region, which is one kernel after the
     other, the region's function."""
-    node = compiled.simulation.live.peak_node
+    node = compiled.lowered.simulation.live.peak_node
     if node is None:
         return "an empty step"
     what, layer, phase = target_name(node), origin(node).layer, origin(node).phase
-    for instruction in compiled.instructions:
+    for instruction in compiled.lowered.instructions:
         if backend == "inductor" and not isinstance(instruction, Event) and node in instruction.own:
             what = compiled.emitted.functions[instruction.key]
             layer, phase = instruction.unit or instruction.origin.layer, instruction.origin.phase

@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 
-__all__ = [
-    "GONE",
-    "Argument",
-    "OpOverload",
-    "OpOverloadPacket",
-    "Schema",
-    "call_one_by_one",
-    "flattened_with_paths",
-    "has_autograd_function",
-    "is_foreach",
-    "is_out",
-    "onednn_linear",
-    "pytree",
-    "schema_of",
-    "without_onednn",
-]
+pytree = _pytree
 
 Argument = torch._C.Argument
 """An argument in an operator's schema."""
@@ -36,10 +20,6 @@ Schema = torch._C.FunctionSchema
 """What an operator takes and gives: ``name``, ``arguments``, ``returns``, ``is_mutable``."""
 
 _ONE_BY_ONE = torch._C.DispatchKey.CompositeExplicitAutograd
-
-
-GONE: Mapping[str, tuple[int, int]] = MappingProxyType({"cholesky": (2, 14)})
-"""Operators of ATen that torch has no more, each from a version on."""
 
 
 def flattened_with_paths(

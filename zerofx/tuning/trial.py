@@ -107,7 +107,7 @@ def run_trial(
             measurement = step.measure(*args, num_steps=num_steps, **keywords)
         except (ZeroFXError, RuntimeError, MemoryError) as error:
             return PlanTrial(None, in_short(error), in_step=False), []
-        regions = regions_of(step.compiled.instructions)
+        regions = regions_of(step.compiled.lowered.instructions)
         step.close()
         return PlanTrial(measurement), regions
 

@@ -94,8 +94,7 @@ def trained(
 def updated(stage: int, precision: str | None, num_micro_batches: int) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """What the update regions of a step leave in the memory that is read later, on ATen and by their kernels."""
     from tests.lib.graphs import TwoBlocks, prepare
-    from zerofx.codegen.emit import update_source
-    from zerofx.codegen.kernels.choose import update_kernels
+    from zerofx.codegen.kernels.choose import function_of, update_kernels
     from zerofx.codegen.regions import cut, regions_of
     from zerofx.ir.facts import value
 
@@ -109,8 +108,6 @@ def updated(stage: int, precision: str | None, num_micro_batches: int) -> list[t
     assert not kernels.reasons and regions
     named = []
     for region in regions:
-        namespace: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten}
-        exec(update_source(region), namespace)
         given: list[Any] = []
         for node in region.inputs:
             fake = value(node)
@@ -118,7 +115,7 @@ def updated(stage: int, precision: str | None, num_micro_batches: int) -> list[t
                 torch.rand(fake.shape).to(fake.dtype) if isinstance(fake, torch.Tensor) else (0.5,) * len(fake)
             )
         copies = [one.clone() if isinstance(one, torch.Tensor) else one for one in given]
-        namespace["update"](list(given))
+        function_of(region)(list(given))
         kernels.kernels[region.key](list(copies))
         for node, one, other in zip(region.inputs, given, copies, strict=True):
             if node.op == "placeholder" and isinstance(one, torch.Tensor):

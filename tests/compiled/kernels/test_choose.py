@@ -9,7 +9,8 @@ from tests.compiled.kernels.conftest import Interpret
 from tests.compiled.kernels.interpreted import compiled_losses, updated
 from tests.lib.compiling import needs_compiler
 from tests.lib.graphs import prepare
-from zerofx.codegen.kernels.choose import update_kernels
+from zerofx.codegen.kernels.choose import function_of, kernels_of_facts, update_kernels
+from zerofx.codegen.region_facts import region_facts
 from zerofx.codegen.regions import cut, regions_of
 
 
@@ -37,7 +38,8 @@ def test_equal_updates_share_a_kernel_and_leave_their_gradient_unwritten() -> No
         source = found.kernels[region.key].source
         assert f"tl.store(x{names.index('shard')} + at" in source
         assert f"tl.store(x{names.index('grad')} + at" not in source
-    everything = update_kernels(regions, all_is_read=True)
+    functions = {region.key: function_of(region) for region in updates}
+    everything = kernels_of_facts(region_facts(updates, with_updates=True), functions, all_is_read=True)
     assert all("tl.store(x" in kernel.source for kernel in everything.kernels.values())
     assert sum(kernel.source.count("tl.store") for kernel in everything.kernels.values()) > sum(
         kernel.source.count("tl.store") for kernel in found.kernels.values()

@@ -59,4 +59,4 @@ def test_the_next_run_finds_the_evaluation_on_disk(tmp_path: Path, monkeypatch: 
     # A step that was read is lowered when a report asks for it first.
     assert steps[1].evaluation.details is not steps[0].evaluation.details
     assert str(steps[1].evaluation.plan) == str(steps[0].evaluation.plan)
-    assert steps[1].evaluation.stages[-1].text == steps[0].evaluation.stages[-1].text
+    assert steps[1].evaluation.lowered.stages[-1].text == steps[0].evaluation.lowered.stages[-1].text

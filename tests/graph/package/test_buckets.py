@@ -145,3 +145,12 @@ def test_parameters_outside_units_share_a_bucket_when_they_are_used_together() -
         ["embed.weight", "embed.positions"], ["layers.0.w"], ["layers.1.w"], ["norm.weight", "head.weight"],
     ]  # fmt: skip
     assert [bucket.name for bucket in layout.buckets] == ["embed", "layers.0", "layers.1", "norm+head"]
+
+
+def test_what_is_never_used_comes_last_however_long_the_graph_is() -> None:
+    unused, used = (
+        ParameterInfo(name, (), (4,), (1,), torch.float32, torch.float32, requires_grad=True)
+        for name in ("head.weight", "layers.0.weight")
+    )
+    layout = make_layout([unused, used], {}, ("layers.0",), {used.name: 20_000}, Mesh(shard=2))
+    assert [bucket.name for bucket in layout.buckets] == ["layers.0", "head"]

@@ -75,3 +75,19 @@ def test_a_piece_of_another_graph_is_refused_before_anything_is_marked() -> None
     with pytest.raises(PlanError, match="names node conv"):
         divide(step, (*decided(), PieceDecision("third", "conv", "conv", None, None)))
     assert not any(piece_of(node) for node in step.calls())
+
+
+@pytest.mark.parametrize(
+    ("piece", "why"),
+    [
+        (PieceDecision("third", "sum_1", "mm_1", None, None), "mm_1, with which the forward of third ends"),
+        (PieceDecision("third", "mm", "tanh", "mm_4", "expand"), "expand, with which the backward of third ends"),
+    ],
+)
+def test_a_piece_that_ends_before_it_begins_is_refused_before_anything_is_marked(
+    piece: PieceDecision, why: str
+) -> None:
+    step = captured()
+    with pytest.raises(PlanError, match=f"expected a piece that ends after it begins, found that {why}"):
+        divide(step, (*decided(), piece))
+    assert not any(piece_of(node) for node in step.calls())

@@ -116,7 +116,7 @@ def test_draws_are_atens_in_regions() -> None:
     with config.patch(fallback_random=True):
         taken_apart = {packet for packet in draws if packet.default in select_decomp_table()}
         assert taken_apart == inductor.drawing_otherwise()
-        assert not {packet.default for packet in draws} & inductor.decompositions().keys()
+        assert not {packet.default for packet in draws} & inductor.inductor_decompositions().keys()
 
 
 def test_reductions_over_both_dimensions_lose_their_shape_before_torch_2_13() -> None:

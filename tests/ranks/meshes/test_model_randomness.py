@@ -42,7 +42,7 @@ def _trained(
         losses = [step(*args, **kwargs).clone() for args, kwargs in given]
     with step.full_parameters():
         state = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    own = {node.target in OWN_DRAWS.values() for node in step.compiled.graph.calls() if is_random(node)}
+    own = {node.target in OWN_DRAWS.values() for node in step.compiled.lowered.graph.calls() if is_random(node)}
     step.close()
     return losses, state, own, [str(warning.message) for warning in caught]
 

@@ -152,7 +152,7 @@ def test_graphs_are_lowered_when_a_report_asks_and_once(starts: Starts) -> None:
     step(*batch)
     assert (step.num_regions, starts.num_lowered) == (step.num_regions, before)
     step.schedule()
-    assert step.stages and step.compiled.graph and starts.num_lowered == before + 1
+    assert step.stages and step.compiled.lowered.graph and starts.num_lowered == before + 1
     step.close()
 
 

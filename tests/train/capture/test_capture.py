@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.lib.models import CASES, DIM, ROWS, Case, Regression, batches, rows
 from tests.lib.runs.training import compare_function, differences, train_compiled, train_plain
-from zerofx.capture.compat.decompositions import decompositions
+from zerofx.capture.compat.decompositions import eager_decompositions
 from zerofx.capture.trace import capture
 from zerofx.ir.batch import Batch
 from zerofx.ir.facts import Origin, Phase, Role, origin, placeholder, source_line
@@ -243,7 +243,7 @@ def test_zeros_that_forward_mode_derivatives_begin_with_have_memory(device: str)
         zeros: Tensor = torch.ops.aten._efficientzerotensor([2, 3], dtype=torch.float64)
         return x + zeros
 
-    traced = make_fx(begun, decomposition_table=decompositions(torch.device(device)), tracing_mode="fake")
+    traced = make_fx(begun, decomposition_table=eager_decompositions(torch.device(device)), tracing_mode="fake")
     x = torch.randn(2, 3)
     graph: Any = traced(x)
     assert {target_name(node) for node in graph.graph.nodes if node.op == "call_function"} >= {"aten.zeros.default"}

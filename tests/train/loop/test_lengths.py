@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -158,6 +160,25 @@ def test_a_layer_that_does_nothing_yet_is_seen_through() -> None:
     step = compile_eager(model, adamw(model), lengths=LENGTHS)
     with pytest.raises(UsageError, match="for which padding counts"):
         step(**_batch(0, 2, 5, model))
+
+
+def test_generators_are_left_as_they_were_by_a_trial() -> None:
+    class Drawing(Tiny):
+        """In evaluation mode, as it is tried, a forward draws from every generator, to no effect."""
+
+        def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+            if not self.training:
+                drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+            return super().forward(ids, labels)
+
+    drawn: list[tuple[float, ...]] = []
+    model = _made(Drawing)
+    step = compile_eager(model, adamw(model), lengths=LENGTHS)
+    batch = _batch(0, 2, 5, model)
+    before = str([random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state().tolist()])
+    step.prepare(**batch)
+    assert len(drawn) > 1 and len(set(drawn)) == 1
+    assert before == str([random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state().tolist()])
 
 
 def test_a_batch_longer_than_the_longest_is_refused_and_nothing_is_changed() -> None:

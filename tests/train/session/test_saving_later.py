@@ -177,7 +177,7 @@ def test_without_space_on_the_host_saving_is_refused(tmp_path: Path, drive: Path
     tiers = ("device", "nvme", "device")
     needed = Way(1, "bf16", 1, tiers).step()[0]
     needed.prepare(*next(batches(Way().case, 0, 1))[0])
-    way = Way(1, "bf16", 1, tiers, options={"host_budget": needed.compiled.simulation.live.host_block_bytes})
+    way = Way(1, "bf16", 1, tiers, options={"host_budget": needed.compiled.lowered.simulation.live.host_block_bytes})
     needed.close()
     step, scheduler = way.step()
     train(step, scheduler, batches(way.case, 0, 2))

@@ -95,7 +95,7 @@ def test_the_pool_takes_what_is_planned_and_training_is_the_same(update: str) ->
         assert found.peak_bytes["host"] == step.plan.peak_bytes["host"]
         assert found.link_bytes == step.plan.link_bytes
         assert step._steps.tiers is not None
-        planned = step.compiled.simulation.live.host_block_bytes
+        planned = step.compiled.lowered.simulation.live.host_block_bytes
         assert step._steps.tiers.host_block_bytes <= planned
         taken.append((found.peak_bytes["host"], planned))
         plain, eager, _ = built(depth)

@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
-from zerofx.capture.by_layer.record_lines import Line, graph_of, text_of
+from zerofx.capture.by_layer.record_lines import NO_VALUE, Line, graph_of, text_of
 from zerofx.capture.by_layer.replicate import NotRepeatedError
 from zerofx.capture.layer_annotations import running_layer
 from zerofx.capture.objective.loss import LossModule
@@ -49,11 +49,6 @@ class ForwardRecord:
     asked: str
     foreign: str | None
     returned: Returned = NOTHING_ELSE
-
-    @staticmethod
-    def empty() -> ForwardRecord:
-        """In the place of a record that is not needed any more."""
-        return ForwardRecord((), "", None)
 
     def graph(self) -> fx.Graph:
         """What ran, for those who change it."""
@@ -144,7 +139,8 @@ class _Recorder(TorchDispatchMode):
             for tensor in tensors:
                 if tensor.grad_fn is not None:
                     self._function(tensor.grad_fn, line.what)
-        self._add(Line.of_output(tuple(self._values[id(result)] for result in results)))
+        returned = tuple(self._values[id(result)] for result in results)
+        self._add(Line("output", "output", (returned,), {}, Origin("", Phase.FORWARD), NO_VALUE))
         return tuple(self._lines)
 
     def _add(self, line: Line) -> Number:

@@ -10,9 +10,9 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from zerofx.ir.canonical import Number, canonical_line
-from zerofx.ir.facts import Origin, Phase, Placeholder, set_origin, set_placeholder, set_value
+from zerofx.ir.facts import Origin, Placeholder, set_origin, set_placeholder, set_value
 
-_NO_VALUE = type(None).__name__  # as ``canonical`` writes it
+NO_VALUE = type(None).__name__  # as ``canonical`` writes it
 
 
 @dataclass(slots=True)
@@ -25,10 +25,6 @@ class Line:
     kwargs: dict[str, Any]
     what: Placeholder | Origin
     value: str = ""
-
-    @staticmethod
-    def of_output(results: tuple[Number, ...]) -> Line:
-        return Line("output", "output", (results,), {}, Origin("", Phase.FORWARD), _NO_VALUE)
 
 
 def text_of(lines: Iterable[Line]) -> str:

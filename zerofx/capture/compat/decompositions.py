@@ -12,7 +12,7 @@ from zerofx.capture.compat.strides import kernel_layouts
 from zerofx.torch_private.dispatch import without_modes
 
 
-def decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
+def eager_decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
     """Operators that tracing puts in the place of what eager mode runs on ``device``, as what gives the same bits.
 
     A GPU's dropout is ``native_dropout``. On a CPU eager mode multiplies by a mask of 0 and 1 / (1 - p), which it

@@ -89,11 +89,6 @@ def outside_name(joint: Joint, name: str) -> str:
     return joint.lossy.outside_names[int(name.removeprefix(_OUTSIDE))]
 
 
-def inner_name(name: str) -> str:
-    """A name of the traced module as the model has it."""
-    return name.removeprefix("model.")
-
-
 def _first_names(model: nn.Module, kind: str) -> dict[str, str]:
     """Of each of the parameters or buffers by each of its names: the first, where modules share a tensor."""
     named = model.named_parameters if kind == "parameters" else model.named_buffers

@@ -35,10 +35,7 @@ class SetOrigins:
 
 
 def set_origins(graph: fx.Graph, *, has_layers: bool) -> None:
-    """Layer, phase and source line of every call, of a model that has layers or not.
-
-    Backward starts at the first node that depends on the tangent. A node without a layer of its own (the sum of two
-    gradients that flow into one tensor) belongs with its latest argument, whose arrival triggered it.
+    """What the rewrite does, for a model that has layers or not.
 
     Raises:
         InternalError: no node of the forward, or none of the backward, was told its layer.

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from zerofx.capture.normalise.joint import Joint, Outputs, inner_name, is_outside, outside_name
+from zerofx.capture.normalise.joint import Joint, Outputs, is_outside, outside_name
 from zerofx.errors import CaptureError
 from zerofx.ir.batch import Batch
 from zerofx.torch_private.capture import (
@@ -100,4 +100,4 @@ class SortOutputs:
 
 def _describe_input(desc: Any, batch: Batch) -> str:
     target = getattr(desc, "target", None)
-    return f"parameter {inner_name(target)}" if target else batch.names[desc.idx]
+    return f"parameter {target.removeprefix('model.')}" if target else batch.names[desc.idx]

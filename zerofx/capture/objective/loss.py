@@ -190,12 +190,10 @@ class LossModule(nn.Module):
         super().__init__()
         self.model = model
         self.outside = nn.Module()
-        lent = objective.outside.lent
-        self.lent = nn.ModuleList([lender.model for lender in lent])
-        # In a tuple, neither a loss that is a module nor a model of another step is one of this one's.
-        self._lenders = (lent,)
+        self._lenders = objective.outside.lent
+        self.lent = nn.ModuleList([lender.model for lender in self._lenders])
         self._batch = batch
-        self._objective = (objective,)
+        self._objective = objective
         self._num_micro_batches = num_micro_batches
         self._loss_scope = loss_scope
         self._known = known
@@ -212,9 +210,8 @@ class LossModule(nn.Module):
 
     def _stand_in(self) -> None:
         """Register fake tensors for those that are known to be used outside of the model."""
-        (objective,) = self._objective
-        objective.outside.forget_index()
-        named = {n: tensor for n, tensor in objective.outside.tensors().items() if id(tensor) not in self._places}
+        self._objective.outside.forget_index()
+        named = {n: tensor for n, tensor in self._objective.outside.tensors().items() if id(tensor) not in self._places}
         for index, real in enumerate(named.values()):
             fake, key = self._fake(real), str(index)
             table: dict[str, Any] = parameter_table(self.outside) if real.requires_grad else buffer_table(self.outside)
@@ -223,22 +220,21 @@ class LossModule(nn.Module):
         self.outside_names = tuple(named)
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        (objective,) = self._objective
         held, numbers = self.all_buffers(), _numbers(self.model)
-        stand_ins = StandIns(self._places, objective.outside, self._fake)
+        stand_ins = StandIns(self._places, self._objective.outside, self._fake)
         for name, fake, real in zip(self._batch.names, tensors, self._batch.tensors, strict=True):
             if name in self._batch.hashes:
                 self._known.learn(fake, real)
         with Checks() as checks, self._known.asking(checks.answer), ExitStack() as inner:
             for model in (self.model, *self.lent):
                 inner.enter_context(_tensors_kept(model))
-            if not objective.is_plain:
+            if not self._objective.is_plain:
                 inner.enter_context(stand_ins)
             args, kwargs = self._batch.rebuild(tensors)
             factor = factor_of(kwargs)
             if not self.trains:
                 inner.enter_context(torch.no_grad())
-            loss, self.returned, extras = objective.run(self.model, args, kwargs, self._loss_scope)
+            loss, self.returned, extras = self._objective.run(self.model, args, kwargs, self._loss_scope)
             now = self.all_buffers()
         if stand_ins.has_learned:
             raise OutsideFoundError
@@ -257,7 +253,7 @@ class LossModule(nn.Module):
 
     def lenders(self) -> tuple[Lent, ...]:
         """The models of other steps that the objective uses, in the order of ``lent``."""
-        return self._lenders[0]
+        return self._lenders
 
     def all_buffers(self) -> dict[str, torch.Tensor]:
         """Buffers by all of their names, those of other steps' models too."""

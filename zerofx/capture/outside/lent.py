@@ -58,7 +58,7 @@ class Lent:
         return tuple(self._infos(self.compute_dtype))
 
     def held(self) -> Mapping[str, Sequence[ParameterInfo]]:
-        """The same as its own step has them, by name: each as one, or as its slices in order."""
+        """What its own step has of each of these, by name: the parameter as one, or its slices in order."""
         slices = {self.named(name): slots for name, slots in self.slices.items()}
         return {
             info.name: [self._slice(info, slot) for slot in slices[info.name]] if info.name in slices else [info]

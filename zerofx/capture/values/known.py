@@ -32,7 +32,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class KnownValues(TorchDispatchMode):
-    """While active, keeps the values of tensors that follow from constants alone, and answers who reads them."""
+    """While active, keeps the values of tensors that follow from constants alone, and gives them to their readers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's

@@ -34,19 +34,19 @@ def decided_once(
     key = key_of("sharing", (
         kind.__name__, *graph_parts(step), repr(request.mesh), repr(request.machine), *tracing_settings(), *said,
     ))  # fmt: skip
-    decisions = cache.read_as(key, lambda text: read(kind, text))
+    decisions = cache.read_as(key, lambda text: from_json(kind, text))
     if decisions is None:
         decisions = decide()
         if not is_profiling():  # as of plans
-            cache.write(key, written(decisions))
+            cache.write(key, to_json(decisions))
     return decisions
 
 
-def written(decisions: Sequence[ShardingDecision | OverlapDecision]) -> str:
+def to_json(decisions: Sequence[ShardingDecision | OverlapDecision]) -> str:
     """Decisions as JSON."""
     return json.dumps([asdict(decision) for decision in decisions])
 
 
-def read(kind: type[Decision], text: str) -> tuple[Decision, ...]:
-    """The decisions that ``written`` has made ``text`` of."""
+def from_json(kind: type[Decision], text: str) -> tuple[Decision, ...]:
+    """The decisions that ``to_json`` has made ``text`` of."""
     return tuple(typed(kind, item) for item in json.loads(text))

@@ -63,7 +63,8 @@ class KeptStep:
 
     def with_update(self, host_functions: Iterable[str]) -> KeptStep:
         """The step with the source that it has with these functions of the optimizer (``StepFile.text``)."""
-        emitted = EmittedStep.of(self.program.emitted.file, host_functions)
+        file = self.program.emitted.file
+        emitted = EmittedStep(file.text(host_functions), file)
         return replace(self, program=replace(self.program, emitted=emitted))
 
     def to_json(self) -> str:
@@ -119,7 +120,7 @@ class KeptStep:
         )
         return KeptStep(
             StepProgram(
-                Plan.from_json(data["plan"]), EmittedStep("", file.functions, file), arguments, regions,
+                Plan.from_json(data["plan"]), EmittedStep("", file), arguments, regions,
                 data["num_regions"], torch.device(data["device"]), Returned(copied=frozenset(data["copied"])),
             ),
             data["plan"], data["decisions_hash"], read_layout(data["layout"]),

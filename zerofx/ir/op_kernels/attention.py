@@ -6,6 +6,8 @@ The kernel (``codegen/cpu/attention.cpp``) goes through scores in blocks of ``QU
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 KERNEL = "attention"  # in ZEROFX_KERNELS
@@ -78,17 +80,16 @@ def empty_results(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def forward_bytes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool,
-    scale: float | None,
-) -> int:  # fmt: skip
+    query: torch.Tensor, key: torch.Tensor, _value: torch.Tensor, mask: torch.Tensor | None, *_: Any
+) -> int:
     """Bytes that the kernel holds on a CPU, beyond inputs and outputs, for ``zerofx.attention``."""
     scratch = torch.get_num_threads() * 4 * forward_scratch_numel(query.shape[3])
     return scratch + _mask_bytes(mask, key) + _sizes_bytes(5)
 
 
 def backward_bytes(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, result: torch.Tensor,
-    log_sums: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None,
+    grad: torch.Tensor, _query: torch.Tensor, key: torch.Tensor, _value: torch.Tensor, _result: torch.Tensor,
+    _log_sums: torch.Tensor, mask: torch.Tensor | None, *_: Any,
 ) -> int:  # fmt: skip
     """The same for ``zerofx.attention_backward``: a gradient whose rows are not in one piece is copied."""
     copied = grad.numel() * grad.element_size() if grad.stride(3) != 1 else 0

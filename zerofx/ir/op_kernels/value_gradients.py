@@ -7,20 +7,16 @@ back at once, so that a step's peak is the planned one in each step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
 
 def masked_sum(values: torch.Tensor, mask: torch.Tensor, size: list[int]) -> torch.Tensor:
     """``values[mask].sum_to_size(size)``."""
-    _take(values, most_bytes_of_masked_sum(values, mask, size))
+    # What a mask that names all rows takes, with the result: the rows, next to their places and then to the result.
+    rows = values.numel() * values.itemsize
+    _take(values, rows + max(8 * mask.dim() * mask.numel(), math.prod(size) * values.itemsize))
     return values[mask].sum_to_size(size)
-
-
-def most_bytes_of_masked_sum(values: torch.Tensor, mask: torch.Tensor, size: Sequence[int]) -> int:
-    """What a mask that names all rows takes, with the result: the rows, next to their places and then to the result."""
-    return values.numel() * values.itemsize + max(8 * mask.dim() * mask.numel(), math.prod(size) * values.itemsize)
 
 
 def prod_gradient(
@@ -31,7 +27,8 @@ def prod_gradient(
     As torch's (``prod_backward`` in FunctionsManual.cpp): a quotient where no value is zero, and products of all others
     where one is.
     """
-    _take(x, most_bytes_of_prod_gradient(x))
+    # Products of those before, of those after in two orders, and ones: with the result five times the values.
+    _take(x, 5 * x.numel() * x.itemsize)
     if x.dim() == 0:
         return gradient.clone()
     if dim is not None and not keepdim:
@@ -44,11 +41,6 @@ def prod_gradient(
     return (
         x.new_zeros(x.shape) if num_zeros > 1 else _product_of_others(gradient, x.contiguous().view(-1), 0).view_as(x)
     )
-
-
-def most_bytes_of_prod_gradient(x: torch.Tensor) -> int:
-    """Products of those before, of those after in two orders, and ones: with the result five times the values."""
-    return 5 * x.numel() * x.itemsize
 
 
 def _product_of_others(gradient: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:

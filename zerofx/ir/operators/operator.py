@@ -93,7 +93,8 @@ class SmallerCall(NamedTuple):
 class Smaller:
     """Calls to make in the place of one that takes long, where what that holds on a CPU is linear in its ``num_parts``.
 
-    ``pairs``: two of different numbers of parts, or one twice, which then tells by itself; to be tried in order.
+    ``pairs``: to be tried in order. Two calls of different numbers of parts, of which a line follows; or the same call
+    twice, where the whole holds as much as that one.
     """
 
     num_parts: int

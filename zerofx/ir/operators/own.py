@@ -34,7 +34,6 @@ OPERATORS: dict[str, Operator] = {
     "zerofx::dequantise": Operator(inside=quantise.dequantise_inside),
     "zerofx::dequantise_sum": Operator(inside=quantise.dequantise_sum_inside),
     "zerofx::square_sum": Operator(inside=_square_sum_inside, per_element=2),  # multiply, add
-    "zerofx::largest": Operator(per_element=1),  # compare
     "zerofx::softmax_chunk": Operator(per_element=5),  # max, subtract, exp, sum, compare
     "zerofx::softmax_gradient": Operator(per_element=4),  # subtract, exp, subtract, multiply
     **dict.fromkeys(("zerofx::own_rows", "zerofx::whole_rows", "zerofx::own_ends"), Operator(per_element=0)),

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-import torch
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -47,11 +45,6 @@ class Summed(Enum):
 SUM, OWN = Summed.SUM, Summed.OWN
 Kind = Rows | Summed | None
 RowKinds = Kind | tuple[Kind, ...]
-
-
-def leading_rows(fake: torch.Tensor, num_rows: int) -> Rows | None:
-    """The rows of a value that begins with them, as far as its shape can tell."""
-    return grouped(tuple(fake.shape), 0, num_rows)
 
 
 def tile_shape(shape: Sequence[int], rows: Rows, num_rows: int) -> list[int]:

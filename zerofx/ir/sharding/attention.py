@@ -13,7 +13,7 @@ from torch import fx
 
 from zerofx.ir.sharding.attention_call import is_backward, named_argument, places, queries_and_keys
 from zerofx.ir.sharding.pattern import Pattern
-from zerofx.ir.sharding.rule import Local, outputs_of, read_tensors, shape_of
+from zerofx.ir.sharding.rule import Local, read_tensors, results_of, shape_of
 from zerofx.ir.sharding.shapes import PatternsOf
 from zerofx.ir.sharding.tokens import by_tokens
 from zerofx.torch_private.operators import OpOverload, base_name
@@ -27,7 +27,7 @@ def _attention(node: fx.Node) -> list[Pattern]:
     Where there are fewer heads of keys and values than of queries, each serves as many queries in turn. If there are
     fewer of them than ranks, every rank has all of them, and picks the one that its queries ask for.
     """
-    tensors, outputs = read_tensors(node), outputs_of(node)
+    tensors, outputs = read_tensors(node), results_of(node)
     queries, keys, _ = (shape_of(source) for source in queries_and_keys(node))
     masks = [source for name in ("attn_mask", "attn_bias") if isinstance(source := named_argument(node, name), fx.Node)]
 
@@ -70,9 +70,9 @@ def _own_keys(rank: Local) -> Any:
     given = rank.call(node.target, *args, **rank.kwargs)
     if not is_backward(node):
         return given
-    results = [rank.call(operator.getitem, given, number) for number in range(len(outputs_of(node)))]
+    results = [rank.call(operator.getitem, given, number) for number in range(len(results_of(node)))]
     for number in (1, 2):
-        whole = outputs_of(node)[number]
+        whole = results_of(node)[number]
         assert whole is not None
         shape = list(whole.shape)
         zeros = rank.call(_aten.new_zeros.default, results[number], shape)

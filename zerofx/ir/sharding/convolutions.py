@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from zerofx.ir.sharding.pattern import Lies, Pattern
-from zerofx.ir.sharding.rule import Local, argument, outputs_of, read_tensors
+from zerofx.ir.sharding.rule import Local, argument, read_tensors, results_of
 from zerofx.ir.sharding.shapes import PatternsOf
 
 
@@ -28,7 +28,7 @@ def _convolution(node: fx.Node) -> list[Pattern]:
 
 def _convolution_backward(node: fx.Node) -> list[Pattern]:
     """Tensor arguments: the gradient, images, weight; results: their gradients and the bias's, where asked for."""
-    given = outputs_of(node)
+    given = results_of(node)
 
     def pattern(images: Lies, weight: Lies, bias: Lies, *inputs: Lies, local: Any = None) -> Pattern:
         placed = zip((images, weight, bias), given, strict=True)

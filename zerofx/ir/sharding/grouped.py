@@ -15,7 +15,7 @@ from torch import fx
 
 from zerofx.ir.op_kernels.own_rows import own_ends
 from zerofx.ir.sharding.pattern import Lies, Pattern
-from zerofx.ir.sharding.rule import Local, argument, outputs_of, read_tensors, shape_of
+from zerofx.ir.sharding.rule import Local, argument, read_tensors, results_of, shape_of
 from zerofx.ir.sharding.shapes import PatternsOf
 from zerofx.scheduler.plan.placements import Ragged
 from zerofx.torch_private.operators import base_name
@@ -26,7 +26,7 @@ _ENDS = 2  # the argument that says where groups end
 def _patterns(node: fx.Node) -> list[Pattern]:
     """The ways to share a call: by each dimension that is not in groups, by groups, and by terms."""
     inputs, outputs = _letters(node)
-    if len(inputs) != len(read_tensors(node)) or len(outputs) != len(outputs_of(node)):
+    if len(inputs) != len(read_tensors(node)) or len(outputs) != len(results_of(node)):
         return []
     ends = argument(node, _ENDS, "offs")
     in_groups = {"s", "e"} if isinstance(ends, fx.Node) else set()

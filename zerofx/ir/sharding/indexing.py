@@ -12,7 +12,7 @@ from torch import fx
 
 from zerofx.ir.facts import tensor
 from zerofx.ir.sharding.pattern import Pattern
-from zerofx.ir.sharding.rule import Local, argument, outputs_of, read_tensors, shape_of
+from zerofx.ir.sharding.rule import Local, argument, read_tensors, results_of, shape_of
 from zerofx.ir.sharding.shapes import PatternsOf, whole_along
 
 _aten = torch.ops.aten
@@ -44,7 +44,7 @@ def _embedding(node: fx.Node) -> list[Pattern]:
 
 def _rows_here(rank: Local) -> Any:
     table, indices = rank.args[0], rank.args[1]
-    size = outputs_of(table)[0]
+    size = results_of(table)[0]
     assert size is not None
     own, inside = own_indices(rank, indices, size.shape[0])
     rows = rank.call(rank.node.target, table, own)

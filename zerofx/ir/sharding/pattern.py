@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.ir.facts import is_random, value
-from zerofx.ir.sharding.rule import LocalCall, Rule, ShareCost, outputs_of, read_tensors, shape_of
+from zerofx.ir.sharding.rule import LocalCall, Rule, ShareCost, read_tensors, results_of, shape_of
 from zerofx.scheduler.plan.placements import (
     REPLICATED,
     Partial,
@@ -50,10 +50,10 @@ class Pattern:
             return None
         outputs = tuple(
             None if tensor is None else _placement(lies, groups)
-            for lies, tensor in zip(self.outputs, outputs_of(node), strict=True)
+            for lies, tensor in zip(self.outputs, results_of(node), strict=True)
         )
         inputs = tuple(_placement(lies, groups) for lies in self.inputs)
-        tensors = [tensor for tensor in outputs_of(node) if tensor is not None]
+        tensors = [tensor for tensor in results_of(node) if tensor is not None]
         tensors += [value(source) for source in read_tensors(node)]
         placements = [*(placement for placement in outputs if placement is not None), *inputs]
         for tensor, placement in zip(tensors, placements, strict=True):
@@ -67,7 +67,7 @@ class Pattern:
     def ragged_rule(self, node: fx.Node, ends: str) -> Rule | None:
         """The rule where each rank has the rows of its groups; None unless the call treats each row for itself, and
         all of them alike, and what it gives are numbers that nobody looks anything up by."""
-        outputs, tensors = outputs_of(node), [*outputs_of(node), *map(value, read_tensors(node))]
+        outputs, tensors = results_of(node), [*results_of(node), *map(value, read_tensors(node))]
         lies = (*self.outputs, *self.inputs)
         rows = [t for t, dim in zip(tensors, lies, strict=True) if t is not None and isinstance(dim, int)]
         if self.local is not None or not self.in_groups or not any(isinstance(dim, int) for dim in self.inputs):
@@ -85,7 +85,7 @@ class Pattern:
 
     def _alike(self, node: fx.Node) -> bool:
         """Whether all dimensions that are sharded have one size, as they have where they are the same in the call."""
-        outputs, inputs = outputs_of(node), read_tensors(node)
+        outputs, inputs = results_of(node), read_tensors(node)
         sizes = {t.shape[d] for t, d in zip(outputs, self.outputs, strict=True) if t is not None and isinstance(d, int)}
         sizes |= {shape_of(n)[d] for n, d in zip(inputs, self.inputs, strict=True) if isinstance(d, int)}
         return len(sizes) == 1
@@ -109,7 +109,7 @@ def _gives_its_shapes(node: fx.Node, rule: Rule, num_ranks: int) -> bool:
     given = (results,) if isinstance(results, Tensor) else results
     return all(
         whole is None or placement is None or tuple(part.shape) == local_shape(tuple(whole.shape), placement, num_ranks)
-        for part, whole, placement in zip(given, outputs_of(node), rule.outputs, strict=True)
+        for part, whole, placement in zip(given, results_of(node), rule.outputs, strict=True)
     )
 
 
@@ -137,18 +137,18 @@ class Moved:
         target = self.forward(source)
         if target is None:
             return None
-        shapes = [tuple(tensor.shape) for tensor in outputs_of(node) if tensor is not None]
+        shapes = [tuple(tensor.shape) for tensor in results_of(node) if tensor is not None]
         read = [shape_of(argument) for argument in read_tensors(node)]
         if not all(divides(shape, target, num_ranks) for shape in shapes):
             return None
         if not all(divides(shape, source, num_ranks) for shape in read):
             return None
-        return Rule((target,) * len(outputs_of(node)), (source,) * len(read), self.local)
+        return Rule((target,) * len(results_of(node)), (source,) * len(read), self.local)
 
     def rows(self, node: fx.Node) -> list[Pattern]:
         """Dimensions that come through as they are, each with its rows."""
-        num_outputs, shapes = len(outputs_of(node)), [shape_of(argument) for argument in read_tensors(node)]
-        given = next(tuple(tensor.shape) for tensor in outputs_of(node) if tensor is not None)
+        num_outputs, shapes = len(results_of(node)), [shape_of(argument) for argument in read_tensors(node)]
+        given = next(tuple(tensor.shape) for tensor in results_of(node) if tensor is not None)
         moved = {dim: self.forward(Sharded(dim)) for dim in range(len(shapes[0]))}
         return [
             Pattern((target.dim,) * num_outputs, (dim,) * len(shapes))
@@ -164,18 +164,18 @@ def linear(node: fx.Node) -> Pattern:
 
 def everywhere(node: fx.Node, lies: Lies) -> Pattern:
     """All tensors of a call lie alike."""
-    return Pattern((lies,) * len(outputs_of(node)), (lies,) * len(read_tensors(node)))
+    return Pattern((lies,) * len(results_of(node)), (lies,) * len(read_tensors(node)))
 
 
 def along(node: fx.Node, pairs: Iterable[tuple[int | None, int | None]]) -> list[Pattern]:
     """For each pair, all outputs along its first dimension where all arguments are along its second."""
-    outputs, inputs = len(outputs_of(node)), len(read_tensors(node))
+    outputs, inputs = len(results_of(node)), len(read_tensors(node))
     return [Pattern((out,) * outputs, (read,) * inputs) for out, read in pairs]
 
 
 def same_dims(node: fx.Node, without: Sequence[int] = ()) -> list[Pattern]:
     """Each dimension but those in ``without``, where every tensor of the call has it at the same place and size."""
-    shapes = [tuple(tensor.shape) for tensor in outputs_of(node) if tensor is not None]
+    shapes = [tuple(tensor.shape) for tensor in results_of(node) if tensor is not None]
     shapes += [shape_of(source) for source in read_tensors(node)]
     rank = min(map(len, shapes), default=0)
     return [

@@ -22,7 +22,7 @@ from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 from zerofx.ir.sharding.kinds import NOTHING, WHOLE, Averaged, Kind, Kinds, KindsRule, Own, parts_of
 from zerofx.ir.sharding.placed_moves import MOVES, any_part
 from zerofx.ir.sharding.placed_numbers import OF_OWN
-from zerofx.ir.sharding.rule import argument, outputs_of, read_tensors, rules_follow_from, shape_of
+from zerofx.ir.sharding.rule import argument, read_tensors, results_of, rules_follow_from, shape_of
 from zerofx.ir.sharding.rules import Ways, rules_of
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Ragged, Sharded
 from zerofx.torch_private.operators import OpOverload, base_name, schema_of
@@ -41,9 +41,9 @@ def kinds_of_call(
     if not isinstance(target, OpOverload):
         return None
     if target in _OWN_DRAWS:
-        return (frozenset.intersection(*(parts_of(kinds) for kinds in read[:1])),) * len(outputs_of(node))
+        return (frozenset.intersection(*(parts_of(kinds) for kinds in read[:1])),) * len(results_of(node))
     if is_random(node):
-        return (WHOLE if all(REPLICATED in kinds for kinds in read) else NOTHING,) * len(outputs_of(node))
+        return (WHOLE if all(REPLICATED in kinds for kinds in read) else NOTHING,) * len(results_of(node))
     name = base_name(target)
     rule = _RULES.get(name)
     if any(isinstance(kind, Own) for kinds in read for kind in kinds):
@@ -71,7 +71,7 @@ def _asked(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds,
     # Of many, those in which arguments have the same dimension in parts, all that may.
     for dim in set().union(*choices) if not combinations else ():
         combinations.append(tuple(next(d for d in (dim, None, *each) if d in each) for each in choices if each))
-    outputs: list[set[Kind]] = [set() for _ in outputs_of(node)]
+    outputs: list[set[Kind]] = [set() for _ in results_of(node)]
     takes_sizes = any(each.name in _SIZES for each in schema_of(node.target).arguments)  # type: ignore[arg-type]  # an operator
     for dims in combinations:
         if not any(dim is not None for dim in dims) and all(REPLICATED in kinds for kinds in read):
@@ -80,7 +80,7 @@ def _asked(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds,
         whole = _whole_call(node, dims, num_ranks)
         if whole is None and takes_sizes:
             return None  # local ones: the call of whole sizes has others
-        if whole is None or len(outputs_of(whole)) != len(outputs):
+        if whole is None or len(results_of(whole)) != len(outputs):
             continue
         allowed = [
             {k for k in kinds if _is_placement(k) and (k.dim if isinstance(k, Sharded) else None) == dim}

@@ -119,7 +119,7 @@ def _whole_alone(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
 
 def dim_of(node: fx.Node, index: int) -> int:
     """The dimension that a call's argument names, counted from the front."""
-    return dims_of(node, argument(node, index, "dim", 0), len(shape_of(read_tensors(node)[0])))[0]
+    return dims_of(argument(node, index, "dim", 0), len(shape_of(read_tensors(node)[0])))[0]
 
 
 def _cut(kinds: Kinds, dim: int, size: int, parts: Sequence[tuple[int, int]]) -> tuple[Kinds, ...]:
@@ -168,7 +168,7 @@ def _slice_gradient(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kin
 
 
 def _joined(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
-    dim = dims_of(node, argument(node, 1, "dim", 0), len(shape_of(node)))[0]
+    dim = dims_of(argument(node, 1, "dim", 0), len(shape_of(node)))[0]
     listed = [(k, shape_of(s)) for k, s in zip(read, read_tensors(node), strict=True) if shape_of(s) != (0,)]
     alike = frozenset.intersection(*(kinds for kinds, _ in listed))
     possible = {kind for kind in alike if not isinstance(kind, Sharded) or kind.dim != dim or len(listed) == 1}
@@ -182,7 +182,7 @@ def _joined(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
 
 
 def _picked_gradient(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
-    dim = dims_of(node, argument(node, 2, "dim"), len(shape_of(node)))[0]
+    dim = dims_of(argument(node, 2, "dim"), len(shape_of(node)))[0]
     return frozenset(
         Sharded(kind.dim + (kind.dim >= dim), kind.groups) if isinstance(kind, Sharded) else kind for kind in read[0]
     )

@@ -16,8 +16,8 @@ from zerofx.ir.sharding.rule import (
     argument,
     dims_of,
     num_bytes,
-    outputs_of,
     read_tensors,
+    results_of,
     shape_of,
 )
 from zerofx.ir.sharding.shapes import PatternsOf, whole_along
@@ -27,11 +27,11 @@ _aten = torch.ops.aten
 
 
 def _reduced(over: Reduction, *, mean: bool = False) -> PatternsOf:
-    """The patterns of reductions over the dimensions of the second argument, kept or not as the third says."""
+    """The patterns of reductions over the dimensions of the second argument, or all, kept or not as the third says."""
 
     def patterns(node: fx.Node) -> list[Pattern]:
         rank = len(shape_of(read_tensors(node)[0]))
-        named = dims_of(node, argument(node, 1, "dim"), rank)
+        named = dims_of(argument(node, 1, "dim"), rank)
         keeps = bool(argument(node, 2, "keepdim", False))
         left = list(range(rank)) if keeps else [d for d in range(rank) if d not in named]
         along = [Pattern((left.index(d),), (d,)) for d in range(rank) if d not in named]
@@ -45,17 +45,6 @@ def _part_of_mean(rank: Local) -> Any:
     return rank.call(_aten.div.Scalar, rank.call(rank.node.target, *rank.args, **rank.kwargs), rank.num_ranks)
 
 
-def _all_reduced(over: Reduction, *, mean: bool = False) -> PatternsOf:
-    """The patterns of reductions to one number."""
-
-    def patterns(node: fx.Node) -> list[Pattern]:
-        rank = len(shape_of(read_tensors(node)[0]))
-        parts = [Pattern((over,), (d,), _part_of_mean if mean else None) for d in range(rank)]
-        return [*parts, *([linear(node)] if over == "sum" else [])]
-
-    return patterns
-
-
 def _log_softmax(node: fx.Node) -> list[Pattern]:
     return [*whole_along(1)(node), *_classes(node, _log_softmax_of_classes, num_reductions=2)]
 
@@ -67,7 +56,7 @@ def _log_softmax_backward(node: fx.Node) -> list[Pattern]:
 def _classes(node: fx.Node, local: Any, num_reductions: int, index: int = 1) -> list[Pattern]:
     """The last dimension, the classes, sharded: numbers of each row are summed over the ranks."""
     shape = shape_of(node)
-    dim = dims_of(node, argument(node, index, "dim"), len(shape))[0]
+    dim = dims_of(argument(node, index, "dim"), len(shape))[0]
     if dim != len(shape) - 1:
         return []
     per_row = num_bytes(shape[:-1], tensor(node).dtype)
@@ -98,7 +87,7 @@ def _last_two_whole(node: fx.Node) -> list[Pattern]:
 
 def _without_input(node: fx.Node) -> list[Pattern]:
     """Of operators that read a shape at most: what they make lies in any way, whatever lies there."""
-    outputs, inputs = outputs_of(node), read_tensors(node)
+    outputs, inputs = results_of(node), read_tensors(node)
     rank = len(outputs[0].shape) if outputs[0] is not None else 0
     reads: list[Lies] = [None, "sum"] if inputs else [None]
     makes = [Pattern((dim,), (lies,) * len(inputs)) for dim in range(rank) for lies in reads]
@@ -113,13 +102,13 @@ def _like_input(node: fx.Node) -> list[Pattern]:
 PATTERNS: Mapping[str, PatternsOf] = MappingProxyType(
     {
         "sum.dim_IntList": _reduced("sum"),
-        "sum.default": _all_reduced("sum"),
+        "sum.default": _reduced("sum"),
         "mean.dim": _reduced("sum", mean=True),
-        "mean.default": _all_reduced("sum", mean=True),
+        "mean.default": _reduced("sum", mean=True),
         "amax": _reduced("max"),
         "amin": _reduced("min"),
-        "max.default": _all_reduced("max"),
-        "min.default": _all_reduced("min"),
+        "max.default": _reduced("max"),
+        "min.default": _reduced("min"),
         "max.dim": whole_along(1),
         "min.dim": whole_along(1),
         "argmax": lambda node: [],

@@ -104,7 +104,7 @@ def read_tensors(node: fx.Node) -> list[fx.Node]:
     return [source for source in nodes if isinstance(value(source), Tensor)]
 
 
-def outputs_of(node: fx.Node) -> tuple[Tensor | None, ...]:
+def results_of(node: fx.Node) -> tuple[Tensor | None, ...]:
     """What a call gives: one tensor, or several, or None in the place of one that is left out; of checks nothing."""
     given = node.meta.get("val")
     if isinstance(given, Tensor):
@@ -134,7 +134,7 @@ def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
-def dims_of(node: fx.Node, given: Any, rank: int) -> tuple[int, ...]:
+def dims_of(given: Any, rank: int) -> tuple[int, ...]:
     """The dimensions that an argument names, counted from the front; all where it names none."""
     if given is None or given == []:
         return tuple(range(rank))

@@ -16,7 +16,7 @@ from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.sharding import attention, convolutions, grouped, indexing, losses, reductions, shapes
 from zerofx.ir.sharding.pattern import Lies, Moved, Pattern
-from zerofx.ir.sharding.rule import Rule, outputs_of, read_tensors, shape_of
+from zerofx.ir.sharding.rule import Rule, read_tensors, results_of, shape_of
 from zerofx.scheduler.plan.placements import REPLICATED, Placement, Ragged, Sharded
 from zerofx.torch_private.distributed import single_dim_rules
 from zerofx.torch_private.operators import OpOverload, base_name, schema_of
@@ -39,7 +39,7 @@ def patterns_of(node: fx.Node) -> list[Pattern]:
     if facts_of(target).kind is OperatorKind.INDEXED and indexing.has_mask(node):
         return indexing.masked(node)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    outputs, num = outputs_of(node), len(read_tensors(node))
+    outputs, num = results_of(node), len(read_tensors(node))
     if torch.Tag.nondeterministic_seeded in target.tags:
         return _elementwise(node) if target in OWN_DRAWS else []  # each rank draws for its part
     listed = single_dim_rules(target, args, kwargs, len(outputs))
@@ -71,7 +71,7 @@ def _lies(dim: object) -> Lies:
 
 def _elementwise(node: fx.Node) -> list[Pattern]:
     """Of operators whose result has, at each place, what follows from its inputs at that place."""
-    outputs = outputs_of(node)
+    outputs = results_of(node)
     shapes_read = [shape_of(source) for source in read_tensors(node)]
     if any(tensor is None or tensor.shape != outputs[0].shape for tensor in outputs if outputs[0] is not None):
         return []
@@ -91,7 +91,7 @@ def _elementwise(node: fx.Node) -> list[Pattern]:
 
 def replicated(node: fx.Node) -> Rule:
     """Every rank does all of it."""
-    outputs = tuple(None if tensor is None else REPLICATED for tensor in outputs_of(node))
+    outputs = tuple(None if tensor is None else REPLICATED for tensor in results_of(node))
     return Rule(outputs, (REPLICATED,) * len(read_tensors(node)))
 
 

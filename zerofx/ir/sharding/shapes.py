@@ -38,14 +38,14 @@ def transposed_matrix(node: fx.Node) -> list[Pattern]:
 def transposed(node: fx.Node) -> list[Pattern]:
     """The patterns of an operator in which two dimensions change places."""
     order = list(range(len(_source_shape(node))))
-    first, second = (dims_of(node, argument(node, 1 + i, f"dim{i}"), len(order))[0] for i in range(2))
+    first, second = (dims_of(argument(node, 1 + i, f"dim{i}"), len(order))[0] for i in range(2))
     order[first], order[second] = order[second], order[first]
     return _permuted(node, order)
 
 
 def permuted(node: fx.Node) -> list[Pattern]:
     """The patterns of an operator that puts dimensions in another order."""
-    return _permuted(node, list(dims_of(node, argument(node, 1, "dims"), len(_source_shape(node)))))
+    return _permuted(node, list(dims_of(argument(node, 1, "dims"), len(_source_shape(node)))))
 
 
 def expanded(node: fx.Node) -> list[Pattern]:
@@ -59,14 +59,14 @@ def expanded(node: fx.Node) -> list[Pattern]:
 def with_dim(node: fx.Node) -> list[Pattern]:
     """The patterns of an operator that puts one dimension in."""
     rank = len(_source_shape(node))
-    dim = dims_of(node, argument(node, 1, "dim"), rank + 1)[0]
+    dim = dims_of(argument(node, 1, "dim"), rank + 1)[0]
     return [*along(node, [(d + (d >= dim), d) for d in range(rank)]), linear(node)]
 
 
 def without_dims(node: fx.Node) -> list[Pattern]:
     """The patterns of an operator that leaves out dimensions of one place; others that it names stay."""
     source = _source_shape(node)
-    named = dims_of(node, argument(node, 1, "dim"), len(source))
+    named = dims_of(argument(node, 1, "dim"), len(source))
     left = [d for d in range(len(source)) if d not in named or source[d] != 1]
     return [*along(node, enumerate(left)), linear(node)]
 
@@ -88,7 +88,7 @@ def _as_it_is(rank: Local) -> Any:
 def picked(node: fx.Node) -> list[Pattern]:
     """The patterns of an operator that picks one place of a dimension, or all of them one by one."""
     rank = len(_source_shape(node))
-    dim = dims_of(node, argument(node, 1, "dim", 0), rank)[0]
+    dim = dims_of(argument(node, 1, "dim", 0), rank)[0]
     left = [d for d in range(rank) if d != dim]
     return [*along(node, enumerate(left)), linear(node)]
 
@@ -98,7 +98,7 @@ def put_along(index: int) -> PatternsOf:
 
     def patterns(node: fx.Node) -> list[Pattern]:
         rank = len(value(node).shape)
-        dim = dims_of(node, argument(node, index, "dim", 0), rank)[0]
+        dim = dims_of(argument(node, index, "dim", 0), rank)[0]
         left = [d for d in range(rank) if d != dim]
         return [*along(node, [(d, number) for number, d in enumerate(left)]), linear(node)]
 
@@ -110,7 +110,7 @@ def cut_along(index: int) -> PatternsOf:
 
     def patterns(node: fx.Node) -> list[Pattern]:
         rank = len(_source_shape(node))
-        return [*same_dims(node, dims_of(node, argument(node, index, "dim", 0), rank)), linear(node)]
+        return [*same_dims(node, dims_of(argument(node, index, "dim", 0), rank)), linear(node)]
 
     return patterns
 
@@ -121,7 +121,7 @@ def whole_along(index: int) -> PatternsOf:
 
     def patterns(node: fx.Node) -> list[Pattern]:
         rank = len(_source_shape(node))
-        return same_dims(node, dims_of(node, argument(node, index, "dim", -1), rank))
+        return same_dims(node, dims_of(argument(node, index, "dim", -1), rank))
 
     return patterns
 
@@ -129,7 +129,7 @@ def whole_along(index: int) -> PatternsOf:
 def joined_dims(node: fx.Node) -> list[Pattern]:
     """The patterns of tensors that are joined. Empty ones without dimensions, as caches begin with, are none."""
     shape, parts = tuple(value(node).shape), read_tensors(node)
-    dim = dims_of(node, argument(node, 1, "dim", 0), len(shape))[0]
+    dim = dims_of(argument(node, 1, "dim", 0), len(shape))[0]
     joined_parts = [part for part in parts if shape_of(part) != (0,)]
     whole = [d for d in range(len(shape)) if d != dim or len(joined_parts) == 1]
     return [
@@ -161,7 +161,7 @@ def _moved(placement: Sharded, old: tuple[int, ...], new: tuple[int, ...]) -> Sh
 def joined(node: fx.Node) -> Moved | None:
     """Equal parts joined along a dimension: as many times the groups."""
     parts = read_tensors(node)
-    dim = dims_of(node, argument(node, 1, "dim", 0), len(value(node).shape))[0]
+    dim = dims_of(argument(node, 1, "dim", 0), len(value(node).shape))[0]
     if len({shape_of(part) for part in parts}) != 1:
         return None
     num = len(parts)
@@ -171,7 +171,7 @@ def joined(node: fx.Node) -> Moved | None:
 def split(node: fx.Node) -> Moved | None:
     """A dimension cut into equal parts: each has its share of the groups."""
     shape, sizes = _source_shape(node), argument(node, 1, "split_size")
-    dim = dims_of(node, argument(node, 2, "dim", 0), len(shape))[0]
+    dim = dims_of(argument(node, 2, "dim", 0), len(shape))[0]
     num = len(value(node))
     if shape[dim] % num or any(tuple(part.shape) != tuple(value(node)[0].shape) for part in value(node)):
         return None
@@ -188,7 +188,7 @@ def sliced(node: fx.Node) -> Moved | None:
     """Whole groups of a dimension (``slice``), or put back among zeros (``slice_backward``)."""
     is_backward = node.target is _aten.slice_backward.default
     shape = tuple(value(node).shape) if is_backward else _source_shape(node)
-    dim = dims_of(node, argument(node, 1 + is_backward, "dim", 0), len(shape))[0]
+    dim = dims_of(argument(node, 1 + is_backward, "dim", 0), len(shape))[0]
     start, end = (argument(node, 2 + is_backward, "start"), argument(node, 3 + is_backward, "end"))
     size, start = shape[dim], (start or 0)
     end = size if end is None else min(end, size)

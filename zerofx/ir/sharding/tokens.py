@@ -32,7 +32,7 @@ from zerofx.ir.sharding.attention_call import (
     tensor_names,
 )
 from zerofx.ir.sharding.pattern import Lies, Pattern
-from zerofx.ir.sharding.rule import Local, ShareCost, num_bytes, outputs_of, read_tensors, shape_of
+from zerofx.ir.sharding.rule import Local, ShareCost, num_bytes, read_tensors, results_of, shape_of
 from zerofx.scheduler.plan.placements import Sharded
 
 _aten = torch.ops.aten
@@ -43,7 +43,7 @@ _GROUPS = 4  # of a sequence whose tokens see those before them: 5/8 of all pair
 def by_tokens(node: fx.Node) -> list[Pattern]:
     """The ways to share a call by its queries' tokens."""
     queries, keys, _ = (shape_of(source) for source in queries_and_keys(node))
-    names, sources, outputs = tensor_names(node), read_tensors(node), outputs_of(node)
+    names, sources, outputs = tensor_names(node), read_tensors(node), results_of(node)
     num_tokens, causal, mask = queries[_TOKENS], bool(named_argument(node, "is_causal")), mask_name(node)
     by_query = {
         name
@@ -182,7 +182,7 @@ class _Share:
         known = {name: size for name, size in sizes.items() if name in self.given}
         args, kwargs = arguments(self.rank.node, {**self.given, **known, **given, "is_causal": False})
         results = self.rank.call(self.rank.node.target, *args, **kwargs)
-        outputs = range(len(outputs_of(self.rank.node)))
+        outputs = range(len(results_of(self.rank.node)))
         return [self.rank.call(operator.getitem, results, number) for number in outputs]
 
     def _run(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
@@ -231,7 +231,7 @@ def _attend_in_ring(rank: Local) -> Any:
             key, value = map(rank.handed_on, under_way)
     if is_backward(rank.node):
         joined[1:3] = [rank.handed_on(rank.handing_on(total)) for total in joined[1:3]]
-    dtypes = [whole.dtype if whole is not None else None for whole in outputs_of(rank.node)]
+    dtypes = [whole.dtype if whole is not None else None for whole in results_of(rank.node)]
     return tuple(_as(rank, node, dtype) for node, dtype in zip(joined, dtypes, strict=True))
 
 

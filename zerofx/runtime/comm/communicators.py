@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from zerofx.ir.collective_axes import written
+from zerofx.ir.collective_axes import axes_text
 from zerofx.ir.streams import stream_along
 from zerofx.runtime.comm.transport import Transport
 from zerofx.scheduler.plan.mesh import Axes, Mesh
@@ -26,7 +26,7 @@ class Communicators:
             is_world = mesh.size(axes) == mesh.num_ranks
             transport = world if is_world else world.among(mesh.groups(axes))
             transport.stream = stream_along(axes)
-            self._over[written(axes)] = transport
+            self._over[axes_text(axes)] = transport
 
     def over(self, axes: str) -> Transport:
         """The transport along ``axes`` (``zerofx/ir/collective_axes.py`` has how they are written)."""
@@ -34,7 +34,7 @@ class Communicators:
 
     def along(self, axes: Axes) -> Transport:
         """The same, for axes as a bucket has them."""
-        return self.over(written(axes))
+        return self.over(axes_text(axes))
 
     def close(self) -> None:
         """After the last collective of all ranks."""

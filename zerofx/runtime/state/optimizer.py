@@ -342,7 +342,7 @@ def _numbers_in(entry: Mapping[str, Any], shape: tuple[int, ...]) -> frozenset[s
     )
 
 
-def hyperparameters(optimizer: torch.optim.Optimizer) -> str:
+def hyperparameters_text(optimizer: torch.optim.Optimizer) -> str:
     """The numbers and words of each param group as they are now, a line a group."""
     return "\n".join(
         f"param group {index}: "

@@ -10,7 +10,7 @@ import torch
 from zerofx.capture.objective.counted import total_of
 from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch
-from zerofx.ir.collective_axes import written
+from zerofx.ir.collective_axes import axes_text
 from zerofx.ir.ops import NO_BUCKET
 from zerofx.runtime.executor import Runtime
 
@@ -101,6 +101,6 @@ def count_all(batch: Batch, runtime: Runtime) -> None:
     """Let a batch that counts the terms of its loss know those of all ranks. Collective, where it does."""
     total = total_of(batch)
     if total is not None and runtime.mesh.num_ranks > 1:
-        axes = written(runtime.mesh.world)
+        axes = axes_text(runtime.mesh.world)
         pending = runtime.all_gather(total.reshape(1), NO_BUCKET, runtime.mesh.num_ranks, over=axes)
         total.copy_(runtime.wait(pending).sum())

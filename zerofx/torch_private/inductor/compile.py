@@ -24,7 +24,7 @@ from zerofx.torch_private.inductor.scheduler import CustomSchedulerPass
 from zerofx.torch_private.versions import TORCH
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     """What Inductor takes operators apart into, inside ``set_up``."""
     table = select_decomp_table()
     drawing = drawing_otherwise()
