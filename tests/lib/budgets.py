@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -64,12 +65,18 @@ class Wave(nn.Module):
 
 
 def captured_gpt(num_layers: int = 2, num_ranks: int = 1) -> tuple[StepGraph, BucketLayout]:
-    """A larger GPT without values, in bfloat16 with masters, and its buckets on ``num_ranks`` ranks."""
+    """A larger GPT without values, in bfloat16 with masters, and its buckets on ``num_ranks`` ranks. The graph is
+    captured once: nobody changes it."""
+    step = _captured_gpt(num_layers)
+    return step, layout_of(step, {p.name: 0 for p in step.parameters}, Mesh(shard=num_ranks))
+
+
+@functools.cache
+def _captured_gpt(num_layers: int) -> StepGraph:
     with torch.device("meta"):
         model = GPT(512, 512, num_layers, 8, 128)
         ids = torch.zeros(1, 128, dtype=torch.long)
-    step = capture(model, Batch.of((ids, ids), {}), compute_dtype=torch.bfloat16)
-    return step, layout_of(step, {p.name: 0 for p in step.parameters}, Mesh(shard=num_ranks))
+    return capture(model, Batch.of((ids, ids), {}), compute_dtype=torch.bfloat16)
 
 
 def gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:

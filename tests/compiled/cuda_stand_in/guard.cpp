@@ -1,7 +1,6 @@
 // What torch asks of a CUDA device before any kernel runs, answered without one: with this library loaded before torch,
 // a build of torch for CPUs runs autograd on fake tensors of CUDA devices.
 
-#include <ATen/ATen.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 

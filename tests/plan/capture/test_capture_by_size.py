@@ -100,17 +100,23 @@ def said_of_last(make: Callable[[], nn.Module], sizes: list[Size]) -> str:
     return next((text for text in said if text == MADE), CAPTURED)
 
 
-@pytest.mark.parametrize("make", [small, deep, Shifted, transformers_llama])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        [(3, 32), (3, 24), (3, 16)],  # a length that the width is
-        [(3, 32), (3, 24), (3, 48)],  # one that the vocabulary is
-        [(2, 24), (3, 16), (6, 8)],  # as many tokens in each batch
-    ],
-)
+WIDTH = [(3, 32), (3, 24), (3, 16)]  # a length that the width is
+SIZES = [
+    WIDTH,
+    [(3, 32), (3, 24), (3, 48)],  # one that the vocabulary is
+    [(2, 24), (3, 16), (6, 8)],  # as many tokens in each batch
+]
+
+
+@pytest.mark.parametrize("make", [small, Shifted, transformers_llama])
+@pytest.mark.parametrize("sizes", SIZES)
 def test_a_third_size_follows_from_two(make: Callable[[], nn.Module], sizes: list[Size]) -> None:
     assert said_of_last(make, sizes) == MADE
+
+
+@pytest.mark.parametrize("sizes", [WIDTH, *(pytest.param(each, marks=pytest.mark.slow) for each in SIZES[1:])])
+def test_a_third_size_of_a_deep_model_follows_from_two(sizes: list[Size]) -> None:
+    assert said_of_last(deep, sizes) == MADE
 
 
 @pytest.mark.parametrize(

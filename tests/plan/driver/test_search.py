@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ from tests.lib.budgets import Chain, Waves, least_and_most, planned, small_machi
 from tests.lib.chains import Stack
 from zerofx import Machine, MemoryBudgetError, SearchResult, UsageError, largest_micro_batch, smallest_world
 from zerofx.capture.by_layer.by_layer import capture_by_layer
-from zerofx.choices import RecomputeOption
+from zerofx.choices import RecomputeOption, Tiling
 from zerofx.driver import captures as driver_captures
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.search.prefixes import Prefixes
@@ -56,6 +57,25 @@ def fewest(memory_kib: int, stage: int = 3, limit: int = 64) -> SearchResult:
     )
 
 
+@functools.cache
+def three_ranks() -> SearchResult:
+    """The fewest whose memory is enough where it is 190 KiB on each; to be read only."""
+    return fewest(190)
+
+
+@functools.cache
+def most_samples(tile: Tiling) -> tuple[SearchResult, list[int]]:
+    """The largest micro-batch of 420 KiB without recomputation, and those that were made; to be read only."""
+    asked: list[int] = []
+
+    def make_batch(number: int) -> tuple[Tensor, ...]:
+        asked.append(number)
+        return rows(number)
+
+    options: dict[str, Any] = {"machine": machine(420), "backend": "eager", "recompute": "none", "tile": tile}
+    return largest_micro_batch(make_batch, *training(), **options), asked
+
+
 def check_consistent(result: SearchResult) -> None:
     """What was tried is what the answer rests on."""
     values = [trial.value for trial in result.tried]
@@ -67,15 +87,7 @@ def check_consistent(result: SearchResult) -> None:
 
 
 def test_one_more_sample_does_not_fit() -> None:
-    asked: list[int] = []
-
-    def make_batch(number: int) -> tuple[Tensor, ...]:
-        asked.append(number)
-        return rows(number)
-
-    result = largest_micro_batch(
-        make_batch, *training(), machine=machine(420), backend="eager", recompute="none", tile="none"
-    )
+    result, asked = most_samples("none")
     assert peak(result.value) <= 420 * 1024 < peak(result.value + 1)
     assert result.value not in (1, 2, 4, 8, 16, 32, 64), "it took bisection"
     assert asked == [trial.value for trial in result.tried], "each batch is made, and captured, once"
@@ -119,10 +131,7 @@ def test_a_limit_ends_the_search() -> None:
 
 
 def test_slices_make_room_for_samples() -> None:
-    without, with_it = (
-        largest_micro_batch(rows, *training(), machine=machine(420), backend="eager", recompute="none", tile=tile)
-        for tile in ("none", "auto")
-    )
+    (without, _), (with_it, _) = most_samples("none"), most_samples("auto")
     assert with_it.value > without.value and with_it.planned.plan.slices and not without.planned.plan.slices
 
 
@@ -132,7 +141,7 @@ def test_not_even_one_sample() -> None:
 
 
 def test_fewer_ranks_do_not_fit() -> None:
-    result = fewest(190)
+    result = three_ranks()
     assert result.value == 3 and [trial.value for trial in result.tried] == [1, 2, 4, 3]
     check_consistent(result)
     assert not any(trial.fits for trial in result.tried if trial.value < result.value)
@@ -187,7 +196,7 @@ def test_a_limit_within_a_node() -> None:
 
 
 def test_a_plan_that_was_found_is_the_plan_that_is_made() -> None:
-    result = fewest(190)
+    result = three_ranks()
     again = zerofx.plan(
         *training(), rows(8), world_size=result.value, machine=machine(190), memory_budget=1.0, backend="eager",
         tile="none",
@@ -196,7 +205,7 @@ def test_a_plan_that_was_found_is_the_plan_that_is_made() -> None:
 
 
 def test_the_table_says_what_was_tried() -> None:
-    lines = str(fewest(190)).splitlines()
+    lines = str(three_ranks()).splitlines()
     assert lines[0].startswith("ranks 3: stage 3 on 3 x cpu-small: peak ")
     assert lines[2].split() == ["ranks", "peak", "of", "190.0", "KiB"]
     assert [line.split()[0] for line in lines[4:]] == ["1", "2", "3", "4"]

@@ -76,9 +76,14 @@ def check(found: Any, expected: Any) -> None:
             assert found[name] == wanted
 
 
-@pytest.mark.parametrize("make", [Tiny, Several])
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("labelled", [False, True])
+# Each two values together before the rest of all three.
+SETTINGS = [(Tiny, 0, False), (Tiny, 3, True), (Several, 0, True), (Several, 3, False)]
+OTHERS = [(make, stage, not labelled) for make, stage, labelled in SETTINGS]
+
+
+@pytest.mark.parametrize(
+    ("make", "stage", "labelled"), [*SETTINGS, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
+)
 def test_outputs_are_those_without_padding(make: Callable[[], nn.Module], stage: int, labelled: bool) -> None:
     step, model = prepared(make, stage=stage)
     plans = set()

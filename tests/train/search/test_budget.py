@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -23,6 +24,11 @@ BUDGETS = (1.0, 0.6, 0.3, 0.1, 0.0)  # between the least possible and what keepi
 
 
 SLOW = pytest.mark.slow
+
+
+@functools.cache
+def bounds_of_gpt() -> tuple[int, int]:
+    return least_and_most(*gpt())
 
 
 @pytest.mark.parametrize(
@@ -60,7 +66,7 @@ def test_at_every_budget_the_plan_fits_and_trains_the_same_bits(make: Any) -> No
 def test_what_a_refusal_says_is_possible_does_not_depend_on_the_budget_and_is() -> None:
     """With parameters in slices: far below the budget as just below it."""
     model, batch = gpt()
-    least, most = least_and_most(model, batch)
+    least, most = bounds_of_gpt()
     for budget in (least // 2, least - 1):
         with pytest.raises(MemoryBudgetError, match=rf"\({least} bytes\)"):
             planned(model, batch, budget)
@@ -88,7 +94,7 @@ def test_without_recompute_a_budget_asks_for_the_option() -> None:
 
 def test_every_recomputed_value_has_a_reason_with_its_price() -> None:
     model, batch = gpt()
-    least, most = least_and_most(model, batch)
+    least, most = bounds_of_gpt()
     made = planned(model, batch, (least + most) // 2, backend="inductor")
     assert made.recomputes
     assert all("frees" in decision.reason and "of computation" in decision.reason for decision in made.recomputes)
@@ -96,7 +102,7 @@ def test_every_recomputed_value_has_a_reason_with_its_price() -> None:
 
 def test_earlier_layers_are_recomputed_first() -> None:
     model, batch = gpt()
-    least, most = least_and_most(model, batch)
+    least, most = bounds_of_gpt()
     made = planned(model, batch, most - (most - least) // 10, backend="inductor")
     layers = {decision.reason.split(" for ")[1].split(":")[0] for decision in made.recomputes}
     assert layers and layers <= {"layers.0", "layers.1"}

@@ -70,7 +70,7 @@ def test_states_that_do_not_all_fit_the_host_leave_room_for_activations() -> Non
 
 def planned(memory_budget: str | None) -> PlannedStep:
     with torch.device("meta"):
-        model = GPT(512, 1024, 12, 8, 128)
+        model = GPT(512, 1024, 8, 8, 128)
         ids = torch.zeros(1, 128, dtype=torch.long)
     optimizer = torch.optim.AdamW(model.parameters())
     return zerofx.plan(
