@@ -150,7 +150,7 @@ class Tiers:
     def read_file(self, file: NvmeFile, into: Stored) -> None:
         """Read a file into a block of the host's, on any thread; blocks until it is there."""
         assert isinstance(into.lease.place, torch.Tensor)
-        self._connected().read(file, into.lease.place).result()
+        file.read(into.lease.place).result()
 
     def hold(self, value: torch.Tensor, tier: str) -> Stored:
         """A copy of ``value`` in a slower tier, once it is there."""
@@ -218,7 +218,7 @@ class Tiers:
             assert isinstance(source.lease.place, torch.Tensor), "a copy is between two tiers"
             return self._start_write(into, source.lease.place, _nothing, _nothing, then=_nothing)
         assert isinstance(source.lease.place, NvmeFile), "a copy is between two tiers"
-        read = self._connected().read(source.lease.place, place)
+        read = source.lease.place.read(place)  # which may be another step's
         self.moved_bytes[NVME_READ] += num_bytes
         return Pending.after(into, read.result)
 
