@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -80,7 +81,9 @@ def _sharded(
     held: Sequence[Piece],
 ) -> BoxedTensor:  # fmt: skip
     of_model = dtype.to_complex() if like.is_complex() else dtype
-    return BoxedTensor(like, of_model, list(owned), held, lambda piece: latest.read(owned[piece], state, piece))
+    return BoxedTensor(
+        like, of_model, list(owned), held, lambda piece: latest.read(owned[piece], state, piece), latest.forget
+    )
 
 
 class Loaded:
@@ -177,26 +180,35 @@ class Loaded:
 
 
 class _Latest:
-    """What was last read of the buckets: DCP asks for the pieces of one after the other."""
+    """What was last read of the buckets: DCP asks for the pieces of one after the other, from several threads if asked
+    to."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
+        self._lock = threading.Lock()
         self._bucket = -1
         self._values: dict[str | None, torch.Tensor] = {}
+
+    def forget(self) -> None:
+        """Let go of it: steps may have been done since it was read."""
+        with self._lock:
+            self._bucket, self._values = -1, {}
 
     def read(self, bucket: Bucket, state: str | None, piece: Piece) -> torch.Tensor:
         """The values of a piece on the CPU, which are the caller's own."""
         training = self._training
         first, last = training.owned(bucket)
         begin = training.held(bucket)[0]
-        if bucket.index != self._bucket:
-            self._bucket, self._values = bucket.index, {}
-        if state not in self._values:
-            held = training.state.buckets[bucket.index]
-            stored = held.stored if state is None else held.flat[state]
-            with shown_on_host(stored, first - begin, last - begin, training.tiers) as values:
-                self._values[state] = values.clone()
-        return piece.view(self._values[state], first).clone(memory_format=torch.contiguous_format)
+        with self._lock:
+            if bucket.index != self._bucket:
+                self._bucket, self._values = bucket.index, {}
+            if state not in self._values:
+                held = training.state.buckets[bucket.index]
+                stored = held.stored if state is None else held.flat[state]
+                with shown_on_host(stored, first - begin, last - begin, training.tiers) as shown:
+                    self._values[state] = shown.clone()
+            values = self._values[state]
+        return piece.view(values, first).clone(memory_format=torch.contiguous_format)
 
 
 def _number(value: Any) -> Any:
