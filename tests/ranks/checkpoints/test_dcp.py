@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -224,12 +223,14 @@ def test_threads_of_a_writer_read_several_buckets_at_once(monkeypatch: pytest.Mo
     model = step.state_dict()["model"]
     items = {name: model[name].__create_write_items__(name, None)[0].index for name in ("up.weight", "frozen")}
     whole = step.full_state_dict()
-    asked = threading.Event()
+    begun, read_meanwhile = threading.Event(), threading.Event()
 
     @contextmanager
     def slowly(*about: Any) -> Iterator[torch.Tensor]:
         with shown_on_host(*about) as values:
-            asked.wait(0.5)  # which is over where nothing can be read meanwhile
+            if not begun.is_set():
+                begun.set()
+                read_meanwhile.wait(0.5)  # which is over where nothing can be
             yield values
 
     monkeypatch.setattr("zerofx.checkpoints.stateful.shown_on_host", slowly)
@@ -240,8 +241,9 @@ def test_threads_of_a_writer_read_several_buckets_at_once(monkeypatch: pytest.Mo
 
     with ThreadPoolExecutor(2) as pool:
         slow = pool.submit(read, "up.weight")
-        time.sleep(0.1)
-        quick = pool.submit(lambda: (asked.set(), read("frozen")))
+        assert begun.wait(5)
+        quick = pool.submit(read, "frozen")
+        quick.add_done_callback(lambda _: read_meanwhile.set())
         assert torch.equal(slow.result(), whole["up.weight"])
-        assert torch.equal(quick.result()[1], whole["frozen"])
+        assert torch.equal(quick.result(), whole["frozen"])
     assert all(torch.equal(read(name), whole[name]) for name in ("frozen", "up.weight", "frozen"))
