@@ -57,11 +57,11 @@ def export_model(path: Path, out: Path, *, dtype: str | None = None, most_bytes:
         for number, entries in enumerate(files, start=1):
             name = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
             ordered = in_order(entries)
-            writer = ShardWriter(folder / name, ordered, {})
-            for entry in ordered:
-                writer.write(entry, _whole(reader, entry.name, entry.box).to(entry.dtype))
-                places[entry.name] = name
-            writer.finish()
+            with ShardWriter(folder / name, ordered, {}) as writer:
+                for entry in ordered:
+                    writer.write(entry, _whole(reader, entry.name, entry.box).to(entry.dtype))
+                    places[entry.name] = name
+                writer.finish()
         if len(files) > 1:
             total = sum(entry.num_bytes for entries in files for entry in entries)
             _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})

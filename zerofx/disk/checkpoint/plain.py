@@ -43,7 +43,14 @@ def to_plain(value: Any, what: str, tensors: dict[str, torch.Tensor]) -> Any:
             tensors[name] = value.detach()
             return {"$tensor": name}
         case np.ndarray():
-            return {"$array": to_plain(torch.from_numpy(np.ascontiguousarray(value)), what, tensors)}
+            try:
+                numbers = torch.from_numpy(np.asarray(value, order="C"))
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"expected arrays of numbers that torch has as well in what is saved, found one of {value.dtype} "
+                    f"at {what}: save its tolist(), or leave it out of the state"
+                ) from error
+            return {"$array": to_plain(numbers, what, tensors)}
         case bytes() | bytearray():
             return {"$bytes": base64.b64encode(value).decode()}
         case torch.dtype() | torch.device():
