@@ -38,6 +38,8 @@ def end(taken: TakenOver, life: Life, losses: LossWatch) -> RankMismatchError | 
             if not life.failed:
                 raise
             absence = error
+        except TierError as error:
+            life.failure = f"the step could not be closed ({error})"
     if life.failed:
         give_back_alone(taken, life.failed)
     return absence

@@ -129,12 +129,16 @@ class Run:
 
     @contextmanager
     def _catching_signals(self) -> Iterator[None]:
-        """While open, signals that end a process are noted; in threads that are not the main one they cannot be."""
+        """While open, signals that end a process are noted; in threads that are not the main one they cannot be, nor
+        where other code than Python's handles them."""
         self._asked = None
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        # What Python has not installed it cannot put back.
+        before = {
+            number: signal.signal(number, self._note) for number in _SIGNALS if signal.getsignal(number) is not None
+        }
         try:
             yield
         finally:

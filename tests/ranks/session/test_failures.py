@@ -21,7 +21,7 @@ from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, DIM, Case, batches
 from tests.lib.runs.offloads import offloading, placing, prepare_case
 from tests.lib.runs.training import build
-from zerofx.errors import RankMismatchError, TierError, ZeroFXError, ZeroFXWarning
+from zerofx.errors import CheckpointError, RankMismatchError, TierError, ZeroFXError, ZeroFXWarning
 from zerofx.scheduler.plan.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("drive")
@@ -59,17 +59,39 @@ def test_states_are_striped_over_several_drives(tmp_path: Path, monkeypatch: pyt
     assert not any(list(one.iterdir()) for one in drives)
 
 
-def test_a_state_that_was_changed_on_the_drive_is_never_trained_on(drive: Path) -> None:
-    step, args = _step(placing(prepare_case(CASES["gpt"], 0, 1), "nvme", "device"))
-    step(*args)
-    before = step.full_state_dict()
+def _change(drive: Path) -> None:
+    """Flip a bit in every file."""
     for path in drive.glob("*/*.bin"):
         data = bytearray(path.read_bytes())
         data[0] ^= 1  # what is after the values, up to a whole page, does not matter
         path.write_bytes(data)
+
+
+def test_a_state_that_was_changed_on_the_drive_is_never_trained_on(drive: Path) -> None:
+    step, args = _step(placing(prepare_case(CASES["gpt"], 0, 1), "nvme", "device"))
+    step(*args)
+    before = step.full_state_dict()
+    _change(drive)
     with pytest.raises(TierError, match=rf"expected the hash .* of {drive}/.*\.bin, found .*not what was written"):
         step(*args)
     assert all(torch.equal(before[name], value) for name, value in step.full_state_dict().items())
+
+
+def test_a_step_whose_drive_has_failed_is_closed_all_the_same(drive: Path, tmp_path_factory: Any) -> None:
+    step, args = _step(placing(prepare_case(CASES["gpt"], 0, 1), "nvme", "device"))
+    step(*args)
+    expected = step.full_state_dict()
+    _change(drive)
+    with pytest.raises(CheckpointError, match="not what was written") as refused:
+        step.save_checkpoint(tmp_path_factory.mktemp("saved"))
+    assert "look at the space that is left" not in str(refused.value)
+    with pytest.warns(
+        ZeroFXWarning, match=r"found that the step could not be closed \(.*lost are the optimizer's states"
+    ):
+        step.close()
+    assert step.is_closed and not list(drive.iterdir())
+    torch.testing.assert_close(dict(step.model.state_dict()), expected, rtol=0, atol=0)
+    step.close()
 
 
 def _many_rows(_: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
