@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from zerofx.checkpoints.distributed import BoxedTensor
+from zerofx.checkpoints.fitting import group_misfits
 from zerofx.checkpoints.names import ModelNames, set_groups_from
 from zerofx.checkpoints.pieces import Piece, pieces_of
-from zerofx.checkpoints.predecessors import predecessor
-from zerofx.checkpoints.random_states import random_states, set_random_states, states_for
+from zerofx.checkpoints.random_states import predecessor, random_states, set_random_states, states_for
 from zerofx.checkpoints.save import StepCounts
 from zerofx.checkpoints.training import Training
 from zerofx.disk.checkpoint.boxes import Box
@@ -116,13 +116,10 @@ class Loaded:
                 problems += _problems(f"{key} of {name}", value, parameter)
         for name, buffer in names.buffers.items():
             problems += _problems(name, self._model.get(name), buffer)
-        if self.groups is not None and len(self.groups) != len(training.optimizer.param_groups):
-            problems.append(f"{len(self.groups)} param groups for {len(training.optimizer.param_groups)}")
-        elif self.groups is not None:
+        if self.groups is not None:
             known = {id(training.state.parameter(own)): name for own, name in names.parameters.items()}
-            for number, (saved, group) in enumerate(zip(self.groups, training.optimizer.param_groups, strict=True)):
-                if differ := set(saved["params"]) ^ {known[id(parameter)] for parameter in group["params"]}:
-                    problems.append(f"other parameters in param group {number} ({first_few(sorted(differ))})")
+            groups = [[known[id(p)] for p in group["params"]] for group in training.optimizer.param_groups]
+            problems += group_misfits(self.groups, groups)
         if problems:
             raise CheckpointError(
                 f"expected a state dictionary of this step, or with whole tensors of this model, found "

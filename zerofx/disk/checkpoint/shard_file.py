@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -231,7 +230,7 @@ class OpenFiles:
             return
         span = torch.empty(last - first, dtype=entry.dtype)
         self._fill(path, bytes_of(span), offset)
-        into.copy_(span.as_strided(box.sizes, _strides(entry.box.sizes)))
+        into.copy_(span.as_strided(box.sizes, torch.empty(entry.box.sizes, device="meta").stride()))
 
     def _fill(self, path: Path, view: memoryview, offset: int) -> None:
         file = self._file(path)
@@ -261,7 +260,3 @@ def hash_of(path: Path) -> str:
     """The XXH3 hash of 128 bits of a whole file, in hex digits."""
     with open(path, "rb", buffering=0) as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-
-
-def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
