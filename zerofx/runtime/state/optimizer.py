@@ -232,7 +232,7 @@ class OptimizerBinding:
         return stand_ins
 
     def _own_dtype(self, bucket: Bucket, name: str, stored: torch.dtype) -> torch.dtype:
-        """The dtype that the optimizer has a state in which is ``stored`` so, or was where it comes from."""
+        """The optimizer's own dtype of a state that buckets store as ``stored``."""
         if stored == bucket.dtype:
             return stored
         assert bucket.group is not None
