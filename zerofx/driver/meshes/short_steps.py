@@ -87,7 +87,7 @@ class WhenKept:
 class GivingUp:
     """A step that keeps all, and the same where each layer gives up what a few of them had to for a budget.
 
-    What takes more than the ``least`` and less than ``keeping`` lies on the line between them: to free half of
+    Steps that take more bytes than ``least`` and fewer than ``keeping`` lie on the line between these: to free half of
     ``freed_bytes`` costs half of ``least.step_seconds - keeping.step_seconds``.
 
     ``is_refused``: whether that is all that can be given up, and was too little.
