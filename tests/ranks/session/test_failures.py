@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,29 @@ def _unreadable_on_rank_1(drive: str) -> tuple[str, str]:
     with pytest.raises(RankMismatchError) as after:
         step.full_state_dict()
     return str(caught.value), str(after.value)
+
+
+def _closed_with_a_failed_drive(drive: str) -> tuple[bool, str, list[str]]:
+    os.environ["ZEROFX_NVME_DIR"] = drive
+    step, args = _step(placing(prepare_case(CASES["gpt"], 0, 2), "nvme", "device"), 0)
+    step(*args)
+    if dist.get_rank() == 1:
+        for path in Path(drive).glob(f"zerofx-{os.getpid()}-*/*.bin"):
+            path.unlink()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(RankMismatchError) as caught:
+            step.close()
+    step.close()
+    return step.is_closed, str(caught.value), [str(warning.message) for warning in told]
+
+
+def test_a_step_is_closed_on_all_ranks_though_the_drive_of_one_fails_there(drive: Path) -> None:
+    zero, one = run_ranks(_closed_with_a_failed_drive, 2, str(drive))
+    for is_closed, error, _ in (zero, one):
+        assert is_closed and "rank 1 could not" in error and "No such file" in error
+    assert any("lost are the optimizer's states" in text for text in one[2])
+    assert not list(drive.iterdir())
 
 
 def test_a_drive_that_fails_on_one_rank_ends_the_step_on_all(drive: Path) -> None:
