@@ -9,8 +9,9 @@ from torch import nn
 
 from zerofx.capture.objective.loss import ForwardFunction, LossFunction
 from zerofx.deferred import DeferredTensor
-from zerofx.errors import OptimizerError, UsageError
+from zerofx.errors import OptimizerError, UsageError, warn
 from zerofx.ir.batch import Batch
+from zerofx.precision import dtype_name
 from zerofx.torch_private.modules import compiles_calls, is_compiled
 from zerofx.torch_private.tensors import has_hooks
 from zerofx.units import first_few
@@ -215,6 +216,23 @@ def misfits(missing: Sequence[str], unexpected: Sequence[str], other: Sequence[s
     """What of a model's tensors is not as it is saved, in words; empty where all is."""
     kinds = (("missing", missing), ("that the model has not", unexpected), ("of another shape", other))
     return ", ".join(f"{len(listed)} {what} ({first_few(listed)})" for what, listed in kinds if listed)
+
+
+def fits(shape: tuple[int, ...], dtype: torch.dtype, tensor: torch.Tensor) -> bool:
+    """Whether what is saved in this shape and dtype can be a tensor of a model's."""
+    alike = dtype == tensor.dtype or (dtype.is_floating_point and tensor.is_floating_point())
+    return shape == tuple(tensor.shape) and alike
+
+
+def warn_of_rounding(what: str, stored: Mapping[str, torch.dtype], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Warn where the dtypes of a model's ``tensors`` cannot hold what is ``stored``, both by the model's names."""
+    rounded: dict[tuple[torch.dtype, torch.dtype], str] = {}
+    for name, dtype in stored.items():
+        own = tensors[name].dtype
+        if torch.promote_types(dtype, own) != own:
+            rounded.setdefault((dtype, own), name)
+    for (dtype, own), name in rounded.items():
+        warn(f"{what} are rounded from {dtype_name(dtype)} to the model's {dtype_name(own)}, as {name} is")
 
 
 def check_owner(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

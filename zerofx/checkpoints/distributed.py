@@ -23,12 +23,13 @@ from zerofx.torch_private.tensors import without_memory, without_torch_function
 class BoxedTensor(torch.Tensor):
     """A tensor of which this rank writes boxes, ``owned``, whose values ``read`` gives, and reads others, ``held``.
 
-    It has shape and dtype, and no values: only DCP can use it.
+    It has shape and dtype, and no values: only DCP can use it. ``begin`` is called before a save reads the first.
     """
 
     _owned: Sequence[Piece]
     _held: Sequence[Piece]
     _read: Callable[[Piece], torch.Tensor]
+    _begin: Callable[[], None]
     _loaded: dict[tuple[int, ...], torch.Tensor] | None
 
     @staticmethod
@@ -39,10 +40,11 @@ class BoxedTensor(torch.Tensor):
         owned: Sequence[Piece],
         held: Sequence[Piece],
         read: Callable[[Piece], torch.Tensor],
+        begin: Callable[[], None] = lambda: None,
     ) -> BoxedTensor:
         """Has the shape of ``like``."""
         wrapper: BoxedTensor = without_memory(cls, like.shape, dtype=dtype, device=torch.device("cpu"))
-        wrapper._owned, wrapper._held, wrapper._read, wrapper._loaded = owned, held, read, None
+        wrapper._owned, wrapper._held, wrapper._read, wrapper._begin, wrapper._loaded = owned, held, read, begin, None
         return wrapper
 
     __torch_function__ = without_torch_function  # type: ignore[assignment]  # no method, by its type
@@ -61,6 +63,8 @@ class BoxedTensor(torch.Tensor):
         return f"Sharded({list(self.shape)}, {self.dtype}, {len(self._owned)} boxes here)"
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        self._loaded = None  # by an earlier load of the same dictionary
+        self._begin()
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(

@@ -57,11 +57,11 @@ def export_model(path: Path, out: Path, *, dtype: str | None = None, most_bytes:
         for number, entries in enumerate(files, start=1):
             name = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
             ordered = in_order(entries)
-            writer = ShardWriter(folder / name, ordered, {})
-            for entry in ordered:
-                writer.write(entry, _whole(reader, entry.name, entry.box).to(entry.dtype))
-                places[entry.name] = name
-            writer.finish()
+            with ShardWriter(folder / name, ordered, {}) as writer:
+                for entry in ordered:
+                    writer.write(entry, reader.read(entry.name, entry.box).to(entry.dtype))
+                    places[entry.name] = name
+                writer.finish()
         if len(files) > 1:
             total = sum(entry.num_bytes for entries in files for entry in entries)
             _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
@@ -93,9 +93,7 @@ def export_distributed(path: Path, out: Path) -> None:
         piece = Piece(name, 0, Box.whole(stored), torch.empty(stored, device="meta").stride())
         whole = torch.empty((), device="meta").expand(shape)
         of_model = dtype.to_complex() if like.is_complex else dtype
-        return BoxedTensor(
-            whole, of_model, [piece], [piece], lambda piece: _whole(reader, piece.source, piece.box, kind)
-        )
+        return BoxedTensor(whole, of_model, [piece], [piece], lambda piece: reader.read(piece.source, piece.box, kind))
 
     model: dict[str, Any] = {}
     for name, about in marker.tensors.items():
@@ -124,10 +122,6 @@ def _checked(path: Path) -> CheckpointReader:
     reader = CheckpointReader(resolve(path))
     reader.verify(0, 1)
     return reader
-
-
-def _whole(reader: CheckpointReader, name: str, box: Box, kind: str = "model") -> torch.Tensor:
-    return reader.read(name, box, kind) if box.numel else torch.empty(box.sizes, dtype=reader.dtype_of(name, kind))
 
 
 @contextlib.contextmanager

@@ -37,10 +37,10 @@ class Source(Protocol):
 
 
 def check_histories(source: Source, layout: BucketLayout) -> None:
-    """Check that the parameters of each bucket have states that are updated together.
+    """Check that all parameters of a bucket were trained in the same steps, by their states and counts.
 
     Raises:
-        CheckpointError: they have not.
+        CheckpointError: they were not.
     """
     for bucket in layout.buckets:
         histories = {

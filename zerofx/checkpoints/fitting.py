@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from zerofx.capture.checks import misfits
+from zerofx.capture.checks import fits, misfits
 from zerofx.checkpoints.names import ModelNames
 from zerofx.disk.checkpoint.marker import Marker, TensorInfo
-from zerofx.errors import CheckpointError, warn
-from zerofx.precision import dtype_name
+from zerofx.errors import CheckpointError
 from zerofx.units import first_few
 
 
@@ -37,7 +36,7 @@ def saved_names(marker: Marker, names: ModelNames) -> dict[str, str]:
     other = [
         f"{name} ({marker.tensors[saved]} for {TensorInfo.of(names.tensors[name])})"
         for name, saved in by_name.items()
-        if not _fits(marker.tensors[saved], names.tensors[name])
+        if not fits(marker.tensors[saved].shape, marker.tensors[saved].torch_dtype, names.tensors[name])
     ]
     problems = misfits(missing, unexpected, other)
     if problems:
@@ -48,18 +47,15 @@ def saved_names(marker: Marker, names: ModelNames) -> dict[str, str]:
     return by_name
 
 
-def warn_of_rounding(place: Path, marker: Marker, names: ModelNames, saved: Mapping[str, str]) -> None:
-    """Warn where the model's dtypes cannot hold what was saved."""
-    rounded: dict[tuple[torch.dtype, torch.dtype], str] = {}
-    for name, tensor in names.tensors.items():
-        dtype = marker.tensors[saved[name]].torch_dtype
-        if torch.promote_types(dtype, tensor.dtype) != tensor.dtype:
-            rounded.setdefault((dtype, tensor.dtype), name)
-    for (dtype, own), name in rounded.items():
-        warn(
-            f"values of the checkpoint at {place} are rounded from {dtype_name(dtype)} to the model's "
-            f"{dtype_name(own)}, as {name} is"
-        )
+def group_misfits(saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]) -> list[str]:
+    """What of saved param groups is not as an optimizer has them, in words; ``own``: the names of its parameters."""
+    if len(saved) != len(own):
+        return [f"{len(saved)} param groups for {len(own)}"]
+    return [
+        f"other parameters in param group {number} ({first_few(sorted(differ))})"
+        for number, (group, mine) in enumerate(zip(saved, own, strict=True))
+        if (differ := set(group["params"]) ^ set(mine))
+    ]
 
 
 def check_optimizer(marker: Marker, optimizer: torch.optim.Optimizer, own: Sequence[Sequence[str]]) -> None:
@@ -72,26 +68,10 @@ def check_optimizer(marker: Marker, optimizer: torch.optim.Optimizer, own: Seque
     """
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     saved = marker.optimizer
-    problem = ""
-    if saved.name != kind:
-        problem = f"one of {saved.name}"
-    elif len(saved.groups) != len(own):
-        problem = f"{len(saved.groups)} param groups for {len(own)}"
-    else:
-        for number, (group, mine) in enumerate(zip(saved.groups, own, strict=True)):
-            if differ := sorted(set(group["params"]) ^ set(mine)):
-                problem = f"other parameters in param group {number} ({first_few(differ)})"
-                break
-    if problem:
+    problems = [f"one of {saved.name}"] if saved.name != kind else group_misfits(saved.groups, own)
+    if problems:
         raise CheckpointError(
-            f"expected a checkpoint of this optimizer ({kind} with {len(own)} param groups), found {problem}: load "
-            f"with the optimizer that was saved, or the weights alone with zerofx.compile(weights=...). Nothing has "
-            f"been loaded"
+            f"expected a checkpoint of this optimizer ({kind} with {len(own)} param groups), found "
+            f"{first_few(problems)}: load with the optimizer that was saved, or the weights alone with "
+            f"zerofx.compile(weights=...). Nothing has been loaded"
         )
-
-
-def _fits(saved: TensorInfo, tensor: torch.Tensor) -> bool:
-    if saved.shape != tuple(tensor.shape):
-        return False
-    dtype = saved.torch_dtype
-    return dtype == tensor.dtype or (dtype.is_floating_point and tensor.is_floating_point())

@@ -151,9 +151,7 @@ class Later:
             if content.rank == 0:
                 self._commit()
         except (OSError, ZeroFXError) as error:
-            self._failure = (
-                str(error) if isinstance(error, ZeroFXError) else cannot_be_done("write a checkpoint", error)
-            )
+            self._failure = cannot_be_done("write a checkpoint", error)
         except BaseException as error:
             self._failure = f"a checkpoint could not be written ({type(error).__name__}: {error})"
             raise

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.checkpoints.fitting import check_optimizer, saved_names, warn_of_rounding
+from zerofx.capture.checks import warn_of_rounding
+from zerofx.checkpoints.fitting import check_optimizer, saved_names
 from zerofx.checkpoints.names import ModelNames, number_from, set_extra, set_groups
-from zerofx.checkpoints.predecessors import predecessor
-from zerofx.checkpoints.random_states import saved_random_states, set_random_states
+from zerofx.checkpoints.random_states import predecessor, saved_random_states, set_random_states
 from zerofx.checkpoints.together import on_all
 from zerofx.checkpoints.user_state import saved_state, take_over
 from zerofx.disk.checkpoint.boxes import Box
@@ -21,7 +21,6 @@ from zerofx.disk.checkpoint.folder import resolve
 from zerofx.disk.checkpoint.marker import Scalar
 from zerofx.disk.checkpoint.plain import from_plain
 from zerofx.disk.checkpoint.reader import STATE, CheckpointReader, state_name
-from zerofx.errors import CheckpointError
 from zerofx.runtime.comm.control import Control
 
 _CPU = torch.device("cpu")
@@ -102,7 +101,8 @@ def check(
         return Checked(reader, names, saved, before, given, random, marker.optimizer.scalars_of())
 
     checked = on_all(control, "compare the checkpoint with the model", fit)
-    warn_of_rounding(reader.place, reader.marker, checked.names, checked.saved)
+    stored = {name: reader.marker.tensors[known].torch_dtype for name, known in checked.saved.items()}
+    warn_of_rounding(f"values of the checkpoint at {reader.place}", stored, checked.names.tensors)
     return checked
 
 
@@ -131,7 +131,7 @@ def load_rest(
 ) -> None:
     """Give hyperparameters, random generators, modules' extra state and what is the user's their values."""
     marker = checked.reader.marker
-    set_extra(model, from_plain(marker.extra.get("modules", {}), _no_tensor))
+    set_extra(model, from_plain(marker.extra.get("modules", {})))
     set_groups(optimizer, marker.optimizer.groups)
     set_random_states(checked.random, device)
     take_over(state, checked.state)
@@ -161,7 +161,3 @@ def _fill_whole(checked: Checked, name: str, tensor: torch.Tensor) -> None:
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     detached = tensor.detach()
     return torch.view_as_real(detached) if detached.is_complex() else detached
-
-
-def _no_tensor(name: str) -> torch.Tensor:
-    raise CheckpointError(f"expected no tensor among what modules have saved, found {name}")

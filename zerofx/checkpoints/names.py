@@ -82,7 +82,7 @@ def set_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, A
 
 def options_from(plain: Mapping[str, Any]) -> dict[str, Any]:
     """A group's options, from one of what ``groups_of`` gave, and the names of its parameters."""
-    return {key: _from_plain(value) for key, value in plain.items()}
+    return {key: from_plain(value) for key, value in plain.items()}
 
 
 def set_groups_from(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -106,7 +106,7 @@ def number_of(value: Any) -> tuple[Any, str | None]:
 
 def number_from(value: Any, dtype: str | None, device: torch.device) -> Any:
     """What ``number_of`` was given, a tensor on ``device``."""
-    number = _from_plain(value)
+    number = from_plain(value)
     return torch.tensor(number, dtype=dtype_named(dtype), device=device) if dtype is not None else number
 
 
@@ -121,10 +121,3 @@ def _to_plain(value: Any, what: str) -> Any:
             f"elements in {what}: keep it in the model, or in what state= saves"
         )
     return plain
-
-
-def _from_plain(plain: Any) -> Any:
-    def none(name: str) -> torch.Tensor:
-        raise ValueError(f"no tensor is called {name}")
-
-    return from_plain(plain, none)

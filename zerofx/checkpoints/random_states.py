@@ -1,4 +1,4 @@
-"""The states of torch's random generators on each rank."""
+"""What each rank has of its own: which rank's it goes on with, and the states of torch's random generators."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ import xxhash
 from zerofx.disk.checkpoint.reader import STATE, CheckpointReader
 
 CPU, CUDA = "random.cpu", "random.cuda"
+
+
+def predecessor(rank: int, num_model: int, saved_ranks: int, saved_model: int) -> int | None:
+    """The saved rank whose own values ``rank`` goes on with: generators, buffers and ``state=``; None where there was
+    no such rank.
+
+    ``num_model`` ranks in a row share one computation, and did ``saved_model`` of ``saved_ranks``. Where these are as
+    many, each rank goes on with its own. Otherwise all ranks of the n-th group go on with what the first rank of the
+    n-th saved group had.
+    """
+    before = rank if num_model == saved_model else rank // num_model * saved_model
+    return before if before < saved_ranks else None
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:

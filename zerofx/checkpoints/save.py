@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import groupby
@@ -141,13 +141,10 @@ def write_files(content: Content, folder: Path, show: Show) -> dict[str, Written
             jobs[whole_entry(name, real)] = (real, None)
         name = file_name(kind, content.rank, content.num_ranks)
         entries = in_order(list(jobs))
-        writer = ShardWriter(folder / name, entries, {WORD: content.words} if kind == STATE else {})
-        with ExitStack() as undo:
-            undo.callback(writer.abandon)
+        with ShardWriter(folder / name, entries, {WORD: content.words} if kind == STATE else {}) as writer:
             for _, listed in groupby(entries, key=lambda entry: id(jobs[entry][0])):
                 _write_run(show, writer, [(entry, *jobs[entry]) for entry in listed])
             written[name] = writer.finish()
-            undo.pop_all()
     return written
 
 

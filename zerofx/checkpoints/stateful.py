@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zerofx.checkpoints.distributed import BoxedTensor
+from zerofx.checkpoints.fitting import group_misfits
 from zerofx.checkpoints.names import ModelNames, set_groups_from
 from zerofx.checkpoints.pieces import Piece, pieces_of
-from zerofx.checkpoints.predecessors import predecessor
-from zerofx.checkpoints.random_states import random_states, set_random_states, states_for
+from zerofx.checkpoints.random_states import predecessor, random_states, set_random_states, states_for
 from zerofx.checkpoints.save import StepCounts
 from zerofx.checkpoints.training import Training
 from zerofx.disk.checkpoint.boxes import Box
@@ -80,7 +81,9 @@ def _sharded(
     held: Sequence[Piece],
 ) -> BoxedTensor:  # fmt: skip
     of_model = dtype.to_complex() if like.is_complex() else dtype
-    return BoxedTensor(like, of_model, list(owned), held, lambda piece: latest.read(owned[piece], state, piece))
+    return BoxedTensor(
+        like, of_model, list(owned), held, lambda piece: latest.read(owned[piece], state, piece), latest.forget
+    )
 
 
 class Loaded:
@@ -113,13 +116,10 @@ class Loaded:
                 problems += _problems(f"{key} of {name}", value, parameter)
         for name, buffer in names.buffers.items():
             problems += _problems(name, self._model.get(name), buffer)
-        if self.groups is not None and len(self.groups) != len(training.optimizer.param_groups):
-            problems.append(f"{len(self.groups)} param groups for {len(training.optimizer.param_groups)}")
-        elif self.groups is not None:
+        if self.groups is not None:
             known = {id(training.state.parameter(own)): name for own, name in names.parameters.items()}
-            for number, (saved, group) in enumerate(zip(self.groups, training.optimizer.param_groups, strict=True)):
-                if differ := set(saved["params"]) ^ {known[id(parameter)] for parameter in group["params"]}:
-                    problems.append(f"other parameters in param group {number} ({first_few(sorted(differ))})")
+            groups = [[known[id(p)] for p in group["params"]] for group in training.optimizer.param_groups]
+            problems += group_misfits(self.groups, groups)
         if problems:
             raise CheckpointError(
                 f"expected a state dictionary of this step, or with whole tensors of this model, found "
@@ -177,26 +177,35 @@ class Loaded:
 
 
 class _Latest:
-    """What was last read of the buckets: DCP asks for the pieces of one after the other."""
+    """What was last read of the buckets: DCP asks for the pieces of one after the other, from several threads if asked
+    to."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
+        self._lock = threading.Lock()
         self._bucket = -1
         self._values: dict[str | None, torch.Tensor] = {}
+
+    def forget(self) -> None:
+        """Let go of it: steps may have been done since it was read."""
+        with self._lock:
+            self._bucket, self._values = -1, {}
 
     def read(self, bucket: Bucket, state: str | None, piece: Piece) -> torch.Tensor:
         """The values of a piece on the CPU, which are the caller's own."""
         training = self._training
         first, last = training.owned(bucket)
         begin = training.held(bucket)[0]
-        if bucket.index != self._bucket:
-            self._bucket, self._values = bucket.index, {}
-        if state not in self._values:
-            held = training.state.buckets[bucket.index]
-            stored = held.stored if state is None else held.flat[state]
-            with shown_on_host(stored, first - begin, last - begin, training.tiers) as values:
-                self._values[state] = values.clone()
-        return piece.view(self._values[state], first).clone(memory_format=torch.contiguous_format)
+        with self._lock:
+            if bucket.index != self._bucket:
+                self._bucket, self._values = bucket.index, {}
+            if state not in self._values:
+                held = training.state.buckets[bucket.index]
+                stored = held.stored if state is None else held.flat[state]
+                with shown_on_host(stored, first - begin, last - begin, training.tiers) as shown:
+                    self._values[state] = shown.clone()
+            values = self._values[state]
+        return piece.view(values, first).clone(memory_format=torch.contiguous_format)
 
 
 def _number(value: Any) -> Any:

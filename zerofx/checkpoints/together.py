@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from zerofx.errors import CheckpointError
+from zerofx.errors import CheckpointError, ZeroFXError
 from zerofx.runtime.comm.control import Control
 
 T = TypeVar("T")
@@ -21,9 +21,7 @@ def on_all(control: Control, purpose: str, function: Callable[[], T]) -> T:
     def guarded() -> tuple[T | None, str | None]:
         try:
             return function(), None
-        except CheckpointError as error:
-            return None, str(error)
-        except OSError as error:
+        except (CheckpointError, OSError) as error:
             return None, cannot_be_done(purpose, error)
 
     done, failure = control.attempt(purpose, guarded)
@@ -51,8 +49,10 @@ def on_first(control: Control, purpose: str, function: Callable[[], T]) -> T:
     return control.share(purpose, guarded)
 
 
-def cannot_be_done(purpose: str, error: OSError) -> str:
-    """What to say of an error of the system's."""
+def cannot_be_done(purpose: str, error: OSError | ZeroFXError) -> str:
+    """What to say of an error: what zerofx says itself, or of one of the system's what to look at."""
+    if isinstance(error, ZeroFXError):
+        return str(error)
     return (
         f"expected to {purpose}, found that it cannot be done ({error}): look at the space that is left, and at who "
         f"may write there"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zerofx.deferred.recipe import check_constants
-from zerofx.deferred.tensor import DeferredTensor, become, recording
+from zerofx.deferred.tensor import DeferredTensor, DeferringMode, become
 from zerofx.errors import UsageError
 from zerofx.torch_private.modules import RESETS, TABLES, buffer_table, initializer, refer_to_weights
 from zerofx.torch_private.operators import pytree
@@ -36,7 +36,7 @@ def empty_init() -> Iterator[None]:
 
     Memory: the largest single tensor. Time: that of a normal construction here, and again when the values are made.
     """
-    with recording():
+    with DeferringMode():
         yield
 
 
@@ -77,7 +77,7 @@ def make_buffers(model: nn.Module, without: frozenset[str] = frozenset()) -> Non
     materialised: dict[int, torch.Tensor] = {}
 
     def make(leaf: Any) -> Any:
-        if not _is_deferred(leaf):
+        if not _is_deferred_value(leaf):
             return leaf
         if id(leaf) not in materialised:
             materialised[id(leaf)] = leaf.materialise()
@@ -88,11 +88,11 @@ def make_buffers(model: nn.Module, without: frozenset[str] = frozenset()) -> Non
             if (f"{path}.{name}" if path else name) not in without:
                 buffer_table(module)[name] = make(buffer)
         for name, value in vars(module).items():
-            if name not in TABLES and any(_is_deferred(leaf) for leaf in pytree.tree_leaves(value)):
+            if name not in TABLES and any(_is_deferred_value(leaf) for leaf in pytree.tree_leaves(value)):
                 vars(module)[name] = pytree.tree_map(make, value)
 
 
-def _is_deferred(value: Any) -> bool:
+def _is_deferred_value(value: Any) -> bool:
     """Whether this is a deferred tensor that is no parameter, wherever it is held."""
     return isinstance(value, DeferredTensor) and not isinstance(value, nn.Parameter)
 

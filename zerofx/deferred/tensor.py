@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -169,11 +168,6 @@ class DeferringMode(TorchDispatchMode):
         if any(isinstance(tensor, DeferredTensor) for tensor in tensors) or (makes and not on_meta):
             return _perform(func, args, kwargs, self._scratch)
         return func(*args, **kwargs)
-
-
-def recording() -> contextlib.AbstractContextManager[object]:
-    """A ``DeferringMode`` to enter."""
-    return DeferringMode()
 
 
 def hold(real: torch.Tensor) -> DeferredTensor:

@@ -9,6 +9,7 @@ What the way leads through: ``driver/captures.py`` (captured), ``driver/prepared
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from zerofx.lowering.lower import LoweredStep, lower
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.progress import watched
-from zerofx.report.debug import write_debug
+from zerofx.report.schedule import make_schedule
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control, check_equal
 from zerofx.runtime.state.optimizer import OptimizerBinding
@@ -226,7 +227,10 @@ def lower_step(prepared: Prepared, captured: StepGraph, plan: Plan, target: Targ
     """``captured``, which stays as it is, with ``plan`` carried out; writes what ``ZEROFX_DEBUG`` asks for."""
     lowered = lower(captured.clone(), plan, prepared.layout, prepared.programs, target)
     if target.verbose:
-        write_debug(lowered, target.settings.debug)
+        if target.settings.debug >= 3:
+            sys.stderr.write(f"{make_schedule(lowered)}\n")
+        if target.settings.debug >= 4:
+            sys.stderr.write(lowered.emitted.source)
     return lowered
 
 

@@ -9,14 +9,15 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from torch import nn
 
-from zerofx.capture.normalise.joint import Joint, Normalisation
+from zerofx.capture.normalise.joint import Joint
 from zerofx.capture.normalise.phase import NORMALISATIONS
 from zerofx.capture.trace import capture
 from zerofx.codegen.emit import emit
-from zerofx.codegen.inductor.traced import RegionRewrite, TracedRegion
+from zerofx.codegen.inductor.traced import TracedRegion
 from zerofx.codegen.kernels.table import kernels_in_use
 from zerofx.codegen.regions import cut, regions_of
 from zerofx.codegen.source import load_source
@@ -26,6 +27,7 @@ from zerofx.errors import PlanError, UsageError, ZeroFXError
 from zerofx.ir.batch import Batch
 from zerofx.ir.bucketing import layout_of
 from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.edit import Rewrite
 from zerofx.ir.facts import value
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.quantise import BLOCK
@@ -44,6 +46,8 @@ from zerofx.settings import read_settings
 
 # Is told what has run, the text of what it has rewritten, and the region that this is ("" for the step's graph).
 Say = Callable[[str, str, str], object]
+
+T = TypeVar("T")
 
 _NO_PLAN = Plan(0, 1, None, "", "", (), (), ())
 
@@ -181,20 +185,21 @@ def _layout(step: StepGraph, saved: SavedGraph, plan: Plan) -> BucketLayout:
 
 
 @dataclass(frozen=True)
-class _WatchedRegion:
-    """A rewrite of a region that is told of."""
+class _Watched(Generic[T]):
+    """A rewrite that is told of, with the ``text`` of what it has rewritten."""
 
-    inner: RegionRewrite
-    region: str
+    inner: Rewrite[[T]]
     say: Say
+    text: Callable[[T], str]
+    region: str = ""
 
     @property
     def name(self) -> str:
         return self.inner.name
 
-    def run(self, region: TracedRegion) -> None:
-        self.inner.run(region)
-        self.say(self.name, "\n".join(map(node_text, region.graph.nodes)), self.region)
+    def run(self, traced: T, /) -> None:
+        self.inner.run(traced)
+        self.say(self.name, self.text(traced), self.region)
 
 
 def _rewrite_regions(step: StepGraph, listed: Sequence[Listed], say: Say) -> None:
@@ -211,24 +216,16 @@ def _rewrite_regions(step: StepGraph, listed: Sequence[Listed], say: Say) -> Non
     for key, name in emitted.functions.items():
         region = first[key]
         if region.inputs and not region.is_update:
-            watched = [_WatchedRegion(entry.instance(), name, say) for entry in listed]
+            watched = [_Watched(entry.instance(), say, _region_text, name) for entry in listed]
             rewritten(namespace[name], [value(node) for node in region.inputs], kernels, watched)
 
 
-@dataclass(frozen=True)
-class _Watched:
-    """A rewrite of a traced graph that is told of."""
+def _region_text(region: TracedRegion) -> str:
+    return "\n".join(map(node_text, region.graph.nodes))
 
-    inner: Normalisation
-    say: Say
 
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    def run(self, joint: Joint) -> None:
-        self.inner.run(joint)
-        self.say(self.name, joint.step.text(), "")
+def _joint_text(joint: Joint) -> str:
+    return joint.step.text()
 
 
 def rewrite_traced(model: nn.Module, batch: Batch, options: CompileOptions, say: Say) -> None:
@@ -237,5 +234,5 @@ def rewrite_traced(model: nn.Module, batch: Batch, options: CompileOptions, say:
     Raises:
         CaptureError: the model cannot be captured.
     """
-    watched = [_Watched(normalisation, say) for normalisation in NORMALISATIONS]
+    watched = [_Watched(normalisation, say, _joint_text) for normalisation in NORMALISATIONS]
     capture(model, batch, loss_fn=options.objective, compute_dtype=options.casts(model), rewrites=watched)

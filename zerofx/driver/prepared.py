@@ -84,8 +84,8 @@ class Prepared:
     """A captured step with the buckets of its parameters and the update of each; the planner's ``StepVariants``.
 
     ``updates``: those of the coming step, then what later steps have in their place. ``groups``: the index of the param
-    group of each trained parameter, by name. ``may_be_sliced``: whether its
-    parameters may be in other slices, or updated in others; not where the layout is given.
+    group of each trained parameter, by name. ``may_be_sliced``: whether its parameters may be in other slices, or
+    updated in others; not where the layout is given. ``laid_out`` is a cache that these variants of a step share.
     """
 
     request: Request

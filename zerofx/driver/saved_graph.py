@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -53,6 +53,8 @@ from zerofx.runtime.state.parameter_groups import group_of_parameters
 from zerofx.scheduler.plan.decisions import SliceDecision
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.torch_private.capture import fake_mode
+
+T = TypeVar("T")
 
 _FORMAT = 1
 
@@ -141,8 +143,8 @@ class SavedGraph:
             "reduced": {str(bucket): node.name for bucket, node in step.reduced.items()},
             "layer_squares": None if step.layer_squares is None else step.layer_squares.name,
             "kept_gradients": [node.name for node in step.kept_gradients],
-            "clipping": None if step.clipping is None else _clipping(step.clipping),
-            "unscaling": None if step.unscaling is None else _unscaling(step.unscaling),
+            "clipping": _node_names(step.clipping),
+            "unscaling": _node_names(step.unscaling),
             "guarded": step.guarded,
             "groups": dict(self.groups),
             "programs": [_program_data(element) for element in programs],
@@ -170,10 +172,10 @@ def _read(text: str) -> SavedGraph:
         slices=tuple(SliceDecision(**item) for item in data["slices"]),
         cut_pieces=frozenset(data["cut_pieces"]),
         reduced={int(bucket): by_name[name] for bucket, name in data["reduced"].items()},
-        clipping=None if data["clipping"] is None else Clipping(*(by_name[name] for name in data["clipping"])),
+        clipping=_of_nodes(Clipping, data["clipping"], by_name),
         layer_squares=None if data["layer_squares"] is None else by_name[data["layer_squares"]],
         kept_gradients=tuple(by_name[name] for name in data["kept_gradients"]),
-        unscaling=None if data["unscaling"] is None else _read_unscaling(data["unscaling"], by_name),
+        unscaling=_of_nodes(Unscaling, data["unscaling"], by_name),
         guarded=bool(data["guarded"]),
     )
     programs = [_program(entry) for entry in data["programs"]]
@@ -187,18 +189,18 @@ def _read(text: str) -> SavedGraph:
     )
 
 
-def _clipping(clipping: Clipping) -> list[str]:
-    return [clipping.norm.name, clipping.factor.name, clipping.begin.name]
+def _node_names(record: Clipping | Unscaling | None) -> list[str | None] | None:
+    """The nodes that are the fields of a dataclass, by their names."""
+    if record is None:
+        return None
+    nodes = [getattr(record, each.name) for each in fields(record)]
+    return [None if node is None else node.name for node in nodes]
 
 
-def _unscaling(unscaling: Unscaling) -> list[str | None]:
-    largest = unscaling.largest
-    return [unscaling.inverse.name, None if largest is None else largest.name, unscaling.begin.name]
-
-
-def _read_unscaling(data: list[Any], by_name: Mapping[str, fx.Node]) -> Unscaling:
-    inverse, largest, begin = data
-    return Unscaling(by_name[inverse], None if largest is None else by_name[largest], by_name[begin])
+def _of_nodes(kind: type[T], names: list[str | None] | None, by_name: Mapping[str, fx.Node]) -> T | None:
+    if names is None:
+        return None
+    return kind(*(None if name is None else by_name[name] for name in names))
 
 
 def _facts(node: fx.Node) -> dict[str, Any]:

@@ -94,9 +94,10 @@ def alone(_purpose: str, decide: Callable[[], str]) -> str:
 
 
 def shardings_of(request: Request, captures: Captures) -> tuple[ShardingDecision, ...]:
-    """What is decided of calls and values there, before what is overlapped; nothing where there is no such axis.
+    """How ranks of the model axis share calls and values, as ``share_computation`` has it decided, before what is
+    overlapped; nothing where there is no such axis.
 
-    Raises: as there.
+    Raises: as ``share_computation``.
     """
     if request.mesh.model == 1:
         return ()

@@ -61,8 +61,8 @@ def steps(xs: Sequence[float], ys: Sequence[float], bottom: float) -> str:
 
 
 def byte_axis(top: float, y_of: Callable[[float], float], most_lines: int) -> Iterator[str]:
-    """Lines at round sizes from nothing to ``top`` bytes, with the sizes to their left."""
-    step = next(size for size in _round_sizes() if top / size <= most_lines)
+    """Lines at multiples of a power of two from nothing to ``top`` bytes, with the sizes to their left."""
+    step = next(1 << power for power in count() if top / (1 << power) <= most_lines)
     for number in range(int(top / step) + 1):
         y = y_of(number * step)
         yield f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
@@ -85,11 +85,6 @@ def dashed_line(y: float, text: str, kind: str, *, above: bool) -> Iterator[str]
     yield f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="{kind}"/>'
     at = y - 5 if above else y + 15
     yield f'<text x="{RIGHT - 4}" y="{at:.1f}" text-anchor="end" class="{kind}">{escape(text)}</text>'
-
-
-def _round_sizes() -> Iterator[int]:
-    """Sizes of which multiples read well on an axis: powers of two."""
-    return (1 << power for power in count())
 
 
 def _round_times() -> Iterator[float]:

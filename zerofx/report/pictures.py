@@ -84,7 +84,7 @@ def memory_picture(
     for name in names:
         levels = [below + size for below, size in zip(levels, heights[name], strict=True)]
         outline = steps([x_of(at, seconds) for at, _ in points], [_y(level, top) for level in levels], bottom)
-        areas.append(f'<path d="{outline}" fill="{_colour(name)}"><title>{escape(name)}</title></path>')
+        areas.append(f'<path d="{outline}" fill="{colour_of(name)}"><title>{escape(name)}</title></path>')
     parts += reversed(areas)  # each hides the lower part of the one above it, so that only its own share is seen
     for name, size in drawn.items():
         parts += dashed_line(_y(size, top), f"{name}: {format_bytes(size)}", "limit", above=True)
@@ -161,7 +161,7 @@ def legend(entries: Mapping[str, tuple[str, str]]) -> str:
 
 def colour_of(category: str) -> str:
     """The colour of a category of memory."""
-    return _colour(category)
+    return COLOURS.get(category, _OTHER)
 
 
 def _slices(row: ScheduleRow) -> Iterator[_Slice]:
@@ -238,7 +238,3 @@ def _sum(held: Mapping[str, int]) -> int:
 
 def _y(num_bytes: float, top: float) -> float:
     return _TOP + _HEIGHT * (1 - num_bytes / top)
-
-
-def _colour(category: str) -> str:
-    return COLOURS.get(category, _OTHER)

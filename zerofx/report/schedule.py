@@ -8,7 +8,7 @@ that Inductor has compiled, memory is known for the region as a whole: its last 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -235,18 +235,11 @@ def _slower_memory(
 ) -> tuple[tuple[float, int], ...]:
     """Bytes on a slower tier in time: the most while a node runs, where that changes."""
     points: list[tuple[float, int]] = [(0.0, use.persistent_bytes)]
-    nodes = list(lowered.graph.calls())
-    for now, node in zip(_clock(nodes, rows), nodes, strict=True):
-        if points[-1][1] != use.during[node]:
-            points.append((now, use.during[node]))
-    return tuple(points)
-
-
-def _clock(nodes: Sequence[fx.Node], rows: Mapping[fx.Node, ScheduleRow]) -> Iterator[float]:
-    """The time of computation after each node, in seconds."""
-    now = 0.0
-    for node in nodes:
+    now = 0.0  # of computation
+    for node in lowered.graph.calls():
         row = rows.get(node)
         if row is not None and row.stream == "compute":
             now = row.start_seconds + row.seconds
-        yield now
+        if points[-1][1] != use.during[node]:
+            points.append((now, use.during[node]))
+    return tuple(points)

@@ -51,7 +51,7 @@ class Runtime:
         self._joint = JointGathers()  # a step that failed may have left some
 
     def end(self) -> None:
-        """A step without a collective has ended too."""
+        """End a step: wait for the other ranks' agreement to run it even if no collective ran."""
         self._agree()
 
     def close(self) -> None:

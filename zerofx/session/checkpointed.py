@@ -18,6 +18,7 @@ from zerofx.checkpoints.together import on_all
 from zerofx.checkpoints.user_state import check_state
 from zerofx.deferred import is_deferred
 from zerofx.errors import UsageError, working
+from zerofx.option_checks import check_count
 from zerofx.runtime.comm.control import Control
 from zerofx.session.awaited import Awaited
 from zerofx.session.batches.micro_batches import MicroBatches
@@ -74,8 +75,8 @@ class Checkpointed:
             CheckpointError: it cannot be written, or one that was begun before could not; on all ranks. Other
                 checkpoints are as they were.
         """
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise UsageError(f"expected keep to be None, or how many checkpoints stay, found {keep!r}")
+        if keep is not None:
+            check_count("keep", keep, 1, "to be None, or how many checkpoints stay")
         own = check_state(state)
         taken = self._taken_for("save a checkpoint")
         self.finish_saving()
@@ -147,9 +148,8 @@ class Checkpointed:
                 on_all(control, "compare the checkpoint with the step", lambda: check_histories(checked, taken.layout))
             self._load(checked, taken, own, weights_only=weights_only)
         marker = checked.reader.marker
-        if weights_only:
-            return checked.reader.place
-        self._set_numbers(StepCounts(marker.num_steps, marker.num_skipped, marker.extra.get("numbers", {})))
+        if not weights_only:
+            self._set_numbers(StepCounts(marker.num_steps, marker.num_skipped, marker.extra.get("numbers", {})))
         return checked.reader.place
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from zerofx.errors import RankMismatchError, TierError, ZeroFXError, warn
-from zerofx.runtime.state.state import TrainingState
 from zerofx.session.guards import LossWatch, guard_model
 from zerofx.session.life import Life
 from zerofx.session.taken_over import TakenOver
@@ -38,6 +37,8 @@ def end(taken: TakenOver, life: Life, losses: LossWatch) -> RankMismatchError | 
             if not life.failed:
                 raise
             absence = error
+        except TierError as error:
+            life.failure = f"the step could not be closed ({error})"
     if life.failed:
         give_back_alone(taken, life.failed)
     return absence
@@ -70,7 +71,8 @@ def give_back_alone(taken: TakenOver, why: str) -> None:
     """
     model, state, lost = taken.model, taken.state, []
     try:
-        _check_whole(state)
+        if state.sharded:
+            raise TierError("parts of them are on other ranks")
         state.flush()
         state.show_parameters()
         let_go(model, taken.guards)
@@ -89,8 +91,3 @@ def give_back_alone(taken: TakenOver, why: str) -> None:
             f"expected to give back all that was trained, found that {why}: lost are {' and '.join(lost)}. Build model "
             f"and optimizer anew, and load a checkpoint"
         )
-
-
-def _check_whole(state: TrainingState) -> None:
-    if state.sharded:
-        raise TierError("parts of them are on other ranks")

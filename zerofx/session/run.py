@@ -15,6 +15,7 @@ from zerofx.checkpoints.together import on_first
 from zerofx.checkpoints.user_state import check_state
 from zerofx.disk.checkpoint.folder import latest
 from zerofx.errors import UsageError
+from zerofx.option_checks import check_count
 from zerofx.session.step import Step
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -60,8 +61,8 @@ class Run:
         asynchronous: bool = False,
     ) -> None:
         for name, number in (("every", every), ("keep", keep)):
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise UsageError(f"expected {name} to be None, or a whole number above 0, found {number!r}")
+            if number is not None:
+                check_count(name, number, 1, "to be None, or a whole number above 0")
         self.step, self.folder = step, Path(folder)
         self.stopped = False  # whether a signal has ended the run before its last step
         self._every, self._keep, self._state = every, keep, check_state(state)
@@ -129,12 +130,16 @@ class Run:
 
     @contextmanager
     def _catching_signals(self) -> Iterator[None]:
-        """While open, signals that end a process are noted; in threads that are not the main one they cannot be."""
+        """While open, signals that end a process are noted; in threads that are not the main one they cannot be, nor
+        where other code than Python's handles them."""
         self._asked = None
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        # What Python has not installed it cannot put back.
+        before = {
+            number: signal.signal(number, self._note) for number in _SIGNALS if signal.getsignal(number) is not None
+        }
         try:
             yield
         finally:

@@ -33,10 +33,10 @@ class Shapes:
         return compiled
 
     def put(
-        self, signature: str, variant: str, described: Mapping[str, str], compiled: CompiledStep, form: str = ""
+        self, signature: str, variant: str, described: Mapping[str, str], compiled: CompiledStep, form: str
     ) -> None:
-        """Add a step, which is the latest from now on; ``form`` is the signature where it is not given."""
-        self._described[form or signature] = dict(described)
+        """Add a step, which is the latest from now on."""
+        self._described[form] = dict(described)
         self._steps[signature, variant] = self.latest = compiled
 
     def replace(self, compiled: CompiledStep, replacement: CompiledStep) -> None:

@@ -212,7 +212,7 @@ class Step(Whole, Reported):
         loss, *others = outcome
         self._gradients = {b.index: others.pop() for b in reversed(kept_buckets(taken.layout, compiled.plan))}
         squares = others.pop() if self.options.grad_norms else None
-        self._last.note_layers(self._steps.layers, squares)
+        self._last.note_layers(taken.layers, squares)
         self._grad_norm = others.pop() if self.options.max_grad_norm is not None else None
         if compiled.returned.extras is None:
             return loss

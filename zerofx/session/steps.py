@@ -202,11 +202,6 @@ class Steps:
                 self._control.attempt("build kernels", finish_shared)
             self._waits_for_kernels = False
 
-    @property
-    def layers(self) -> Sequence[str]:
-        """What the trained buckets are parts of, one after the other: layers, or what is between them."""
-        return () if self.taken is None else self.taken.layers
-
     def _undo(self, taken: TakenOver, changed: str) -> None:
         """Give model and optimizer back, to be taken over as they are by the step that is built next. Collective.
 

@@ -12,6 +12,7 @@ from zerofx.runtime.comm.transport import LostRankError
 from zerofx.runtime.state.optimizer import Advance
 from zerofx.session.life import Life
 from zerofx.session.taken_over import TakenOver
+from zerofx.units import first_few
 
 
 def undo(
@@ -31,9 +32,10 @@ def undo(
     elsewhere = control.failure()
     error = _of_whoever_failed(f"run step {number}", elsewhere, life, error)
     if updated:
+        names = first_few([taken.layout.buckets[index].name for index in updated])
         error.add_note(
             f"zerofx: when step {number} failed, {len(updated)} of {len(versions)} buckets had been updated "
-            f"already ({taken.names_of(updated)}): restore a checkpoint before training on"
+            f"already ({names}): restore a checkpoint before training on"
         )
     else:
         error.add_note(f"zerofx: when step {number} failed, nothing had been updated yet")
@@ -61,7 +63,7 @@ def leave_evaluation(taken: TakenOver, life: Life, error: BaseException) -> Base
 
 
 def _of_whoever_failed(purpose: str, elsewhere: str, life: Life, error: BaseException) -> BaseException:
-    """``error``, or what says more where ``elsewhere`` a rank has failed, or did not come."""
+    """What to raise: ``error``, or where another rank failed first (``elsewhere`` says how) or did not come, that."""
     if not elsewhere and not isinstance(error, LostRankError):
         return error
     mismatch = RankMismatchError(f"expected all ranks to {purpose}, found that {elsewhere or error}")

@@ -174,10 +174,6 @@ class TakenOver:
         now = self.versions()
         return [index for index in before if now[index] != before[index]]
 
-    def names_of(self, buckets: list[int]) -> str:
-        """The names of some buckets, for a message."""
-        return first_few([self.layout.buckets[index].name for index in buckets])
-
     @property
     def training(self) -> Training:
         """What a checkpoint is taken of."""

@@ -25,6 +25,7 @@ from zerofx.driver.plan_only import (
     planned_mesh,
 )
 from zerofx.errors import MemoryBudgetError, UsageError
+from zerofx.option_checks import check_count
 from zerofx.options import CompileOptions, PlanOptions, check_names, check_options
 from zerofx.progress import watched
 from zerofx.scheduler.plan.mesh import Mesh
@@ -101,7 +102,7 @@ def largest_micro_batch(
     """
     if plan_options.get("accumulate", 1) != 1:
         raise UsageError("expected no accumulate for largest_micro_batch, which looks for the size of one micro-batch")
-    _check_limit(limit)
+    check_count("a limit", limit, 1, "of at least 1")
     options = _options(stage, plan_options, "largest_micro_batch")
     mesh = planned_mesh(options, world_size)
 
@@ -150,7 +151,7 @@ def smallest_world(
         raise UsageError(
             "expected no mesh for smallest_world, which looks for a number of ranks along shard: give it to zerofx.plan"
         )
-    _check_limit(limit)
+    check_count("a limit", limit, 1, "of at least 1")
     captured = capture_for_plans(model, optimizer, batch, _options(stage, plan_options, "smallest_world"))
     node = captured.machine.ranks_per_node
 
@@ -239,11 +240,6 @@ def _most(captured: CapturedStep, limit: int) -> str:
     machine = captured.machine
     last = _last(machine.ranks_per_node, limit)
     return f"up to {last} rank{'s' if last > 1 else ''} of {machine.name} at stage {captured.request.options.stage}"
-
-
-def _check_limit(limit: int) -> None:
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise UsageError(f"expected a limit of at least 1, found {limit!r}")
 
 
 def _options(stage: int, plan_options: PlanOptions, function: str) -> CompileOptions:

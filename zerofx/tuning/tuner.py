@@ -32,6 +32,7 @@ from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.ir.batch import Batch
 from zerofx.lowering.lower import lower
 from zerofx.mesh_option import AUTO, mesh_for
+from zerofx.option_checks import check_count
 from zerofx.options import CompileOptions, TuneOptions, check_names, check_options
 from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan
@@ -101,8 +102,7 @@ def tune(
     check_training(model, optimizer, checked)
     make_buffers(model)
     for name, number, least in (("num_steps", num_steps, 2), ("num_candidates", num_candidates, 1)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise UsageError(f"expected {name} to be at least {least}, found {number!r}")
+        check_count(name, number, least, f"to be at least {least}")
     if not isinstance(batch, tuple | list | Mapping):
         raise UsageError(f"expected batch to be a tuple or a dict of keywords, found {type(batch).__name__}")
     args, keywords = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})

@@ -95,6 +95,23 @@ def test_numbers_that_json_has_not_and_tensors_come_back() -> None:
     assert found["n"] == float(np.float32(0.1)) and (found["a"] == np.ones((2, 2))).all()
 
 
+@pytest.mark.parametrize(
+    "array",
+    [np.array(2.5), np.arange(12.0).reshape(3, 4).T, np.arange(5)[::-1], np.empty((0, 3))],
+    ids=["of no dimension", "transposed", "backwards", "empty"],
+)
+def test_arrays_come_back_in_their_shape(array: np.ndarray[Any, Any]) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    found = from_plain(json.loads(json.dumps(to_plain(array, "state", tensors))), tensors.__getitem__)
+    np.testing.assert_array_equal(found, array, strict=True)
+
+
+@pytest.mark.parametrize("array", [np.array([{}, 1], dtype=object), np.array(["a", "b"])], ids=["objects", "words"])
+def test_arrays_of_no_numbers_are_refused_by_name(array: np.ndarray[Any, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"arrays of numbers .* at state\.names: save its tolist\(\)"):
+        to_plain({"names": array}, "state", {})
+
+
 def test_what_cannot_be_said_is_named_with_its_place() -> None:
     with pytest.raises(CheckpointError, match=r"builtins\.function|function.* at state\.a\[1\]"):
         to_plain({"a": [1, lambda: 1]}, "state", {})
@@ -102,10 +119,28 @@ def test_what_cannot_be_said_is_named_with_its_place() -> None:
 
 def written(path: Path, values: dict[Entry, torch.Tensor], words: dict[str, str] | None = None) -> str:
     entries = in_order(list(values))
-    writer = ShardWriter(path, entries, words or {})
-    for entry in entries:
-        writer.write(entry, values[entry])
-    return writer.finish().digest
+    with ShardWriter(path, entries, words or {}) as writer:
+        for entry in entries:
+            writer.write(entry, values[entry])
+        return writer.finish().digest
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_no_file_stays_open_whatever_happens(tmp_path: Path) -> None:
+    before, entry = num_descriptors(), Entry("t", torch.float32, (2,), Box.whole((2,)))
+    with pytest.raises(RuntimeError, match="no values"), ShardWriter(tmp_path / "b", [entry], {}):
+        raise RuntimeError("no values")
+    assert num_descriptors() == before
+    written(tmp_path / "a", {entry: torch.ones(2)})
+    (placed,) = ShardFile.open(tmp_path / "a").placed["t"]
+    files = OpenFiles()
+    files.read(tmp_path / "a", placed, entry.box, torch.empty(2))
+    assert num_descriptors() == before + 1
+    del files
+    assert num_descriptors() == before
 
 
 def test_files_are_read_by_the_safetensors_library_whatever_their_dtypes(tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from tests.lib.models import CASES, batches
 from tests.lib.runs.checkpoints import UNEVEN, Uneven, Way, train
 from tests.lib.runs.training import build, world
 from zerofx import CheckpointError, UsageError
+from zerofx.runtime.state.on_host import shown_on_host
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(ShardedTensor|TypedStorage|no_dist|torch.distributed is).*")
 
@@ -186,3 +191,59 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed() -> None:
     with pytest.raises(UsageError, match=r"it has none of its own"):
         step.state_dict()["model"]["up.weight"].clone()
     torch.testing.assert_close(step.full_state_dict(), before, rtol=0, atol=0)
+
+
+def _saved(state: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+    """The model's tensors, and the momentum, as DCP finds them in what it saves of ``state``."""
+    dcp_save(state, checkpoint_id=folder)
+    step = _prepared()
+    dcp_load({"step": step}, checkpoint_id=folder)
+    momentum = step.optimizer.state_dict()["state"]
+    return step.full_state_dict() | {f"momentum {n}": entry["exp_avg"] for n, entry in momentum.items()}
+
+
+def test_a_dictionary_that_is_saved_again_has_what_steps_have_come_to_since(tmp_path: Path) -> None:
+    step = _prepared()
+    given = [args for args, _ in batches(UNEVEN, 0, 3)]
+    step(*given[0])
+    state = {"step": step.state_dict()}
+    _saved(state, tmp_path / "first")
+    step(*given[1])
+    again = _saved(state, tmp_path / "again")
+    torch.testing.assert_close(again, _saved({"step": step}, tmp_path / "after"), rtol=0, atol=0, check_stride=False)
+    dcp_load(state, checkpoint_id=tmp_path / "first")  # and not taken over
+    step(*given[2])
+    third = _saved(state, tmp_path / "third")
+    torch.testing.assert_close(third, _saved({"step": step}, tmp_path / "last"), rtol=0, atol=0, check_stride=False)
+
+
+def test_threads_of_a_writer_read_several_buckets_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread reads a bucket; another asks for another bucket meanwhile."""
+    step = _prepared()
+    model = step.state_dict()["model"]
+    items = {name: model[name].__create_write_items__(name, None)[0].index for name in ("up.weight", "frozen")}
+    whole = step.full_state_dict()
+    begun, read_meanwhile = threading.Event(), threading.Event()
+
+    @contextmanager
+    def slowly(*about: Any) -> Iterator[torch.Tensor]:
+        with shown_on_host(*about) as values:
+            if not begun.is_set():
+                begun.set()
+                read_meanwhile.wait(0.5)  # which is over where nothing can be
+            yield values
+
+    monkeypatch.setattr("zerofx.checkpoints.stateful.shown_on_host", slowly)
+
+    def read(name: str) -> torch.Tensor:
+        values: torch.Tensor = model[name].__get_tensor_shard__(items[name])
+        return values
+
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(read, "up.weight")
+        assert begun.wait(5)
+        quick = pool.submit(read, "frozen")
+        quick.add_done_callback(lambda _: read_meanwhile.set())
+        assert torch.equal(slow.result(), whole["up.weight"])
+        assert torch.equal(quick.result(), whole["frozen"])
+    assert all(torch.equal(read(name), whole[name]) for name in ("frozen", "up.weight", "frozen"))

@@ -106,6 +106,25 @@ def test_a_signal_saves_and_leaves(tmp_path: Path, number: signal.Signals) -> No
     assert start(tmp_path)[1].place == 4
 
 
+def test_a_handler_that_is_not_pythons_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that Python is embedded in may have handlers of its own: Python gives None for them, and takes none."""
+    handlers: dict[int, Any] = {signal.SIGINT: signal.SIG_DFL, signal.SIGTERM: None}
+
+    def put(number: int, handler: Any) -> Any:
+        if handler is None:
+            raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
+        before, handlers[number] = handlers[number], handler
+        return before
+
+    monkeypatch.setattr(signal, "getsignal", handlers.__getitem__)
+    monkeypatch.setattr(signal, "signal", put)
+    run, position = start(tmp_path)
+    for _ in run.steps(1):
+        assert handlers[signal.SIGINT] == run._note
+        run.step(*next(position))
+    assert handlers == {signal.SIGINT: signal.SIG_DFL, signal.SIGTERM: None}
+
+
 def test_a_second_interruption_later_on_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zerofx.session.run._SAME_REQUEST_SECONDS", -1.0)
     run, position = start(tmp_path)

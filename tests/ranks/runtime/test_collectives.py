@@ -17,6 +17,7 @@ from zerofx.runtime.comm.communicators import Communicators
 from zerofx.runtime.comm.nccl import gather_coalesced
 from zerofx.runtime.comm.transport import Pending
 from zerofx.runtime.executor import Runtime
+from zerofx.runtime.measure.spans import SpanLog
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.plan.mesh import SHARD, Mesh
 from zerofx.torch_private.distributed import gather_single, reduce_single
@@ -93,7 +94,7 @@ def test_what_a_failed_step_has_left_is_not_started_by_the_next() -> None:
 
 def _gathered() -> list[bool]:
     rank = dist.get_rank()
-    transport = make_transport(dist.group.WORLD, CPU, 60.0)
+    transport = make_transport(dist.group.WORLD, CPU, 60.0, SpanLog())
     assert transport is not None
     shards = [torch.full((size,), 10.0 * size + rank) for size in (3, 1, 0, 64)]
     expected = [torch.cat([torch.full((size,), 10.0 * size + r) for r in range(2)]) for size in (3, 1, 0, 64)]

@@ -24,6 +24,7 @@ from zerofx.runtime.comm.gloo import PointToPoint
 from zerofx.runtime.comm.same_host import channels, shared
 from zerofx.runtime.comm.transport import Transport
 from zerofx.runtime.executor import Runtime
+from zerofx.runtime.measure.spans import SpanLog
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.plan.mesh import SHARD, Mesh
 
@@ -32,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def _transport() -> Transport:
-    found = make_transport(dist.group.WORLD, CPU, 60.0)
+    found = make_transport(dist.group.WORLD, CPU, 60.0, SpanLog())
     assert isinstance(found, PointToPoint)
     return found
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, DIM, Case, batches
 from tests.lib.runs.offloads import offloading, placing, prepare_case
 from tests.lib.runs.training import build
-from zerofx.errors import RankMismatchError, TierError, ZeroFXError, ZeroFXWarning
+from zerofx.errors import CheckpointError, RankMismatchError, TierError, ZeroFXError, ZeroFXWarning
 from zerofx.scheduler.plan.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("drive")
@@ -59,17 +60,39 @@ def test_states_are_striped_over_several_drives(tmp_path: Path, monkeypatch: pyt
     assert not any(list(one.iterdir()) for one in drives)
 
 
-def test_a_state_that_was_changed_on_the_drive_is_never_trained_on(drive: Path) -> None:
-    step, args = _step(placing(prepare_case(CASES["gpt"], 0, 1), "nvme", "device"))
-    step(*args)
-    before = step.full_state_dict()
+def _change(drive: Path) -> None:
+    """Flip a bit in every file."""
     for path in drive.glob("*/*.bin"):
         data = bytearray(path.read_bytes())
         data[0] ^= 1  # what is after the values, up to a whole page, does not matter
         path.write_bytes(data)
+
+
+def test_a_state_that_was_changed_on_the_drive_is_never_trained_on(drive: Path) -> None:
+    step, args = _step(placing(prepare_case(CASES["gpt"], 0, 1), "nvme", "device"))
+    step(*args)
+    before = step.full_state_dict()
+    _change(drive)
     with pytest.raises(TierError, match=rf"expected the hash .* of {drive}/.*\.bin, found .*not what was written"):
         step(*args)
     assert all(torch.equal(before[name], value) for name, value in step.full_state_dict().items())
+
+
+def test_a_step_whose_drive_has_failed_is_closed_all_the_same(drive: Path, tmp_path_factory: Any) -> None:
+    step, args = _step(placing(prepare_case(CASES["gpt"], 0, 1), "nvme", "device"))
+    step(*args)
+    expected = step.full_state_dict()
+    _change(drive)
+    with pytest.raises(CheckpointError, match="not what was written") as refused:
+        step.save_checkpoint(tmp_path_factory.mktemp("saved"))
+    assert "look at the space that is left" not in str(refused.value)
+    with pytest.warns(
+        ZeroFXWarning, match=r"found that the step could not be closed \(.*lost are the optimizer's states"
+    ):
+        step.close()
+    assert step.is_closed and not list(drive.iterdir())
+    torch.testing.assert_close(dict(step.model.state_dict()), expected, rtol=0, atol=0)
+    step.close()
 
 
 def _many_rows(_: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -121,6 +144,29 @@ def _unreadable_on_rank_1(drive: str) -> tuple[str, str]:
     with pytest.raises(RankMismatchError) as after:
         step.full_state_dict()
     return str(caught.value), str(after.value)
+
+
+def _closed_with_a_failed_drive(drive: str) -> tuple[bool, str, list[str]]:
+    os.environ["ZEROFX_NVME_DIR"] = drive
+    step, args = _step(placing(prepare_case(CASES["gpt"], 0, 2), "nvme", "device"), 0)
+    step(*args)
+    if dist.get_rank() == 1:
+        for path in Path(drive).glob(f"zerofx-{os.getpid()}-*/*.bin"):
+            path.unlink()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(RankMismatchError) as caught:
+            step.close()
+    step.close()
+    return step.is_closed, str(caught.value), [str(warning.message) for warning in told]
+
+
+def test_a_step_is_closed_on_all_ranks_though_the_drive_of_one_fails_there(drive: Path) -> None:
+    zero, one = run_ranks(_closed_with_a_failed_drive, 2, str(drive))
+    for is_closed, error, _ in (zero, one):
+        assert is_closed and "rank 1 could not" in error and "No such file" in error
+    assert any("lost are the optimizer's states" in text for text in one[2])
+    assert not list(drive.iterdir())
 
 
 def test_a_drive_that_fails_on_one_rank_ends_the_step_on_all(drive: Path) -> None:

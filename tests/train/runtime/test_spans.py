@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 
-import pytest
 import torch
 
 from zerofx.runtime.measure.spans import Span, SpanLog, StreamUse, stream_uses, transfers_of
@@ -24,7 +23,6 @@ def test_overlapping_stretches_are_busy_once_and_hidden_where_anything_computes(
     ]
     found = stream_uses(spans)
     assert found["nvme_read"] == StreamUse(450, 3.5, 1.5)
-    assert found["nvme_read"].bandwidth == pytest.approx(450 / 3.5)
     assert found["to_host"] == StreamUse(7, 0.5, 0.0)
     assert found["compute"] == StreamUse(0, 2.0, 2.0)
     assert list(found) == ["compute", "nvme_read", "host", "to_host"]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from zerofx.errors import TierError
 from zerofx.runtime.tiers.host_memory import HostMemory
+from zerofx.runtime.tiers.stored import Stored
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.cost.blocks import PAGE, size_class
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
@@ -68,6 +69,19 @@ def test_bytes_are_counted_from_the_start_of_a_copy_to_the_last_name(tier: str, 
     links = {"to_host": 4000, "to_device": 4000, "nvme_read": passing, "nvme_write": passing}
     assert tiers.moved_bytes == links
     tiers.close()
+
+
+@pytest.mark.parametrize("tier", ["host", "device"])
+def test_a_file_of_other_tiers_is_read_where_it_is(tier: str, tmp_path: Path) -> None:
+    lender, borrower = make_tiers(tmp_path), make_tiers(tmp_path)
+    value, other = torch.randn(1000), torch.randn(1000)
+    stored = lender.offload(value, "nvme").finish(value)
+    own = borrower.offload(other, "nvme").finish(other)  # by the same name in the borrower's folder
+    back = borrower.reload(stored, tier).finish(stored)
+    assert torch.equal(back.tensor if isinstance(back, Stored) else back, value)
+    del back, stored, own
+    borrower.close()
+    lender.close()
 
 
 def test_what_is_started_and_never_awaited_is_given_back(tmp_path: Path) -> None:

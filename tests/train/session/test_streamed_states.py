@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -36,6 +37,32 @@ def built(depth: int) -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, .
     torch.manual_seed(0)
     model = Equal(depth, DIM)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False), (torch.randn(2, DIM),)
+
+
+@dataclass(frozen=True)
+class Watched(Plan):
+    """A plan that counts how often someone asks where states are to be."""
+
+    num_looks: ClassVar[list[int]] = [0]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "states":
+            Watched.num_looks[0] += 1
+        return super().__getattribute__(name)
+
+
+def test_states_that_are_where_the_plan_has_them_are_not_looked_for() -> None:
+    model, optimizer, batch = built(2)
+    step = zerofx.compile(model, optimizer, backend="eager")
+    step(*batch)
+    taken = step._steps.taken
+    assert taken is not None
+    plan = Watched(**{field.name: getattr(step.plan, field.name) for field in fields(step.plan)})
+    taken.place(plan)
+    looks = Watched.num_looks[0]
+    taken.place(plan)
+    assert Watched.num_looks[0] == looks > 0
+    step.close()
 
 
 def streaming(depth: int, update: str, bytes_per_second: float) -> tuple[Prepared, Plan]:

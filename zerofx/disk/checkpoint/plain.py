@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,7 +43,14 @@ def to_plain(value: Any, what: str, tensors: dict[str, torch.Tensor]) -> Any:
             tensors[name] = value.detach()
             return {"$tensor": name}
         case np.ndarray():
-            return {"$array": to_plain(torch.from_numpy(np.ascontiguousarray(value)), what, tensors)}
+            try:
+                numbers = torch.from_numpy(np.asarray(value, order="C"))
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"expected arrays of numbers that torch has as well in what is saved, found one of {value.dtype} "
+                    f"at {what}: save its tolist(), or leave it out of the state"
+                ) from error
+            return {"$array": to_plain(numbers, what, tensors)}
         case bytes() | bytearray():
             return {"$bytes": base64.b64encode(value).decode()}
         case torch.dtype() | torch.device():
@@ -53,8 +60,7 @@ def to_plain(value: Any, what: str, tensors: dict[str, torch.Tensor]) -> Any:
             listed = [to_plain(item, f"{what}[{number}]", tensors) for number, item in enumerate(items)]
             return listed if isinstance(value, list) else {f"${_collection(value)}": listed}
         case dict():
-            if isinstance(value, defaultdict | OrderedDict) or type(value) is dict or isinstance(value, Mapping):
-                return _dictionary(value, what, tensors)
+            return _dictionary(value, what, tensors)
     raise CheckpointError(
         f"expected numbers, words, tensors, lists and dictionaries of them in what is saved, found a "
         f"{type(value).__module__}.{type(value).__qualname__} at {what}: leave it out of the state, or save what it is "
@@ -62,7 +68,11 @@ def to_plain(value: Any, what: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
-def from_plain(plain: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
+def _no_tensor(name: str) -> torch.Tensor:
+    raise CheckpointError(f"expected values without tensors, found one called {name}: zerofx has written it wrongly")
+
+
+def from_plain(plain: Any, tensor_of: Callable[[str], torch.Tensor] = _no_tensor) -> Any:
     """The value that ``to_plain`` was given; ``tensor_of`` gives a tensor by its name.
 
     Dictionaries, lists and tuples are plain ones, whatever subclass they were of.

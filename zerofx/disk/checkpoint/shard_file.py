@@ -9,11 +9,10 @@ by the library, and read here without mapping files into memory.
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import json
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,10 @@ class Written:
 
 
 class ShardWriter:
-    """Writes ``entries``, in the order of their items' sizes (``in_order``), one after the other to ``path``."""
+    """Writes ``entries``, in the order of their items' sizes (``in_order``), one after the other to ``path``.
+
+    It is to be left as a context, which closes the file.
+    """
 
     def __init__(self, path: Path, entries: Sequence[Entry], words: Mapping[str, str]) -> None:
         self._entries = iter(entries)
@@ -85,8 +87,14 @@ class ShardWriter:
         try:
             self._write(_header(entries, words))
         except BaseException:
-            self.abandon()
+            os.close(self._file)
             raise
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
 
     def write(self, entry: Entry, values: torch.Tensor) -> None:
         """Write the next entry: ``values`` are on the CPU, with its shape, and dtype."""
@@ -94,14 +102,10 @@ class ShardWriter:
         self._write(bytes_of(values.contiguous()))
 
     def finish(self) -> Written:
-        """Close the file once all of it is on disk."""
+        """Wait until all of it is on disk."""
         assert next(self._entries, None) is None, "all that is in the header has been written"
         os.fsync(self._file)
-        os.close(self._file)
         return Written(self._num_bytes, self._hash.hexdigest())
-
-    def abandon(self) -> None:
-        os.close(self._file)
 
     def _write(self, data: memoryview | bytes) -> None:
         view = memoryview(data)
@@ -226,7 +230,7 @@ class OpenFiles:
             return
         span = torch.empty(last - first, dtype=entry.dtype)
         self._fill(path, bytes_of(span), offset)
-        into.copy_(span.as_strided(box.sizes, _strides(entry.box.sizes)))
+        into.copy_(span.as_strided(box.sizes, torch.empty(entry.box.sizes, device="meta").stride()))
 
     def _fill(self, path: Path, view: memoryview, offset: int) -> None:
         file = self._file(path)
@@ -248,30 +252,11 @@ class OpenFiles:
         while self._open:
             os.close(self._open.popitem()[1])
 
+    def __del__(self) -> None:
+        self.close()
+
 
 def hash_of(path: Path) -> str:
     """The XXH3 hash of 128 bits of a whole file, in hex digits."""
-    digest = xxhash.xxh3_128()
-    with contextlib.closing(_Blocks(path)) as blocks:
-        for block in blocks:
-            digest.update(block)
-    return digest.hexdigest()
-
-
-class _Blocks:
-    """The bytes of a file, in one buffer that each block is read into."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._buffer = memoryview(bytearray(_BLOCK_BYTES))
-
-    def __iter__(self) -> Iterator[memoryview]:
-        while moved := os.readv(self._file, [self._buffer]):
-            yield self._buffer[:moved]
-
-    def close(self) -> None:
-        os.close(self._file)
-
-
-def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

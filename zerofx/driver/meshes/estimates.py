@@ -80,8 +80,12 @@ class Estimates:
             return 0.0
 
     def _shown_by_fewer(self, mesh: Mesh) -> float:
-        """Seconds a sample that a group of fewer ``model`` ranks has shown: what more ranks share, they could share so
-        too, each for several of the others, and send less."""
+        """Seconds that a sample takes at least, as groups of fewer ``model`` ranks have shown.
+
+        Let a group of m ranks compute c(m) seconds for its batch. It could do what a group of 2m does, each rank the
+        work of two of those, and would send less: c(m) <= 2 c(2m). There are half as many groups of 2m ranks, and so
+        half as many samples at a time, each of which takes no less than with groups of m.
+        """
         seconds = [
             numbers.computing / self._outcome(Mesh(shard=self._num_ranks // model, model=model)).num_samples
             for model, numbers in self._alone.items()

@@ -22,7 +22,7 @@ from zerofx.scheduler.plan.decisions import ShardingDecision
 Shardings = tuple[ShardingDecision, ...]
 Share = Callable[[Request, Captures, Shardings], Captures]
 
-_EXPOSED = (0.5, 0.0)  # of the seconds in which parameters are gathered, what may not be hidden, next to all of it
+_EXPOSED = (0.5, 0.0)  # parts of the seconds of gathers that may not be hidden: tried besides the part asked for
 _DEARER = (0.25, 1.0, 4.0, 16.0)  # prices of a byte, by what one costs that is given up
 _NEXT_TO_NOTHING = 1e-3  # of a step: what is faster by less is the same
 

@@ -72,7 +72,8 @@ class StepTotals:
 class WhenKept:
     """What all layers take where nothing is given up for memory, and the few that this was read from.
 
-    ``more`` are of as many again, ``times`` and ``more_times`` how often the layers of the few are in all and in those.
+    ``more`` is what the few and as many again take. ``times`` and ``more_times`` say how often the layers of ``few``
+    are in ``all`` and in ``more``, by their bytes: of a row of 24 layers, 4 of them in ``few``, 6 times and twice.
     """
 
     all: StepTotals
@@ -85,6 +86,9 @@ class WhenKept:
 @dataclass(frozen=True)
 class GivingUp:
     """A step that keeps all, and the same where each layer gives up what a few of them had to for a budget.
+
+    Steps that take more bytes than ``least`` and fewer than ``keeping`` lie on the line between these: to free half of
+    ``freed_bytes`` costs half of ``least.step_seconds - keeping.step_seconds``.
 
     ``is_refused``: whether that is all that can be given up, and was too little.
     """
@@ -194,7 +198,7 @@ class ShortSteps:
     def floor(self, request: Request, shared: Short[Captures]) -> Floor:
         """What all layers take at least.
 
-        Raises: as ``numbers``.
+        Raises: as ``keeping``.
         """
 
         def of(captures: Captures) -> Floor:

@@ -18,7 +18,7 @@ def make_transport(
     group: dist.ProcessGroup | None,
     device: torch.device,
     patience_seconds: float,
-    log: SpanLog | None = None,
+    log: SpanLog,
     *,
     reads_memory: bool = True,
 ) -> Transport | None:
@@ -28,7 +28,6 @@ def make_transport(
     notes how long each collective takes, where a step is measured. ``reads_memory``: whether ranks of one host may read
     each other's memory; it is the same on all.
     """
-    log = log or SpanLog()
     if group is None or dist.get_world_size(group) == 1:
         return None
     if device.type == "cuda":

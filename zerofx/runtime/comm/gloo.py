@@ -6,7 +6,6 @@ order: results depend neither on timing nor on how parameters are divided into b
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -20,9 +19,7 @@ from zerofx.runtime.comm.transport import Group, Groups, Pending, Transport, mem
 from zerofx.runtime.measure.spans import SpanLog
 
 
-def over_gloo(
-    group: dist.ProcessGroup, log: SpanLog, patience_seconds: float, *, reads_memory: bool = True
-) -> PointToPoint:
+def over_gloo(group: dist.ProcessGroup, log: SpanLog, patience_seconds: float, *, reads_memory: bool) -> PointToPoint:
     """The transport among all ranks of a gloo group that nobody else uses; arguments as for ``Connections``."""
     connections = Connections(group, log, patience_seconds, reads_memory=reads_memory)
     shared = share_memory(group, connections.reads_all)
@@ -35,15 +32,8 @@ class PointToPoint(Transport):
     def __init__(self, connections: Connections, members: Sequence[int], shared: SharedBuckets | None = None) -> None:
         self._connections, self._members, self._shared = connections, list(members), shared
         self.rank, self.num_ranks = self._members.index(connections.rank), len(self._members)
+        self.sent_to, self.notice = connections.sent_to, connections.notice
         self._peers = [member for member in self._members if member != connections.rank]
-
-    @property
-    def sent_to(self) -> Counter[int]:  # type: ignore[override]  # read only
-        return self._connections.sent_to
-
-    @property
-    def notice(self) -> str:  # type: ignore[override]  # read only
-        return self._connections.notice
 
     def among(self, groups: Groups) -> PointToPoint:
         (members,) = (group for group in groups if self._connections.rank in group)
@@ -56,7 +46,7 @@ class PointToPoint(Transport):
         whole = self._shared.read(full, shard) if self._shared is not None else None
         if whole is not None:
             for peer in self._peers:  # each reads it, and no less than if it were sent
-                self._connections.sent_to[peer] += shard.nbytes
+                self.sent_to[peer] += shard.nbytes
         return whole
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
@@ -181,7 +171,7 @@ class PointToPoint(Transport):
         self._connections.abort()
 
     def close(self) -> None:
-        if len(self._members) == self._connections.num_ranks:  # those of some ranks are those of all
+        if len(self._members) == self._connections.num_ranks:  # the world's transport closes what all share
             self._connections.close()
 
     def _under_way(self, works: list[Message], num_bytes: int) -> Callable[[], None]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ from zerofx.ir.aliasing import storage_bytes
 from zerofx.runtime.cuda_graphs.capturing import Capturer, Launch
 from zerofx.runtime.executor import Outcome, Runtime, StepFunction, functions_of, with_functions
 from zerofx.torch_private.operators import pytree
+
+_BETWEEN_GRAPHS = frozenset(
+    {"broadcast", "check_finite", "check_gradients", "hyperparameters", "reduce_scatter", "reduce_scatter_into"}
+)  # what a runtime does in each step as it is called there; gathers and waits besides
 
 
 class CannotRecordError(ZeroFXError, RuntimeError):
@@ -258,9 +263,6 @@ class _Recorder:
     def _of_runtime(self, name: str, *args: Any, **keywords: Any) -> _Late:
         return self.call(lambda values, given: getattr(values.runtime, name)(*given, **keywords), args)
 
-    def hyperparameters(self, bucket: int) -> _Late:
-        return self._of_runtime("hyperparameters", bucket)
-
     def all_gather(
         self, shard: Any, bucket: int, num_ranks: int, more: int = 0, *, in_place: bool = False, over: str = "shard"
     ) -> _Late | _Gather:
@@ -275,27 +277,14 @@ class _Recorder:
         started = self._of_runtime("all_gather_into", full, shard, bucket, over=over)
         return _Gather(started, full) if isinstance(full, torch.Tensor) else started
 
-    def reduce_scatter(self, gradients: Any, bucket: int, num_ranks: int, *, over: str = "shard") -> _Late:
-        return self._of_runtime("reduce_scatter", gradients, bucket, num_ranks, over=over)
-
-    def reduce_scatter_into(self, gradients: Any, bucket: int, num_ranks: int, *, over: str = "shard") -> _Late:
-        return self._of_runtime("reduce_scatter_into", gradients, bucket, num_ranks, over=over)
-
-    def check_finite(self, loss: Any) -> None:
-        self._of_runtime("check_finite", loss)
-
-    def check_gradients(self, largest: Any, outcome: list[Any]) -> None:
-        self._of_runtime("check_gradients", largest, outcome)
-
-    def broadcast(self, buffers: list[Any]) -> None:
-        self._of_runtime("broadcast", buffers)
-
     def wait(self, pending: Any, source: Any = None) -> Any:
         started = pending.started if isinstance(pending, _Gather) else pending
         arrived = self._of_runtime("wait", started, source)
         return pending.full if isinstance(pending, _Gather) else arrived
 
     def __getattr__(self, name: str) -> Any:
+        if name in _BETWEEN_GRAPHS:
+            return partial(self._of_runtime, name)
         raise CannotRecordError(f"expected a step of regions, collectives and updates, found runtime.{name} in it")
 
     # ------------------------------------------------------------------------------------------------ the outcome

@@ -79,7 +79,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class _Run:
-    """One measured run; None for what was not measured in it."""
+    """One measured run; None for what was not measured in it. ``own_seconds``: what the meter itself took besides."""
 
     seconds: float
     exposed_seconds: float

@@ -92,11 +92,6 @@ class StreamUse:
     busy_seconds: float
     hidden_seconds: float
 
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per second while busy."""
-        return self.num_bytes / self.busy_seconds if self.busy_seconds else 0.0
-
 
 def stream_uses(spans: Sequence[Span]) -> dict[str, StreamUse]:
     """Every stream that was busy, in order of its first stretch."""

@@ -41,8 +41,8 @@ class StepArguments:
 class Loans:
     """What a step reads of models that other steps train: their tensors, and the states of those taken over."""
 
-    lent: tuple[Lent, ...] = ()
-    states: tuple[TrainingState, ...] = ()
+    lent: tuple[Lent, ...]
+    states: tuple[TrainingState, ...]
 
     @property
     def buckets(self) -> Iterator[BucketState]:
@@ -59,16 +59,13 @@ class Loans:
                 yield lent.named(name), held.to(cast_of(parameter, lent.compute_dtype))
 
 
-NO_LOANS = Loans()
-
-
 def state_tensors(
     step: StepArguments,
     model: nn.Module,
     state: TrainingState,
     outside: Outside,
-    scaler: LossScaler | None = None,
-    loans: Loans = NO_LOANS,
+    scaler: LossScaler | None,
+    loans: Loans,
 ) -> dict[str, Any]:
     """Parameters, optimizer states, buffers, constants, the loss's scale, and what is used outside of the model as it
     is now: what stays between steps. ``loans``: what other steps have of it."""

@@ -31,8 +31,14 @@ class HeldState:
 def held_by_bucket(
     bucket: Bucket, entries: list[Mapping[str, Any]], shapes: list[tuple[int, ...]], scalars: frozenset[str]
 ) -> HeldState:
-    """``shapes`` are those of the model's parameters, of which the bucket may hold slices; ``scalars`` are states that
-    the parameters share."""
+    """What the optimizer holds of a bucket's parameters, by state: ``entries`` are what it has of each parameter.
+
+    ``shapes`` are those of the model's parameters, of which the bucket may hold slices; ``scalars`` are states that the
+    parameters share.
+
+    Raises:
+        OptimizerError: the parameters have states that cannot be updated together.
+    """
     held = HeldState({}, {})
     for name in dict.fromkeys(name for entry in entries for name in entry):
         values = [entry.get(name) for entry in entries]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from zerofx.capture.checks import misfits
+from zerofx.capture.checks import fits, misfits, warn_of_rounding
 from zerofx.deferred import DeferredTensor
-from zerofx.errors import UsageError, warn
+from zerofx.errors import UsageError
 from zerofx.ir.buckets import Bucket, Slot
 from zerofx.precision import dtype_name
 from zerofx.runtime.comm.communicators import Communicators
@@ -49,10 +49,10 @@ def match(model: nn.Module, files: WeightFiles) -> dict[str, tuple[str, ...]]:
     expected = {prefix + key for key in state}
     unexpected = [name for name in files.tensors if name.startswith(prefix) and name not in expected]
     other = [
-        f"{name} ({_kind(files.tensors[name].dtype)}{list(files.tensors[name].shape)} for {_kind(tensor.dtype)}"
-        f"{list(tensor.shape)})"
+        f"{name} ({_kind(saved.dtype)}{list(saved.shape)} for {_kind(tensor.dtype)}{list(tensor.shape)})"
         for key, tensor in state.items()
-        if (name := prefix + key) in files.tensors and not _fits(files, name, tensor)
+        if (saved := files.tensors.get(name := prefix + key)) is not None
+        and (saved.dtype is None or not fits(saved.shape, saved.dtype, tensor))
     ]
     problems = misfits(missing, unexpected, other)
     if problems:
@@ -60,7 +60,9 @@ def match(model: nn.Module, files: WeightFiles) -> dict[str, tuple[str, ...]]:
             f"expected the {len(keys)} tensors of {type(model).__name__}.state_dict() at {files.path}, found "
             f"{problems}: give weights of this very model, with the names of its state_dict()"
         )
-    _warn_of_rounding(files, prefix, state)
+    known = {key: files.tensors[prefix + key].dtype for key in state if prefix + key in files.tensors}
+    stored = {key: dtype for key, dtype in known.items() if dtype is not None}
+    warn_of_rounding(f"the weights at {files.path}", stored, state)
     everything = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: names_of[id(tensor)] for name, tensor in everything if id(tensor) in names_of}
 
@@ -74,25 +76,8 @@ def _prefix(tied: Sequence[Sequence[str]], files: WeightFiles) -> str:
     return ""
 
 
-def _fits(files: WeightFiles, name: str, tensor: torch.Tensor) -> bool:
-    stored = files.tensors[name]
-    if stored.dtype is None or stored.shape != tuple(tensor.shape):
-        return False
-    return stored.dtype == tensor.dtype or (stored.dtype.is_floating_point and tensor.is_floating_point())
-
-
 def _kind(dtype: torch.dtype | None) -> str:
     return dtype_name(dtype) if dtype is not None else "an unknown dtype "
-
-
-def _warn_of_rounding(files: WeightFiles, prefix: str, state: Mapping[str, torch.Tensor]) -> None:
-    rounded: dict[tuple[torch.dtype, torch.dtype], str] = {}
-    for key, tensor in state.items():
-        dtype = files.tensors[prefix + key].dtype if prefix + key in files.tensors else None
-        if dtype is not None and torch.promote_types(dtype, tensor.dtype) != tensor.dtype:
-            rounded.setdefault((dtype, tensor.dtype), key)
-    for (stored, own), key in rounded.items():
-        warn(f"the weights at {files.path} are rounded from {_kind(stored)} to the model's {_kind(own)}, as {key} is")
 
 
 def describe(files: WeightFiles, keys: Mapping[str, tuple[str, ...]]) -> str:

@@ -17,20 +17,17 @@ _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth
 class LossScaler:
     """The scale of a step's loss, float32, and how many steps in a row it has held.
 
+    The coming step's loss is multiplied by ``scale``.
+
     The host learns in every step whether a gradient was not finite, so that it has the scale without asking the device.
     The device has it too (``tensor``), in the dtypes that are asked for, and it is written there where it changes.
     """
 
     def __init__(self, policy: LossScale) -> None:
         self._policy = policy
-        self._scale = _float32(policy.init_scale)
+        self.scale = _float32(policy.init_scale)
         self._num_good_steps = 0
         self._tensors: dict[torch.dtype, torch.Tensor] = {}
-
-    @property
-    def scale(self) -> float:
-        """What the coming step's loss is multiplied by."""
-        return self._scale
 
     def tensor(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The scale on ``device``, rounded to ``dtype``, shape ``[]``; the same tensor each time.
@@ -48,10 +45,10 @@ class LossScaler:
         A product is taken in double precision and rounded to float32, and the scale does not grow past its range.
         """
         if not is_finite:
-            self._set(_float32(self._scale * self._policy.backoff_factor), 0)
+            self._set(_float32(self.scale * self._policy.backoff_factor), 0)
         elif self._num_good_steps + 1 == self._policy.growth_interval:
-            grown = _float32(self._scale * self._policy.growth_factor)
-            self._set(grown if math.isfinite(grown) else self._scale, 0)
+            grown = _float32(self.scale * self._policy.growth_factor)
+            self._set(grown if math.isfinite(grown) else self.scale, 0)
         else:
             self._num_good_steps += 1
 
@@ -59,7 +56,7 @@ class LossScaler:
         """The state, by the names and in the types that ``torch.amp.GradScaler.state_dict`` has."""
         policy = self._policy
         values = (
-            self._scale, policy.growth_factor, policy.backoff_factor, policy.growth_interval, self._num_good_steps,
+            self.scale, policy.growth_factor, policy.backoff_factor, policy.growth_interval, self._num_good_steps,
         )  # fmt: skip
         return dict(zip(_KEYS, values, strict=True))
 
@@ -78,13 +75,13 @@ class LossScaler:
         self._set(_float32(scale), tracker)
 
     def _set(self, scale: float, num_good_steps: int) -> None:
-        is_another, self._scale, self._num_good_steps = scale != self._scale, scale, num_good_steps
+        is_another, self.scale, self._num_good_steps = scale != self.scale, scale, num_good_steps
         if is_another:
             self._write()
 
     def _write(self) -> None:
         for tensor in self._tensors.values():
-            tensor.copy_(torch.tensor(self._scale, dtype=torch.float32))
+            tensor.copy_(torch.tensor(self.scale, dtype=torch.float32))
 
 
 def _float32(number: float) -> float:

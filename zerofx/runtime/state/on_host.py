@@ -92,7 +92,7 @@ class Overwrites(_OneUnderWay):
             return
         value.lease.landed()
         if not is_on_nvme(value):
-            value.count_copy()
+            value.num_writes += 1
             fill(value.tensor)
             return
         if not self._tiers.has_host_space(value.lease.num_bytes):

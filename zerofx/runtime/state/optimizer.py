@@ -62,7 +62,11 @@ class Advance:
 
 
 class OptimizerBinding:
-    """Connects an optimizer to buckets. ``prefer_fused``: use torch's fused kernels where a group does not say."""
+    """Connects an optimizer to buckets. ``prefer_fused``: use torch's fused kernels where a group does not say.
+
+    ``variant`` tells the updates that hold now from others that the same optimizer can take; it is the same text on all
+    ranks.
+    """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, layout: BucketLayout, device: torch.device, prefer_fused: bool
@@ -76,7 +80,7 @@ class OptimizerBinding:
         self._storing: dict[tuple[Hashable, torch.dtype], UpdateProgram] = {}
         self._own_dtypes: dict[tuple[int, torch.dtype], dict[str, torch.dtype]] = {}
         self._starts: dict[int, StandIn] = {}
-        self._variant = ""
+        self.variant = ""
         self._hosts: dict[str, HostFunction] = {}
         self._follower = Follower(optimizer)
         self._is_followed = False
@@ -86,11 +90,6 @@ class OptimizerBinding:
         assert bucket.group is not None
         group: dict[str, Any] = self.optimizer.param_groups[bucket.group]
         return group
-
-    @property
-    def variant(self) -> str:
-        """Tells the updates that hold now from others that the same optimizer can take; the same text on all ranks."""
-        return self._variant
 
     @property
     def has_states(self) -> bool:
@@ -148,7 +147,7 @@ class OptimizerBinding:
         groups = {bucket.group: self.group(bucket) for bucket in self._layout.buckets if bucket.trainable}
         flags = [", ".join(f"{name}={value}" for name, value in structural_flags(group)) for group in groups.values()]
         digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
-        self._variant = f"{type(self.optimizer).__name__}({'; '.join(flags)}), traced as {digest}"
+        self.variant = f"{type(self.optimizer).__name__}({'; '.join(flags)}), traced as {digest}"
         return programs
 
     def _by_start(self) -> dict[Any, UpdateProgram]:
@@ -233,7 +232,7 @@ class OptimizerBinding:
         return stand_ins
 
     def _own_dtype(self, bucket: Bucket, name: str, stored: torch.dtype) -> torch.dtype:
-        """The dtype that the optimizer has a state in which is ``stored`` so, or was where it comes from."""
+        """The optimizer's own dtype of a state that buckets store as ``stored``."""
         if stored == bucket.dtype:
             return stored
         assert bucket.group is not None

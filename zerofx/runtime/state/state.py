@@ -28,6 +28,7 @@ class TrainingState(WholeBuckets):
         self, model: nn.Module, layout: BucketLayout, stage: int, communicators: Communicators, tiers: Tiers
     ) -> None:
         super().__init__(model, layout, stage, communicators, tiers)
+        self._placed: Plan | None = None  # by which all buckets are where they are
         self._is_stale = False  # whether updates may be under way whose results the device has not
 
     def take_over(self, weights: Weights, plan: Plan) -> None:
@@ -50,12 +51,16 @@ class TrainingState(WholeBuckets):
 
         Returns whether parameters have moved: the model then has to be shown them anew (``hide_parameters``).
         """
+        if plan is self._placed:
+            return False
+        self._placed = None
         if any(self._is_elsewhere(plan, *pair) for pair in zip(self.layout.buckets, self.buckets, strict=True)):
             self.flush()
         moved = [
             self._place_bucket(plan, bucket, state)
             for bucket, state in zip(self.layout.buckets, self.buckets, strict=True)
         ]
+        self._placed = plan
         return any(moved)
 
     def locations(self) -> Locations:

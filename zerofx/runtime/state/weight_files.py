@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from zerofx.disk.checkpoint.boxes import Box
@@ -206,32 +207,15 @@ class DistributedFiles:
         """Nothing stays open between reads."""
 
 
-class _Into(LoadPlanner):
-    """Takes what torch's reader reads into the places of one tensor."""
+class _Into(DefaultLoadPlanner):
+    """Has torch's reader read into the places of one tensor, whose plan is given."""
 
     def __init__(self, into: torch.Tensor) -> None:
+        super().__init__()
         self._into = into
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        place = self._into
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            place = place.narrow(dim, offset, length)
-        return place
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """It has been read into its place."""
-
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        raise AssertionError("the plan is given")
-
-    def create_local_plan(self) -> LoadPlan:
-        raise AssertionError("the plan is given")
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise AssertionError("the plan is given")
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise AssertionError("the plan is given")
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._into
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         raise AssertionError("only tensors are read")

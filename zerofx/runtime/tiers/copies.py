@@ -73,7 +73,18 @@ class ThreadCopies:
     def start(
         self, stream: str, source: torch.Tensor, destination: torch.Tensor, after: Callable[[], None] | None = None
     ) -> Copy:
-        return _ThreadCopy(self._workers[stream].submit(_Job(stream, source, destination, after, self._log).run))
+        def run() -> None:
+            # It lets go of the tensors before it is known to be done, so that computation frees their memory.
+            nonlocal source, destination, after
+            try:
+                if after is not None:
+                    after()
+                with self._log.span(stream, source.nbytes):
+                    destination.copy_(source)
+            finally:
+                del source, destination, after
+
+        return _ThreadCopy(self._workers[stream].submit(run))
 
     def settle(self) -> None:
         for workers in self._workers.values():
@@ -84,33 +95,6 @@ class ThreadCopies:
             workers.close()
 
 
-class _Job:
-    """One copy. It lets go of its tensors before it is known to be done, so that computation frees their memory."""
-
-    def __init__(
-        self,
-        stream: str,
-        source: torch.Tensor,
-        destination: torch.Tensor,
-        after: Callable[[], None] | None,
-        log: SpanLog,
-    ) -> None:
-        self._stream, self._log = stream, log
-        self._source: torch.Tensor | None = source
-        self._destination: torch.Tensor | None = destination
-        self._after = after
-
-    def run(self) -> None:
-        try:
-            assert self._source is not None and self._destination is not None, "a copy is run once"
-            if self._after is not None:
-                self._after()
-            with self._log.span(self._stream, self._source.nbytes):
-                self._destination.copy_(self._source)
-        finally:
-            self._source = self._destination = self._after = None
-
-
 class _ThreadCopy:
     def __init__(self, future: Future[None]) -> None:
         self._future = future
@@ -118,8 +102,7 @@ class _ThreadCopy:
     def landed(self) -> None:
         self._future.result()
 
-    def finish(self) -> None:
-        self._future.result()
+    finish = landed
 
     @property
     def under_way(self) -> bool:

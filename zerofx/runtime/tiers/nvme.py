@@ -101,7 +101,8 @@ class NvmeFiles:
     """Files of bytes, a tensor each, striped over a folder of this process's own in each of ``parents``.
 
     Files that are given back are written over by later ones of their size, and removed where ``reserve`` asks for it.
-    ``log`` notes when blocks are written and read.
+    ``file_bytes`` are those of all files, those that wait for reuse among them. ``log`` notes when blocks are written
+    and read.
 
     Raises:
         UsageError: a folder cannot be made in one of ``parents``.
@@ -120,16 +121,11 @@ class NvmeFiles:
         self._writers = [Workers(f"nvme-write-{number}", NUM_THREADS) for number in range(len(parents))]
         self._hashers = Workers("nvme-hash", _NUM_HASHERS)
         self._free: dict[int, list[NvmeFile]] = {}
-        self._num_files = self._file_bytes = self._reserved_bytes = 0
+        self._num_files = self.file_bytes = self._reserved_bytes = 0
 
     def reserve(self, num_bytes: int) -> None:
         """Keep files for ``num_bytes`` at most, those that are in use aside."""
         self._reserved_bytes = num_bytes
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of all files, those that wait for reuse among them."""
-        return self._file_bytes
 
     def take(self, num_bytes: int) -> NvmeFile:
         """A file for ``num_bytes``."""
@@ -139,7 +135,7 @@ class NvmeFiles:
             return NvmeFile(free.pop().parts, num_bytes, self)
         self._make_room(size)
         self._num_files += 1
-        self._file_bytes += size
+        self.file_bytes += size
         # Files begin on one drive after the other, so that short ones spread as well.
         num_drives = len(self._folders)
         drives = [(self._num_files + number) % num_drives for number in range(num_drives)]
@@ -156,10 +152,10 @@ class NvmeFiles:
 
     def _make_room(self, num_bytes: int) -> None:
         for size in sorted(self._free, reverse=True):
-            while self._free[size] and self._file_bytes + num_bytes > self._reserved_bytes:
+            while self._free[size] and self.file_bytes + num_bytes > self._reserved_bytes:
                 for part in self._free[size].pop().parts:
                     part.path.unlink(missing_ok=True)
-                self._file_bytes -= size
+                self.file_bytes -= size
 
     def write(self, file: NvmeFile, buffer: torch.Tensor, after: Callable[[], None]) -> BlocksUnderWay:
         """Write the file from a page-aligned host block, once ``after`` has returned."""

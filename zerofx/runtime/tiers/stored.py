@@ -51,22 +51,13 @@ class Stored:
         self.stride: tuple[int, ...] = like.stride() if isinstance(like, torch.Tensor) else like.stride
         self.lease: Lease[torch.Tensor] | Lease[NvmeFile] = lease
         self.landed: Callable[[], None] | None = None  # blocks until the host may read what was last copied here
-        self._num_copies = 0  # made over it so far
+        self.num_writes = 0  # copies over it, and delayed updates of it, that have been started
 
     @property
     def version(self) -> int:
         """Another number than before if anything has been written here since."""
         place = self.lease.place
-        return self._num_copies + (version_of(place) if isinstance(place, torch.Tensor) else 0)
-
-    @property
-    def num_writes(self) -> int:
-        """How many copies over it, and delayed updates of it, have been started."""
-        return self._num_copies
-
-    def count_copy(self) -> None:
-        """A copy over it, or a delayed update of it, begins."""
-        self._num_copies += 1
+        return self.num_writes + (version_of(place) if isinstance(place, torch.Tensor) else 0)
 
     @property
     def tensor(self) -> torch.Tensor:

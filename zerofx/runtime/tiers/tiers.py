@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 class Tiers:
-    """The tiers beyond one device. Nothing is allocated, and no thread started, before the first copy.
+    """The tiers beyond ``device``. Nothing is allocated, and no thread started, before the first copy.
 
     ``moved_bytes`` counts what each stream has moved so far, and ``log`` notes when, where that is asked for.
     ``snapshot``, while there is one, keeps what is about to be written over.
     """
 
     def __init__(self, device: torch.device, nvme_folders: Sequence[Path], host_budget: int | None = None) -> None:
-        self._device = device
+        self.device = device
         self._nvme_folders = tuple(nvme_folders)
         self._host = HostMemory(device.type == "cuda", host_budget)
         self.log = SpanLog()
@@ -50,11 +50,6 @@ class Tiers:
         self._peak = dict(self._held)
         self.moved_bytes = dict.fromkeys(LINKS, 0)
         self.snapshot: Snapshot | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """The device whose slower tiers these are."""
-        return self._device
 
     @property
     def held_bytes(self) -> dict[str, int]:
@@ -95,14 +90,14 @@ class Tiers:
         """Start copying what is stored into a fresh tensor of the same strides on the device, or back to the host."""
         if tier != DEVICE:
             return self._start(Stored(stored, self._lease(tier, stored.lease.num_bytes)), stored)
-        fresh = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=self._device)
+        fresh = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=self.device)
         return self._start(fresh, stored)
 
     def copy_into(self, into: Place, source: Place) -> Pending[Any]:
         """Start copying ``source`` over ``into``, which is on another tier and has its shape and strides."""
         self.keep([into], in_place=False)
         if isinstance(into, Stored):
-            into.count_copy()
+            into.num_writes += 1
         return self._start(into, source)
 
     def empty_stored(self, numel: int, dtype: torch.dtype, tier: str) -> Stored:
@@ -150,11 +145,11 @@ class Tiers:
     def read_file(self, file: NvmeFile, into: Stored) -> None:
         """Read a file into a block of the host's, on any thread; blocks until it is there."""
         assert isinstance(into.lease.place, torch.Tensor)
-        self._connected().read(file, into.lease.place).result()
+        file.read(into.lease.place).result()
 
     def hold(self, value: torch.Tensor, tier: str) -> Stored:
         """A copy of ``value`` in a slower tier, once it is there."""
-        return self.offload(value.to(self._device), tier).finish(value)
+        return self.offload(value.to(self.device), tier).finish(value)
 
     def load(self, stored: Stored) -> torch.Tensor:
         """A copy on the device of what is stored, once it is there."""
@@ -184,7 +179,7 @@ class Tiers:
         self.keep(held, in_place=True)
         for value in held:
             if isinstance(value, Stored):
-                value.count_copy()
+                value.num_writes += 1
         self._later[bucket] = self._host_worker().submit(_when_landed, function, held)
 
     def settle_host(self, bucket: int) -> None:
@@ -218,7 +213,7 @@ class Tiers:
             assert isinstance(source.lease.place, torch.Tensor), "a copy is between two tiers"
             return self._start_write(into, source.lease.place, _nothing, _nothing, then=_nothing)
         assert isinstance(source.lease.place, NvmeFile), "a copy is between two tiers"
-        read = self._connected().read(source.lease.place, place)
+        read = source.lease.place.read(place)  # which may be another step's
         self.moved_bytes[NVME_READ] += num_bytes
         return Pending.after(into, read.result)
 
@@ -273,7 +268,7 @@ class Tiers:
 
     def _running(self) -> Copies:
         if self._copies is None:
-            self._copies = CudaCopies(self._device, self.log) if self._device.type == "cuda" else ThreadCopies(self.log)
+            self._copies = CudaCopies(self.device, self.log) if self.device.type == "cuda" else ThreadCopies(self.log)
         return self._copies
 
     def _connected(self) -> NvmeFiles:

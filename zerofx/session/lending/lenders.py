@@ -118,7 +118,10 @@ class Lenders:
             yield
 
     def agree(self, state: TrainingState) -> None:
-        """Give all ranks rank 0's values of what no step has taken over yet, as that will. Collective."""
+        """Give all ranks rank 0's values of models that their own steps have not taken over yet. Collective.
+
+        A step that takes its model over does the same.
+        """
         for name, steps in self._used().items():
             if steps.taken is None and name not in self._agreed:
                 with torch.no_grad():

@@ -42,9 +42,6 @@ class Owner:
         """From now on the model needs its step: without it the parameters could not be given back."""
         self._kept = self._step()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 

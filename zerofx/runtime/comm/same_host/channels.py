@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from zerofx.runtime.comm.same_host.lines import Announcing, AnnouncingEnd, Calls, Reading
+from zerofx.runtime.comm.same_host.lines import AnnouncingEnd, Calls, ReadingEnd
 from zerofx.runtime.comm.transport import LostRankError
 from zerofx.runtime.tiers.copies import Workers
 
@@ -85,7 +85,7 @@ class _Sending:
 class MemoryChannel:
     """Messages that the receiver reads out of the memory of process ``pid``, on a thread of ``readers``."""
 
-    def __init__(self, there: Announcing, here: Reading, pid: int, readers: Workers) -> None:
+    def __init__(self, there: AnnouncingEnd, here: ReadingEnd, pid: int, readers: Workers) -> None:
         self._there, self._here, self._pid, self._readers = there, here, pid, readers
 
     def send(self, tensor: torch.Tensor, tag: int) -> Message:
@@ -128,7 +128,7 @@ class MemoryChannel:
 class _Sent:
     """A message that has been announced: it stays until the receiver has said that it has it."""
 
-    def __init__(self, line: Announcing, number: int, tensor: torch.Tensor) -> None:
+    def __init__(self, line: AnnouncingEnd, number: int, tensor: torch.Tensor) -> None:
         self._line, self._number, self._kept = line, number, tensor
 
     def wait(self) -> None:

@@ -17,7 +17,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import Protocol
 
 from zerofx.runtime.comm.transport import LostRankError
 
@@ -27,34 +26,8 @@ _TIMEOUT = struct.Struct("ll")  # ``struct timeval``: seconds, microseconds
 _GREETING_SECONDS = 5  # who calls greets at once, or is none of the ranks
 
 
-class Announcing(Protocol):
-    """The end of a line at which a rank says what can be read, and hears that it has been."""
-
-    def announce(self, tag: int, address: int, num_bytes: int) -> int:
-        """Say where a message lies; returns its number on this line, from 1."""
-
-    def await_read(self, number: int) -> None:
-        """Block until message ``number`` has been read; LostRankError where the other rank has failed."""
-
-    def close(self) -> None:
-        """Have the other end fail where it waits, or comes to."""
-
-
-class Reading(Protocol):
-    """The end of a line at which a rank hears what to read, and says that it has."""
-
-    def next(self, tag: int) -> tuple[int, int]:
-        """Block until a message, that of ``tag``, is announced: its address and bytes; LostRankError likewise."""
-
-    def tell_read(self) -> None:
-        """Say that the next message, in their order, has been read."""
-
-    def close(self) -> None:
-        """Have the other end fail where it waits, or comes to."""
-
-
 class AnnouncingEnd:
-    """``Announcing``, over a connection to rank ``peer``."""
+    """The end of a line at which a rank says what ``peer`` can read, and hears that it has been."""
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
         self._connection = _Connection(connection, peer)
@@ -62,26 +35,30 @@ class AnnouncingEnd:
         self._hearing = threading.Lock()
 
     def announce(self, tag: int, address: int, num_bytes: int) -> int:
+        """Say where a message lies; returns its number on this line, from 1."""
         self._connection.send(_ANNOUNCEMENT.pack(tag, address, num_bytes))
         self._num_announced += 1
         return self._num_announced
 
     def await_read(self, number: int) -> None:
+        """Block until message ``number`` has been read; LostRankError where the other rank has failed."""
         with self._hearing:
             while self._num_read < number:
                 self._num_read += len(self._connection.receive(number - self._num_read))
 
     def close(self) -> None:
+        """Have the other end fail where it waits, or comes to."""
         self._connection.close()
 
 
 class ReadingEnd:
-    """``Reading``, over a connection to rank ``peer``."""
+    """The end of a line at which a rank hears of ``peer`` what to read, and says that it has."""
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
         self._connection = _Connection(connection, peer)
 
     def next(self, tag: int) -> tuple[int, int]:
+        """Block until a message, that of ``tag``, is announced: its address and bytes; LostRankError likewise."""
         announced = b""
         while len(announced) < _ANNOUNCEMENT.size:
             announced += self._connection.receive(_ANNOUNCEMENT.size - len(announced))
@@ -90,9 +67,11 @@ class ReadingEnd:
         return address, num_bytes
 
     def tell_read(self) -> None:
+        """Say that the next message, in their order, has been read."""
         self._connection.send(b"\0")
 
     def close(self) -> None:
+        """Have the other end fail where it waits, or comes to."""
         self._connection.close()
 
 
