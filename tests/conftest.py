@@ -61,6 +61,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    """No object is frozen, as in a process that does not ask for it."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 # Around the whole of a test, with the fixtures of its module.
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
 from zerofx.driver.garbage import collecting_recent_garbage_only
 
 
-@pytest.fixture
-def unfrozen() -> Iterator[None]:
-    """Nothing is frozen, as in a process that does not ask for it."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
-
-
-def test_what_was_there_before_is_frozen_only_while_it_is_open(unfrozen: None) -> None:
+@pytest.mark.usefixtures("unfrozen")
+def test_what_was_there_before_is_frozen_only_while_it_is_open() -> None:
     thresholds = gc.get_threshold()
     with collecting_recent_garbage_only():
         assert gc.get_freeze_count() > 0
@@ -37,7 +29,8 @@ def test_what_the_caller_has_frozen_stays_so_and_nothing_else_is_frozen() -> Non
     assert gc.get_threshold() == thresholds
 
 
-def test_a_collector_that_is_switched_off_stays_so(unfrozen: None) -> None:
+@pytest.mark.usefixtures("unfrozen")
+def test_a_collector_that_is_switched_off_stays_so() -> None:
     gc.disable()
     try:
         with collecting_recent_garbage_only():
