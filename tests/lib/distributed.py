@@ -63,7 +63,7 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
         try:
             for process in ranks:
                 process.start()
-            in_time = _wait(ranks, timeout)
+            in_time = wait_for(ranks, timeout)
         finally:
             for process in ranks:
                 if process.pid is not None:
@@ -88,19 +88,21 @@ def _ranks(
 ) -> list[ForkServerProcess]:
     # Processes pickle through multiprocessing, whose reductions for tensors share memory: send plain bytes.
     call = pickle.dumps((fn, args))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    environment, filters = environment_of_ranks(), warnings.filters[:]
     return [
-        context.Process(
-            target=_rank_main,
-            args=(call, rank, world_size, folder, timeout, _environment(), warnings.filters[:]),
-            name=f"rank {rank}",
-        )
+        forked(f"rank {rank}", _rank_main, call, rank, world_size, folder, timeout, environment, filters)
         for rank in range(world_size)
     ]
 
 
-def _wait(ranks: list[ForkServerProcess], timeout: float) -> bool:
+def forked(name: str, main: Callable[..., None], *args: Any) -> ForkServerProcess:
+    """A process to start that calls `main(*args)`, forked from one that has only imported modules."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context.Process(target=main, args=args, name=name)
+
+
+def wait_for(ranks: list[ForkServerProcess], timeout: float) -> bool:
     """Wait for all ranks to end, a short while only after one has failed; whether they made it in `timeout` seconds."""
     deadline = time.monotonic() + timeout
     failed = False
@@ -145,10 +147,7 @@ def _rank_main(
     environment: dict[str, str],
     filters: list[Any],
 ) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
+    begin(environment)
     torch.manual_seed(0)
     outcome: tuple[Any, ...]
     try:
@@ -189,6 +188,14 @@ def _pickled(error: BaseException, rank: int) -> bytes:
     return data
 
 
+def begin(environment: dict[str, str]) -> None:
+    """Make this process, which was forked, one with that environment and one thread, which ends with its parent."""
+    os.environ.clear()
+    os.environ.update(environment)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+
+
 def _end_with_parent() -> None:
     """End this process as soon as the one that started it is gone, even if that was killed."""
     parent = multiprocessing.parent_process()
@@ -197,7 +204,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _environment() -> dict[str, str]:
+def environment_of_ranks() -> dict[str, str]:
     """What ranks find in `os.environ`."""
     wanted = {"OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":

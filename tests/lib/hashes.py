@@ -1,4 +1,4 @@
-"""Started by torch.distributed.run: writes hashes of what this rank plans, and of what it compiles, into a folder."""
+"""Started as by torchrun: writes hashes of what this rank plans, and of what it compiles, into a folder."""
 
 from __future__ import annotations
 

@@ -8,14 +8,12 @@ became of it; ``close()``, ``destroy_process_group()`` and the end of the proces
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import random
 import signal
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +29,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import zerofx
-from tests.lib.distributed import _PRELOADED, _end_with_parent, _environment
+from tests.lib.distributed import begin, environment_of_ranks, forked
 from tests.nets.records import Record, read_records, results_path, write_records
 from zerofx.runtime.comm.same_host import channels
 
@@ -171,11 +169,8 @@ class _Seen:
 
 
 def _rank_main(fault: Fault, rank: int, folder: str, environment: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    begin(environment)
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if fault.channel == "gloo":
         channels._machine = lambda: 0  # as between hosts: nobody can read another's memory
@@ -210,15 +205,12 @@ def _rank_main(fault: Fault, rank: int, folder: str, environment: dict[str, str]
 
 def run(fault: Fault) -> Record:
     """Run one case, all of its ranks as processes of their own."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as folder, _free_port() as port:
-        environment = _environment() | {
+        environment = environment_of_ranks() | {
             "ZEROFX_TIMEOUT": str(PATIENCE_SECONDS), "FAULTS_PORT": str(port), "ZEROFX_CACHE_DIR": "0",
         }  # fmt: skip
         ranks = [
-            context.Process(target=_rank_main, args=(fault, rank, folder, environment))
-            for rank in range(fault.num_ranks)
+            forked(f"rank {rank}", _rank_main, fault, rank, folder, environment) for rank in range(fault.num_ranks)
         ]
         try:
             for process in ranks:

@@ -29,7 +29,8 @@ pytestmark = [
     pytest.mark.skipif(TORCH < (2, 13), reason="DTensor has no rules for the axis model"),
 ]
 
-WIDTH, DEPTH = 1024, 9
+WIDTH, DEPTH = 1024, 7  # more layers than the four and five that are simulated
+DEEPER = 9  # than the eight, too, that are planned within a budget
 
 
 class Block(nn.Module):
@@ -110,17 +111,18 @@ def test_a_few_layers_say_what_all_of_them_take(in_turn: bool) -> None:
 @functools.cache
 def peak_of_four() -> int:
     """On four ranks with 128 samples each, without a budget."""
-    return estimated(Tower, 4, 128).of(Mesh(shard=4)).peak_bytes
+    return estimated(functools.partial(Tower, DEEPER), 4, 128).of(Mesh(shard=4)).peak_bytes
 
 
 @pytest.mark.parametrize("offload", ["none", "auto"])
 def test_a_few_layers_say_what_all_of_them_take_within_a_budget(offload: str) -> None:
     """Each gives up its share of what is missing, in the way that a search finds; so does a mesh that is like it."""
+    model = functools.partial(Tower, DEEPER)
     budget = peak_of_four() * 7 // 10
-    estimates = estimated(Tower, 4, 128, memory_budget=budget, offload=offload)
+    estimates = estimated(model, 4, 128, memory_budget=budget, offload=offload)
     for mesh in (Mesh(shard=4), Mesh(2, 2)):
         estimate = estimates.of(mesh)
-        whole = planned(mesh, samples=128, memory_budget=budget, offload=offload).plan
+        whole = planned(mesh, model, 128, memory_budget=budget, offload=offload).plan
         assert estimate.fits and estimate.peak_bytes <= budget < peak_of_four()
         assert estimate.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
         assert estimate.step_seconds > estimates._kept(estimates._on(mesh)).all.step_seconds
@@ -180,9 +182,10 @@ def test_no_mesh_that_fits_takes_less_for_a_sample() -> None:
 @pytest.mark.slow
 def test_memory_decides_where_the_fastest_mesh_does_not_fit() -> None:
     """Replicas are fastest, and hold all states: a budget below that leaves meshes that share something."""
-    free = planned("auto", samples=2, world_size=2)
+    model = functools.partial(Tower, DEEPER)
+    free = planned("auto", model, 2, world_size=2)
     budget = free.plan.peak_bytes["device"] * 6 // 10
-    tight = planned("auto", samples=2, world_size=2, memory_budget=budget)
+    tight = planned("auto", model, 2, world_size=2, memory_budget=budget)
     assert tight.plan.mesh != free.plan.mesh
     assert tight.plan.peak_bytes["device"] <= budget
     with pytest.raises(MemoryBudgetError):

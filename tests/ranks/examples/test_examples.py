@@ -10,6 +10,7 @@ import pytest
 
 from tests.lib.checkout import ROOT
 from tests.lib.distributed import PATIENCE_SECONDS
+from tests.lib.scripts import run_script
 
 
 def run(script: str, *options: str, processes: int = 1) -> str:
@@ -33,9 +34,14 @@ def run(script: str, *options: str, processes: int = 1) -> str:
     return done.stdout
 
 
+def run_forked(script: str, *options: str, processes: int = 1) -> str:
+    """What `script` prints where neither a launcher nor each process imports torch: at night torchrun starts it."""
+    return run_script(ROOT / "examples" / script, *options, num_ranks=processes)
+
+
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_train_gpt(processes: int) -> None:
-    printed = run("train_gpt.py", "--steps", "3", "--backend", "eager", processes=processes)
+    printed = run_forked("train_gpt.py", "--steps", "3", "--backend", "eager", processes=processes)
     for line in ("validation loss", "unigram entropy", "predicted peak", "measured peak", "generated step"):
         assert printed.count(line) == 1, printed
 
@@ -53,19 +59,19 @@ def test_train_gpt_learns(processes: int) -> None:
 
 def test_train_llama() -> None:
     pytest.importorskip("transformers")
-    assert "step    1   loss" in run("train_llama.py", "--steps", "2")
+    assert "step    1   loss" in run_forked("train_llama.py", "--steps", "2")
 
 
 def test_finetune_lora() -> None:
-    assert "frozen weights unchanged     True" in run("finetune_lora.py", "--steps", "2")
+    assert "frozen weights unchanged     True" in run_forked("finetune_lora.py", "--steps", "2")
 
 
 def test_train_convnet() -> None:
-    assert "accuracy on new images" in run("train_convnet.py", "--steps", "2")
+    assert "accuracy on new images" in run_forked("train_convnet.py", "--steps", "2")
 
 
 def test_distill() -> None:
-    assert "from the teacher" in run("distill.py", "--steps", "2", "--backend", "eager")
+    assert "from the teacher" in run_forked("distill.py", "--steps", "2", "--backend", "eager")
 
 
 def test_train_gan() -> None:
@@ -83,6 +89,9 @@ def test_train_contrastive() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["distill.py", "train_llama.py", "finetune_lora.py", "train_convnet.py"])
-def test_on_two_processes(script: str) -> None:
-    run(script, "--steps", "2", processes=2)
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    "script", ["distill.py", "train_gpt.py", "train_llama.py", "finetune_lora.py", "train_convnet.py"]
+)
+def test_as_a_reader_starts_them(script: str, processes: int) -> None:
+    assert run(script, "--steps", "2", processes=processes)

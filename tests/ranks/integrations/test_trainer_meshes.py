@@ -48,6 +48,7 @@ class _Given:
     samples: int = 4
     num_micro_batches: int = 2
     streams: bool = False
+    num_layers: int = 2
     options: dict[str, Any] = field(default_factory=lambda: {"machine": SHARING})
 
 
@@ -67,7 +68,7 @@ def _trainer(kind: type[Trainer], folder: str, given: _Given, num_data: int, **o
         options["train_dataset"] = _Stream()
     # 14 samples are not divided by the ranks' batches: what fills the last one is not to be counted.
     evaluated = {"even": Sentences(16, 1), "odd": Sentences(14, 1)}
-    return trainer(kind, llama(), args, eval_dataset=evaluated, compute_metrics=_sums, **options)
+    return trainer(kind, llama(given.num_layers), args, eval_dataset=evaluated, compute_metrics=_sums, **options)
 
 
 def _train(folder: str, given: _Given) -> tuple[dict[str, list[float]], list[int], int, int, int, list[int]]:
@@ -90,7 +91,7 @@ def _train(folder: str, given: _Given) -> tuple[dict[str, list[float]], list[int
 @pytest.mark.parametrize(
     "given",
     [
-        _Given({"model": 2}),
+        _Given({"model": 2}, num_layers=1),
         pytest.param(_Given({"model": 2}, streams=True), marks=pytest.mark.slow),
         pytest.param(
             _Given("auto", samples=1, num_micro_batches=1, options={"machine": SLOW_LINKS}), marks=pytest.mark.slow

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -103,18 +102,10 @@ def _offloaded(drive: str) -> list[str]:
     return wrong
 
 
-def test_values_of_one_rank_are_offloaded_and_come_back(tmp_path: Path) -> None:
-    assert run_ranks(_offloaded, 2, str(tmp_path)) == [[], []]
-
-
 def _clipped() -> list[str]:
     """What is unlike one process where gradients are clipped: each is counted once, wherever it lies."""
     trained, _ = shared("stack", {"model": 2}, 3, 3, max_grad_norm=0.1)
     return differences(one_process(CASES["stack"], 1, 3, max_grad_norm=0.1), trained, 2e-5)
-
-
-def test_the_norm_of_gradients_counts_each_once() -> None:
-    assert run_ranks(_clipped, 2) == [[], []]
 
 
 def test_a_plan_says_what_lies_in_parts() -> None:
@@ -146,9 +137,37 @@ def _refused() -> list[str]:
     return said
 
 
-def test_other_batches_are_refused_on_all_ranks_in_any_step() -> None:
-    for said in run_ranks(_refused, 2):
-        for error in said:
+@dataclass(frozen=True)
+class Found:
+    """What one of two ranks has found out in one start."""
+
+    offloaded: list[str]
+    clipped: list[str]
+    refused: list[str]
+
+
+def _found(drive: str) -> Found:
+    return Found(_offloaded(drive), _clipped(), _refused())
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """By rank."""
+    return run_ranks(_found, 2, str(tmp_path_factory.mktemp("drive")))
+
+
+def test_values_of_one_rank_are_offloaded_and_come_back(found: list[Found]) -> None:
+    assert [rank.offloaded for rank in found] == [[], []]
+
+
+def test_the_norm_of_gradients_counts_each_once(found: list[Found]) -> None:
+    assert [rank.clipped for rank in found] == [[], []]
+
+
+def test_other_batches_are_refused_on_all_ranks_in_any_step(found: list[Found]) -> None:
+    for rank in found:
+        assert len(rank.refused) == 2
+        for error in rank.refused:
             assert "expected the same batch on ranks 0, 1, which share one computation (mesh model 2)" in error
             assert "found other values of batch[1] on rank 1 than on rank 0" in error
 

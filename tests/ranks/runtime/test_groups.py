@@ -108,7 +108,7 @@ def _tune_in_vain() -> None:
 
 
 REFUSED: dict[str, tuple[type[BaseException], Callable[[], object]]] = {
-    "budget": (MemoryBudgetError, lambda: _compile(memory_budget=10)),
+    "budget": (MemoryBudgetError, lambda: _compile(memory_budget=10, recompute="none", tile="none")),
     "batch": (UsageError, lambda: _compile(example_batch=NO_BATCH)),
     "options": (RankMismatchError, lambda: _compile(max_shapes=2 + dist.get_rank())),
     "weights": (ZeroFXError, lambda: _compile(weights="/nowhere")),

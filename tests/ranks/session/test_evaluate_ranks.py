@@ -28,13 +28,14 @@ def _wrong(runs: dict[str, tuple[str, dict[str, Any]]]) -> list[str]:
 
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"stage {stage}": ("gpt", {"stage": stage}) for stage in range(4)},
+    **{f"stage {stage}": ("gpt", {"stage": stage}) for stage in (0, 3)},
     "batch norm": ("batchnorm", {"stage": 3}),
     "tied": ("tied", {"stage": 3}),
     "nothing ahead": ("gpt", {"stage": 3, "prefetch": 0}),
     "kept in training": ("gpt", {"stage": 3, "keep_gathered": "all"}),
     "accumulated": ("gpt", {"stage": 2, "accumulate": 2}),
 }
+BETWEEN: dict[str, tuple[str, dict[str, Any]]] = {f"stage {stage}": ("gpt", {"stage": stage}) for stage in (1, 2)}
 
 
 def _quantised() -> list[str]:
@@ -88,16 +89,23 @@ def _without_values(path: str | None) -> list[str]:
     return wrong
 
 
+def _drawn_or_loaded(path: str) -> dict[str, list[str]]:
+    return {"drawn": _without_values(None), "loaded": _without_values(path)}
+
+
 def test_models_without_values_of_their_own(tmp_path: Path) -> None:
     torch.manual_seed(11)
     save_model(CASES["gpt"].model(), str(tmp_path / "model.safetensors"))
-    for path in (None, str(tmp_path / "model.safetensors")):
-        for rank, wrong in enumerate(run_ranks(_without_values, 2, path)):
-            assert wrong == [], f"rank {rank}"
+    for rank, wrong in enumerate(run_ranks(_drawn_or_loaded, 2, str(tmp_path / "model.safetensors"))):
+        assert wrong == {"drawn": [], "loaded": []}, f"rank {rank}"
 
 
-def test_two_ranks() -> None:
-    for rank, wrong in enumerate(run_ranks(_wrong, 2, RUNS)):
+@pytest.mark.parametrize(
+    "runs",
+    [pytest.param(RUNS, id="quick"), pytest.param(BETWEEN, id="at the stages between", marks=pytest.mark.slow)],
+)
+def test_two_ranks(runs: dict[str, tuple[str, dict[str, Any]]]) -> None:
+    for rank, wrong in enumerate(run_ranks(_wrong, 2, runs)):
         assert wrong == [], f"rank {rank}"
 
 
@@ -113,7 +121,7 @@ def _within_budget(offload: Any, drive: str) -> list[str]:
     """What is wrong with evaluations of a model that the budget does not hold whole."""
     os.environ["ZEROFX_NVME_DIR"] = drive
     torch.manual_seed(0)
-    model = GPT(vocab=64, dim=64, depth=8, heads=2, block=8)
+    model = GPT(vocab=64, dim=64, depth=5, heads=2, block=8)
     whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     budget = int(0.8 * whole)
     torch.manual_seed(1 + world()[0])
@@ -130,10 +138,13 @@ def _within_budget(offload: Any, drive: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("offload", ["host", "nvme"])
-def test_a_budget_smaller_than_the_model_holds(offload: str, tmp_path: Path) -> None:
-    for rank, wrong in enumerate(run_ranks(_within_budget, 2, offload, str(tmp_path))):
-        assert wrong == [], f"rank {rank}"
+def _within_budgets(drive: str) -> dict[str, list[str]]:
+    return {offload: _within_budget(offload, drive) for offload in ("host", "nvme")}
+
+
+def test_a_budget_smaller_than_the_model_holds(tmp_path: Path) -> None:
+    for rank, wrong in enumerate(run_ranks(_within_budgets, 2, str(tmp_path))):
+        assert wrong == {"host": [], "nvme": []}, f"rank {rank}"
 
 
 def _shared(name: str, stage: int) -> list[str]:
@@ -150,10 +161,13 @@ def _shared(name: str, stage: int) -> list[str]:
     return wrong + ([] if {"S0", "S1"} <= placements else [f"values are {placements}"])
 
 
-@pytest.mark.parametrize(("name", "stage"), [("gpt", 3), ("llama", 0)])
-def test_ranks_that_share_a_computation(name: str, stage: int) -> None:
-    for rank, wrong in enumerate(run_ranks(_shared, 2, name, stage)):
-        assert wrong == [], f"rank {rank}"
+def _all_shared() -> dict[str, list[str]]:
+    return {name: _shared(name, stage) for name, stage in (("gpt", 3), ("llama", 0))}
+
+
+def test_ranks_that_share_a_computation() -> None:
+    for rank, wrong in enumerate(run_ranks(_all_shared, 2)):
+        assert wrong == {"gpt": [], "llama": []}, f"rank {rank}"
 
 
 def _apart() -> list[str]:

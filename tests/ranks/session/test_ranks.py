@@ -59,7 +59,8 @@ def disagree() -> dict[str, str]:
     found["model"] = error_of(lambda: compile_eager(model=wider))
     found["backend"] = error_of(lambda: zerofx.compile(model, adamw(model), backend="eager", max_shapes=8 - rank))
     batch = {"ids": ids(), "labels": ids(9)}
-    found["budget"] = error_of(lambda: compile_eager(model=model, memory_budget=100, example_batch=batch))
+    refused: dict[str, Any] = {"memory_budget": 100, "recompute": "none", "tile": "none", "example_batch": batch}
+    found["budget"] = error_of(lambda: compile_eager(model=model, **refused))
     step = compile_eager(model=model)
     found["first batch"] = error_of(lambda: run(step, rows=2 + rank))
     labels = ids(9).float() if rank == 1 else ids(9)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 from tests.lib.checkout import ROOT
 from tests.lib.distributed import PATIENCE_SECONDS
 from tests.lib.hashes import planned_alone
+from tests.lib.scripts import environments_by_rank
 
 PATHS = f"{ROOT}{os.pathsep}{ROOT / 'examples'}"
 ONE = {"PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C", "TZ": "UTC", "UNRELATED": "one"}
@@ -21,28 +21,22 @@ OTHER = {"PYTHONHASHSEED": "2", "OMP_NUM_THREADS": "2", "LC_ALL": "tr_TR.UTF-8",
 
 
 def run_with(environments: Sequence[Mapping[str, str]], folder: Path) -> list[dict[str, Any]]:
-    """What ``tests.lib.hashes`` writes on ranks with these environments, each started by a launcher of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launchers = [
-        subprocess.Popen(
-            [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(environments)), "--node-rank",
-                str(rank), "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port),
-                "-m", "tests.lib.hashes", str(folder),
-            ],
-            env={**os.environ, "PYTHONPATH": PATHS, "GLOO_SOCKET_IFNAME": "lo", **environment},
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank, environment in enumerate(environments)
-    ]  # fmt: skip
-    try:
-        outputs = [launcher.communicate(timeout=PATIENCE_SECONDS)[0] for launcher in launchers]
-    finally:
-        for launcher in launchers:
-            launcher.kill()
-    assert [launcher.returncode for launcher in launchers] == [0] * len(launchers), "\n".join(outputs)
+    """What ``tests.lib.hashes`` writes on ranks with these environments, each a program of its own."""
+    with environments_by_rank(len(environments)) as of_ranks:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.lib.hashes", str(folder)],
+                env={**of_rank, "PYTHONPATH": PATHS, **environment},
+                cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for of_rank, environment in zip(of_ranks, environments, strict=True)
+        ]  # fmt: skip
+        try:
+            outputs = [rank.communicate(timeout=PATIENCE_SECONDS)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * len(ranks), "\n".join(outputs)
     return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(len(environments))]
 
 

@@ -197,24 +197,24 @@ def _hooked(model: nn.Sequential) -> None:
     model[3].register_forward_hook(lambda module, args, output: output * 3)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: setattr(model[3], "factor", 2.0),
-        lambda model: model[3].settings.update(double=True),
-        lambda model: setattr(model[3], "forward", lambda x: x + 1),
-        lambda model: model[3].requires_grad_(False),
-        lambda model: model.__setitem__(3, nn.Dropout(0.5)),
-        lambda model: model.append(_Flagged()),
-        lambda model: model[3].register_buffer("more", torch.ones(1)),
-        lambda model: model[3].register_parameter("more", nn.Parameter(torch.ones(3))),
-        _hooked,
-    ],
-)
-def test_a_change_of_one_layer_is_seen(starts: Starts, change: Callable[[nn.Sequential], object]) -> None:
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a number": lambda model: setattr(model[3], "factor", 2.0),
+    "an entry": lambda model: model[3].settings.update(double=True),
+    "its forward": lambda model: setattr(model[3], "forward", lambda x: x + 1),
+    "frozen": lambda model: model[3].requires_grad_(False),
+    "dropout": lambda model: model.__setitem__(3, nn.Dropout(0.5)),
+    "one more": lambda model: model.append(_Flagged()),
+    "a buffer": lambda model: model[3].register_buffer("more", torch.ones(1)),
+    "a parameter": lambda model: model[3].register_parameter("more", nn.Parameter(torch.ones(3))),
+    "a hook": _hooked,
+}
+
+
+def test_a_change_of_one_layer_is_seen(starts: Starts) -> None:
     assert starts.is_built(model=_flagged())
     assert not starts.is_built(model=_flagged())
-    assert starts.is_built(model=_flagged(change))
+    for what, change in CHANGES.items():
+        assert starts.is_built(model=_flagged(change)), what
     assert not starts.is_built(model=_flagged())
 
 
@@ -229,33 +229,34 @@ def test_code_that_counts_its_calls_is_seen(starts: Starts, monkeypatch: pytest.
     assert starts.is_built(model=made)
 
 
-def _one_group_each(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([{"params": [one]} for one in model.parameters()])
+def _two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    first, *others = model.parameters()
+    return torch.optim.AdamW([{"params": [first]}, {"params": others}])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"rows": 32},
-        {"stage": 1},
-        {"accumulate": 2},
-        {"prefetch": 0},
-        {"precision": "bf16"},
-        {"max_grad_norm": 1.0},
-        {"memory_budget": 46_000},
-        {"recompute": "full"},
-        {"machine": "h100-sxm"},
-        {"keep_gathered": ("0",)},
-        {"loss_fn": lambda out, x, y: F.l1_loss(out, y)},
-        {"optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1)},
-        {"optimizer": lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True)},
-        {"optimizer": _one_group_each},
-    ],
-)
-def test_another_request_is_built(starts: Starts, options: dict[str, Any]) -> None:
+REQUESTS: dict[str, dict[str, Any]] = {
+    "rows": {"rows": 32},
+    "stage": {"stage": 1},
+    "micro-batches": {"accumulate": 2},
+    "nothing ahead": {"prefetch": 0},
+    "bf16": {"precision": "bf16"},
+    "clipped": {"max_grad_norm": 1.0},
+    "a budget": {"memory_budget": 46_000},
+    "all again": {"recompute": "full"},
+    "a machine": {"machine": "h100-sxm"},
+    "kept": {"keep_gathered": ("0",)},
+    "another loss": {"loss_fn": lambda out, x, y: F.l1_loss(out, y)},
+    "another optimizer": {"optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1)},
+    "its options": {"optimizer": lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True)},
+    "its groups": {"optimizer": _two_groups},
+}
+
+
+def test_another_request_is_built(starts: Starts) -> None:
     starts.is_built()
-    assert starts.is_built(**options)
-    assert not starts.is_built(**options)
+    for what, options in REQUESTS.items():
+        assert starts.is_built(**options), what
+        assert not starts.is_built(**options), what
     assert not starts.is_built()
 
 

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import pytest
@@ -35,18 +35,26 @@ def _wrong(name: str, stage: int, options: dict[str, Any]) -> list[str]:
     return [*nothing, *differences(expected, found), *sorted(set(streams.races))]
 
 
-def _collectives() -> dict[str, list[str]]:
-    """Every kind of collective, on two ranks."""
-    runs: dict[str, tuple[str, int, dict[str, Any]]] = {
-        **{f"stage {stage}": ("stack", stage, {}) for stage in range(4)},
-        "micro-batches, clipped": ("gpt", 3, {"accumulate": 2, "max_grad_norm": 0.5}),
-        "casts": ("llama", 3, {"precision": "bf16"}),
-    }
+Runs: TypeAlias = dict[str, tuple[str, int, dict[str, Any]]]  # of cases, at stages, with options
+
+
+def _collectives(runs: Runs) -> dict[str, list[str]]:
     return {label: wrong for label, run in runs.items() if (wrong := _wrong(*run))}
 
 
-def test_collectives_are_waited_for() -> None:
-    assert run_ranks(_collectives, 2) == [{}, {}]
+COLLECTIVES: Runs = {
+    **{f"stage {stage}": ("stack", stage, {}) for stage in (0, 1, 3)},
+    "micro-batches, clipped": ("gpt", 3, {"accumulate": 2, "max_grad_norm": 0.5}),
+    "casts": ("gpt", 3, {"precision": "bf16"}),
+}
+MORE: Runs = {"stage 2": ("stack", 2, {}), "casts of llama": ("llama", 3, {"precision": "bf16"})}
+
+
+@pytest.mark.parametrize(
+    "runs", [pytest.param(COLLECTIVES, id="every kind"), pytest.param(MORE, id="more", marks=pytest.mark.slow)]
+)
+def test_collectives_are_waited_for(runs: Runs) -> None:
+    assert run_ranks(_collectives, 2, runs) == [{}, {}]
 
 
 def _on_two_nodes() -> dict[str, list[str]]:

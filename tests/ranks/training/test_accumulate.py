@@ -66,27 +66,40 @@ def test_as_many_micro_batches_as_samples_train_like_a_loop() -> None:
     assert compare_runs(["stack", "batchnorm"], RUNS, steps=3, accumulate=4) == {}
 
 
-def _compare() -> dict[str, list[str]]:
-    stages: dict[str, dict[str, Any]] = {f"stage {stage}": {"stage": stage} for stage in range(4)}
-    plans = {"all kept": {"stage": 3, "keep_gathered": "all"}, "recomputed": {"stage": 3, "recompute": "full"}}
-    wrong = compare_runs(["stack", "batchnorm"], stages, steps=2, accumulate=2)
-    return wrong | compare_runs(["gpt2 dropout"], stages | plans, steps=2, accumulate=2)
+PLANS: dict[str, dict[str, Any]] = {
+    "all kept": {"stage": 3, "keep_gathered": "all"},
+    "recomputed": {"stage": 3, "recompute": "full"},
+}
 
 
-def test_two_ranks_train_like_distributed_data_parallel_without_a_reduction_for_each() -> None:
-    for rank, wrong in enumerate(run_ranks(_compare, 2)):
-        assert wrong == {}, f"rank {rank}"
+def _at(*stages: int) -> dict[str, dict[str, Any]]:
+    return {f"stage {stage}": {"stage": stage} for stage in stages}
+
+
+def _compare_once(of_layers: dict[str, dict[str, Any]], of_gpt2: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+    wrong = compare_runs(["stack", "batchnorm"], of_layers, steps=2, accumulate=2)
+    return wrong | compare_runs(["gpt2 dropout"], of_gpt2, steps=2, accumulate=2)
 
 
 def _compare_each() -> dict[str, list[str]]:
-    stages: dict[str, dict[str, Any]] = {f"stage {stage}": {"stage": stage} for stage in (1, 2, 3)}
+    stages = _at(1, 2, 3)
     wrong = compare_runs(["stack", "batchnorm"], stages, steps=2, accumulate=2, each=True)
     wrong |= compare_runs(["gpt2 dropout"], {"stage 3": {"stage": 3}}, steps=2, accumulate=2, each=True)
     return wrong | compare_runs(["stack"], stages, steps=2, accumulate=4, each=True)
 
 
-def test_two_ranks_train_like_distributed_data_parallel_with_a_reduction_for_each() -> None:
-    for rank, wrong in enumerate(run_ranks(_compare_each, 2)):
+def _compare_both() -> dict[str, dict[str, list[str]]]:
+    return {"once": _compare_once(_at(0, 2, 3), _at(0, 2, 3) | PLANS), "each": _compare_each()}
+
+
+def test_two_ranks_train_like_distributed_data_parallel_without_a_reduction_for_each_and_with_one() -> None:
+    for rank, wrong in enumerate(run_ranks(_compare_both, 2)):
+        assert wrong == {"once": {}, "each": {}}, f"rank {rank}"
+
+
+@pytest.mark.slow
+def test_two_ranks_train_so_at_stage_1() -> None:
+    for rank, wrong in enumerate(run_ranks(_compare_once, 2, _at(1), _at(1))):
         assert wrong == {}, f"rank {rank}"
 
 

@@ -24,7 +24,7 @@ RUNS = ("1 exact", "1 int4", "3 exact", "3 int8")
 Found = tuple[dict[str, Run], float]  # by label; the largest gradient of any rank in the first step
 
 
-def run_all(options: dict[str, Any]) -> Found:
+def _run_all(options: dict[str, Any]) -> Found:
     found = {}
     for label in RUNS:
         stage, wire = label.split()
@@ -32,16 +32,26 @@ def run_all(options: dict[str, Any]) -> Found:
     return found, max(largest_gradients().values())
 
 
-@pytest.fixture(scope="module", params=MESHES)
+def _on_all_meshes() -> dict[str, Found]:
+    return {name: _run_all(options) for name, options in MESHES.items()}
+
+
+@pytest.fixture(scope="module")
+def on_all_meshes() -> list[dict[str, Found]]:
+    """What each rank saw."""
+    return run_ranks(_on_all_meshes, 4)
+
+
+@pytest.fixture(params=MESHES)
 def name(request: pytest.FixtureRequest) -> str:
     """A mesh, and what else is asked for."""
     return str(request.param)
 
 
-@pytest.fixture(scope="module")
-def ranks(name: str) -> list[Found]:
-    """What each rank saw."""
-    return run_ranks(run_all, 4, MESHES[name])
+@pytest.fixture
+def ranks(name: str, on_all_meshes: list[dict[str, Found]]) -> list[Found]:
+    """What each rank saw on it."""
+    return [found[name] for found in on_all_meshes]
 
 
 def test_all_ranks_have_the_same_parameters_and_plan(ranks: list[Found]) -> None:
