@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.train.cost.test_workspace import call
-from zerofx.scheduler.cost.cpu import calls, kernel_memory
+from zerofx.scheduler.cost.cpu import calls
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 from zerofx.scheduler.cost.cpu.workspace import compiled_workspace_bytes, workspace_bytes
 
@@ -72,14 +72,6 @@ def test_a_convolution_holds_what_is_predicted_whatever_the_layout(
     for target, make in ((aten.convolution.default, forward), (aten.convolution_backward.default, backward)):
         args = make(layout, size, depthwise=depthwise)
         assert workspace_bytes(call(target, args)) == pytest.approx(taken(target, args), abs=TOLERANCE_BYTES)
-
-
-@pytest.fixture
-def nothing_known() -> Iterator[None]:
-    """What is known of calls is nothing that other tests have left, and nothing is left to them."""
-    kernel_memory._known.cache_clear()
-    yield
-    kernel_memory._known.cache_clear()
 
 
 # Of 32 images half are tried first, of two fewer rows.

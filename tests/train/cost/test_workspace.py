@@ -252,6 +252,7 @@ def inside(target: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, int]
     return peak.num_bytes - held, held - sum(map(storage_bytes, own))
 
 
+@pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [(1, 2, 12, 12), (2, 4, 100, 64), (1, 1, 300, 80), (1, 2, 800, 20)])
 def test_attention_that_is_too_long_to_be_tried(
