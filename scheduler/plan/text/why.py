@@ -218,7 +218,7 @@ def _within(inner: str, outer: str) -> bool:
 
 def _nearest(plan: Plan, name: str) -> str:
     about_values: list[AboutValue] = [*plan.recomputes, *plan.offloads, *plan.spreads]
-    known = [
+    known: list[str | None] = [
         *(bucket.name for bucket in plan.buckets),
         *(decision.layer for decision in about_values),
         *(decision.value for decision in about_values),
@@ -226,12 +226,13 @@ def _nearest(plan: Plan, name: str) -> str:
         *(piece.name for piece in plan.pieces),
         *(sliced.parameter for sliced in plan.slices),
         *plan.extra_keeps,
-        *(node for g in plan.gathers for node in (g.first, g.last, g.issue, g.reload, g.read) if node is not None),
-        *(node for r in plan.reduces for node in (r.wait_after, r.gathered_after) if node is not None),
-        *(wire.hop_after for wire in plan.wires if wire.hop_after is not None),
+        *(node for g in plan.gathers for node in (g.first, g.last, g.issue, g.reload, g.read)),
+        *(node for r in plan.reduces for node in (r.wait_after, r.gathered_after, r.crossed_after)),
+        *(wire.hop_after for wire in plan.wires),
+        *(node for offload in plan.offloads for node in (offload.free_after, offload.reload_before)),
+        *(shared.parameter or shared.node for shared in plan.shardings),
     ]
-    known = [name_known for name_known in dict.fromkeys(known) if name_known]
-    near = difflib.get_close_matches(name, known, _NEAREST, cutoff=0.4)
+    near = difflib.get_close_matches(name, filter(None, dict.fromkeys(known)), _NEAREST, cutoff=0.4)
     if near:
         return f"the nearest are {', '.join(near)}"
     return f"the buckets are {', '.join(bucket.name for bucket in plan.buckets)}"
