@@ -1,5 +1,4 @@
 """Find chains of operators with inner values much larger than what enters and leaves, and with independent rows.
-independent.
 
     up = addmm(b1, x, w1)                   # [tokens, 4 dim]
     h = gelu(up)

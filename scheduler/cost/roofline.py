@@ -7,7 +7,7 @@ per element (``zerofx/ir/operators/table.py``).
 
 Not covered: fusion (a region of pointwise nodes costs the sum of its parts here; ``fused_time.py`` has what it takes
 when it is compiled for a GPU), causal attention (counted as full, as the registry does), and collectives, whose time
-depends on the group: see `machine.collective_seconds`.
+depends on the group: see ``scheduler/cost/transfers.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Coalescing: which gathers start as one collective, because latency takes longer than their bytes.
 
-A collective takes ``latency + bytes / bandwidth`` (Hockney's model; ``scheduler.cost.machine.collective_seconds``).
+A collective takes ``latency + bytes / bandwidth`` (Hockney's model; ``scheduler.cost.transfers.collective_seconds``).
 Below ``latency * bandwidth`` bytes the first term is the longer one, and gathers that start together pay it once. The
 price is memory: the later bucket is on the device from where the earlier one is gathered.
 
