@@ -102,8 +102,10 @@ def _typed(expected: Any, value: Any, where: str) -> Any:
         return tuple(_typed(each[place], item, f"{where}[{place}]") for place, item in enumerate(value))
     if origin in (dict, Mapping) and isinstance(value, dict):
         return {name: _typed(inner[1], item, f"{where}.{name}") for name, item in value.items()}
-    if origin is Literal and value in inner:
-        return value
+    if origin is Literal:
+        if value in inner:
+            return value
+        raise ValueError(f"{where}: expected one of {', '.join(map(repr, inner))}, found {value!r:.80}")
     if isinstance(expected, type) and is_dataclass(expected):
         return typed(expected, value, where)
     if value != value:  # no plan has it, and nothing can be drawn of it

@@ -19,6 +19,7 @@ from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.plan.decisions import ParameterDecision, StateDecision
 from zerofx.scheduler.plan.locations import Locations
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.tiers import Tier
 
 
 class TrainingState(WholeBuckets):
@@ -218,7 +219,7 @@ def _state_decision(plan: Plan, bucket: Bucket) -> StateDecision | None:
     return next((d for d in plan.states if d.bucket == bucket.index and bucket.trainable), None)
 
 
-def _planned(plan: Plan, bucket: Bucket) -> tuple[str, tuple[str, str, bool]]:
+def _planned(plan: Plan, bucket: Bucket) -> tuple[Tier, tuple[str, str, bool]]:
     """The tier of a bucket's parameters, and the home of its states."""
     tier = next((d.tier for d in plan.parameters if d.bucket == bucket.index), DEVICE)
     return tier, _home(_state_decision(plan, bucket))
