@@ -270,6 +270,15 @@ class WireDecision:
         return self.gather == "exact" and not self.second_shard and self.reduce == "exact"
 
 
+@dataclass(frozen=True)
+class Locations:
+    """Where parameters and states lie between steps, for evaluations, which move none of them: the buckets that have
+    theirs in a slower tier; all others have them on the device."""
+
+    parameters: tuple[ParameterDecision, ...] = ()
+    states: tuple[StateDecision, ...] = ()
+
+
 D = TypeVar("D", GatherDecision, ReduceDecision, StateDecision, ParameterDecision, GradientDecision, WireDecision)
 
 

@@ -16,8 +16,7 @@ from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.weights import Weights
 from zerofx.runtime.state.whole_buckets import WholeBuckets
 from zerofx.runtime.tiers.tiers import Tiers
-from zerofx.scheduler.plan.decisions import ParameterDecision, StateDecision
-from zerofx.scheduler.plan.locations import Locations
+from zerofx.scheduler.plan.decisions import Locations, ParameterDecision, StateDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.tiers import Tier
 
