@@ -82,15 +82,6 @@ class _Program:
         self.whole.append(whole)
         return len(self.costs) - 1
 
-    def at_most(self, left: Iterable[int], right: Iterable[int]) -> None:
-        """The sum of ``left`` is at most that of ``right``."""
-        row: dict[int, float] = {}
-        for sign, names in ((1.0, left), (-1.0, right)):
-            for name in names:
-                row[name] = row.get(name, 0.0) + sign
-        if any(factor > 0 for factor in row.values()):
-            self.rows.append((row, -float("inf"), 0.0))
-
     def equal(self, left: Iterable[int], right: Iterable[int]) -> None:
         """The sum of ``left`` is that of ``right``."""
         row = dict.fromkeys(left, 1.0)
@@ -328,7 +319,7 @@ class _Nodes:
                 if (source, target) not in shared:
                     seconds = times * self._conversion_seconds(tensor, source, target)
                     shared[source, target] = self._program.variable(seconds)
-                self._program.at_most([name], [shared[source, target]])
+                self._program.rows.append(({name: 1.0, shared[source, target]: -1.0}, -float("inf"), 0.0))
         converted: dict[Placement, list[int]] = {}
         for (_, target), name in shared.items():
             converted.setdefault(target, []).append(name)

@@ -190,11 +190,7 @@ def _tiles(first: Plan, other: Plan) -> Iterator[str]:
         slices = {sliced.parameter: f"{sliced.num_slices} slices" for sliced in plan.slices}
         return slices | {tiled.value: tiles_words(tiled) for tiled in plan.tiles}
 
-    before, after = known(first), known(other)
-    for name in dict.fromkeys([*before, *after]):
-        old, new = before.get(name, "whole"), after.get(name, "whole")
-        if old != new:
-            yield f"{name}: {old} -> {new}"
+    return (f"{change.name}: {change.text}" for change in _differing(known(first), known(other), "whole"))
 
 
 def _placed(
@@ -202,6 +198,10 @@ def _placed(
 ) -> list[_Change]:
     """What is elsewhere, or otherwise, than before; ``otherwise`` are the buckets that ``known`` says nothing of."""
     before, after = ({plan.buckets[index].name: text for index, text in known(plan)} for plan in (first, other))
+    return _differing(before, after, otherwise)
+
+
+def _differing(before: Mapping[str, str], after: Mapping[str, str], otherwise: str) -> list[_Change]:
     sides = {name: (before.get(name, otherwise), after.get(name, otherwise)) for name in {**before, **after}}
     return [_Change(name, f"{old} -> {new}") for name, (old, new) in sides.items() if old != new]
 
