@@ -251,7 +251,5 @@ class Machine(_Facts):
             return typed(Machine, json.loads(text), "machine")
         except json.JSONDecodeError as error:
             raise UsageError(f"machine: not valid JSON: {error}") from error
-        except UsageError:
-            raise
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from error

@@ -52,8 +52,6 @@ def merge_gathers(
         machine: its links.
         limit_bytes: what no position of the step may take more of, on the device.
     """
-    if not may_merge(plan, layout, machine):
-        return plan
     order, tasks = {node: position for position, node in enumerate(step.calls())}, step.tasks()
     held = [simulation.live.during[node] for node in step.calls()]
     # What this rank has whole in a slower tier is not gathered.

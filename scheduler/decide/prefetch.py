@@ -211,7 +211,7 @@ class _Positions:
 
     def __init__(self, step: StepGraph, spans: Sequence[UnitRun]) -> None:
         self.order = step.positions()
-        self._by_name = {node.name: node for node in step.graph.nodes}
+        self._by_name = step.by_name()
         self._starts = [self.order[run.first] for run in spans]
         bodies = loop_bodies(step)
         self._bodies = [bodies[run.first.name] for run in spans]

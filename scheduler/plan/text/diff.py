@@ -42,7 +42,10 @@ def diff_plans(first: Plan, other: Plan) -> str:
         "gradients": _folded(
             placed(lambda plan: [(d.bucket, f"on {d.tier} between micro-batches") for d in plan.gradients])
         ),
-        "recomputed": [*_folded(_recomputes(first, other)), *_extra_keeps(first, other)],
+        "recomputed": [
+            *_folded(_values(first, *(by_unit(plan, plan.recomputes) for plan in (first, other)))),
+            *_extra_keeps(first, other),
+        ],
         "kept in parts": _folded(_values(first, *(by_unit(plan, plan.spreads) for plan in (first, other)))),
         **{f"offloaded to {tier}": _folded(_offloads(first, other, tier)) for tier in TIERS if tier != "device"},
         "predicted, per rank": list(_predictions(first, other)),
@@ -206,10 +209,6 @@ def _differing(before: Mapping[str, str], after: Mapping[str, str], otherwise: s
     return [_Change(name, f"{old} -> {new}") for name, (old, new) in sides.items() if old != new]
 
 
-def _recomputes(first: Plan, other: Plan) -> list[_Change]:
-    return _values(first, by_unit(first, first.recomputes), by_unit(other, other.recomputes))
-
-
 def _offloads(first: Plan, other: Plan, tier: str) -> list[_Change]:
     before, after = (
         by_unit(plan, (decision for decision in plan.offloads if decision.tier == tier)) for plan in (first, other)
@@ -298,7 +297,7 @@ def _folded(changes: list[_Change]) -> list[str]:
     """Successive names to which the same happened, as one line. Nodes in the text differ from layer to layer."""
     shapes = [change.text for change in changes]
     lines = []
-    for block in fold(shapes, [True] * len(shapes)):
+    for block in fold(shapes):
         for i in block.repetition(0):
             names = [changes[i + n * block.length].name for n in range(block.count)]
             count = f"  x{block.count}" if block.count > 1 else ""
