@@ -31,8 +31,8 @@ _NEAREST = 3  # names in a message
 
 @dataclass(frozen=True)
 class Pin:
-    """What is said of a node by the entry ``pattern`` of ``shardings=``: ``word``; of a parameter as what ``module``
-    has under the name that matched."""
+    """An entry of ``shardings=``, ``pattern`` and ``word``, that is about a node; ``module`` is the one in which a
+    parameter has the name that matched."""
 
     pattern: str
     word: str

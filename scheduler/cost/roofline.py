@@ -108,7 +108,7 @@ def _matmul_packet(target: OpOverload) -> Any:
 
 
 def _rate(packet: Any, dtype: torch.dtype, machine: Machine) -> float:
-    """FLOP/s of what the registry knows as ``packet``; None for what runs on no matrix units."""
+    """FLOP/s of what the registry knows as ``packet``, which is None for what runs on no matrix units."""
     if packet is None:
         return machine.vector_flops(dtype)
     if packet in _CONVOLUTIONS:

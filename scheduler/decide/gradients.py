@@ -34,9 +34,9 @@ from zerofx.units import format_bytes, format_seconds
 class GradientLevel:
     """One level of a menu about gradients between micro-batches: bytes on the device, seconds that count, tier.
 
-    ``each``: whether each micro-batch's are reduced, so that the bytes are those of a slice. That exposes
-    ``exposed_seconds``, which at stages 2 and 3 do not count: they stand for gradients in slices, and a budget has that
-    before anything is computed again or offloaded.
+    ``each``: whether each micro-batch's are reduced, so that the bytes are those of a slice; computation waits
+    ``exposed_seconds`` for that. At stages 2 and 3, which stand for gradients in slices, ``seconds`` are 0 all the
+    same, so that a search takes this level before anything is computed again or offloaded.
     """
 
     num_bytes: int

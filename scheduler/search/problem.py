@@ -1,4 +1,4 @@
-"""What a plan is searched for, as far as it is settled, and why there may be none."""
+"""The problem that a plan solves: a captured step, options, a machine and a budget; and the error where none fits."""
 
 from __future__ import annotations
 

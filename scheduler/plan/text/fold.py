@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 _LONGEST = 64  # instructions in one repetition; a layer has about ten
-_ALIKE = 3  # rows of one kind in a run that are folded, whatever they are
+_ALIKE = 3  # equal items in a row, at least, that are folded without an anchor
 
 
 @dataclass(frozen=True)
