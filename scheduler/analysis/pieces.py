@@ -162,7 +162,7 @@ def _divide(nodes: list[fx.Node], crossing: Collection[Storage], pays: float) ->
 
 @dataclass(frozen=True)
 class _Use:
-    """A value of a run: made at position ``made``, read last by forward at ``last`` (past the end: outside the run)."""
+    """A value of a run: made at position ``computed_in``, read last by forward at ``last`` (past the end: outside)."""
 
     computed_in: int
     last: int

@@ -42,7 +42,7 @@ def rows_of(step: StepGraph) -> tuple[LayerRow, ...]:
     """The rows of a captured step that can be made shorter."""
     layers = layers_of(step)
     units = list(dict.fromkeys(unit for node in step.calls() if (unit := step.unit_of(node))))
-    blocks = fold([layers[unit].signature for unit in units], [True] * len(units))
+    blocks = fold([layers[unit].signature for unit in units])
     rows = [LayerRow(tuple(tuple(units[i] for i in b.repetition(n)) for n in range(b.count))) for b in blocks]
     return tuple(row for row in rows if len(row.repetitions) > KEPT + 1)
 

@@ -24,14 +24,15 @@ from zerofx.ir.sharding.rule import Rule, read_tensors, results_of
 from zerofx.ir.text import target_name
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, slot_of
 from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, Replicated, Sharded
+from zerofx.scheduler.plan.units import is_within
 
 _NEAREST = 3  # names in a message
 
 
 @dataclass(frozen=True)
 class Pin:
-    """What is said of a node by the entry ``pattern`` of ``shardings=``: ``word``; of a parameter as what ``module``
-    has under the name that matched."""
+    """An entry of ``shardings=``, ``pattern`` and ``word``, that is about a node; ``module`` is the one in which a
+    parameter has the name that matched."""
 
     pattern: str
     word: str
@@ -164,8 +165,7 @@ def _given_by_modules(step: StepGraph) -> dict[str, list[fx.Node]]:
         if not layer or origin(node).phase is not Phase.FORWARD or not _has_tokens(node):
             continue
         readers = [origin(user).layer for user in node.users if user.op == "call_function"]
-        inside = [layer == reader or reader.startswith(f"{layer}.") for reader in readers]
-        if not all(inside):
+        if not all(is_within(reader, layer) for reader in readers):
             given.setdefault(layer, []).append(node)
     return given
 

@@ -1,5 +1,4 @@
 """Find chains of operators with inner values much larger than what enters and leaves, and with independent rows.
-independent.
 
     up = addmm(b1, x, w1)                   # [tokens, 4 dim]
     h = gelu(up)
@@ -28,14 +27,15 @@ from math import prod
 import torch
 from torch import fx
 
-from zerofx.ir.aliasing import storage_bytes, storage_source, tensors_of
-from zerofx.ir.facts import Phase, Role, origin, slice_of, tensor, value
+from zerofx.ir.aliasing import mutated_inputs, storage_bytes, storage_source, tensors_of
+from zerofx.ir.facts import Phase, Role, is_random, origin, slice_of, tensor, value
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.operators import row_rules
 from zerofx.ir.operators.operator import Given, OperatorKind
 from zerofx.ir.operators.rows import OWN, Kind, RowKinds, Rows, grouped
 from zerofx.ir.operators.table import facts_of
 from zerofx.scheduler.analysis.loss_heads import MIN_ROWS
-from zerofx.scheduler.analysis.row_rules import rows_of_result
+from zerofx.torch_private.operators import OpOverload
 
 _TOWERS = 2  # how many times as large as what it reads a value must be
 _MAX_ASKED = 4  # values of which a node's rule is asked whether they are split or whole
@@ -236,6 +236,19 @@ class _Labels:
                 return
 
 
+def rows_of_result(node: fx.Node, given: Given) -> RowKinds:
+    """Where the rows lie in what ``node`` gives (in each output, if it gives several), by its operator's rule; None:
+    it needs them all at once.
+
+    ``given`` has the rows of what it reads; None is for what every tile reads whole.
+    """
+    if not isinstance(node.target, OpOverload) or is_random(node) or mutated_inputs(node) or not any(given.values()):
+        return None
+    facts = facts_of(node.target)
+    rule = facts.rows or (row_rules.elementwise if facts.is_pointwise else None)
+    return None if rule is None else rule(node, given)
+
+
 def _grow(product: fx.Node, labels: _Labels) -> set[fx.Node] | None:
     """All that reads or makes a value about as large as the product's, or None where one of these needs all rows."""
     least = _bytes(product) / 2
@@ -249,19 +262,13 @@ def _grow(product: fx.Node, labels: _Labels) -> set[fx.Node] | None:
         if node.op != "call_function" or node not in unit_nodes:
             return None
         members.add(node)
-        is_tuple = isinstance(value(node), list | tuple)
-        if is_tuple:
-            pending += node.users
-            outputs = []
-        else:
-            outputs = [node]
         if node.target is operator.getitem:
             pending += node.all_input_nodes
-        for output in outputs:
-            if isinstance(unit_nodes[output], Rows) and _bytes(output) >= least:
-                pending += output.users
-            else:
-                pending += [u for u in output.users if _makes_large(u, labels, least)]
+        is_tuple = isinstance(value(node), list | tuple)
+        if is_tuple or (isinstance(unit_nodes[node], Rows) and _bytes(node) >= least):
+            pending += node.users
+        else:
+            pending += [user for user in node.users if _makes_large(user, labels, least)]
         for source, rows in labels.given[node].items():
             if rows is None and source in members and OWN not in (labels.rows[node], labels.rows[source]):
                 return None
@@ -272,7 +279,7 @@ def _grow(product: fx.Node, labels: _Labels) -> set[fx.Node] | None:
         rows is None and s in members and labels.rows[s] is not OWN
         for n in members
         for s, rows in labels.given[n].items()
-        if _is_tensor(s)
+        if isinstance(value(s), torch.Tensor)
     ):
         return None
     return members
@@ -280,10 +287,6 @@ def _grow(product: fx.Node, labels: _Labels) -> set[fx.Node] | None:
 
 def _makes_large(node: fx.Node, labels: _Labels, least: float) -> bool:
     return isinstance(labels.rows.get(node), Rows) and isinstance(value(node), torch.Tensor) and _bytes(node) >= least
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(value(node), torch.Tensor)
 
 
 def _needed(nodes: list[fx.Node], available: set[fx.Node]) -> set[fx.Node]:

@@ -30,10 +30,6 @@ def fused_seconds(region: RegionLike, machine: Machine) -> float:
 def _seconds(kernel: list[fx.Node], fused: Fused, machine: Machine) -> float:
     if len(kernel) == 1 and not is_loop(kernel[0]):
         return node_cost(kernel[0], machine).seconds
-    return _of_loops(kernel, fused, machine)
-
-
-def _of_loops(kernel: list[fx.Node], fused: Fused, machine: Machine) -> float:
     read, computed = _read(kernel, fused)
     own = set(kernel)
     num_bytes = sum(size for storage, size in read.items() if storage[0] not in own)

@@ -125,6 +125,7 @@ def liveness(step: StepGraph, on_cpu: bool, *, compiles_regions: bool = False) -
     last_here = {storage: reader for storage, reader in last_use.items() if storage[0] in here}
     dying = _by_reader(last_here)
     persistent = _persistent_bytes(step, DEVICE)
+    sizes = {(node, index): size for node, storages in here.items() for index, size in storages}
     live, during, after = persistent, {}, {}
     loop = loop_of(step)
     for node in step.calls():
@@ -133,12 +134,10 @@ def liveness(step: StepGraph, on_cpu: bool, *, compiles_regions: bool = False) -
             live += (loop.num_rounds - 1) * _handed_out_bytes(loop, here, last_use)
         inside = taken.get(node)
         during[node] = live + (0 if inside is None else inside.inside)
-        for source, index in dying.get(node, ()):
-            live -= next(size for i, size in here[source] if i == index)
+        live -= sum(sizes[storage] for storage in dying.get(node, ()))
         live += _held_by_pending(node) if on_cpu else 0
         during[node] = max(during[node], live)
         after[node] = live
-    sizes = {(node, index): size for node, storages in here.items() for index, size in storages}
     away = any(tier_of(node) != DEVICE for node in step.graph.nodes)
     tiers = [tier for tier in TIERS if tier != DEVICE] if away else []
     slower: dict[str, TierUse] = {tier: _tier_use(step, tier, last_use, owned) for tier in tiers}
@@ -256,17 +255,12 @@ def _last_uses(
                 last_use.update({(node, index): node for index, _ in sizes})
         for arg in node.all_input_nodes:
             # A getitem names one output; its source's other outputs are not read by it.
-            storage = sources[node] if is_getitem(node) else sources[arg]
+            storage = sources[node] if node.target is operator.getitem else sources[arg]
             if storage in last_use:
                 last_use[storage] = node
     for arg in step.output.all_input_nodes:
         last_use.pop(sources[arg], None)
     return last_use, owned
-
-
-def is_getitem(node: fx.Node) -> bool:
-    """Whether a call only names one output of an operator with several."""
-    return node.target is operator.getitem
 
 
 def _output_bytes(node: fx.Node, excess: Sequence[int]) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zerofx.errors import UsageError
 from zerofx.scheduler.plan.json_format import typed
@@ -24,8 +24,22 @@ _FLOAT64_OF_FLOAT32 = 0.5
 MEASURED = "-measured"  # ends the name of a machine that was measured, not read from a datasheet
 
 
+class _Facts:
+    """Numbers of a machine, all positive and finite; a latency may be 0."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # all that derive from it are dataclasses
+            value = getattr(self, field.name)
+            if (
+                isinstance(value, (int, float))
+                and not isinstance(value, bool)
+                and not (math.isfinite(value) and (value > 0 or (value == 0 and "latency" in field.name)))
+            ):
+                raise UsageError(f"{type(self).__name__}.{field.name} must be positive and finite, found {value}")
+
+
 @dataclass(frozen=True)
-class Peaks:
+class Peaks(_Facts):
     """Peak FLOP/s of matrix multiplication by input type, dense (never "with sparsity"); None where there is none."""
 
     float32: float
@@ -34,12 +48,9 @@ class Peaks:
     float16: float | None = None
     fp8: float | None = None
 
-    def __post_init__(self) -> None:
-        _check_positive(self)
-
 
 @dataclass(frozen=True)
-class Device:
+class Device(_Facts):
     """One accelerator: peak FLOP/s, memory traffic (read + written bytes/s), capacity, seconds to start a kernel.
 
     ``compute_capability`` is NVIDIA's, (9, 0) for an H100: what torch chooses kernels by. None for other devices.
@@ -51,23 +62,17 @@ class Device:
     launch_latency: float
     compute_capability: tuple[int, int] | None = None
 
-    def __post_init__(self) -> None:
-        _check_positive(self)
-
 
 @dataclass(frozen=True)
-class Link:
+class Link(_Facts):
     """A link as one end sees it: bytes per second in one direction, and seconds before the first byte arrives."""
 
     bandwidth: float
     latency: float
 
-    def __post_init__(self) -> None:
-        _check_positive(self)
-
 
 @dataclass(frozen=True)
-class Host:
+class Host(_Facts):
     """The host of one node. Memory, its bandwidth and `flops` (float32) are totals that the node's ranks share.
 
     `to_host` and `to_device` are the copy paths of *one* device (device to host, host to device; pinned memory).
@@ -79,24 +84,18 @@ class Host:
     to_host: Link
     to_device: Link
 
-    def __post_init__(self) -> None:
-        _check_positive(self)
-
 
 @dataclass(frozen=True)
-class Nvme:
+class Nvme(_Facts):
     """All drives of one node together, shared by its ranks: capacity in bytes, and the read and write paths."""
 
     num_bytes: int
     read: Link
     write: Link
 
-    def __post_init__(self) -> None:
-        _check_positive(self)
-
 
 @dataclass(frozen=True)
-class Efficiency:
+class Efficiency(_Facts):
     """Fractions of the datasheet that programs get: large matmuls, memory-bound kernels, links. 1.0 where measured.
 
     ``convolution`` is what convolutions get of the rate of large matmuls; 1.0 where nobody has measured it.
@@ -108,14 +107,14 @@ class Efficiency:
     convolution: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_positive(self)
+        super().__post_init__()
         for name, value in dataclasses.asdict(self).items():
             if value > 1.0:
                 raise UsageError(f"Efficiency.{name} must be a fraction of the peak, at most 1.0, found {value}")
 
 
 @dataclass(frozen=True)
-class Machine:
+class Machine(_Facts):
     """One rank's accelerator, its node and the network.
 
     `inter_node` is one rank's share of the node's network, `ranks_per_node` how many ranks a node has: as many as it
@@ -135,7 +134,7 @@ class Machine:
     allows_tf32: bool = False
 
     def __post_init__(self) -> None:
-        _check_positive(self)
+        super().__post_init__()
         if not self.name:
             raise UsageError("Machine.name must not be empty")
 
@@ -252,19 +251,5 @@ class Machine:
             return typed(Machine, json.loads(text), "machine")
         except json.JSONDecodeError as error:
             raise UsageError(f"machine: not valid JSON: {error}") from error
-        except UsageError:
-            raise
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from error
-
-
-def _check_positive(facts: Any) -> None:
-    """Every number positive and finite; a latency may be 0."""
-    for field in dataclasses.fields(facts):
-        value = getattr(facts, field.name)
-        if (
-            isinstance(value, (int, float))
-            and not isinstance(value, bool)
-            and not (math.isfinite(value) and (value > 0 or (value == 0 and "latency" in field.name)))
-        ):
-            raise UsageError(f"{type(facts).__name__}.{field.name} must be positive and finite, found {value}")

@@ -50,12 +50,7 @@ def measure_machine(device: torch.device | str | None = None, *, nvme_path: str 
 
     Rank 0 keeps them in the folder of ``ZEROFX_CACHE_DIR``: ``kept_machine`` reads them.
 
-    Args:
-        device: the current CUDA device if there is one, else the CPU with its current threads.
-        nvme_path: a folder to time reads and writes in; None for a drive's typical numbers.
-
-    Raises:
-        UsageError: the device is neither a CPU nor a CUDA GPU, or ``nvme_path`` is no folder.
+    Arguments and errors are those of ``Machine.measure``.
     """
     where = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if where.type not in ("cpu", "cuda"):

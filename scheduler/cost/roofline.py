@@ -7,13 +7,12 @@ per element (``zerofx/ir/operators/table.py``).
 
 Not covered: fusion (a region of pointwise nodes costs the sum of its parts here; ``fused_time.py`` has what it takes
 when it is compiled for a GPU), causal attention (counted as full, as the registry does), and collectives, whose time
-depends on the group: see `machine.collective_seconds`.
+depends on the group: see ``scheduler/cost/transfers.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,19 +41,18 @@ class NodeCost:
     seconds: float
 
 
-def node_cost(node: fx.Node, machine: Machine, *, overrides: Mapping[str, float] | None = None) -> NodeCost:
+def node_cost(node: fx.Node, machine: Machine) -> NodeCost:
     """The cost of one execution of `node` on `machine`.
 
     The node and its inputs carry fake or meta tensors in ``meta["val"]``. Views, placeholders, attributes and plain
-    arithmetic on sizes cost nothing. `overrides` are measured seconds by node name, which replace the roofline.
+    arithmetic on sizes cost nothing.
     Raises InvalidGraphError for an operator without ``meta["val"]``.
     """
-    measured = None if overrides is None else overrides.get(node.name)
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or is_view(node):
         opaque = node.op in ("call_function", "call_module", "call_method") and not is_view(node)
         read, written = (_bytes_read(node), _bytes_written(node)) if opaque and tensors_of(node) else (0, 0)
         seconds = _roofline(0, read + written, 1.0, machine) if written else 0.0
-        return NodeCost(0, read, written, seconds if measured is None else measured)
+        return NodeCost(0, read, written, seconds)
     if "val" not in node.meta and schema_of(node.target).returns:
         raise InvalidGraphError(
             f"{node.name} ({node.target}): no meta['val']; run fake tensor propagation before costs"
@@ -63,9 +61,7 @@ def node_cost(node: fx.Node, machine: Machine, *, overrides: Mapping[str, float]
     packet = _matmul_packet(node.target)
     flops, read, written = node_flops(node), _bytes_read(node), _bytes_written(node)
     dtype = _input_dtype(node) if packet is not None else _output_dtype(node) or _input_dtype(node)
-    if measured is not None:
-        seconds = measured
-    elif facts_of(node.target).traffic is Traffic.ALLOCATES or dtype is None:
+    if facts_of(node.target).traffic is Traffic.ALLOCATES or dtype is None:
         seconds = 0.0
     else:
         seconds = _roofline(flops, read + written, _rate(packet, dtype, machine), machine)
@@ -112,7 +108,7 @@ def _matmul_packet(target: OpOverload) -> Any:
 
 
 def _rate(packet: Any, dtype: torch.dtype, machine: Machine) -> float:
-    """FLOP/s of what the registry knows as ``packet``; None for what runs on no matrix units."""
+    """FLOP/s of what the registry knows as ``packet``, which is None for what runs on no matrix units."""
     if packet is None:
         return machine.vector_flops(dtype)
     if packet in _CONVOLUTIONS:

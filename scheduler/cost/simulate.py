@@ -179,7 +179,7 @@ class _Clocks:
     def __init__(
         self, machine: Machine, mesh: Mesh, measured: Mapping[str, float] | None, before: Mapping[int, float]
     ) -> None:
-        self._machine, self._mesh, self._measured, self._before = machine, mesh, measured, before
+        self._machine, self._mesh, self._measured, self._before = machine, mesh, measured or {}, before
         self.timings: dict[fx.Node, NodeTiming] = {}
         self.compute = 0.0
         self._host = max(before.values(), default=0.0)
@@ -216,8 +216,9 @@ class _Clocks:
         elif runs_on_host(node):
             self._update_on_host(node)
         else:
-            cost = node_cost(node, self._machine, overrides=self._measured)
-            self._computes(node, cost.seconds, cost.bytes_read, cost.bytes_written, cost.flops)
+            cost = node_cost(node, self._machine)
+            seconds = self._measured.get(node.name, cost.seconds)
+            self._computes(node, seconds, cost.bytes_read, cost.bytes_written, cost.flops)
 
     def _computes(self, node: fx.Node, seconds: float, num_read: int, num_written: int, flops: int) -> None:
         self.timings[node] = NodeTiming(self.compute, seconds, 0.0, num_read, num_written, 0, flops)

@@ -5,6 +5,7 @@ The scale on which transfers are placed: what is moved during a run is hidden by
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,18 +53,17 @@ def runs(step: StepGraph, seconds: Mapping[UnitPhase, float]) -> list[UnitRun]:
 
     ``seconds`` are divided evenly between the runs of one unit and phase.
     """
+
+    def computes(node: fx.Node) -> bool:
+        return not is_view(node) and copied_from(node) is None and node.target is not ops.next_micro_batch
+
+    def part_of(node: fx.Node) -> tuple[UnitPhase, str | None, str | None]:
+        return (step.unit_of(node), origin(node).phase), slice_of(node), piece_of(node)
+
     spans: list[tuple[UnitPhase, fx.Node, fx.Node]] = []
-    parts: list[tuple[str | None, str | None]] = []
-    for node in step.calls():
-        if is_view(node) or copied_from(node) is not None or node.target is ops.next_micro_batch:
-            continue
-        place = (step.unit_of(node), origin(node).phase)
-        part = slice_of(node), piece_of(node)
-        if spans and spans[-1][0] == place and parts[-1] == part:
-            spans[-1] = (place, spans[-1][1], node)
-        else:
-            spans.append((place, node, node))
-            parts.append(part)
+    for (place, *_), group in itertools.groupby(filter(computes, step.calls()), part_of):
+        nodes = list(group)
+        spans.append((place, nodes[0], nodes[-1]))
     times = Counter(place for place, _, _ in spans)
     in_order, now = [], 0.0
     for place, first, last in spans:

@@ -1,6 +1,6 @@
 """Coalescing: which gathers start as one collective, because latency takes longer than their bytes.
 
-A collective takes ``latency + bytes / bandwidth`` (Hockney's model; ``scheduler.cost.machine.collective_seconds``).
+A collective takes ``latency + bytes / bandwidth`` (Hockney's model; ``scheduler.cost.transfers.collective_seconds``).
 Below ``latency * bandwidth`` bytes the first term is the longer one, and gathers that start together pay it once. The
 price is memory: the later bucket is on the device from where the earlier one is gathered.
 
@@ -52,8 +52,6 @@ def merge_gathers(
         machine: its links.
         limit_bytes: what no position of the step may take more of, on the device.
     """
-    if not may_merge(plan, layout, machine):
-        return plan
     order, tasks = {node: position for position, node in enumerate(step.calls())}, step.tasks()
     held = [simulation.live.during[node] for node in step.calls()]
     # What this rank has whole in a slower tier is not gathered.

@@ -34,9 +34,9 @@ from zerofx.units import format_bytes, format_seconds
 class GradientLevel:
     """One level of a menu about gradients between micro-batches: bytes on the device, seconds that count, tier.
 
-    ``each``: whether each micro-batch's are reduced, so that the bytes are those of a slice. That exposes
-    ``exposed_seconds``, which at stages 2 and 3 do not count: they stand for gradients in slices, and a budget has that
-    before anything is computed again or offloaded.
+    ``each``: whether each micro-batch's are reduced, so that the bytes are those of a slice; computation waits
+    ``exposed_seconds`` for that. At stages 2 and 3, which stand for gradients in slices, ``seconds`` are 0 all the
+    same, so that a search takes this level before anything is computed again or offloaded.
     """
 
     num_bytes: int
@@ -170,15 +170,14 @@ def place_gradients(
 
     placed = []
     for decision in decisions:
-        tier: Tier = "host" if decision.tier == "host" else "nvme"
         slots = layout.buckets[decision.bucket].slots
         used = [[run_of(shares[slot.name]) for slot in slots] for shares in step.gradients_by_body]
         frees, reloads = [], []
         for before, after in itertools.pairwise(used):
             last, first = max(before), min(after)
             middle = (last + first) // 2
-            out = copy_seconds(decision.num_bytes, "device", tier, machine)
-            back = copy_seconds(decision.num_bytes, tier, "device", machine)
+            out = copy_seconds(decision.num_bytes, "device", decision.tier, machine)
+            back = copy_seconds(decision.num_bytes, decision.tier, "device", machine)
             free = next((n for n in range(last + 1, middle + 1) if _between(spans, last + 1, n) >= out), middle)
             reload = next(
                 (n for n in range(first - 1, middle, -1) if _between(spans, n, first - 1) >= back), middle + 1

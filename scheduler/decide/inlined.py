@@ -1,4 +1,4 @@
-"""What a compiled backward computes again in the kernels that read it: for nothing on a GPU, where they await memory.
+"""What a compiled backward computes again in the kernels that read it: for nothing where memory bandwidth limits them.
 
     saved: x, silu = silu(x);  backward: f(silu, x)     ->     saved: x;  backward: f(silu(x), x), one kernel
 

@@ -143,7 +143,7 @@ def place_arrivals(
         return plan
     spans = runs(step, seconds)
     at = _Positions(step, spans)
-    tiers: dict[int, Tier] = {d.bucket: "host" if d.tier == "host" else "nvme" for d in plan.parameters}
+    tiers = {decision.bucket: decision.tier for decision in plan.parameters}
     gathers: list[tuple[int, Arrival]] = []
     for number, gather in enumerate(plan.gathers):
         if gather.bucket in tiers:
@@ -157,8 +157,7 @@ def place_arrivals(
         size = state_bytes.get(decision.bucket, 0)
         if decision.bucket in tiers and not layout.buckets[decision.bucket].has_master:
             size += layout.buckets[decision.bucket].shard_bytes
-        source: Tier = "host" if decision.tier == "host" else "nvme"
-        side: Tier = "host" if decision.update == "host" else "device"
+        source, side = decision.tier, decision.update
         if source != side and size and not plan.updates_wait and (ahead or side == "host"):
             last = updated[decision.bucket]
             states.append((number, Arrival(size, source, side, last + 1, last, at.begin_of_body(last))))
@@ -212,7 +211,7 @@ class _Positions:
 
     def __init__(self, step: StepGraph, spans: Sequence[UnitRun]) -> None:
         self.order = step.positions()
-        self._by_name = {node.name: node for node in step.graph.nodes}
+        self._by_name = step.by_name()
         self._starts = [self.order[run.first] for run in spans]
         bodies = loop_bodies(step)
         self._bodies = [bodies[run.first.name] for run in spans]

@@ -173,7 +173,7 @@ class _Sends:
         """Whether a reduction in few bits goes within nodes first."""
         return is_two_hops(*self.plan.nodes_along(bucket.reduced_over))
 
-    def crossing(self, bucket: Bucket) -> tuple[float, tuple[tuple[float, float], ...]]:
+    def across_replicas(self, bucket: Bucket) -> tuple[float, tuple[tuple[float, float], ...]]:
         """The same as ``reduction``, of the hop across replicas."""
         small = packed_bytes(bucket.shard_numel, self.plan.wire)
         during = seconds_along("all_to_all", small, bucket.mesh, bucket.crossed_over, self.machine)
@@ -242,7 +242,7 @@ def _chosen(exact: _Exact, choices: Mapping[int, WireChoice], sends: _Sends) -> 
                 late = [Wait(across, after)]
             yield from earlier
         elif bucket is not None and about.crosses and choice.reduce:
-            before, ((seconds, after),) = sends.crossing(bucket)
+            before, ((seconds, after),) = sends.across_replicas(bucket)
             yield from (
                 (before, _start(event.name, seconds, about)) if isinstance(event, Start) else (Wait(event.name, after),)
             )

@@ -82,15 +82,6 @@ class _Program:
         self.whole.append(whole)
         return len(self.costs) - 1
 
-    def at_most(self, left: Iterable[int], right: Iterable[int]) -> None:
-        """The sum of ``left`` is at most that of ``right``."""
-        row: dict[int, float] = {}
-        for sign, names in ((1.0, left), (-1.0, right)):
-            for name in names:
-                row[name] = row.get(name, 0.0) + sign
-        if any(factor > 0 for factor in row.values()):
-            self.rows.append((row, -float("inf"), 0.0))
-
     def equal(self, left: Iterable[int], right: Iterable[int]) -> None:
         """The sum of ``left`` is that of ``right``."""
         row = dict.fromkeys(left, 1.0)
@@ -248,7 +239,7 @@ class _Nodes:
 
     def _readers(self) -> dict[Result, list[tuple[Phase, dict[Placement, list[int]]]]]:
         """For each value, who reads it: in which phase, and for each placement the variables that ask for it."""
-        readers: dict[Result, dict[tuple[fx.Node, int], tuple[Phase, dict[Placement, list[int]]]]] = {}
+        readers: dict[Result, dict[Result, tuple[Phase, dict[Placement, list[int]]]]] = {}
         for node, taken in self._taken.items():
             for member in self._ways.classes.members[node]:
                 for number, source in enumerate(read_tensors(member)):
@@ -256,22 +247,22 @@ class _Nodes:
                     for name, rule in taken:
                         asked.setdefault(rule.inputs[number], []).append(name)
                     readers.setdefault(self._ways.slot(source), {})[node, number] = (origin(node).phase, asked)
-        for slot, asked in self._results():
-            readers.setdefault(slot, {})[self._ways.step.output, len(readers)] = (Phase.BACKWARD, asked)
+        for asker, node, asked in self._results():
+            readers.setdefault(self._ways.slot(node), {})[asker, len(readers)] = (Phase.BACKWARD, asked)
         return {slot: list(of_slot.values()) for slot, of_slot in readers.items()}
 
-    def _results(self) -> Iterator[tuple[Result, dict[Placement, list[int]]]]:
-        """What the step gives: whole values, and gradients, which lie as their parameters or add up."""
+    def _results(self) -> Iterator[tuple[fx.Node, fx.Node, dict[Placement, list[int]]]]:
+        """What the step gives, and to whom: whole values, and gradients, which lie as their parameters or add up."""
         step = self._ways.step
         always = self._program.variable(0.0, whole=True)
         self._program.rows.append(({always: 1.0}, 1.0, 1.0))
         for node in (step.loss, *step.extras, *step.mutations.values()):
-            yield self._ways.slot(node), {REPLICATED: [always]}
+            yield step.output, node, {REPLICATED: [always]}
         parameters = {placeholder(node).name: node for node in step.placeholders(Role.PARAMETER)}
         for name, gradient in step.gradients.items():
-            given = self._given[self._ways.slot(parameters[name])]
-            asked = {SUM if placement == REPLICATED else placement: names for placement, names in given.items()}
-            yield self._ways.slot(gradient), asked
+            parameter = self._ways.slot(parameters[name])
+            given = self._given[parameter]
+            yield parameter[0], gradient, {SUM if lies == REPLICATED else lies: names for lies, names in given.items()}
 
     def _convert(self, slot: Result, readers: list[tuple[Phase, dict[Placement, list[int]]]]) -> None:
         node, index = slot
@@ -328,7 +319,7 @@ class _Nodes:
                 if (source, target) not in shared:
                     seconds = times * self._conversion_seconds(tensor, source, target)
                     shared[source, target] = self._program.variable(seconds)
-                self._program.at_most([name], [shared[source, target]])
+                self._program.rows.append(({name: 1.0, shared[source, target]: -1.0}, -float("inf"), 0.0))
         converted: dict[Placement, list[int]] = {}
         for (_, target), name in shared.items():
             converted.setdefault(target, []).append(name)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Phase
+from zerofx.ir.operators.lists import OPERATORS
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import UnitPhase
 from zerofx.scheduler.cost.transfers import copy_seconds
@@ -21,7 +22,7 @@ from zerofx.scheduler.plan.decisions import StateDecision
 from zerofx.scheduler.plan.tiers import Tier
 from zerofx.units import format_bytes, format_seconds
 
-_FLOPS = 14  # of an Adam update for one element, as in scheduler.cost.roofline
+_FLOPS = OPERATORS["_fused_adam_"].per_element
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.analysis.loss_heads import ForwardHead, find_forward_heads, find_heads
 from zerofx.scheduler.analysis.tile_chains import Chain, find_chains
 from zerofx.scheduler.plan.decisions import TileDecision
+from zerofx.scheduler.plan.units import is_within
 from zerofx.units import format_bytes
 
 Tiles = tuple[TileDecision, ...]
@@ -56,7 +57,7 @@ def named_tiles(step: StepGraph, counts_by_name: Mapping[str, int]) -> Tiles:
     for name, num_tiles in counts_by_name.items():
         if name in parameters:
             continue
-        here = [target for target in targets if _is_within(layers[target.product.name], name)]
+        here = [target for target in targets if not name or is_within(layers[target.product.name], name)]
         if not here or any(num_tiles > target.num_rows for target in here):
             listed = ", ".join(
                 sorted({f"{layers[target.product.name]} (up to {target.num_rows})" for target in targets})
@@ -68,10 +69,6 @@ def named_tiles(step: StepGraph, counts_by_name: Mapping[str, int]) -> Tiles:
         for target in here:
             decisions[target.product.name] = _decision(target, num_tiles, f"as asked for {name or 'the model'}")
     return tuple(decisions[target.product.name] for target in targets if target.product.name in decisions)
-
-
-def _is_within(layer: str, name: str) -> bool:
-    return not name or layer == name or layer.startswith(f"{name}.")
 
 
 def _as_needed(target: ForwardHead | Chain, num_tiles: int) -> TileDecision:

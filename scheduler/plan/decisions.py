@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from zerofx.scheduler.plan.json_format import ONLY_IF_SET
+from zerofx.scheduler.plan.tiers import Tier
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class OffloadDecision:
     """
 
     value: str
-    tier: str
+    tier: Tier
     num_bytes: int
     free_after: str
     reload_before: str
@@ -181,8 +182,8 @@ class StateDecision:
     """
 
     bucket: int
-    tier: str
-    update: str
+    tier: Tier
+    update: Tier
     reason: str
     reload: str | None = None
     read: str | None = None
@@ -205,7 +206,7 @@ class ParameterDecision:
     """
 
     bucket: int
-    tier: str
+    tier: Tier
     reason: str
 
 
@@ -238,7 +239,7 @@ class GradientDecision:
     """
 
     bucket: int
-    tier: str
+    tier: Tier
     num_bytes: int
     free_after: tuple[str, ...]
     reload_before: tuple[str, ...]
@@ -267,6 +268,15 @@ class WireDecision:
     def is_exact(self) -> bool:
         """Whether nothing about the bucket is changed."""
         return self.gather == "exact" and not self.second_shard and self.reduce == "exact"
+
+
+@dataclass(frozen=True)
+class Locations:
+    """Where parameters and states lie between steps, for evaluations, which move none of them: the buckets that have
+    theirs in a slower tier; all others have them on the device."""
+
+    parameters: tuple[ParameterDecision, ...] = ()
+    states: tuple[StateDecision, ...] = ()
 
 
 D = TypeVar("D", GatherDecision, ReduceDecision, StateDecision, ParameterDecision, GradientDecision, WireDecision)

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from zerofx.errors import PlanError
-
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from zerofx.scheduler.plan.plan import Plan
 
 P = TypeVar("P", bound="DataclassInstance")
-
-_FORMAT = 1
 
 ONLY_IF_SET = {"only if set": True}
 """Metadata of fields that JSON has only where they are not at their defaults, of which most plans say nothing."""
@@ -37,29 +31,6 @@ def as_data(value: Any) -> Any:
 def _is_left_out(entry: Field[Any], given: Any) -> bool:
     default = entry.default if entry.default_factory is MISSING else entry.default_factory()
     return bool(entry.metadata == ONLY_IF_SET and given == default)
-
-
-def to_text(plan: Plan) -> str:
-    """The plan as JSON text, which ``read_plan`` reads."""
-    return json.dumps({"format": _FORMAT, **as_data(plan)}, indent=1, sort_keys=True)
-
-
-def read_plan(kind: type[P], text: str) -> P:
-    """The plan, of type ``kind``, that ``to_text`` has written.
-
-    Raises:
-        PlanError: the text is no plan of this format.
-    """
-    try:
-        data = json.loads(text)
-        if data.pop("format") != _FORMAT:
-            raise PlanError(f"expected a plan of format {_FORMAT}; make the plan anew with this version of zerofx")
-        needed = [entry.name for entry in fields(kind) if entry.name in data or entry.metadata != ONLY_IF_SET]
-        return typed(kind, {name: data[name] for name in needed})  # a saved report has more
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        if isinstance(error, PlanError):
-            raise
-        raise PlanError(f"expected the JSON of a zerofx plan, found something else: {error!r}") from error
 
 
 def typed(kind: type[P], data: Any, where: str | None = None) -> P:
@@ -102,8 +73,10 @@ def _typed(expected: Any, value: Any, where: str) -> Any:
         return tuple(_typed(each[place], item, f"{where}[{place}]") for place, item in enumerate(value))
     if origin in (dict, Mapping) and isinstance(value, dict):
         return {name: _typed(inner[1], item, f"{where}.{name}") for name, item in value.items()}
-    if origin is Literal and value in inner:
-        return value
+    if origin is Literal:
+        if value in inner:
+            return value
+        raise ValueError(f"{where}: expected one of {', '.join(map(repr, inner))}, found {value!r:.80}")
     if isinstance(expected, type) and is_dataclass(expected):
         return typed(expected, value, where)
     if value != value:  # no plan has it, and nothing can be drawn of it

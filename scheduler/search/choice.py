@@ -143,4 +143,6 @@ def capacity(
         left[tier] -= sum(decision.num_bytes for decision in gradients if decision.tier == tier)
     left["host"] -= sum(placement.waiting_bytes for placement in states.values())
     left["host"] -= NUM_BUFFERS * max((placement.passing_bytes for placement in states.values()), default=0)
-    return Capacity({tier: left[tier] for tier in question.tiers}, left["host"])
+    # What has to be there, such as states of a delayed update, may take more than there is.
+    free = {tier: max(num_bytes, 0) for tier, num_bytes in left.items()}
+    return Capacity({tier: free[tier] for tier in question.tiers}, free["host"])

@@ -1,4 +1,4 @@
-"""What a step holds at its peak, and how much of that no plan with less recomputation would free."""
+"""What a step holds at its peak, and how much of that every shorter prefix of the same moves holds too."""
 
 from __future__ import annotations
 

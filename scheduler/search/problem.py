@@ -1,4 +1,4 @@
-"""What a plan is searched for, as far as it is settled, and why there may be none."""
+"""The problem that a plan solves: a captured step, options, a machine and a budget; and the error where none fits."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from zerofx.scheduler.decide.gradients import gradients_asked, reduced_each
 from zerofx.scheduler.decide.states import StateLevel, delayed_levels
 from zerofx.scheduler.decide.tiling import named_tiles
 from zerofx.scheduler.decide.undecided import undecided
-from zerofx.scheduler.plan.decisions import GradientDecision
-from zerofx.scheduler.plan.locations import Locations
+from zerofx.scheduler.plan.decisions import GradientDecision, Locations
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.graph_facts import GraphFacts
 from zerofx.scheduler.search.question import Question

@@ -13,8 +13,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.residency import PolicyOptions
 from zerofx.scheduler.decide.states import StateLevel, state_menus
-from zerofx.scheduler.plan.decisions import GradientDecision, TileDecision
-from zerofx.scheduler.plan.locations import Locations
+from zerofx.scheduler.plan.decisions import GradientDecision, Locations, TileDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.tiers import Tier
 from zerofx.scheduler.search.graph_facts import GraphFacts

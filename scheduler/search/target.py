@@ -28,9 +28,10 @@ class Target:
     of zerofx's own that the step uses. ``shares_kernels``: whether other steps differ from it in sizes alone, so that
     its regions' kernels are built for all of them, once they are needed. ``costs``: measured costs to go by;
     ``machine`` has their links.
-    ``measured_regions``: what regions hold that have been compiled; ``estimates``: what regions hold by measuring, or
-    else by an estimate, to which further estimates are added. ``region_seconds``: what they take, where times are those
-    of fused kernels. ``verbose``: whether this rank shows progress, and writes what ``ZEROFX_DEBUG`` asks for.
+    ``measured_regions``: what regions hold that have been compiled; ``estimates``: a dict that simulations fill in
+    place, of what regions hold by an estimate where they have not been measured. ``region_seconds``: what they take,
+    where times are those of fused kernels. ``verbose``: whether this rank shows progress, and writes what
+    ``ZEROFX_DEBUG`` asks for.
     """
 
     machine: Machine

@@ -9,7 +9,7 @@ from zerofx.driver.prepared import Earlier, Request
 from zerofx.ir.batch import Batch
 from zerofx.options import CompileOptions
 from zerofx.scheduler.decide.residency import PolicyOptions
-from zerofx.scheduler.plan.locations import Locations
+from zerofx.scheduler.plan.decisions import Locations
 
 
 def request_to_evaluate(training: Request, batch: Batch, locations: Locations) -> Request:

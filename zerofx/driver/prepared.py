@@ -26,7 +26,7 @@ from zerofx.runtime.state.parameter_groups import group_of_parameters, histories
 from zerofx.runtime.state.state import TrainingState
 from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.plan.locations import Locations
+from zerofx.scheduler.plan.decisions import Locations
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.stages.parameter_slices import slices_asked, slices_of

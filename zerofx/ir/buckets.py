@@ -19,6 +19,7 @@ import torch
 
 from zerofx.scheduler.plan.mesh import MODEL, SHARD, Axes, Mesh
 from zerofx.scheduler.plan.placements import REPLICATED, Placement, Sharded
+from zerofx.scheduler.plan.tiers import Tier
 
 ALIGNMENT_BYTES = 64
 
@@ -133,7 +134,7 @@ class Bucket:
     states_over: Axes = SHARD
     crossed_over: Axes = ()
     lent_at: int | None = None
-    lent_tier: str | None = None
+    lent_tier: Tier | None = None
 
     @property
     def is_lent(self) -> bool:

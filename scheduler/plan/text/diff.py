@@ -42,7 +42,10 @@ def diff_plans(first: Plan, other: Plan) -> str:
         "gradients": _folded(
             placed(lambda plan: [(d.bucket, f"on {d.tier} between micro-batches") for d in plan.gradients])
         ),
-        "recomputed": [*_folded(_recomputes(first, other)), *_extra_keeps(first, other)],
+        "recomputed": [
+            *_folded(_values(first, *(by_unit(plan, plan.recomputes) for plan in (first, other)))),
+            *_extra_keeps(first, other),
+        ],
         "kept in parts": _folded(_values(first, *(by_unit(plan, plan.spreads) for plan in (first, other)))),
         **{f"offloaded to {tier}": _folded(_offloads(first, other, tier)) for tier in TIERS if tier != "device"},
         "predicted, per rank": list(_predictions(first, other)),
@@ -190,11 +193,7 @@ def _tiles(first: Plan, other: Plan) -> Iterator[str]:
         slices = {sliced.parameter: f"{sliced.num_slices} slices" for sliced in plan.slices}
         return slices | {tiled.value: tiles_words(tiled) for tiled in plan.tiles}
 
-    before, after = known(first), known(other)
-    for name in dict.fromkeys([*before, *after]):
-        old, new = before.get(name, "whole"), after.get(name, "whole")
-        if old != new:
-            yield f"{name}: {old} -> {new}"
+    return (f"{change.name}: {change.text}" for change in _differing(known(first), known(other), "whole"))
 
 
 def _placed(
@@ -202,12 +201,12 @@ def _placed(
 ) -> list[_Change]:
     """What is elsewhere, or otherwise, than before; ``otherwise`` are the buckets that ``known`` says nothing of."""
     before, after = ({plan.buckets[index].name: text for index, text in known(plan)} for plan in (first, other))
+    return _differing(before, after, otherwise)
+
+
+def _differing(before: Mapping[str, str], after: Mapping[str, str], otherwise: str) -> list[_Change]:
     sides = {name: (before.get(name, otherwise), after.get(name, otherwise)) for name in {**before, **after}}
     return [_Change(name, f"{old} -> {new}") for name, (old, new) in sides.items() if old != new]
-
-
-def _recomputes(first: Plan, other: Plan) -> list[_Change]:
-    return _values(first, by_unit(first, first.recomputes), by_unit(other, other.recomputes))
 
 
 def _offloads(first: Plan, other: Plan, tier: str) -> list[_Change]:
@@ -298,7 +297,7 @@ def _folded(changes: list[_Change]) -> list[str]:
     """Successive names to which the same happened, as one line. Nodes in the text differ from layer to layer."""
     shapes = [change.text for change in changes]
     lines = []
-    for block in fold(shapes, [True] * len(shapes)):
+    for block in fold(shapes):
         for i in block.repetition(0):
             names = [changes[i + n * block.length].name for n in range(block.count)]
             count = f"  x{block.count}" if block.count > 1 else ""

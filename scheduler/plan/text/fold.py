@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 _LONGEST = 64  # instructions in one repetition; a layer has about ten
-_ALIKE = 3  # rows of one kind in a run that are folded, whatever they are
+_ALIKE = 3  # equal items in a row, at least, that are folded without an anchor
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,14 @@ class Block:
         return range(first, first + self.length)
 
 
-def fold(shapes: Sequence[Hashable], anchors: Sequence[bool]) -> list[Block]:
+def fold(shapes: Sequence[Hashable], anchors: Sequence[bool] | None = None) -> list[Block]:
     """Blocks that cover all items in order.
 
     Args:
         shapes: what makes two items look alike, one an item.
         anchors: items of which a repetition must hold at least one (computation in a repeated layer), so that a row of
-            collectives between two layers is not taken for a layer. Only a long run of one item needs none.
+            collectives between two layers is not taken for a layer; None: all items. Only a long run of one item needs
+            none.
 
     Where more than one repetition fits, the one that covers most items wins, then the shortest.
     """
@@ -41,7 +42,8 @@ def fold(shapes: Sequence[Hashable], anchors: Sequence[bool]) -> list[Block]:
         best = Block(start, 1, 1)
         for length in range(1, min(_LONGEST, (len(items) - start) // 2) + 1):
             count = _repetitions(items, start, length)
-            if not any(anchors[start : start + length]) and not (length == 1 and count >= _ALIKE):
+            anchored = anchors is None or any(anchors[start : start + length])
+            if not anchored and not (length == 1 and count >= _ALIKE):
                 continue
             if count > 1 and count * length > best.count * best.length:
                 best = Block(start, length, count)

@@ -187,7 +187,7 @@ def _layers(units: Mapping[str, Sequence[AboutValue]]) -> Iterator[str]:
         (unit != "", tuple(decision.num_bytes for decision in decisions), _why(unit, decisions))
         for unit, decisions in listed
     ]
-    for block in fold(shapes, [True] * len(shapes)):
+    for block in fold(shapes):
         members = [listed[i] for n in range(block.count) for i in block.repetition(n)]
         # A repetition of several layers that differ: a line each.
         for rows in [members[i :: block.length] for i in range(block.length)]:
@@ -236,7 +236,7 @@ def bucket_table(plan: Plan) -> str:
     ]
     lines = [
         _line(plan, [block.repetition(n)[place] for n in range(block.count)], gathers)
-        for block in fold(shapes, [True] * len(shapes))
+        for block in fold(shapes)
         for place in range(block.length)
     ]
     align = ("left", "right", "left", *["right"] * 4)

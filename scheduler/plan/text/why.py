@@ -19,6 +19,7 @@ from zerofx.scheduler.plan.decisions import (
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.overview import AboutValue, count_values, itemsize, tiles_words
 from zerofx.scheduler.plan.text.shared import placement_words
+from zerofx.scheduler.plan.units import is_within
 from zerofx.units import format_bytes
 
 _NEAREST = 5  # names that an error suggests
@@ -126,28 +127,28 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
         yield from (f"wire: {wire.reason}" for wire in of_bucket(plan.wires, index))
         yield from (f"optimizer states {state.place}: {state.reason}" for state in of_bucket(plan.states, index))
     for shared in plan.shardings:
-        if shared.parameter and _within(shared.parameter, name):
+        if shared.parameter and is_within(shared.parameter, name):
             words = placement_words(str(shared.outputs[0]))
             because = f": {shared.reason}" if shared.reason else ""
             yield f"{shared.parameter} lies {words} on {plan.model} ranks of the model axis{because}"
     for sliced in plan.slices:
-        if _within(sliced.parameter, name) or name.startswith(f"{sliced.parameter}["):
+        if is_within(sliced.parameter, name) or name.startswith(f"{sliced.parameter}["):
             yield f"{sliced.parameter} is worked with in {sliced.num_slices} slices: {sliced.reason}"
-    yield from (_tile(tiled) for tiled in plan.tiles if _within(tiled.layer, name))
-    again = [decision for decision in plan.recomputes if _within(decision.layer, name)]
+    yield from (_tile(tiled) for tiled in plan.tiles if is_within(tiled.layer, name))
+    again = [decision for decision in plan.recomputes if is_within(decision.layer, name)]
     if again:
         total = sum(decision.num_bytes for decision in again)
         yield f"computed again in backward: {count_values(len(again))}, {format_bytes(total)} freed"
         yield from (f"  {_recompute(decision)}" for decision in again)
     elif any(_related(bucket.name, name) for bucket in plan.buckets):
         yield "nothing is computed again in backward"
-    out = [decision for decision in plan.offloads if _within(decision.layer, name)]
+    out = [decision for decision in plan.offloads if is_within(decision.layer, name)]
     if out:
         total = sum(decision.num_bytes for decision in out)
         yield f"offloaded between forward and backward: {count_values(len(out))}, {format_bytes(total)} freed"
         yield from (f"  {_offload(decision)}" for decision in out)
 
-    yield from (_spread(plan, decision) for decision in plan.spreads if _within(decision.layer, name))
+    yield from (_spread(plan, decision) for decision in plan.spreads if is_within(decision.layer, name))
 
 
 def _gather(gather: GatherDecision) -> str:
@@ -208,17 +209,13 @@ def _parts(bucket: str) -> list[str]:
 def _related(bucket: str, name: str) -> bool:
     """Whether a name is a bucket's, or that of a module in it or around it, or of a parameter that it is a slice of."""
     return name in (bucket, bucket.partition("[")[0]) or any(
-        _within(part, name) or _within(name, part) for part in _parts(bucket)
+        is_within(part, name) or is_within(name, part) for part in _parts(bucket)
     )
-
-
-def _within(inner: str, outer: str) -> bool:
-    return inner == outer or inner.startswith(f"{outer}.")
 
 
 def _nearest(plan: Plan, name: str) -> str:
     about_values: list[AboutValue] = [*plan.recomputes, *plan.offloads, *plan.spreads]
-    known = [
+    known: list[str | None] = [
         *(bucket.name for bucket in plan.buckets),
         *(decision.layer for decision in about_values),
         *(decision.value for decision in about_values),
@@ -226,12 +223,13 @@ def _nearest(plan: Plan, name: str) -> str:
         *(piece.name for piece in plan.pieces),
         *(sliced.parameter for sliced in plan.slices),
         *plan.extra_keeps,
-        *(node for g in plan.gathers for node in (g.first, g.last, g.issue, g.reload, g.read) if node is not None),
-        *(node for r in plan.reduces for node in (r.wait_after, r.gathered_after) if node is not None),
-        *(wire.hop_after for wire in plan.wires if wire.hop_after is not None),
+        *(node for g in plan.gathers for node in (g.first, g.last, g.issue, g.reload, g.read)),
+        *(node for r in plan.reduces for node in (r.wait_after, r.gathered_after, r.crossed_after)),
+        *(wire.hop_after for wire in plan.wires),
+        *(node for offload in plan.offloads for node in (offload.free_after, offload.reload_before)),
+        *(shared.parameter or shared.node for shared in plan.shardings),
     ]
-    known = [name_known for name_known in dict.fromkeys(known) if name_known]
-    near = difflib.get_close_matches(name, known, _NEAREST, cutoff=0.4)
+    near = difflib.get_close_matches(name, filter(None, dict.fromkeys(known)), _NEAREST, cutoff=0.4)
     if near:
         return f"the nearest are {', '.join(near)}"
     return f"the buckets are {', '.join(bucket.name for bucket in plan.buckets)}"

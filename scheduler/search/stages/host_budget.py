@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zerofx.budgets import host_budget_bytes, tiers_for
+from zerofx.errors import MemoryBudgetError
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
@@ -53,8 +54,13 @@ class HostBudget:
                 return plan
             rest.say(f"takes {format_bytes(taken)} of {format_bytes(budget)}{'' if asked is None else ' in blocks'}")
             host_bytes = max(host_bytes - (taken - budget), 0) if number < _ROUNDS - 1 else 0
-        assert asked is None and first is not None, "a plan without room on the host takes none of it"
-        return first
+        if asked is None:
+            assert first is not None, "each round has a plan, or is the last"
+            return first
+        raise MemoryBudgetError(
+            f"host_budget={format_bytes(budget)} cannot be met: what has to be on the host, where delayed_update or "
+            f"the training step has its states, takes {format_bytes(taken)} ({taken} bytes). Raise host_budget"
+        )
 
     def _explained(self, problem: Problem, budget: int, refusal: BudgetMissedError, rest: Search) -> BudgetMissedError:
         """What to say where the device's budget is missed with so little host memory; that of a device that is too

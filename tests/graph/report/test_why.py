@@ -9,7 +9,7 @@ import pytest
 
 from tests.lib.lowered import lowered
 from zerofx.errors import PlanError
-from zerofx.scheduler.plan.decisions import RecomputeDecision
+from zerofx.scheduler.plan.decisions import RecomputeDecision, ShardingDecision
 from zerofx.scheduler.plan.plan import Plan
 
 REASON = "level 1 of 2 for layers.2: the last move frees 1.5 KiB for 3 µs of computation"
@@ -74,6 +74,20 @@ def test_every_decision_is_found_by_name() -> None:
 def test_an_unknown_name_is_refused_with_its_neighbours(name: str, near: str) -> None:
     with pytest.raises(PlanError, match=near):
         plan_of().why(name)
+
+
+def test_all_names_that_are_answered_are_suggested() -> None:
+    plan = lowered(4, tiers=["host", "nvme"]).plan
+    plan = replace(
+        plan,
+        reduces=(replace(plan.reduces[0], crossed_after="crossing_here"), *plan.reduces[1:]),
+        offloads=(replace(plan.offloads[0], free_after="freeing_here", reload_before="reloading_here"),),
+        shardings=(ShardingDecision("sharing_here", ("S0",)), ShardingDecision("p", ("S0",), parameter="lying.here")),
+    )
+    for name in ("crossing_here", "freeing_here", "reloading_here", "sharing_here", "lying.here"):
+        assert name in plan.why(name)
+        with pytest.raises(PlanError, match=f"the nearest are {name}"):
+            plan.why(f"{name}x")
 
 
 def test_a_plan_from_json_explains_itself_as_well() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.decisions import OffloadDecision, ParameterDecision, RecomputeDecision, StateDecision
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.tiers import Tier
 
 
 def check_measured(found: Measurement, predicted: Plan, num_bytes: int, share: float | None = None) -> None:
@@ -101,7 +102,8 @@ def prepare_case(
 def placing(prepared: Prepared, tier: str, update: str, every: int = 1) -> Plan:
     """The plan of ``prepared`` with the states of every so many buckets in ``tier``."""
     buckets = [decision.bucket for decision in prepared.plan.reduces][::every]
-    return replace(prepared.plan, states=tuple(StateDecision(bucket, tier, update, "by hand") for bucket in buckets))
+    states = (StateDecision(bucket, cast(Tier, tier), cast(Tier, update), "by hand") for bucket in buckets)
+    return replace(prepared.plan, states=tuple(states))
 
 
 def parameters_away(prepared: Prepared, tier: str, states: tuple[str, str] | None, *, every: int = 1) -> Plan:
@@ -112,9 +114,12 @@ def parameters_away(prepared: Prepared, tier: str, states: tuple[str, str] | Non
     buckets = prepared.layout.buckets
     plan = replace(
         _undecided(prepared),
-        parameters=tuple(ParameterDecision(bucket.index, tier, "by hand") for bucket in buckets[::every]),
-        states=tuple(StateDecision(b.index, *states, "by hand") for b in buckets if b.trainable) if states else (),
+        parameters=tuple(ParameterDecision(bucket.index, cast(Tier, tier), "by hand") for bucket in buckets[::every]),
     )
+    if states is not None:
+        where, update = cast(tuple[Tier, Tier], states)
+        on = (StateDecision(bucket.index, where, update, "by hand") for bucket in buckets if bucket.trainable)
+        plan = replace(plan, states=tuple(on))
     return decided(prepared.step, prepared.layout, plan)
 
 
@@ -153,7 +158,7 @@ def offloading(prepared: Prepared, plan: Plan, tiers: Sequence[str], *, near: bo
         reload_before = before[-1] if apart else (here or before)[-1]
         found.append(
             OffloadDecision(
-                value.name, tiers[len(found) % len(tiers)], storage_bytes(tensor(value)), free_after.name,
+                value.name, cast(Tier, tiers[len(found) % len(tiers)]), storage_bytes(tensor(value)), free_after.name,
                 reload_before.name,
                 "picked by hand", origin(value).layer,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -99,7 +99,7 @@ def _placed_plan(ahead: bool, tier: str, update: str, depth: int = 4) -> Plan:
     indices = [decision.bucket for decision in prepared.plan.reduces]
     by_hand = replace(
         undecided(prepared.step, layout, 3, None, "by hand"),
-        states=tuple(StateDecision(index, tier, update, "by hand") for index in indices),
+        states=tuple(StateDecision(index, cast(Tier, tier), cast(Tier, update), "by hand") for index in indices),
         parameters=tuple(ParameterDecision(index, "nvme", "by hand") for index in indices),
     )
     plan = decide(prepared.step, layout, by_hand, PolicyOptions())

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.lib.checkout import ROOT
 from tests.lib.graphs import Tied, prepare, token_ids
 from zerofx.errors import PlanError
+from zerofx.scheduler.plan.decisions import GradientDecision, OffloadDecision, ParameterDecision, StateDecision
 from zerofx.scheduler.plan.facts import Prediction
 from zerofx.scheduler.plan.plan import Plan
 
@@ -90,6 +91,23 @@ def test_a_plan_with_an_unknown_field_in_a_decision_is_refused() -> None:
     data = json.loads(prepare().plan.to_json())
     data["gathers"][0]["colour"] = "blue"
     with pytest.raises(PlanError, match=r"Plan.gathers\[0\]: unknown field 'colour'"):
+        Plan.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("kind", ["states", "parameters", "gradients", "offloads"])
+def test_a_plan_with_another_tier_is_refused(kind: str) -> None:
+    plan = prepare().plan
+    placed = replace(
+        plan,
+        states=(StateDecision(0, "host", "host", ""),),
+        parameters=(ParameterDecision(0, "host", ""),),
+        gradients=(GradientDecision(0, "host", 8, (), (), ""),),
+        offloads=(OffloadDecision("mm", "host", 8, "mm", "mm", ""),),
+    )
+    data = json.loads(placed.to_json())
+    assert Plan.from_json(json.dumps(data)) == placed
+    data[kind][0]["tier"] = "tape"
+    with pytest.raises(PlanError, match=rf"Plan.{kind}\[0\].tier: expected .*'nvme'.*, found 'tape'"):
         Plan.from_json(json.dumps(data))
 
 

@@ -22,7 +22,7 @@ from zerofx.passes.prepare.simplify import simplify
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, sharding_ways
 from zerofx.scheduler.cost.machine import Link
 from zerofx.scheduler.cost.sharding_seconds import Prices, conversion_seconds, shared_seconds
-from zerofx.scheduler.decide.shardings import decide_shardings
+from zerofx.scheduler.decide.shardings import _Nodes, _Program, decide_shardings
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Placement, Sharded, placement_of
 
@@ -119,6 +119,27 @@ def test_nothing_that_can_be_counted_out_is_cheaper(words: tuple[str, ...]) -> N
     seconds = sum(shared_seconds(node, rule, mesh, FAST, Prices()) for node, rule in rules.items())
     seconds += sum(_conversion(ways, node, rules, mesh) for node in rules)
     assert seconds <= counted_out(ways) * 1.001
+
+
+class Sum(nn.Module):
+    """Two matrices with one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ (self.one + self.other)).sum()
+
+
+def test_all_who_are_given_one_value_say_how_it_lies() -> None:
+    step = captured(Sum(), torch.randn(4, 8))
+    (gradient,) = set(step.gradients.values())
+    ways, program = sharding_ways(step, 2), _Program()
+    nodes = _Nodes(ways, Mesh(model=2), FAST, Prices(), program, {"one": Sharded(0), "other": Sharded(1)})
+    nodes.add_all()
+    asked = [set(asked) for _, asked in nodes._readers()[ways.slot(gradient)]]
+    assert asked == [{Sharded(0)}, {Sharded(1)}]
 
 
 def test_a_transformer_is_shared_by_columns_then_rows() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from zerofx.scheduler.cost.timeline import seconds_by_place
 from zerofx.scheduler.decide.gradients import place_gradients
 from zerofx.scheduler.plan.decisions import GradientDecision
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.tiers import Tier
 
 pytestmark = pytest.mark.usefixtures("drive", "verified")
 
@@ -32,7 +33,7 @@ def waiting(prepared: Prepared, tier: str, machine: Machine | None = None, every
     """The plan of ``prepared`` with the gradients of every so many buckets in ``tier`` between micro-batches."""
     machine = machine or Machine.named("cpu")
     decisions = [
-        GradientDecision(d.bucket, tier, prepared.layout.buckets[d.bucket].full_bytes, (), (), "by hand")
+        GradientDecision(d.bucket, cast(Tier, tier), prepared.layout.buckets[d.bucket].full_bytes, (), (), "by hand")
         for d in prepared.plan.reduces[::every]
     ]
     seconds = seconds_by_place(prepared.step, machine)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from tests.lib.runs.offloads import (
 from tests.lib.runs.training import differences, step_of, train_compiled, train_plain
 from zerofx.scheduler.plan.decisions import ParameterDecision
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.tiers import Tier
 
 pytestmark = pytest.mark.usefixtures("drive", "verified")
 
@@ -164,7 +165,7 @@ def test_parameters_move_when_another_plan_asks_for_it() -> None:
 @pytest.mark.parametrize("tier", ["device", "tape"])
 def test_wrong_decisions_are_refused(tier: str) -> None:
     plan = parameters_away(prepare_case(CASES["gpt"], 3, 1), "host", None)
-    wrong = (ParameterDecision(0, tier, ""), *plan.parameters[1:])
+    wrong = (ParameterDecision(0, cast(Tier, tier), ""), *plan.parameters[1:])
     for parameters in (wrong, (*plan.parameters, plan.parameters[0])):
         step, args = _step(replace(plan, parameters=parameters))
         with pytest.raises(

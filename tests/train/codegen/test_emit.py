@@ -32,6 +32,7 @@ from zerofx.runtime.executor import StepFunction
 from zerofx.scheduler.cost.cpu.workspace import workspace_bytes
 from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.plan.decisions import StateDecision
+from zerofx.scheduler.plan.tiers import Tier
 
 
 def _emit(prepared: Prepared) -> EmittedStep:
@@ -118,7 +119,7 @@ def test_a_whole_step(golden: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("update", ["device", "host"])
-def test_a_step_with_tiers(golden: Callable[..., None], update: str) -> None:
+def test_a_step_with_tiers(golden: Callable[..., None], update: Tier) -> None:
     prepared = prepare(precision="bf16")
     plan = offloading(prepared, prepared.plan, ["host", "nvme"])
     prepared.plan = replace(plan, states=tuple(StateDecision(i, "host", update, "") for i in range(3)))

@@ -232,14 +232,6 @@ def test_rates_follow_the_type_of_the_inputs() -> None:
     assert pointwise.seconds == pytest.approx(traffic + H100.device.launch_latency)
 
 
-def test_measured_seconds_replace_the_roofline() -> None:
-    node = of_one(aten.mm.default, meta(64, 64), meta(64, 64))
-    plain, measured = node_cost(node, H100), node_cost(node, H100, overrides={node.name: 0.25})
-    assert measured.seconds == 0.25
-    assert measured.flops == plain.flops
-    assert node_cost(node, H100, overrides={"other": 1.0}) == plain
-
-
 def test_nodes_without_work_are_free_and_nodes_without_facts_are_refused() -> None:
     graph = fx.Graph()
     a = graph.placeholder("a")

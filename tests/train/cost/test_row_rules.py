@@ -12,7 +12,7 @@ from zerofx.ir.facts import Origin, Phase, set_value, value
 from zerofx.ir.operators.operator import Given
 from zerofx.ir.operators.rows import SUM, Rows, grouped, tile_shape
 from zerofx.ir.operators.table import facts_of
-from zerofx.scheduler.analysis.row_rules import rows_of_result
+from zerofx.scheduler.analysis.tile_chains import rows_of_result
 
 aten = torch.ops.aten
 NUM_ROWS = 4

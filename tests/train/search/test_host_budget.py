@@ -68,6 +68,18 @@ def test_a_fraction_of_a_ranks_share_that_is_too_small_is_refused_with_what_woul
     assert blocks_of(planned(memory_budget, offload="host", host_budget=f"{enough}B")) <= enough
 
 
+def test_states_that_have_to_be_on_the_host_may_take_more_than_there_is() -> None:
+    delayed = {"delayed_update": 1, "offload": "auto"}
+    tiny = replace(small_machine(1e10), host=replace(H100.host, memory_bytes=5000))
+    assert H100.nvme is not None and tiny.nvme is not None
+    found = planned(most(), machine=tiny, **delayed)
+    assert all(state.tier == "host" for state in found.plan.states) and found.plan.peak_bytes["host"] > 5000
+    with pytest.raises(MemoryBudgetError, match=r"host_budget=4.0 KiB cannot be met: what has to be on the host") as e:
+        planned(most(), host_budget="4KiB", **delayed)
+    enough = int(str(e.value).split("(")[1].split(" bytes")[0])
+    assert blocks_of(planned(most(), host_budget=enough, **delayed)) == enough
+
+
 def test_what_cannot_be_a_budget_is_refused() -> None:
     for wrong in (0, -1, 1.5, True, "much"):
         with pytest.raises(UsageError, match=r"host_budget|expected a size"):

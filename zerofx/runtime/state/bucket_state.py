@@ -10,6 +10,7 @@ import torch
 from zerofx.ir.facts import DEVICE, Role
 from zerofx.runtime.tiers.stored import Stored
 from zerofx.scheduler.plan.decisions import StateDecision
+from zerofx.scheduler.plan.tiers import Tier
 from zerofx.torch_private.tensors import version_of
 
 
@@ -29,7 +30,7 @@ class BucketState:
     full: torch.Tensor | None
     shard: torch.Tensor | Stored | None
     master: torch.Tensor | Stored | None
-    tier: str = DEVICE
+    tier: Tier = DEVICE
     decision: StateDecision | None = None
     flat: dict[str, torch.Tensor | Stored] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)

@@ -16,9 +16,9 @@ from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.weights import Weights
 from zerofx.runtime.state.whole_buckets import WholeBuckets
 from zerofx.runtime.tiers.tiers import Tiers
-from zerofx.scheduler.plan.decisions import ParameterDecision, StateDecision
-from zerofx.scheduler.plan.locations import Locations
+from zerofx.scheduler.plan.decisions import Locations, ParameterDecision, StateDecision
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.tiers import Tier
 
 
 class TrainingState(WholeBuckets):
@@ -218,7 +218,7 @@ def _state_decision(plan: Plan, bucket: Bucket) -> StateDecision | None:
     return next((d for d in plan.states if d.bucket == bucket.index and bucket.trainable), None)
 
 
-def _planned(plan: Plan, bucket: Bucket) -> tuple[str, tuple[str, str, bool]]:
+def _planned(plan: Plan, bucket: Bucket) -> tuple[Tier, tuple[str, str, bool]]:
     """The tier of a bucket's parameters, and the home of its states."""
     tier = next((d.tier for d in plan.parameters if d.bucket == bucket.index), DEVICE)
     return tier, _home(_state_decision(plan, bucket))
