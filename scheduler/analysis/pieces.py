@@ -43,7 +43,7 @@ class ForwardRun:
     ends: bool = False
 
 
-def forward_runs(step: StepGraph, crossing: Collection[Storage], *, ends_only: bool = False) -> list[ForwardRun]:
+def forward_runs(step: StepGraph, crossing: Collection[Storage], *, divides: bool = True) -> list[ForwardRun]:
     """All of forward in order, micro-batch by micro-batch, with what is outside layers divided where that pays.
 
     A unit of which backward reads hardly more than what it hands on, such as a single convolution in a list of modules,
@@ -52,7 +52,7 @@ def forward_runs(step: StepGraph, crossing: Collection[Storage], *, ends_only: b
     Args:
         step: a captured graph; values may be tiled in it.
         crossing: ``crossing_storages(step)``.
-        ends_only: only divide the runs that end in a loss. The others can then be computed again as a whole.
+        divides: whether anything is divided. What is not can be computed again as a whole.
     """
     all_runs: list[ForwardRun] = []
     for runs in _by_micro_batch(step):
@@ -65,8 +65,9 @@ def forward_runs(step: StepGraph, crossing: Collection[Storage], *, ends_only: b
         for is_layer, group in itertools.groupby(marked, key=operator.itemgetter(0)):
             stretch = [run for _, run in group]
             nodes = [node for _, run in stretch for node in run]
-            whole = is_layer or (ends_only and stretch[-1] is not runs[-1])
-            divided.append((stretch, [] if whole else _divide(nodes, crossing, _PAYS * crossing_bytes)))
+            divided.append(
+                (stretch, [] if is_layer or not divides else _divide(nodes, crossing, _PAYS * crossing_bytes))
+            )
         some = any(parts for _, parts in divided)
         for stretch, parts in divided:
             if parts:

@@ -100,9 +100,9 @@ def bound(
     assert plan.memory_budget is not None
     # A plan divides what is outside layers in one of these ways.
     bounds, tried = [], []
-    for ends_only in (True, False):
+    for divides in (False, True):
         marked = step.clone()
-        runs = forward_runs(marked, crossing_storages(marked), ends_only=ends_only)
+        runs = forward_runs(marked, crossing_storages(marked), divides=divides)
         divided = pieces(marked, runs)
         if divided not in tried:
             tried.append(divided)

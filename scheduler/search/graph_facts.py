@@ -23,14 +23,14 @@ from zerofx.scheduler.plan.decisions import PieceDecision, TileDecision
 class GraphFacts:
     """A captured graph and a machine, with what follows from the two whatever is asked; each found once.
 
-    ``tiles``: what is tiled in it. ``ends_only``: outside layers only what
-    ends in a loss is divided into pieces; what is before and between layers can then be computed again as a whole.
+    ``tiles``: what is tiled in it. ``divides``: whether what is outside layers is divided into pieces where that pays;
+    what is not can be computed again as a whole.
     """
 
     step: StepGraph
     machine: Machine
     tiles: tuple[TileDecision, ...] = ()
-    ends_only: bool = False
+    divides: bool = True
 
     @cached_property
     def tiled(self) -> StepGraph:
@@ -53,12 +53,12 @@ class GraphFacts:
     @cached_property
     def segments(self) -> list[Segment]:
         """What can be decided about activations, in ``divided``."""
-        runs = forward_runs(self.divided, self.crossing, ends_only=self.ends_only) if self._pieces else self._runs
+        runs = forward_runs(self.divided, self.crossing, divides=self.divides) if self._pieces else self._runs
         return segments(self.divided, runs)
 
     @cached_property
     def _runs(self) -> list[ForwardRun]:
-        return forward_runs(self.tiled, crossing_storages(self.tiled), ends_only=self.ends_only)
+        return forward_runs(self.tiled, crossing_storages(self.tiled), divides=self.divides)
 
     @cached_property
     def _pieces(self) -> tuple[PieceDecision, ...]:
@@ -75,9 +75,9 @@ class GraphFacts:
         return tuple(replace(piece, values=tuple(away.get(piece.name, ()))) for piece in self._pieces)
 
     @property
-    def divides_others(self) -> bool:
-        """Whether runs are divided that do not end in a loss."""
-        return bool(self._pieces) and not self.ends_only and self._runs != replace(self, ends_only=True)._runs
+    def is_divided(self) -> bool:
+        """Whether anything outside layers is divided."""
+        return bool(self._pieces)
 
     @cached_property
     def seconds(self) -> dict[UnitPhase, float]:

@@ -58,10 +58,10 @@ class Question:
 
     @property
     def divisions(self) -> tuple[Question, ...]:
-        """The same question with what is outside layers divided in every way that there is a choice of."""
-        if not self.facts.divides_others:
+        """The same question with what is outside layers in pieces, and whole, where there is that choice."""
+        if not self.facts.is_divided:
             return (self,)
-        return (self, replace(self, facts=replace(self.facts, ends_only=True)))
+        return (self, replace(self, facts=replace(self.facts, divides=False)))
 
     @cached_property
     def levels_where_fixed(self) -> dict[Bucket, StateLevel]:

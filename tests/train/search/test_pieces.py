@@ -226,7 +226,7 @@ def test_a_layer_that_makes_more_than_it_hands_on_stays_whole() -> None:
     step = _captured(stem())
     runs = forward_runs(step, crossing_storages(step))
     assert [run.unit for run in runs if run.unit] == ["layers.0", "layers.1", "layers.2"]
-    whole = forward_runs(step, crossing_storages(step), ends_only=True)
+    whole = forward_runs(step, crossing_storages(step), divides=False)
     assert not any(run.name for run in whole) and len(whole) < len(runs)
 
 
