@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-import gc
 import os
 import random
 import re
@@ -53,21 +52,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("default"))
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-
-
-def pytest_collection_finish() -> None:
-    # The modules of all tests are most of a process's objects: the collector need not go through them again and again.
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture
-def unfrozen() -> Iterator[None]:
-    """No object is frozen, as in a process that does not ask for it."""
-    gc.unfreeze()
-    yield
-    gc.collect()
-    gc.freeze()
 
 
 # Around the whole of a test, with the fixtures of its module.

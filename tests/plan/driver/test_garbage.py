@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
 from zerofx.driver.garbage import collecting_recent_garbage_only
 
 
-@pytest.mark.usefixtures("unfrozen")
+@pytest.fixture
+def frozen() -> Iterator[None]:
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def test_what_was_there_before_is_frozen_only_while_it_is_open() -> None:
     thresholds = gc.get_threshold()
     with collecting_recent_garbage_only():
@@ -19,8 +26,8 @@ def test_what_was_there_before_is_frozen_only_while_it_is_open() -> None:
     assert gc.get_threshold() == thresholds
 
 
+@pytest.mark.usefixtures("frozen")
 def test_what_the_caller_has_frozen_stays_so_and_nothing_else_is_frozen() -> None:
-    gc.freeze()
     thresholds, num_frozen = gc.get_threshold(), gc.get_freeze_count()
     with collecting_recent_garbage_only():
         assert gc.get_freeze_count() <= num_frozen  # fewer where some of them have gone
@@ -29,7 +36,6 @@ def test_what_the_caller_has_frozen_stays_so_and_nothing_else_is_frozen() -> Non
     assert gc.get_threshold() == thresholds
 
 
-@pytest.mark.usefixtures("unfrozen")
 def test_a_collector_that_is_switched_off_stays_so() -> None:
     gc.disable()
     try:

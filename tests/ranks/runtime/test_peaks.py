@@ -85,7 +85,6 @@ def _scheduled(wait: int, warmup: int) -> torch.profiler.profile:
     )
 
 
-@pytest.mark.usefixtures("unfrozen")
 def test_a_profiler_is_seen_while_it_records_and_while_it_warms_up() -> None:
     assert not is_profiling()
     with _scheduled(wait=1, warmup=1) as scheduled:
@@ -158,7 +157,6 @@ def test_what_measures_is_refused_in_a_profile_which_stays_as_it_is() -> None:
         assert kept
 
 
-@pytest.mark.usefixtures("unfrozen")
 def test_a_profile_of_one_rank_has_all_ranks_refuse() -> None:
     for found in run_ranks(_measure_where_rank_0_is_profiled, 2, 36):
         for message, kept in found:
@@ -174,6 +172,5 @@ def _step_where_rank_0_is_profiled() -> list[float]:
         return [step(x).item(), step(x).item()]
 
 
-@pytest.mark.usefixtures("unfrozen")
 def test_a_profile_of_one_rank_does_not_keep_the_others_from_the_same_step() -> None:
     assert len(run_ranks(_step_where_rank_0_is_profiled, 2)) == 2
