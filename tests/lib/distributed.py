@@ -60,15 +60,7 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
     """
     with tempfile.TemporaryDirectory() as folder:
         ranks = _ranks(fn, world_size, folder, timeout, args)
-        try:
-            for process in ranks:
-                process.start()
-            in_time = wait_for(ranks, timeout)
-        finally:
-            for process in ranks:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
+        in_time = run_to_their_end(ranks, timeout)
         return _collect([Path(folder, f"{rank}.pkl") for rank in range(world_size)], ranks, in_time, timeout)
 
 
@@ -100,6 +92,19 @@ def forked(name: str, main: Callable[..., None], *args: Any) -> ForkServerProces
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context.Process(target=main, args=args, name=name)
+
+
+def run_to_their_end(ranks: list[ForkServerProcess], timeout: float) -> bool:
+    """Start all ranks and wait for them, as `wait_for` does; none outlives the call."""
+    try:
+        for process in ranks:
+            process.start()
+        return wait_for(ranks, timeout)
+    finally:
+        for process in ranks:
+            if process.pid is not None:
+                process.kill()
+                process.join()
 
 
 def wait_for(ranks: list[ForkServerProcess], timeout: float) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.lib.distributed import PATIENCE_SECONDS, begin, environment_of_ranks, forked, wait_for
+from tests.lib.distributed import PATIENCE_SECONDS, begin, environment_of_ranks, forked, run_to_their_end
 
 
 @contextlib.contextmanager
@@ -39,16 +39,10 @@ def run_script(script: Path, *options: str, num_ranks: int = 1) -> str:
         environments = [environment_of_ranks()]
         if num_ranks > 1:
             environments = stack.enter_context(environments_by_rank(num_ranks))
-        ranks = [forked(script.name, _main, str(script), options, str(printed), one) for one in environments]
-        try:
-            for process in ranks:
-                process.start()
-            in_time = wait_for(ranks, PATIENCE_SECONDS)
-        finally:
-            for process in ranks:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
+        ranks = [
+            forked(script.name, _main, str(script), options, str(printed), environment) for environment in environments
+        ]
+        in_time = run_to_their_end(ranks, PATIENCE_SECONDS)
         text = printed.read_text(encoding="utf-8")
         assert in_time and not any(process.exitcode for process in ranks), text
         return text
