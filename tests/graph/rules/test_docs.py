@@ -44,3 +44,14 @@ def test_snippets_of_inside_zerofx_are_what_is_printed() -> None:
 def test_links_to_files_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         assert "://" in target or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+def test_what_a_page_says_is_in_a_file_is_defined_there(page: Path) -> None:
+    for names, place in re.findall(r"((?:`[\w.]+`(?:, | and ))*`[\w.]+`)\s+in\s+`([\w/]+\.py)`", page.read_text()):
+        file = next((path for path in (ROOT / place, page.parent / place) if path.is_file()), None)
+        assert file is not None, place
+        source = file.read_text()
+        for name in re.findall(r"`([\w.]+)`", names):
+            for part in name.split("."):
+                assert re.search(rf"(?:def |class ){part}\b|^\s*{part}\b.*[:=]", source, re.MULTILINE), (name, place)
