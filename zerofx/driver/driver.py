@@ -197,7 +197,6 @@ def _within_budget(prepared: Prepared, control: Control) -> tuple[Prepared, Comp
             continue
         with _carrying_out(options):
             lowered = lower_step(planned, captured, plan, target)
-            check_host_budget(lowered, options, request.machine)
             compiled = build(lowered, planned.layout, target, control)
         if options.plan is not None:
             check_budget(compiled.plan, options, request.machine)
@@ -224,8 +223,13 @@ def target_of(prepared: Prepared) -> Target:
 
 
 def lower_step(prepared: Prepared, captured: StepGraph, plan: Plan, target: Target) -> LoweredStep:
-    """``captured``, which stays as it is, with ``plan`` carried out; writes what ``ZEROFX_DEBUG`` asks for."""
+    """``captured``, which stays as it is, with ``plan`` carried out; writes what ``ZEROFX_DEBUG`` asks for.
+
+    Raises:
+        MemoryBudgetError: the plan, which was not searched within ``host_budget``, takes more of the host.
+    """
     lowered = lower(captured.clone(), plan, prepared.layout, prepared.programs, target)
+    check_host_budget(lowered, prepared.request.options, prepared.request.machine)
     if target.verbose:
         if target.settings.debug >= 3:
             sys.stderr.write(f"{make_schedule(lowered)}\n")

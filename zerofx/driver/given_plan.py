@@ -136,7 +136,8 @@ def check_budget(plan: Plan, options: CompileOptions, machine: Machine) -> None:
 
 
 def check_host_budget(lowered: LoweredStep, options: CompileOptions, machine: Machine) -> None:
-    """Check what a step takes of the host's pool against the budget for it; a plan that was given may take more.
+    """Check what a step takes of the host's pool against the budget for it, which no search has held to where the plan
+    was given, or where there is no ``memory_budget`` and options say what is on the host.
 
     Raises:
         MemoryBudgetError: says both.
@@ -144,10 +145,11 @@ def check_host_budget(lowered: LoweredStep, options: CompileOptions, machine: Ma
     budget = host_budget_bytes(options.host_budget, machine)
     needed = lowered.simulation.live.host_block_bytes
     if budget is not None and needed > budget:
+        searched = "leave plan out to have one made within the budget"
+        other = "have less there (delayed_update=, offload=)" if options.plan is None else searched
         raise MemoryBudgetError(
             f"expected a plan within host_budget={format_bytes(budget)} ({budget} bytes), found one that takes "
-            f"{format_bytes(needed)} ({needed} bytes) of host memory: allow as much, or leave plan out to have one "
-            f"made within the budget"
+            f"{format_bytes(needed)} ({needed} bytes) of host memory: allow as much, or {other}"
         )
 
 

@@ -80,6 +80,13 @@ def test_states_that_have_to_be_on_the_host_may_take_more_than_there_is() -> Non
     assert blocks_of(planned(most(), host_budget=enough, **delayed)) == enough
 
 
+def test_what_is_on_the_host_by_options_alone_is_held_to_it() -> None:
+    needed = blocks_of(planned(None, delayed_update=1))
+    assert blocks_of(planned(None, delayed_update=1, host_budget=needed)) == needed
+    with pytest.raises(MemoryBudgetError, match=r"allow as much, or have less there \(delayed_update=, offload=\)"):
+        planned(None, delayed_update=1, host_budget=needed - 1)
+
+
 def test_what_cannot_be_a_budget_is_refused() -> None:
     for wrong in (0, -1, 1.5, True, "much"):
         with pytest.raises(UsageError, match=r"host_budget|expected a size"):
