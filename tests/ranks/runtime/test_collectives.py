@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -117,3 +119,34 @@ def _gathered() -> list[bool]:
 
 def test_each_of_several_buffers_is_what_a_gather_of_its_own_gives() -> None:
     assert all(all(found) for found in run_ranks(_gathered, 2))
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "flat": lambda base: base[8:40],
+    "a number": lambda base: base[3],
+    "empty": lambda base: base[5:5],
+    "transposed": lambda base: base.view(8, 8).t(),
+    "channels last": lambda base: base.view(2, 4, 4, 2).permute(0, 3, 1, 2),
+    "expanded": lambda base: base[8:12, None].expand(4, 5),
+    "expanded inside": lambda base: base[8:12].view(2, 1, 2).expand(2, 3, 2),
+    "columns": lambda base: base.view(8, 8)[:, 2:4],
+    "every other": lambda base: base[::2],
+}
+
+
+def _broadcast(*, reads_memory: bool) -> list[str]:
+    """The layouts of which a tensor has not rank 0's values, or what lies next to it has not this rank's."""
+    transport = make_transport(dist.group.WORLD, CPU, 60.0, SpanLog(), reads_memory=reads_memory)
+    assert transport is not None
+    places = torch.arange(64.0)
+    bases = {name: places.add(100 * transport.rank) for name in LAYOUTS}
+    transport.broadcast([LAYOUTS[name](base) for name, base in bases.items()])
+    transport.close()
+    covered = {name: torch.isin(places, layout(places).flatten()) for name, layout in LAYOUTS.items()}
+    expected = {name: torch.where(covered[name], places, places + 100 * transport.rank) for name in LAYOUTS}
+    return [name for name, base in bases.items() if not torch.equal(base, expected[name])]
+
+
+@pytest.mark.parametrize("reads_memory", [True, False])
+def test_a_broadcast_gives_rank_0s_values_in_any_layout_and_changes_nothing_next_to_them(reads_memory: bool) -> None:
+    assert run_ranks(functools.partial(_broadcast, reads_memory=reads_memory), 3) == [[], [], []]

@@ -83,13 +83,6 @@ class Connections:
 
         return arrived
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor by rank 0's."""
-        who = "rank 0" if self.rank else self._any_other()
-        self._wait(dist.broadcast(tensor, group=self.group, group_src=0, async_op=True), who)
-        if self.rank == 0:
-            self.sent_to.update(dict.fromkeys(self._others, tensor.nbytes))
-
     def all_true(self, here: bool) -> bool:
         # Memory of Python's: what is planned is the device's.
         flag = torch.frombuffer(bytearray([here]), dtype=torch.uint8)

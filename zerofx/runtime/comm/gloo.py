@@ -157,9 +157,16 @@ class PointToPoint(Transport):
 
         return Pending(result, finish)
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+    def broadcast_dense(self, tensors: Sequence[torch.Tensor]) -> None:
+        works: list[Message] = []  # all under way at once: a collective of gloo's for each would wait for its threads
         for tensor in tensors:
-            self._connections.broadcast(tensor)
+            tag = self._connections.tag()
+            if self.rank == 0:
+                works += [self._connections.send(tensor, peer, tag) for peer in self._peers]
+            else:
+                works.append(self._connections.receive(tensor, self._members[0], tag))
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        self._under_way(works, num_bytes * len(self._peers) if self.rank == 0 else 0)()
 
     def all_true(self, here: bool) -> bool:
         return self._connections.all_true(here)

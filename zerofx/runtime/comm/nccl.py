@@ -108,7 +108,7 @@ class Nccl(Transport):
         following = self._numbers[(self.rank + 1) % self.num_ranks]
         return self._start(result, launch, {following: 2 * once})
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+    def broadcast_dense(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             dist.broadcast(tensor, group=self._group, group_src=0)
             if self.rank == 0:

@@ -111,7 +111,20 @@ class Transport(Protocol):
     def all_reduce(self, value: torch.Tensor, reduction: str) -> Pending[torch.Tensor]:
         """The sum over all ranks, in their order, or the ``"max"`` or ``"min"`` elements, in a tensor of its own."""
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None: ...
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite tensors by rank 0's, which have the same shapes and strides.
+
+        Collectives move memory as it lies: a tensor with holes goes by way of a copy.
+        """
+        stored = [_in_memory_order(tensor) for tensor in tensors if tensor.numel()]
+        dense = [tensor.contiguous() for tensor in stored]
+        self.broadcast_dense([tensor.view(-1) for tensor in dense])
+        for tensor, sent in zip(stored, dense, strict=True):
+            if sent is not tensor:
+                tensor.copy_(sent)
+
+    def broadcast_dense(self, tensors: Sequence[torch.Tensor]) -> None:
+        """``broadcast`` of flat tensors."""
 
     def all_true(self, here: bool) -> bool:
         """Whether all ranks say so. An agreement, which is not counted as sent."""
@@ -130,3 +143,11 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """After the last collective of all ranks: end its threads, and destroy the process groups that it has made."""
+
+
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A view whose elements come in the order in which they lie, each once where dimensions are expanded."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))

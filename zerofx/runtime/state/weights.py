@@ -87,7 +87,7 @@ class ModelWeights:
         return in_order_of(slot, part.clone() if part is not values else values)
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
-        if self._transport is not None and tensor.numel():
+        if self._transport is not None:
             self._transport.broadcast([tensor])
 
 

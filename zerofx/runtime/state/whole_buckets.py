@@ -171,7 +171,7 @@ class WholeBuckets:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give a tensor rank 0's values on all ranks. Collective."""
-        if self._transport is not None and tensor.numel():
+        if self._transport is not None:
             self._transport.broadcast([tensor])
 
     def _put(self, state: BucketState, value: torch.Tensor) -> torch.Tensor | Stored:
