@@ -1,6 +1,7 @@
 """Predicted and measured seconds of a step on this machine's CPU, plan by plan, after ``Machine.measure()``.
 
     python -m benchmarks.step_times
+    python -m benchmarks.step_times --models cnn --keep-memory    # without the page faults of memory that is freed
     python -m benchmarks.step_times --models gpt --ranks 1 --shares 1 0 --rounds 2 --regions     # short, in detail
 
 Models are the GPT and the unmodified HF Llama of 27M and the convolutional network of the examples; plans are those of
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="of each plan in a round")
+    parser.add_argument("--keep-memory", action="store_true", help="have the C library keep what steps free")
     parser.add_argument("--regions", action="store_true", help="show where the time goes")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()

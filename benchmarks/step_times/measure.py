@@ -24,8 +24,9 @@ def measure(model: str, num_ranks: int, options: argparse.Namespace) -> dict[str
     """What the plans of a model are predicted to take, and take, on ``num_ranks`` ranks."""
     request = {
         "model": model, "stages": options.stages, "shares": options.shares, "backend": options.backend,
+        "keep_memory": options.keep_memory,
     }  # fmt: skip
-    name = f"{model}, {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    name = f"{model}, {num_ranks} rank{'s' if num_ranks > 1 else ''}{', memory kept' if options.keep_memory else ''}"
     ranks = Ranks(name, "benchmarks.step_times.worker", request, num_ranks, options.threads)
     try:
         facts = ranks.read()[0]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerofx
+from benchmarks.lib.memory_kept import keep_freed_memory
 from benchmarks.lib.models import SHAPES, make_workload
 from benchmarks.peers.worker import join, meet
 from zerofx.codegen.regions import regions_of
@@ -124,6 +125,8 @@ def main() -> None:
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
     request = json.loads(sys.argv[1])
+    if request["keep_memory"] and not keep_freed_memory():
+        raise SystemExit("expected glibc, whose memory can be kept, found another C library: leave --keep-memory out")
     join("cpu", alone=True)
     rank = int(os.environ["RANK"])
     began = time.perf_counter()
