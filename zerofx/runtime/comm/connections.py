@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx.runtime.comm.groups import close_connections, destroyed_with
-from zerofx.runtime.comm.patience import wait_for
 from zerofx.runtime.comm.same_host.channels import GlooChannel, MemoryChannel, Message, open_channels
-from zerofx.runtime.comm.transport import LostRankError
 from zerofx.runtime.measure.spans import SpanLog
 from zerofx.runtime.tiers.copies import Workers
 
@@ -40,9 +38,7 @@ class Connections:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.sent_to: Counter[int] = Counter()
         self.log = log
-        self._patience_seconds = patience_seconds
         self._end = destroyed_with(self, group)
-        self._others = [rank for rank in range(self.num_ranks) if rank != self.rank]
         self._numbers = itertools.count(1)
         self._readers = Workers("messages")
         self.channels = open_channels(group, self._readers, patience_seconds, reads_memory=reads_memory)
@@ -83,12 +79,6 @@ class Connections:
 
         return arrived
 
-    def all_true(self, here: bool) -> bool:
-        # Memory of Python's: what is planned is the device's.
-        flag = torch.frombuffer(bytearray([here]), dtype=torch.uint8)
-        self._wait(dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group, async_op=True), self._any_other())
-        return bool(flag[0])
-
     def settle(self) -> None:
         for works in self._started:
             while works:
@@ -104,16 +94,6 @@ class Connections:
         self._readers.close()
         self._hang_up()
         self._end()
-
-    def _wait(self, work: dist.Work | None, who: str) -> None:
-        assert work is not None
-        try:
-            wait_for(work, self._patience_seconds)
-        except RuntimeError as error:
-            raise LostRankError(f"{who} did not come in time, or is gone: {str(error).splitlines()[0]}") from error
-
-    def _any_other(self) -> str:
-        return f"rank {self._others[0]}" if len(self._others) == 1 else "a rank"
 
     def _hang_up(self) -> None:
         for channel in self.channels.values():

@@ -169,7 +169,14 @@ class PointToPoint(Transport):
         self._under_way(works, num_bytes * len(self._peers) if self.rank == 0 else 0)()
 
     def all_true(self, here: bool) -> bool:
-        return self._connections.all_true(here)
+        # Memory of Python's: what is planned is the device's.
+        own, *flags = (torch.frombuffer(bytearray([here]), dtype=torch.uint8) for _ in self._members)
+        channels, tag = [self._connections.channels[peer] for peer in self._peers], self._connections.tag()
+        works = [channel.receive(flag, tag) for channel, flag in zip(channels, flags, strict=True)]
+        works += [channel.send(own, tag) for channel in channels]
+        for work in works:
+            work.wait()
+        return here and all(map(bool, flags))
 
     def settle(self) -> None:
         self._connections.settle()
