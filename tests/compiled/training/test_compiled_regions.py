@@ -31,8 +31,10 @@ def test_compiled_regions_give_what_atens_kernels_give(name: str, monkeypatch: p
     different: list[str] = []
     compile_region = inductor.compile_region
 
-    def beside_aten(function: Any, inputs: Sequence[Any], name: str, **settings: Any) -> inductor.CompiledRegion:
-        compiled = compile_region(function, inputs, name, **settings)
+    def beside_aten(
+        function: Any, inputs: Sequence[Any], name: str, *rest: Any, **settings: Any
+    ) -> inductor.CompiledRegion:
+        compiled = compile_region(function, inputs, name, *rest, **settings)
 
         def call(given: list[Any]) -> tuple[torch.Tensor, ...]:
             compared.append(name)

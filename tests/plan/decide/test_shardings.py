@@ -231,8 +231,8 @@ def test_experts_are_shared_by_columns_and_each_whole_where_these_do_not_divide(
     ways = sharding_ways(step, 2)
     decisions = decide_shardings(ways, Mesh(model=2), Machine.named("cpu"), Prices(), explained=False)
     assert {d.outputs[0] for d in decisions if "experts" in d.parameter} == lies
-    ends = {d.node: d.inputs[0] for d in decisions if "grouped_mm_fallback" in d.node}
-    assert len(ends) == 8
+    ends = {d.node: d.inputs[0] for d in decisions if "grouped_mm" in d.node}
+    assert len(ends) in (8, 12)  # the operator of transformers, or torch's where its fake takes the dtype
     # Each layer's tokens are told from the other's.
     of_layers = {"S0[cumsum]", "S0[cumsum_1]"}
     assert (set(ends.values()) == of_layers) if lies == {"S0"} else of_layers.isdisjoint(ends.values())

@@ -62,7 +62,7 @@ class Masking(nn.Module):
 
     def forward(self, x: Tensor, index: Tensor) -> Tensor:
         y: Tensor = self.linear(x).clone()
-        y[index] = 0.0
+        y.index_put_((index,), y.new_zeros(4))
         return y.sum()
 
 
