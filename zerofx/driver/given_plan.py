@@ -145,11 +145,12 @@ def check_host_budget(lowered: LoweredStep, options: CompileOptions, machine: Ma
     budget = host_budget_bytes(options.host_budget, machine)
     needed = lowered.simulation.live.host_block_bytes
     if budget is not None and needed > budget:
-        searched = "leave plan out to have one made within the budget"
-        other = "have less there (delayed_update=, offload=)" if options.plan is None else searched
+        remedy = "have less there (delayed_update=, offload=)"
+        if options.plan is not None:
+            remedy = "leave plan out to have one made within the budget"
         raise MemoryBudgetError(
             f"expected a plan within host_budget={format_bytes(budget)} ({budget} bytes), found one that takes "
-            f"{format_bytes(needed)} ({needed} bytes) of host memory: allow as much, or {other}"
+            f"{format_bytes(needed)} ({needed} bytes) of host memory: allow as much, or {remedy}"
         )
 
 

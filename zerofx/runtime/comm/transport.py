@@ -114,7 +114,7 @@ class Transport(Protocol):
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite tensors by rank 0's, which have the same shapes and strides.
 
-        Collectives move memory as it lies: a tensor with holes goes by way of a copy.
+        Collectives move memory as it lies: a tensor with holes goes by way of a copy, which no plan counts.
         """
         stored = [_in_memory_order(tensor) for tensor in tensors if tensor.numel()]
         dense = [tensor.contiguous() for tensor in stored]
