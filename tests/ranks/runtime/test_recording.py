@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -175,6 +176,19 @@ def test_a_loss_is_the_callers_own(emulated: EmulatedCapturer) -> None:
     pair = Pair(momentum, stage=0, cuda_graphs="auto")
     losses = [pair.step(ids(seed), labels=ids(9)) for seed in range(5)]
     assert len({float(loss) for loss in losses}) == 5
+
+
+def test_the_loss_of_a_step_that_is_left_out_is_the_callers_own(emulated: EmulatedCapturer) -> None:
+    model = nn.Linear(4, 1)
+    step = zerofx.compile(
+        model, momentum(model), stage=0, loss_fn=F.mse_loss, on_nonfinite="skip", cuda_graphs=True, backend="eager"
+    )
+    train = partial(step, torch.ones(2, 4))
+    for _ in range(NUM_WARM_UP_STEPS + 1):
+        train(torch.ones(2, 1))
+    with pytest.warns(ZeroFXWarning, match="nothing has been updated"):
+        skipped = train(torch.full((2, 1), torch.nan))
+    assert train(torch.ones(2, 1)).isfinite() and skipped.isnan()
 
 
 def test_a_capture_that_fails_changes_nothing(emulated: EmulatedCapturer) -> None:
