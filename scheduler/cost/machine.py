@@ -211,7 +211,7 @@ class Machine(_Facts):
         import torch  # as there
 
         return dataclasses.replace(
-            self, allows_tf32=self.allows_tf32 or torch.get_float32_matmul_precision() != "highest"
+            self, allows_tf32=self.allows_tf32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
         )
 
     @property

@@ -30,3 +30,14 @@ def deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def products_in_tf32() -> Iterator[None]:
+    """Products in float32 on the TF32 units of GPUs, asked for as torch now has it; it then refuses older ways."""
+    settings = torch.backends.cuda.matmul
+    before, settings.fp32_precision = settings.fp32_precision, "tf32"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before

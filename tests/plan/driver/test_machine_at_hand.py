@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lib.devices import products_in_tf32
 from zerofx.driver import asked
 from zerofx.options import check_options
 from zerofx.scheduler.cost.machine import Machine
@@ -39,8 +40,8 @@ def test_a_gpu_of_a_server_has_no_more_host_memory_than_there_is(
 
 def test_float32_runs_on_tf32_where_the_program_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not at_hand(monkeypatch, "NVIDIA H100").allows_tf32
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert at_hand(monkeypatch, "NVIDIA H100").allows_tf32
+    with products_in_tf32():
+        assert at_hand(monkeypatch, "NVIDIA H100").allows_tf32
 
 
 @pytest.mark.parametrize("num_threads", [1, 4, 1000])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
+from tests.lib.devices import products_in_tf32
 from zerofx.choices import Backend
 from zerofx.driver.asked import machine_at_hand
 from zerofx.options import check_options
@@ -55,11 +56,10 @@ def test_each_product_is_measured_against_the_peak_of_its_own_dtype(num_float32:
     assert f"{100 * planned.flops_utilisation:.1f} % of peak FLOP/s" in str(planned)
 
 
-def test_products_in_float32_run_on_tf32_where_the_program_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_in_float32_run_on_tf32_where_the_program_allows_it() -> None:
     exact = _planned(torch.float32, torch.bfloat16)
-    # Setting it and setting it back leaves other settings of oneDNN than there were before.
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    allowed = _planned(torch.float32, torch.bfloat16)
+    with products_in_tf32():
+        allowed = _planned(torch.float32, torch.bfloat16)
     peak = H100.device.peak
     assert peak.tf32 is not None
     # Forward, and the gradient of the weight: the first input needs none.
