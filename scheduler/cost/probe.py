@@ -35,7 +35,8 @@ _COPY_BYTES_CPU = 64 * _MIB  # beyond any cache share of a few cores, cheap to a
 _COPY_BYTES_CUDA = 1024 * _MIB
 _MATMUL_CPU, _MATMUL_CUDA = 1024, 8192  # side of the square matrices: large enough for the peak, 20 ms and 2 ms or so
 _PIXELS, _IMAGES_CPU, _IMAGES_CUDA = 32, (16, 64), (128, 256)  # side of an image; images and their channels
-_MESSAGE_BYTES = (64 * 1024, 8 * _MIB)  # one where latency is most of the time, one where bandwidth is
+# One where latency is most of the time, one where bandwidth is.
+_MESSAGE_BYTES_CPU, _MESSAGE_BYTES_CUDA = (64 * 1024, 8 * _MIB), (64 * 1024, 128 * _MIB)
 _FILE_BYTES, _BLOCK_BYTES = 64 * _MIB, 8 * _MIB
 _LEAST_LATENCY = 1e-7  # seconds; a fit through two noisy points may come out negative
 
@@ -58,7 +59,8 @@ def measure_machine(device: torch.device | str | None = None, *, nvme_path: str 
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     ranks_on_node = _ranks_on_node(world)
     first = world == 1 or dist.get_rank() == 0
-    with torch.no_grad(), watched("measuring the machine", show=first):
+    current = torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()
+    with torch.no_grad(), current, watched("measuring the machine", show=first):
         machine = _measure_cpu(ranks_on_node) if where.type == "cpu" else _measure_cuda(where, ranks_on_node)
         if nvme_path is not None:
             machine = replace(machine, nvme=_measure_files(Path(nvme_path), ranks_on_node))
@@ -68,6 +70,8 @@ def measure_machine(device: torch.device | str | None = None, *, nvme_path: str 
             inter = Link(link.bandwidth / ranks_on_node, link.latency) if world > ranks_on_node else machine.inter_node
             machine = replace(machine, intra_node=link, inter_node=inter)
             machine = _of_rank_zero(machine)
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
     if first:
         DiskCache(read_settings().cache_dir).write(_key(where, world), machine.to_json())
     return machine
@@ -126,9 +130,9 @@ def _measure_cpu(ranks: int) -> Machine:
 def _measure_cuda(device: torch.device, ranks: int) -> Machine:
     properties = torch.cuda.get_device_properties(device)
     row = machine_of_device(properties.name, properties.total_memory) or named_machine("h100-pcie")
-    with _float32_matmul("highest"):
+    with _float32_matmul("ieee"):
         float32 = _matmul_flops(device, torch.float32, _MATMUL_CUDA // 2)
-    with _float32_matmul("high"):
+    with _float32_matmul("tf32"):
         tf32 = _matmul_flops(device, torch.float32, _MATMUL_CUDA)
     peak = Peaks(
         float32,
@@ -179,9 +183,15 @@ def _synchronizer(device: torch.device) -> Callable[[], None]:
     return lambda: torch.cuda.synchronize(device)
 
 
+def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Numbers as there are in training, without those of torch's own generator: a GPU computes faster with ones, which
+    take less power."""
+    return torch.randn(shape, generator=torch.Generator(device), device=device, dtype=dtype)
+
+
 def _matmul_flops(device: torch.device, dtype: torch.dtype, side: int) -> float:
-    a = torch.ones(side, side, device=device, dtype=dtype)
-    b, out = torch.ones_like(a), torch.empty_like(a)
+    a, b = (_random(device, dtype, side, side) for _ in range(2))
+    out = torch.empty_like(a)
     return 2 * side**3 / _best_seconds(lambda: torch.mm(a, b, out=out), _synchronizer(device))
 
 
@@ -191,9 +201,8 @@ def _convolution_share(device: torch.device, dtype: torch.dtype) -> float:
     Matmuls are measured once more for it: other ranks may leave more to the one than to the other.
     """
     side, (num_images, channels) = (_MATMUL_CPU, _IMAGES_CPU) if device.type == "cpu" else (_MATMUL_CUDA, _IMAGES_CUDA)
-    images = torch.ones(num_images, channels, _PIXELS, _PIXELS, device=device, dtype=dtype)
-    filters = torch.ones(channels, channels, 3, 3, device=device, dtype=dtype)
-    gradients = torch.ones_like(images)
+    images, gradients = (_random(device, dtype, num_images, channels, _PIXELS, _PIXELS) for _ in range(2))
+    filters = _random(device, dtype, channels, channels, 3, 3)
     places = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)  # no bias; stride, padding, dilation; one group
 
     def run() -> None:
@@ -252,24 +261,46 @@ def _measure_link(device: torch.device, world: int) -> Link:
     """One hop of a ring in which all ranks send to the next at the same time, as ring collectives do."""
     rank = dist.get_rank()
     after, before = (rank + 1) % world, (rank - 1) % world
-    # Every rank must send as often: a fixed number of runs, no time budget.
-    runs = 8
+    sizes = _MESSAGE_BYTES_CPU if device.type == "cpu" else _MESSAGE_BYTES_CUDA
 
     def seconds(num_bytes: int) -> float:
         outgoing = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         incoming = torch.empty_like(outgoing)
-        best = float("inf")
-        for _ in range(runs):
-            start = time.perf_counter()
+
+        def send() -> None:
             operations = [dist.P2POp(dist.isend, outgoing, after), dist.P2POp(dist.irecv, incoming, before)]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-            _synchronizer(device)()
-            best = min(best, time.perf_counter() - start)
-        return best
 
-    small, large = (seconds(num_bytes) for num_bytes in _MESSAGE_BYTES)
-    return _fit(_MESSAGE_BYTES, (small, large))
+        # Every rank must send as often: a fixed number of runs, no time budget.
+        return min(_host_seconds(send) if device.type == "cpu" else _device_seconds(device, send) for _ in range(8))
+
+    small, large = (seconds(num_bytes) for num_bytes in sizes)
+    return _fit(sizes, (small, large))
+
+
+def _host_seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _device_seconds(device: torch.device, run: Callable[[], object], repeats: int = 8) -> float:
+    """Seconds of the device in which it does what ``run`` starts there, after others like it.
+
+    The device is busy meanwhile with products, since it does not wait for the host in a step either.
+    """
+    begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    a = _random(device, torch.float32, _MATMUL_CUDA // 2, _MATMUL_CUDA // 2)
+    out = torch.empty_like(a)
+    run()
+    torch.mm(a, a, out=out)
+    begun.record()
+    for _ in range(repeats):
+        run()
+    done.record()
+    torch.cuda.synchronize(device)
+    return float(begun.elapsed_time(done)) / 1e3 / repeats
 
 
 def _of_rank_zero(machine: Machine) -> Machine:
@@ -333,9 +364,9 @@ def memory_bytes() -> int:
 
 @contextlib.contextmanager
 def _float32_matmul(precision: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
+    settings = torch.backends.cuda.matmul
+    before, settings.fp32_precision = settings.fp32_precision, precision
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        settings.fp32_precision = before

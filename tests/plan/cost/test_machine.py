@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerofx.errors import UsageError
+from zerofx.scheduler.cost import probe
 from zerofx.scheduler.cost.catalog import built_in_machines, machine_of_device
 from zerofx.scheduler.cost.machine import Device, Efficiency, Host, Link, Machine, Nvme, Peaks
 from zerofx.scheduler.cost.probe import kept_machine
@@ -196,6 +197,36 @@ def test_measuring_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert kept_machine(cpu, 1) == machine and kept_machine(cpu, 2) is None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
     assert kept_machine(cpu, 1) is None
+
+
+def test_messages_of_a_gpu_take_its_time_and_not_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]  # of the device, in ms
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock[0]
+
+        def elapsed_time(self, other: Event) -> float:
+            return other.at - self.at
+
+    def send() -> None:
+        clock[0] += 0.005
+        time.sleep(0.001)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(probe, "_MATMUL_CUDA", 8)
+    assert probe._device_seconds(torch.device("cpu"), send) == pytest.approx(5e-6)
+
+
+def test_measuring_leaves_the_generator_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path))
+    before = torch.get_rng_state()
+    Machine.measure("cpu")
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_measuring_refuses_what_it_cannot() -> None:
