@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from zerofx.errors import NonFiniteLossError, RankMismatchError, TierError, ZeroFXError, warn
+from zerofx.runtime.comm.control import Control
 from zerofx.runtime.comm.patience import WAYS_TO_WAIT
 from zerofx.runtime.comm.transport import LostRankError
 from zerofx.runtime.state.optimizer import Advance
@@ -23,14 +24,15 @@ def undo(
     ``versions`` are those before the step. Returns what to raise: where another rank has failed, its error says more
     than that its messages did not come.
     """
-    control, runtime = life.control, taken.runtime
-    runtime.tiers.settle()
+    control = life.control
+    agreed = isinstance(error, RankMismatchError) and not taken.runtime.has_communicated
+    if not agreed:
+        error, failure = _told(f"run step {number}", f"step {number}", life, error)
+    _settle(taken, error)
     updated = taken.updated(versions)
     advance.swap(taken.state, [index for index in versions if index not in updated])
-    if isinstance(error, RankMismatchError) and not runtime.has_communicated:
+    if agreed:
         return error  # all ranks know, and have left the step at the same place
-    elsewhere = control.failure()
-    error = _of_whoever_failed(f"run step {number}", elsewhere, life, error)
     if updated:
         names = first_few([taken.layout.buckets[index].name for index in updated])
         error.add_note(
@@ -39,27 +41,44 @@ def undo(
         )
     else:
         error.add_note(f"zerofx: when step {number} failed, nothing had been updated yet")
-    failure = elsewhere or f"step {number} failed on rank {control.rank} ({type(error).__name__}: {error})"
     if control.num_ranks == 1:
         _finish_updates(taken, error)
         if isinstance(error, TierError):
             life.failure = failure
     else:
-        _leave(failure, life, error)
+        _say_left(control, error)
     return error
 
 
 def leave_evaluation(taken: TakenOver, life: Life, error: BaseException) -> BaseException:
     """After an evaluation failed, which has changed nothing that is trained; returns what to raise, as ``undo``."""
-    control, runtime = life.control, taken.runtime
-    runtime.tiers.settle()
-    if control.num_ranks == 1 or (isinstance(error, RankMismatchError) and not runtime.has_communicated):
-        return error
-    elsewhere = control.failure()
-    failure = elsewhere or f"an evaluation failed on rank {control.rank} ({type(error).__name__}: {error})"
-    error = _of_whoever_failed("run an evaluation", elsewhere, life, error)
-    _leave(failure, life, error)
+    agreed = isinstance(error, RankMismatchError) and not taken.runtime.has_communicated
+    if life.control.num_ranks > 1 and not agreed:
+        error, _ = _told("run an evaluation", "an evaluation", life, error)
+        _say_left(life.control, error)
+    _settle(taken, error)
     return error
+
+
+def _told(purpose: str, what: str, life: Life, error: BaseException) -> tuple[BaseException, str]:
+    """Let the other ranks fail too, which wait for this one, before anything is waited for here.
+
+    Returns:
+        What to raise, and what has failed, in words.
+    """
+    control, elsewhere = life.control, life.control.failure()
+    error = _of_whoever_failed(purpose, elsewhere, life, error)
+    failure = elsewhere or f"{what} failed on rank {control.rank} ({type(error).__name__}: {error})"
+    control.fail(failure)
+    return error, failure
+
+
+def _settle(taken: TakenOver, error: BaseException) -> None:
+    """Wait for what is on its way between tiers, where the device still can."""
+    try:
+        taken.runtime.tiers.settle()
+    except (ZeroFXError, RuntimeError) as failed:
+        error.add_note(f"zerofx: what was on its way between tiers did not arrive ({type(failed).__name__}: {failed})")
 
 
 def _of_whoever_failed(purpose: str, elsewhere: str, life: Life, error: BaseException) -> BaseException:
@@ -72,10 +91,7 @@ def _of_whoever_failed(purpose: str, elsewhere: str, life: Life, error: BaseExce
     return mismatch
 
 
-def _leave(failure: str, life: Life, error: BaseException) -> None:
-    """Let the other ranks fail too, which wait for this one."""
-    control = life.control
-    control.fail(failure)
+def _say_left(control: Control, error: BaseException) -> None:
     error.add_note(
         f"zerofx: rank {control.rank} left the step that {control.num_ranks} ranks run together, "
         f"which ends it on all of them; restart all ranks from a checkpoint"

@@ -22,6 +22,7 @@ from tests.lib.distributed import run_ranks
 from tests.lib.users import TOKENS, adamw, facts, ids, same_parameters, tiny
 from zerofx import RankMismatchError, ShardedParametersError, Step, ZeroFXError
 from zerofx.runtime.comm.control import Control
+from zerofx.runtime.tiers.tiers import Tiers
 
 TIMEOUT = 3
 
@@ -174,6 +175,29 @@ def test_ranks_that_do_not_come_are_named_within_the_timeout() -> None:
     assert re.match("RankMismatchError: .*capture a step, found that rank 1 could not: CaptureError", zero["capture"])
     assert re.match("IndexError: .*nothing had been updated yet.*restart all ranks", one["midway"])
     assert re.match("RankMismatchError: .*step 2 failed on rank 1 .*restart all ranks", one["after"])
+
+
+def fail_on_a_device_that_is_lost() -> str:
+    """This rank's error where a step fails on rank 1, which cannot wait for its copies any more."""
+    os.environ["ZEROFX_TIMEOUT"] = "60"
+    step = compile_eager()
+    run(step)
+    if dist.get_rank() == 0:
+        return error_of(lambda: run(step))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Tiers, "settle", _lost)
+        bad = torch.full((2, 3), TOKENS)
+        return error_of(lambda: step(bad, labels=ids(9)))
+
+
+def _lost(_: Tiers) -> None:
+    raise RuntimeError("the device is lost")
+
+
+def test_others_hear_of_a_failure_before_anything_is_waited_for() -> None:
+    zero, one = run_ranks(fail_on_a_device_that_is_lost, 2)
+    assert re.match("IndexError: .*did not arrive .RuntimeError: the device is lost", one)
+    assert re.match("RankMismatchError: .*step 2 failed on rank 1 .IndexError", zero)
 
 
 def fail_at_work() -> str:

@@ -243,8 +243,13 @@ class Control:
         """Tell the other ranks that this one has failed, and how; from here on they fail where they wait for it."""
         if self._group is None or self.lost:
             return
-        self.lost = what
         self._notes.tell_failure(what)
+        self._lose(what)
+
+    def _lose(self, why: str) -> None:
+        """Nothing is agreed on any more; ranks that wait for this one fail too."""
+        assert self._group is not None
+        self.lost = why
         close_connections(self._group)
         for call in self._on_failure:
             call()
@@ -321,7 +326,8 @@ class Control:
         ``known`` is a rank of which it is known that it was not. Nothing can be agreed on after it.
         """
         if failure := self.failure():
-            self.lost = self.lost or failure
+            if not self.lost:
+                self._lose(failure)
             return RankMismatchError(
                 f"expected all {self.num_ranks} ranks to {purpose}, found that {failure}. Restart all ranks from a "
                 f"checkpoint"
