@@ -47,7 +47,7 @@ class Streams:
         self.sides: list[Stream] = []
         self._entered = threading.local()
 
-    def side(self, _device: object = None) -> Stream:
+    def side(self, _device: object = None, priority: int = 0) -> Stream:
         self.sides.append(Stream(self))
         return self.sides[-1]
 

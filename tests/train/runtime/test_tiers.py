@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -170,6 +172,21 @@ def test_a_pinned_block_is_no_larger_than_what_is_counted(monkeypatch: pytest.Mo
     del block, part
     memory.clear()
     assert cudart.pinned == {} and memory.num_bytes == 0
+
+
+def test_pinned_blocks_are_not_copied_into_processes_that_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    block = HostMemory(pinned=True).take(PAGE)
+    maps = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    flags = [after.splitlines()[0].split() for before, after in itertools.pairwise(maps) if _has(before, block)]
+    assert ["dc" in of_range for of_range in flags] == [True]
+
+
+def _has(text: str, block: torch.Tensor) -> bool:
+    """Whether the last range of memory in ``text`` has a block."""
+    *_, span = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) ", text, re.MULTILINE)
+    start, end = (int(address, 16) for address in span)
+    return start <= block.data_ptr() < end
 
 
 def test_memory_that_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

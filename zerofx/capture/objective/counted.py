@@ -61,7 +61,8 @@ def counted(
             f"(labels != -100).sum(-1)"
         )
     counts = counts.long()
-    return {**kwargs, _COUNTS: counts, _TOTAL: counts.sum(), _RANKS: torch.tensor(num_ranks, device=counts.device)}
+    ranks = torch.full((), num_ranks, device=counts.device)  # which a GPU fills without the host waiting for it
+    return {**kwargs, _COUNTS: counts, _TOTAL: counts.sum(), _RANKS: ranks}
 
 
 def total_of(batch: Batch) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx.runtime.comm.groups import destroy
-from zerofx.runtime.comm.transport import Group, Groups, Pending, T, Transport, members_of
+from zerofx.runtime.comm.transport import Group, Groups, LostRankError, Pending, T, Transport, members_of
 from zerofx.runtime.measure.spans import SpanLog
 from zerofx.torch_private import distributed
 
@@ -27,24 +28,38 @@ class Nccl(Transport):
     and take more memory than planned meanwhile.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, log: SpanLog, whole: Nccl | None = None) -> None:
-        """``whole``: the transport between all ranks, where ``group`` is of some, and made for this one."""
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        log: SpanLog,
+        whole: Nccl | None = None,
+        groups: Groups | None = None,
+    ) -> None:
+        """``whole``: the transport between all ranks, where ``group`` is this rank's of several ``groups`` of them, and
+        made for this transport."""
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._whole = whole
         self._inner: list[Nccl] = []  # between some of these ranks
         self.sent_to: Counter[int] = Counter() if whole is None else whole.sent_to
         self._group = group
-        everyone = dist.get_process_group_ranks(group)
-        all_ranks = everyone if whole is None else dist.get_process_group_ranks(whole._group)
-        self._numbers = [all_ranks.index(rank) for rank in everyone]  # of the members, among all ranks
+        self._all_groups = groups or [range(self.num_ranks)]
+        # Of the members, among all ranks.
+        self._numbers = next(members for members in self._all_groups if self._world.rank in members)
+        self._failed = False
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=-1)  # not held up by kernels that fill the device
         self._log = log
         self._flag = torch.ones((), dtype=torch.uint8, device=device)
         self._groups: dict[tuple[Group, int], dist.ProcessGroup] = {}
 
+    @property
+    def _world(self) -> Nccl:
+        """The transport between all ranks."""
+        return self._whole or self
+
     def among(self, groups: Groups) -> Nccl:
-        inner = Nccl(self._new_group(groups), self._device, self._log, self)
+        inner = Nccl(self._new_group(groups), self._device, self._log, self, groups)
         self._inner.append(inner)
         return inner
 
@@ -109,12 +124,14 @@ class Nccl(Transport):
         return self._start(result, launch, {following: 2 * once})
 
     def broadcast_dense(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._check_reachable()
         for tensor in tensors:
-            dist.broadcast(tensor, group=self._group, group_src=0)
+            dist.broadcast(tensor.view(torch.uint8), group=self._group, group_src=0)  # NCCL does not have all dtypes
             if self.rank == 0:
                 self.sent_to.update(dict.fromkeys(self._numbers[1:], tensor.nbytes))
 
     def all_true(self, here: bool) -> bool:
+        self._check_reachable()
         self._flag.fill_(here)
         dist.all_reduce(self._flag, op=dist.ReduceOp.MIN, group=self._group)
         return bool(self._flag.item())
@@ -128,9 +145,15 @@ class Nccl(Transport):
 
         NCCL's watchdog ends ranks that wait too long.
         """
-        self.settle()
+        self._world._failed = True
+        with contextlib.suppress(RuntimeError):  # of a device that has failed too
+            self.settle()
 
     def close(self) -> None:
+        """After a failure groups stay until the process ends: to end them is to wait for collectives, some of which no
+        other rank has come to."""
+        if self._world._failed:
+            return
         self._stream.synchronize()
         destroy([*self._groups.values(), *([] if self._whole is None else [self._group])])
         self._groups.clear()
@@ -142,7 +165,9 @@ class Nccl(Transport):
             if full.numel():
                 distributed.gather_single(full, shard, group=members)
 
-        return self._start(full, launch, self._in_ring(shard.nbytes, group, size), (shard,))
+        # A slice that is gathered where it lies is held with the rest.
+        apart = shard.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
+        return self._start(full, launch, self._in_ring(shard.nbytes, group, size), (shard,) if apart else ())
 
     def _in_ring(self, num_bytes: int, group: Group, size: int) -> dict[int, int]:
         """What a ring over this rank's group sends of slices of ``num_bytes``, by rank."""
@@ -151,16 +176,21 @@ class Nccl(Transport):
         return {self._numbers[following]: num_bytes * (size - 1)}
 
     def _group_of(self, group: Group, size: int) -> dist.ProcessGroup:
-        """The group of this rank. All ranks make all groups, at the same place of the step that first needs them."""
+        """The group of this rank. All ranks make all groups, at the same place of the step that first needs them.
+
+        Also those within groups that they are not in: torch names groups by how many a rank has made before.
+        """
         if group == "all":
             return self._group
         if (group, size) not in self._groups:
-            kinds = {tuple(members_of(group, rank, size, self.num_ranks)) for rank in range(self.num_ranks)}
-            self._groups[group, size] = self._new_group(sorted(kinds))
+            places = {tuple(members_of(group, rank, size, self.num_ranks)) for rank in range(self.num_ranks)}
+            within = [[members[place] for place in own] for members in self._all_groups for own in sorted(places)]
+            self._groups[group, size] = self._world._new_group(within)
         return self._groups[group, size]
 
     def _new_group(self, groups: Groups) -> dist.ProcessGroup:
         """This rank's of ``groups``, all of which all ranks make."""
+        self._check_reachable()
         everyone, own = dist.get_process_group_ranks(self._group), None
         for members in groups:
             new_group = dist.new_group([everyone[rank] for rank in members])
@@ -173,6 +203,7 @@ class Nccl(Transport):
         self, result: T, launch: Callable[[], None], sent: Mapping[int, int], unheld: Sequence[torch.Tensor] = ()
     ) -> Pending[T]:
         """``unheld`` is what it reads and the step may let go of before the wait."""
+        self._check_reachable()
         self.sent_to.update(sent)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         timed = self._log.running
@@ -186,6 +217,15 @@ class Nccl(Transport):
         for tensor in unheld:
             tensor.record_stream(self._stream)
         return Pending.after(result, lambda: torch.cuda.current_stream(self._device).wait_event(done))
+
+    def _check_reachable(self) -> None:
+        """Nobody waits for what would be started now, and it would end when the watchdog ends the process.
+
+        Raises:
+            LostRankError: a rank has failed.
+        """
+        if self._world._failed:
+            raise LostRankError("a rank has failed, and ranks reach one another no more")
 
 
 def gather_coalesced(group: dist.ProcessGroup, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:

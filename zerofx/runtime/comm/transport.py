@@ -109,7 +109,10 @@ class Transport(Protocol):
         """Send a tensor to the next rank, the last one's to the first; the result is that of the rank before."""
 
     def all_reduce(self, value: torch.Tensor, reduction: str) -> Pending[torch.Tensor]:
-        """The sum over all ranks, in their order, or the ``"max"`` or ``"min"`` elements, in a tensor of its own."""
+        """The sum over all ranks, or the ``"max"`` or ``"min"`` elements, in a tensor of its own.
+
+        On CPUs what ranks have is added up in their order, on GPUs in NCCL's.
+        """
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite tensors by rank 0's, which have the same shapes and strides.

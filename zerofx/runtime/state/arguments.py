@@ -82,7 +82,7 @@ def state_tensors(
         elif facts.role is Role.OUTSIDE:
             tensors[name] = lent[facts.name] if facts.name in lent else outside.tensor(facts.name)
         elif facts.role is Role.RANK:
-            tensors[name] = torch.tensor([state.number_along(facts.name)], device=state.device)
+            tensors[name] = torch.full((1,), state.number_along(facts.name), device=state.device)
         elif facts.role is Role.HOST_RANK:
             tensors[name] = torch.tensor(state.number_along(facts.name))
         elif facts.role is Role.LOSS_SCALE:

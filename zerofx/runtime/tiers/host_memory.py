@@ -49,8 +49,11 @@ class HostMemory:
             idle = next((n for n, (_, copies) in enumerate(free) if not any(c.under_way for c in copies)), 0)
             return _landed(*free.pop(idle))
         self._make_room(size)
-        block = torch.frombuffer(_pages(size), dtype=torch.uint8)
+        pages = _pages(size)
+        block = torch.frombuffer(pages, dtype=torch.uint8)
         if self._pinned:
+            # A process that is forked, as workers of a loader are, would have a copy of each pinned page.
+            pages.madvise(mmap.MADV_DONTFORK)
             pin(block)
         self.num_bytes += size
         return block
