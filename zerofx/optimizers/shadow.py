@@ -53,6 +53,16 @@ def structural_flags(group: Mapping[str, Any]) -> tuple[tuple[str, bool | str | 
     )
 
 
+def tensor_options(group: Mapping[str, Any]) -> list[str]:
+    """The hyperparameters that are tensors, or have some: what is computed of those rounds as their dtype does."""
+    entries = {key: value if isinstance(value, (tuple, list)) else (value,) for key, value in group.items()}
+    return [
+        key
+        for key, values in entries.items()
+        if key not in IGNORED_KEYS and any(isinstance(value, torch.Tensor) for value in values)
+    ]
+
+
 class TracedGroup(dict[str, Any]):
     """A parameter group that notes which of its entries are read."""
 

@@ -20,6 +20,7 @@ from zerofx.optimizers.shadow import (
     map_numbers,
     sample,
     step_function,
+    tensor_options,
 )
 from zerofx.torch_private.dispatch import TorchDispatchMode
 from zerofx.torch_private.operators import call_one_by_one, is_foreach
@@ -192,9 +193,14 @@ def trace_step(
     """Run one step of a shadow of ``optimizer`` on a parameter of ``shape`` and record it.
 
     Raises:
-        OptimizerError: the step does what cannot be done on a flat shard, or cannot be run.
+        OptimizerError: the step does what cannot be done on a flat shard, or cannot be run, or rounds scalars as
+            tensors are rounded.
     """
     name = type(optimizer).__name__
+    if not fused and (keys := tensor_options(group)):  # of which torch's fused kernels read the number
+        raise OptimizerError(
+            f"expected numbers among the hyperparameters of {name}, found tensors in {', '.join(keys)}: give numbers"
+        )
     tape = GuardTape()
     recorder = UpdateRecorder(name, torch.Size(shape).numel(), tape, fused=fused)
     param = sample(shape, dtype, -1.0, 1.3).requires_grad_()

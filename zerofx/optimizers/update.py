@@ -65,7 +65,7 @@ def trace_update(
 ) -> UpdateProgram:
     """The update of one flat shard, for the options and branches that hold now.
 
-    The optimizer is not stepped and not changed. One-element tensors among the hyperparameters are read as floats.
+    The optimizer is not stepped and not changed.
 
     Args:
         optimizer: any elementwise optimizer.

@@ -150,6 +150,20 @@ def test_counters_branches_and_math_are_followed(where: str) -> None:
         assert getattr(found.optimizer, name) == getattr(expected.optimizer, name)
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", ["Adam", "NAdam", "ASGD"])
+def test_tensors_among_the_hyperparameters_round_as_they_do_in_eager_mode(name: str, late: bool) -> None:
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        numbers = [{"lr": 0.05, **group} for group in groups]
+        tensors = [{**group, "lr": torch.tensor(group["lr"])} for group in numbers]
+        return getattr(torch.optim, name)(numbers if late else tensors, foreach=False)  # type: ignore[no-any-return]  # a class
+
+    runs = [Run(make, compiled=compiled).train(2) for compiled in (True, False)]
+    for group in (group for run in runs for group in run.optimizer.param_groups):
+        group["lr"] = torch.as_tensor(group["lr"])
+    assert_same(runs[1].train(4), runs[0].train(4))
+
+
 @pytest.mark.parametrize("num_steps", [1, 5, 7])
 def test_what_was_saved_half_way_goes_on_exactly(num_steps: int) -> None:
     def make(params: Any) -> torch.optim.Optimizer:

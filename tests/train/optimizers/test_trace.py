@@ -95,17 +95,17 @@ def test_flags_are_guarded() -> None:
         run_program(program, torch.ones(3), torch.ones(3), program.new_states(3), state, group)
 
 
-def test_tensor_hyperparameters_are_read_as_floats() -> None:
+def test_tensors_among_the_hyperparameters_are_read_by_fused_kernels_alone() -> None:
     lr = torch.tensor(1e-2)
     optimizer = torch.optim.AdamW([param()], lr=lr, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False)
-    program = trace_update(optimizer, optimizer.param_groups[0])
-    host = program.host()
-    first = host(optimizer.param_groups[0], program.new_scalar_states())
+    with pytest.raises(OptimizerError, match=r"numbers among the hyperparameters of AdamW, found tensors in lr, betas"):
+        trace_update(optimizer, optimizer.param_groups[0])
+    program = trace_update(optimizer, optimizer.param_groups[0], fused=True)
+    before, lr_before = program.host()(optimizer.param_groups[0], program.new_scalar_states()), float(lr)
     lr.fill_(0.5)
-    second = host(optimizer.param_groups[0], program.new_scalar_states())
-    assert first is not None and second is not None
-    assert all(type(x) is float for x in first)
-    assert second[-1] / first[-1] == pytest.approx(50.0)
+    after = program.host()(optimizer.param_groups[0], program.new_scalar_states())
+    assert before is not None and after is not None
+    assert [(a, b) for a, b in zip(before, after, strict=True) if a != b] == [(lr_before, 0.5)]
 
 
 def test_resumed_state_decides_the_branch() -> None:

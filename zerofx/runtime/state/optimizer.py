@@ -28,7 +28,7 @@ from zerofx.optimizers.ahead import programs_ahead
 from zerofx.optimizers.following.follower import Follower
 from zerofx.optimizers.following.stand_in import StandIn, copied_scalars
 from zerofx.optimizers.outside import Change, attributes
-from zerofx.optimizers.shadow import structural_flags
+from zerofx.optimizers.shadow import structural_flags, tensor_options
 from zerofx.optimizers.stored import storing_states
 from zerofx.runtime.state.held_states import HeldState, held_by_bucket
 from zerofx.runtime.state.state import TrainingState
@@ -315,10 +315,10 @@ class OptimizerBinding:
         return advance
 
     def _options(self) -> Any:
-        """What a traced update depends on besides numbers in groups: their flags, and the optimizer's attributes."""
+        """What a traced update depends on besides numbers in groups: flags, tensors, the optimizer's attributes."""
         plain = (bool, int, float, str, type(None))
         own = {name: value for name, value in attributes(self.optimizer).items() if isinstance(value, plain)}
-        return [structural_flags(group) for group in self.optimizer.param_groups], own
+        return [(structural_flags(group), tensor_options(group)) for group in self.optimizer.param_groups], own
 
     def _host(self, program: UpdateProgram) -> HostFunction:
         if program.host_source not in self._hosts:
