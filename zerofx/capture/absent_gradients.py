@@ -36,6 +36,19 @@ class AbsentGradient(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is not typed
         return "AbsentGradient()" if self.value is None else repr(self.value)
 
+    # What torch does to memory without an operator, and so past ``__torch_dispatch__``.
+
+    def share_memory_(self) -> AbsentGradient:
+        if self.value is not None:
+            self.value.share_memory_()
+        return self
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return _value(self).numpy(force=force)
+
+    def tolist(self) -> Any:
+        return _value(self).tolist()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch types a default that does nothing
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -48,7 +61,7 @@ class AbsentGradient(torch.Tensor):
                 options = kwargs or {}
                 dtype, device = options.get("dtype") or first.dtype, options.get("device") or first.device
                 return AbsentGradient.of(first.shape, dtype, torch.device(device))
-            if func is _aten.add_.Tensor and not isinstance(args[1], AbsentGradient):
+            if func is _aten.add_.Tensor and not kwargs and not isinstance(args[1], (AbsentGradient, int, float)):
                 first.value = args[1].clone()  # a backward pass of the user's own
                 return first
         if func is _aten._foreach_zero_.default and first is not None:

@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import nn
@@ -112,6 +112,13 @@ class Step(Whole, Reported):
             self._evaluations = Evaluations(model, self._steps, self._life, self._graphs)
             self._steps.before_undoing = lambda: owner._let_go_of_what_was_built()
             undo_all.pop_all()
+
+    def __reduce_ex__(self, protocol: object) -> Never:
+        raise UsageError(
+            "expected a step to be neither copied nor pickled, found that it was, though memory and connections "
+            "are those of this process: call step.save_checkpoint(folder), or copy the model and "
+            "optimizer.state_dict() inside `with step.full_parameters():`"
+        )
 
     # ------------------------------------------------------------------------------------------------ running
 

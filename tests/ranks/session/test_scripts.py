@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,10 @@ def test_gradients_that_are_clipped_or_read_after_a_step_are_an_error_that_says_
         lambda: nn.utils.clip_grad_norm_(step.model.parameters(), 1.0),
         lambda: nn.utils.clip_grad_norm_(step.model.parameters(), 1.0, foreach=False),
         lambda: nn.utils.clip_grad_value_(step.model.parameters(), 1.0),
+        lambda: next(step.model.parameters()).grad.add_(1.0),  # type: ignore[union-attr]  # there is a stand-in
+        lambda: [parameter.grad.add_(parameter.data, alpha=0.1) for parameter in step.model.parameters()],  # type: ignore[union-attr]  # there is a stand-in
+        lambda: next(step.model.parameters()).grad.numpy(),  # type: ignore[union-attr]  # there is a stand-in
+        lambda: next(step.model.parameters()).grad.tolist(),  # type: ignore[union-attr]  # there is a stand-in
         lambda: [parameter.grad.mul_(2.0) for parameter in step.model.parameters() if parameter.grad is not None],
     ):
         with pytest.raises(UsageError, match="max_grad_norm="):
@@ -52,6 +58,21 @@ def test_gradients_that_are_clipped_or_read_after_a_step_are_an_error_that_says_
     for set_to_none in (True, False):
         step.optimizer.zero_grad(set_to_none=set_to_none)
         _train(step)
+
+
+def test_memory_that_is_shared_with_other_processes_is_noticed() -> None:
+    step = _step()
+    _train(step)
+    step.model.share_memory()
+    with pytest.raises(UsageError, match=r"was replaced or moved since .*call step.close\(\) before"):
+        _train(step)
+
+
+def test_a_step_is_neither_copied_nor_pickled() -> None:
+    step = _step()
+    for use in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match=r"neither copied nor pickled.*save_checkpoint"):
+            use(step)
 
 
 def test_a_backward_pass_of_the_users_own_finds_no_gradient_before_it() -> None:
