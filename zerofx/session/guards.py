@@ -12,7 +12,7 @@ from torch import nn
 
 from zerofx.capture.checks import check_hooks
 from zerofx.errors import ShardedParametersError, UsageError, warn
-from zerofx.torch_private.modules import parameter_table
+from zerofx.torch_private.modules import child_table, parameter_table
 from zerofx.units import first_few
 
 _PLAIN = (int, float, bool, str)
@@ -68,23 +68,38 @@ def guard_model(model: nn.Module, is_open: Callable[[], bool], instead: str = ""
 
 
 class ParameterWatch:
-    """Notices parameters that were replaced, moved or given hooks after the step's back."""
+    """Notices parameters that were replaced, moved or given hooks after the step's back, and modules replaced."""
 
     def __init__(self, model: nn.Module) -> None:
-        tables = ((path, parameter_table(module)) for path, module in model.named_modules())
+        modules = list(model.named_modules())
         self._entries = [
             (f"{path}.{key}" if path else key, table, key, tensor, tensor.data_ptr())
-            for path, table in tables
+            for path, table in ((path, parameter_table(module)) for path, module in modules)
             for key, tensor in table.items()
             if tensor is not None
         ]
+        self._modules = [
+            (f"{path}.{key}" if path else key, table, key, child)
+            for path, table in ((path, child_table(module)) for path, module in modules)
+            for key, child in table.items()
+        ]
+
+    def renew(self) -> None:
+        """Take the memory that the parameters have now for theirs; which parameters they are stays."""
+        self._entries = [(name, table, key, tensor, tensor.data_ptr()) for name, table, key, tensor, _ in self._entries]
 
     def check(self) -> None:
         """Raise where something has changed.
 
         Raises:
-            UsageError: names the parameter.
+            UsageError: names the parameter or module.
         """
+        for path, children, key, child in self._modules:
+            if children.get(key) is not child:
+                raise UsageError(
+                    f"expected the modules that the step was built with, found that {path} was replaced since: call "
+                    f"step.close() before, and compile after"
+                )
         for name, table, key, tensor, address in self._entries:
             if table.get(key) is not tensor or tensor.data_ptr() != address:
                 raise UsageError(

@@ -219,7 +219,7 @@ class TakenOver:
             if write_back and done:
                 state.write_back()
             state.hide_parameters()
-            self.watch = ParameterWatch(self.model)
+            self.watch.renew()  # what the block has replaced is for the next step to tell
 
     def give_back(self) -> None:
         """Give model and optimizer all their values back; collective."""

@@ -285,6 +285,27 @@ def test_a_parameter_that_is_replaced_is_named() -> None:
         pair.step(ids(), labels=ids(1))
 
 
+def test_parameters_that_are_replaced_in_a_block_are_named() -> None:
+    pair = Pair()
+    pair.train()
+    with pair.step.full_parameters(write_back=True):
+        pair.model.load_state_dict(tiny().state_dict(), assign=True)
+    with pytest.raises(UsageError, match=r"was replaced or moved since \(by .*load_state_dict\(assign=True\)\)"):
+        pair.step(ids(), labels=ids(1))
+
+
+def test_a_module_that_is_replaced_is_named() -> None:
+    pair = Pair()
+    pair.train()
+    head = pair.model.head
+    pair.model.head = nn.Linear(head.in_features, head.out_features)
+    for use in (pair.step, pair.step.evaluate):
+        with pytest.raises(UsageError, match=r"modules that the step was built with, found that head was replaced"):
+            use(ids(), labels=ids(1))
+    pair.model.head = head
+    pair.train()
+
+
 # ------------------------------------------------------------------------------------------------ failing steps
 
 
