@@ -105,7 +105,7 @@ class TuneOptions(TypedDict, total=False):
 class PlanOptions(TuneOptions, total=False):
     """Keywords that ``plan`` and ``compile`` have in common."""
 
-    machine: Machine | str
+    machine: Machine | str | None
     host_budget: int | float | str | None
     tile: Tiling
     delayed_update: int | None

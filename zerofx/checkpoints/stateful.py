@@ -95,8 +95,9 @@ class Loaded:
 
     def __init__(self, state: Mapping[str, Any], training: Training, names: ModelNames) -> None:
         self._names = names
-        self._model: Mapping[str, Any] = state[MODEL]
         optimizer = state.get(OPTIMIZER)
+        _check_form(state[MODEL], optimizer)
+        self._model: Mapping[str, Any] = state[MODEL]
         self.groups: list[dict[str, Any]] | None = optimizer["param_groups"] if optimizer is not None else None
         entries = optimizer["state"] if optimizer is not None else {}
         self.own: dict[str, Any] = json.loads(state[OWN]) if OWN in state else {}
@@ -214,6 +215,25 @@ def _number(value: Any) -> Any:
 
 def _is_flat(value: Any, is_known: bool) -> bool:
     return isinstance(value, BoxedTensor) or (isinstance(value, torch.Tensor) and (is_known or value.dim() > 0))
+
+
+def _check_form(model: object, optimizer: object) -> None:
+    """Check that a state dictionary has mappings by name, and the states of parameters by theirs.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    if not isinstance(model, Mapping):
+        raise CheckpointError(f"expected 'model' to be model.state_dict(), found {type(model).__name__}")
+    parts: Mapping[str, Any] = optimizer if isinstance(optimizer, Mapping) else {}
+    has_numbers = any(isinstance(name, int) for group in parts.get("param_groups", ()) for name in group["params"])
+    if optimizer is not None and (not {"state", "param_groups"} <= parts.keys() or has_numbers):
+        shown = "parameters by number" if has_numbers else type(optimizer).__name__
+        raise CheckpointError(
+            f"expected 'optimizer' to have 'state' and 'param_groups' with parameters by name, as "
+            f"torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives them, found {shown}: "
+            f"optimizer.load_state_dict takes what optimizer.state_dict gave"
+        )
 
 
 def _problems(name: str, value: Any, like: torch.Tensor) -> list[str]:

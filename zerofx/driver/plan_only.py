@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zerofx.budgets import budget_bytes
+from zerofx.capture.checks import check_model, check_optimizer
 from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.objective.counted import counted
 from zerofx.capture.objective.loss import ForwardFunction, LossFunction
@@ -29,6 +30,7 @@ from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout
 from zerofx.lowering.lower import LoweredStep
 from zerofx.mesh_option import AUTO, mesh_for
+from zerofx.option_checks import check_count
 from zerofx.options import CompileOptions, PlanOptions, check_names, check_options
 from zerofx.pipeline import check_disabled
 from zerofx.progress import watched
@@ -147,7 +149,8 @@ def plan(
         ZeroFXError: as ``zerofx.compile`` would.
     """
     check_names(options, PlanOptions, "plan")
-    options.setdefault("machine", "h100-sxm")
+    if options.get("machine") is None:
+        options["machine"] = "h100-sxm"
     checked = check_options(stage=stage, **options)
     if checked.mesh == AUTO:
         return _on_the_best_mesh(model, optimizer, batch, checked, world_size)
@@ -196,8 +199,7 @@ def planned_mesh(options: CompileOptions, world_size: int | None) -> Mesh:
         raise UsageError("expected a mesh that is given, found mesh='auto', which zerofx.plan and zerofx.compile take")
     if world_size is None:
         return options.mesh or Mesh()
-    if world_size < 1:
-        raise UsageError(f"expected a world_size of at least 1, found {world_size}")
+    check_count("world_size", world_size, 1, "to be a number of ranks, 1 or more")
     return mesh_for(options.mesh, world_size)
 
 
@@ -216,6 +218,10 @@ def capture_for_plans(
     """
     settings = read_settings()
     check_disabled(settings)
+    check_model(model, on_meta=True)
+    check_optimizer(model, optimizer)
+    if not isinstance(batch, tuple | list | Mapping):
+        raise UsageError(f"expected batch to be a tuple or a dict of keywords, found {type(batch).__name__}")
     taken = batch_to_capture(model, batch, options)
     assert options.machine is not None, "plans are made for a machine that is named"
     request = Request(model, optimizer, taken, options, settings, Mesh(), options.machine.as_torch_computes(), verbose)

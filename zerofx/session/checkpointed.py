@@ -25,6 +25,7 @@ from zerofx.session.batches.micro_batches import MicroBatches
 from zerofx.session.life import Life
 from zerofx.session.steps import Steps
 from zerofx.session.taken_over import TakenOver
+from zerofx.units import first_few
 
 _SCALE = "loss_scale"
 
@@ -183,8 +184,9 @@ class Checkpointed:
         """
         from zerofx.checkpoints.stateful import MODEL, Loaded
 
-        if MODEL not in state_dict:
-            raise UsageError(f"expected a state dictionary with 'model', found {', '.join(state_dict) or 'nothing'}")
+        if not isinstance(state_dict, Mapping) or MODEL not in state_dict:
+            shown = first_few(map(repr, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+            raise UsageError(f"expected a state dictionary with 'model', found {shown or 'nothing'}")
         taken = self._taken_for("load the state of a step")
         self.finish_saving()
         control = self._life.control

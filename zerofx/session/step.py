@@ -23,6 +23,7 @@ from zerofx.errors import (
 )
 from zerofx.ir.batch import Batch
 from zerofx.lowering.load import CompiledStep
+from zerofx.option_checks import check_count
 from zerofx.options import CompileOptions
 from zerofx.passes.barrier.keep_gradients import kept_buckets
 from zerofx.pipeline import check_disabled
@@ -123,7 +124,7 @@ class Step(Whole, Reported):
     # ------------------------------------------------------------------------------------------------ running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._micro_batches.check_empty("step(batch)")
+        self._micro_batches.check_empty("call step(batch)")
         with on_device(self._steps.device), working("run a step"):
             return self._run(args, kwargs)
 
@@ -325,8 +326,7 @@ class Step(Whole, Reported):
             return self._evaluations.measure(args, kwargs, num_steps)
 
     def _check_measurable(self, num_steps: int, purpose: str) -> None:
-        if num_steps < 1:
-            raise UsageError(f"expected to {purpose} at least once, found num_steps={num_steps}")
+        check_count("num_steps", num_steps, 1, f"to be how often to {purpose}, 1 or more")
         self._life.check_open(purpose)
         if self._steps.device.type == "cpu":
             refuse_profilers(self._control.gather(is_profiling(), purpose))

@@ -213,7 +213,7 @@ class _Place:
         by_any_name = dict(taken.model.named_parameters(remove_duplicate=False))
         parameter = by_any_name.get(name)
         if parameter is None:
-            near = [other for other in by_any_name if other.rpartition(".")[2] == name.rpartition(".")[2]]
+            near = [other for other in by_any_name if other.rpartition(".")[2] == str(name).rpartition(".")[2]]
             raise UsageError(
                 f"expected the name of a parameter, found {name!r}: there are "
                 f"{first_few(near or list(by_any_name)) or 'none'}; buffers are on the model, whole"

@@ -42,6 +42,24 @@ def _planned(*dtypes: torch.dtype) -> zerofx.PlannedStep:
     return zerofx.plan(model, optimizer, (x,), machine=H100, backend="eager")
 
 
+def test_what_cannot_be_planned_is_refused() -> None:
+    model, batch = Mixed(torch.float32).to("meta"), (torch.empty(2, SIZE, device="meta"),)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    arguments: tuple[tuple[Any, ...], ...] = (
+        (None, optimizer, batch, "an nn.Module, found NoneType"),
+        (Mixed, optimizer, batch, "an nn.Module, found type"),
+        (model, torch.optim.SGD, batch, "a torch.optim.Optimizer .* found type"),
+        (model, optimizer, batch[0], "batch to be a tuple or a dict of keywords, found Tensor"),
+        (model, optimizer, None, "batch to be a tuple or a dict of keywords, found NoneType"),
+    )
+    for *training, message in arguments:
+        with pytest.raises(zerofx.ZeroFXError, match=message):
+            zerofx.plan(*training)
+    with pytest.raises(zerofx.UsageError, match="world_size to be a number of ranks, 1 or more, found '2'"):
+        zerofx.plan(model, optimizer, batch, world_size="2")  # type: ignore[arg-type]  # that is the point
+    assert zerofx.plan(model, optimizer, batch, machine=None).machine.name == H100.name
+
+
 @pytest.mark.parametrize("num_float32", range(5))
 def test_each_product_is_measured_against_the_peak_of_its_own_dtype(num_float32: int) -> None:
     dtypes = [torch.float32] * num_float32 + [torch.bfloat16] * (4 - num_float32)

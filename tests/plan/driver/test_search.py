@@ -225,7 +225,7 @@ def test_options_are_checked() -> None:
         largest_micro_batch(rows, *training(), limit=True)
     with pytest.raises(UsageError, match="no world_size for smallest_world"):
         smallest_world(*training(), rows(8), world_size=2)  # type: ignore[call-arg]  # which it looks for itself
-    with pytest.raises(UsageError, match="world_size of at least 1"):
+    with pytest.raises(UsageError, match="world_size to be a number of ranks, 1 or more"):
         largest_micro_batch(rows, *training(), world_size=0)
     with pytest.raises(UsageError, match="expected stage"):
         fewest(190, stage=4)

@@ -183,11 +183,16 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed() -> None:
         ({"model": {n: v for n, v in good.items() if n != "scale"}}, "found nothing for scale"),
         ({"model": good | {"scale": torch.ones(2)}}, r"found \[2\] for scale, which is \[\]"),
         (step.state_dict(), "that nothing has been loaded into"),
+        ({"model": None}, "expected 'model' to be model.state_dict"),
+        ({"model": good, "optimizer": step.optimizer.state_dict()}, "with parameters by name, .* by number"),
+        ({"model": good, "optimizer": 3}, "with parameters by name, .* found int"),
     ):
         with pytest.raises(CheckpointError, match=message):
             step.load_state_dict(state)
     with pytest.raises(UsageError, match="expected a state dictionary with 'model'"):
         step.load_state_dict(good)
+    with pytest.raises(UsageError, match="a state dictionary with 'model', found NoneType"):
+        step.load_state_dict(None)  # type: ignore[arg-type]  # that is the point
     with pytest.raises(UsageError, match=r"it has none of its own"):
         step.state_dict()["model"]["up.weight"].clone()
     torch.testing.assert_close(step.full_state_dict(), before, rtol=0, atol=0)

@@ -55,7 +55,7 @@ def test_as_many_as_accumulate_says_come_before_an_update() -> None:
         step.micro(*batch(2, number), scale=scale)
     with pytest.raises(UsageError, match="after 3 micro-batches, as accumulate=3 says, found one more"):
         step.micro(*batch(2), scale=scale)
-    with pytest.raises(UsageError, match=r"step.update\(\) before step\(batch\), found 3 of 3"):
+    with pytest.raises(UsageError, match=r"to call step\(batch\) after step.update\(\), found 3 of 3"):
         step(*batch(6), scale=scale)
     step.update()
     step(*batch(6), scale=scale)

@@ -114,6 +114,7 @@ def test_a_model_that_a_step_trains_is_refused() -> None:
         ({"batch": torch.zeros(1)}, "batch to be a tuple or a dict of keywords, found Tensor"),
         ({"stage": 4}, "expected stage 0"),
         ({"save": "no_such_folder/plan.json"}, "found that no_such_folder is none"),
+        ({"save": 3}, "save to be the path of a file, found int"),
         ({"mesh": "auto"}, "found mesh=.auto.: give the one that zerofx.plan"),
     ],
 )

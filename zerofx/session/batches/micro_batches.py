@@ -75,7 +75,7 @@ class MicroBatches:
         """
         if self._waiting:
             raise UsageError(
-                f"expected step.update() before {doing}, found {len(self._waiting)} of {self._wanted} micro-batches "
+                f"expected to {doing} after step.update(), found {len(self._waiting)} of {self._wanted} micro-batches "
                 f"waiting for it"
             )
 
