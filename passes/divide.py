@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.errors import PlanError
-from zerofx.ir.edit import named
+from zerofx.ir.edit import after, named
 from zerofx.ir.facts import Phase, origin, set_piece
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.decisions import PieceDecision
@@ -59,7 +59,8 @@ def divide(step: StepGraph, pieces: Sequence[PieceDecision]) -> None:
             )
     for name, phase, first, last in spans:
         node: fx.Node = first
-        while node is not last.next:
+        end = after(last).next  # outputs stay with their operator, so that nothing is put between them
+        while node is not end:
             if node.op == "call_function" and origin(node).phase is phase:
                 set_piece(node, name)
             node = node.next

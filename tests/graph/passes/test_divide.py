@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from zerofx.capture.trace import Batch, capture
 from zerofx.codegen.regions import cut, is_free_view, regions_of
 from zerofx.errors import PlanError
+from zerofx.ir.edit import after, start_of_unit
 from zerofx.ir.facts import piece_of
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.activations.recompute import recompute
@@ -26,6 +27,15 @@ class Unlike(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.b(torch.tanh(torch.sigmoid(self.a(x))))).sum()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(4, 6, bias=False), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.a(x))).sum()
 
 
 def captured() -> StepGraph:
@@ -68,6 +78,15 @@ def test_marks_change_no_node() -> None:
     divide(step, decided("sigmoid"))
     assert step.text() == before
     assert step.clone().cut_pieces == {"first"}
+
+
+def test_nothing_is_put_between_an_operator_that_ends_a_piece_and_its_outputs() -> None:
+    step = capture(Normed(), Batch.of((torch.zeros(2, 4),), {}))
+    simplify(step)
+    first = PieceDecision("first", "mm", "native_layer_norm", None, None, ("mm",))
+    divide(step, (first, PieceDecision("second", "tanh", "sum_1", None, None)))
+    nodes = step.by_name()
+    assert start_of_unit(step, nodes["tanh"]) is after(nodes["native_layer_norm"]).next
 
 
 def test_a_piece_of_another_graph_is_refused_before_anything_is_marked() -> None:
