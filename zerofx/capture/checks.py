@@ -26,8 +26,8 @@ def check_model(model: nn.Module, *, on_meta: bool = False) -> None:
     """Refuse what cannot be captured as it stands. ``on_meta``: a model on ``meta`` is fine.
 
     Raises:
-        UsageError: the model is wrapped, compiled, sharded already, on ``meta``, on several devices, or has nothing to
-            train.
+        UsageError: the model is wrapped, compiled, sharded already, on ``meta``, on several devices, has nothing to
+            train, or has something else in the memory of what it trains.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected an nn.Module, found {type(model).__name__}")
@@ -35,6 +35,7 @@ def check_model(model: nn.Module, *, on_meta: bool = False) -> None:
         _check_module(path, module)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         _check_tensor(name, tensor, on_meta=on_meta)
+    _check_memory(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(
             f"expected a model with a parameter to train, found none with requires_grad=True among "
@@ -117,6 +118,40 @@ def _check_tensor(name: str, tensor: torch.Tensor, *, on_meta: bool) -> None:
         )
     if tensor.layout is not torch.strided:
         raise UsageError(f"expected dense parameters, found that {name} has layout {tensor.layout}: use to_dense()")
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Check that nothing else lies in the memory of what is trained, whose values a step keeps in buckets."""
+    spans = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor.data) is torch.Tensor and not tensor.is_meta and tensor.numel():
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size(), name, tensor))
+    last = last_trained = (0, 0, "", torch.empty(0))  # of those that begin before, what ends last
+    for span in sorted(spans, key=lambda span: span[:2]):
+        start, end, name, tensor = span
+        _, other_end, other_name, other = last if tensor.requires_grad else last_trained
+        if start < other_end and tensor is not other and _share_elements(tensor, other):
+            raise UsageError(
+                f"expected parameters with memory of their own, found that {other_name} and {name} share some, of "
+                f"which a step would train one and leave the other as it was: make them one parameter "
+                f"(b.weight = a.weight), compute one from the other in forward, or clone() one"
+            )
+        last = span if end > last[1] else last
+        last_trained = span if tensor.requires_grad and end > last_trained[1] else last_trained
+
+
+def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether strided tensors over one storage have elements in common; columns of one matrix may not."""
+    marks = torch.zeros(a.untyped_storage().nbytes(), dtype=torch.bool)
+
+    def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.element_size()
+        strides = (*(size * stride for stride in tensor.stride()), 1)
+        return marks.as_strided((*tensor.shape, size), strides, tensor.data_ptr() - a.untyped_storage().data_ptr())
+
+    bytes_of(a).fill_(True)
+    return bool(bytes_of(b).any())
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -122,6 +122,29 @@ def test_complex_and_lazy_parameters_are_refused() -> None:
         compile_eager(lazy, sgd(lazy))
 
 
+@pytest.mark.parametrize("second", ["parameter", "frozen parameter", "transposed", "rows", "buffer"])
+def test_what_shares_the_memory_of_a_parameter_is_refused(second: str) -> None:
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    first, last = model[0].get_parameter("weight"), model[1]
+    if second == "buffer":
+        model.register_buffer("copied", first.detach()[1:])
+    else:
+        shared = {"transposed": first.data.t(), "rows": first.data[2:]}.get(second, first.data)
+        last.weight = nn.Parameter(shared, requires_grad=second != "frozen parameter")
+    refused_model(model, "found that 0.weight and (1.weight|copied) share some")
+
+
+def test_what_shares_memory_that_is_not_trained_or_lies_next_to_another_is_not_refused() -> None:
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    both, frozen = torch.randn(2, DIM, DIM), torch.randn(DIM)
+    for layer, own in zip(model, both, strict=True):
+        layer.weight = nn.Parameter(own)
+        layer.bias = nn.Parameter(frozen, requires_grad=False)
+    model.register_buffer("bias", frozen)
+    model[0].weight, model[1].weight = map(nn.Parameter, torch.randn(DIM, 2 * DIM).split(DIM, dim=1))
+    compile_eager(model, adamw(model)).abandon()
+
+
 def test_sparse_gradients_are_refused() -> None:
     model = tiny()
     model.embed.sparse = True
