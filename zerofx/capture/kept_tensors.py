@@ -1,6 +1,6 @@
 """Find traced tensors that a forward leaves in user objects: a list of features, a hook's notes.
 
-They have no values, and no step adds others. What a module has as an attribute is put back (``loss.py``), and buffers
+They have no values, and no step adds others. Attributes of modules are put back and named (``loss.py``), and buffers
 are part of the step.
 """
 

@@ -24,6 +24,7 @@ from zerofx.errors import ZeroFXError, warn, working
 from zerofx.ir.batch import Batch as Batch
 from zerofx.ir.graph import StepGraph
 from zerofx.torch_private.capture import joint_graph
+from zerofx.units import first_few
 
 
 def capture(
@@ -90,6 +91,12 @@ def _captured(forward: Forward, rewrites: Sequence[Normalisation], compiled: boo
             f"expected a forward that changes no Python values of its modules from call to call, found that it changes "
             f"{', '.join(lossy.counts)}: the step has what they were while it was captured; register what is to change "
             f"as a buffer"
+        )
+    if lossy.left:
+        warn(
+            f"expected a forward that leaves no tensors on its modules, found that it leaves {first_few(lossy.left)}: "
+            f"a step leaves none, and each call has those that were there while it was captured; register as a buffer "
+            f"what the next call is to have, and return from forward= what is to be looked at"
         )
     with working("make a step graph of what was captured"):
         step = StepGraph(joint.graph, device, forward.parameters(), forward.units())

@@ -203,6 +203,7 @@ class LossModule(nn.Module):
         self.rebound: tuple[str, ...] = ()
         self.checked: tuple[str, ...] = ()
         self.counts: tuple[str, ...] = ()
+        self.left: dict[str, None] = {}
         self.returned = NOTHING_ELSE
         self.trains = objective.trains
         self._has_run = False
@@ -227,7 +228,7 @@ class LossModule(nn.Module):
                 self._known.learn(fake, real)
         with Checks() as checks, self._known.asking(checks.answer), ExitStack() as inner:
             for model in (self.model, *self.lent):
-                inner.enter_context(_tensors_kept(model))
+                inner.enter_context(_tensors_kept(model, self.left))
             if not self._objective.is_plain:
                 inner.enter_context(stand_ins)
             args, kwargs = self._batch.rebuild(tensors)
@@ -262,18 +263,25 @@ class LossModule(nn.Module):
 
 
 @contextlib.contextmanager
-def _tensors_kept(model: nn.Module) -> Iterator[None]:
+def _tensors_kept(model: nn.Module, left: dict[str, None]) -> Iterator[None]:
     """Tensors that a forward leaves on its modules meanwhile go: they are those that it is traced with.
 
-    All else stays, such as a note of hooks that the first call has registered.
+    The names of those that take no buffer's place are put in ``left``. All else stays, such as a note of hooks that the
+    first call has registered.
     """
-    tables = [table for module in model.modules() for table in (vars(module), buffer_table(module))]
-    before = [dict(table) for table in tables]
+    tables = [
+        (path, table, dict(table), table is not vars(module))
+        for path, module in model.named_modules()
+        for table in (vars(module), buffer_table(module))
+    ]
     try:
         yield
     finally:
-        for table, entries in zip(tables, before, strict=True):
-            for name in [name for name, left in table.items() if isinstance(left, torch.Tensor)]:
+        for path, table, entries, of_buffers in tables:
+            for name in [name for name, value in table.items() if isinstance(value, torch.Tensor)]:
+                earlier = entries.get(name)
+                if table[name] is not earlier and not (of_buffers and isinstance(earlier, torch.Tensor)):
+                    left[f"{path}.{name}".removeprefix(".")] = None
                 if name in entries:
                     table[name] = entries[name]
                 else:
