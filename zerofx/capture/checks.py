@@ -13,6 +13,7 @@ from zerofx.errors import OptimizerError, UsageError, warn
 from zerofx.ir.batch import Batch
 from zerofx.precision import dtype_name
 from zerofx.torch_private.modules import compiles_calls, is_compiled
+from zerofx.torch_private.optimizers import step_hooks
 from zerofx.torch_private.tensors import has_hooks
 from zerofx.units import first_few
 
@@ -177,6 +178,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__}"
         )
     check_owner(model, optimizer)
+    check_step_hooks(optimizer)
     for states in optimizer.state.values():
         for name, value in states.items() if isinstance(states, Mapping) else ():
             if isinstance(value, DeferredTensor) or (isinstance(value, torch.Tensor) and value.is_meta):
@@ -184,6 +186,32 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                     f"expected an optimizer whose states have values, found a {name} of shape {list(value.shape)} that "
                     f"has none: it was stepped before the model had values; build a fresh one over its parameters"
                 )
+
+
+def refuse_step(*_: object) -> None:
+    """The hook that a step has on its optimizer.
+
+    Raises:
+        UsageError: the optimizer is stepped by hand.
+    """
+    raise UsageError(
+        "expected no call of optimizer.step(): step(batch) has already updated the parameters; remove the call (and "
+        "loss.backward())"
+    )
+
+
+def check_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Check that an optimizer has no hooks on its step but ``refuse_step``.
+
+    Raises:
+        OptimizerError: it has.
+    """
+    hooks = [hook for hook in step_hooks(optimizer) if hook is not refuse_step]
+    if hooks:
+        raise OptimizerError(
+            f"expected an optimizer without hooks on its step, found {len(hooks)}: step(batch) updates without a call "
+            f"of optimizer.step(); remove them, and do before or after step(batch) what they do"
+        )
 
 
 def check_loss_function(loss_fn: LossFunction | None) -> None:

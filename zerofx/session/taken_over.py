@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.capture.checks import check_step_hooks
 from zerofx.checkpoints.fill import Source, fill_training
 from zerofx.checkpoints.training import Training
 from zerofx.deferred import becoming_real
@@ -135,6 +136,7 @@ class TakenOver:
 
     def advance(self) -> Advance:
         """The coming step's scalars; the update is traced anew where the optimizer's options or states ask for it."""
+        check_step_hooks(self.binding.optimizer)
         self.optimizer_state.take_loaded()
         advance = self.binding.advance(self.state)
         if advance is None:

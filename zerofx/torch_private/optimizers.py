@@ -22,6 +22,11 @@ def has_hooks(name: str, value: object) -> bool:
     return name.startswith("_optimizer_") and isinstance(value, dict)
 
 
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[object]:
+    """What has been registered on the optimizer to be called before and after its ``step``."""
+    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+
+
 def has_adagrad_for_gpus() -> bool:
     """Whether torch's Adagrad has one kernel for its update on GPUs, as on CPUs: from 2.12 on."""
     return TORCH >= (2, 12)

@@ -174,6 +174,21 @@ def test_stepping_the_optimizer_by_hand_is_refused() -> None:
     pair.optimizers[0].zero_grad()
 
 
+def test_hooks_on_the_optimizers_step_are_refused() -> None:
+    pair = Pair()
+    register = (pair.optimizers[0].register_step_pre_hook, pair.optimizers[0].register_step_post_hook)
+    for one in register:
+        handle = one(lambda *_: None)
+        with pytest.raises(zerofx.OptimizerError, match=r"without hooks on its step, found 1: step\(batch\) updates"):
+            pair.train()
+        handle.remove()
+        pair.train()
+    pair.step.close()
+    register[1](lambda *_: None)
+    with pytest.raises(zerofx.OptimizerError, match="without hooks on its step, found 1"):
+        compile_eager(pair.model, pair.optimizers[0])
+
+
 def test_a_step_made_anew_computes_what_the_first_did_where_the_model_shows_nan() -> None:
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(2), nn.Linear(64, 8), nn.Linear(8, 1)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from zerofx.errors import OptimizerError, UsageError
+from zerofx.capture.checks import refuse_step
+from zerofx.errors import OptimizerError
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.optimizer import OptimizerBinding
 from zerofx.runtime.state.state import TrainingState
@@ -27,7 +28,7 @@ class OptimizerState:
             optimizer.register_state_dict_post_hook(lambda *_: self._empty()),
             optimizer.register_load_state_dict_pre_hook(self._check),
             optimizer.register_load_state_dict_post_hook(lambda _: self._note_loaded()),
-            optimizer.register_step_pre_hook(_refuse_step),
+            optimizer.register_step_pre_hook(refuse_step),
         ]
         self._is_loaded = False
         if optimizer.state:
@@ -133,10 +134,3 @@ class OptimizerState:
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-
-
-def _refuse_step(*_: Any) -> None:
-    raise UsageError(
-        "expected no call of optimizer.step(): step(batch) has already updated the parameters; remove the call (and "
-        "loss.backward())"
-    )
