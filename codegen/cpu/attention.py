@@ -89,4 +89,4 @@ def _launch(
     ends = rows[0].new_empty(num_ends, dtype=torch.int32)
     absent = [rows[0].new_empty(0)] * (9 - len(rows))
     scale = 1 / math.sqrt(dim) if scale is None else scale
-    build()(*rows, *absent, added, ends, scratch, torch.tensor(sizes), scale)
+    build()(*rows, *absent, added, ends, scratch, torch.tensor(sizes, device="cpu"), scale)

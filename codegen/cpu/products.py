@@ -59,4 +59,4 @@ def product_into(into: Tensor, left: Tensor, right: Tensor) -> None:
     rows, depth = left.shape
     num_threads = torch.get_num_threads()
     sizes = [depth, rows, right.shape[1], left.stride(1), right.stride(0), into.stride(0), num_threads]
-    build()(left, right, into, left.new_empty(scratch_numel(depth)), torch.tensor(sizes))
+    build()(left, right, into, left.new_empty(scratch_numel(depth)), torch.tensor(sizes, device="cpu"))

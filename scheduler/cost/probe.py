@@ -236,7 +236,7 @@ def _launch_seconds(device: torch.device) -> float:
 def _host_links(device: torch.device) -> tuple[Link, Link]:
     """Device to host and host to device, through pinned memory: latency from a small copy, bandwidth from a large."""
     sizes = (4096, 256 * _MIB)
-    pinned = torch.empty(sizes[1], dtype=torch.uint8, pin_memory=True)
+    pinned = torch.empty(sizes[1], dtype=torch.uint8, pin_memory=True, device="cpu")
     remote = torch.empty(sizes[1], dtype=torch.uint8, device=device)
     synchronize = _synchronizer(device)
 

@@ -16,7 +16,8 @@ def tracing_settings() -> tuple[str, ...]:
         platform.machine(),
         torch.backends.cpu.get_cpu_capability(),
         tracing_configuration(),
-        f"{torch.get_default_dtype()} {torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}",
+        f"{torch.get_default_dtype()} {torch.get_default_device().type}",
+        f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}",
         f"autocast {[(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]}",
         f"deterministic {torch.are_deterministic_algorithms_enabled()} {torch.backends.cudnn.deterministic}",
         f"libraries {torch.backends.mkldnn.enabled} {torch.backends.cudnn.enabled} {torch.backends.cudnn.benchmark}",
@@ -24,9 +25,10 @@ def tracing_settings() -> tuple[str, ...]:
     )
 
 
-def dtype_settings() -> dict[str, str]:
+def passing_settings() -> dict[str, str]:
     """What programs change of those from call to call, under names of two words each."""
     autocast = [
         f"{torch.get_autocast_dtype(kind)} on {kind}" for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     ]
-    return {"default dtype": str(torch.get_default_dtype()), "autocast to": ", ".join(autocast) or "none"}
+    defaults = {"default dtype": str(torch.get_default_dtype()), "default device": torch.get_default_device().type}
+    return {**defaults, "autocast to": ", ".join(autocast) or "none"}

@@ -86,7 +86,7 @@ class BoxedTensor(torch.Tensor):
             return self._of_model(self._read(next(p for p in self._owned if self._chunk(p)[0] == index.offset)))
         if offsets not in self._loaded:
             sizes = next(sizes for begin, sizes in map(self._chunk, self._held) if begin == index.offset)
-            self._loaded[offsets] = torch.empty(sizes, dtype=self.dtype)
+            self._loaded[offsets] = torch.empty(sizes, dtype=self.dtype, device="cpu")
         return self._loaded[offsets]
 
     @property

@@ -146,7 +146,7 @@ def entries_of(checked: Checked, parameters: Mapping[str, torch.Tensor]) -> dict
         for state in checked.states(own):
             dtype = checked.dtype_of(own, state)
             dtype = dtype.to_complex() if parameter.is_complex() else dtype
-            entry[state] = torch.zeros((), dtype=dtype).expand(parameter.shape)
+            entry[state] = torch.zeros((), dtype=dtype, device="cpu").expand(parameter.shape)
         if entry:
             entries[own] = entry
     return entries

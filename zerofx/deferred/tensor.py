@@ -135,7 +135,7 @@ class _Scratch:
     """
 
     def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def like(self, shadow: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A tensor with the shape and strides of ``shadow``, of any values."""
@@ -144,8 +144,8 @@ class _Scratch:
         numel = 1 + sum((n - 1) * step for n, step in zip(shadow.shape, shadow.stride(), strict=True))
         num_bytes = max(0, numel) * shadow.itemsize
         if self._block.numel() < num_bytes:
-            self._block = torch.empty(0, dtype=torch.uint8)  # the smaller one goes first
-            self._block = torch.empty(num_bytes, dtype=torch.uint8)
+            self._block = torch.empty(0, dtype=torch.uint8, device="cpu")  # the smaller one goes first
+            self._block = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return self._block[:num_bytes].view(shadow.dtype).as_strided(shadow.shape, shadow.stride())
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from zerofx.errors import OptimizerError
-from zerofx.optimizers.shadow import make_shadow, sample, step_function
+from zerofx.optimizers.shadow import make_shadow, run_step, sample
 
 _LENGTH: Final = 22
 _NUM_STEPS: Final = 3  # the first makes the states, the second reads them, the third what the second left
@@ -30,7 +30,7 @@ def check_parts(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtyp
         gradient = sample((_LENGTH, 2), dtype.to_real(), 0.8 - 0.3 * number, -0.6)
         params[0].grad, params[1].grad = gradient.clone(), torch.view_as_complex(gradient.clone())
         for shadow in shadows:
-            step_function(shadow)(shadow)
+            run_step(shadow)
     if not torch.equal(params[0].detach(), torch.view_as_real(params[1].detach())):
         raise OptimizerError(
             f"expected an optimizer that updates the real and the imaginary parts of a complex parameter as it does "

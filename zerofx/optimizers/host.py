@@ -128,8 +128,8 @@ class _Writer:
             case Cast():
                 return ast.Call(ast.Attribute(self._node(expr.tensor), "to"), [_literal(expr.dtype)], [])
             case MakeTensor():
-                dtype = ast.keyword("dtype", _literal(expr.dtype))
-                return ast.Call(ast.parse("torch.tensor", mode="eval").body, [self._node(expr.value)], [dtype])
+                keywords = [ast.keyword("dtype", _literal(expr.dtype)), ast.keyword("device", _literal("cpu"))]
+                return ast.Call(ast.parse("torch.tensor", mode="eval").body, [self._node(expr.value)], keywords)
             case PythonCall():
                 return self._operator(expr.op, [self._node(arg) for arg in expr.args])
             case TensorCall():

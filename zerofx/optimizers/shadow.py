@@ -153,6 +153,12 @@ def step_function(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     return step if inner is None else inner
 
 
+def run_step(optimizer: torch.optim.Optimizer) -> None:
+    """Call the class's ``step``; scalars that it makes are on the host, whatever the default device."""
+    with torch.device("cpu"):
+        step_function(optimizer)(optimizer)
+
+
 def sample(shape: tuple[int, ...], dtype: torch.dtype, low: float, high: float) -> torch.Tensor:
     """Evenly spaced values from ``low`` to ``high``: fixed data that leaves the random generators alone."""
     count = torch.Size(shape).numel()

@@ -18,8 +18,8 @@ from zerofx.optimizers.shadow import (
     TracedGroup,
     make_shadow,
     map_numbers,
+    run_step,
     sample,
-    step_function,
     tensor_options,
 )
 from zerofx.torch_private.dispatch import TorchDispatchMode
@@ -219,7 +219,7 @@ def trace_step(
     counters = _counters(shadow)
     try:
         with FunctionRecorder(recorder), DispatchRecorder(recorder):
-            step_function(shadow)(shadow)
+            run_step(shadow)
     except OptimizerError:
         raise
     except Exception as error:

@@ -10,7 +10,7 @@ import torch
 
 from zerofx.optimizers.program import UpdateProgram, run_program
 from zerofx.optimizers.scalars import Hyper
-from zerofx.optimizers.shadow import make_shadow, map_numbers, sample, step_function
+from zerofx.optimizers.shadow import make_shadow, map_numbers, run_step, sample
 from zerofx.optimizers.trace import StepInputs
 
 _LENGTH: Final = 23
@@ -52,7 +52,7 @@ def _agrees_at(
     if inputs.names:
         before = _clone({**states, **scalar_states})
         shadow.state[shadow_param] = {name: before[name] for name in inputs.names}
-    step_function(shadow)(shadow)
+    run_step(shadow)
     run_program(program, param, sample(shape, program.dtype, 0.8, -0.6), states, scalar_states, hypers)
     expected = {"param": shadow_param.detach(), **shadow.state.get(shadow_param, {})}
     results = {"param": param, **states, **scalar_states}
@@ -69,7 +69,7 @@ def _inputs_of_program(program: UpdateProgram, inputs: StepInputs) -> tuple[dict
         return states, program.new_scalar_states()
     states = {name: sample(shape, dtype, 0.1, 0.9) for name, dtype in inputs.flat.items()}
     scalars: dict[str, Any] = {
-        name: value if dtype is None else torch.tensor(value, dtype=dtype)
+        name: value if dtype is None else torch.tensor(value, dtype=dtype, device="cpu")
         for name, (dtype, value) in inputs.scalars.items()
     }
     # States that the step adds to those present.

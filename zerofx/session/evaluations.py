@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zerofx.capture.objective.evaluation import in_evaluation_mode
-from zerofx.capture.tracing_settings import dtype_settings
+from zerofx.capture.tracing_settings import passing_settings
 from zerofx.checkpoints.random_states import random_states, set_random_states
 from zerofx.driver.driver import build_step
 from zerofx.driver.evaluation import request_to_evaluate, untrained
@@ -101,7 +101,7 @@ class Evaluations:
         ``form``: what the batch has besides the sizes that vary, where it was padded.
         """
         with in_evaluation_mode(self._model):
-            described = batch.described() | {"training mode": self._steps.modes.mode()} | dtype_settings()
+            described = batch.described() | {"training mode": self._steps.modes.mode()} | passing_settings()
         signature = "\n".join(f"{name}: {text}" for name, text in described.items())
         agreed = self._steps.agreement(
             "call step.evaluate(batch)", batch, signature, "batch shapes, modes and autocast",

@@ -208,7 +208,7 @@ class LossWatch:
     def add(self, number: int, loss: torch.Tensor) -> None:
         """Watch the loss of step ``number``, shape ``[]``."""
         if loss.device.type == "cuda":
-            value = torch.empty((), dtype=loss.dtype, pin_memory=True).copy_(loss, non_blocking=True)
+            value = torch.empty((), dtype=loss.dtype, pin_memory=True, device="cpu").copy_(loss, non_blocking=True)
             arrived: Any = torch.cuda.Event()
             arrived.record()
             self._pending.append((number, value, arrived))

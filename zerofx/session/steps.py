@@ -19,7 +19,7 @@ from zerofx.capture.checks import check_batch, device_of
 from zerofx.capture.kept_tensors import tell_kept_tensors
 from zerofx.capture.objective.counted import counted
 from zerofx.capture.traceable import tracing_device
-from zerofx.capture.tracing_settings import dtype_settings
+from zerofx.capture.tracing_settings import passing_settings
 from zerofx.capture.values.constant_arguments import ConstantArguments
 from zerofx.codegen.cpu.extras import CHANNELS
 from zerofx.driver.asked import machine_at_hand
@@ -144,7 +144,7 @@ class Steps:
 
         ``num_micro_batches``: how many the batch is divided into, where that is not what ``accumulate`` says.
         """
-        setting = {"training mode": self.modes.mode()} | dtype_settings()
+        setting = {"training mode": self.modes.mode()} | passing_settings()
         options = self.options
         if num_micro_batches not in (None, options.accumulate):
             options = replace(options, accumulate=num_micro_batches, plan=None)

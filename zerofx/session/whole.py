@@ -158,7 +158,9 @@ def _whole_parameters(taken: TakenOver, life: Life, *, keep: bool) -> dict[int, 
                 if shown is not None:
                     whole[id(parameter)] = shown.detach().to("cpu", copy=True)
                     continue
-                copy = whole.setdefault(id(parameter), torch.empty(parameter.shape, dtype=parameter.dtype))
+                copy = whole.setdefault(
+                    id(parameter), torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                )
                 slot.box(copy).copy_(slot.view(flat))
     return whole
 

@@ -199,14 +199,15 @@ def _values(like: Like, target: OpOverload) -> Tensor:
     """Numbers between 0 and 1, and square matrices that can be inverted for linear algebra; conditions that hold; the
     first of everything where integers are asked for, or one, from which linear algebra counts."""
     if like.dtype == torch.bool:
-        flat = torch.ones(like.span, dtype=torch.bool)
+        flat = torch.ones(like.span, dtype=torch.bool, device="cpu")
     elif like.dtype.is_complex:
-        parts = torch.linspace(0.25, 0.75, 2 * like.span, dtype=like.dtype.to_real())
+        parts = torch.linspace(0.25, 0.75, 2 * like.span, dtype=like.dtype.to_real(), device="cpu")
         flat = torch.view_as_complex(parts.view(-1, 2))
     elif like.dtype.is_floating_point:
-        flat = torch.linspace(0.25, 0.75, like.span, dtype=like.dtype)
+        flat = torch.linspace(0.25, 0.75, like.span, dtype=like.dtype, device="cpu")
     else:
-        flat = torch.full((like.span,), int(facts_of(target).counts_from_one), dtype=torch.int64).to(like.dtype)
+        number = int(facts_of(target).counts_from_one)
+        flat = torch.full((like.span,), number, dtype=torch.int64, device="cpu").to(like.dtype)
     tensor = flat.as_strided(like.shape, like.stride)
     is_matrix = tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and 0 not in like.stride
     if is_matrix and like.dtype.is_floating_point and facts_of(target).is_cubic:

@@ -210,6 +210,37 @@ class Numbered(Tiny):
         return super().forward(ids, labels) * self.alpha
 
 
+@pytest.mark.parametrize("name", ["AdamW", "NAdam", "ASGD"])
+def test_a_default_device_is_for_what_the_model_makes_alone(name: str, tmp_path: Path) -> None:
+    pair = Pair(lambda model: getattr(torch.optim, name)(model.parameters(), foreach=False))
+    batches = [(ids(number), ids(-number)) for number in range(4)]
+    expected = [eager_step(pair.plain, pair.optimizers[1], x, labels=y) for x, y in batches]
+    with torch.device("meta"):
+        losses = [pair.step(x, labels=y) for x, y in batches[:2]]
+        pair.step.load_checkpoint(pair.step.save_checkpoint(tmp_path))
+        pair.optimizers[0].load_state_dict(pair.optimizers[0].state_dict())
+        losses += [pair.step(x, labels=y) for x, y in batches[2:]]
+        assert pair.same()
+        pair.step.evaluate(batches[0][0], labels=batches[0][1])
+        pair.step.measure(batches[0][0], labels=batches[0][1])
+    assert all(map(torch.equal, losses, expected))
+
+
+def test_another_default_device_is_another_step() -> None:
+    class Positioned(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (super().forward(x) + torch.arange(3.0)).square().mean()
+
+    model = Positioned(3, 3)
+    step = compile_eager(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step(torch.ones(2, 3))
+    batch = torch.ones(2, 3)
+    told = pytest.warns(ZeroFXWarning, match=r"default device: meta \(was cpu\)")
+    with torch.device("meta"), told, pytest.raises(zerofx.CaptureError, match="meta"):
+        step(batch)
+    step(torch.ones(2, 3))
+
+
 def test_a_number_that_is_changed_on_a_module_is_named_once() -> None:
     model = Numbered()
     step = compile_eager(model, torch.optim.SGD(model.parameters(), lr=0.0))

@@ -27,7 +27,7 @@ def eager_decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
 
     def scaled(x: torch.Tensor, mask: torch.Tensor, share_kept: float) -> torch.Tensor:
         with without_modes():
-            factor = float(torch.ones((), dtype=x.dtype) / share_kept) if share_kept else 0.0
+            factor = float(torch.ones((), dtype=x.dtype, device="cpu") / share_kept) if share_kept else 0.0
         return x * mask * factor
 
     def drawn_in_place(x: torch.Tensor, p: float) -> torch.Tensor:

@@ -112,7 +112,7 @@ class KnownValues(TorchDispatchMode):
                 known = self.value(arg)
                 if known is None and traffic is Traffic.FILLS and arg.numel() <= self._most_elements:
                     with without_modes():
-                        known = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype)
+                        known = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="cpu")
                 if known is None:
                     return None
                 arg = known

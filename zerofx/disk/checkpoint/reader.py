@@ -79,7 +79,7 @@ class CheckpointReader:
 
     def read(self, name: str, box: Box, kind: str = MODEL) -> torch.Tensor:
         """``box`` of a tensor, on the CPU, in the dtype that it has in the files."""
-        values = torch.empty(box.sizes, dtype=self.dtype_of(name, kind))
+        values = torch.empty(box.sizes, dtype=self.dtype_of(name, kind), device="cpu")
         self.read_into(values, name, box, kind)
         return values
 
@@ -92,7 +92,7 @@ class CheckpointReader:
 
     def read_entry(self, shard: ShardFile, placed: Placed) -> torch.Tensor:
         """An entry of one file, on the CPU, in its dtype."""
-        values = torch.empty(placed.entry.box.sizes, dtype=placed.entry.dtype)
+        values = torch.empty(placed.entry.box.sizes, dtype=placed.entry.dtype, device="cpu")
         self.read_from(shard, placed, placed.entry.box, values)
         return values
 

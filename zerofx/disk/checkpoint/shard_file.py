@@ -228,7 +228,7 @@ class OpenFiles:
             for half in halves:
                 self.read(path, placed, half, half.of(into, box))
             return
-        span = torch.empty(last - first, dtype=entry.dtype)
+        span = torch.empty(last - first, dtype=entry.dtype, device="cpu")
         self._fill(path, bytes_of(span), offset)
         into.copy_(span.as_strided(box.sizes, torch.empty(entry.box.sizes, device="meta").stride()))
 

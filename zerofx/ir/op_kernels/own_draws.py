@@ -53,7 +53,7 @@ def generator_of(device: torch.device) -> torch.Generator:
 @contextlib.contextmanager
 def _own_stream(device: torch.device, rank: torch.Tensor) -> Iterator[None]:
     generator = generator_of(device)
-    seed = int(torch.empty((), dtype=torch.int64).random_())
+    seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     before = generator.get_state()
     generator.manual_seed((seed + int(rank) * _STRIDE) % 2**63)
     try:

@@ -57,4 +57,4 @@ def _product_of_others(gradient: torch.Tensor, x: torch.Tensor, dim: int) -> tor
 
 def _take(like: torch.Tensor, num_bytes: int) -> None:
     if like.device.type == "cpu":
-        torch.empty(num_bytes, dtype=torch.uint8)
+        torch.empty(num_bytes, dtype=torch.uint8, device="cpu")

@@ -11,7 +11,7 @@ import torch
 from zerofx.optimizers.following.stand_in import StandIn, copied_scalars
 from zerofx.optimizers.outside import OptimizerRest, attributes, changes, entries_after, same, shadow_of
 from zerofx.optimizers.program import UpdateProgram, run_graph
-from zerofx.optimizers.shadow import keep_to_single_tensors, sample, step_function
+from zerofx.optimizers.shadow import keep_to_single_tensors, run_step, sample
 
 # The second has more elements than optimizers ask for before they take another way.
 _SHAPES: Final = ((23,), (96, 130))
@@ -53,7 +53,7 @@ class SideBySide:
         self._num_steps += 1
         for pair in self._pairs:
             pair.take_gradients(self._num_steps)
-        step_function(self._optimizer)(self._optimizer)
+        run_step(self._optimizer)
         for pair in self._pairs:
             update = updates.get(pair.stand_in.key)
             if update is not None:

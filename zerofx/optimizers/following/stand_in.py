@@ -21,7 +21,7 @@ from zerofx.optimizers.elementwise import fill_value, is_creation, is_filled_wit
 from zerofx.optimizers.outside import OptimizerRest, attributes, entries_after, shadow_of
 from zerofx.optimizers.recorder import OpRecord, Ref, UpdateRecorder
 from zerofx.optimizers.scalars import GuardTape, Heard, MakeTensor
-from zerofx.optimizers.shadow import keep_to_single_tensors, sample, step_function
+from zerofx.optimizers.shadow import keep_to_single_tensors, run_step, sample
 from zerofx.optimizers.trace import DispatchRecorder, FlatState, FunctionMode
 from zerofx.torch_private.operators import OpOverload, base_name, schema_of
 
@@ -205,7 +205,7 @@ def run_on_stand_in(
         shadow.state[param] = before
     try:
         with _Functions(listener), DispatchRecorder(listener):
-            step_function(shadow)(shadow)
+            run_step(shadow)
     except OptimizerError:
         raise
     except Exception as error:

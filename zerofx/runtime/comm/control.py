@@ -101,7 +101,7 @@ class Control:
             return lambda: [note]
         self._num_meetings += 1
         header = purpose.encode()[:_PURPOSE_BYTES].ljust(_PURPOSE_BYTES) + hashlib.sha256(value.encode()).digest()
-        mine = torch.tensor(list(header + note.ljust(_NOTE_BYTES, b"\0")), dtype=torch.uint8)
+        mine = torch.tensor(list(header + note.ljust(_NOTE_BYTES, b"\0")), dtype=torch.uint8, device="cpu")
         seen = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         try:
             work = self._begun = dist.all_gather(seen, mine, group=group, async_op=True)

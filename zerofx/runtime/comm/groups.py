@@ -47,6 +47,6 @@ def close_connections(group: dist.ProcessGroup) -> None:
     for peer in range(dist.get_world_size(group)):
         if peer != rank:
             with contextlib.suppress(RuntimeError):
-                late = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
+                late = dist.irecv(torch.empty(1, device="cpu"), group=group, group_src=peer, tag=_NEVER_SENT)
                 assert late is not None
                 late.wait(timedelta(milliseconds=1))

@@ -133,7 +133,7 @@ class JointWork:
             self._hear(0)
 
     def _hear(self, peer: int) -> None:
-        word = torch.tensor([_AT_WORK])
+        word = torch.tensor([_AT_WORK], device="cpu")
 
         def receive() -> None:
             dist.recv(word, group=self._group, group_src=peer, tag=self._tag)
@@ -146,7 +146,7 @@ class JointWork:
 
     def _say(self, what: int) -> None:
         for peer in self._listeners:
-            word = torch.tensor([what])
+            word = torch.tensor([what], device="cpu")
             self._sent.append((dist.isend(word, group=self._group, group_dst=peer, tag=self._tag), word))
 
     def _show(self) -> None:

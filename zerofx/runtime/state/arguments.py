@@ -84,7 +84,7 @@ def state_tensors(
         elif facts.role is Role.RANK:
             tensors[name] = torch.full((1,), state.number_along(facts.name), device=state.device)
         elif facts.role is Role.HOST_RANK:
-            tensors[name] = torch.tensor(state.number_along(facts.name))
+            tensors[name] = torch.tensor(state.number_along(facts.name), device="cpu")
         elif facts.role is Role.LOSS_SCALE:
             assert scaler is not None, "a step whose loss is scaled has a scale"
             tensors[name] = scaler.tensor(dtype_named(facts.name), state.device)

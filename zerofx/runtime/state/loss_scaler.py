@@ -81,9 +81,9 @@ class LossScaler:
 
     def _write(self) -> None:
         for tensor in self._tensors.values():
-            tensor.copy_(torch.tensor(self.scale, dtype=torch.float32))
+            tensor.copy_(torch.tensor(self.scale, dtype=torch.float32, device="cpu"))
 
 
 def _float32(number: float) -> float:
     """``number`` rounded to float32."""
-    return torch.tensor(number, dtype=torch.float32).item()
+    return torch.tensor(number, dtype=torch.float32, device="cpu").item()

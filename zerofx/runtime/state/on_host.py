@@ -86,7 +86,7 @@ class Overwrites(_OneUnderWay):
             if value.device.type == "cpu":
                 fill(value)
                 return
-            copy = torch.empty(value.shape, dtype=value.dtype)
+            copy = torch.empty(value.shape, dtype=value.dtype, device="cpu")
             fill(copy)
             value.copy_(copy)
             return

@@ -197,7 +197,7 @@ class DistributedFiles:
         shape = tuple(stored.size)
         offsets = (start,) + (0,) * (len(shape) - 1) if shape else ()
         sizes = (stop - start, *shape[1:]) if shape else ()
-        read = torch.empty(sizes, dtype=stored.properties.dtype)
+        read = torch.empty(sizes, dtype=stored.properties.dtype, device="cpu")
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         items = create_read_items_for_chunk_list(name, stored, [chunk])
         self._reader.read_data(LoadPlan(items), _Into(read)).wait()

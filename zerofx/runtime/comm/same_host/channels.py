@@ -194,8 +194,8 @@ def open_channels(
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     peers = [peer for peer in range(num_ranks) if peer != rank]
     with contextlib.closing(Calls(rank, patience_seconds)) as calls:
-        word = torch.tensor([calls.word])
-        here = torch.tensor([os.getpid(), word.data_ptr(), calls.word, _machine(), calls.name])
+        word = torch.tensor([calls.word], device="cpu")
+        here = torch.tensor([os.getpid(), word.data_ptr(), calls.word, _machine(), calls.name], device="cpu")
         words = [of_rank.tolist() for of_rank in _from_all(group, here)]
         there: dict[int, AnnouncingEnd] = {}
         for peer in peers:
@@ -203,7 +203,7 @@ def open_channels(
                 line = calls.call(peer, name=words[peer][4], word=words[peer][2])
                 if line is not None:
                     there[peer] = line
-        reads = torch.tensor([peer in there for peer in range(num_ranks)])
+        reads = torch.tensor([peer in there for peer in range(num_ranks)], device="cpu")
         every = _from_all(group, reads)  # which also keeps ``word`` until all have tried
         both = [peer for peer in peers if every[rank][peer] and every[peer][rank]]
         lines = calls.take(both)
@@ -227,7 +227,7 @@ def _can_read(words: Sequence[int], machine: int) -> bool:
     pid, address, word, its_machine = words
     if not machine or machine != its_machine:
         return False
-    read = torch.zeros(1, dtype=torch.int64)
+    read = torch.zeros(1, dtype=torch.int64, device="cpu")
     try:
         read_memory(pid, address, read)
     except OSError:

@@ -55,7 +55,7 @@ class SharedBuckets:
 
     def _map(self, num_bytes: int) -> mmap.mmap | None:
         """The same memory on all ranks; None on all of them where one has not got it."""
-        whereabouts = torch.zeros(3, dtype=torch.int64)
+        whereabouts = torch.zeros(3, dtype=torch.int64, device="cpu")
         descriptor = -1
         with contextlib.ExitStack() as opened:
             if self._rank == 0 and hasattr(os, "memfd_create"):
@@ -64,7 +64,7 @@ class SharedBuckets:
                     opened.callback(os.close, descriptor)
                     os.ftruncate(descriptor, num_bytes)
                     # By this word the others know that what they have opened is that.
-                    whereabouts = torch.tensor([os.getpid(), descriptor, secrets.randbits(62)])
+                    whereabouts = torch.tensor([os.getpid(), descriptor, secrets.randbits(62)], device="cpu")
                     os.pwrite(descriptor, whereabouts[2].numpy().tobytes(), 0)
             dist.broadcast(whereabouts, group=self._group, group_src=0)
             pages = _opened(whereabouts.tolist(), num_bytes, descriptor)
@@ -78,7 +78,7 @@ def share_memory(group: dist.ProcessGroup, permitted: bool) -> SharedBuckets | N
 
 
 def _on_all_ranks(group: dist.ProcessGroup, here: bool) -> bool:
-    own = torch.tensor([here])
+    own = torch.tensor([here], device="cpu")
     every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, own, group=group)
     return all(every)
