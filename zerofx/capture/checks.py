@@ -128,7 +128,7 @@ def _check_memory(model: nn.Module) -> None:
         if type(tensor.data) is torch.Tensor and not tensor.is_meta and tensor.numel():
             extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             spans.append((tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size(), name, tensor))
-    last = last_trained = (0, 0, "", torch.empty(0))  # of those that begin before, what ends last
+    last = last_trained = (0, 0, "", torch.empty(0, device="cpu"))  # of those that begin before, what ends last
     for span in sorted(spans, key=lambda span: span[:2]):
         start, end, name, tensor = span
         _, other_end, other_name, other = last if tensor.requires_grad else last_trained
@@ -144,7 +144,7 @@ def _check_memory(model: nn.Module) -> None:
 
 def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether strided tensors over one storage have elements in common; columns of one matrix may not."""
-    marks = torch.zeros(a.untyped_storage().nbytes(), dtype=torch.bool)
+    marks = torch.zeros(a.untyped_storage().nbytes(), dtype=torch.bool, device="cpu")
 
     def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
         size = tensor.element_size()
