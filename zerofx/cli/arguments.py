@@ -134,9 +134,9 @@ def parse_mesh(
     sizes: dict[str, int] = {}
     for entry in text.split(","):
         axis, _, size = entry.strip().partition("=")
-        if not size.isdigit():
+        if not size.isdigit() or axis in sizes:
             raise click.BadParameter(
-                f"expected axes with numbers of ranks, such as replicate=2,shard=8, found {entry!r}"
+                f"expected axes, each once, with numbers of ranks, such as replicate=2,shard=8, found {entry!r}"
             )
         sizes[axis] = int(size)
     return sizes
