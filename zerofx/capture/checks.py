@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from zerofx.capture.objective.loss import ForwardFunction, LossFunction
+from zerofx.capture.shared_memory import sharing
 from zerofx.deferred import DeferredTensor
 from zerofx.errors import OptimizerError, UsageError, warn
 from zerofx.ir.batch import Batch
@@ -122,37 +123,13 @@ def _check_tensor(name: str, tensor: torch.Tensor, *, on_meta: bool) -> None:
 
 
 def _check_memory(model: nn.Module) -> None:
-    """Check that nothing else lies in the memory of what is trained, whose values a step keeps in buckets."""
-    spans = []
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if type(tensor.data) is torch.Tensor and not tensor.is_meta and tensor.numel():
-            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            spans.append((tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size(), name, tensor))
-    last = last_trained = (0, 0, "", torch.empty(0, device="cpu"))  # of those that begin before, what ends last
-    for span in sorted(spans, key=lambda span: span[:2]):
-        start, end, name, tensor = span
-        _, other_end, other_name, other = last if tensor.requires_grad else last_trained
-        if start < other_end and tensor is not other and _share_elements(tensor, other):
-            raise UsageError(
-                f"expected parameters with memory of their own, found that {other_name} and {name} share some, of "
-                f"which a step would train one and leave the other as it was: make them one parameter "
-                f"(b.weight = a.weight), compute one from the other in forward, or clone() one"
-            )
-        last = span if end > last[1] else last
-        last_trained = span if tensor.requires_grad and end > last_trained[1] else last_trained
-
-
-def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether strided tensors over one storage have elements in common; columns of one matrix may not."""
-    marks = torch.zeros(a.untyped_storage().nbytes(), dtype=torch.bool, device="cpu")
-
-    def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-        size = tensor.element_size()
-        strides = (*(size * stride for stride in tensor.stride()), 1)
-        return marks.as_strided((*tensor.shape, size), strides, tensor.data_ptr() - a.untyped_storage().data_ptr())
-
-    bytes_of(a).fill_(True)
-    return bool(bytes_of(b).any())
+    pair = sharing(model, {name for name, parameter in model.named_parameters() if parameter.requires_grad})
+    if pair is not None:
+        raise UsageError(
+            f"expected parameters with memory of their own, found that {pair[0]} and {pair[1]} share some, of which a "
+            f"step would train one and leave the other as it was: make them one parameter (b.weight = a.weight), "
+            f"compute one from the other in forward, or clone() one"
+        )
 
 
 def device_of(model: nn.Module) -> torch.device:

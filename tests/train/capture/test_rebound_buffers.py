@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -191,3 +193,59 @@ def test_modules_may_share_a_buffer(model: type[nn.Module], num_micro_batches: i
 def test_a_buffer_that_modules_share_stays_one() -> None:
     with pytest.raises(CaptureError, match=r"layers.3.mean.*layers.0.mean, layers.1.mean, layers.2.mean"):
         _capture(_Parting())
+
+
+class _Overlapping(_Rebinding):
+    """Changes a buffer whose last row is the first of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = torch.zeros(3, DIM)
+        self.register_buffer("upper", rows[:2])
+        self.register_buffer("lower", rows[2:] if self.apart else rows[1:])
+
+    apart = False
+
+    def predict(self, x: Tensor) -> Tensor:
+        self.get_buffer("upper").add_(x.detach().mean(0))
+        y: Tensor = self.linear(x) + self.get_buffer("lower").sum(0)
+        return y
+
+
+class _NextToEachOther(_Overlapping):
+    apart = True
+
+
+def test_a_buffer_that_changes_has_memory_of_its_own() -> None:
+    assert set(_capture(_NextToEachOther()).mutations) == {"upper"}
+    with pytest.raises(CaptureError, match="changes one of upper and lower, which share some"):
+        _capture(_Overlapping())
+
+
+@pytest.mark.parametrize("change", [Tensor.t_, lambda buffer: buffer.resize_(2), lambda buffer: buffer.unsqueeze_(0)])
+def test_a_buffer_that_changes_its_layout_in_place_is_refused(change: Callable[[Tensor], Tensor]) -> None:
+    class Changing(_Rebinding):
+        def predict(self, x: Tensor) -> Tensor:
+            change(self.get_buffer("table"))
+            y: Tensor = self.linear(x) + self.get_buffer("table").sum()
+            return y
+
+    model = Changing()
+    model.register_buffer("table", torch.ones(DIM, DIM))
+    with pytest.raises(CaptureError, match=r"leaves each buffer its shape and strides, found .* of table"):
+        _capture(model)
+
+
+def test_traced_parameters_are_parameters() -> None:
+    class Asking(_Rebinding):
+        def predict(self, x: Tensor) -> Tensor:
+            weight = self.get_parameter("linear.weight")
+            del self.linear.weight
+            self.linear.weight = 2 * weight
+            y: Tensor = self.linear(x)
+            del self.linear.weight
+            self.linear.weight = weight
+            return y if isinstance(weight, nn.Parameter) else -y
+
+    case = Case(Asking, rows)
+    assert differences(train_plain(case, 3), train_compiled(case, 3, 3)) == []

@@ -122,16 +122,18 @@ def test_complex_and_lazy_parameters_are_refused() -> None:
         compile_eager(lazy, sgd(lazy))
 
 
-@pytest.mark.parametrize("second", ["parameter", "frozen parameter", "transposed", "rows", "buffer"])
+@pytest.mark.parametrize("second", ["parameter", "frozen parameter", "transposed", "rows", "buffer", "itself"])
 def test_what_shares_the_memory_of_a_parameter_is_refused(second: str) -> None:
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
     first, last = model[0].get_parameter("weight"), model[1]
     if second == "buffer":
-        model.register_buffer("copied", first.detach()[1:])
+        model.register_buffer("again", first.detach()[1:])
+    elif second == "itself":
+        model.register_buffer("again", first)
     else:
         shared = {"transposed": first.data.t(), "rows": first.data[2:]}.get(second, first.data)
         last.weight = nn.Parameter(shared, requires_grad=second != "frozen parameter")
-    refused_model(model, "found that 0.weight and (1.weight|copied) share some")
+    refused_model(model, "found that 0.weight and (1.weight|again) share some")
 
 
 def test_what_shares_memory_that_is_not_trained_or_lies_next_to_another_is_not_refused() -> None:
@@ -170,6 +172,24 @@ class SparseFunction(Tiny):
 
 def test_sparse_gradients_of_a_function_are_refused() -> None:
     refused_step(SparseFunction(), (ids(), ids(1)), CaptureError, "sparse")
+
+
+class Neighbours(Tiny):
+    """Adds up tokens along edges, with a matrix that is sparse: where it is made, or in each step."""
+
+    def __init__(self, *, made_in_step: bool) -> None:
+        super().__init__()
+        self.edges = [torch.eye(3).flip(0) if made_in_step else torch.eye(3).flip(0).to_sparse()]
+
+    def outputs(self, ids: Tensor) -> Tensor:
+        edges = self.edges[0] if self.edges[0].is_sparse else self.edges[0].to_sparse()
+        return torch.stack([torch.sparse.mm(edges, tokens) for tokens in super().outputs(ids)])
+
+
+@pytest.mark.parametrize("made_in_step", [False, True])
+def test_sparse_tensors_are_refused(made_in_step: bool) -> None:
+    model = Neighbours(made_in_step=made_in_step)
+    refused_step(model, (ids(), ids(1)), CaptureError, "found one of layout torch.sparse_coo in the model")
 
 
 def test_a_loss_function_with_parameters_is_refused() -> None:

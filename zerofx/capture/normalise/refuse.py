@@ -1,9 +1,9 @@
-"""Refuse what a trace takes and no step can run: sparse gradients, matrix products of several dtypes.
+"""Refuse what a trace takes and no step can run: sparse tensors and gradients, matrix products of several dtypes.
 
     embedding(weight, ids, -1, False, True)     ->     CaptureError: expected dense gradients, ...
     mm(float64, float32)                        ->     CaptureError: expected the factors ... to have one dtype, ...
 
-Fake tensors have results for both. Nothing is rewritten.
+Fake tensors have results for both. The bytes of a sparse tensor depend on its values. Nothing is rewritten.
 
 Does not handle: other operators whose kernels refuse what their fakes take; a step fails where it calls those.
 """
@@ -17,7 +17,7 @@ from torch import fx
 
 from zerofx.capture.normalise.joint import Joint
 from zerofx.errors import CaptureError
-from zerofx.ir.facts import origin, value
+from zerofx.ir.facts import origin, placeholder, value
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.text import type_name
@@ -31,6 +31,7 @@ class Refuse:
 
     def run(self, joint: Joint) -> None:
         _refuse_sparse(joint.graph)
+        _refuse_sparse_values(joint)
         _refuse_mixed_products(joint.graph)
 
 
@@ -44,6 +45,20 @@ def _refuse_sparse(graph: fx.Graph) -> None:
             raise CaptureError(
                 f"expected dense gradients, found an embedding with sparse=True in "
                 f"{origin(node).layer or 'the model'}: call it with sparse=False; gradients are reduced as flat buffers"
+            )
+
+
+def _refuse_sparse_values(joint: Joint) -> None:
+    """Raise a ``CaptureError`` for a tensor that is not dense: a constant, or what an operator gives."""
+    constants = joint.step.constants
+    for node in joint.graph.nodes:
+        held = constants.get(placeholder(node).name) if node.op == "placeholder" else node.meta.get("val")
+        if isinstance(held, torch.Tensor) and held.layout is not torch.strided:
+            reader = next(iter(node.users), node) if node.op == "placeholder" else node
+            raise CaptureError(
+                f"expected dense tensors, found one of layout {held.layout} in {origin(reader).layer or 'the model'}: "
+                f"how many bytes it takes depends on its values, and a plan counts all. Call to_dense(), or keep its "
+                f"indices and values as two buffers, and add up products with torch.Tensor.index_add"
             )
 
 

@@ -6,7 +6,8 @@ Only what is trained has a gradient. Checks are part of the graph by now (``begi
 
 Of an evaluation all that is returned is handed out, and the loss is the first tensor of that.
 
-Does not handle: forwards that change their batch or parameters in place, gradients of and changes to what is outside of
+Does not handle: forwards that change their batch or parameters in place, or one of two buffers over the same memory,
+gradients of and changes to what is outside of
 the model, losses that depend on no parameter. These are refused.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 from torch import fx
 
 from zerofx.capture.normalise.joint import Joint, Outputs, is_outside, outside_name
+from zerofx.capture.shared_memory import sharing
 from zerofx.errors import CaptureError
 from zerofx.ir.batch import Batch
 from zerofx.torch_private.capture import (
@@ -94,6 +96,12 @@ class SortOutputs:
             raise CaptureError(
                 "expected a loss that depends on a trainable parameter, found a scalar that depends on none of the "
                 "model's: check that forward uses them and that nothing detaches the loss"
+            )
+        pair = sharing(joint.model, mutations)
+        if pair is not None:
+            raise CaptureError(
+                f"expected buffers with memory of their own, found that the forward changes one of {pair[0]} and "
+                f"{pair[1]}, which share some: make them one buffer, or clone() one"
             )
         joint.sorted_outputs = Outputs(loss, extras, mutations, gradients)
 

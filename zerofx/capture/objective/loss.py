@@ -222,6 +222,7 @@ class LossModule(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         held, numbers = self.all_buffers(), _numbers(self.model)
+        layouts = {name: (buffer.shape, buffer.stride()) for name, buffer in held.items()}
         stand_ins = StandIns(self._places, self._objective.outside, self._fake)
         for name, fake, real in zip(self._batch.names, tensors, self._batch.tensors, strict=True):
             if name in self._batch.hashes:
@@ -237,6 +238,14 @@ class LossModule(nn.Module):
                 inner.enter_context(torch.no_grad())
             loss, self.returned, extras = self._objective.run(self.model, args, kwargs, self._loss_scope)
             now = self.all_buffers()
+        for name, layout in layouts.items():
+            if (held[name].shape, held[name].stride()) != layout:
+                raise CaptureError(
+                    f"expected a forward that leaves each buffer its shape and strides, found that it makes "
+                    f"{_describe(held[name])} with strides {list(held[name].stride())} of {name}, of shape "
+                    f"{list(layout[0])} and strides {list(layout[1])}, in place: use what gives a view (x.t(), not "
+                    f"x.t_()), and give a buffer its full size at first"
+                )
         if stand_ins.has_learned:
             raise OutsideFoundError
         if self._has_run:
