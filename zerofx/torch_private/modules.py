@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+
+from zerofx.torch_private.tensors import IS_PARAMETER
 
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 """Attributes of a module that hold what is registered on it, which ``vars(module)`` has among the others."""
@@ -18,6 +21,30 @@ RESETS = ("reset_parameters", "_reset_parameters")
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """A module's own parameters, not its children's; what is put in here is past ``register_parameter``'s checks."""
     return module._parameters
+
+
+@contextlib.contextmanager
+def traced_parameters(model: nn.Module) -> Iterator[None]:
+    """While open, what a trace has in the places of parameters is an ``nn.Parameter`` for who asks, as in eager mode.
+
+    A module takes it where it is assigned, too, which refuses what comes of a computation, as all that is traced seems.
+    """
+    traced = {id(parameter): parameter for parameter in model.parameters()}
+    for parameter in traced.values():
+        setattr(parameter, IS_PARAMETER, True)
+    register = nn.Module.register_parameter
+
+    def register_traced(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if id(param) in traced:
+            module._parameters[name] = param
+        else:
+            register(module, name, param)
+
+    nn.Module.register_parameter = register_traced  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def buffer_table(module: nn.Module) -> dict[str, Any]:

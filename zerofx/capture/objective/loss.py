@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields, is_dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from zerofx.errors import CaptureError
 from zerofx.ir.batch import Batch
 from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.ir.text import type_text
-from zerofx.torch_private.modules import buffer_table, parameter_table
+from zerofx.torch_private.modules import buffer_table, parameter_table, traced_parameters
 from zerofx.torch_private.operators import flattened_with_paths, pytree
 
 LossFunction = Callable[..., Any]  # of outputs and what the model did not take
@@ -230,6 +231,7 @@ class LossModule(nn.Module):
         with Checks() as checks, self._known.asking(checks.answer), ExitStack() as inner:
             for model in (self.model, *self.lent):
                 inner.enter_context(_tensors_kept(model, self.left))
+                inner.enter_context(traced_parameters(model))
             if not self._objective.is_plain:
                 inner.enter_context(stand_ins)
             args, kwargs = self._batch.rebuild(tensors)
@@ -278,18 +280,23 @@ def _tensors_kept(model: nn.Module, left: dict[str, None]) -> Iterator[None]:
     The names of those that take no buffer's place are put in ``left``. All else stays, such as a note of hooks that the
     first call has registered.
     """
-    tables = [
-        (path, table, dict(table), table is not vars(module))
+    # Each with what a tensor is told of that takes its place: anything, no buffer, nothing.
+    tables: list[tuple[str, dict[str, Any], dict[str, Any], type | tuple[()]]] = [
+        (path, table, dict(table), instead_of)
         for path, module in model.named_modules()
-        for table in (vars(module), buffer_table(module))
+        for table, instead_of in (
+            (vars(module), object),
+            (buffer_table(module), NoneType),
+            (parameter_table(module), ()),
+        )
     ]
     try:
         yield
     finally:
-        for path, table, entries, of_buffers in tables:
+        for path, table, entries, instead_of in tables:
             for name in [name for name, value in table.items() if isinstance(value, torch.Tensor)]:
                 earlier = entries.get(name)
-                if table[name] is not earlier and not (of_buffers and isinstance(earlier, torch.Tensor)):
+                if table[name] is not earlier and isinstance(earlier, instead_of):
                     left[f"{path}.{name}".removeprefix(".")] = None
                 if name in entries:
                     table[name] = entries[name]
