@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
-from tests.lib.models import DIM, Regression
+from tests.lib.models import DIM, Case, Regression, rows
+from tests.lib.runs.training import differences, train_compiled, train_plain
 from zerofx.capture.randomness import kept_randomness
 from zerofx.errors import CaptureError
 
@@ -71,6 +72,24 @@ def test_a_forward_that_seeds_is_refused_and_the_seed_undone(draw: Callable[[], 
     with pytest.raises(CaptureError, match="found one that seeds it"):
         step(*batch)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+_OWN = torch.Generator()
+
+
+@pytest.mark.parametrize("generator_for", [lambda: _OWN, lambda: torch.Generator().manual_seed(3)])
+def test_draws_of_a_generator_of_its_own_are_refused_and_undone(generator_for: Callable[[], torch.Generator]) -> None:
+    model = Drawing(lambda: torch.rand((), generator=generator_for()))  # type: ignore[arg-type, return-value]
+    step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
+    batch, before = (torch.randn(4, DIM), torch.randn(4, DIM)), _OWN.get_state()
+    with pytest.raises(CaptureError, match=r"(?s)gives another at\n.*test_randomness.py.*leave generator= out"):
+        step(*batch)
+    assert torch.equal(_OWN.get_state(), before)
+
+
+def test_torchs_own_generator_may_be_given() -> None:
+    case = Case(lambda: Drawing(lambda: torch.rand((), generator=torch.default_generator)), rows)  # type: ignore[arg-type, return-value]
+    assert differences(train_plain(case, 3), train_compiled(case, 3, 3)) == []
 
 
 @pytest.mark.parametrize("draw", [lambda: 0.5, lambda: float(random.Random(0).random())])

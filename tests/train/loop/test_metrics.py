@@ -84,7 +84,7 @@ def test_a_number_is_looked_up_when_it_is_read_and_once() -> None:
 
 
 def test_a_batch_without_sizes_has_no_rates() -> None:
-    model = tiny()
-    step = compile_eager(model, adamw(model), forward=lambda model, x: model(ids(), labels=ids(1)) * x)
+    model, tokens, labels = tiny(), ids(), ids(1)
+    step = compile_eager(model, adamw(model), forward=lambda model, x: model(tokens, labels=labels) * x)
     step(torch.tensor(2.0))
     assert not [name for name in step.metrics if name.endswith("per_second")]

@@ -16,6 +16,7 @@ from zerofx.capture.values.metadata_reads import METADATA_READS
 from zerofx.capture.values.raising_branches import answer_without_raising
 from zerofx.capture.values.value_dependent import with_one_backward
 from zerofx.errors import CaptureError
+from zerofx.ir.op_kernels.own_draws import generator_of
 from zerofx.torch_private.dispatch import reader, without_python_dispatcher
 from zerofx.torch_private.operators import without_onednn
 
@@ -86,6 +87,15 @@ class CallWatcher(TorchFunctionMode):
             )
         if func in METADATA_READS:
             return func(*args, **(kwargs or {}))
+        generator = (kwargs or {}).get("generator")
+        if isinstance(generator, torch.Generator) and generator is not generator_of(generator.device):
+            raise CaptureError(
+                f"expected a forward that draws from torch's own generator, found one that gives another at\n  "
+                f"{user_line(traceback.extract_stack()) or '(line not found)'}\n"
+                f"A step is captured once, which draws from that generator too, and would not make or seed it again: "
+                f"leave generator= out, draw where the batch is made, as a tensor of it, or make what is the same in "
+                f"all steps a buffer."
+            )
         name = getattr(func, "__name__", "")
         if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
             raise CaptureError(
