@@ -89,6 +89,18 @@ def explain(error: Exception, batch: Batch) -> CaptureError:
             f"torch.where or a weight of 0, make the tensor where the batch is made, or name an argument of the batch "
             f"that has the same values in every step: constant=('edge_index',)."
         )
+    if held := re.search(r"no rule registered for HigherOrderOperator (\w+)", str(error)):
+        return CaptureError(
+            f"expected a forward of operators alone, found {held[1]}, which holds functions of its own, at\n"
+            f"  {line or '(line not found)'}\n"
+            f"A step is one graph, planned before it runs: compute both sides and choose by torch.where, write a loop "
+            f"in Python, or take that part out of the training step."
+        )
+    if written := re.search(r"entirely functional graph, but found .*aten\.(\w+)", str(error)):
+        return CaptureError(
+            f"expected a forward that changes nothing but its own buffers in place, found {written[1]} on a tensor "
+            "that the model has elsewhere: register it as a buffer, which is a part of the step"
+        )
     advice = "replace the operator."
     if "NoneType" in str(error):
         advice = (

@@ -72,6 +72,12 @@ class _Rescaled(Regression):
         return x + row
 
 
+class _Cond(Regression):
+    def predict(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))  # the line to blame
+        return y
+
+
 class _Data(Regression):
     mean: Tensor
 
@@ -121,6 +127,7 @@ def _with_layer(predict: Regression) -> Regression:
         (_InFunction, "in-place change"),
         (_Rescaled, r"in-place change of parameter [\s\S]*without max_norm"),
         (_Data, "tensor.data assigned"),
+        (_Cond, r"found cond, which holds functions [\s\S]*torch\.where"),
         (_Wrong, "torch refuses an operation"),
     ],
 )
@@ -209,6 +216,20 @@ def test_what_is_left_out_while_compiling_is_explained() -> None:
     with pytest.raises(CaptureError, match=r"is_compiling\(\).*pass it in the batch") as caught:
         _capture(_with_layer(_Masked()))
     assert f":{_line_to_blame(_Masked)}:" in str(caught.value)
+
+
+class _Counting(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [torch.zeros(DIM)]
+
+    def predict(self, x: Tensor) -> Tensor:
+        return x + self.seen[0].add_(1)
+
+
+def test_a_change_of_a_tensor_that_is_no_buffer_is_told_what_to_make_of_it() -> None:
+    with pytest.raises(CaptureError, match=r"found add_ on a tensor .* elsewhere: register it as a buffer"):
+        _capture(_with_layer(_Counting()))
 
 
 class _Printed(Regression):
