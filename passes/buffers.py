@@ -5,7 +5,8 @@
                                             copy_(running_mean, mean_next)      # after the last reader of the old value
                                             return loss
 
-Does not handle: buffers that the step does not change (they were made equal when the step was compiled).
+Does not handle: buffers that the step does not change. They were made equal when the step was compiled, and are again
+where a step of another shape or mode that changes them has run before (``Runtime.begin_with_equal_buffers``).
 """
 
 from __future__ import annotations

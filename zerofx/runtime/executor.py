@@ -38,6 +38,8 @@ class Runtime:
         self.host, self.host_later = tiers.on_host, tiers.on_host_later
         # What the step that was ended last has given: ``check_finite`` has its loss, ``check_gradients`` all of it.
         self.stopped: list[torch.Tensor] | None = None
+        self._last_step: object = None
+        self._changed: Sequence[torch.Tensor] = ()  # buffers that the last steps change, each rank its own
 
     def begin(self, scalars: Mapping[int, tuple[float, ...]], agreed: Callable[[], object]) -> None:
         """A step begins.
@@ -49,6 +51,15 @@ class Runtime:
         self._scalars = scalars
         self._agreed = agreed
         self._joint = JointGathers()  # a step that failed may have left some
+
+    def begin_with_equal_buffers(self, step: object) -> None:
+        """Give ranks rank 0's buffers where the steps before were not ``step`` and changed some, as
+        DistributedDataParallel does in every forward: by itself a step begins with rank 0's of those that it changes.
+        """
+        if step is not self._last_step and self._changed:
+            self.broadcast(self._changed)
+            self._changed = ()
+        self._last_step = step
 
     def end(self) -> None:
         """End a step: wait for the other ranks' agreement to run it even if no collective ran."""
@@ -232,6 +243,7 @@ class Runtime:
             transport.broadcast(buffers)
         except LostRankError as error:
             raise LostRankError(f"{error} (awaited in the broadcast of buffers)") from error
+        self._changed = buffers
 
     def _along(self, axes: str) -> Transport:
         """The transport between this rank's group along some axes of the mesh."""

@@ -173,6 +173,7 @@ class Step(Whole, Reported):
         try:
             with self._last.running(taken.device), torch.no_grad():
                 taken.runtime.begin(advance.values, agreed)
+                taken.runtime.begin_with_equal_buffers(compiled)
                 results = self._computed(compiled, taken, batch)
                 taken.runtime.end()
         except NonFiniteGradientsError:
