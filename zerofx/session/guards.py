@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -132,7 +132,7 @@ class ModeWatch:
 
 
 class NumberWatch:
-    """Notices numbers, flags and words on modules that are no longer what they were while a step was captured.
+    """Notices numbers, flags, words and constants on modules that are not what they were while a step was captured.
 
     Looked at are attributes of the modules themselves that are ``int``, ``float``, ``bool`` or ``str``, but for those
     that a capture changes too (counters, the longest sequence so far), ``training``, and those of ``nn.Linear``, whose
@@ -162,6 +162,18 @@ class NumberWatch:
         self._names = [name for _, _, name in watched]
         self._values = [table[name] for _, table, name in watched]
 
+    def watch_constants(self, constants: Iterable[torch.Tensor]) -> None:
+        """Watch the attributes that hold the constants of a step as well: it goes on with a tensor that is replaced."""
+        held = {tensor.untyped_storage().data_ptr() for tensor in constants if isinstance(tensor, torch.Tensor)}
+        for root, module in self._modules.items() if held else ():
+            for prefix, part in module.named_modules(prefix=root):
+                for name, value in vars(part).items():
+                    if type(value) is torch.Tensor and value.untyped_storage().data_ptr() in held:
+                        self._paths.append(f"{prefix}.{name}".removeprefix("."))
+                        self._tables.append(vars(part))
+                        self._names.append(name)
+                        self._values.append(value)
+
     def changes(self) -> list[str]:
         """What has changed, each attribute once: ``"layers.0.scale from 1.0 to 2.0"``."""
         now = list(map(dict.get, self._tables, self._names))
@@ -176,8 +188,8 @@ class NumberWatch:
             path = self._paths[index]
             if path not in self._told:
                 self._told.add(path)
-                what = repr(value) if type(value) in _PLAIN else f"a {type(value).__name__}"
-                changes.append(f"{path} from {before!r} to {what}")
+                earlier, later = (repr(v) if type(v) in _PLAIN else f"a {type(v).__name__}" for v in (before, value))
+                changes.append(f"{path} from {earlier} to {'another' if later == earlier else later}")
         return changes
 
     def warn(self, number: int) -> None:

@@ -301,6 +301,7 @@ class Steps:
         if self.shapes.is_empty:
             tell_kept_tensors(self.model, self.options.objective.forward or self.options.objective.loss_fn)
         self.machine, compiled = request.machine, built.compiled
+        self.numbers.watch_constants(compiled.arguments.constants.values())
         self.wait_for_kernels()
         self._check_built(compiled)
         tiers = self._prepared_tiers(compiled, self.machine)

@@ -272,6 +272,19 @@ def test_whatever_takes_the_place_of_a_number_is_named(value: Any) -> None:
     step(ids(), labels=ids(1))
 
 
+def test_a_plain_tensor_is_read_as_it_is_and_named_where_another_is_in_its_place() -> None:
+    model = Numbered()
+    model.alpha = torch.ones(3)
+    step = compile_eager(model, torch.optim.SGD(model.parameters(), lr=0.0), loss_fn=lambda outputs, _: outputs.sum())
+    first = step(ids(), labels=ids(1)).clone()
+    model.alpha.fill_(2.0)
+    assert torch.equal(step(ids(), labels=ids(1)), 2 * first)
+    model.alpha = torch.full((3,), 4.0)
+    with pytest.warns(ZeroFXWarning, match="found alpha from a Tensor to another in step 3, computed with"):
+        assert torch.equal(step(ids(), labels=ids(1)), 2 * first)
+    step(ids(), labels=ids(1))
+
+
 def test_numbers_of_a_loss_function_that_is_a_module_are_watched() -> None:
     model, loss_fn = nn.Linear(3, 3), nn.CrossEntropyLoss()
     step = compile_eager(model, torch.optim.SGD(model.parameters(), lr=0.0), loss_fn=loss_fn)
