@@ -23,6 +23,8 @@ from zerofx.ir.aliasing import Storage, aliased_input, is_view, storage_bytes, s
 from zerofx.ir.facts import DEVICE, placeholder, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import Loop, loop_of, times_held
+from zerofx.ir.operators.operator import OperatorKind
+from zerofx.ir.operators.table import facts_of
 from zerofx.ir.streams import hops_of, runs_on_host
 from zerofx.scheduler.cost.blocks import size_class
 from zerofx.scheduler.cost.cpu.workspace import memories
@@ -120,7 +122,7 @@ def liveness(step: StepGraph, on_cpu: bool, *, compiles_regions: bool = False) -
         if compiles_regions
         else {node: entry.excess for node, entry in taken.items() if entry is not None and any(entry.excess)}
     )
-    last_use, owned = _last_uses(step, excess)
+    last_use, owned = _last_uses(step, excess, calls_kernels=not compiles_regions)
     here = {node: storages for node, storages in owned.items() if tier_of(node) == DEVICE}
     last_here = {storage: reader for storage, reader in last_use.items() if storage[0] in here}
     dying = _by_reader(last_here)
@@ -237,10 +239,11 @@ def with_profiles(
 
 
 def _last_uses(
-    step: StepGraph, excess: Mapping[fx.Node, tuple[int, ...]]
+    step: StepGraph, excess: Mapping[fx.Node, tuple[int, ...]], *, calls_kernels: bool
 ) -> tuple[dict[Storage, fx.Node], dict[fx.Node, list[tuple[int, int]]]]:
     """The last reader of each storage that a call owns (the call itself when nothing reads it), and each call's own
-    storages as ``(output index, bytes)``, with the ``excess`` that an output does not show."""
+    storages as ``(output index, bytes)``, with the ``excess`` that an output does not show. Where ATen's kernels are
+    called, those that put values into a view copy all of the memory that it is a view of."""
     owned: dict[fx.Node, list[tuple[int, int]]] = {}
     last_use: dict[Storage, fx.Node] = {}
     sources: dict[fx.Node, Storage] = {}
@@ -250,6 +253,10 @@ def _last_uses(
         sources[node] = storage_source(node)
         if node.op == "call_function" and sources[node][0] is node and aliased_input(node) is None:
             sizes = _output_bytes(node, excess.get(node, ()))
+            if calls_kernels and facts_of(node.target).kind is OperatorKind.SCATTER:
+                base, index = sources[node.all_input_nodes[0]]
+                whole = dict(owned.get(base, ())).get(index, storage_bytes(tensors_of(base)[index]))
+                sizes = [(0, max(whole, *(size for _, size in sizes)))]
             if sizes:
                 owned[node] = sizes
                 last_use.update({(node, index): node for index, _ in sizes})

@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import zerofx
+from tests.lib.models import DIM, Regression
 from tests.lib.random_models import draw
 from zerofx.scheduler.search.problem import BudgetMissedError
 
@@ -63,6 +66,27 @@ def _trained(seed: int, budget: int | None, options: dict[str, Any]) -> tuple[in
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_peaks_are_those_predicted(variant: str) -> None:
     assert broken(list(VARIANTS).index(variant), VARIANTS[variant], ()) == []
+
+
+class _Marked(Regression):
+    """Writes into a small part of a part of something large, the whole of which the kernel that does so copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def predict(self, x: Tensor) -> Tensor:
+        marks = torch.zeros(20_000) + x.sum()
+        marks[:100][10:20] = 1.0
+        y: Tensor = self.linear(x) + marks.mean()
+        return y
+
+
+def test_what_is_written_into_a_view_of_a_view_counts_whole() -> None:
+    model = _Marked()
+    step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=0, backend="eager")
+    measured = step.measure(torch.randn(4, DIM), torch.randn(4, DIM), num_steps=2).peak_bytes
+    assert measured == step.plan.peak_bytes
 
 
 @pytest.mark.slow
