@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from zerofx.ir import ops
+from zerofx.ir.aliasing import mutated_inputs, storage_source
 from zerofx.ir.edit import after, consumers, insert_call
 from zerofx.ir.facts import Origin, Phase, Role, origin, placeholder
 from zerofx.ir.graph import StepGraph
@@ -32,12 +33,14 @@ class Buffers:
         buffers = {placeholder(node).name: node for node in step.placeholders(Role.BUFFER)}
         order = step.positions()
         mutations = step.mutations
+        written = {storage_source(source)[0] for node in step.calls() for source in mutated_inputs(node)}  # in backward
+        changed = [node for name, node in buffers.items() if name in mutations or node in written]
         step.set_outputs(step.loss, {}, *step.gradients_by_body)
         for name, value in mutations.items():
             buffer = buffers[name]
             last = max([value, *consumers(buffer)], key=order.__getitem__)
             with step.graph.inserting_before(after(last).next):
                 insert_call(step.graph, torch.ops.aten.copy_.default, (buffer, value), origin(value))
-        if mutations and plan.num_ranks > 1:
+        if changed and plan.num_ranks > 1:
             with step.graph.inserting_after(step.last_placeholder()):
-                insert_call(step.graph, ops.broadcast, ([buffers[n] for n in mutations],), Origin("", Phase.FORWARD))
+                insert_call(step.graph, ops.broadcast, (changed,), Origin("", Phase.FORWARD))
