@@ -22,8 +22,8 @@ from zerofx.driver.garbage import collecting_recent_garbage_only
 from zerofx.driver.given_plan import check_budget, check_graph, check_host_budget
 from zerofx.driver.kept import step_cache
 from zerofx.driver.lent import own_part
-from zerofx.driver.prepared import Earlier, Prepared, Request, agree_on_graph, prepare
-from zerofx.driver.shardings import check_batches, share_computation, with_best_layout
+from zerofx.driver.prepared import Earlier, Prepared, Request, Shared, agree_on_graph, prepare
+from zerofx.driver.shardings import check_batches, share_computation, shared_by, with_best_layout
 from zerofx.errors import InvalidGraphError, MemoryBudgetError, PlanError, ZeroFXError, warn, working
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
@@ -55,6 +55,7 @@ class Built:
     layout: BucketLayout
     binding: OptimizerBinding
     programs: dict[int, UpdateProgram]
+    shared: Shared
 
 
 def build_step(request: Request, earlier: Earlier | None, control: Control) -> Built:
@@ -79,7 +80,7 @@ def _built(request: Request, earlier: Earlier | None, control: Control) -> Built
         loaded = step_cache.load(request, captures, recalled, control)
         if loaded is not None:
             layout, programs = own_part(recalled.step.layout, recalled.programs)
-            return Built(loaded, layout, recalled.binding, programs)
+            return Built(loaded, layout, recalled.binding, programs, shared_by(request, captures, loaded.plan))
 
     def within_budget(one_rank: Captures) -> tuple[Captures, Prepared, CompiledStep, RegionMemory]:
         prepared = _prepared(request, one_rank, earlier, control)
@@ -89,7 +90,7 @@ def _built(request: Request, earlier: Earlier | None, control: Control) -> Built
     captures, prepared, compiled, memory = with_best_layout(request, captures, earlier, control.share, within_budget)
     step_cache.keep(request, captures, earlier, prepared, compiled, memory)
     layout, programs = own_part(prepared.layout, prepared.programs)
-    return Built(compiled, layout, prepared.binding, programs)
+    return Built(compiled, layout, prepared.binding, programs, shared_by(request, captures, compiled.plan))
 
 
 def kept_plan(request: Request, earlier: Earlier, control: Control) -> Plan | None:

@@ -26,7 +26,7 @@ from zerofx.runtime.state.parameter_groups import group_of_parameters, histories
 from zerofx.runtime.state.state import TrainingState
 from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.plan.decisions import Locations
+from zerofx.scheduler.plan.decisions import Locations, ShardingDecision
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.stages.parameter_slices import slices_asked, slices_of
@@ -71,12 +71,21 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """How ranks of the model axis share the captured step that ``given`` tells from others."""
+
+    given: str
+    shardings: tuple[ShardingDecision, ...]
+
+
+@dataclass(frozen=True)
 class Earlier:
-    """What the first step of a model has made, for further ones."""
+    """What the first step of a model has made, for further ones. ``shared`` says how ranks share it."""
 
     layout: BucketLayout
     binding: OptimizerBinding
     state: TrainingState
+    shared: Shared
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import xxhash
 from zerofx.driver.captures import Captures
 from zerofx.driver.kept.shardings import decided_once, from_json, to_json
 from zerofx.driver.meshes.layouts import best_prices
-from zerofx.driver.prepared import Earlier, Request
+from zerofx.driver.prepared import Earlier, Request, Shared
 from zerofx.errors import RankMismatchError, UsageError, warn
 from zerofx.ir.batch import Batch, hash_of
 from zerofx.ir.facts import Role, placeholder
@@ -26,6 +26,7 @@ from zerofx.scheduler.decide.shardings import decide_shardings
 from zerofx.scheduler.decide.value_overlap import decide_overlaps
 from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision
 from zerofx.scheduler.plan.mesh import MODEL, Mesh
+from zerofx.scheduler.plan.placements import Placement
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError
 
@@ -51,7 +52,7 @@ def with_best_layout(
     try:
         return plan(fastest)
     except BudgetMissedError as missed:
-        if request.mesh.model == 1 or earlier is not None:
+        if request.mesh.model == 1:
             raise
         smaller = share_computation(request, captures, earlier, everywhere, within_budget=True)
         if smaller.shardings == fastest.shardings:
@@ -114,6 +115,11 @@ def shared_as(
     one_rank = captures.shared(shardings, request.mesh.model)
     overlaps = everywhere("overlap what ranks send each other", lambda: to_json(_overlaps(request, one_rank)))
     return one_rank.ordered(from_json(OverlapDecision, overlaps))
+
+
+def shared_by(request: Request, captures: Captures, plan: Plan) -> Shared:
+    """How ``plan`` has ranks of the model axis share a step, for ``Earlier``."""
+    return Shared(_given(request, captures) if request.mesh.model > 1 else "", plan.shardings)
 
 
 def digest_of(batch: Batch, mesh: Mesh) -> bytes:
@@ -180,10 +186,12 @@ def _decided(
     if isinstance(request.options.plan, Plan):
         return request.options.plan.shardings
     step = captures.of_one(captures.candidates[0])
+    if earlier is not None and earlier.shared.given == _given(request, captures):
+        return earlier.shared.shardings  # another update of the same step
     pins = pins_of(step, request.options.shardings)
     if pins.ignored and request.verbose:
         warn(f"shardings: nothing follows from {', '.join(pins.ignored)}")
-    lent = {name: lies for borrowed in request.borrowed for name, lies in borrowed.placements().items()}
+    lent = _lent(request)
     given = {**lent, **(earlier.layout.placements if earlier else {})}
     of_others = {
         node: lent[name] for node in step.placeholders(Role.PARAMETER) if (name := placeholder(node).name) in lent
@@ -205,7 +213,7 @@ def _decided(
         why |= {node.name: "as the step has it that trains it" for node in of_others}
         return tuple(replace(decision, reason=why.get(decision.node, decision.reason)) for decision in decided)
 
-    simulated = explained and earlier is None and request.locations is None
+    simulated = explained and request.locations is None and (earlier is None or within_budget)
     if not within_budget:
         request = replace(request, options=_of_any_plan(request.options))
     said = [repr(sorted(request.options.shardings.items())), repr(sorted(given.items())), str(explained)]
@@ -213,6 +221,16 @@ def _decided(
         said += [*request.options.texts("plan"), hyperparameters_text(request.optimizer)]
     with watched("sharing the computation", show=request.verbose):
         return decided_once(request, step, ShardingDecision, decide, *said)
+
+
+def _given(request: Request, captures: Captures) -> str:
+    """Tells a captured step, and where what it reads of other steps lies, from others."""
+    graph = captures.of_one(captures.candidates[0]).fingerprint()
+    return f"{graph} {sorted(_lent(request).items())}"
+
+
+def _lent(request: Request) -> dict[str, Placement]:
+    return {name: lies for borrowed in request.borrowed for name, lies in borrowed.placements().items()}
 
 
 def _of_any_plan(options: CompileOptions) -> CompileOptions:

@@ -64,7 +64,7 @@ class TakenOver:
         device = compiled.device
         self.model, self.layout, self.binding, self.device = model, built.layout, built.binding, device
         self._life, self._tiers, self._outside = life, tiers, options.objective.outside
-        self.scaler, self._lenders = scaler, lenders
+        self.scaler, self._lenders, self._shared = scaler, lenders, built.shared
         with control.together("take the model over"):
             transport = make_transport(
                 life.group, device, control.patience_seconds, tiers.log, reads_memory=reads_memory
@@ -88,7 +88,7 @@ class TakenOver:
     @property
     def earlier(self) -> Earlier:
         """What further steps are built with."""
-        return Earlier(self.layout, self.binding, self.state)
+        return Earlier(self.layout, self.binding, self.state, self._shared)
 
     def watch_parameters(self) -> None:
         """Watch the parameters that the model has now, and guard it where they have no values."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zerofx
 from tests.lib.distributed import run_ranks
@@ -16,6 +18,8 @@ from tests.lib.runs.offloads import check_measured
 from tests.lib.runs.sharing import SHARING, one_process
 from tests.lib.runs.training import Trained, build, differences, plan_of, without_key_biases, world
 from zerofx import RankMismatchError
+from zerofx.scheduler.plan.decisions import ShardingDecision
+from zerofx.scheduler.search.problem import BudgetMissedError
 
 
 def shared(name: str, mesh: dict[str, int], stage: int, steps: int, **options: Any) -> tuple[Trained, list[str]]:
@@ -202,3 +206,33 @@ def test_two_ranks_share_each_of_two_slices() -> None:
     runs = {"stage 3": RUNS["stage 3"]}
     for rank, wrong in enumerate(run_ranks(compared, 4, ["gpt"], {"shard": 2, "model": 2}, runs, 3)):
         assert wrong == {}, f"rank {rank}"
+
+
+def _least() -> list[str]:
+    """How ranks share two steps within the least budget, where they do not alike: the second has another update."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    batch = torch.ones(200, 32)
+
+    def shardings(budget: int) -> list[tuple[ShardingDecision, ...]]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        step = zerofx.compile(
+            model, optimizer, loss_fn=lambda y: y.square().mean(), mesh={"model": 2}, backend="eager", tile="none",
+            memory_budget=budget,
+        )  # fmt: skip
+        try:
+            shared = [step.plan.shardings for _ in range(2) if step(batch) is not None]
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "a batch of another shape")
+                step(batch[:-10])  # fits too
+            return shared
+        finally:
+            step.close()
+
+    with pytest.raises(BudgetMissedError) as refusal:
+        shardings(100)
+    first, second = shardings(refusal.value.least_bytes)
+    return [] if first == second else [f"{first}, then {second}"]
+
+
+def test_later_steps_fit_the_budget_that_the_first_fits() -> None:
+    assert run_ranks(_least, 2) == [[], []]

@@ -63,7 +63,7 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
     assert plan is None or isinstance(plan, Plan), "a file has been read"
     parts = (
         recorded.place.key, update, repr(groups),
-        repr(None if earlier is None else f"{earlier.layout} {earlier.binding.variant}"),
+        repr(None if earlier is None else f"{earlier.layout} {earlier.binding.variant} {earlier.shared}"),
         repr(histories_of(model, optimizer) if earlier is None else None),
         repr(request.locations), repr(request.fixed), *(repr(entry.described()) for entry in request.borrowed),
         repr(sorted(batch.described().items())),
