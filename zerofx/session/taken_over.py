@@ -35,6 +35,7 @@ from zerofx.scheduler.plan.units import unit_of
 from zerofx.session.guards import ParameterWatch, guard_model
 from zerofx.session.lending.lenders import Lenders
 from zerofx.session.life import Life
+from zerofx.torch_private.operators import pytree
 from zerofx.torch_private.optimizers import note_step
 from zerofx.units import first_few
 
@@ -235,4 +236,6 @@ class TakenOver:
         self.runtime.tiers.settle()
         outcome, self.runtime.stopped = self.runtime.stopped, None
         assert outcome is not None
-        return [tensor.clone() for tensor in outcome]  # CUDA graphs have theirs where the next step writes
+        # CUDA graphs have theirs where the next step writes.
+        copied: list[Any] = pytree.tree_map_only(torch.Tensor, torch.clone, outcome)
+        return copied
