@@ -47,8 +47,8 @@ class Whole(Checkpointed):
 
         Args:
             write_back: take the values that the parameters have at the end of the block as those to train on from, for
-                example after ``model.load_state_dict``. Without it, or where the block raises, changes made in the block
-                are dropped where parameters are sharded; whole parameters are changed where they lie.
+                example after ``model.load_state_dict``. Without it, or where the block raises, changes made in the
+                block are dropped where parameters are sharded; whole parameters are changed where they lie.
 
         Before the first step and after ``close`` this is the model as it is.
         """
