@@ -151,7 +151,7 @@ def test_measuring_trains_that_many_steps() -> None:
 
 def test_a_step_is_measured_at_least_once() -> None:
     step, batch = gpt_step(0)
-    with pytest.raises(zerofx.UsageError, match="num_steps=0"):
+    with pytest.raises(zerofx.UsageError, match="num_steps to be how often to measure a step, 1 or more, found 0"):
         step.measure(*batch, num_steps=0)
 
 

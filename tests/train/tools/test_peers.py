@@ -133,7 +133,10 @@ def test_one_device_with_a_tiny_model(tmp_path: Path) -> None:
     subprocess.run(command, check=True, cwd=ROOT)
     data = json.loads((tmp_path / "one_gpu.json").read_text())
     listed = {name: {row.name for row in peers_report.rows(group)} for name, group in data["groups"].items()}
-    assert listed == {"whole": {"torch.compile", "zerofx"}, "capped": {"FSDP2 + CPU offload", "zerofx, capped"}}
+    assert listed == {
+        "whole": {"torch.compile", "zerofx"},
+        "capped": {"FSDP2 + CPU offload + checkpoint", "zerofx, capped"},
+    }
     verdicts = one_gpu.verdicts({name: peers_report.rows(group) for name, group in data["groups"].items()}, on_cpu=True)
     assert len(verdicts) == 3 and all(one.met for one in verdicts if one.what.startswith("peak"))
     assert "| zerofx, capped" in (tmp_path / "one_gpu.md").read_text()
