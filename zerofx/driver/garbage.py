@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_FEW = 10_000  # Python 3.12 begins with some hundred of its own objects frozen
 _SELDOM = 50_000  # objects that are made until the youngest are gone through: those of a graph of a thousand nodes
 
 
@@ -18,7 +19,7 @@ def collecting_recent_garbage_only() -> Iterator[None]:
     thousands have been made. Where the caller has frozen objects already, these stay frozen, and no others are.
     """
     thresholds = gc.get_threshold()
-    freezes = not gc.get_freeze_count()
+    freezes = gc.get_freeze_count() < _FEW
     if freezes:
         gc.freeze()
     if gc.isenabled() and thresholds[0]:

@@ -18,11 +18,11 @@ def frozen() -> Iterator[None]:
 
 
 def test_what_was_there_before_is_frozen_only_while_it_is_open() -> None:
-    thresholds = gc.get_threshold()
+    thresholds, num_before = gc.get_threshold(), gc.get_freeze_count()
     with collecting_recent_garbage_only():
-        assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() > num_before + 10_000
         assert gc.get_threshold()[0] > thresholds[0]
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() <= num_before
     assert gc.get_threshold() == thresholds
 
 
