@@ -96,6 +96,8 @@ class CallWatcher(TorchFunctionMode):
                 f"leave generator= out, draw where the batch is made, as a tensor of it, or make what is the same in "
                 f"all steps a buffer."
             )
+        if kwargs and generator is not None:
+            kwargs = {**kwargs, "generator": None}  # the same one, which graphs of torch 2.11 cannot name
         name = getattr(func, "__name__", "")
         if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
             raise CaptureError(
