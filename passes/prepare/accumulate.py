@@ -60,7 +60,10 @@ def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]
         set_placeholder(node, replace(placeholder(node), part=0))
     total, loss = step.loss, step.loss
     extras, gradients = [*step.extras], [step.gradients]
-    latest, own = dict(mutations), set(calls)
+    # An extra stays what it is, while what a loop's round is given becomes what the round leaves.
+    given_back = {value_node(storage_source(node)) for node in step.extras}
+    within = [node for node in calls if node not in given_back]
+    latest, own = dict(mutations), set(within)
     for number in range(1, step.num_bodies):
         handed_on = [name for name in latest if buffers[name].users] if step.has_loop else []
         latest |= {name: _own_value(step, latest[name], own) for name in handed_on}
@@ -73,14 +76,14 @@ def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]
         total = _sum(step, total, copies[loss])
         extras += [copies[node] for node in extras[: step.num_extras]]
         gradients.append({name: copies[node] for name, node in gradients[0].items()})
-        latest, own = {name: copies[node] for name, node in mutations.items()}, {copies[node] for node in calls}
+        latest, own = {name: copies[node] for name, node in mutations.items()}, {copies[node] for node in within}
     step.set_outputs(total, latest, *gradients, extras=extras)
 
 
 def _own_value(step: StepGraph, node: fx.Node, own: Collection[fx.Node]) -> fx.Node:
-    """A value that a micro-batch leaves a buffer with, as one of what that micro-batch makes, its ``own``.
+    """A value that a micro-batch leaves a buffer with, as one of what that micro-batch alone has, its ``own``.
 
-    It may hand on what it was given: where two buffers change places, say.
+    It may hand on what it was given, where two buffers change places, say, or what the step gives back, an extra.
     """
     if value_node(storage_source(node)) in own:
         return node

@@ -75,6 +75,27 @@ def test_each_micro_batch_has_outputs() -> None:
     assert [found["loss"].item() for found in step.outputs] == [one["loss"].item() for one in expected]
 
 
+def test_each_micro_batch_hands_out_the_buffers_that_it_leaves() -> None:
+    """A buffer that an extra shows is given to the next micro-batch, too."""
+
+    class Counting(Tiny):
+        count: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+            self.count.add_(1)
+            return {"loss": super().forward(ids, labels), "count": self.count}
+
+    model = Counting()
+    step = compile_eager(model, adamw(model), accumulate=4)
+    for first in (1, 5):
+        step(ids(1, rows=4), labels=ids(2, rows=4))
+        assert [given["count"].item() for given in step.outputs] == list(range(first, first + 4))
+
+
 def test_a_loss_alone_has_no_outputs() -> None:
     class Lonely(Tiny):
         def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
