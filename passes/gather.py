@@ -59,6 +59,10 @@ class Gather:
                 whole[index], shards[index] = _gathered_at_start(shard), shard
         reads = {index: sorted(consumers(full), key=order.__getitem__) for index, full in whole.items()}
         for number, decision in enumerate(plan.gathers):
+            if decision.bucket not in whole:
+                raise PlanError(
+                    f"the plan gives bucket {decision.bucket}, which is there whole, a residency: {decision}"
+                )
             first, last = (named(by_name, name) for name in (decision.first, decision.last))
             inside = [n for n in reads[decision.bucket] if order[first] <= order[n] <= order[last]]
             reads[decision.bucket] = [n for n in reads[decision.bucket] if n not in inside]

@@ -35,7 +35,11 @@ class Merge:
         for numbers in plan.launches:
             if len(numbers) == 1:
                 continue
-            gathers = [tasks[Task(Job.GATHER, number)] for number in numbers]
+            gathers = [node for number in numbers if (node := tasks.get(Task(Job.GATHER, number))) is not None]
+            if len(gathers) < len(numbers):
+                raise PlanError(
+                    f"the plan merges residencies {numbers}, of which some are of buckets on one rank alone"
+                )
             if len({node.kwargs.get("over") for node in gathers}) > 1:
                 raise PlanError(f"the plan merges {gathers[0].name} with gathers that other ranks take part in")
             for num_following, node in zip(reversed(range(len(gathers))), gathers, strict=True):

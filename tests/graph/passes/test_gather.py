@@ -25,6 +25,13 @@ def test_a_plan_that_leaves_a_use_without_residency_is_refused() -> None:
         prepared.run("gather")
 
 
+def test_a_plan_that_gathers_what_is_there_whole_is_refused() -> None:
+    prepared, sharded = prepare(num_ranks=1), prepare(num_ranks=2)
+    prepared.plan = replace(prepared.plan, gathers=sharded.plan.gathers)
+    with pytest.raises(PlanError, match=r"bucket \d+, which is there whole"):
+        prepared.run("gather")
+
+
 def test_a_plan_for_another_graph_is_refused() -> None:
     prepared = prepare(batch=features())
     decision = replace(prepared.plan.gathers[0], first="no_such_node")

@@ -80,3 +80,10 @@ def test_something_between_the_gathers_of_a_group_is_found() -> None:
     following.append(prepared.node("gather_1"))
     with pytest.raises(InvalidGraphError, match=f"launches: {following.name} stands where one of 1 gathers"):
         verify(prepared.step, "merge")
+
+
+def test_what_no_other_rank_has_a_slice_of_is_not_merged() -> None:
+    prepared = prepare(Deep(3), num_ranks=1)
+    prepared.plan = merging(parameters_away(prepared, "host", None), 1)
+    with pytest.raises(PlanError, match=r"\[0, 1\], of which some are of buckets on one rank"):
+        prepared.run("merge")
