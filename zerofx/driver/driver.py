@@ -65,7 +65,7 @@ def build_step(request: Request, earlier: Earlier | None, control: Control) -> B
         MemoryBudgetError: no plan fits the budget.
         ZeroFXError: as ``prepare``.
     """
-    with _preparing_the_compiler(request), collecting_recent_garbage_only():
+    with control.telling("build a step"), _preparing_the_compiler(request), collecting_recent_garbage_only():
         built = _built(request, earlier, control)
     if request.verbose and request.locations is None:
         _warn_of_host(built.compiled.plan, request.machine)

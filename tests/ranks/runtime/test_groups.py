@@ -22,6 +22,7 @@ from tests.lib.models import CASES, batches
 from tests.lib.runs.training import build
 from tests.lib.runs.tuning import tune
 from tests.lib.users import adamw, ids, tiny
+from zerofx.driver import driver
 from zerofx.errors import MemoryBudgetError, RankMismatchError, UsageError, ZeroFXError
 from zerofx.tuning import trial
 
@@ -145,16 +146,21 @@ def test_what_is_refused_leaves_no_group_behind(names: list[str]) -> None:
         assert {name: counts for name, counts in found.items() if counts != counts[:1] * len(counts)} == {}
 
 
-def _one_alone() -> tuple[str, float]:
+def _one_alone(where: str) -> tuple[str, float]:
+    """What ends a rank, and after how long, where rank 1 is interrupted as it captures or builds a step."""
     began = time.monotonic()
-    with pytest.raises((KeyboardInterrupt, RankMismatchError)) as caught:
-        _compile(loss_fn=_alone, example_batch=(ids(),))
+    with pytest.MonkeyPatch.context() as patch:
+        if where == "build" and dist.get_rank() == 1:
+            patch.setattr(driver, "_within_budget", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises((KeyboardInterrupt, RankMismatchError)) as caught:
+            _compile(loss_fn=_alone if where == "capture" else torch.sum, example_batch=(ids(),))
     return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began
 
 
-def test_a_rank_that_fails_alone_goes_at_once_and_the_others_do_not_wait() -> None:
-    (zero, waited), (one, left) = run_ranks(_one_alone, 2)
-    assert one.startswith("KeyboardInterrupt") and "found that rank 1 was to capture a step (KeyboardInterrupt)" in zero
+@pytest.mark.parametrize("where", ["capture", "build"])
+def test_a_rank_that_fails_alone_goes_at_once_and_the_others_do_not_wait(where: str) -> None:
+    (zero, waited), (one, left) = run_ranks(_one_alone, 2, where)
+    assert one.startswith("KeyboardInterrupt") and f"found that rank 1 was to {where} a step (KeyboardInter" in zero
     assert max(waited, left) < 60
 
 

@@ -235,6 +235,15 @@ class Control:
                 ) from error
             raise
 
+    @contextlib.contextmanager
+    def telling(self, purpose: str) -> Iterator[None]:
+        """A block that ranks run together: where this rank is interrupted in it, the others hear of that at once."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit) as error:
+            self.fail(f"rank {self.rank} was to {purpose} ({type(error).__name__})")
+            raise
+
     def on_failure(self, call: Callable[[], None]) -> None:
         """Have ``call`` run where this rank fails, for others to fail that wait for it elsewhere than here."""
         self._on_failure.append(call)
@@ -302,15 +311,12 @@ class Control:
             return
         self._num_works += 1
         try:
-            with JointWork(self._group, self._num_works, self.patience_seconds) as work:
+            with self.telling(purpose), JointWork(self._group, self._num_works, self.patience_seconds) as work:
                 yield
                 work.finish()
             self._last_work = work  # whose last words may still be on their way
         except SilentRankError as error:
             raise self._absence(purpose, error, error.rank) from error
-        except (KeyboardInterrupt, SystemExit) as error:
-            self.fail(f"rank {self.rank} was to {purpose} ({type(error).__name__})")
-            raise
 
     def _exchange(self, value: Any, purpose: str) -> list[Any]:
         values: list[Any] = [None] * self.num_ranks
