@@ -82,9 +82,10 @@ def _header(shown: Sequence[ScheduleRow], block: Block) -> list[str]:
 
 
 def _layer_of(members: Sequence[ScheduleRow]) -> str:
-    """The repeated layer that a repetition computes; its update may be another's."""
+    """The repeated layer that a repetition computes; its update may be another's. One may compute for none."""
     units = [row.unit for row in members if row.kind == "region" and row.unit]
-    return next((row.unit for row in members if row.kind == "region" and row.unit and row.phase != "update"), units[0])
+    units = [row.unit for row in members if row.kind == "region" and row.unit and row.phase != "update"] or units
+    return units[0] if units else members[0].layer or members[0].bucket or "(model)"
 
 
 def _line(row: ScheduleRow, indent: str) -> list[str]:

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import zerofx
 from tests.lib.graphs import prepare, target
 from tests.lib.lowered import Deep, lowered
 from zerofx.ir import ops
@@ -66,6 +69,29 @@ def test_what_stands_between_micro_batches_and_before_updates_is_of_no_bucket() 
 def test_the_folded_table_is_flat_in_depth() -> None:
     lines = {len(str(make_schedule(lowered(depth))).splitlines()) for depth in (8, 20)}
     assert len(lines) == 1
+
+
+class Between(nn.Module):
+    """Layers with something of the model between each two, and around all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abcde"})
+        self.first, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks.values():
+            x = torch.tanh(block(x))
+        total: torch.Tensor = self.frozen(x).sum()
+        return total
+
+
+def test_a_repetition_without_a_layer_is_the_models() -> None:
+    model = Between()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    planned = zerofx.plan(model, optimizer, (torch.randn(2, 4),), world_size=2, stage=3, machine="h100-sxm")
+    assert "blocks.a" in str(planned.schedule())
 
 
 def test_folding_hides_nothing_from_the_full_table() -> None:
