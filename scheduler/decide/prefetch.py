@@ -177,9 +177,8 @@ def place_arrivals(
 def _gather(decision: GatherDecision, arrival: Arrival, start: CopyStart, names: Sequence[str]) -> GatherDecision:
     read = names[start.read] if start.read < start.copy else None
     ahead = arrival.needed - start.copy
-    reason = decision.reason + (
-        f", copied up {ahead} runs of layers ahead" if ahead else ", copied up where it is used"
-    )
+    runs = f"{ahead} run{'' if ahead == 1 else 's'} of layers"
+    reason = decision.reason + (f", copied up {runs} ahead" if ahead else ", copied up where it is used")
     if read is not None:
         reason += f", read from nvme {arrival.needed - start.read} ahead"
     return replace(decision, reload=names[start.copy], read=read, reason=reason)
