@@ -124,7 +124,7 @@ def test_what_runs_between_regions_is_told_from_them(tmp_path: Path) -> None:
     step, batch = gpt_step(0)
     step(*batch)
     quick = step.measure(*batch, num_steps=3)
-    assert 0 < quick.between_seconds < quick.step_seconds
+    assert 0 < quick.between_seconds < 0.2  # which the step below sleeps
     head, last = step.source.rsplit("\n    return ", 1)
     path = tmp_path / "step.py"
     path.write_text(f"import time\n{head}\n    time.sleep(0.2)\n    return {last}")
