@@ -58,8 +58,9 @@ class Gather:
             if index is not None and shard.users:
                 whole[index], shards[index] = _gathered_at_start(shard), shard
         reads = {index: sorted(consumers(full), key=order.__getitem__) for index, full in whole.items()}
+        never_apart = {placeholder(node).bucket for node in step.placeholders(Role.FULL)}
         for number, decision in enumerate(plan.gathers):
-            if decision.bucket not in whole:
+            if decision.bucket in never_apart:
                 raise PlanError(
                     f"the plan gives bucket {decision.bucket}, which is there whole, a residency: {decision}"
                 )
