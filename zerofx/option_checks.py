@@ -206,6 +206,16 @@ def check_offload(offload: object, accumulate: AccumulateOption, *, given: bool,
     )
 
 
+def check_batch_form(batch: object) -> None:
+    """Check what is to be the arguments of a call, or its keywords.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if not isinstance(batch, tuple | list | Mapping):
+        raise UsageError(f"expected batch to be a tuple or a dict of keywords, found {type(batch).__name__}")
+
+
 def check_texts(option: str, asked: object, what: str) -> None:
     """Check what is to be names of ``what``.
 

@@ -30,7 +30,7 @@ from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout
 from zerofx.lowering.lower import LoweredStep
 from zerofx.mesh_option import AUTO, mesh_for
-from zerofx.option_checks import check_count
+from zerofx.option_checks import check_batch_form, check_count
 from zerofx.options import CompileOptions, PlanOptions, check_names, check_options
 from zerofx.pipeline import check_disabled
 from zerofx.progress import watched
@@ -220,8 +220,7 @@ def capture_for_plans(
     check_disabled(settings)
     check_model(model, on_meta=True)
     check_optimizer(model, optimizer)
-    if not isinstance(batch, tuple | list | Mapping):
-        raise UsageError(f"expected batch to be a tuple or a dict of keywords, found {type(batch).__name__}")
+    check_batch_form(batch)
     taken = batch_to_capture(model, batch, options)
     assert options.machine is not None, "plans are made for a machine that is named"
     request = Request(model, optimizer, taken, options, settings, Mesh(), options.machine.as_torch_computes(), verbose)

@@ -32,7 +32,7 @@ from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.ir.batch import Batch
 from zerofx.lowering.lower import lower
 from zerofx.mesh_option import AUTO, mesh_for
-from zerofx.option_checks import check_count, check_kind
+from zerofx.option_checks import check_batch_form, check_count, check_kind
 from zerofx.options import CompileOptions, TuneOptions, check_names, check_options
 from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan
@@ -104,8 +104,7 @@ def tune(
     for name, number, least in (("num_steps", num_steps, 2), ("num_candidates", num_candidates, 1)):
         check_count(name, number, least, f"to be at least {least}")
     check_kind("save", save, (str, Path), "the path of a file")
-    if not isinstance(batch, tuple | list | Mapping):
-        raise UsageError(f"expected batch to be a tuple or a dict of keywords, found {type(batch).__name__}")
+    check_batch_form(batch)
     args, keywords = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
     tuner = _Tuner(TunedTraining(model, optimizer, args, keywords), checked, num_steps, num_candidates)
     owner = claim(model, tuner)
