@@ -21,6 +21,7 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.collectives import make_transport
 from zerofx.runtime.comm.communicators import Communicators
+from zerofx.runtime.cuda_graphs.recording import own_memory
 from zerofx.runtime.executor import Runtime
 from zerofx.runtime.measure.measure import persistent_bytes
 from zerofx.runtime.state.arguments import StepArguments, state_tensors
@@ -35,7 +36,6 @@ from zerofx.scheduler.plan.units import unit_of
 from zerofx.session.guards import ParameterWatch, guard_model
 from zerofx.session.lending.lenders import Lenders
 from zerofx.session.life import Life
-from zerofx.torch_private.operators import pytree
 from zerofx.torch_private.optimizers import note_step
 from zerofx.units import first_few
 
@@ -236,6 +236,4 @@ class TakenOver:
         self.runtime.tiers.settle()
         outcome, self.runtime.stopped = self.runtime.stopped, None
         assert outcome is not None
-        # CUDA graphs have theirs where the next step writes.
-        copied: list[Any] = pytree.tree_map_only(torch.Tensor, torch.clone, outcome)
-        return copied
+        return own_memory(outcome)

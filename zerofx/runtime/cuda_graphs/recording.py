@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ from zerofx.ir.aliasing import storage_bytes
 from zerofx.runtime.cuda_graphs.capturing import Capturer, Launch
 from zerofx.runtime.executor import Outcome, Runtime, StepFunction, functions_of, with_functions
 from zerofx.torch_private.operators import pytree
+
+T = TypeVar("T")
 
 _BETWEEN_GRAPHS = frozenset(
     {"broadcast", "check_finite", "check_gradients", "hyperparameters", "reduce_scatter", "reduce_scatter_into"}
@@ -131,11 +133,10 @@ class Recording:
         return own_memory(tuple(outcome) if isinstance(outcome, list) else outcome)
 
 
-def own_memory(outcome: Outcome) -> Outcome:
-    """A copy of what a step gives."""
-    if isinstance(outcome, tuple):
-        return tuple(tensor.clone() for tensor in outcome)
-    return outcome.clone()
+def own_memory(outcome: T) -> T:
+    """A copy of what a step gives, which graphs have where the next step writes."""
+    copied: T = pytree.tree_map_only(torch.Tensor, torch.clone, outcome)
+    return copied
 
 
 def record(
