@@ -63,116 +63,139 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-from zerofx.ir.op_kernels.registered import implement
+from zerofx.ir.op_kernels import as_aten, fakes, norms, softmax, value_gradients
+from zerofx.ir.op_kernels import quantise as _quantise
+from zerofx.ir.op_kernels.attention import empty_results
+from zerofx.ir.op_kernels.own_operator import launched, own_operator
+from zerofx.ir.op_kernels.products import empty_result
 from zerofx.ir.value_ops import VALUE_COLLECTIVES
+from zerofx.torch_private.operators import OpOverload
 
 NO_BUCKET = -1  # in the place of a bucket's index: a collective that is about all of them
 
-_library = torch.library.Library("zerofx", "DEF")  # torch unregisters the operators when this object goes
-_library.define(
+all_gather = own_operator(
     "all_gather(Tensor shard, int bucket, int num_ranks, int more=0, *, bool in_place=False, str over='shard') "
-    "-> Tensor"
+    "-> Tensor",
+    fakes.gathered,
 )
-_library.define("all_gather_into(Tensor(a!) full, Tensor shard, int bucket, *, str over='shard') -> Tensor(a!)")
-_library.define("reduce_scatter(Tensor gradients, int bucket, int num_ranks, *, str over='shard') -> Tensor")
-_library.define(
-    "reduce_scatter_into(Tensor(a!) gradients, int bucket, int num_ranks, *, str over='shard') -> Tensor(a!)"
+all_gather_into = own_operator(
+    "all_gather_into(Tensor(a!) full, Tensor shard, int bucket, *, str over='shard') -> Tensor(a!)", fakes.first
 )
-_library.define("wait(Tensor(a) pending, Tensor? source=None) -> Tensor(a)")
-_library.define("release(Tensor full) -> ()")
-_library.define("empty_gradients(int bucket, int numel, *, ScalarType dtype, Device device) -> Tensor")
-_library.define("broadcast(Tensor(a!)[] buffers) -> ()")
-_library.define("offload(Tensor value, str tier) -> Tensor")
-_library.define("reload(Tensor stored, str tier='device') -> Tensor")
-_library.define("copy_into(Tensor(a!) into, Tensor source) -> Tensor(a!)")
-_library.define("mm_into(Tensor(a!) into, Tensor a, Tensor b) -> ()")
-_library.define("product(Tensor left, Tensor right, Tensor? bias) -> Tensor")
-_library.define("product_into(Tensor(a!) into, Tensor left, Tensor right) -> ()")
-_library.define(
-    "bernoulli_into(Tensor(a!) into, Tensor? chances, float p) -> ()", tags=(torch.Tag.nondeterministic_seeded,)
+reduce_scatter = own_operator(
+    "reduce_scatter(Tensor gradients, int bucket, int num_ranks, *, str over='shard') -> Tensor", fakes.slice_apart
 )
-_library.define(
-    "checked(Tensor value, Tensor info, str name, bool is_matrix) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,)
+reduce_scatter_into = own_operator(
+    "reduce_scatter_into(Tensor(a!) gradients, int bucket, int num_ranks, *, str over='shard') -> Tensor(a!)",
+    fakes.slice_within,
 )
-_library.define("asserted(Tensor value, Tensor holds, str text) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
-_library.define(
+gather_on_node = own_operator(
+    "gather_on_node(Tensor part, int bucket, int num_ranks, *, str over='shard') -> Tensor", fakes.gathered
+)
+exchange = own_operator(
+    "exchange(Tensor parts, int bucket, int num_ranks, str group, *, str over='shard') -> Tensor", fakes.alike
+)
+second_shard = own_operator(
+    "second_shard(Tensor full, int bucket, int num_ranks, *, str over='shard') -> Tensor", fakes.slice_apart
+)
+broadcast = own_operator("broadcast(Tensor(a!)[] buffers) -> ()", fakes.nothing)
+wait = own_operator("wait(Tensor(a) pending, Tensor? source=None) -> Tensor(a)", fakes.first)
+release = own_operator("release(Tensor full) -> ()", fakes.nothing)
+settle = own_operator("settle(int bucket) -> ()", fakes.nothing)
+empty_gradients = own_operator(
+    "empty_gradients(int bucket, int numel, *, ScalarType dtype, Device device) -> Tensor", fakes.gradients
+)
+offload = own_operator("offload(Tensor value, str tier) -> Tensor", fakes.alike)
+reload = own_operator("reload(Tensor stored, str tier='device') -> Tensor", fakes.alike)
+copy_into = own_operator("copy_into(Tensor(a!) into, Tensor source) -> Tensor(a!)", fakes.first)
+empty_stored = own_operator(
+    "empty_stored(int numel, ScalarType dtype, str tier, *, Device device) -> Tensor", fakes.stored
+)
+check_finite = own_operator("check_finite(Tensor loss) -> ()", fakes.nothing)
+check_gradients = own_operator("check_gradients(Tensor largest, Tensor[] outcome) -> ()", fakes.nothing)
+next_micro_batch = own_operator("next_micro_batch(int number, Tensor[] carried) -> ()", fakes.nothing)
+part = own_operator(
+    "part(Tensor(a) whole, int[] size, int[] stride, int offset) -> Tensor(a)", as_aten.part, kernel=as_aten.part
+)
+mm_into = own_operator("mm_into(Tensor(a!) into, Tensor a, Tensor b) -> ()", fakes.nothing, kernel=as_aten.mm_into)
+bernoulli_into = own_operator(
+    "bernoulli_into(Tensor(a!) into, Tensor? chances, float p) -> ()", fakes.nothing, kernel=as_aten.bernoulli_into,
+    tags=(torch.Tag.nondeterministic_seeded,),
+)  # fmt: skip
+checked = own_operator(
+    "checked(Tensor value, Tensor info, str name, bool is_matrix) -> Tensor", fakes.copied, kernel=as_aten.checked,
+    tags=(torch.Tag.cudagraph_unsafe,),
+)  # fmt: skip
+asserted = own_operator(
+    "asserted(Tensor value, Tensor holds, str text) -> Tensor", fakes.copied, kernel=as_aten.asserted,
+    tags=(torch.Tag.cudagraph_unsafe,),
+)  # fmt: skip
+masked_sum = own_operator(
+    "masked_sum(Tensor values, Tensor mask, int[] size) -> Tensor", fakes.of_size, kernel=value_gradients.masked_sum
+)
+prod_gradient = own_operator(
+    "prod_gradient(Tensor gradient, Tensor x, Tensor result, int? dim, bool keepdim) -> Tensor", fakes.factors,
+    kernel=value_gradients.prod_gradient,
+)  # fmt: skip
+embedding_gradient = own_operator(
     "embedding_gradient(Tensor grad, Tensor indices, int num_weights, int padding_idx, bool scale_grad_by_freq) "
-    "-> Tensor"
-)
-_library.define("masked_sum(Tensor values, Tensor mask, int[] size) -> Tensor")
-_library.define("prod_gradient(Tensor gradient, Tensor x, Tensor result, int? dim, bool keepdim) -> Tensor")
-_library.define("empty_stored(int numel, ScalarType dtype, str tier, *, Device device) -> Tensor")
-_library.define("settle(int bucket) -> ()")
-_library.define("check_finite(Tensor loss) -> ()")
-_library.define("next_micro_batch(int number, Tensor[] carried) -> ()")
-_library.define("check_gradients(Tensor largest, Tensor[] outcome) -> ()")
-_library.define("quantise(Tensor values, int num_parts, str encoding, int interleave=1) -> Tensor")
-_library.define("dequantise(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor")
-_library.define("dequantise_sum(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor")
-_library.define("launch_quantise(Tensor values, int num_parts, str encoding, int interleave=1) -> Tensor")
-_library.define("launch_dequantise(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor")
-_library.define("launch_dequantise_sum(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor")
-_library.define("softmax_chunk(Tensor logits, Tensor target, int first_class, Tensor? stats) -> Tensor")
-_library.define(
-    "softmax_gradient(Tensor(a!) logits, Tensor target, int first_class, Tensor log_sums, Tensor scale, "
-    "int ignore_index) -> ()"
-)
-_library.define("gather_on_node(Tensor part, int bucket, int num_ranks, *, str over='shard') -> Tensor")
-_library.define("exchange(Tensor parts, int bucket, int num_ranks, str group, *, str over='shard') -> Tensor")
-_library.define("second_shard(Tensor full, int bucket, int num_ranks, *, str over='shard') -> Tensor")
-_library.define("square_sum(Tensor values) -> Tensor")
-_library.define("largest(Tensor values) -> Tensor")
-_library.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale) -> (Tensor, Tensor)"
-)
-_library.define(
+    "-> Tensor",
+    fakes.embedding, kernel=as_aten.embedding_gradient,
+)  # fmt: skip
+product = own_operator(
+    "product(Tensor left, Tensor right, Tensor? bias) -> Tensor", empty_result,
+    cpu=launched("cpu.products", "product"),
+)  # fmt: skip
+product_into = own_operator(
+    "product_into(Tensor(a!) into, Tensor left, Tensor right) -> ()", fakes.nothing,
+    cpu=launched("cpu.products", "product_into"),
+)  # fmt: skip
+attention = own_operator(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale) -> (Tensor, Tensor)",
+    empty_results, cpu=launched("cpu.attention", "attention"),
+)  # fmt: skip
+attention_backward = own_operator(
     "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor result, Tensor log_sums, "
-    "Tensor? mask, bool is_causal, float? scale) -> (Tensor, Tensor, Tensor)"
-)
-_library.define("launch_square_sum(Tensor values) -> Tensor")
-_library.define("part(Tensor(a) whole, int[] size, int[] stride, int offset) -> Tensor(a)")
+    "Tensor? mask, bool is_causal, float? scale) -> (Tensor, Tensor, Tensor)",
+    fakes.attention_gradients, cpu=launched("cpu.attention", "attention_backward"),
+)  # fmt: skip
+softmax_chunk = own_operator(
+    "softmax_chunk(Tensor logits, Tensor target, int first_class, Tensor? stats) -> Tensor", fakes.softmax_stats,
+    cpu=softmax.softmax_chunk, cuda=launched("kernels.softmax", "softmax_chunk"),
+)  # fmt: skip
+softmax_gradient = own_operator(
+    "softmax_gradient(Tensor(a!) logits, Tensor target, int first_class, Tensor log_sums, Tensor scale, "
+    "int ignore_index) -> ()",
+    fakes.nothing, cpu=softmax.softmax_gradient, cuda=launched("kernels.softmax", "softmax_gradient"),
+)  # fmt: skip
+largest = own_operator("largest(Tensor values) -> Tensor", fakes.one_number, kernel=norms.largest)
 
-implement(_library)
 
-all_gather = torch.ops.zerofx.all_gather.default
-all_gather_into = torch.ops.zerofx.all_gather_into.default
-reduce_scatter = torch.ops.zerofx.reduce_scatter.default
-reduce_scatter_into = torch.ops.zerofx.reduce_scatter_into.default
-wait = torch.ops.zerofx.wait.default
-release = torch.ops.zerofx.release.default
-empty_gradients = torch.ops.zerofx.empty_gradients.default
-broadcast = torch.ops.zerofx.broadcast.default
-offload = torch.ops.zerofx.offload.default
-reload = torch.ops.zerofx.reload.default
-copy_into = torch.ops.zerofx.copy_into.default
-empty_stored = torch.ops.zerofx.empty_stored.default
-settle = torch.ops.zerofx.settle.default
-check_finite = torch.ops.zerofx.check_finite.default
-next_micro_batch = torch.ops.zerofx.next_micro_batch.default
-check_gradients = torch.ops.zerofx.check_gradients.default
-part = torch.ops.zerofx.part.default
-checked = torch.ops.zerofx.checked.default
-asserted = torch.ops.zerofx.asserted.default
-masked_sum = torch.ops.zerofx.masked_sum.default
-prod_gradient = torch.ops.zerofx.prod_gradient.default
-mm_into = torch.ops.zerofx.mm_into.default
-bernoulli_into = torch.ops.zerofx.bernoulli_into.default
-product = torch.ops.zerofx.product.default
-product_into = torch.ops.zerofx.product_into.default
-quantise = torch.ops.zerofx.quantise.default
-dequantise = torch.ops.zerofx.dequantise.default
-dequantise_sum = torch.ops.zerofx.dequantise_sum.default
-softmax_chunk = torch.ops.zerofx.softmax_chunk.default
-softmax_gradient = torch.ops.zerofx.softmax_gradient.default
-gather_on_node = torch.ops.zerofx.gather_on_node.default
-exchange = torch.ops.zerofx.exchange.default
-second_shard = torch.ops.zerofx.second_shard.default
-square_sum = torch.ops.zerofx.square_sum.default
-largest = torch.ops.zerofx.largest.default
-attention = torch.ops.zerofx.attention.default
-attention_backward = torch.ops.zerofx.attention_backward.default
+def _with_launch(
+    module: str, schema: str, fake: Callable[..., Any], kernel: Callable[..., Any]
+) -> OpOverload[..., Any]:
+    """An operator, and ``launch_...`` of the same form, which on CUDA is a kernel of ours."""
+    own_operator(f"launch_{schema}", fake, cpu=kernel, cuda=launched(f"kernels.{module}", schema.partition("(")[0]))
+    return own_operator(schema, fake, cpu=kernel, cuda=kernel)
+
+
+quantise = _with_launch(
+    "wire", "quantise(Tensor values, int num_parts, str encoding, int interleave=1) -> Tensor",
+    fakes.packed, _quantise.quantise,
+)  # fmt: skip
+dequantise = _with_launch(
+    "wire", "dequantise(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor",
+    fakes.unpacked, _quantise.dequantise,
+)  # fmt: skip
+dequantise_sum = _with_launch(
+    "wire", "dequantise_sum(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor",
+    fakes.unpacked_sum, _quantise.dequantise_sum,
+)  # fmt: skip
+square_sum = _with_launch("norms", "square_sum(Tensor values) -> Tensor", fakes.one_number, norms.square_sum)
 
 
 def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:

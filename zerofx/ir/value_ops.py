@@ -15,12 +15,8 @@ from __future__ import annotations
 
 import torch
 
-_library = torch.library.Library("zerofx", "FRAGMENT")  # torch unregisters the operators when this object goes
-_library.define("gather_values(Tensor part, int num_ranks, *, str over) -> Tensor")
-_library.define("reduce_scatter_values(Tensor parts, int num_ranks, *, str over) -> Tensor")
-_library.define("all_reduce_values(Tensor value, str reduction, int num_ranks, *, str over) -> Tensor")
-_library.define("exchange_values(Tensor parts, int num_ranks, *, str over) -> Tensor")
-_library.define("shift_values(Tensor value, int num_ranks, *, str over) -> Tensor")
+from zerofx.ir.op_kernels.fakes import dense
+from zerofx.ir.op_kernels.own_operator import own_operator
 
 
 def _gathered(part: torch.Tensor, num_ranks: int, *, over: str) -> torch.Tensor:
@@ -31,23 +27,14 @@ def _scattered(parts: torch.Tensor, num_ranks: int, *, over: str) -> torch.Tenso
     return parts.new_empty(parts.shape[1:])
 
 
-def _alike(value: torch.Tensor, *_args: object, over: str) -> torch.Tensor:
-    return value.new_empty(value.shape)
-
-
-for _name, _fake in (
-    ("gather_values", _gathered),
-    ("reduce_scatter_values", _scattered),
-    ("all_reduce_values", _alike),
-    ("exchange_values", _alike),
-    ("shift_values", _alike),
-):
-    _library.impl(_name, _fake, "Meta")
-
-gather_values = torch.ops.zerofx.gather_values.default
-reduce_scatter_values = torch.ops.zerofx.reduce_scatter_values.default
-all_reduce_values = torch.ops.zerofx.all_reduce_values.default
-exchange_values = torch.ops.zerofx.exchange_values.default
-shift_values = torch.ops.zerofx.shift_values.default
+gather_values = own_operator("gather_values(Tensor part, int num_ranks, *, str over) -> Tensor", _gathered)
+reduce_scatter_values = own_operator(
+    "reduce_scatter_values(Tensor parts, int num_ranks, *, str over) -> Tensor", _scattered
+)
+all_reduce_values = own_operator(
+    "all_reduce_values(Tensor value, str reduction, int num_ranks, *, str over) -> Tensor", dense
+)
+exchange_values = own_operator("exchange_values(Tensor parts, int num_ranks, *, str over) -> Tensor", dense)
+shift_values = own_operator("shift_values(Tensor value, int num_ranks, *, str over) -> Tensor", dense)
 
 VALUE_COLLECTIVES = frozenset({gather_values, reduce_scatter_values, all_reduce_values, exchange_values, shift_values})

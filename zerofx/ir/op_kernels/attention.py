@@ -72,7 +72,7 @@ def _is_added(mask: torch.Tensor, scores: tuple[int, ...]) -> bool:
     )
 
 
-def empty_results(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_results(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The result and the logarithms of the sums of exponentials, laid out as ATen lays them out."""
     samples, heads, tokens, dim = query.shape
     result = query.new_empty(samples, tokens, heads, dim).transpose(1, 2)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from zerofx.ir import ops
+from zerofx.ir.op_kernels.own_operator import own_operator
 from zerofx.torch_private.operators import OpOverload, schema_of
 
 _aten = torch.ops.aten
@@ -37,7 +38,6 @@ _DRAWN: tuple[OpOverload[..., Any], ...] = (
     ops.bernoulli_into,
 )
 _STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd: ranks' seeds differ in the 32 bits that CPUs read
-_library = torch.library.Library("zerofx", "FRAGMENT")  # torch unregisters the operators when this object goes
 
 
 def generator_of(device: torch.device) -> torch.Generator:
@@ -81,14 +81,10 @@ def _defined(target: OpOverload[..., Any]) -> OpOverload[..., Any]:
     """The own form of an operator: its arguments, and the rank's number as a tensor on the host, int64, shape []."""
     arguments, results = str(schema_of(target)).partition("::")[2].rsplit(") -> ", 1)
     keywords = arguments if "*, " in arguments else f"{arguments}, *"
-    name = f"own_{keywords}, Tensor rank) -> {results}"
-    _library.define(name, tags=(torch.Tag.nondeterministic_seeded,))
-    called = name.partition("(")[0]
-    _library.impl(called, _kernel(target), "CompositeExplicitAutograd")
-    _library.impl(called, _fake(target), "Meta")
-    packet, _, overload = called.partition(".")
-    own: OpOverload[..., Any] = getattr(getattr(torch.ops.zerofx, packet), overload or "default")
-    return own
+    return own_operator(
+        f"own_{keywords}, Tensor rank) -> {results}", _fake(target), kernel=_kernel(target),
+        tags=(torch.Tag.nondeterministic_seeded,),
+    )  # fmt: skip
 
 
 OWN_DRAWS: Mapping[OpOverload[..., Any], OpOverload[..., Any]] = MappingProxyType(

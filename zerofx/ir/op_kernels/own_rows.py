@@ -13,10 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("zerofx", "FRAGMENT")  # torch unregisters the operators when this object goes
-_library.define("own_ends(Tensor ends, Tensor rank, int num_ranks) -> Tensor")
-_library.define("own_rows(Tensor rows, Tensor ends, Tensor rank, int num_ranks, int dim) -> Tensor")
-_library.define("whole_rows(Tensor rows, Tensor ends, Tensor rank, int num_ranks, int dim) -> Tensor")
+from zerofx.ir.op_kernels.fakes import dense
+from zerofx.ir.op_kernels.own_operator import own_operator
 
 
 def _bounds(ends: Tensor, rank: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
@@ -50,18 +48,10 @@ def _part_of_ends(ends: Tensor, rank: Tensor, num_ranks: int) -> Tensor:
     return ends.new_empty(ends.shape[0] // num_ranks)
 
 
-def _as_many(rows: Tensor, *_args: object) -> Tensor:
-    return rows.new_empty(rows.shape)
-
-
-for _name, _kernel, _fake in (
-    ("own_ends", _own_ends, _part_of_ends),
-    ("own_rows", _own_rows, _as_many),
-    ("whole_rows", _whole_rows, _as_many),
-):
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    _library.impl(_name, _fake, "Meta")
-
-own_ends = torch.ops.zerofx.own_ends.default
-own_rows = torch.ops.zerofx.own_rows.default
-whole_rows = torch.ops.zerofx.whole_rows.default
+own_ends = own_operator("own_ends(Tensor ends, Tensor rank, int num_ranks) -> Tensor", _part_of_ends, kernel=_own_ends)
+own_rows = own_operator(
+    "own_rows(Tensor rows, Tensor ends, Tensor rank, int num_ranks, int dim) -> Tensor", dense, kernel=_own_rows
+)
+whole_rows = own_operator(
+    "whole_rows(Tensor rows, Tensor ends, Tensor rank, int num_ranks, int dim) -> Tensor", dense, kernel=_whole_rows
+)

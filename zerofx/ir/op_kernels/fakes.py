@@ -1,0 +1,104 @@
+"""What the operators of ``zerofx/ir/ops.py`` give for fake tensors: results of the right shapes, strides and dtypes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zerofx.ir.op_kernels.quantise import packed_bytes, unpacked_numel
+
+
+def nothing(*_args: object) -> None:
+    """Of what has no result."""
+
+
+def first(given: Tensor, *_args: object, **_options: object) -> Tensor:
+    """The first argument itself."""
+    return given
+
+
+def copied(value: Tensor, *_args: object) -> Tensor:
+    """A copy of the first argument."""
+    return value.clone()
+
+
+def alike(given: Tensor, *_args: object, **_options: object) -> Tensor:
+    """As what is given, strides included."""
+    return given.new_empty_strided(given.shape, given.stride())
+
+
+def dense(given: Tensor, *_args: object, **_options: object) -> Tensor:
+    """As large as what is given, without its strides."""
+    return given.new_empty(given.shape)
+
+
+def one_number(values: Tensor) -> Tensor:
+    """One number in float64."""
+    return values.new_empty(1, dtype=torch.float64)
+
+
+def gathered(shard: Tensor, bucket: int, num_ranks: int, *_args: object, **_options: object) -> Tensor:
+    """The slices of all ranks."""
+    return shard.new_empty(shard.numel() * num_ranks)
+
+
+def slice_apart(gradients: Tensor, bucket: int, num_ranks: int, *, over: str = "shard") -> Tensor:
+    """One rank's slice, in memory of its own."""
+    return gradients.new_empty(gradients.numel() // num_ranks)
+
+
+def slice_within(gradients: Tensor, bucket: int, num_ranks: int, *, over: str = "shard") -> Tensor:
+    """One rank's slice of what is given."""
+    return gradients.narrow(0, 0, gradients.numel() // num_ranks)
+
+
+def gradients(bucket: int, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A flat buffer."""
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def stored(numel: int, dtype: torch.dtype, tier: str, *, device: torch.device) -> Tensor:
+    """A flat tensor, whatever tier it is on."""
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def of_size(values: Tensor, mask: Tensor, size: list[int]) -> Tensor:
+    """A tensor of the size that is asked for."""
+    return values.new_empty(size)
+
+
+def factors(gradient: Tensor, x: Tensor, *_args: object) -> Tensor:
+    """As large as the factors of a product."""
+    return x.new_empty(x.shape)
+
+
+def embedding(grad: Tensor, indices: Tensor, num_weights: int, *_args: object) -> Tensor:
+    """As large as an embedding's weight."""
+    return grad.new_empty(num_weights, grad.shape[-1])
+
+
+def packed(values: Tensor, num_parts: int, encoding: str, interleave: int = 1) -> Tensor:
+    """Bytes of quantised values."""
+    return values.new_empty(num_parts * packed_bytes(values.numel() // num_parts, encoding), dtype=torch.uint8)
+
+
+def unpacked(quantised: Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> Tensor:
+    """The values of all parts."""
+    return quantised.new_empty(num_parts * unpacked_numel(quantised.numel() // num_parts, encoding), dtype=dtype)
+
+
+def unpacked_sum(quantised: Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> Tensor:
+    """The values of one part."""
+    return quantised.new_empty(unpacked_numel(quantised.numel() // num_parts, encoding), dtype=dtype)
+
+
+def softmax_stats(logits: Tensor, *_args: object) -> Tensor:
+    """Three numbers for each row."""
+    return logits.new_empty(3, logits.shape[0], dtype=torch.float32)
+
+
+def attention_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_args: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the three inputs are."""
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
