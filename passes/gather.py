@@ -34,7 +34,7 @@ from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.collective_axes import over
-from zerofx.ir.edit import after, consumers, end_of_unit, insert_call, is_view_of, named, start_of_unit, view_again
+from zerofx.ir.edit import after, consumers, end_of_unit, insert_call, named, read_instead, start_of_unit
 from zerofx.ir.facts import DEVICE, Job, Origin, Role, Task, origin, placeholder, set_task, set_tier, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.decisions import GatherDecision
@@ -113,10 +113,7 @@ def _add_residency(
             full = insert_call(graph, ops.wait, (pending, *read), where, name=f"full_{number}")
     clones = {whole: full}
     for node in reads:
-        for source in list(node.all_input_nodes):
-            if is_view_of(source, whole):
-                with graph.inserting_before(node):
-                    node.replace_input_with(source, view_again(graph, source, clones))
+        read_instead(node, whole, clones)
     with graph.inserting_after(end_of_unit(step, after(reads[-1]))):
         insert_call(graph, ops.release, (full,), Origin(bucket.name, origin(reads[-1]).phase))
 

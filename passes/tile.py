@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from zerofx.errors import PlanError
-from zerofx.ir.edit import erase_unread, insert_call
+from zerofx.ir.edit import cast, erase_unread, insert_call
 from zerofx.ir.facts import Origin, Phase, origin, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.lib.tile_chain import tile_chain
@@ -154,7 +154,7 @@ class _Forward:
         return self._call(operator.getitem, summed, 0), softmax, rows
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return node if tensor(node).dtype == dtype else self._call(_aten._to_copy.default, node, dtype=dtype)
+        return cast(self._step.graph, node, dtype, self._where)
 
     def _rows(self, matrix: Any, start: int, end: int) -> fx.Node:
         return self._call(_aten.slice.Tensor, matrix, 0, start, end)

@@ -65,6 +65,7 @@ from zerofx.passes.lib.placed_states import (
     await_copies,
     copy_into,
     descend_early,
+    finish_descent,
     leads_to_nvme,
     new_values,
     start_descent,
@@ -235,7 +236,7 @@ class _Updates:
         step, bucket, where = self._step, updated.bucket, updated.where
         grad = step.reduced[bucket.index]
         if side == HOST and tier_of(grad) == DEVICE:
-            grad = start_descent(step, bucket, grad).finish(step)
+            grad = finish_descent(step, start_descent(step, bucket, grad))
         if tensor(grad).dtype != bucket.dtype:
             cast = insert_call(step.graph, _aten._to_copy.default, (grad,), where, {"dtype": bucket.dtype})
             grad = set_tier(cast, side)

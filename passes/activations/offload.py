@@ -37,8 +37,8 @@ from zerofx.ir.edit import (
     insert_call,
     is_view_of,
     named,
+    read_instead,
     start_of_unit,
-    view_again,
 )
 from zerofx.ir.facts import DEVICE, Origin, Phase, origin, set_tier, tensor
 from zerofx.ir.graph import StepGraph
@@ -192,7 +192,4 @@ def _copy_back(step: StepGraph, places: Sequence[_Place], stored: dict[fx.Node, 
             again = insert_call(graph, ops.wait, args, where, name=f"{place.value.name}_again")
         copies = {place.value: again}
         for reader in place.readers:
-            for source in list(reader.all_input_nodes):
-                if is_view_of(source, place.value):
-                    with graph.inserting_before(reader):
-                        reader.replace_input_with(source, view_again(graph, source, copies, where))
+            read_instead(reader, place.value, copies, where)

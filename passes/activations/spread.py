@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.errors import PlanError
-from zerofx.ir.edit import after, consumers, erase_unread, is_view_of, named, start_of_unit, view_again
+from zerofx.ir.edit import after, consumers, erase_unread, named, read_instead, start_of_unit
 from zerofx.ir.facts import Origin, Phase, Role, is_alike, origin, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.activations.offload import refusal
@@ -87,7 +87,4 @@ def _spread(step: StepGraph, value: fx.Node, num_parts: int, order: dict[fx.Node
         again = local.viewed(local.converted(part, Sharded(0), REPLICATED), shape)
     copies = {value: again}
     for reader in backward:
-        for source in list(reader.all_input_nodes):
-            if is_view_of(source, value):
-                with graph.inserting_before(reader):
-                    reader.replace_input_with(source, view_again(graph, source, copies, where))
+        read_instead(reader, value, copies, where)

@@ -174,33 +174,24 @@ def _start_of_reduction(step: StepGraph, bucket: Bucket) -> fx.Node:
     return start_of_unit(step, max(consumers(step.reduced[bucket.index])))
 
 
-@dataclass(frozen=True)
-class Descent:
-    """A copy of a reduced gradient to the host that is still to be awaited."""
-
-    node: fx.Node
-    gradient: fx.Node
-    bucket: Bucket
-
-    def finish(self, step: StepGraph) -> fx.Node:
-        """Await it at the insertion point: the bucket's reduced gradient is what is on the host then."""
-        where = Origin(self.bucket.name, Phase.UPDATE)
-        args, name = (self.node, self.gradient), f"{self.gradient.name}_down"
-        down = set_tier(insert_call(step.graph, ops.wait, args, where, name=name), HOST)
-        step.reduced[self.bucket.index] = down
-        return down
-
-
-def start_descent(step: StepGraph, bucket: Bucket, gradient: fx.Node) -> Descent:
+def start_descent(step: StepGraph, bucket: Bucket, gradient: fx.Node) -> Started:
     """Start copying the reduced gradient to the host at the insertion point."""
     where = Origin(bucket.name, Phase.UPDATE)
     down = insert_call(step.graph, ops.offload, (gradient, HOST), where, name=f"{gradient.name}_offload")
-    return Descent(set_tier(down, HOST), gradient, bucket)
+    return Started(set_tier(down, HOST), gradient, bucket)
+
+
+def finish_descent(step: StepGraph, descent: Started) -> fx.Node:
+    """Await it at the insertion point: the bucket's reduced gradient is what is on the host then."""
+    where, args = Origin(descent.bucket.name, Phase.UPDATE), (descent.node, descent.source)
+    down = insert_call(step.graph, ops.wait, args, where, name=f"{descent.source.name}_down")
+    step.reduced[descent.bucket.index] = set_tier(down, HOST)
+    return down
 
 
 def descend_early(step: StepGraph, plan: Plan, layout: BucketLayout) -> None:
     """Have the reduced gradients of buckets that are updated on the host wait there, rather than on the device."""
-    started: list[Descent] = []
+    started: list[Started] = []
     for reduction in plan.reduces:
         bucket = layout.buckets[reduction.bucket]
         decision, reduced = state_decision(plan, bucket), step.reduced[bucket.index]
@@ -208,13 +199,13 @@ def descend_early(step: StepGraph, plan: Plan, layout: BucketLayout) -> None:
         ready = [reload for reload in started if reload.node < place]
         with step.graph.inserting_before(place.next):
             for descent in ready:
-                descent.finish(step)
+                finish_descent(step, descent)
             started = [reload for reload in started if reload not in ready]
             if decision is not None and decision.update == HOST:
                 started.append(start_descent(step, bucket, reduced))
     with step.graph.inserting_before(step.output):
         for descent in started:
-            descent.finish(step)
+            finish_descent(step, descent)
 
 
 def copy_into(step: StepGraph, bucket: Bucket, into: fx.Node, source: fx.Node) -> Started:

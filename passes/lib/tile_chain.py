@@ -31,7 +31,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_source
-from zerofx.ir.edit import insert_call
+from zerofx.ir.edit import cast, insert_call
 from zerofx.ir.facts import Origin, Phase, origin, set_tile, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.operators.rows import SUM, Rows, tile_shape
@@ -190,9 +190,7 @@ class _PartTiler:
         return self._call(node, _aten.permute.default, whole, [order.index(d) for d in range(fake.dim())])
 
     def _cast(self, node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return (
-            source if tensor(source).dtype == dtype else self._call(node, _aten._to_copy.default, source, dtype=dtype)
-        )
+        return cast(self._step.graph, source, dtype, Origin(origin(node).layer, self._phase))
 
     def _call(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A new call that belongs to the layer of ``node``."""

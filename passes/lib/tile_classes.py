@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.edit import insert_call
+from zerofx.ir.edit import cast, insert_call
 from zerofx.ir.facts import Origin, Phase, origin, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.analysis.loss_heads import MEAN, LossHead, sum_dtype
@@ -108,7 +108,7 @@ class _Tiler:
         return self._call(self._head.product.target, *some, values, columns)
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return node if tensor(node).dtype == dtype else self._call(_aten._to_copy.default, node, dtype=dtype)
+        return cast(self._step.graph, node, dtype, Origin(self._layer, Phase.BACKWARD))
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return insert_call(self._step.graph, target, args, Origin(self._layer, Phase.BACKWARD), kwargs)

@@ -23,7 +23,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from zerofx.ir.edit import consumers, erase_unread, insert_call, insert_parameter, is_view_of, view_again
+from zerofx.ir.edit import cast, consumers, erase_unread, insert_call, insert_parameter, read_instead
 from zerofx.ir.facts import Role, origin, placeholder, set_slice, set_value, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.parameters import ParameterInfo
@@ -63,13 +63,8 @@ def _read(step: StepGraph, parameter: fx.Node, held: Sequence[ParameterInfo]) ->
             if len(parts) > 1:
                 read = insert_call(step.graph, _aten.cat.default, (list(parts),), where)
                 set_slice(read, placeholder(parameter).name)  # slices are there for it alone
-            if tensor(read).dtype != computed.dtype:
-                kwargs = {"dtype": computed.dtype}
-                read = insert_call(step.graph, _aten._to_copy.default, (read,), where, kwargs)
-            copies = {parameter: read}
-            for source in list(reader.all_input_nodes):
-                if is_view_of(source, parameter):
-                    reader.replace_input_with(source, view_again(step.graph, source, copies, where))
+            read = cast(step.graph, read, computed.dtype, where)
+        read_instead(reader, parameter, {parameter: read}, where)
     erase_unread(step.graph)
     if parameter not in parts:
         step.graph.erase_node(parameter)

@@ -7,20 +7,16 @@ Collectives and copies between tiers are measured too, and correct the machine's
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from zerofx.errors import PlanError
 from zerofx.scheduler.cost.links import MeasuredLink, Transfer, corrected_machine, measured_links
 from zerofx.scheduler.cost.liveness import RegionLike
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
-from zerofx.scheduler.plan.json_format import as_data, typed
 from zerofx.scheduler.plan.mesh import Mesh
-
-FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -83,27 +79,6 @@ class MeasuredCosts:
             for node, share in zip(region.own, shares, strict=True):
                 seconds_of[node.name] = taken * share / (total or 1.0)
         return seconds_of
-
-    def to_json(self) -> str:
-        """The costs as JSON text; ``MeasuredCosts.from_json`` gives equal costs back."""
-        return json.dumps({"format": FORMAT, **as_data(self)}, indent=1, sort_keys=True)
-
-    @staticmethod
-    def from_json(text: str) -> MeasuredCosts:
-        """Read measured costs.
-
-        Raises:
-            PlanError: the text holds none.
-        """
-        try:
-            data = json.loads(text)
-            if data["format"] != FORMAT:
-                raise PlanError(f"expected measured costs of format {FORMAT}, found {data['format']!r}: measure anew")
-            return typed(MeasuredCosts, {entry.name: data[entry.name] for entry in fields(MeasuredCosts)})
-        except PlanError:
-            raise
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise PlanError(f"expected the JSON of measured costs, found something else: {error!r}") from error
 
 
 def _predicted(region: RegionLike, machine: Machine) -> list[float]:

@@ -6,8 +6,9 @@ The scale on which transfers are placed: what is moved during a run is hidden by
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -16,6 +17,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import is_view
 from zerofx.ir.facts import Phase, copied_from, origin, piece_of, slice_of
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.micro_batches import loop_bodies
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 
@@ -46,6 +48,27 @@ def seconds_by_place(step: StepGraph, machine: Machine) -> dict[UnitPhase, float
             place = (step.unit_of(node), origin(node).phase)
             by_place[place] = by_place.get(place, 0.0) + node_cost(node, machine).seconds
     return by_place
+
+
+class Positions:
+    """Finds the run that a node is in; one before all of them is in the first."""
+
+    def __init__(self, step: StepGraph, spans: Sequence[UnitRun]) -> None:
+        self.order = step.positions()
+        self._by_name = step.by_name()
+        self._starts = [self.order[run.first] for run in spans]
+        bodies = loop_bodies(step)
+        self._bodies = [bodies[run.first.name] for run in spans]
+
+    def begin_of_body(self, run: int) -> int:
+        """The first run of the micro-batch of ``run`` where there is a loop over them, or else of the step."""
+        return self._bodies.index(self._bodies[run])
+
+    def run(self, name: str) -> int:
+        return self.run_of(self._by_name[name])
+
+    def run_of(self, node: fx.Node) -> int:
+        return max(0, bisect_right(self._starts, self.order[node]) - 1)
 
 
 def runs(step: StepGraph, seconds: Mapping[UnitPhase, float]) -> list[UnitRun]:

@@ -10,19 +10,15 @@ after it and before it.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-from torch import fx
 
 from zerofx.choices import ReduceOption
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Phase
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import loop_bodies
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.timeline import UnitPhase, UnitRun, runs
+from zerofx.scheduler.cost.timeline import Positions, UnitPhase, UnitRun, runs
 from zerofx.scheduler.cost.transfers import copy_seconds, first_with_room
 from zerofx.scheduler.cost.wire_volume import seconds_along
 from zerofx.scheduler.plan.decisions import GradientDecision
@@ -161,17 +157,10 @@ def place_gradients(
     if not decisions:
         return ()
     spans = runs(step, seconds)
-    order, numbers = step.positions(), loop_bodies(step)
-    bodies = [numbers[run.first.name] for run in spans]
-    starts = [order[run.first] for run in spans]
-
-    def run_of(node: fx.Node) -> int:
-        return max(0, bisect_right(starts, order[node]) - 1)
-
-    placed = []
+    at, placed = Positions(step, spans), []
     for decision in decisions:
         slots = layout.buckets[decision.bucket].slots
-        used = [[run_of(shares[slot.name]) for slot in slots] for shares in step.gradients_by_body]
+        used = [[at.run_of(shares[slot.name]) for slot in slots] for shares in step.gradients_by_body]
         frees, reloads = [], []
         for before, after in itertools.pairwise(used):
             last, first = max(before), min(after)
@@ -182,8 +171,8 @@ def place_gradients(
             reload = next(
                 (n for n in range(first - 1, middle, -1) if _between(spans, n, first - 1) >= back), middle + 1
             )
-            if bodies[last] != bodies[first]:  # a round of a loop begins and ends with the gradients away
-                border = bodies.index(bodies[first])
+            border = at.begin_of_body(first)
+            if last < border:  # a round of a loop begins and ends with the gradients away
                 free, reload = min(free, border - 1), max(reload, border)
             frees.append(spans[max(last, free)].last.name)
             reloads.append(spans[min(first, reload)].first.name)

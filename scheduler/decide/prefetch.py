@@ -21,13 +21,10 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import fx
-
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import loop_bodies
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.timeline import UnitPhase, UnitRun, runs
+from zerofx.scheduler.cost.timeline import Positions, UnitPhase, runs
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.residency import parameter_uses
 from zerofx.scheduler.plan.decisions import GatherDecision, ReduceDecision, StateDecision
@@ -142,7 +139,7 @@ def place_arrivals(
     if not plan.parameters and not plan.states:
         return plan
     spans = runs(step, seconds)
-    at = _Positions(step, spans)
+    at = Positions(step, spans)
     tiers = {decision.bucket: decision.tier for decision in plan.parameters}
     gathers: list[tuple[int, Arrival]] = []
     for number, gather in enumerate(plan.gathers):
@@ -205,28 +202,7 @@ def _state(decision: StateDecision, start: CopyStart, names: Sequence[str]) -> S
     return replace(decision, reload=names[start.copy], read=read)
 
 
-class _Positions:
-    """Finds the run of a node by its name."""
-
-    def __init__(self, step: StepGraph, spans: Sequence[UnitRun]) -> None:
-        self.order = step.positions()
-        self._by_name = step.by_name()
-        self._starts = [self.order[run.first] for run in spans]
-        bodies = loop_bodies(step)
-        self._bodies = [bodies[run.first.name] for run in spans]
-
-    def begin_of_body(self, run: int) -> int:
-        """The first run of the micro-batch of ``run`` where there is a loop over them, or else of the step."""
-        return self._bodies.index(self._bodies[run])
-
-    def run(self, name: str) -> int:
-        return self.run_of(self._by_name[name])
-
-    def run_of(self, node: fx.Node) -> int:
-        return max(0, bisect_right(self._starts, self.order[node]) - 1)
-
-
-def _updates(plan: Plan, step: StepGraph, layout: BucketLayout, at: _Positions) -> dict[int, int]:
+def _updates(plan: Plan, step: StepGraph, layout: BucketLayout, at: Positions) -> dict[int, int]:
     """The run after which each trained bucket is updated."""
     readers = {bucket.index: nodes[-1] for bucket, nodes in parameter_uses(step, layout)}
     updates = {}
@@ -238,7 +214,7 @@ def _updates(plan: Plan, step: StepGraph, layout: BucketLayout, at: _Positions) 
     return updates
 
 
-def _reduced(decision: ReduceDecision, step: StepGraph, layout: BucketLayout, at: _Positions) -> int:
+def _reduced(decision: ReduceDecision, step: StepGraph, layout: BucketLayout, at: Positions) -> int:
     """The run after which a bucket's reduced gradient is there."""
     bucket = layout.buckets[decision.bucket]
     if bucket.num_reduced > 1:

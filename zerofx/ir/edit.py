@@ -24,6 +24,7 @@ from zerofx.ir.facts import (
     set_placeholder,
     set_value,
     slice_of,
+    tensor,
     value,
 )
 from zerofx.ir.graph import StepGraph
@@ -147,6 +148,21 @@ def view_again(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], w
         set_value(again, value(node))
         copies[node] = set_origin(again, where or origin(node))
     return copies[node]
+
+
+def cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, where: Origin) -> fx.Node:
+    """``node`` in ``dtype``: itself, or converted at the insertion point."""
+    if tensor(node).dtype == dtype:
+        return node
+    return insert_call(graph, torch.ops.aten._to_copy.default, (node,), where, {"dtype": dtype})
+
+
+def read_instead(reader: fx.Node, whole: fx.Node, copies: dict[fx.Node, fx.Node], where: Origin | None = None) -> None:
+    """Have ``reader`` read what ``copies`` has in the place of ``whole``, and the same views of it (``view_again``)."""
+    for source in list(reader.all_input_nodes):
+        if is_view_of(source, whole):
+            with reader.graph.inserting_before(reader):
+                reader.replace_input_with(source, view_again(reader.graph, source, copies, where))
 
 
 def after(node: fx.Node) -> fx.Node:

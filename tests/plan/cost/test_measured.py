@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.lib.budgets import WAVE_WIDTH as WIDTH
 from tests.lib.budgets import Waves
@@ -148,34 +145,7 @@ def test_plans_that_are_sought_within_a_budget_go_by_measured_costs() -> None:
     assert plan.step_seconds == predicted_seconds(prepared, plan, costs)
 
 
-@given(
-    st.dictionaries(st.text("0123456789abcdef", min_size=1), st.floats(0, 1e6)),
-    st.floats(0, 1e6, exclude_min=True),
-    st.dictionaries(
-        st.sampled_from(["collective", "to_host"]),
-        st.builds(MeasuredLink, st.floats(0, 1e3), st.floats(0, 1e3, exclude_min=True)),
-    ),
-)
-@settings(max_examples=30, deadline=None, derandomize=True)
-def test_json_gives_the_same_costs_back(
-    seconds: dict[str, float], scale: float, links: dict[str, MeasuredLink]
-) -> None:
-    costs = MeasuredCosts(seconds, scale, links)
-    assert MeasuredCosts.from_json(costs.to_json()) == costs
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": 2, "scale": 1}', '{"format": 2, "scale": "x", "seconds": {}, "links": {}}']
-)
-def test_what_is_no_costs_is_refused(text: str) -> None:
-    with pytest.raises(PlanError, match="expected the JSON of measured costs"):
-        MeasuredCosts.from_json(text)
-
-
-def test_another_format_and_numbers_that_cannot_be_are_refused() -> None:
-    data = json.loads(MeasuredCosts({"a": 1.0}).to_json())
-    with pytest.raises(PlanError, match="of format 2, found 7"):
-        MeasuredCosts.from_json(json.dumps({**data, "format": 7}))
+def test_numbers_that_cannot_be_are_refused() -> None:
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(PlanError, match="finite and positive"):
             MeasuredCosts({"a": wrong})

@@ -19,7 +19,8 @@ from torch import fx
 
 from zerofx.capture.normalise.joint import Joint
 from zerofx.ir import ops
-from zerofx.ir.facts import Origin, Phase, origin, set_origin, set_value, value
+from zerofx.ir.edit import insert_call
+from zerofx.ir.facts import Origin, Phase, origin, value
 from zerofx.torch_private.capture import TangentAOTInput
 
 
@@ -46,11 +47,9 @@ def _replace_tangent(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     first = min(node.users, key={n: i for i, n in enumerate(graph.nodes)}.__getitem__)
     fake = node.meta["val"]
     with graph.inserting_before(first):
-        seed = graph.call_function(
-            torch.ops.aten.full.default, ([], 1.0), {"dtype": fake.dtype, "device": fake.device, "pin_memory": False}
-        )
-    set_value(seed, fake)
-    set_origin(seed, Origin(origin(first).layer, Phase.BACKWARD))
+        options = {"dtype": fake.dtype, "device": fake.device, "pin_memory": False}
+        where = Origin(origin(first).layer, Phase.BACKWARD)
+        seed = insert_call(graph, torch.ops.aten.full.default, ([], 1.0), where, options, fake=fake)
     node.replace_all_uses_with(seed)
     graph.erase_node(node)
     return seed
@@ -61,7 +60,7 @@ def _assert_values(graph: fx.Graph, tangent: fx.Node, checks: Iterable[tuple[fx.
     readers = set(tangent.users)
     for holds, text in checks:
         with graph.inserting_after(tangent):
-            asserted = graph.call_function(ops.asserted, (tangent, holds, text))
-        set_value(asserted, value(tangent))
+            args, where = (tangent, holds, text), origin(tangent)
+            asserted = insert_call(graph, ops.asserted, args, where, fake=value(tangent))
         tangent.replace_all_uses_with(asserted, readers.__contains__)
-        tangent = set_origin(asserted, origin(tangent))
+        tangent = asserted

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from zerofx.capture.normalise.joint import Joint
 from zerofx.ir import ops
-from zerofx.ir.facts import origin, set_origin, set_value, value
+from zerofx.ir.edit import insert_call
+from zerofx.ir.facts import origin, value
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,5 @@ class CheckFirst:
         for holds, text in joint.checks():
             result = extras[smallest]
             with joint.graph.inserting_after(max(result, holds)):  # nodes compare by their place in the graph
-                asserted = joint.graph.call_function(ops.asserted, (result, holds, text))
-            set_value(asserted, value(result).clone())
-            extras[smallest] = set_origin(asserted, origin(result))
+                args, fake = (result, holds, text), value(result).clone()
+                extras[smallest] = insert_call(joint.graph, ops.asserted, args, origin(result), fake=fake)

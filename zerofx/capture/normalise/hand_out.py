@@ -19,7 +19,8 @@ from torch import fx
 
 from zerofx.capture.normalise.joint import Joint
 from zerofx.ir.aliasing import aliased_input
-from zerofx.ir.facts import origin, set_origin, set_value, value
+from zerofx.ir.edit import insert_call
+from zerofx.ir.facts import origin, value
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,4 @@ def _whole(node: fx.Node, shows: Callable[[torch.Tensor, torch.Tensor], bool]) -
 def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
     last = node if node.op != "placeholder" else list(graph.find_nodes(op="placeholder"))[-1]
     with graph.inserting_after(last):
-        copied = graph.call_function(torch.ops.aten.clone.default, (node,))
-    set_value(copied, node.meta["val"].clone())
-    return set_origin(copied, origin(node))
+        return insert_call(graph, torch.ops.aten.clone.default, (node,), origin(node), fake=value(node).clone())

@@ -17,7 +17,8 @@ from torch import fx
 
 from zerofx.capture.normalise.joint import Joint
 from zerofx.ir.aliasing import aliased_input
-from zerofx.ir.facts import origin, set_origin, set_value
+from zerofx.ir.edit import insert_call
+from zerofx.ir.facts import origin, value
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
 
@@ -35,13 +36,10 @@ class OwnLoss:
 
 def _own_storage(graph: fx.Graph, loss: fx.Node) -> fx.Node:
     """The loss, or a copy of it where it is a view."""
-    aten = torch.ops.aten
     source: fx.Node | None = loss
     while source is not None and facts_of(source.target).kind is OperatorKind.IDENTITY:
         source = aliased_input(source)
     if source is not None and source.op != "placeholder" and aliased_input(source) is None:
         return loss
     with graph.inserting_after(loss):
-        copied = graph.call_function(aten.clone.default, (loss,))
-    set_value(copied, loss.meta["val"])
-    return set_origin(copied, origin(loss))
+        return insert_call(graph, torch.ops.aten.clone.default, (loss,), origin(loss), fake=value(loss))

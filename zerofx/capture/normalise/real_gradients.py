@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from zerofx.capture.normalise.joint import Joint
-from zerofx.ir.facts import origin, set_origin, set_value, value
+from zerofx.ir.edit import insert_call
+from zerofx.ir.facts import origin, value
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,7 @@ def _as_real(graph: fx.Graph, node: fx.Node) -> fx.Node:
     if not value(node).is_complex():
         return node
     for target in (aten.clone.default, aten.view_as_real.default)[0 if value(node).is_conj() else 1 :]:
-        with graph.inserting_after(node):
-            after = graph.call_function(target, (node,))
         fake = value(node).resolve_conj() if target is aten.clone.default else torch.view_as_real(value(node))
-        node = set_origin(set_value(after, fake), where)
+        with graph.inserting_after(node):
+            node = insert_call(graph, target, (node,), where, fake=fake)
     return node

@@ -15,7 +15,8 @@ from functools import partial
 import torch
 
 from zerofx.capture.normalise.joint import Joint
-from zerofx.ir.facts import Origin, Phase, Role, placeholder, set_origin, set_value, value
+from zerofx.ir.edit import insert_call
+from zerofx.ir.facts import Origin, Phase, Role, placeholder, set_value, value
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class RealParameters:
                 continue
             set_value(node, torch.view_as_real(fake.detach()))
             with step.graph.inserting_after(step.last_placeholder()):
-                shown = step.graph.call_function(torch.ops.aten.view_as_complex.default, (node,))
-            set_value(shown, fake.detach())
-            set_origin(shown, Origin(placeholder(node).name.rpartition(".")[0], Phase.FORWARD))
+                where = Origin(placeholder(node).name.rpartition(".")[0], Phase.FORWARD)
+                view = torch.ops.aten.view_as_complex.default
+                shown = insert_call(step.graph, view, (node,), where, fake=fake.detach())
             node.replace_all_uses_with(shown, partial(operator.is_not, shown))

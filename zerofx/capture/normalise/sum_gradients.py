@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from zerofx.capture.normalise.joint import Joint
-from zerofx.ir.facts import origin, set_origin, set_value
+from zerofx.ir.edit import insert_call
+from zerofx.ir.facts import origin, value
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,7 @@ def _sum(graph: fx.Graph, gradients: list[fx.Node]) -> fx.Node:
     total, *others = sorted(terms, key=order.__getitem__)
     for late in others:
         with graph.inserting_after(late):
-            added = graph.call_function(torch.ops.aten.add.Tensor, (total, late))
-        set_value(added, late.meta["val"])
-        total = set_origin(added, origin(late))
+            total = insert_call(graph, torch.ops.aten.add.Tensor, (total, late), origin(late), fake=value(late))
     return total
 
 
