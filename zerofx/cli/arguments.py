@@ -59,10 +59,11 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise UsageError(f"there is no file {path}")
     sys.path.insert(0, str(path.parent.resolve()))  # as when Python runs it: what lies next to it can be imported
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = path.stem if path.stem not in sys.modules else f"_{path.stem}_"  # none is replaced by one that is called so
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickles look their module up
+    sys.modules[name] = module  # dataclasses and pickles look their module up
     spec.loader.exec_module(module)
     return module
 

@@ -19,6 +19,7 @@ from tests.lib.checkout import ROOT
 from tests.lib.distributed import PATIENCE_SECONDS
 from tests.lib.graphs import DIM, prepare
 from tests.lib.lowered import Deep
+from zerofx.cli.arguments import find_function
 from zerofx.cli.commands import main
 from zerofx.scheduler.cost.catalog import built_in_machines
 from zerofx.scheduler.cost.machine import Machine
@@ -358,3 +359,12 @@ def test_the_best_mesh_is_told_with_the_others() -> None:
 def test_a_mesh_that_cannot_be_is_refused(given: tuple[str, ...], message: str) -> None:
     result = plan(*given)
     assert result.exit_code == 2 and message in " ".join(result.output.split())
+
+
+def test_a_file_takes_the_place_of_no_module_that_is_called_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "json.py").write_text("def make():\n    return 1\n")
+    assert find_function(f"{tmp_path / 'json.py'}:make")() == 1
+    assert sys.modules["json"] is json
