@@ -98,7 +98,7 @@ def working(work: str, remedy: str = "", *, only_own: bool = True) -> Iterator[N
         internal = InternalError(
             f"expected to {work}, found a defect of zerofx: {type(error).__name__}: {error}. "
             f"{remedy + ', and please' if remedy else 'Please'} report it with this traceback, what `zerofx doctor` "
-            f"prints, and the folder that ZEROFX_DEBUG=5 and ZEROFX_DUMP_DIR have the step written to"
+            f"prints, what ZEROFX_DEBUG=5 prints, and the step's folder in ZEROFX_DUMP_DIR"
         )
         for note in getattr(error, "__notes__", ()):
             internal.add_note(note)
