@@ -91,8 +91,9 @@ def compile(
         optimizer: an elementwise ``torch.optim`` optimizer over the model's parameters. Its state is sharded:
             ``state_dict()`` and ``load_state_dict()`` have it whole; ``optimizer.state`` is empty.
         stage: 0 replicates, 1 shards optimizer states, 2 also gradients, 3 also parameters (ZeRO, 1910.02054).
-        loss_fn: ``loss_fn(outputs, *rest)`` for a model that does not return its loss; ``rest`` are the arguments that
-            its forward does not take.
+        loss_fn: ``loss_fn(outputs, *rest)`` for a model that does not return its loss. Forward gets as many leading
+            positional arguments as it requires, and the keywords that it names; ``loss_fn`` gets the other positional
+            ones, and the keywords that it names.
         example_batch: a batch, as a tuple or a dict of keywords, to capture and plan with now, not at the first call.
         memory_budget: the most bytes on the device at any moment of a step: ``"24GiB"``, a number, or a fraction of
             the device; None for no limit. A budget that no plan meets is refused.

@@ -138,12 +138,13 @@ def plan(
         stage: as for ``zerofx.compile``.
         world_size: number of ranks; None for those of ``mesh``, or one.
         options: ``machine``, a ``Machine`` or the name of a built-in one, by default ``"h100-sxm"``, and as for
-            ``zerofx.compile`` ``loss_fn``, ``forward``, ``constant`` (what it names needs values), ``memory_budget``,
-            ``host_budget``, ``recompute``, ``offload``, ``tile``, ``accumulate``, ``delayed_update``, ``precision``,
-            ``backend``, ``prefetch``, ``keep_gathered``, ``wire``, ``max_grad_norm``, ``grad_norms``, ``loss_scale``,
-            ``keep_fp32``, ``reduce_dtype``, ``state_dtype``, ``mesh``, ``states_over`` and ``shardings``. What a
-            compiled region holds inside is estimated (``scheduler/cost/fusion.py``), an eager one is simulated node by
-            node, to the byte. Times are those of single operators either way.
+            ``zerofx.compile`` ``loss_fn``, ``forward``, ``constant`` (what it names needs values), ``outputs``,
+            ``memory_budget``, ``host_budget``, ``recompute``, ``offload``, ``tile``, ``accumulate``, ``reduce``,
+            ``loss_terms``, ``delayed_update``, ``precision``, ``backend``, ``prefetch``, ``keep_gathered``, ``wire``,
+            ``max_grad_norm``, ``grad_norms``, ``keep_gradients``, ``loss_scale``, ``keep_fp32``, ``reduce_dtype``,
+            ``state_dtype``, ``mesh``, ``states_over`` and ``shardings``. What a compiled region holds inside is
+            estimated (``scheduler/cost/fusion.py``), an eager one is simulated node by node, to the byte. Times are
+            those of single operators either way.
 
     Raises:
         ZeroFXError: as ``zerofx.compile`` would.

@@ -80,10 +80,11 @@ def tune(
         num_candidates: how many plans to run at first; a few more may follow once costs are corrected.
         save: a file for the best plan with its schedule, written by rank 0: for ``zerofx.compile(plan=...)`` and
             ``zerofx report``.
-        options: ``memory_budget``, which is the copy's alone, and ``loss_fn``, ``forward``, ``constant``,
-            ``recompute``, ``offload``, ``accumulate``, ``precision``, ``backend``, ``prefetch``, ``keep_gathered``,
-            ``wire``, ``max_grad_norm``, ``grad_norms``, ``loss_scale``, ``keep_fp32``, ``reduce_dtype`` and
-            ``state_dtype`` as for ``zerofx.compile``: they say what the first candidate is, and what the others may
+        options: ``memory_budget``, which is the copy's alone, and ``loss_fn``, ``forward``, ``constant``, ``outputs``,
+            ``recompute``, ``offload``, ``accumulate``, ``reduce``, ``loss_terms``, ``precision``, ``backend``,
+            ``prefetch``, ``keep_gathered``, ``wire``, ``max_grad_norm``, ``grad_norms``, ``keep_gradients``,
+            ``loss_scale``, ``keep_fp32``, ``reduce_dtype``, ``state_dtype``, ``mesh``, ``states_over`` and
+            ``shardings`` as for ``zerofx.compile``: they say what the first candidate is, and what the others may
             change.
 
     Raises:
