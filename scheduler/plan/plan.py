@@ -179,6 +179,7 @@ class Plan:
         return self._predicted().model_state_bytes
 
     def with_prediction(self, prediction: Prediction) -> Plan:
+        """The same decisions with another prediction."""
         return replace(self, prediction=prediction)
 
     def decisions_hash(self) -> str:
