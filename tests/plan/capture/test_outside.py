@@ -31,3 +31,26 @@ def test_what_a_tool_has_written_into_code_is_not_gone_through() -> None:
     for name, is_reached in (("tool", True), ("@tool", False)):
         forward = function_that_names(name, tool)
         assert any(value is tool.scale for _, value in Outside(forward, "forward").reachable()) is is_reached
+
+
+class Counted(tuple[torch.Tensor, ...]):
+    """As in e3nn: what it stands for has no length."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: Any) -> Any:
+        raise NotImplementedError
+
+
+class Hidden(dict[str, torch.Tensor]):
+    def items(self) -> Any:
+        raise NotImplementedError
+
+
+def test_a_container_that_says_something_else_than_it_holds_is_gone_through() -> None:
+    first, second = torch.ones(1), torch.ones(2)
+    tool = SimpleNamespace(scales=Counted((first,)), named=Hidden(second=second))
+    outside = Outside(function_that_names("tool", tool), "forward")
+    assert outside.learn(first) and outside.learn(second)
+    assert all(value is expected for value, expected in zip(outside.tensors().values(), (first, second), strict=True))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
@@ -43,7 +43,7 @@ _GET: Mapping[str, Callable[[Any, Any], Any]] = {
     "global of": lambda function, names: getattr(function.__globals__[names[0]], names[1]),
     "default": lambda function, index: function.__defaults__[index],
     "named default": lambda function, name: function.__kwdefaults__[name],
-    "item": lambda container, key: container[key],
+    "item": lambda container, key: _builtin(container).__getitem__(container, key),
 }
 _Way = tuple[tuple[str, Any], ...]
 _Like = tuple[Any, ...]
@@ -225,20 +225,25 @@ def _children(name: str, owner: Any) -> Iterator[tuple[str, Any, Any, str]]:
                 if key not in TABLES and child is not None:
                     yield "attribute", key, child, f"{name}.{key}"
         yield "attribute", "forward", owner.forward, name
-    elif isinstance(owner, dict):
-        if len(owner) <= _MOST_ITEMS:
-            for key, child in owner.items():
+    elif isinstance(owner, dict | list | tuple):
+        builtin: Any = _builtin(owner)
+        if builtin.__len__(owner) <= _MOST_ITEMS:
+            entries: Iterable[tuple[Any, Any]] = (
+                dict.items(owner) if isinstance(owner, dict) else enumerate(builtin.__iter__(owner))
+            )
+            for key, child in entries:
                 yield "item", key, child, f"{name}[{key!r}]"
-    elif isinstance(owner, list | tuple):
-        if len(owner) <= _MOST_ITEMS:
-            for index, child in enumerate(owner):
-                yield "item", index, child, f"{name}[{index}]"
     elif not type(owner).__module__.startswith(("torch", "zerofx", "builtins")):
         for key, child in getattr(owner, "__dict__", {}).items():
             yield "attribute", key, child, f"{name}.{key}"
         called = getattr(owner, "__call__", None)  # noqa: B004 - what is called is looked into
         if isinstance(called, MethodType):
             yield "attribute", "__call__", called, name
+
+
+def _builtin(container: Any) -> Any:
+    """The type whose methods read what a container holds: those of a class of its own may say something else."""
+    return next(kind for kind in (dict, list, tuple) if isinstance(container, kind))
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, Any, str]]:
