@@ -13,10 +13,9 @@ from torch import nn
 
 from zerofx.capture.outside.outside import Outside
 from zerofx.errors import warn
+from zerofx.torch_private.modules import OF_RNNS
 from zerofx.torch_private.tensors import is_traced
 from zerofx.units import first_few
-
-_OF_RNNS = "._flat_weights"  # their parameters, which they list anew whenever one is set
 
 
 def tell_kept_tensors(model: nn.Module, objective: Callable[..., Any] | None) -> None:
@@ -34,5 +33,5 @@ def _places(model: nn.Module, objective: Callable[..., Any] | None) -> Iterator[
         if root is not None:
             for path, reached in Outside(root, name).reachable():
                 place = path.rpartition("[")[0] if path.endswith("]") else path
-                if is_traced(reached) and not place.endswith(_OF_RNNS):
+                if is_traced(reached) and not place.endswith(f".{OF_RNNS}"):
                     yield place

@@ -14,6 +14,9 @@ from zerofx.torch_private.tensors import IS_PARAMETER
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 """Attributes of a module that hold what is registered on it, which ``vars(module)`` has among the others."""
 
+OF_RNNS = "_flat_weights"
+"""An attribute of recurrent layers: their parameters, which they list anew whenever one is set."""
+
 RESETS = ("reset_parameters", "_reset_parameters")
 """Methods of torch's own modules that give values to what they own; ``nn.MultiheadAttention`` has the second."""
 

@@ -44,7 +44,25 @@ class _Rebinding(Regression):
         return y
 
 
-class _Leaving(_Rebinding):
+class _Keeping(_Rebinding):
+    """Makes tables in its first call, and keeps them for the next ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grid: list[Tensor] | None = None
+        self.by_length: dict[int, Tensor] = {}
+        self.notes: list[str] = []
+
+    def predict(self, x: Tensor) -> Tensor:
+        if self.grid is None:
+            self.grid = [torch.arange(DIM) / DIM]
+        if len(x) not in self.by_length:
+            self.by_length[len(x)] = torch.linspace(0, 1, len(x))[:, None]
+        self.notes.append("ran")
+        return super().predict(x + self.grid[0] + self.by_length[len(x)])
+
+
+class _Leaving(_Keeping):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("cached", None)
@@ -66,9 +84,16 @@ def test_a_buffer_that_gets_another_tensor_has_its_values_behind_the_step(num_mi
 
 def test_tensors_that_a_forward_leaves_on_its_modules_go_with_the_capture_and_are_named() -> None:
     model = _Leaving()
-    with pytest.warns(ZeroFXWarning, match=r"leaves last, cached: .*register as a buffer what the next call"):
+    with pytest.warns(ZeroFXWarning, match=r"leaves grid, last, cached, by_length: .*register as a buffer what"):
         assert set(_capture(model).mutations) == {"count", "a", "b"}
-    assert model.last is None and model.cached is None and model.ran
+    assert model.last is None and model.cached is None and model.grid is None and model.by_length == {}
+    assert model.ran and set(model.notes) == {"ran"}
+
+
+@pytest.mark.filterwarnings("ignore:expected a forward that leaves no tensors on its modules")
+def test_what_a_forward_makes_once_and_keeps_is_made_in_each_step() -> None:
+    case = Case(_Keeping, rows)
+    assert differences(train_plain(case, 3), train_compiled(case, 3, 3)) == []
 
 
 class _Counted(nn.Linear):

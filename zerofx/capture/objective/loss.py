@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields, is_dataclass
-from types import NoneType
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 
 from zerofx.capture.objective.calling import call_model, check_forward_call, divided_call, listed
 from zerofx.capture.objective.counted import factor_of
+from zerofx.capture.objective.module_state import numbers_of, rebound_buffers, shape_text, tensors_kept
 from zerofx.capture.outside.lent import Lent
 from zerofx.capture.outside.outside import Outside, OutsideFoundError, StandInMaker, StandIns
 from zerofx.capture.values.known import KnownValues
@@ -222,7 +222,7 @@ class LossModule(nn.Module):
         self.outside_names = tuple(named)
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        held, numbers = self.all_buffers(), _numbers(self.model)
+        held, numbers = self.all_buffers(), numbers_of(self.model)
         layouts = {name: (buffer.shape, buffer.stride()) for name, buffer in held.items()}
         stand_ins = StandIns(self._places, self._objective.outside, self._fake)
         for name, fake, real in zip(self._batch.names, tensors, self._batch.tensors, strict=True):
@@ -230,7 +230,7 @@ class LossModule(nn.Module):
                 self._known.learn(fake, real)
         with Checks() as checks, self._known.asking(checks.answer), ExitStack() as inner:
             for model in (self.model, *self.lent):
-                inner.enter_context(_tensors_kept(model, self.left))
+                inner.enter_context(tensors_kept(model, self.left))
                 inner.enter_context(traced_parameters(model))
             if not self._objective.is_plain:
                 inner.enter_context(stand_ins)
@@ -244,20 +244,20 @@ class LossModule(nn.Module):
             if (held[name].shape, held[name].stride()) != layout:
                 raise CaptureError(
                     f"expected a forward that leaves each buffer its shape and strides, found that it makes "
-                    f"{_describe(held[name])} with strides {list(held[name].stride())} of {name}, of shape "
+                    f"{shape_text(held[name])} with strides {list(held[name].stride())} of {name}, of shape "
                     f"{list(layout[0])} and strides {list(layout[1])}, in place: use what gives a view (x.t(), not "
                     f"x.t_()), and give a buffer its full size at first"
                 )
         if stand_ins.has_learned:
             raise OutsideFoundError
         if self._has_run:
-            self.counts = tuple(sorted(name for name, _ in _numbers(self.model).items() - numbers.items()))
+            self.counts = tuple(sorted(name for name, _ in numbers_of(self.model).items() - numbers.items()))
         self._has_run = True
         if factor is not None:
             loss = loss * factor
         elif self._num_micro_batches > 1:
             loss = loss / self._num_micro_batches
-        rebound, noted = _rebound(held, now), checks.noted()
+        rebound, noted = rebound_buffers(held, now), checks.noted()
         self.rebound, self.checked = tuple(rebound), tuple(text for _, text in noted)
         # A copy each: what is put in a buffer's place may be another buffer, or a view.
         others = *(tensor.clone() for tensor in rebound.values()), *(holds for holds, _ in noted), *extras
@@ -271,76 +271,6 @@ class LossModule(nn.Module):
         """Buffers by all of their names, those of other steps' models too."""
         own = dict(self.model.named_buffers(remove_duplicate=False))
         return own | {name: buffer for lender in self.lenders() for name, buffer in lender.buffers().items()}
-
-
-@contextlib.contextmanager
-def _tensors_kept(model: nn.Module, left: dict[str, None]) -> Iterator[None]:
-    """Tensors that a forward leaves on its modules meanwhile go: they are those that it is traced with.
-
-    The names of those that take no buffer's place are put in ``left``. All else stays, such as a note of hooks that the
-    first call has registered.
-    """
-    # Each with what a tensor is told of that takes its place: anything, no buffer, nothing.
-    tables: list[tuple[str, dict[str, Any], dict[str, Any], type | tuple[()]]] = [
-        (path, table, dict(table), instead_of)
-        for path, module in model.named_modules()
-        for table, instead_of in (
-            (vars(module), object),
-            (buffer_table(module), NoneType),
-            (parameter_table(module), ()),
-        )
-    ]
-    try:
-        yield
-    finally:
-        for path, table, entries, instead_of in tables:
-            for name in [name for name, value in table.items() if isinstance(value, torch.Tensor)]:
-                earlier = entries.get(name)
-                if table[name] is not earlier and isinstance(earlier, instead_of):
-                    left[f"{path}.{name}".removeprefix(".")] = None
-                if name in entries:
-                    table[name] = entries[name]
-                else:
-                    del table[name]
-            table.update({name: entry for name, entry in entries.items() if isinstance(entry, torch.Tensor)})
-
-
-def _numbers(model: nn.Module) -> dict[str, int | float]:
-    """The Python numbers that modules have as attributes."""
-    return {
-        f"{prefix}.{name}".removeprefix("."): number
-        for prefix, module in model.named_modules()
-        for name, number in vars(module).items()
-        if type(number) in (int, float)
-    }
-
-
-def _rebound(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors that a forward has put in the places of buffers, by name.
-
-    Raises:
-        CaptureError: one is not like the buffer that it stands in for.
-    """
-    changed = {name: after.get(name) for name, buffer in before.items() if after.get(name) is not buffer}
-    rebound = {}
-    for name, tensor in changed.items():
-        buffer = before[name]
-        if tensor is None or tensor.shape != buffer.shape or tensor.dtype != buffer.dtype or tensor.requires_grad:
-            description = "nothing" if tensor is None else _describe(tensor)
-            raise CaptureError(
-                f"expected a forward that leaves each buffer its shape and dtype, and no gradient, found that it puts "
-                f"{description}{' with a gradient' if tensor is not None and tensor.requires_grad else ''} in the "
-                f"place of {name}, {_describe(buffer)}: detach() what a buffer is to hold, and give it its full size "
-                f"at first, as a call of the model before zerofx.compile may do"
-            )
-        others = [other for other in before if other != name and before[other] is buffer]
-        if others:
-            raise CaptureError(
-                f"expected a forward that leaves buffers that share a tensor as they are, found that it puts another "
-                f"in the place of {name}, which is {', '.join(others)} too: change it in place, or give each its own"
-            )
-        rebound[name] = tensor
-    return rebound
 
 
 def _left_out(outputs: Any, loss: torch.Tensor) -> tuple[str, ...]:
@@ -371,7 +301,7 @@ def _candidate(outputs: Any) -> Any:
 
 def _describe(outputs: Any) -> str:
     if isinstance(outputs, torch.Tensor):
-        return f"a tensor of shape {list(outputs.shape)} and dtype {outputs.dtype}"
+        return shape_text(outputs)
     if isinstance(outputs, Mapping):
         return f"a {type(outputs).__name__} with keys {list(outputs)}"
     if is_dataclass(outputs):

@@ -1,0 +1,121 @@
+"""What a forward leaves on its modules while it is traced: tensors, numbers, and what takes the places of buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.errors import CaptureError
+from zerofx.torch_private.modules import OF_RNNS, TABLES, buffer_table, parameter_table
+from zerofx.torch_private.operators import pytree
+from zerofx.torch_private.tensors import is_traced
+
+
+@contextlib.contextmanager
+def tensors_kept(model: nn.Module, left: dict[str, None]) -> Iterator[None]:
+    """Tensors that a forward leaves on its modules meanwhile go, and what holds some: they are those that it is traced
+    with.
+
+    The names of those that take no buffer's place are put in ``left``. All else stays, such as a note of hooks that the
+    first call has registered.
+    """
+    # Each with what a tensor is told of that takes its place: anything, no buffer, nothing.
+    tables: list[tuple[str, dict[str, Any], dict[str, Any], type | tuple[()]]] = [
+        (path, table, dict(table), instead_of)
+        for path, module in model.named_modules()
+        for table, instead_of in (
+            (vars(module), object),
+            (buffer_table(module), NoneType),
+            (parameter_table(module), ()),
+        )
+    ]
+    containers = [
+        (path, name, value, copy.copy(value))
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (list, dict)
+    ]
+    try:
+        yield
+    finally:
+        for path, table, entries, instead_of in tables:
+            for name, value in list(table.items()):
+                earlier = entries.get(name)
+                if not isinstance(value, torch.Tensor) and (value is earlier or not _holds_traced(name, value)):
+                    continue
+                if value is not earlier and isinstance(earlier, instead_of):
+                    left[f"{path}.{name}".removeprefix(".")] = None
+                if name in entries:
+                    table[name] = entries[name]
+                else:
+                    del table[name]
+            table.update({name: entry for name, entry in entries.items() if isinstance(entry, torch.Tensor)})
+        for path, name, container, earlier in containers:
+            if _identities(container) != _identities(earlier) and _holds_traced(name, container):
+                left[f"{path}.{name}".removeprefix(".")] = None
+                container.clear()
+                if isinstance(container, dict):
+                    container.update(earlier)
+                else:
+                    container.extend(earlier)
+
+
+def _holds_traced(name: str, value: Any) -> bool:
+    """Whether an attribute of a module is a list, tuple or dict of tensors, and not one that torch itself keeps."""
+    if type(value) not in (list, tuple, dict) or name in (*TABLES, OF_RNNS):
+        return False
+    return any(map(is_traced, pytree.tree_leaves(value)))
+
+
+def _identities(container: list[Any] | dict[Any, Any]) -> list[tuple[Any, int]]:
+    entries = container.items() if isinstance(container, dict) else enumerate(container)
+    return [(key, id(value)) for key, value in entries]
+
+
+def shape_text(tensor: torch.Tensor) -> str:
+    """A tensor's shape and dtype, in words."""
+    return f"a tensor of shape {list(tensor.shape)} and dtype {tensor.dtype}"
+
+
+def numbers_of(model: nn.Module) -> dict[str, int | float]:
+    """The Python numbers that modules have as attributes."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): number
+        for prefix, module in model.named_modules()
+        for name, number in vars(module).items()
+        if type(number) in (int, float)
+    }
+
+
+def rebound_buffers(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that a forward has put in the places of buffers, by name.
+
+    Raises:
+        CaptureError: one is not like the buffer that it stands in for.
+    """
+    changed = {name: after.get(name) for name, buffer in before.items() if after.get(name) is not buffer}
+    rebound = {}
+    for name, tensor in changed.items():
+        buffer = before[name]
+        if tensor is None or tensor.shape != buffer.shape or tensor.dtype != buffer.dtype or tensor.requires_grad:
+            description = "nothing" if tensor is None else shape_text(tensor)
+            raise CaptureError(
+                f"expected a forward that leaves each buffer its shape and dtype, and no gradient, found that it puts "
+                f"{description}{' with a gradient' if tensor is not None and tensor.requires_grad else ''} in the "
+                f"place of {name}, {shape_text(buffer)}: detach() what a buffer is to hold, and give it its full size "
+                f"at first, as a call of the model before zerofx.compile may do"
+            )
+        others = [other for other in before if other != name and before[other] is buffer]
+        if others:
+            raise CaptureError(
+                f"expected a forward that leaves buffers that share a tensor as they are, found that it puts another "
+                f"in the place of {name}, which is {', '.join(others)} too: change it in place, or give each its own"
+            )
+        rebound[name] = tensor
+    return rebound
