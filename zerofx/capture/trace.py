@@ -17,6 +17,7 @@ from zerofx.capture.for_gpu.retarget import retarget
 from zerofx.capture.layer_annotations import SourceLines
 from zerofx.capture.normalise.joint import Joint, Normalisation
 from zerofx.capture.normalise.phase import NORMALISATIONS
+from zerofx.capture.objective.two_calls import check_second_call
 from zerofx.capture.outside.outside import OutsideFoundError
 from zerofx.capture.traceable import CaptureOptions, Forward, as_in_eager_mode_first, traceable
 from zerofx.capture.values.watched_calls import CallWatcher
@@ -77,6 +78,7 @@ def _captured(forward: Forward, rewrites: Sequence[Normalisation], compiled: boo
         device = here if gpu is None else gpu.device
         try:
             joint = joint_graph(lossy, fakes, eager_decompositions(device))
+            check_second_call(lossy, fakes, mode)
         except (ZeroFXError, OutsideFoundError):
             raise
         except Exception as error:
@@ -86,12 +88,6 @@ def _captured(forward: Forward, rewrites: Sequence[Normalisation], compiled: boo
             retarget(joint, device, mode)
         except Exception as error:
             raise explain(error, batch) from error
-    if lossy.counts:
-        warn(
-            f"expected a forward that changes no Python values of its modules from call to call, found that it changes "
-            f"{', '.join(lossy.counts)}: the step has what they were while it was captured; register what is to change "
-            f"as a buffer"
-        )
     if lossy.left:
         warn(
             f"expected a forward that leaves no tensors on its modules, found that it leaves {first_few(lossy.left)}: "

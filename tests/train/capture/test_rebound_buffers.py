@@ -87,7 +87,7 @@ def test_tensors_that_a_forward_leaves_on_its_modules_go_with_the_capture_and_ar
     with pytest.warns(ZeroFXWarning, match=r"leaves grid, last, cached, by_length: .*register as a buffer what"):
         assert set(_capture(model).mutations) == {"count", "a", "b"}
     assert model.last is None and model.cached is None and model.grid is None and model.by_length == {}
-    assert model.ran and set(model.notes) == {"ran"}
+    assert not model.ran and set(model.notes) == {"ran"}
 
 
 @pytest.mark.filterwarnings("ignore:expected a forward that leaves no tensors on its modules")
@@ -133,6 +133,65 @@ def test_a_number_that_each_forward_changes_is_named() -> None:
 
 def test_a_number_that_a_second_forward_leaves_as_it_is_is_none_to_warn_of() -> None:
     _capture(_With(_Noted()))
+
+
+class _Once(Regression):
+    """Does something in its first call alone, and notes how far it has come in a number or a flag."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.register_buffer("table", torch.zeros(16, DIM), persistent=False)
+        self.num_rows, self.is_ready, self.num_hooks = 0, False, 0
+
+    def predict(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            self.set_up(x)
+            self.num_rows, self.is_ready = len(x), True
+        y: Tensor = self.linear(x) + self.table[: self.num_rows]
+        return y
+
+    def set_up(self, x: Tensor) -> None:
+        """Make a table, as rotary embeddings do, and have a hook."""
+        self.table[: len(x)] = torch.linspace(0, 1, len(x))[:, None]
+        self.linear.register_forward_hook(lambda _module, _args, result: 2 * result)
+
+
+class _ByBatch(_Once):
+    def set_up(self, x: Tensor) -> None:
+        self.table[: len(x)] = x.detach()
+
+
+class _FirstOther(_Once):
+    def predict(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x if self.is_ready else 2 * x)
+        self.is_ready = True
+        return y
+
+
+def test_a_table_that_the_first_call_makes_is_made_in_each_step() -> None:
+    case = Case(_Once, rows)
+    expected, found = train_plain(case, 3), train_compiled(case, 3, 3)
+    assert differences(expected, found) == []
+    model = _Once()
+    assert set(_capture(model).mutations) == {"table"}
+    assert (model.num_rows, model.is_ready, len(model.linear._forward_hooks)) == (0, False, 0)
+
+
+@pytest.mark.parametrize("model", [_ByBatch, _FirstOther])
+def test_a_first_call_that_no_other_is_like_is_refused_until_it_was_made(model: type[nn.Module]) -> None:
+    def ready() -> nn.Module:
+        made = model()
+        args, keywords = next(batches(Case(model, rows), 1, 1))
+        made(*args, **keywords)
+        return made
+
+    with pytest.raises(CaptureError, match=r"by is_ready|by num_rows, is_ready.*call the model once before"):
+        _capture(model())
+    case = Case(ready, rows)
+    assert differences(train_plain(case, 3), train_compiled(case, 3, 3)) == []
 
 
 class _Growing(_Rebinding):

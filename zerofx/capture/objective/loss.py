@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 
 from zerofx.capture.objective.calling import call_model, check_forward_call, divided_call, listed
 from zerofx.capture.objective.counted import factor_of
-from zerofx.capture.objective.module_state import numbers_of, rebound_buffers, shape_text, tensors_kept
+from zerofx.capture.objective.module_state import as_before, rebound_buffers, shape_text
 from zerofx.capture.outside.lent import Lent
 from zerofx.capture.outside.outside import Outside, OutsideFoundError, StandInMaker, StandIns
 from zerofx.capture.values.known import KnownValues
@@ -172,10 +172,10 @@ class LossModule(nn.Module):
     ``loss_scope`` opens a context that ``loss_fn`` and ``forward`` run in. Where the forward puts other tensors in the
     places of its buffers (``self.mean = 0.9 * self.mean + ...``), those come after the loss, in the order of their
     names in ``rebound``; after them what it checks of values, as booleans, in the order of their texts in ``checked``;
-    and after those the tensors of ``returned``. ``counts`` has the names of the numbers that a forward changes again
-    when it runs again. The parameters and buffers of ``outside`` stand for the tensors that ``objective`` uses besides
-    the model's, in the order of ``outside_names``; ``lent`` are models of other steps that it uses. ``trains`` is the
-    objective's.
+    and after those the tensors of ``returned``. ``left`` and ``changed`` have the names of the tensors and of the plain
+    values that it leaves on its modules, which are put back. The parameters and buffers of ``outside`` stand for the
+    tensors that ``objective`` uses besides the model's, in the order of ``outside_names``; ``lent`` are models of other
+    steps that it uses. ``trains`` is the objective's.
     """
 
     def __init__(
@@ -203,11 +203,10 @@ class LossModule(nn.Module):
         self.outside_names: tuple[str, ...] = ()
         self.rebound: tuple[str, ...] = ()
         self.checked: tuple[str, ...] = ()
-        self.counts: tuple[str, ...] = ()
         self.left: dict[str, None] = {}
+        self.changed: dict[str, None] = {}
         self.returned = NOTHING_ELSE
         self.trains = objective.trains
-        self._has_run = False
         self._stand_in()
 
     def _stand_in(self) -> None:
@@ -222,7 +221,20 @@ class LossModule(nn.Module):
         self.outside_names = tuple(named)
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        held, numbers = self.all_buffers(), numbers_of(self.model)
+        with self.as_before():
+            return self.called(tensors)
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Put back meanwhile what is left on modules."""
+        with ExitStack() as stack:
+            for model in (self.model, *self.lent):
+                stack.enter_context(as_before(model, self.left, self.changed))
+            yield
+
+    def called(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """The loss, and what comes after it, of a call that leaves on modules what it does."""
+        held = self.all_buffers()
         layouts = {name: (buffer.shape, buffer.stride()) for name, buffer in held.items()}
         stand_ins = StandIns(self._places, self._objective.outside, self._fake)
         for name, fake, real in zip(self._batch.names, tensors, self._batch.tensors, strict=True):
@@ -230,7 +242,6 @@ class LossModule(nn.Module):
                 self._known.learn(fake, real)
         with Checks() as checks, self._known.asking(checks.answer), ExitStack() as inner:
             for model in (self.model, *self.lent):
-                inner.enter_context(tensors_kept(model, self.left))
                 inner.enter_context(traced_parameters(model))
             if not self._objective.is_plain:
                 inner.enter_context(stand_ins)
@@ -250,9 +261,6 @@ class LossModule(nn.Module):
                 )
         if stand_ins.has_learned:
             raise OutsideFoundError
-        if self._has_run:
-            self.counts = tuple(sorted(name for name, _ in numbers_of(self.model).items() - numbers.items()))
-        self._has_run = True
         if factor is not None:
             loss = loss * factor
         elif self._num_micro_batches > 1:

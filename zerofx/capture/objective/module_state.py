@@ -1,4 +1,7 @@
-"""What a forward leaves on its modules while it is traced: tensors, numbers, and what takes the places of buffers."""
+"""What a forward leaves on its modules while it is traced: tensors, plain values, hooks, other tensors for buffers.
+
+All of it goes, so that each trace of a forward is of the same call.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,18 @@ import torch
 from torch import nn
 
 from zerofx.errors import CaptureError
-from zerofx.torch_private.modules import OF_RNNS, TABLES, buffer_table, parameter_table
+from zerofx.torch_private.modules import HOOKS, OF_RNNS, TABLES, buffer_table, parameter_table
 from zerofx.torch_private.operators import pytree
 from zerofx.torch_private.tensors import is_traced
 
+_PLAIN = (bool, int, float, str, NoneType)
+
 
 @contextlib.contextmanager
-def tensors_kept(model: nn.Module, left: dict[str, None]) -> Iterator[None]:
-    """Tensors that a forward leaves on its modules meanwhile go, and what holds some: they are those that it is traced
-    with.
+def as_before(model: nn.Module, left: dict[str, None], changed: dict[str, None]) -> Iterator[None]:
+    """Put back meanwhile what a forward puts on its modules: tensors and what holds some, plain values, and hooks.
 
-    The names of those that take no buffer's place are put in ``left``. All else stays, such as a note of hooks that the
-    first call has registered.
+    The names of tensors that take no buffer's place are put in ``left``, those of plain values in ``changed``.
     """
     # Each with what a tensor is told of that takes its place: anything, no buffer, nothing.
     tables: list[tuple[str, dict[str, Any], dict[str, Any], type | tuple[()]]] = [
@@ -39,31 +42,38 @@ def tensors_kept(model: nn.Module, left: dict[str, None]) -> Iterator[None]:
         (path, name, value, copy.copy(value))
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if type(value) in (list, dict)
+        if isinstance(value, (list, dict)) and (type(value) in (list, dict) or name.endswith(HOOKS))
     ]
     try:
         yield
     finally:
         for path, table, entries, instead_of in tables:
             for name, value in list(table.items()):
-                earlier = entries.get(name)
-                if not isinstance(value, torch.Tensor) and (value is earlier or not _holds_traced(name, value)):
+                earlier, full = entries.get(name), f"{path}.{name}".removeprefix(".")
+                if isinstance(value, torch.Tensor) or (value is not earlier and _holds_traced(name, value)):
+                    if value is not earlier and isinstance(earlier, instead_of):
+                        left[full] = None
+                elif type(value) in _PLAIN and type(earlier) in _PLAIN and value != earlier:
+                    changed[full] = None
+                else:
                     continue
-                if value is not earlier and isinstance(earlier, instead_of):
-                    left[f"{path}.{name}".removeprefix(".")] = None
                 if name in entries:
-                    table[name] = entries[name]
+                    table[name] = earlier
                 else:
                     del table[name]
             table.update({name: entry for name, entry in entries.items() if isinstance(entry, torch.Tensor)})
         for path, name, container, earlier in containers:
-            if _identities(container) != _identities(earlier) and _holds_traced(name, container):
+            if _identities(container) == _identities(earlier):
+                continue
+            if not name.endswith(HOOKS):
+                if not _holds_traced(name, container):
+                    continue
                 left[f"{path}.{name}".removeprefix(".")] = None
-                container.clear()
-                if isinstance(container, dict):
-                    container.update(earlier)
-                else:
-                    container.extend(earlier)
+            container.clear()
+            if isinstance(container, dict):
+                container.update(earlier)
+            else:
+                container.extend(earlier)
 
 
 def _holds_traced(name: str, value: Any) -> bool:
@@ -71,6 +81,17 @@ def _holds_traced(name: str, value: Any) -> bool:
     if type(value) not in (list, tuple, dict) or name in (*TABLES, OF_RNNS):
         return False
     return any(map(is_traced, pytree.tree_leaves(value)))
+
+
+def kept_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that modules have as attributes, and in lists, tuples and dicts there, by name."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{path}.{name}", value
+            elif _holds_traced(name, value):
+                tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+                yield from ((f"{path}.{name}[{index}]", tensor) for index, tensor in enumerate(tensors))
 
 
 def _identities(container: list[Any] | dict[Any, Any]) -> list[tuple[Any, int]]:

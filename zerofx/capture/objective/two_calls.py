@@ -1,0 +1,94 @@
+"""See that a forward does in each call what it does in its first: a step is that call, again and again.
+
+A module may note in its first call, in a number or a flag, that it has been called, and go another way from then on.
+That is as well where it makes a table once and reads it later, since a step makes it again. It is not where the first
+call sets the module up by the batch that it is given, or computes something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx.node import map_aggregate
+
+from zerofx.capture.objective.loss import LossModule
+from zerofx.capture.objective.module_state import kept_tensors, numbers_of
+from zerofx.errors import CaptureError, warn
+from zerofx.torch_private.capture import FakeTensorMode
+from zerofx.torch_private.dispatch import TorchDispatchMode
+from zerofx.torch_private.tensors import memory_of
+from zerofx.units import first_few
+
+
+def check_second_call(lossy: LossModule, fakes: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> None:
+    """Call a forward twice more, if it has been found to change plain values; warns of numbers that count its calls.
+
+    Raises:
+        CaptureError: later calls are not as the first.
+    """
+    if not lossy.changed:
+        return
+    values = [*fakes, *(parameter for parameter in lossy.model.parameters() if parameter.requires_grad)]
+    with lossy.as_before(), mode:
+        earlier = dict(kept_tensors(lossy.model))
+        first = _Run(values)
+        first_written = first.call(lossy, fakes)
+        numbers, later = numbers_of(lossy.model), dict(kept_tensors(lossy.model))
+        second = _Run(values)
+        written = second.call(lossy, fakes)
+        counts = sorted(name for name, _ in numbers_of(lossy.model).items() - numbers.items())
+    if counts:
+        warn(
+            f"expected a forward that changes no Python values of its modules from call to call, found that it changes "
+            f"{', '.join(counts)}: the step has what they were before it was captured; register what is to change "
+            f"as a buffer"
+        )
+        return
+    tables = {memory_of(tensor) for name, tensor in later.items() if earlier.get(name) is not tensor}
+    tables |= {memory for name, memory in first_written.items() if name not in written}
+    found_there = tables & second.read
+    if first.calls != second.calls and (not found_there or found_there & first.follows):
+        raise CaptureError(
+            f"expected a forward that does in each call what it does in its first, found that later ones do something "
+            f"else, by {first_few(lossy.changed)}: call the model once before zerofx.compile, as a step is captured "
+            f"once"
+        )
+
+
+class _Run(TorchDispatchMode):
+    """What a call runs: operators with the shapes of their results, the memory that they read, and the memory of what
+    follows from ``values`` or is drawn."""
+
+    def __init__(self, values: list[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.calls: list[str] = []
+        self.read: set[int] = set()
+        self.follows = {memory_of(tensor) for tensor in values}
+        self._kept: list[torch.Tensor] = []  # so that no memory is used twice
+
+    def call(self, lossy: LossModule, fakes: tuple[torch.Tensor, ...]) -> Mapping[str, int]:
+        """Run a call; returns the memory of the buffers that it writes, or puts in their places, by name."""
+        before = {name: (buffer, buffer._version) for name, buffer in lossy.all_buffers().items()}
+        with self:
+            lossy.called(fakes)
+        after = lossy.all_buffers()
+        is_written = {
+            name: after[name] is not old or old._version != version for name, (old, version) in before.items()
+        }
+        return {name: memory_of(after[name]) for name, written in is_written.items() if written}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, made = list[torch.Tensor](), list[torch.Tensor]()
+        map_aggregate((args, kwargs or {}), lambda leaf: given.append(leaf) if isinstance(leaf, torch.Tensor) else None)
+        result = func(*args, **(kwargs or {}))
+        map_aggregate(result, lambda leaf: made.append(leaf) if isinstance(leaf, torch.Tensor) else None)
+        self._kept += made
+        read = {memory_of(tensor) for tensor in given}
+        self.read |= read
+        if read & self.follows or torch.Tag.nondeterministic_seeded in func.tags:
+            self.follows |= {memory_of(tensor) for tensor in made}
+        if func.namespace != "prim":  # a question, such as for a tensor's device, whose answer may be remembered
+            self.calls.append(f"{func} {[tuple(tensor.shape) for tensor in made]}")
+        return result
