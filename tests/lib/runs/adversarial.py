@@ -21,7 +21,8 @@ Dtypes: TypeAlias = tuple[torch.dtype | None, torch.dtype | None]
 
 
 class Stack(nn.Module):
-    """Layers of their own between two others, with a statistic each where `norm` says so."""
+    """Layers of their own between two others. `norm`: with a statistic each, and a bound on the norm of the first, for
+    which a forward puts other tensors in the places of buffers."""
 
     def __init__(self, inputs: int, outputs: int, *, depth: int = 3, dim: int = 24, norm: bool = False) -> None:
         super().__init__()
@@ -31,6 +32,8 @@ class Stack(nn.Module):
             for _ in range(depth)
         )
         self.last = nn.Linear(dim, outputs)
+        if norm:
+            nn.utils.parametrizations.spectral_norm(self.first)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)

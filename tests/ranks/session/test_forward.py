@@ -176,6 +176,12 @@ def test_what_is_not_of_the_model_is_not_changed() -> None:
         zerofx.CaptureError, match=r"found that it changes norm.(running|num).* in place: call eval\(\)"
     ):
         _sgd(Net(), lambda model, x: norm(model(x)).square().mean())(X)
+    bounded = nn.utils.parametrizations.spectral_norm(nn.Linear(CLASSES, 1)).requires_grad_(False)
+    buffers = dict(bounded.named_buffers())
+    with pytest.raises(zerofx.CaptureError, match=r"puts another tensor in the place of bounded.*\._u: call eval\(\)"):
+        _sgd(Net(), lambda model, x: bounded(model(x)).mean())(X)
+    assert all(buffer is buffers[name] for name, buffer in bounded.named_buffers())
+    _sgd(Net(), lambda model, x: bounded.eval()(model(x)).mean())(X)
 
 
 def test_another_kind_of_tensor_in_the_same_place_is_an_error() -> None:

@@ -29,6 +29,7 @@ from zerofx.choices import Precision
 from zerofx.precision import dtype_of
 
 
+@pytest.mark.captures
 @pytest.mark.parametrize("stages", [(0, 0), (3, 3)], ids=str)
 @pytest.mark.parametrize("norm", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "batch norm"])
 def test_the_bits_of_eager_mode(stages: tuple[int, int], norm: bool) -> None:

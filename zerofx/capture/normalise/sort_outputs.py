@@ -19,6 +19,7 @@ from typing import Any
 from torch import fx
 
 from zerofx.capture.normalise.joint import Joint, Outputs, is_outside, outside_name
+from zerofx.capture.outside.outside import changed_outside
 from zerofx.capture.shared_memory import sharing
 from zerofx.errors import CaptureError
 from zerofx.ir.batch import Batch
@@ -58,12 +59,7 @@ class SortOutputs:
                 case InputMutationAOTOutput(
                     mutated_input=BufferAOTInput(target=target) | ParamAOTInput(target=target)
                 ) if is_outside(target):
-                    name = outside_name(joint, target)
-                    raise CaptureError(
-                        f"expected a step that changes nothing outside of the model, found that it changes {name} in "
-                        f"place: call eval() on its module if it is a statistic of a layer in training mode, make its "
-                        f"module a part of the model, or change it between steps"
-                    )
+                    raise changed_outside(f"changes {outside_name(joint, target)} in place")
                 case GradAOTOutput(grad_of=ParamAOTInput(target=target)) if is_outside(target) and node is not None:
                     name = outside_name(joint, target)
                     raise CaptureError(

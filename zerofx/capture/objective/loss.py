@@ -16,7 +16,7 @@ from zerofx.capture.objective.calling import call_model, check_forward_call, div
 from zerofx.capture.objective.counted import factor_of
 from zerofx.capture.objective.module_state import as_before, rebound_buffers, shape_text
 from zerofx.capture.outside.lent import Lent
-from zerofx.capture.outside.outside import Outside, OutsideFoundError, StandInMaker, StandIns
+from zerofx.capture.outside.outside import Outside, OutsideFoundError, StandInMaker, StandIns, changed_outside
 from zerofx.capture.values.known import KnownValues
 from zerofx.capture.values.watched_calls import Checks
 from zerofx.choices import OutputsOption
@@ -193,6 +193,7 @@ class LossModule(nn.Module):
         self.outside = nn.Module()
         self._lenders = objective.outside.lent
         self.lent = nn.ModuleList([lender.model for lender in self._lenders])
+        self._reached = objective.outside.modules(model)
         self._batch = batch
         self._objective = objective
         self._num_micro_batches = num_micro_batches
@@ -228,8 +229,12 @@ class LossModule(nn.Module):
     def as_before(self) -> Iterator[None]:
         """Put back meanwhile what is left on modules."""
         with ExitStack() as stack:
-            for model in (self.model, *self.lent):
-                stack.enter_context(as_before(model, self.left, self.changed))
+            # What is reached may have the step's own models in it, and what is offered may not have been used so far.
+            for name, reached in self._reached.items():
+                stack.enter_context(as_before(reached, self.left, self.changed, name))
+            for lender in self._objective.outside.offered:
+                stack.enter_context(as_before(lender.model, self.left, self.changed))
+            stack.enter_context(as_before(self.model, self.left, self.changed))
             yield
 
     def called(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -240,6 +245,7 @@ class LossModule(nn.Module):
         for name, fake, real in zip(self._batch.names, tensors, self._batch.tensors, strict=True):
             if name in self._batch.hashes:
                 self._known.learn(fake, real)
+        elsewhere = self._buffers_outside()
         with Checks() as checks, self._known.asking(checks.answer), ExitStack() as inner:
             for model in (self.model, *self.lent):
                 inner.enter_context(traced_parameters(model))
@@ -250,7 +256,7 @@ class LossModule(nn.Module):
             if not self.trains:
                 inner.enter_context(torch.no_grad())
             loss, self.returned, extras = self._objective.run(self.model, args, kwargs, self._loss_scope)
-            now = self.all_buffers()
+            now, elsewhere_now = self.all_buffers(), self._buffers_outside()
         for name, layout in layouts.items():
             if (held[name].shape, held[name].stride()) != layout:
                 raise CaptureError(
@@ -261,6 +267,9 @@ class LossModule(nn.Module):
                 )
         if stand_ins.has_learned:
             raise OutsideFoundError
+        for name, buffer in elsewhere.items():
+            if elsewhere_now.get(name) is not buffer:
+                raise changed_outside(f"puts another tensor in the place of {name}")
         if factor is not None:
             loss = loss * factor
         elif self._num_micro_batches > 1:
@@ -279,6 +288,17 @@ class LossModule(nn.Module):
         """Buffers by all of their names, those of other steps' models too."""
         own = dict(self.model.named_buffers(remove_duplicate=False))
         return own | {name: buffer for lender in self.lenders() for name, buffer in lender.buffers().items()}
+
+    def _buffers_outside(self) -> dict[str, torch.Tensor]:
+        """Buffers of modules that can be reached, but belong to no step's model."""
+        ours = set(self.model.modules()).union(*(lender.model.modules() for lender in self._objective.outside.offered))
+        return {
+            f"{path}.{name}": buffer
+            for root, reached in self._reached.items()
+            for path, module in reached.named_modules(prefix=root)
+            if module not in ours
+            for name, buffer in buffer_table(module).items()
+        }
 
 
 def _left_out(outputs: Any, loss: torch.Tensor) -> tuple[str, ...]:

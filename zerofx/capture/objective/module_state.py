@@ -23,15 +23,16 @@ _PLAIN = (bool, int, float, str, NoneType)
 
 
 @contextlib.contextmanager
-def as_before(model: nn.Module, left: dict[str, None], changed: dict[str, None]) -> Iterator[None]:
+def as_before(model: nn.Module, left: dict[str, None], changed: dict[str, None], prefix: str = "") -> Iterator[None]:
     """Put back meanwhile what a forward puts on its modules: tensors and what holds some, plain values, and hooks.
 
-    The names of tensors that take no buffer's place are put in ``left``, those of plain values in ``changed``.
+    The names of tensors that take no buffer's place are put in ``left``, those of plain values in ``changed``, each
+    after the model's own, ``prefix``.
     """
     # Each with what a tensor is told of that takes its place: anything, no buffer, nothing.
     tables: list[tuple[str, dict[str, Any], dict[str, Any], type | tuple[()]]] = [
         (path, table, dict(table), instead_of)
-        for path, module in model.named_modules()
+        for path, module in model.named_modules(prefix=prefix)
         for table, instead_of in (
             (vars(module), object),
             (buffer_table(module), NoneType),
@@ -40,7 +41,7 @@ def as_before(model: nn.Module, left: dict[str, None], changed: dict[str, None])
     ]
     containers = [
         (path, name, value, copy.copy(value))
-        for path, module in model.named_modules()
+        for path, module in model.named_modules(prefix=prefix)
         for name, value in vars(module).items()
         if isinstance(value, (list, dict)) and (type(value) in (list, dict) or name.endswith(HOOKS))
     ]

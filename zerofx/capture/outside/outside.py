@@ -22,7 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.outside.lent import Lent
-from zerofx.errors import UsageError
+from zerofx.errors import CaptureError, UsageError
 from zerofx.precision import dtype_name
 from zerofx.torch_private.modules import TABLES, buffer_table, child_table, parameter_table
 
@@ -292,6 +292,15 @@ def _text(described: _Like) -> str:
         return f"a {described[0]}"
     dtype, shape, stride, device = described
     return f"{dtype_name(dtype)}{list(shape)} with strides {list(stride)} on {device}"
+
+
+def changed_outside(what: str) -> CaptureError:
+    """The error for a forward that changes what belongs to no step's model."""
+    return CaptureError(
+        f"expected a step that changes nothing outside of the model, found that it {what}: call eval() on its module "
+        f"if it is a statistic of a layer in training mode, make its module a part of the model, or change it between "
+        f"steps"
+    )
 
 
 class OutsideFoundError(Exception):
