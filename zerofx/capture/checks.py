@@ -14,7 +14,7 @@ from zerofx.errors import OptimizerError, UsageError, warn
 from zerofx.ir.batch import Batch
 from zerofx.precision import dtype_name
 from zerofx.torch_private.modules import compiles_calls, is_compiled
-from zerofx.torch_private.optimizers import step_hooks
+from zerofx.torch_private.optimizers import is_set_up, step_hooks
 from zerofx.torch_private.tensors import has_hooks
 from zerofx.units import first_few
 
@@ -153,6 +153,12 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise OptimizerError(
             f"expected a torch.optim.Optimizer such as torch.optim.AdamW(model.parameters()), found "
             f"{type(optimizer).__name__}"
+        )
+    if not is_set_up(optimizer):
+        raise OptimizerError(
+            f"expected an optimizer that torch.optim.Optimizer.__init__ has set up, found {type(optimizer).__name__}, "
+            f"whose own does not call it: give zerofx.compile the optimizer that it wraps, or call "
+            f"super().__init__(params, defaults) there"
         )
     check_owner(model, optimizer)
     check_step_hooks(optimizer)

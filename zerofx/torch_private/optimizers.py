@@ -22,6 +22,11 @@ def has_hooks(name: str, value: object) -> bool:
     return name.startswith("_optimizer_") and isinstance(value, dict)
 
 
+def is_set_up(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has the tables of hooks that torch's ``__init__`` makes, its own or another's."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[object]:
     """What has been registered on the optimizer to be called before and after its ``step``."""
     return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -187,6 +188,41 @@ def test_hooks_on_the_optimizers_step_are_refused() -> None:
     register[1](lambda *_: None)
     with pytest.raises(zerofx.OptimizerError, match="without hooks on its step, found 1"):
         compile_eager(pair.model, pair.optimizers[0])
+
+
+def test_who_works_on_the_states_that_a_step_has_is_told_where_they_are() -> None:
+    pair = Pair()
+    pair.train(2)
+    optimizer, weight = pair.optimizers[0], pair.model.head.weight
+    for work in (
+        lambda: optimizer.state[weight]["exp_avg"],
+        lambda: optimizer.state.__setitem__(weight, {}),
+        optimizer.state.clear,
+    ):
+        with pytest.raises(UsageError, match=r"a step has the states in slices, found .*: read them by optimizer\.sta"):
+            work()
+    assert not optimizer.state and copy.deepcopy(optimizer).state[weight] == {}
+    pair.train()
+    for each in pair.optimizers:
+        each.state = defaultdict(dict)
+    pair.train(2)
+    pair.step.close()
+    assert torch.equal(optimizer.state[weight]["exp_avg"], pair.optimizers[1].state[pair.plain.head.weight]["exp_avg"])
+
+
+class _Wrapper(torch.optim.Optimizer):
+    """As libraries have them, without torch's own ``__init__``."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.state, self.param_groups = inner, inner.state, inner.param_groups
+
+
+def test_an_optimizer_that_torch_has_not_set_up_is_refused() -> None:
+    model = tiny()
+    with pytest.raises(
+        zerofx.OptimizerError, match=r"found _Wrapper, whose own does not call it: give zerofx.compile the"
+    ):
+        compile_eager(model, _Wrapper(adamw(model)))
 
 
 def test_a_step_made_anew_computes_what_the_first_did_where_the_model_shows_nan() -> None:

@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections import defaultdict
+from typing import Any, NoReturn
 
 import torch
 
 from zerofx.capture.checks import refuse_step
-from zerofx.errors import OptimizerError
+from zerofx.errors import OptimizerError, UsageError
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.optimizer import OptimizerBinding
 from zerofx.runtime.state.state import TrainingState
+
+
+class _StatesElsewhere(defaultdict[torch.Tensor, Any]):
+    """``optimizer.state`` while a step has the states. Who asks for one would find none; its copy is an empty table."""
+
+    def __missing__(self, parameter: torch.Tensor) -> NoReturn:
+        self._refuse(f"a look for those of a parameter of shape {list(parameter.shape)}")
+
+    def __setitem__(self, parameter: torch.Tensor, _: Any) -> NoReturn:
+        self._refuse(f"some put there for a parameter of shape {list(parameter.shape)}")
+
+    def clear(self) -> NoReturn:
+        self._refuse("them cleared")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UsageError(
+            f"expected optimizer.state to be left alone while a step has the states in slices, found {what}: read them "
+            f"by optimizer.state_dict() or step.full(name, state), set them by load_state_dict(), or call step.close() "
+            f"before what works on them (the eval() of a schedule-free optimizer, say), and compile after"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict,)
 
 
 class OptimizerState:
@@ -30,9 +54,10 @@ class OptimizerState:
             optimizer.register_load_state_dict_post_hook(lambda _: self._note_loaded()),
             optimizer.register_step_pre_hook(refuse_step),
         ]
-        self._is_loaded = False
+        self._elsewhere = _StatesElsewhere()
         if optimizer.state:
             self._absorb()
+        self._empty()
 
     def give_back(self, *, alone: bool = False) -> None:
         """Leave every parameter's whole states in the optimizer, and let go of it; ``alone``: without other ranks.
@@ -60,6 +85,7 @@ class OptimizerState:
             self._place_whole(as_computed=as_computed)
 
     def _place_whole(self, *, as_computed: bool) -> None:
+        states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for bucket, state in zip(self._state.layout.buckets, self._state.buckets, strict=True):
             if not state.present:
                 continue
@@ -71,7 +97,7 @@ class OptimizerState:
             for slot in bucket.slots:
                 entry: dict[str, Any] = {n: _copied(v) for n, v in state.scalars.items() if n in state.present}
                 parameter = self._state.parameter(slot.source)
-                held = self._optimizer.state.get(parameter, {}) if slot.first_row else {}
+                held = states[parameter] if slot.first_row else {}
                 for name, whole in flat.items():
                     mine = self._state.shown(slot, whole)
                     if slot.whole is None:
@@ -79,10 +105,11 @@ class OptimizerState:
                         continue
                     entry[name] = held[name] if name in held else mine.new_empty(parameter.shape)
                     slot.box(entry[name]).copy_(slot.view(whole))
-                self._optimizer.state[parameter] = entry
+                states[parameter] = entry
+        self._optimizer.state = states
 
     def _empty(self) -> None:
-        self._optimizer.state.clear()
+        self._optimizer.state = self._elsewhere
 
     def _check(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Refuse a state that has every parameter and nothing of any: its reader has looked for the names in vain."""
@@ -99,14 +126,12 @@ class OptimizerState:
         try:
             self._binding.held(self._state.parameters)
         except BaseException:
-            self._optimizer.state.clear()
+            self._empty()
             raise
-        self._is_loaded = True
 
     def take_loaded(self) -> None:
-        """Take over what has been loaded since the last step."""
-        if self._is_loaded:
-            self._is_loaded = False
+        """Take over what has been loaded since the last step, or put in the place of ``optimizer.state``."""
+        if self._optimizer.state is not self._elsewhere:
             self._absorb()
 
     def _absorb(self) -> None:
@@ -116,7 +141,7 @@ class OptimizerState:
         try:
             held = self._binding.held(self._state.parameters)
         finally:
-            self._optimizer.state.clear()
+            self._empty()
         for index, mine in enumerate(self._state.buckets):
             if index not in held:
                 mine.forget()
