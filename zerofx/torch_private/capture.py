@@ -30,7 +30,10 @@ def joint_graph(
     """Trace a module's forward and backward; ``descriptions`` say what goes in and comes out."""
     with contextlib.ExitStack() as stack, _keeping_checks():
         joint = aot_export_joint_with_descriptors(stack, module, fakes, decompositions=dict(decompositions))
-        return joint.graph_module
+    for node in joint.graph_module.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns:
+            node.meta.setdefault("val", None)  # which a trace leaves out
+    return joint.graph_module
 
 
 def leaves_out_checks() -> bool:

@@ -44,6 +44,14 @@ class Sampling(Checking):
         return drawn
 
 
+class Encoding(Checking):
+    """Calls what torch's own decomposition checks the values of."""
+
+    def predict(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers[0](x) * nn.functional.one_hot((x[:, 0] > 0).long(), DIM)
+        return y
+
+
 class CheckingLayer(Layer):
     def forward(self, x: Tensor) -> Tensor:
         torch._check_tensor_all(x < LARGE)
@@ -59,7 +67,7 @@ class CheckingLayers(Checking):
         self.layers = nn.ModuleList(CheckingLayer() for _ in range(5))
 
 
-@pytest.mark.parametrize("model", [Checking, CheckingLayers, Sampling])
+@pytest.mark.parametrize("model", [Checking, CheckingLayers, Encoding, Sampling])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_what_is_checked_trains_as_in_eager_mode(model: type[nn.Module], num_micro_batches: int) -> None:
     case = Case(model, rows)
