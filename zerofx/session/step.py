@@ -125,7 +125,8 @@ class Step(Whole, Reported):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._micro_batches.check_empty("call step(batch)")
-        with on_device(self._steps.device), working("run a step"):
+        # What is made in inference mode can be written neither by other threads nor by later steps outside of it.
+        with on_device(self._steps.device), working("run a step"), torch.inference_mode(False):
             return self._run(args, kwargs)
 
     def micro(self, *args: Any, **kwargs: Any) -> None:
@@ -154,7 +155,7 @@ class Step(Whole, Reported):
         num = len(self._micro_batches)
         with working("put micro-batches together"):
             args, kwargs = self._micro_batches.take(partial=partial)
-        with on_device(self._steps.device), working("run a step"):
+        with on_device(self._steps.device), working("run a step"), torch.inference_mode(False):
             return self._run(args, kwargs, num)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_micro_batches: int | None = None) -> Any:
@@ -246,7 +247,7 @@ class Step(Whole, Reported):
             MemoryBudgetError: no plan fits the budget; says which of ``lengths=`` is the longest that does.
         """
         self._life.check_open("prepare a step")
-        with on_device(self._steps.device), working("prepare a step"):
+        with on_device(self._steps.device), working("prepare a step"), torch.inference_mode(False):
             self._rungs.prepare_all(self._steps.batch_of(args, kwargs))
 
     def choose_mesh(self, *args: Any, **kwargs: Any) -> Mesh:
@@ -295,7 +296,7 @@ class Step(Whole, Reported):
                 Or one step after the other is left out.
         """
         self._check_measurable(num_steps, "measure a step")
-        with on_device(self._steps.device), working("prepare a step"):
+        with on_device(self._steps.device), working("prepare a step"), torch.inference_mode(False):
             self._rungs.prepare(self._steps.batch_of(args, kwargs))
         meter = self._meter = Meter(self._steps.device, num_steps)
         try:

@@ -287,11 +287,6 @@ class Steps:
     def _build(
         self, batch: Batch, form: str, described: Mapping[str, str], options: CompileOptions
     ) -> tuple[CompiledStep, TakenOver]:
-        if torch.is_inference_mode_enabled():
-            raise UsageError(
-                "expected the first step of a batch shape outside of torch.inference_mode(), found it inside, where "
-                "nothing that is made can be trained: leave it first"
-            )
         self.shapes.announce(form, described)
         self._edited.warn_of_another()
         self.choose_mesh(batch, options)

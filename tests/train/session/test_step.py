@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -304,15 +305,17 @@ def test_a_parameter_that_is_given_a_hook_is_named() -> None:
     pair.train()
 
 
-def test_the_first_step_runs_without_gradients_and_not_in_inference_mode() -> None:
-    pair = Pair()
-    with torch.inference_mode(), pytest.raises(UsageError, match=r"outside of torch\.inference_mode\(\)"):
-        pair.step(ids(), labels=ids(1))
-    plain, optimizer = tiny(), adamw(pair.model)
-    step = zerofx.compile(plain, adamw(plain), backend="eager")
-    with torch.no_grad():
-        loss = step(ids(), labels=ids(1))
-    assert torch.equal(loss, eager_step(pair.model, optimizer, ids(), labels=ids(1)))
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_steps_run_without_gradients_and_in_inference_mode(mode: Callable[[], AbstractContextManager[None]]) -> None:
+    plain, model = tiny(), tiny()
+    optimizer, own = adamw(plain), adamw(model)
+    step = zerofx.compile(model, own, backend="eager")
+    for inside in (True, True, False):
+        with mode() if inside else nullcontext():
+            loss = step(ids(), labels=ids(1))
+        assert torch.equal(loss, eager_step(plain, optimizer, ids(), labels=ids(1)))
+    step.close()
+    assert torch.equal(*(eager_step(a, b, ids(), labels=ids(1)) for a, b in ((plain, optimizer), (model, own))))
 
 
 def test_a_parameter_that_is_replaced_is_named() -> None:
