@@ -140,6 +140,17 @@ def test_masters_guard_the_model_until_they_are_shown() -> None:
     assert step.full_state_dict()["head.bias"].abs().max() < 10
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool])
+def test_parameters_of_whole_numbers_are_hidden_and_shown(dtype: torch.dtype) -> None:
+    model, codes = tiny(), torch.arange(4).to(dtype)
+    model.codes = nn.Parameter(codes.clone(), requires_grad=False)
+    step = compile_eager(model, adamw(model), precision="bf16")
+    step(ids(), labels=ids(1))
+    assert not torch.equal(model.codes, codes)
+    with step.full_parameters():
+        assert torch.equal(model.codes, codes)
+
+
 class Noisy(Tiny):
     """Tiny with dropout in one layer."""
 

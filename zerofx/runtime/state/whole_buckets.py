@@ -49,7 +49,7 @@ class WholeBuckets:
         return are_whole and in_place and not any(bucket.has_master for bucket in self.layout.buckets)
 
     def hide_parameters(self) -> None:
-        """Show the model its parameters where they are whole, or NaN where they are not."""
+        """Show the model its parameters where they are whole, or NaN (whole numbers: -1) where they are not."""
         resident = self.resident
         for bucket, state in zip(self.layout.buckets, self.buckets, strict=True):
             for slot in bucket.slots:
@@ -58,7 +58,8 @@ class WholeBuckets:
                     self._tensors[slot.source].data = slot.shown(state.full)
                 else:
                     tensor = self._tensors[slot.source]
-                    nothing = torch.full((), float("nan"), dtype=tensor.dtype, device=self.device)
+                    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else -1
+                    nothing = torch.full((), value, dtype=tensor.dtype, device=self.device)
                     tensor.data = nothing.expand(tensor.shape)
 
     def strides(self) -> Strides:
