@@ -136,11 +136,16 @@ def dequantise_sum_at_once(packed: torch.Tensor, num_parts: int, encoding: str, 
 
 
 def quantise_inside(values: torch.Tensor, num_parts: int, encoding: str, interleave: int = 1) -> int:
-    """Bytes that ``quantise`` holds on a CPU beyond its result: of one part, quotients next to the values in float32 or
-    to what they are rounded to, scales, and what these are made of."""
+    """Bytes that ``quantise`` holds on a CPU beyond its result: of one part, quotients (in float64 of values in that)
+    next to the values in float32 or to what they are rounded to, scales, and what these are made of."""
     numel, dtype = values.numel() // num_parts, ENCODINGS[encoding].dtype
-    rounded = dtype.itemsize if dtype.is_floating_point and values.dtype == torch.float32 else 4
-    return numel * (4 + rounded) + numel // BLOCK * (4 + values.element_size()) + _offset_bytes(encoding)
+    wide = torch.promote_types(values.dtype, torch.float32)
+    rounded = dtype if dtype.is_floating_point and values.dtype == wide else wide
+    return (
+        numel * (wide.itemsize + rounded.itemsize)
+        + numel // BLOCK * (4 + values.element_size())
+        + _offset_bytes(encoding, wide)
+    )
 
 
 def dequantise_inside(packed: torch.Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> int:
@@ -154,6 +159,6 @@ def dequantise_sum_inside(packed: torch.Tensor, num_parts: int, encoding: str, d
     return dequantise_inside(packed, num_parts, encoding, dtype) + numel * (4 - dtype.itemsize)
 
 
-def _offset_bytes(encoding: str) -> int:
-    """Of the number that is added to 4-bit codes, as a tensor in float64 and in float32."""
-    return 12 if ENCODINGS[encoding].bits == 4 else 0
+def _offset_bytes(encoding: str, dtype: torch.dtype = torch.float32) -> int:
+    """Of the number that is added to 4-bit codes, as a tensor in float64 and in their dtype."""
+    return 8 + dtype.itemsize if ENCODINGS[encoding].bits == 4 else 0
