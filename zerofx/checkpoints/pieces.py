@@ -27,6 +27,8 @@ class Piece:
     @property
     def end(self) -> int:
         """The element of the buffer after the last."""
+        if not self.box.numel:
+            return self.start
         return self.start + 1 + sum((n - 1) * each for n, each in zip(self.box.sizes, self.stride, strict=True))
 
     def view(self, flat: torch.Tensor, first: int) -> torch.Tensor:

@@ -41,7 +41,7 @@ def state_of(training: Training, names: ModelNames, numbers: StepCounts) -> dict
             held_by.setdefault(source, []).append((bucket, held))
     for source, places in held_by.items():
         parameter, name = training.state.parameter(source), names.parameters[source]
-        owned = {p: b for b, _ in places for p in pieces_of(b, *training.owned(b)) if p.source == source}
+        owned = {p: b for b, _ in places for p in training.owned_pieces(b) if p.source == source}
         mine = [p for b, _ in places for p in pieces_of(b, *training.held(b)) if p.source == source]
         first, held = places[0]
         model[name] = _sharded(latest, parameter, first.dtype, None, owned, mine)

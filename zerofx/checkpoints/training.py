@@ -42,6 +42,13 @@ class Training:
         """The first element of a bucket that this rank writes, and the one after the last."""
         return bucket.owned(self.control.rank)
 
+    def owned_pieces(self, bucket: Bucket) -> list[Piece]:
+        """What this rank writes of a bucket. Rank 0 also writes parameters without elements, for their names."""
+        first, last = self.owned(bucket)
+        empty = [slot for slot in bucket.slots if not slot.numel] if self.control.rank == 0 else []
+        whole = [Piece(slot.source, first, Box.whole(slot.whole_shape), slot.stride) for slot in empty]
+        return [*pieces_of(bucket, first, last), *whole]
+
     def held(self, bucket: Bucket) -> tuple[int, int]:
         """The first element that this rank has of what a bucket stores, and the one after the last."""
         if not bucket.is_cut(self.state.stage):
@@ -71,7 +78,7 @@ class OwnedValues:
 def parts_of(training: Training, names: ModelNames) -> Iterator[OwnedValues]:
     """All that this rank writes of parameters and states."""
     for bucket, held in training.buckets():
-        pieces = list(pieces_of(bucket, *training.owned(bucket)))
+        pieces = training.owned_pieces(bucket)
         states = {name: value for name, value in held.flat.items() if name in held.present}
         for state, stored in ((None, held.stored), *states.items()):
             entries = tuple((_entry(training, names, piece, state, stored.dtype), piece) for piece in pieces)

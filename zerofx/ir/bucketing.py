@@ -141,7 +141,8 @@ def _place(
             )
         )  # fmt: skip
         offset += _round_up(info.numel, align)
-    part = _round_up(-(-offset // (num_slices * num_parts)), math.lcm(align, block))
+    # Parameters without elements have a bucket with some: a tensor of none is an exception wherever it goes.
+    part = _round_up(max(1, -(-offset // (num_slices * num_parts))), math.lcm(align, block))
     return tuple(slots), part * num_parts
 
 

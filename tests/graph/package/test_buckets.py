@@ -91,12 +91,12 @@ def test_every_parameter_has_one_slot_in_a_bucket_of_its_kind(
 
 @settings(deadline=None)
 @given(_layouts())
-def test_slices_are_equal_aligned_and_no_longer_than_they_must_be(
+def test_slices_are_equal_aligned_never_empty_and_no_longer_than_they_must_be(
     drawn: tuple[list[ParameterInfo], dict[str, int], BucketLayout],
 ) -> None:
     _, _, layout = drawn
     for bucket in layout.buckets:
-        assert bucket.numel == bucket.shard_numel * layout.num_ranks
+        assert bucket.numel == bucket.shard_numel * layout.num_ranks > 0
         assert _aligned(bucket, bucket.shard_numel)
         align = ALIGNMENT_BYTES // bucket.compute_dtype.itemsize
         largest = bucket.num_parameters + len(bucket.slots) * (align - 1) + layout.num_ranks * align

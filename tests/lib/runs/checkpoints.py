@@ -19,8 +19,8 @@ STEPS = 10  # before the checkpoint, and after it
 
 
 class Uneven(nn.Module):
-    """What is easy to save wrongly: dropout, tied, frozen and scalar parameters, one that lies transposed, uneven
-    sizes, buffers."""
+    """What is easy to save wrongly: dropout, tied, frozen and scalar parameters, one that lies transposed, ones without
+    elements, one of them with a dtype of its own, uneven sizes, buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,9 +32,12 @@ class Uneven(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.frozen = nn.Parameter(torch.randn(3, 3), requires_grad=False)
         self.transposed = nn.Parameter(torch.randn(5, 2, DIM).permute(2, 0, 1))
+        self.empty = nn.Parameter(torch.empty(2, 0))
+        self.alone = nn.Parameter(torch.empty(0, dtype=torch.float64))
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         x = self.norm(self.drop(torch.relu(self.first(x) * self.scale)) + self.frozen.sum())
+        x = x + self.empty.sum() + self.alone.sum().float()
         x = self.head(self.down(self.drop(torch.tanh(self.up(x))))) + torch.tanh(self.transposed).sum((1, 2))
         return (x - target).square().mean()
 

@@ -101,7 +101,7 @@ class CheckpointReader:
         places = self._places_of(kind).get(name)
         if places:
             return places[0][1].entry.dtype
-        if kind == MODEL and name in self.marker.tensors:  # without any elements
+        if kind == MODEL and name in self.marker.tensors:  # without elements, in files of an earlier version
             return self.marker.tensors[name].torch_dtype.to_real()
         raise CheckpointError(f"expected {name} in the files of {self.place}, found nothing of it")
 
