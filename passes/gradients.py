@@ -72,7 +72,8 @@ class Gradients:
             with step.graph.inserting_after(max(down, end_of_unit(step, named(by_name, free)))):
                 stored = insert_call(step.graph, ops.wait, (down, current), where, name=f"stored_{current.name}")
                 set_tier(stored, decision.tier)
-            back = start_of_unit(step, first)
+            # A view may stand at the end of the run before its own, which an event of another bucket then ends.
+            back = min(start_of_unit(step, first), *users)
             with step.graph.inserting_before(min(back, max(stored.next, start_of_unit(step, named(by_name, reload))))):
                 up = insert_call(step.graph, ops.reload, (stored,), where, name=f"reload_{current.name}")
             with step.graph.inserting_before(back):

@@ -122,6 +122,16 @@ def test_by_name_all_gradients_wait_with_the_bits_and_bytes_of_the_plan(tier: st
     assert "as asked: frees" in str(plan)
 
 
+def test_gradients_of_slices_wait_with_the_bits_of_those_that_stay() -> None:
+    """Each slice is a bucket, and no run of a unit lies between the gradients of one and of the next."""
+    options: dict[str, Any] = {"accumulate": 3, "reduce": "once", "tile": {"layers.0.mlp.up.weight": 4}}
+    step, kept, args = _step(None, offload={"gradients": "host"}, **options), _step(None, **options), _batch(6)
+    assert all(torch.equal(step(*args), kept(*args)) for _ in range(2))
+    found, plan = step.measure(*args), step.plan
+    check_measured(found, plan, sum(given.nbytes for given in args))
+    assert len(plan.gradients) == len(plan.buckets) and plan.slices
+
+
 def test_by_name_beside_a_budget_they_wait_too_and_nothing_else_leaves() -> None:
     args = _batch(4)
     options: dict[str, Any] = {"accumulate": 2, "machine": "cpu", "offload": {"gradients": "host"}}
