@@ -104,7 +104,8 @@ def _check(step: StepGraph, decision: GradientDecision, buckets: list[int]) -> N
 def _writes(buffer: fx.Node, num_bodies: int, num_slots: int) -> list[list[fx.Node]]:
     """What writes gradients to a buffer, in order, by body."""
     written = sorted(node for node in consumers(buffer) if mutated_inputs(node))
-    # At stage 0 the buffer is reduced, divided and gathered where it lies.
-    summed = list(itertools.takewhile(lambda node: node.target not in ops.REDUCTIONS, written))
+    # Slots are written through views. The buffer itself is what is divided (in float16 before it is reduced, too), and
+    # at stage 0 reduced and gathered where it lies.
+    summed = list(itertools.takewhile(lambda node: node.args[0] is not buffer, written))
     assert len(summed) == num_bodies * num_slots, "each body writes every slot once"
     return [summed[start : start + num_slots] for start in range(0, len(summed), num_slots)]

@@ -48,8 +48,9 @@ def test_gradients_wait_between_micro_batches(golden: Callable[..., None]) -> No
 
 
 @pytest.mark.parametrize("stage", [0, 3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
-def test_what_reduces_a_buffer_where_it_lies_is_no_gradient_of_a_micro_batch(stage: int) -> None:
-    prepared = _prepared(2, 4, stage, num_ranks=2)
+@pytest.mark.parametrize("precision", [None, "fp16"])  # of which the latter is divided before it is reduced, too
+def test_what_reduces_a_buffer_where_it_lies_is_no_gradient_of_a_micro_batch(stage: int, precision: str | None) -> None:
+    prepared = _prepared(2, 4, stage, num_ranks=2, precision=precision)
     prepared.plan = waiting(prepared, "host")
     prepared.run("gradients")
     verify(prepared.step, "gradients")
@@ -81,13 +82,15 @@ def _step(plan: Plan | None, stage: int = 0, **options: Any) -> zerofx.Step:
     return step_of("gpt", stage, plan=plan, **options)[0]
 
 
-def _prepared(num_micro_batches: int, rows: int, stage: int = 0, num_ranks: int = 1) -> Prepared:
+def _prepared(
+    num_micro_batches: int, rows: int, stage: int = 0, num_ranks: int = 1, precision: str | None = None
+) -> Prepared:
     case = CASES["gpt"]
     model = build(case)
     args = tuple(given.chunk(num_micro_batches)[0] for given in _batch(rows))
     return prepare(
         model, args, stage=stage, num_ranks=num_ranks, optimizer=case.optimizer(model),
-        num_micro_batches=num_micro_batches,
+        num_micro_batches=num_micro_batches, precision=precision,
     )  # fmt: skip
 
 
