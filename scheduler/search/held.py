@@ -5,19 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import torch
+from torch import fx
+
 from zerofx.ir import ops
+from zerofx.ir.edit import consumers
 from zerofx.ir.facts import copied_from
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.value_ops import gather_values
 from zerofx.scheduler.cost.liveness import Liveness
 
+_NEXT_VALUE: Final = torch.ops.aten.copy_.default
 _BRINGING: Final = frozenset({ops.reload, ops.all_gather, ops.gather_on_node, gather_values})
 
 
 @dataclass(frozen=True)
 class Held:
     """The device's peak in bytes, and ``firm_bytes`` of it: what stays between steps, and values that were computed
-    before the peak's node and are read after it; not those that are recomputed, gathered or reloaded."""
+    before the peak's node and are read after it; not those that are recomputed, gathered or reloaded, nor those that
+    are only there for what shorter prefixes do elsewhere, or not at all."""
 
     peak_bytes: int
     firm_bytes: int
@@ -33,9 +39,20 @@ def held(step: StepGraph, live: Liveness) -> Held:
     order = step.positions()
     begin = order[nodes[0]]
     firm = live.persistent_bytes
+
+    def is_wanted(owner: fx.Node, position: int) -> bool:
+        """Whether something reads a value from there on that every shorter prefix has there, too.
+
+        What is computed again is not in all of them, and a buffer gets its next value after what reads the one before.
+        """
+        return any(
+            order[reader] >= position and copied_from(reader) is None and reader.target is not _NEXT_VALUE
+            for reader in consumers(owner)
+        )
+
     for storage, size in live.sizes.items():
         owner, last_use = storage[0], live.last_use.get(storage)
         is_there = order[owner] < begin and (last_use is None or order[last_use] >= begin) and storage not in freed
-        if is_there and copied_from(owner) is None and owner.target not in _BRINGING:
+        if is_there and copied_from(owner) is None and owner.target not in _BRINGING and is_wanted(owner, begin):
             firm += size
     return Held(live.peak_bytes, firm)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.lib.budgets import WAVE_WIDTH as WIDTH
-from tests.lib.budgets import Chain, Waves, least_and_most, planned, small_machine
+from tests.lib.budgets import Chain, Waves, least_and_most, least_bytes, planned, small_machine
 from tests.lib.chains import Stack
 from zerofx import Machine, MemoryBudgetError, SearchResult, UsageError, largest_micro_batch, smallest_world
 from zerofx.capture.by_layer.by_layer import capture_by_layer
@@ -244,3 +244,33 @@ def test_gathers_stay_ahead_where_that_is_faster_than_the_memory_they_free_is_wo
     assert plan.peak_bytes["device"] <= budget and plan.step_seconds < 0.95 * without.step_seconds
     later, ahead = (sum("ahead to overlap" in gather.reason for gather in each.gathers) for each in (without, plan))
     assert later == 0 and ahead > 0
+
+
+class Tabled(nn.Module):
+    """Layers that write a large table each, and read it: its next value stays until nothing reads the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        for number in range(2):
+            self.register_buffer(f"table_{number}", torch.zeros(512, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(len(x))[:, None] * torch.ones(8)
+        for number, layer in enumerate(self.layers):
+            table = self.get_buffer(f"table_{number}")
+            table[: len(x)] = places
+            y, later = torch.tanh(layer(x)), table[: len(x)].detach()
+            x = (x * places.cos() + y * places.sin()) * (layer(x) * later.cos() + y * later.sin())
+        return x.square().mean()
+
+
+def test_what_all_moves_hold_firmly_every_shorter_length_holds() -> None:
+    with mock.patch.object(Prefixes, "fitting", autospec=True, side_effect=Prefixes.fitting) as fitting:
+        least_bytes(Tabled(), (torch.randn(16, 8),), tile="none")
+    orders = [call.args[0] for call in fitting.call_args_list]
+    assert any(order.num_moves > 5 for order in orders)
+    for order in orders:
+        lengths = [order.at(length)[0] for length in range(order.num_moves + 1)]
+        for number, held in enumerate(lengths):
+            assert all(held.firm_bytes <= shorter.peak_bytes for shorter in lengths[:number]), (order.name, number)
