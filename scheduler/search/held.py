@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import copied_from
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.operators.operator import Traffic
+from zerofx.ir.operators.table import facts_of
 from zerofx.ir.value_ops import gather_values
 from zerofx.scheduler.cost.liveness import Liveness
 
-_NEXT_VALUE: Final = torch.ops.aten.copy_.default
 _BRINGING: Final = frozenset({ops.reload, ops.all_gather, ops.gather_on_node, gather_values})
 
 
@@ -45,10 +45,8 @@ def held(step: StepGraph, live: Liveness) -> Held:
 
         What is computed again is not in all of them, and a buffer gets its next value after what reads the one before.
         """
-        return any(
-            order[reader] >= position and copied_from(reader) is None and reader.target is not _NEXT_VALUE
-            for reader in consumers(owner)
-        )
+        later = (reader for reader in consumers(owner) if order[reader] >= position and copied_from(reader) is None)
+        return any(facts_of(reader.target).traffic is not Traffic.OVERWRITES for reader in later)
 
     for storage, size in live.sizes.items():
         owner, last_use = storage[0], live.last_use.get(storage)

@@ -18,7 +18,7 @@ from zerofx.capture.objective.module_state import kept_tensors, numbers_of
 from zerofx.errors import CaptureError, warn
 from zerofx.torch_private.capture import FakeTensorMode
 from zerofx.torch_private.dispatch import TorchDispatchMode
-from zerofx.torch_private.tensors import memory_of
+from zerofx.torch_private.tensors import memory_of, version_of
 from zerofx.units import first_few
 
 
@@ -70,25 +70,25 @@ class _Run(TorchDispatchMode):
 
     def call(self, lossy: LossModule, fakes: tuple[torch.Tensor, ...]) -> Mapping[str, int]:
         """Run a call; returns the memory of the buffers that it writes, or puts in their places, by name."""
-        before = {name: (buffer, buffer._version) for name, buffer in lossy.all_buffers().items()}
+        before = {name: (buffer, version_of(buffer)) for name, buffer in lossy.all_buffers().items()}
         with self:
             lossy.called(fakes)
         after = lossy.all_buffers()
         is_written = {
-            name: after[name] is not old or old._version != version for name, (old, version) in before.items()
+            name: after[name] is not old or version_of(old) != version for name, (old, version) in before.items()
         }
         return {name: memory_of(after[name]) for name, written in is_written.items() if written}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given, made = list[torch.Tensor](), list[torch.Tensor]()
+        given, results = list[torch.Tensor](), list[torch.Tensor]()
         map_aggregate((args, kwargs or {}), lambda leaf: given.append(leaf) if isinstance(leaf, torch.Tensor) else None)
         result = func(*args, **(kwargs or {}))
-        map_aggregate(result, lambda leaf: made.append(leaf) if isinstance(leaf, torch.Tensor) else None)
-        self._kept += made
+        map_aggregate(result, lambda leaf: results.append(leaf) if isinstance(leaf, torch.Tensor) else None)
+        self._kept += results
         read = {memory_of(tensor) for tensor in given}
         self.read |= read
         if read & self.follows or torch.Tag.nondeterministic_seeded in func.tags:
-            self.follows |= {memory_of(tensor) for tensor in made}
+            self.follows |= {memory_of(tensor) for tensor in results}
         if func.namespace != "prim":  # a question, such as for a tensor's device, whose answer may be remembered
-            self.calls.append(f"{func} {[tuple(tensor.shape) for tensor in made]}")
+            self.calls.append(f"{func} {[tuple(tensor.shape) for tensor in results]}")
         return result
