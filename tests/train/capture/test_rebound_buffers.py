@@ -131,8 +131,10 @@ def test_a_number_that_each_forward_changes_is_named() -> None:
         _capture(_With(_Counted()))
 
 
-def test_a_number_that_a_second_forward_leaves_as_it_is_is_none_to_warn_of() -> None:
-    _capture(_With(_Noted()))
+def test_a_number_that_a_second_forward_leaves_as_it_is_is_none_to_warn_of_and_stays() -> None:
+    linear = _Noted()
+    _capture(_With(linear))
+    assert linear.num_rows > 0
 
 
 class _Once(Regression):
@@ -171,6 +173,15 @@ class _FirstOther(_Once):
         return y
 
 
+class _FirstScaled(_Once):
+    scale = 2.0
+
+    def predict(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * self.scale
+        self.scale = 1.0
+        return y
+
+
 def test_a_table_that_the_first_call_makes_is_made_in_each_step() -> None:
     case = Case(_Once, rows)
     expected, found = train_plain(case, 3), train_compiled(case, 3, 3)
@@ -180,7 +191,7 @@ def test_a_table_that_the_first_call_makes_is_made_in_each_step() -> None:
     assert (model.num_rows, model.is_ready, len(model.linear._forward_hooks)) == (0, False, 0)
 
 
-@pytest.mark.parametrize("model", [_ByBatch, _FirstOther])
+@pytest.mark.parametrize("model", [_ByBatch, _FirstOther, _FirstScaled])
 def test_a_first_call_that_no_other_is_like_is_refused_until_it_was_made(model: type[nn.Module]) -> None:
     def ready() -> nn.Module:
         made = model()
@@ -188,7 +199,7 @@ def test_a_first_call_that_no_other_is_like_is_refused_until_it_was_made(model: 
         made(*args, **keywords)
         return made
 
-    with pytest.raises(CaptureError, match=r"by is_ready|by num_rows, is_ready.*call the model once before"):
+    with pytest.raises(CaptureError, match=r"by (is_ready|num_rows, is_ready.*|scale): call the model once before"):
         _capture(model())
     case = Case(ready, rows)
     assert differences(train_plain(case, 3), train_compiled(case, 3, 3)) == []

@@ -14,7 +14,7 @@ from torch import nn
 
 from zerofx.capture.objective.calling import call_model, check_forward_call, divided_call, listed
 from zerofx.capture.objective.counted import factor_of
-from zerofx.capture.objective.module_state import as_before, rebound_buffers, shape_text
+from zerofx.capture.objective.module_state import Change, as_before, rebound_buffers, shape_text
 from zerofx.capture.outside.lent import Lent
 from zerofx.capture.outside.outside import Outside, OutsideFoundError, StandInMaker, StandIns, changed_outside
 from zerofx.capture.values.known import KnownValues
@@ -172,10 +172,10 @@ class LossModule(nn.Module):
     ``loss_scope`` opens a context that ``loss_fn`` and ``forward`` run in. Where the forward puts other tensors in the
     places of its buffers (``self.mean = 0.9 * self.mean + ...``), those come after the loss, in the order of their
     names in ``rebound``; after them what it checks of values, as booleans, in the order of their texts in ``checked``;
-    and after those the tensors of ``returned``. ``left`` and ``changed`` have the names of the tensors and of the plain
-    values that it leaves on its modules, which are put back. The parameters and buffers of ``outside`` stand for the
-    tensors that ``objective`` uses besides the model's, in the order of ``outside_names``; ``lent`` are models of other
-    steps that it uses. ``trains`` is the objective's.
+    and after those the tensors of ``returned``. ``left`` and ``changed`` have the names of the tensors, and of the
+    plain values and hooks, that it leaves on its modules, which are put back. The parameters and buffers of ``outside``
+    stand for the tensors that ``objective`` uses besides the model's, in the order of ``outside_names``; ``lent`` are
+    models of other steps that it uses. ``trains`` is the objective's.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class LossModule(nn.Module):
         self.rebound: tuple[str, ...] = ()
         self.checked: tuple[str, ...] = ()
         self.left: dict[str, None] = {}
-        self.changed: dict[str, None] = {}
+        self.changed: dict[str, Change | None] = {}
         self.returned = NOTHING_ELSE
         self.trains = objective.trains
         self._stand_in()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
@@ -19,15 +20,31 @@ from zerofx.torch_private.modules import HOOKS, OF_RNNS, TABLES, buffer_table, p
 from zerofx.torch_private.operators import pytree
 from zerofx.torch_private.tensors import is_traced
 
+
+@dataclass(frozen=True)
+class Change:
+    """A plain value that a forward has put on a module, which was put back."""
+
+    attributes: dict[str, Any]
+    name: str
+    value: Any
+
+    def make(self) -> None:
+        """Put it there."""
+        self.attributes[self.name] = self.value
+
+
 _PLAIN = (bool, int, float, str, NoneType)
 
 
 @contextlib.contextmanager
-def as_before(model: nn.Module, left: dict[str, None], changed: dict[str, None], prefix: str = "") -> Iterator[None]:
+def as_before(
+    model: nn.Module, left: dict[str, None], changed: dict[str, Change | None], prefix: str = ""
+) -> Iterator[None]:
     """Put back meanwhile what a forward puts on its modules: tensors and what holds some, plain values, and hooks.
 
-    The names of tensors that take no buffer's place are put in ``left``, those of plain values in ``changed``, each
-    after the model's own, ``prefix``.
+    The names of tensors that take no buffer's place are put in ``left``; plain values in ``changed``, by name, and the
+    names of hooks. All are named after the model, ``prefix``.
     """
     # Each with what a tensor is told of that takes its place: anything, no buffer, nothing.
     tables: list[tuple[str, dict[str, Any], dict[str, Any], type | tuple[()]]] = [
@@ -55,7 +72,7 @@ def as_before(model: nn.Module, left: dict[str, None], changed: dict[str, None],
                     if value is not earlier and isinstance(earlier, instead_of):
                         left[full] = None
                 elif type(value) in _PLAIN and type(earlier) in _PLAIN and value != earlier:
-                    changed[full] = None
+                    changed[full] = Change(table, name, value)
                 else:
                     continue
                 if name in entries:
@@ -66,10 +83,13 @@ def as_before(model: nn.Module, left: dict[str, None], changed: dict[str, None],
         for path, name, container, earlier in containers:
             if _identities(container) == _identities(earlier):
                 continue
-            if not name.endswith(HOOKS):
-                if not _holds_traced(name, container):
-                    continue
-                left[f"{path}.{name}".removeprefix(".")] = None
+            full = f"{path}.{name}".removeprefix(".")
+            if name.endswith(HOOKS):
+                changed[full] = None
+            elif _holds_traced(name, container):
+                left[full] = None
+            else:
+                continue
             container.clear()
             if isinstance(container, dict):
                 container.update(earlier)

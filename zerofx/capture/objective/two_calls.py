@@ -25,6 +25,8 @@ from zerofx.units import first_few
 def check_second_call(lossy: LossModule, fakes: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> None:
     """Call a forward twice more, if it has been found to change plain values; warns of numbers that count its calls.
 
+    Values by which later calls are no others stay, for who looks at them.
+
     Raises:
         CaptureError: later calls are not as the first.
     """
@@ -46,10 +48,15 @@ def check_second_call(lossy: LossModule, fakes: tuple[torch.Tensor, ...], mode: 
             f"as a buffer"
         )
         return
+    if first.calls == second.calls:
+        changes = [change for change in lossy.changed.values() if change is not None]
+        for change in changes if len(changes) == len(lossy.changed) else []:  # a flag may tell of hooks
+            change.make()
+        return
     tables = {memory_of(tensor) for name, tensor in later.items() if earlier.get(name) is not tensor}
     tables |= {memory for name, memory in first_written.items() if name not in written}
     found_there = tables & second.read
-    if first.calls != second.calls and (not found_there or found_there & first.follows):
+    if not found_there or found_there & first.follows:
         raise CaptureError(
             f"expected a forward that does in each call what it does in its first, found that later ones do something "
             f"else, by {first_few(lossy.changed)}: call the model once before zerofx.compile, as a step is captured "
@@ -58,8 +65,8 @@ def check_second_call(lossy: LossModule, fakes: tuple[torch.Tensor, ...], mode: 
 
 
 class _Run(TorchDispatchMode):
-    """What a call runs: operators with the shapes of their results, the memory that they read, and the memory of what
-    follows from ``values`` or is drawn."""
+    """What a call runs: operators with their arguments (of tensors the shapes), the memory that they read, and the
+    memory of what follows from ``values`` or is drawn."""
 
     def __init__(self, values: list[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -81,7 +88,14 @@ class _Run(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given, results = list[torch.Tensor](), list[torch.Tensor]()
-        map_aggregate((args, kwargs or {}), lambda leaf: given.append(leaf) if isinstance(leaf, torch.Tensor) else None)
+
+        def described(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            given.append(leaf)
+            return tuple(leaf.shape)
+
+        text = f"{func} {map_aggregate((args, kwargs or {}), described)}"
         result = func(*args, **(kwargs or {}))
         map_aggregate(result, lambda leaf: results.append(leaf) if isinstance(leaf, torch.Tensor) else None)
         self._kept += results
@@ -90,5 +104,5 @@ class _Run(TorchDispatchMode):
         if read & self.follows or torch.Tag.nondeterministic_seeded in func.tags:
             self.follows |= {memory_of(tensor) for tensor in results}
         if func.namespace != "prim":  # a question, such as for a tensor's device, whose answer may be remembered
-            self.calls.append(f"{func} {[tuple(tensor.shape) for tensor in results]}")
+            self.calls.append(text)
         return result
