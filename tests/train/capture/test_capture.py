@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -105,6 +106,18 @@ def test_gradients_of_a_parameter_with_three_names_are_summed_as_they_arrive() -
     first, second = inner.args
     assert isinstance(first, torch.fx.Node) and isinstance(second, torch.fx.Node)
     assert order[first] < order[second] < order[late]
+
+
+def test_outputs_of_a_backward_stay_with_it_where_gradients_are_summed() -> None:
+    """What would stand between them, such as a collective of ranks that share a sum, would part them."""
+    tied = nn.LayerNorm(DIM)
+    tied.bias = tied.weight
+    for layer, inputs in ((nn.Conv1d(3, 3, 1), torch.zeros(2, 3, 5)), (tied, torch.zeros(2, DIM))):
+        twice = nn.Sequential(layer, layer)
+        step = capture(twice, Batch.of((inputs,), {}), loss_fn=lambda outputs: outputs.square().mean())
+        step.graph.lint()
+        parts = [node for node in step.calls() if node.target is operator.getitem]
+        assert all(node.prev is node.args[0] or node.prev.args[:1] == node.args[:1] for node in parts), step
 
 
 class Translation(nn.Module):

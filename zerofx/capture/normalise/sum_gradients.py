@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from zerofx.capture.normalise.joint import Joint
-from zerofx.ir.edit import insert_call
+from zerofx.ir.edit import after, insert_call
 from zerofx.ir.facts import origin, value
 
 
@@ -40,7 +40,7 @@ def _sum(graph: fx.Graph, gradients: list[fx.Node]) -> fx.Node:
     terms = (term for gradient in gradients for term in _terms(gradient))
     total, *others = sorted(terms, key=order.__getitem__)
     for late in others:
-        with graph.inserting_after(late):
+        with graph.inserting_after(max(after(late), total)):  # nodes compare by their place in the graph
             total = insert_call(graph, torch.ops.aten.add.Tensor, (total, late), origin(late), fake=value(late))
     return total
 
