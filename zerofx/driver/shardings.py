@@ -193,14 +193,13 @@ def _decided(
         warn(f"shardings: nothing follows from {', '.join(pins.ignored)}")
     lent = _lent(request)
     given = {**lent, **(earlier.layout.placements if earlier else {})}
-    of_others = {
-        node: lent[name] for node in step.placeholders(Role.PARAMETER) if (name := placeholder(node).name) in lent
-    }
+    names = {node: placeholder(node).name for node in step.placeholders(Role.PARAMETER)}
+    lying = {node: given[name] for node, name in names.items() if name in given}
 
     def decide() -> tuple[ShardingDecision, ...]:
-        marks = {**pins.marks, **{node: str(lies) for node, lies in of_others.items()}}
-        ways = pinned(sharding_ways(step, request.mesh.model, marks), pins)
-        for node, lies in of_others.items():  # whether or not what reads it here can
+        marks = {node: f"{pins.marks.get(node, '')} {lies}" for node, lies in lying.items()}
+        ways = pinned(sharding_ways(step, request.mesh.model, {**pins.marks, **marks}), pins)
+        for node, lies in lying.items():  # whether or not what reads it here can
             possible = ways.placeholders[ways.classes.first[node]]
             possible += [] if lies in possible else [lies]
 
@@ -210,7 +209,7 @@ def _decided(
         prices = best_prices(request, captures, shared_as, at, Prices()) if simulated else Prices()
         decided = at(prices, explained)
         why = {node.name: f"as {', '.join(map(str, of_node))} asks" for node, of_node in pins.parameters.items()}
-        why |= {node.name: "as the step has it that trains it" for node in of_others}
+        why |= {node.name: "as the step has it that trains it" for node in lying if names[node] in lent}
         return tuple(replace(decision, reason=why.get(decision.node, decision.reason)) for decision in decided)
 
     simulated = explained and request.locations is None and (earlier is None or within_budget)

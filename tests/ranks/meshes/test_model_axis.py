@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zerofx
 from tests.lib.distributed import run_ranks
@@ -141,6 +141,45 @@ def _refused() -> list[str]:
     return said
 
 
+class Mixing(nn.Module):
+    """A weight that is read as it is, or by an operator that ranks cannot share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(16) + torch.rand(16, 16) / 16)
+
+    def forward(self, x: Tensor, as_is: bool) -> Tensor:
+        return torch.tanh(x @ (self.weight if as_is else torch.linalg.inv(self.weight)))
+
+
+class Mixed(nn.Module):
+    """Layers alike in evaluation are unlike in training, and others the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mixing() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x, number > 0 if self.training else number < 2)
+        return x.square().mean()
+
+
+def _evaluated() -> list[str]:
+    """How parameters lie in training; an evaluation that reads them in other ways gives what eager mode does."""
+    torch.manual_seed(0)
+    model, batch = Mixed(), torch.rand(8, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = zerofx.compile(model, optimizer, mesh={"model": 2}, backend="eager", machine=SHARING)
+    step(batch)
+    lie = {decision.parameter: str(decision.outputs[0]) for decision in step.plan.shardings if decision.parameter}
+    loss = step.evaluate(batch)
+    step.close()
+    with torch.no_grad():
+        torch.testing.assert_close(loss, model.eval()(batch))
+    return [lie.get(f"layers.{number}.weight", "R") for number in range(3)]
+
+
 @dataclass(frozen=True)
 class Found:
     """What one of two ranks has found out in one start."""
@@ -148,10 +187,11 @@ class Found:
     offloaded: list[str]
     clipped: list[str]
     refused: list[str]
+    evaluated: list[str]
 
 
 def _found(drive: str) -> Found:
-    return Found(_offloaded(drive), _clipped(), _refused())
+    return Found(_offloaded(drive), _clipped(), _refused(), _evaluated())
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +214,11 @@ def test_other_batches_are_refused_on_all_ranks_in_any_step(found: list[Found]) 
         for error in rank.refused:
             assert "expected the same batch on ranks 0, 1, which share one computation (mesh model 2)" in error
             assert "found other values of batch[1] on rank 1 than on rank 0" in error
+
+
+def test_evaluations_read_parameters_where_training_has_them(found: list[Found]) -> None:
+    for rank in found:
+        assert [lies[0] for lies in rank.evaluated] == ["R", "S", "S"]
 
 
 def _skipped() -> list[str]:
