@@ -136,7 +136,7 @@ def _reduces_each(step: StepGraph, plan: Plan, bucket: Bucket, decision: ReduceD
     """
     if not decision.earlier:
         return False
-    if not bucket.is_cut(plan.stage) or bucket.num_reduced == 1 or len(decision.earlier) != step.num_bodies - 1:
+    if not bucket.may_reduce_each(plan.stage) or len(decision.earlier) != step.num_bodies - 1:
         raise PlanError(
             f"expected {bucket.name} to be reduced in each of {step.num_bodies} bodies of micro-batches at stages 1 to "
             f"3, on several ranks, found {decision} at stage {plan.stage} on {plan.num_ranks}: make the plan anew"

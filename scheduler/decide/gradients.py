@@ -81,16 +81,17 @@ def reduced_each(
     Stages 2 and 3 stand for gradients in slices. Where a budget is searched for (``searched``) memory is what that has
     to give: whole buffers are sent least, and give way to slices first.
     """
-    if num_micro_batches == 1 or stage == 0 or layout.num_ranks == 1 or asked == "once":
+    if num_micro_batches == 1 or asked == "once":
         return {}
+    reduced = [bucket for bucket in layout.buckets if bucket.trainable and bucket.may_reduce_each(stage)]
     if asked == "each":
-        return {bucket.index: "reduced in each micro-batch, as asked" for bucket in layout.buckets if bucket.trainable}
+        return {bucket.index: "reduced in each micro-batch, as asked" for bucket in reduced}
     if searched or stage == 1:
         return {}
     return {
         bucket.index: f"reduced in each micro-batch: stage {stage} holds slices of gradients"
-        for bucket in layout.buckets
-        if bucket.trainable and slice_bytes(bucket) < bucket.gradient_bytes
+        for bucket in reduced
+        if slice_bytes(bucket) < bucket.gradient_bytes
     }
 
 
@@ -116,14 +117,13 @@ def gradient_menus(
         capacity: bytes that each slower tier has for a rank's gradients; the first is filled first.
     """
     left, menus = dict(capacity), {}
-    in_slices = asked == "auto" and stage > 0 and layout.num_ranks > 1
     for bucket in layout.buckets:
         size = bucket.gradient_bytes
         if num_micro_batches == 1 or not bucket.trainable or not size or asked == "each":
             continue
         overlapping = seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
         levels = [GradientLevel(size, 0.0)]
-        if in_slices and slice_bytes(bucket) < size:
+        if asked == "auto" and bucket.may_reduce_each(stage) and slice_bytes(bucket) < size:
             reduction = seconds_along("reduce_scatter", size, bucket.mesh, bucket.gathered_over, machine)
             exposed = (num_micro_batches - 1) * max(0.0, reduction - overlapping)
             counted = exposed if stage == 1 else 0.0

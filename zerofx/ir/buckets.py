@@ -209,6 +209,10 @@ class Bucket:
         """Whether a rank updates a part of it, not all."""
         return self.held_at(stage) >= 1 and self.num_ranks * self.num_parts > 1
 
+    def may_reduce_each(self, stage: int) -> bool:
+        """Whether gradients of each micro-batch can be reduced by themselves, and added up as a rank updates them."""
+        return self.is_cut(stage) and self.num_reduced > 1
+
     def updated_numel(self, stage: int) -> int:
         """Elements that a rank updates."""
         return self.part_numel if self.held_at(stage) >= 1 else self.numel

@@ -186,6 +186,22 @@ def test_gradients_are_reduced_in_each_micro_batch_where_they_stay_in_slices() -
     assert all("reduced in each micro-batch" in decision.reason for decision in each.reduces)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": {"model": 2}, "shardings": {"layers.*.mlp.*": "column"}},
+        {"mesh": {"replicate": 2}, "states_over": "shard", "stage": 2},
+    ],
+)
+def test_gradients_that_are_not_summed_or_all_updated_on_each_rank_are_not_reduced_in_each(
+    options: dict[str, Any],
+) -> None:
+    step = planned(2, world_size=2, reduce="each", **options)
+    summed = {bucket.index for bucket in step.layout.buckets if bucket.num_reduced > 1 and bucket.num_ranks > 1}
+    assert {decision.bucket for decision in step.plan.reduces if decision.earlier} == summed
+    assert len(summed) < len(step.layout.buckets)
+
+
 def test_a_budget_takes_slices_of_gradients_before_anything_is_computed_again() -> None:
     options: dict[str, Any] = {"world_size": 8, "stage": 2}
     once, each = (planned(4, reduce=reduce, **options).plan.peak_bytes["device"] for reduce in ("once", "each"))
