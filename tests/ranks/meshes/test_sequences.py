@@ -91,6 +91,15 @@ def test_two_ranks_train_on_a_sequence_as_one_process(rings: bool) -> None:
         assert worst < 1e-5
 
 
+def _in_float64() -> float:
+    torch.set_default_dtype(torch.float64)
+    return _differences(True, 2, {})[0]
+
+
+def test_what_a_ring_joins_has_the_digits_of_its_values() -> None:
+    assert all(worst < 1e-14 for worst in run_ranks(_in_float64, 2))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rings", [False, True])
 @pytest.mark.parametrize("options", [{}, {"backend": "inductor"}, {"recompute": "full"}])

@@ -82,10 +82,10 @@ def by_tokens(node: fx.Node) -> list[Pattern]:
         pattern(None, "sum", local=_attend if causal else None, groups=groups, extra=lambda g: ShareCost(work=work(g)))
     ]
     if named_argument(node, mask or "") is None and keys[_TOKENS] == num_tokens:
-        shifted = 2 * num_bytes(keys, tensor(queries_and_keys(node)[1]).dtype)
-        joined = num_bytes(queries, torch.float32)
+        dtype = tensor(queries_and_keys(node)[1]).dtype
+        shifted, joined = 2 * num_bytes(keys, dtype), num_bytes(queries, _wide(dtype))
         if is_backward(node):
-            gradients = 2 * num_bytes(keys, torch.float32)
+            gradients = 2 * num_bytes(keys, _wide(dtype))
             shifted, joined = shifted + gradients, joined + gradients
 
         def extra(num_groups: int) -> ShareCost:
@@ -236,16 +236,16 @@ def _attend_in_ring(rank: Local) -> Any:
 
 
 def _added(rank: Local, joined: list[fx.Node], results: list[fx.Node]) -> list[fx.Node]:
-    """Gradients so far, and those of other keys: float32, as many are added up."""
-    wide = [_as(rank, node, torch.float32) for node in results[:3]]
+    """Gradients so far, and those of other keys: float32 at least, as many are added up."""
+    wide = [_as(rank, node, _wide(tensor(node).dtype)) for node in results[:3]]
     if joined:
         wide = [rank.call(_aten.add.Tensor, *both) for both in zip(joined[:3], wide, strict=True)]
     return [*wide, *results[3:]]
 
 
 def _weighed(rank: Local, joined: list[fx.Node], results: list[fx.Node]) -> list[fx.Node]:
-    """Attention to keys so far, and to others, each by its part of the sum of all exponentials: float32."""
-    results = [_as(rank, results[0], torch.float32), *results[1:]]
+    """Attention to keys so far, and to others, each by its part of the sum of all exponentials: float32 at least."""
+    results = [_as(rank, results[0], _wide(tensor(results[0]).dtype)), *results[1:]]
     if not joined:
         return results
     total = rank.call(_aten.logaddexp.default, joined[1], results[1])
@@ -256,6 +256,11 @@ def _weighed(rank: Local, joined: list[fx.Node], results: list[fx.Node]) -> list
             weight = rank.call(_aten.unsqueeze.default, weight, -1)
         weighed.append(rank.call(_aten.mul.Tensor, attended, weight))
     return [rank.call(_aten.add.Tensor, *weighed), total, *results[2:]]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What values of ``dtype`` are added up in."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _as(rank: Local, node: fx.Node, dtype: torch.dtype | None) -> fx.Node:
