@@ -122,6 +122,8 @@ def liveness(step: StepGraph, on_cpu: bool, *, compiles_regions: bool = False) -
         if compiles_regions
         else {node: entry.excess for node, entry in taken.items() if entry is not None and any(entry.excess)}
     )
+    if on_cpu:
+        excess |= {node: (_padding(node),) for node in step.calls() if node.target is value_ops.all_reduce_values}
     last_use, owned = _last_uses(step, excess, calls_kernels=not compiles_regions)
     here = {node: storages for node, storages in owned.items() if tier_of(node) == DEVICE}
     last_here = {storage: reader for storage, reader in last_use.items() if storage[0] in here}
@@ -286,6 +288,13 @@ def _passing_through(node: fx.Node) -> int:
     if node.target is ops.wait and isinstance(node.args[0], fx.Node) and node.args[0].target in ops.TRANSFERS:
         return -_passing_through(node.args[0])
     return 0
+
+
+def _padding(node: fx.Node) -> int:
+    """Bytes that a value reduced over ranks point-to-point keeps beyond its own: all ranks' slices are as large."""
+    (reduced,), num_ranks = tensors_of(node), node.args[2]
+    assert isinstance(num_ranks, int)
+    return -reduced.numel() % num_ranks * reduced.itemsize
 
 
 def _held_by_pending(node: fx.Node) -> int:

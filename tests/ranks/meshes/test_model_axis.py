@@ -180,6 +180,21 @@ def _evaluated() -> list[str]:
     return [lie.get(f"layers.{number}.weight", "R") for number in range(3)]
 
 
+def _waiting() -> int:
+    """Measured bytes above the predicted peak, where the loss of a micro-batch, of which ranks have terms, waits."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)), torch.rand(8, 16)
+    step = zerofx.compile(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), mesh={"model": 2}, backend="eager", machine=SHARING,
+        loss_fn=lambda y: y.square().mean(), accumulate=2,
+    )  # fmt: skip
+    step(batch)
+    assert any(row.op == "all_reduce_values" for row in step.schedule().rows)
+    above = step.measure(batch).peak_bytes["device"] - step.plan.peak_bytes["device"]
+    step.close()
+    return above
+
+
 @dataclass(frozen=True)
 class Found:
     """What one of two ranks has found out in one start."""
@@ -188,10 +203,11 @@ class Found:
     clipped: list[str]
     refused: list[str]
     evaluated: list[str]
+    above_peak: int
 
 
 def _found(drive: str) -> Found:
-    return Found(_offloaded(drive), _clipped(), _refused(), _evaluated())
+    return Found(_offloaded(drive), _clipped(), _refused(), _evaluated(), _waiting())
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +235,10 @@ def test_other_batches_are_refused_on_all_ranks_in_any_step(found: list[Found]) 
 def test_evaluations_read_parameters_where_training_has_them(found: list[Found]) -> None:
     for rank in found:
         assert [lies[0] for lies in rank.evaluated] == ["R", "S", "S"]
+
+
+def test_what_a_reduced_value_is_padded_with_is_planned(found: list[Found]) -> None:
+    assert [rank.above_peak for rank in found] == [0, 0]
 
 
 def _skipped() -> list[str]:
