@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zerofx.capture.checks import device_of
-from zerofx.capture.objective.counted import COUNTS, factor_of
+from zerofx.capture.objective.counted import COUNTS, counts_of
 from zerofx.capture.objective.evaluation import in_evaluation_mode
 from zerofx.capture.objective.loss import Objective
 from zerofx.capture.randomness import kept_randomness
@@ -141,7 +141,7 @@ class PaddingTrial:
     def _run(self, batch: Batch) -> tuple[tuple[torch.Tensor, ...], Uses]:
         """The loss of a batch, or its outputs, and what was seen of it. Buffers and generators are as before."""
         args, kwargs = batch.rebuild(batch.tensors)
-        factor_of(kwargs)
+        counts_of(kwargs)
         uses = Uses(dict(zip(batch.names, batch.tensors, strict=True)), self._spread)
         model = self._model
         with (

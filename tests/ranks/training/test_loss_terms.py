@@ -44,20 +44,22 @@ def batch(step: int = 0) -> tuple[Tensor, Tensor]:
     return tokens, torch.where(keep, labels, -100)
 
 
-def _step(stage: int, accumulate: int, **options: Any) -> tuple[Tagger, zerofx.Step]:
+def _step(
+    stage: int, accumulate: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[Tagger, zerofx.Step]:
     torch.manual_seed(0)
-    model = Tagger()
+    model = Tagger().to(dtype)
     given = {"backend": "eager", "loss_terms": valid_tokens, "accumulate": accumulate, **options}
     return model, zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.5), stage, **given)
 
 
-def _train(stage: int, accumulate: int, options: dict[str, Any]) -> list[float]:
+def _train(stage: int, accumulate: int, options: dict[str, Any], dtype: torch.dtype = torch.float32) -> list[float]:
     """How far the trained parameters are from those trained on the whole batch at once; and the losses."""
     rank, num_ranks = world()
     torch.manual_seed(0)
-    plain = Tagger()
+    plain = Tagger().to(dtype)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
-    _, step = _step(stage, accumulate, **options)
+    _, step = _step(stage, accumulate, dtype, **options)
     apart = []
     for number in range(3):
         whole = batch(number)
@@ -86,6 +88,10 @@ def run_sum(value: float) -> list[float]:
 @pytest.mark.parametrize(("stage", "accumulate"), [(0, 1), (3, 2), (3, 6)])
 def test_one_process_trains_as_on_one_large_batch(stage: int, accumulate: int) -> None:
     assert max(_train(stage, accumulate, {})) < 1e-6
+
+
+def test_a_loss_in_float64_is_weighed_in_float64() -> None:
+    assert max(_train(0, 6, {}, torch.float64)) < 1e-14
 
 
 def _all() -> list[list[float]]:

@@ -71,11 +71,12 @@ def total_of(batch: Batch) -> torch.Tensor | None:
     return next((tensor for name, tensor in named if name == f"**[{_TOTAL!r}]"), None)
 
 
-def factor_of(kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """What the loss of a micro-batch is multiplied by, if it is weighed, float32, shape ``[]``; takes out of ``kwargs``
-    what ``counted`` has added."""
-    if _COUNTS not in kwargs:
-        return None
-    counts, total, ranks = (kwargs.pop(name) for name in (_COUNTS, _TOTAL, _RANKS))
-    factor: torch.Tensor = counts.sum().float() * ranks / total
-    return factor
+def counts_of(kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """What the loss of a micro-batch is weighed by, empty if it is not; takes out of ``kwargs`` what ``counted`` has
+    added."""
+    return tuple(kwargs.pop(name) for name in (_COUNTS, _TOTAL, _RANKS)) if _COUNTS in kwargs else ()
+
+
+def weighed(loss: torch.Tensor, counts: torch.Tensor, total: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+    """The loss by its part of all terms, which is computed in float32, or in float64 of a loss in that."""
+    return loss * (counts.sum().to(torch.promote_types(loss.dtype, torch.float32)) * ranks / total)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zerofx.capture.objective.calling import call_model, check_forward_call, divided_call, listed
-from zerofx.capture.objective.counted import factor_of
+from zerofx.capture.objective.counted import counts_of, weighed
 from zerofx.capture.objective.module_state import Change, as_before, rebound_buffers, shape_text
 from zerofx.capture.outside.lent import Lent
 from zerofx.capture.outside.outside import Outside, OutsideFoundError, StandInMaker, StandIns, changed_outside
@@ -252,7 +252,7 @@ class LossModule(nn.Module):
             if not self._objective.is_plain:
                 inner.enter_context(stand_ins)
             args, kwargs = self._batch.rebuild(tensors)
-            factor = factor_of(kwargs)
+            counts = counts_of(kwargs)
             if not self.trains:
                 inner.enter_context(torch.no_grad())
             loss, self.returned, extras = self._objective.run(self.model, args, kwargs, self._loss_scope)
@@ -270,8 +270,8 @@ class LossModule(nn.Module):
         for name, buffer in elsewhere.items():
             if elsewhere_now.get(name) is not buffer:
                 raise changed_outside(f"puts another tensor in the place of {name}")
-        if factor is not None:
-            loss = loss * factor
+        if counts:
+            loss = weighed(loss, *counts)
         elif self._num_micro_batches > 1:
             loss = loss / self._num_micro_batches
         rebound, noted = rebound_buffers(held, now), checks.noted()
