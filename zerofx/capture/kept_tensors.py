@@ -1,7 +1,7 @@
 """Find traced tensors that a forward leaves in user objects: a list of features, a hook's notes.
 
-They have no values, and no step adds others. Attributes of modules are put back and named (``loss.py``), and buffers
-are part of the step.
+They have no values, and no step adds others. Attributes of modules are put back and named
+(``objective/module_state.py``), and buffers are part of the step.
 """
 
 from __future__ import annotations

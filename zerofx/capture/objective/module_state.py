@@ -66,24 +66,11 @@ def as_before(
         yield
     finally:
         for path, table, entries, instead_of in tables:
-            for name, value in list(table.items()):
-                earlier, full = entries.get(name), f"{path}.{name}".removeprefix(".")
-                if isinstance(value, torch.Tensor) or (value is not earlier and _holds_traced(name, value)):
-                    if value is not earlier and isinstance(earlier, instead_of):
-                        left[full] = None
-                elif type(value) in _PLAIN and type(earlier) in _PLAIN and value != earlier:
-                    changed[full] = Change(table, name, value)
-                else:
-                    continue
-                if name in entries:
-                    table[name] = earlier
-                else:
-                    del table[name]
-            table.update({name: entry for name, entry in entries.items() if isinstance(entry, torch.Tensor)})
+            _put_back(table, entries, path, instead_of, left, changed)
         for path, name, container, earlier in containers:
+            full = f"{path}.{name}".removeprefix(".")
             if _identities(container) == _identities(earlier):
                 continue
-            full = f"{path}.{name}".removeprefix(".")
             if name.endswith(HOOKS):
                 changed[full] = None
             elif _holds_traced(name, container):
@@ -95,6 +82,31 @@ def as_before(
                 container.update(earlier)
             else:
                 container.extend(earlier)
+
+
+def _put_back(
+    table: dict[str, Any],
+    entries: Mapping[str, Any],
+    path: str,
+    instead_of: type | tuple[()],
+    left: dict[str, None],
+    changed: dict[str, Change | None],
+) -> None:
+    """Give a table of a module its ``entries`` of tensors and plain values."""
+    for name, value in list(table.items()):
+        earlier, full = entries.get(name), f"{path}.{name}".removeprefix(".")
+        if isinstance(value, torch.Tensor) or (value is not earlier and _holds_traced(name, value)):
+            if value is not earlier and isinstance(earlier, instead_of):
+                left[full] = None
+        elif type(value) in _PLAIN and type(earlier) in _PLAIN and value != earlier:
+            changed[full] = Change(table, name, value)
+        else:
+            continue
+        if name in entries:
+            table[name] = earlier
+        else:
+            del table[name]
+    table.update({name: entry for name, entry in entries.items() if isinstance(entry, torch.Tensor)})
 
 
 def _holds_traced(name: str, value: Any) -> bool:
