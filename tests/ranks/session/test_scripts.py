@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.users import adamw, eager_step, ids, same_parameters, tiny
-from zerofx.errors import OptimizerError, RankMismatchError, ShardedParametersError, UsageError, ZeroFXWarning
+from zerofx.errors import RankMismatchError, ShardedParametersError, UsageError, ZeroFXWarning
 from zerofx.runtime.comm.same_host import channels
 
 
@@ -129,7 +129,7 @@ def _dcp(stage: int) -> None:
         set_state_dict(model, other.optimizer, model_state_dict=found[0], optim_state_dict=found[1])
     fresh = _step(stage)
     _train(fresh, 7)
-    with fresh.full_parameters() as model, pytest.raises(OptimizerError, match="flatten_optimizer_state_dict=False"):
+    with fresh.full_parameters() as model, pytest.raises(UsageError, match="flatten_optimizer_state_dict=False"):
         set_state_dict(model, fresh.optimizer, model_state_dict={}, optim_state_dict=flat)
     fresh.close()
     assert torch.equal(_train(other, 3), eager_step(plain, optimizer, ids(3), labels=ids(9)))
@@ -301,10 +301,15 @@ class Noting(nn.Module):
 def test_features_that_a_forward_puts_aside_are_told_once_with_what_to_do() -> None:
     model = Noting({})
     step = zerofx.compile(model, torch.optim.SGD(model.parameters()), backend="eager")
-    with pytest.warns(ZeroFXWarning, match=r"found some in model.features, notes.*forward=lambda model, \*batch"):
+    with (
+        pytest.warns(ZeroFXWarning, match=r"found some in notes.*forward=lambda model, \*batch"),
+        pytest.warns(ZeroFXWarning, match=r"leaves features: .*return from forward= what is to be looked at"),
+    ):
         step(torch.ones(2, 4))
+    assert model.features == []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         step(torch.ones(2, 4))
         step(torch.ones(3, 4))
-    assert len(told) == 1 and "another shape" in str(told[0].message)
+    texts = [str(warning.message) for warning in told]
+    assert len(texts) == 2 and "another shape" in texts[0] and "leaves features" in texts[1]

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from zerofx.capture.checks import refuse_step
-from zerofx.errors import OptimizerError, UsageError
+from zerofx.errors import UsageError
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.optimizer import OptimizerBinding
 from zerofx.runtime.state.state import TrainingState
@@ -30,7 +30,8 @@ class _StatesElsewhere(defaultdict[torch.Tensor, Any]):
     def _refuse(self, what: str) -> NoReturn:
         raise UsageError(
             f"expected optimizer.state to be left alone while a step has the states in slices, found {what}: read them "
-            f"by optimizer.state_dict() or step.full(name, state), set them by load_state_dict(), or call step.close() "
+            f"by optimizer.state_dict() or step.full(name, state), set them by load_state_dict() (with "
+            f"flatten_optimizer_state_dict=False where torch.distributed.checkpoint does it), or call step.close() "
             f"before what works on them (the eval() of a schedule-free optimizer, say), and compile after"
         )
 
@@ -50,7 +51,6 @@ class OptimizerState:
         self._handles = [
             optimizer.register_state_dict_pre_hook(lambda _: self._fill()),
             optimizer.register_state_dict_post_hook(lambda *_: self._empty()),
-            optimizer.register_load_state_dict_pre_hook(self._check),
             optimizer.register_load_state_dict_post_hook(lambda _: self._note_loaded()),
             optimizer.register_step_pre_hook(refuse_step),
         ]
@@ -110,16 +110,6 @@ class OptimizerState:
 
     def _empty(self) -> None:
         self._optimizer.state = self._elsewhere
-
-    def _check(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Refuse a state that has every parameter and nothing of any: its reader has looked for the names in vain."""
-        entries = list(state_dict.get("state", {}).values())
-        if entries and not any(entries) and self._binding.has_states:
-            raise OptimizerError(
-                "expected the states of the parameters, found an empty one for each: "
-                "torch.distributed.checkpoint reads the names of flattened states from optimizer.state, which a "
-                "compiled step holds; load them with flatten_optimizer_state_dict=False, or before zerofx.compile"
-            )
 
     def _note_loaded(self) -> None:
         """Check what has been loaded; the ``load_state_dict`` of a subclass may still work on it, after torch's."""
