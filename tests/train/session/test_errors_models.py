@@ -174,6 +174,26 @@ def test_sparse_gradients_of_a_function_are_refused() -> None:
     refused_step(SparseFunction(), (ids(), ids(1)), CaptureError, "sparse")
 
 
+@torch.library.custom_op("test_errors_models::doubled_", mutates_args=("x",))
+def doubled_(x: Tensor) -> None:
+    """Writes to what it is given, which torch wraps in an operator that calls it on a copy."""
+    x.mul_(2)
+
+
+class Doubled(Tiny):
+    """Calls a custom operator that writes to a value of the step."""
+
+    def outputs(self, ids: Tensor) -> Tensor:
+        logits = super().outputs(ids)
+        scale = logits.detach().clone()
+        doubled_(scale)
+        return logits * scale
+
+
+def test_custom_operators_that_write_are_refused() -> None:
+    refused_step(Doubled(), (ids(), ids(1)), CaptureError, r"doubled_\.default, which changes its arguments in place")
+
+
 class Neighbours(Tiny):
     """Adds up tokens along edges, with a matrix that is sparse: where it is made, or in each step."""
 

@@ -1,9 +1,10 @@
-"""Refuse what a trace takes and no step can run: sparse tensors and gradients, matrix products of several dtypes.
+"""Refuse what a trace takes and no step can run: operators that write, sparse tensors, products of several dtypes.
 
+    auto_functionalized_v2(mine::scale_, ...)   ->     CaptureError: expected a forward of operators that ...
     embedding(weight, ids, -1, False, True)     ->     CaptureError: expected dense gradients, ...
     mm(float64, float32)                        ->     CaptureError: expected the factors ... to have one dtype, ...
 
-Fake tensors have results for both. The bytes of a sparse tensor depend on its values. Nothing is rewritten.
+Fake tensors have results for all of them. The bytes of a sparse tensor depend on its values. Nothing is rewritten.
 
 Does not handle: other operators whose kernels refuse what their fakes take; a step fails where it calls those.
 """
@@ -21,6 +22,7 @@ from zerofx.ir.facts import origin, placeholder, value
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.text import type_name
+from zerofx.torch_private.operators import HigherOrderOperator, OpOverload
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,23 @@ class Refuse:
     name: str = "refuse"
 
     def run(self, joint: Joint) -> None:
+        _refuse_wrapped(joint.graph)
         _refuse_sparse(joint.graph)
         _refuse_sparse_values(joint)
         _refuse_mixed_products(joint.graph)
+
+
+def _refuse_wrapped(graph: fx.Graph) -> None:
+    """Raise a ``CaptureError`` for what is no operator but calls some, as torch does for custom ones that write."""
+    for node in graph.nodes:
+        if isinstance(node.target, HigherOrderOperator):
+            wrapped = next((str(argument) for argument in node.args if isinstance(argument, OpOverload)), None)
+            raise CaptureError(
+                f"expected a forward of operators that only give new tensors, found {wrapped or node.target}, which "
+                f"{'changes its arguments in place' if wrapped else 'calls others'}, in "
+                f"{origin(node).layer or 'the model'}: have it return a new tensor in place of writing to one "
+                f"(mutates_args=()), or take that part out of the training step"
+            )
 
 
 def _refuse_sparse(graph: fx.Graph) -> None:
