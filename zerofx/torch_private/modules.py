@@ -14,8 +14,8 @@ from zerofx.torch_private.tensors import IS_PARAMETER
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 """Attributes of a module that hold what is registered on it, which ``vars(module)`` has among the others."""
 
-HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-"""How attributes of a module are called that hold its hooks."""
+HOOKS_AND_PARTS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called", "_modules")
+"""What the names of attributes of a module end with that hold its hooks, or the modules in it."""
 
 OF_RNNS = "_flat_weights"
 """An attribute of recurrent layers: their parameters, which they list anew whenever one is set."""

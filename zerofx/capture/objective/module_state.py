@@ -1,4 +1,4 @@
-"""What a forward leaves on its modules while it is traced: tensors, plain values, hooks, other tensors for buffers.
+"""What a forward leaves on its modules while it is traced: tensors, plain values, hooks, other modules and buffers.
 
 All of it goes, so that each trace of a forward is of the same call.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zerofx.errors import CaptureError
-from zerofx.torch_private.modules import HOOKS, OF_RNNS, TABLES, buffer_table, parameter_table
+from zerofx.torch_private.modules import HOOKS_AND_PARTS, OF_RNNS, TABLES, buffer_table, parameter_table
 from zerofx.torch_private.operators import pytree
 from zerofx.torch_private.tensors import is_traced
 
@@ -41,10 +41,10 @@ _PLAIN = (bool, int, float, str, NoneType)
 def as_before(
     model: nn.Module, left: dict[str, None], changed: dict[str, Change | None], prefix: str = ""
 ) -> Iterator[None]:
-    """Put back meanwhile what a forward puts on its modules: tensors and what holds some, plain values, and hooks.
+    """Put back meanwhile what a forward puts on its modules: tensors and what holds some, plain values, hooks, modules.
 
     The names of tensors that take no buffer's place are put in ``left``; plain values in ``changed``, by name, and the
-    names of hooks. All are named after the model, ``prefix``.
+    names of what holds hooks or modules. All are named after the model, ``prefix``.
     """
     # Each with what a tensor is told of that takes its place: anything, no buffer, nothing.
     tables: list[tuple[str, dict[str, Any], dict[str, Any], type | tuple[()]]] = [
@@ -60,7 +60,7 @@ def as_before(
         (path, name, value, copy.copy(value))
         for path, module in model.named_modules(prefix=prefix)
         for name, value in vars(module).items()
-        if isinstance(value, (list, dict)) and (type(value) in (list, dict) or name.endswith(HOOKS))
+        if isinstance(value, (list, dict)) and (type(value) in (list, dict) or name.endswith(HOOKS_AND_PARTS))
     ]
     try:
         yield
@@ -71,7 +71,7 @@ def as_before(
             full = f"{path}.{name}".removeprefix(".")
             if _identities(container) == _identities(earlier):
                 continue
-            if name.endswith(HOOKS):
+            if name.endswith(HOOKS_AND_PARTS):
                 changed[full] = None
             elif _holds_traced(name, container):
                 left[full] = None
