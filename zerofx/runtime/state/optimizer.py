@@ -92,11 +92,6 @@ class OptimizerBinding:
         return group
 
     @property
-    def has_states(self) -> bool:
-        """Whether the updates that hold now keep anything from step to step."""
-        return any(program.states or program.scalar_states for program in self._programs.values())
-
-    @property
     def traced(self) -> dict[int, UpdateProgram]:
         """The update of each trained bucket, as it was traced last."""
         return self._stored(self._programs)
