@@ -40,17 +40,17 @@ def held(step: StepGraph, live: Liveness) -> Held:
     begin = order[nodes[0]]
     firm = live.persistent_bytes
 
-    def is_wanted(owner: fx.Node, position: int) -> bool:
-        """Whether something reads a value from there on that every shorter prefix has there, too.
+    def is_wanted(owner: fx.Node) -> bool:
+        """Whether something reads a value at the peak or later that every shorter prefix has there, too.
 
         What is computed again is not in all of them, and a buffer gets its next value after what reads the one before.
         """
-        later = (reader for reader in consumers(owner) if order[reader] >= position and copied_from(reader) is None)
+        later = (reader for reader in consumers(owner) if order[reader] >= begin and copied_from(reader) is None)
         return any(facts_of(reader.target).traffic is not Traffic.OVERWRITES for reader in later)
 
     for storage, size in live.sizes.items():
         owner, last_use = storage[0], live.last_use.get(storage)
         is_there = order[owner] < begin and (last_use is None or order[last_use] >= begin) and storage not in freed
-        if is_there and copied_from(owner) is None and owner.target not in _BRINGING and is_wanted(owner, begin):
+        if is_there and copied_from(owner) is None and owner.target not in _BRINGING and is_wanted(owner):
             firm += size
     return Held(live.peak_bytes, firm)
