@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Never
 
@@ -125,8 +125,7 @@ class Step(Whole, Reported):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._micro_batches.check_empty("call step(batch)")
-        # What is made in inference mode can be written neither by other threads nor by later steps outside of it.
-        with on_device(self._steps.device), working("run a step"), torch.inference_mode(False):
+        with self._trainable("run a step"):
             return self._run(args, kwargs)
 
     def micro(self, *args: Any, **kwargs: Any) -> None:
@@ -155,8 +154,15 @@ class Step(Whole, Reported):
         num = len(self._micro_batches)
         with working("put micro-batches together"):
             args, kwargs = self._micro_batches.take(partial=partial)
-        with on_device(self._steps.device), working("run a step"), torch.inference_mode(False):
+        with self._trainable("run a step"):
             return self._run(args, kwargs, num)
+
+    @contextlib.contextmanager
+    def _trainable(self, work: str) -> Iterator[None]:
+        """A block on the step's device, whose own defects are said to be those of ``work``."""
+        # What is made in inference mode can be written neither by other threads nor by later steps outside of it.
+        with on_device(self._steps.device), working(work), torch.inference_mode(False):
+            yield
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_micro_batches: int | None = None) -> Any:
         self._life.check_open("call step(batch)")
@@ -247,7 +253,7 @@ class Step(Whole, Reported):
             MemoryBudgetError: no plan fits the budget; says which of ``lengths=`` is the longest that does.
         """
         self._life.check_open("prepare a step")
-        with on_device(self._steps.device), working("prepare a step"), torch.inference_mode(False):
+        with self._trainable("prepare a step"):
             self._rungs.prepare_all(self._steps.batch_of(args, kwargs))
 
     def choose_mesh(self, *args: Any, **kwargs: Any) -> Mesh:
@@ -296,7 +302,7 @@ class Step(Whole, Reported):
                 Or one step after the other is left out.
         """
         self._check_measurable(num_steps, "measure a step")
-        with on_device(self._steps.device), working("prepare a step"), torch.inference_mode(False):
+        with self._trainable("prepare a step"):
             self._rungs.prepare(self._steps.batch_of(args, kwargs))
         meter = self._meter = Meter(self._steps.device, num_steps)
         try:
