@@ -140,6 +140,11 @@ def is_read_of_values(error: Exception) -> bool:
     return "DataDependent" in kind or "UserError" in kind or "value out of a tracing tensor" in str(error)
 
 
+def depends_on_values(error: Exception) -> bool:
+    """Whether ``error`` is torch's answer to who asks for a value, or for as many elements as values say."""
+    return is_read_of_values(error) or "DynamicOutputShape" in type(error).__name__
+
+
 def _reader(error: Exception, line: str | None) -> str:
     """What to add where it is torch's own Python code that reads a value, or a layer is left out at random."""
     if re.search("layer_?drop|skip_the_layer", line or "", re.IGNORECASE):

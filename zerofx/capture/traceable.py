@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any, TypedDict, TypeVar
 import torch
 from torch import nn
 
+from zerofx.capture.blame import depends_on_values, user_line
 from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.kept_modules import computing_in_float32
 from zerofx.capture.layer_annotations import LOSS_LAYER, in_layer, layer_annotations
@@ -26,6 +28,7 @@ from zerofx.capture.outside.outside import StandInMaker
 from zerofx.capture.randomness import drawing_with_torch
 from zerofx.capture.values.collective_calls import traceable_collectives
 from zerofx.capture.values.known import KnownValues
+from zerofx.errors import CaptureError, in_short, warn
 from zerofx.ir.batch import Batch
 from zerofx.ir.casts import ComputeDtype, cast_of
 from zerofx.ir.parameters import ParameterInfo, Strides, parameter_infos
@@ -43,14 +46,33 @@ def as_in_eager_mode_first(trace: Callable[[bool], T]) -> T:
 
     Libraries ask ``torch.compiler.is_compiling()`` before they look at values, and choose other kernels by what they
     see: a mask that is only causal is a flag in eager mode. A trace knows the values that follow from constants; where
-    a forward reads another, it is told that it is compiled.
+    a forward reads another, it is told that it is compiled. It is told so, and a warning says it, where something else
+    cannot be traced.
 
     Args:
         trace: whether to say so, to what is traced then.
     """
-    with contextlib.suppress(Exception):
+    try:
         return trace(False)
-    return trace(True)
+    except Exception as error:  # noqa: BLE001 - what the next trace does not raise is told
+        refusal = _refusal(error)
+    traced = trace(True)
+    if refusal is not None:
+        warn(
+            f"expected a forward that can be traced as eager mode runs it, found {refusal}\n"
+            f"It is traced as torch.compile would: torch.compiler.is_compiling() is true, and libraries that ask "
+            f"compute otherwise than in eager mode, not always to the bit"
+        )
+    return traced
+
+
+def _refusal(error: Exception) -> str | None:
+    """Why a forward could not be traced, and where, if that is for something else than values it depends on."""
+    cause = error.__cause__ if isinstance(error, CaptureError) and isinstance(error.__cause__, Exception) else error
+    if depends_on_values(cause):
+        return None
+    line = user_line(traceback.extract_tb(cause.__traceback__))
+    return f"{in_short(cause)}, at\n  {line or '(line not found)'}"
 
 
 class CaptureOptions(TypedDict, total=False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import pickle
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tests.lib.checkout import ROOT
 from zerofx.errors import UsageError
-from zerofx.torch_private import capture, distributed, flops, operators, optimizers
+from zerofx.torch_private import capture, distributed, flops, grouped_products, operators, optimizers
 from zerofx.torch_private.versions import TORCH, left_out
 
 aten = torch.ops.aten
@@ -59,6 +60,36 @@ def test_checks_of_linear_algebra_are_left_out_of_traces_to_torch_2_12() -> None
     from torch._higher_order_ops.effects import _get_effect
 
     assert (_get_effect("aten::_linalg_check_errors") is None) == capture.leaves_out_checks()
+
+
+def test_fakes_of_grouped_products_have_all_dtypes_of_kernels_from_torch_2_15_on() -> None:
+    from torch._meta_registrations import meta_grouped_mm
+
+    operands = torch.empty(4, 8, device="meta"), torch.empty(2, 8, 8, device="meta")
+    refuses = grouped_products.refuses_dtypes()
+    with pytest.raises(RuntimeError, match="BF16") if refuses else contextlib.nullcontext():
+        meta_grouped_mm(*operands, torch.empty(2, dtype=torch.int32, device="meta"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dims", [(2, 3), (2, 2), (3, 2), (3, 3)], ids=str)
+def test_grouped_products_of_fakes_are_as_those_of_kernels(dims: tuple[int, int], dtype: torch.dtype) -> None:
+    def product(*tensors: Any) -> object:
+        with contextlib.suppress(RuntimeError):
+            result = aten._grouped_mm(*tensors)
+            return result.shape, result.stride(), result.dtype
+        return "refused"
+
+    for *sizes, is_turned in itertools.product((4, 6, 8), (6, 16), (8, 10), (False, True)):
+        rows, inner, columns = sizes
+        operands = [torch.zeros((2, rows, inner)[-dims[0] :]), torch.zeros((2, inner, columns)[-dims[1] :])]
+        operands = [(x.mT.contiguous().mT if is_turned else x).to(dtype) for x in operands]
+        in_groups = {(2, 3): rows, (2, 2): inner, (3, 2): columns}.get(dims)
+        ends = None if in_groups is None else torch.tensor([2, in_groups], dtype=torch.int32)
+        expected = product(*operands, ends)
+        with capture.fake_mode() as mode:
+            fakes = [None if x is None else mode.from_tensor(x) for x in (*operands, ends)]
+            assert product(*fakes) == expected
 
 
 def test_attention_of_grouped_heads_is_counted() -> None:

@@ -16,6 +16,7 @@ from tests.lib.models import CASES, DIM, ROWS, Case, Regression, batches, rows
 from tests.lib.runs.training import compare_function, differences, train_compiled, train_plain
 from zerofx.capture.compat.decompositions import eager_decompositions
 from zerofx.capture.trace import capture
+from zerofx.errors import ZeroFXWarning
 from zerofx.ir.batch import Batch
 from zerofx.ir.facts import Origin, Phase, Role, origin, placeholder, source_line
 from zerofx.ir.graph import StepGraph
@@ -170,22 +171,58 @@ def test_capture_leaves_model_and_random_numbers_alone() -> None:
     assert not torch.compiler.is_compiling()
 
 
-def test_a_forward_that_asks_is_told_that_it_is_compiled_only_where_it_would_read_values() -> None:
-    class Asking(Regression):
-        def __init__(self, *, reads: bool) -> None:
+class Asking(Regression):
+    """Computes the sine where it is compiled, else the cosine, after what a trace may refuse."""
+
+    def __init__(self, before: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.linear, self.before = nn.Linear(DIM, DIM), before
+
+    def predict(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if torch.compiler.is_compiling():
+            return y.sin()
+        self.before(y)
+        return y.cos()
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [(Tensor.detach, "cos"), (lambda x: float(x.sum()) > 0, "sin"), (Tensor.nonzero, "sin")],
+    ids=["nothing", "a value", "as many as values say"],
+)
+def test_a_forward_that_asks_is_told_that_it_is_compiled_only_where_it_would_read_values(
+    before: Callable[[Tensor], object], expected: str
+) -> None:
+    text = _capture(CASES["stack"], Asking(before)).text()
+    calls = {
+        line.split("aten.")[1].split(".")[0] for line in text.splitlines() if "forward" in line and "aten." in line
+    }
+    assert calls & {"sin", "cos"} == {expected}
+
+
+def test_a_forward_that_cannot_be_traced_as_in_eager_mode_for_another_reason_warns() -> None:
+    with pytest.warns(
+        ZeroFXWarning, match=r"found RuntimeError: Cannot access data pointer.*, at\n .*test_capture.py:"
+    ):
+        assert "aten.sin.default" in _capture(CASES["stack"], Asking(Tensor.data_ptr)).text()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_grouped_products_are_captured_in_all_dtypes_of_their_kernels(dtype: torch.dtype) -> None:
+    """Else a forward would be told that it is compiled, and libraries go another way than in eager mode."""
+
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
             super().__init__()
-            self.linear, self.reads = nn.Linear(DIM, DIM), reads
+            self.weight = nn.Parameter(torch.zeros(2, 16, 16, dtype=dtype))
 
-        def predict(self, x: Tensor) -> Tensor:
-            y: Tensor = self.linear(x)
-            if torch.compiler.is_compiling():
-                return y.sin()
-            return y.cos() if not self.reads or float(x.sum()) > 0 else y
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.sin() if torch.compiler.is_compiling() else x.cos()
+            ends = torch.tensor([1, 4], dtype=torch.int32)
+            return nn.functional.grouped_mm(y, self.weight, offs=ends).square().mean()
 
-    for reads, expected, other in ((False, "aten.cos.default", "aten.sin"), (True, "aten.sin.default", "aten.cos.def")):
-        text = _capture(CASES["stack"], Asking(reads=reads)).text()
-        forward = "".join(line for line in text.splitlines(keepends=True) if "forward" in line)
-        assert expected in forward and other not in forward
+    assert "aten.cos.default" in capture(Grouped(), Batch.of((torch.zeros(4, 16, dtype=dtype),), {})).text()
 
 
 def test_two_captures_of_a_model_are_the_same() -> None:
