@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zerofx.errors import UsageError
-from zerofx.scheduler.plan.json_format import typed
+from zerofx.json_format import typed
 
 if TYPE_CHECKING:
     import torch

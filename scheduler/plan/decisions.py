@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from zerofx.scheduler.plan.json_format import ONLY_IF_SET
+from zerofx.json_format import ONLY_IF_SET
 from zerofx.scheduler.plan.tiers import Tier
 
 

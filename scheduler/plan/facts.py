@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zerofx.scheduler.plan.json_format import ONLY_IF_SET
+from zerofx.json_format import ONLY_IF_SET
 from zerofx.scheduler.plan.mesh import SHARD, Axes
 
 

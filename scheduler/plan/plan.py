@@ -9,6 +9,7 @@ from pathlib import Path
 
 from zerofx.disk.own_files import write_text
 from zerofx.errors import PlanError
+from zerofx.json_format import ONLY_IF_SET, as_data, typed
 from zerofx.scheduler.plan.decisions import (
     GatherDecision,
     GradientDecision,
@@ -26,7 +27,6 @@ from zerofx.scheduler.plan.decisions import (
     WireDecision,
 )
 from zerofx.scheduler.plan.facts import BucketSummary, GraphSummary, Prediction
-from zerofx.scheduler.plan.json_format import ONLY_IF_SET, as_data, typed
 from zerofx.scheduler.plan.mesh import Axes, Mesh
 
 _FORMAT = 1

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from zerofx.disk.own_files import write_text
 from zerofx.errors import PlanError
+from zerofx.json_format import typed
 from zerofx.lowering.lower import LoweredStep
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.plan.json_format import typed
 from zerofx.scheduler.plan.plan import Plan
 
 _ENTRY = "report"

@@ -19,13 +19,13 @@ from tests.lib.graphs import sgd
 from tests.lib.lowered import lowered
 from tests.lib.models import CASES, batches
 from zerofx.ir import ops
+from zerofx.json_format import typed
 from zerofx.report.axes import time_axis
 from zerofx.report.page import ABOUT_INSTRUCTIONS
 from zerofx.report.pictures import COLOURS, KINDS, timeline_picture
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.report.table import schedule_lines
 from zerofx.scheduler.cost.categories import Category
-from zerofx.scheduler.plan.json_format import typed
 from zerofx.units import format_bytes, format_seconds
 
 _EMPTY = {"meta", "link", "img", "br"}  # elements that have no end

@@ -9,7 +9,7 @@ next to its data, they are no proof against somebody who may write both.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import xxhash
 
 from zerofx.errors import CheckpointError
+from zerofx.json_format import typed
 from zerofx.precision import dtype_name, dtype_named
 
 MARKER = "checkpoint.json"
@@ -123,24 +124,9 @@ class Marker:
         if _hash(_canonical(content)) != digest:
             raise CheckpointError(f"{damaged} that it was changed since: its hash is not {digest}; load another one")
         try:
-            about = {item.name: content[item.name] for item in fields(cls) if item.name != "num_model"}
-            about["num_model"] = int(content.get("num_model", 1))
-            optimizer = dict(about["optimizer"])
-            optimizer["groups"] = tuple(optimizer["groups"])
-            optimizer["states"] = {name: tuple(states) for name, states in optimizer["states"].items()}
-            optimizer["scalars"] = tuple(
-                Scalar(item["state"], item["value"], item["dtype"], tuple(item["parameters"]))
-                for item in optimizer["scalars"]
-            )
-            about["optimizer"] = OptimizerInfo(**optimizer)
-            about["tensors"] = {
-                name: TensorInfo(item["dtype"], tuple(item["shape"])) for name, item in about["tensors"].items()
-            }
-            about["buffers"] = tuple(about["buffers"])
-            about["files"] = {name: (int(size), str(digest)) for name, (size, digest) in about["files"].items()}
-            return cls(**about)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{damaged} that it lacks something ({type(error).__name__}: {error})") from error
+            return typed(cls, content, "checkpoint")
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{damaged} that it is not like one: {error}") from error
 
 
 def _canonical(content: Any) -> str:

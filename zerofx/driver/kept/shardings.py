@@ -16,8 +16,8 @@ from zerofx.disk.cache import DiskCache, key_of
 from zerofx.driver.prepared import Request
 from zerofx.ir.canonical import graph_parts
 from zerofx.ir.graph import StepGraph
+from zerofx.json_format import typed
 from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision
-from zerofx.scheduler.plan.json_format import typed
 from zerofx.torch_private.profiler import is_profiling
 
 Decision = TypeVar("Decision", ShardingDecision, OverlapDecision)

@@ -1,4 +1,4 @@
-"""A plan as JSON, to be saved, compared between ranks, and read again."""
+"""Dataclasses of plain data as JSON, to be saved, compared between ranks, and read again."""
 
 from __future__ import annotations
 
@@ -79,6 +79,8 @@ def _typed(expected: Any, value: Any, where: str) -> Any:
         raise ValueError(f"{where}: expected one of {', '.join(map(repr, inner))}, found {value!r:.80}")
     if isinstance(expected, type) and is_dataclass(expected):
         return typed(expected, value, where)
+    if expected is Any:
+        return value
     if value != value:  # no plan has it, and nothing can be drawn of it
         raise ValueError(f"{where}: expected a number, found NaN")
     if type(value) is expected or (expected is float and type(value) is int):
