@@ -29,8 +29,12 @@ def joint_graph(
     module: nn.Module, fakes: tuple[torch.Tensor, ...], decompositions: Mapping[Any, Callable[..., Any]]
 ) -> fx.GraphModule:
     """Trace a module's forward and backward; ``descriptions`` say what goes in and comes out."""
+    tables: list[dict[str, Any]] = [table for part in module.modules() for table in (part._parameters, part._buffers)]
+    before = [dict(table) for table in tables]
     with contextlib.ExitStack() as stack, _keeping_checks():
         joint = aot_export_joint_with_descriptors(stack, module, fakes, decompositions=dict(decompositions))
+    for table, entries in zip(tables, before, strict=True):  # torch leaves a tensor of its own in what has two names
+        table.update(entries)
     for node in joint.graph_module.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns:
             node.meta.setdefault("val", None)  # which a trace leaves out

@@ -191,6 +191,22 @@ def test_a_table_that_the_first_call_makes_is_made_in_each_step() -> None:
     assert (model.num_rows, model.is_ready, len(model.linear._forward_hooks)) == (0, False, 0)
 
 
+class _OnceOfTwo(_Once):
+    """Its table is in a module of two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = _Once()
+
+    def predict(self, x: Tensor) -> Tensor:
+        return self.first.predict(x) + self.second.predict(x)
+
+
+def test_a_table_that_the_first_call_makes_in_a_shared_module_is_made_in_each_step() -> None:
+    case = Case(_OnceOfTwo, rows)
+    assert differences(train_plain(case, 3), train_compiled(case, 3, 3)) == []
+
+
 @pytest.mark.parametrize("model", [_ByBatch, _FirstOther, _FirstScaled])
 def test_a_first_call_that_no_other_is_like_is_refused_until_it_was_made(model: type[nn.Module]) -> None:
     def ready() -> nn.Module:
