@@ -101,6 +101,12 @@ def explain(error: Exception, batch: Batch) -> CaptureError:
             f"expected a forward that changes nothing but its own buffers in place, found {written[1]} on a tensor "
             "that the model has elsewhere: register it as a buffer, which is a part of the step"
         )
+    if re.search("Unexpected fake buffer|FunctionalTensor on its own", str(error)):
+        return CaptureError(
+            f"expected a forward that reads no tensors of its earlier calls but those of its modules, found one that a "
+            f"trace has left in a dict or the like{f', at {line}' if line else ''}: call the model once in a fresh "
+            f"process, before zerofx.compile, so that what it remembers has values"
+        )
     advice = "replace the operator."
     if "NoneType" in str(error):
         advice = (

@@ -22,6 +22,7 @@ from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.kept_modules import computing_in_float32
 from zerofx.capture.layer_annotations import LOSS_LAYER, in_layer, layer_annotations
 from zerofx.capture.layers import find_units
+from zerofx.capture.memoised import learn_caches
 from zerofx.capture.objective.loss import Loss, LossModule, Objective
 from zerofx.capture.outside.lent import Lent
 from zerofx.capture.outside.outside import StandInMaker
@@ -56,6 +57,8 @@ def as_in_eager_mode_first(trace: Callable[[bool], T]) -> T:
         return trace(False)
     except Exception as error:  # noqa: BLE001 - what the next trace does not raise is told
         refusal = _refusal(error)
+    if learn_caches():
+        return as_in_eager_mode_first(trace)
     traced = trace(True)
     if refusal is not None:
         warn(

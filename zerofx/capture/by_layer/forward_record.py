@@ -9,6 +9,7 @@ torch's own: what else is called by a name may be other code there.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from zerofx.capture.by_layer.record_lines import NO_VALUE, Line, graph_of, text_of
 from zerofx.capture.by_layer.replicate import NotRepeatedError
 from zerofx.capture.layer_annotations import running_layer
+from zerofx.capture.memoised import learn_caches
 from zerofx.capture.objective.loss import LossModule
 from zerofx.capture.traceable import Forward, as_in_eager_mode_first, traceable
 from zerofx.ir.canonical import Number
@@ -70,6 +72,7 @@ def record_forward(forward: Forward) -> ForwardRecord:
         NotRepeatedError: the model runs Python in backward, or has tensors of its own that are neither parameters nor
             buffers.
     """
+    given: list[weakref.ref[torch.Tensor]] = []
 
     def once(compiled: bool) -> ForwardRecord:
         with traceable(forward, compiled=compiled) as traced:
@@ -79,9 +82,13 @@ def record_forward(forward: Forward) -> ForwardRecord:
                 results = lossy(*fakes)
             lines = recorder.finished(results if isinstance(results, tuple) else (results,))
             notes = "\n".join((*questions.names, *lossy.rebound, *lossy.checked))
+            given.extend(recorder.tensors())
             return ForwardRecord(lines, notes, recorder.foreign, lossy.returned)
 
-    return as_in_eager_mode_first(lambda compiled: forward.objective.outside.traced(lambda: once(compiled)))
+    record = as_in_eager_mode_first(lambda compiled: forward.objective.outside.traced(lambda: once(compiled)))
+    if any(tensor() is not None for tensor in given):  # a cache may have it
+        learn_caches()
+    return record
 
 
 class _Asked(TorchFunctionMode):
@@ -142,6 +149,10 @@ class _Recorder(TorchDispatchMode):
         returned = tuple(self._values[id(result)] for result in results)
         self._add(Line("output", "output", (returned,), {}, Origin("", Phase.FORWARD), NO_VALUE))
         return tuple(self._lines)
+
+    def tensors(self) -> Iterator[weakref.ref[torch.Tensor]]:
+        """The tensors that operators have given."""
+        return (weakref.ref(tensor) for _, tensors in self._made for tensor in tensors)
 
     def _add(self, line: Line) -> Number:
         self._lines.append(line)

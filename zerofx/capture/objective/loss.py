@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.capture.memoised import forget_traced
 from zerofx.capture.objective.calling import call_model, check_forward_call, divided_call, listed
 from zerofx.capture.objective.counted import counts_of, weighed
 from zerofx.capture.objective.module_state import Change, as_before, rebound_buffers, shape_text
@@ -227,8 +228,9 @@ class LossModule(nn.Module):
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
-        """Put back meanwhile what is left on modules."""
+        """Put back meanwhile what is left on modules, and forget what functions remember."""
         with ExitStack() as stack:
+            stack.callback(forget_traced)
             # What is reached may have the step's own models in it, and what is offered may not have been used so far.
             for name, reached in self._reached.items():
                 stack.enter_context(as_before(reached, self.left, self.changed, name))
