@@ -73,5 +73,5 @@ def check_optimizer(marker: Marker, optimizer: torch.optim.Optimizer, own: Seque
         raise CheckpointError(
             f"expected a checkpoint of this optimizer ({kind} with {len(own)} param groups), found "
             f"{first_few(problems)}: load with the optimizer that was saved, or the weights alone with "
-            f"zerofx.compile(weights=...). Nothing has been loaded"
+            f"weights_only=True or zerofx.compile(weights=...). Nothing has been loaded"
         )

@@ -68,14 +68,14 @@ class Checked:
 def check(
     path: Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     state: Mapping[str, Any],
     control: Control,
     num_model: int,
 ) -> Checked:
     """Find a checkpoint, and check all that can be before anything is changed. Collective.
 
-    ``num_model`` ranks share one computation.
+    ``optimizer`` is None where parameters and buffers alone are loaded. ``num_model`` ranks share one computation.
 
     Raises:
         CheckpointError: on all ranks.
@@ -83,7 +83,7 @@ def check(
     reader = on_all(control, "find the checkpoint", lambda: CheckpointReader(resolve(path)))
     control.agree(
         "load a checkpoint",
-        f"{reader.place.name}\n{reader.marker.to_json()}",
+        f"{reader.place.name}\nweights_only={optimizer is None}\n{reader.marker.to_json()}",
         "checkpoint",
         "Give every rank the same.",
     )
@@ -92,9 +92,10 @@ def check(
     def fit() -> Checked:
         names = ModelNames.of(model)
         saved = saved_names(reader.marker, names)
-        ids = {id(parameter): saved[names.parameters[own]] for own, parameter in model.named_parameters()}
-        groups = [[ids[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-        check_optimizer(reader.marker, optimizer, groups)
+        if optimizer is not None:
+            ids = {id(parameter): saved[names.parameters[own]] for own, parameter in model.named_parameters()}
+            groups = [[ids[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+            check_optimizer(reader.marker, optimizer, groups)
         marker, rank = reader.marker, control.rank
         before = predecessor(rank, num_model, marker.num_ranks, marker.num_model)
         given, random = saved_state(reader, state, before), saved_random_states(reader, before, rank // num_model)

@@ -143,9 +143,10 @@ class Checkpointed:
         control.meet("load a checkpoint")
         with working("load a checkpoint"), torch.no_grad():
             with life.unguarded():
-                checked = check(Path(path), self.model, self.optimizer, own, control, steps.mesh.model)
+                optimizer = None if weights_only else self.optimizer
+                checked = check(Path(path), self.model, optimizer, own, control, steps.mesh.model)
             taken = steps.taken
-            if taken is not None:
+            if taken is not None and not weights_only:
                 on_all(control, "compare the checkpoint with the step", lambda: check_histories(checked, taken.layout))
             self._load(checked, taken, own, weights_only=weights_only)
         marker = checked.reader.marker
@@ -211,16 +212,21 @@ class Checkpointed:
         """Change what is in memory: where this fails, the step is over."""
         life, steps = self._life, self._steps
         place = str(checked.reader.place)
+
+        def load_others() -> None:
+            load_buffers(checked)
+            if not weights_only:
+                load_rest(checked, self.model, self.optimizer, steps.device, own)
+
         try:
             if taken is not None:
-                taken.load(checked, place, lambda: load_buffers(checked), optimizer=not weights_only)
-            else:
-                if not is_deferred(self.model):
-                    load_model(checked, dict(self.model.named_parameters()))
-                    load_buffers(checked)
-                if not weights_only:
-                    steps.await_checkpoint(Awaited(checked, self.model, self.optimizer))
+                taken.load(checked, place, load_others, optimizer=not weights_only)
+                return
+            if not is_deferred(self.model):
+                load_model(checked, dict(self.model.named_parameters()))
+                load_buffers(checked)
             if not weights_only:
+                steps.await_checkpoint(Awaited(checked, self.model, self.optimizer))
                 load_rest(checked, self.model, self.optimizer, steps.device, own)
         except BaseException as error:
             life.failure = f"{place} was loaded in part ({type(error).__name__}: {error})"

@@ -6,6 +6,7 @@ import resource
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -70,17 +71,19 @@ def test_all_ranks_raise_one_error(tmp_path: Path) -> None:
     assert "found nothing there" in first["nowhere"]
 
 
-def _other_checkpoints(folder: str) -> str:
+def _other_checkpoints(folder: str) -> list[str]:
     step, _ = Way().step()
     step.prepare(*next(batches(Way().case, 0, 1))[0])
     places = [step.save_checkpoint(folder), step.save_checkpoint(folder)]
-    try:
-        step.load_checkpoint(places[dist.get_rank()])
-    except zerofx.RankMismatchError as error:
-        return str(error)
-    return "nothing"
+    rank, messages = dist.get_rank(), []
+    for place, weights_only in ((places[rank], False), (places[0], rank == 1)):
+        with pytest.raises(zerofx.RankMismatchError) as caught:
+            step.load_checkpoint(place, weights_only=weights_only)
+        messages.append(str(caught.value))
+    return messages
 
 
-def test_ranks_that_load_different_checkpoints_are_told(tmp_path: Path) -> None:
-    messages = run_ranks(_other_checkpoints, 2, str(tmp_path))
-    assert messages[0] == messages[1] and "expected the same checkpoint on every rank" in messages[0]
+def test_ranks_that_load_different_checkpoints_or_parts_of_one_are_told(tmp_path: Path) -> None:
+    messages, others = run_ranks(_other_checkpoints, 2, str(tmp_path))
+    assert messages == others and all("expected the same checkpoint on every rank" in text for text in messages)
+    assert "rank 1: weights_only=True" in messages[1]

@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,34 @@ def test_weights_alone_leave_the_optimizer_and_the_counts_as_they_are(tmp_path: 
     after = step.optimizer.state_dict()["state"]
     assert all(torch.equal(after[index][name], states[index][name]) for index in states for name in states[index])
     assert step.num_steps == count and step.is_prepared and not step.is_closed
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_weights_alone_are_taken_over_whatever_the_optimizer(tmp_path: Path, is_prepared: bool) -> None:
+    saved = trained()
+    saved.save_checkpoint(tmp_path)
+    step = prepared(optimizer=torch.optim.SGD)
+    if not is_prepared:
+        step.close()
+        step = zerofx.compile(step.model, step.optimizer, backend="eager")
+    with pytest.raises(CheckpointError, match="weights_only=True"):
+        step.load_checkpoint(tmp_path)
+    step.load_checkpoint(tmp_path, weights_only=True)
+    whole = step.full_state_dict()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in saved.full_state_dict().items())
+
+
+def test_a_running_step_takes_over_options_that_its_update_follows_from(tmp_path: Path) -> None:
+    saved = trained()
+    saved.save_checkpoint(tmp_path)
+    losses = [saved(*args) for args, _ in batches(UNEVEN, 0, 2)]
+    step = prepared(optimizer=partial(torch.optim.AdamW, amsgrad=True))
+    step(*next(batches(UNEVEN, 0, 1))[0])
+    step.load_checkpoint(tmp_path)
+    assert not step.optimizer.param_groups[0]["amsgrad"]
+    assert [step(*args) for args, _ in batches(UNEVEN, 0, 2)] == losses
+    whole = step.full_state_dict()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in saved.full_state_dict().items())
 
 
 def test_weights_alone_are_taken_over_before_the_first_step_too(tmp_path: Path) -> None:
