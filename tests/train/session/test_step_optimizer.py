@@ -165,6 +165,21 @@ def test_param_groups_that_are_added_later_are_refused() -> None:
         pair.step(ids(), labels=ids(1))
 
 
+def test_parameters_that_change_their_group_later_are_refused() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 1.0}, {"params": [model.bias], "lr": 0.0}])
+    step = zerofx.compile(model, optimizer, loss_fn=torch.sum, backend="eager")
+    step(torch.ones(2, 3))
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = second["params"], first["params"]
+    before = step.full_state_dict()
+    with pytest.raises(UsageError, match=r"expected the 2 param groups .* found other parameters in them"):
+        step(torch.ones(2, 3))
+    assert all(torch.equal(value, before[name]) for name, value in step.full_state_dict().items())
+    first["params"], second["params"] = second["params"], first["params"]
+    step(torch.ones(2, 3))
+
+
 def test_stepping_the_optimizer_by_hand_is_refused() -> None:
     pair = Pair()
     pair.train()

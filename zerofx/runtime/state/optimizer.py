@@ -75,7 +75,7 @@ class OptimizerBinding:
         self._layout = layout
         self._device = device
         self._prefer_fused = prefer_fused
-        self._num_groups = len(optimizer.param_groups)
+        self._members = _members(optimizer)
         self._programs: dict[int, UpdateProgram] = {}  # as the optimizer has its states, not as they are stored
         self._storing: dict[tuple[Hashable, torch.dtype], UpdateProgram] = {}
         self._own_dtypes: dict[tuple[int, torch.dtype], dict[str, torch.dtype]] = {}
@@ -269,13 +269,15 @@ class OptimizerBinding:
         """This step's scalars and their effects; None when an update must be traced anew. Changes nothing.
 
         Raises:
-            UsageError: param groups were added since compile.
+            UsageError: param groups were added since compile, or have other parameters.
             OptimizerError: the optimizer is followed, and its coming step cannot run on flat shards.
         """
-        if len(self.optimizer.param_groups) != self._num_groups:
+        members = _members(self.optimizer)
+        if members != self._members:
+            differs = f"{len(members)}" if len(members) != len(self._members) else "other parameters in them"
             raise UsageError(
-                f"expected the {self._num_groups} param groups that the optimizer had at compile, found "
-                f"{len(self.optimizer.param_groups)}: call step.close() before add_param_group, and compile again "
+                f"expected the {len(self._members)} param groups that the optimizer had at compile, found {differs}: "
+                f"call step.close() before add_param_group, or before parameters change groups, and compile again "
                 f"after it"
             )
         return self._advance_followed(state) if self._is_followed else self._advance_traced(state)
@@ -327,6 +329,11 @@ class OptimizerBinding:
         # Of states that live on the host, the update may run there.
         places = {self._device.type, "cpu"}
         return fused is not False and all(has_fused(self.optimizer, place, bucket.dtype) for place in places)
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """Which parameters each param group has, by their identities."""
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
 def _numbers_in(entry: Mapping[str, Any], shape: tuple[int, ...]) -> frozenset[str]:
