@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Unpack
 
+import torch
 from torch import nn
 
 from zerofx.capture.blame import explain
@@ -17,6 +18,7 @@ from zerofx.capture.for_gpu.retarget import retarget
 from zerofx.capture.layer_annotations import SourceLines
 from zerofx.capture.normalise.joint import Joint, Normalisation
 from zerofx.capture.normalise.phase import NORMALISATIONS
+from zerofx.capture.objective.loss import LossModule
 from zerofx.capture.objective.two_calls import check_second_call
 from zerofx.capture.outside.outside import OutsideFoundError
 from zerofx.capture.traceable import CaptureOptions, Forward, as_in_eager_mode_first, traceable
@@ -24,7 +26,7 @@ from zerofx.capture.values.watched_calls import CallWatcher
 from zerofx.errors import ZeroFXError, warn, working
 from zerofx.ir.batch import Batch as Batch
 from zerofx.ir.graph import StepGraph
-from zerofx.torch_private.capture import joint_graph
+from zerofx.torch_private.capture import FakeTensorMode, joint_graph
 from zerofx.units import first_few
 
 
@@ -78,7 +80,7 @@ def _captured(forward: Forward, rewrites: Sequence[Normalisation], compiled: boo
         device = here if gpu is None else gpu.device
         try:
             joint = joint_graph(lossy, fakes, eager_decompositions(device))
-            check_second_call(lossy, fakes, mode)
+            _check_calls(lossy, fakes, mode)
         except (ZeroFXError, OutsideFoundError):
             raise
         except Exception as error:
@@ -88,15 +90,36 @@ def _captured(forward: Forward, rewrites: Sequence[Normalisation], compiled: boo
             retarget(joint, device, mode)
         except Exception as error:
             raise explain(error, batch) from error
-    if lossy.left:
-        warn(
-            f"expected a forward that leaves no tensors on its modules, found that it leaves {first_few(lossy.left)}: "
-            f"a step leaves none, and each call has those that were there while it was captured; register as a buffer "
-            f"what the next call is to have, and return from forward= what is to be looked at"
-        )
     with working("make a step graph of what was captured"):
         step = StepGraph(joint.graph, device, forward.parameters(), forward.units())
         rewritten = Joint(step, joint, forward.model, batch, watcher, lossy)
         for rewrite in rewrites:
             rewrite.run(rewritten)
         return step
+
+
+def check_calls(forward: Forward) -> None:
+    """Say of a forward whose graph is known what ``capture_forward`` says of what it leaves on its modules.
+
+    Raises:
+        CaptureError: later calls are not as the first.
+    """
+
+    def once(compiled: bool) -> None:
+        with traceable(forward, compiled=compiled) as (lossy, fakes, _, mode):
+            with mode:
+                lossy(*fakes)
+            _check_calls(lossy, fakes, mode)
+
+    as_in_eager_mode_first(lambda compiled: forward.objective.outside.traced(lambda: once(compiled)))
+
+
+def _check_calls(lossy: LossModule, fakes: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> None:
+    """See that a step can be the first call of a forward, again and again; ``lossy`` has been called."""
+    check_second_call(lossy, fakes, mode)
+    if lossy.left:
+        warn(
+            f"expected a forward that leaves no tensors on its modules, found that it leaves {first_few(lossy.left)}: "
+            f"a step leaves none, and each call has those that were there while it was captured; register as a buffer "
+            f"what the next call is to have, and return from forward= what is to be looked at"
+        )

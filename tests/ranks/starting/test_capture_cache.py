@@ -15,6 +15,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from gpt import GPT
 from tests.lib.models import CASES, DIM, ROWS, Layer, Regression
+from zerofx import CaptureError, ZeroFXWarning
 from zerofx.capture import cache as capture_cache
 from zerofx.capture.by_layer.by_layer import capture_by_layer
 from zerofx.capture.by_layer.forward_record import record_forward
@@ -218,7 +219,7 @@ def test_what_is_not_torch_s_own_is_never_kept_and_says_why(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_forward_that_does_something_else_each_time_is_never_kept(tmp_path: Path) -> None:
+def test_a_forward_that_does_something_else_each_time_is_never_kept_and_warns(tmp_path: Path) -> None:
     calls: list[int] = []
 
     def change(x: Tensor) -> Tensor:
@@ -226,8 +227,54 @@ def test_a_forward_that_does_something_else_each_time_is_never_kept(tmp_path: Pa
         return x * len(calls)
 
     for _ in range(2):
-        assert not captured(tmp_path, Fallible(change))[1]
+        with pytest.warns(ZeroFXWarning, match=r"found aten\.mul\.Tensor\(%\d+, \d+\) in one and aten\.mul"):
+            assert not captured(tmp_path, Fallible(change))[1]
     assert not list(tmp_path.iterdir())
+
+
+class Counting(Fallible):
+    """Counts its calls in a number, and keeps what it predicted last."""
+
+    count = 0
+
+    def predict(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.last = super().predict(x)
+        return self.last
+
+
+def test_a_kept_graph_comes_with_the_warnings_of_its_capture(tmp_path: Path) -> None:
+    for run in range(2):
+        with pytest.warns(ZeroFXWarning) as seen:
+            assert captured(tmp_path, Counting())[1] == (run == 1)
+        assert sorted(str(w.message).partition(":")[0] for w in seen) == [
+            "expected a forward that changes no Python values of its modules from call to call, found that it changes "
+            "count",
+            "expected a forward that leaves no tensors on its modules, found that it leaves last",
+        ]
+
+
+class Branching(Fallible):
+    """Does something else from its second call on, if it is told to."""
+
+    was_called = False
+
+    def __init__(self, *, branches: bool) -> None:
+        super().__init__()
+        self.branches = branches
+
+    def predict(self, x: Tensor) -> Tensor:
+        x = super().predict(x)
+        if self.was_called and self.branches:
+            x = torch.relu(x)
+        self.was_called = True
+        return x
+
+
+def test_a_kept_graph_of_a_first_call_is_refused_where_later_calls_are_others(tmp_path: Path) -> None:
+    assert [captured(tmp_path, Branching(branches=False))[1] for _ in range(2)] == [False, True]
+    with pytest.raises(CaptureError, match="found that later ones do something else, by was_called"):
+        captured(tmp_path, Branching(branches=True))
 
 
 def test_what_a_first_forward_remembers_does_not_keep_a_graph_from_being_kept(tmp_path: Path) -> None:

@@ -28,10 +28,10 @@ from zerofx.capture.by_layer.replicate import (
 from zerofx.capture.by_size import KnownSizes
 from zerofx.capture.cache import KeptCapture
 from zerofx.capture.normalise.name_inputs import placeholder_name
-from zerofx.capture.trace import capture_forward
+from zerofx.capture.trace import capture_forward, check_calls
 from zerofx.capture.traceable import Forward
 from zerofx.disk.cache import NOT_KEPT, DiskCache
-from zerofx.errors import in_short
+from zerofx.errors import in_short, warn
 from zerofx.ir.canonical import canonical
 from zerofx.ir.facts import Role, placeholder
 from zerofx.ir.graph import StepGraph
@@ -81,7 +81,11 @@ def capture_by_layer(
     else:
         captured = capture_forward(whole)
         # A forward that does not do the same twice may have done something else while it was captured.
-        if place.key is not None and record_forward(whole).text() != record.text():
+        if place.key is not None and (again := record_forward(whole)).text() != record.text():
+            warn(
+                f"expected a forward that does the same in each call, found {record.first_difference(again)}: a step "
+                f"is the call that was captured, again and again; give what changes as a tensor of the batch"
+            )
             say("not kept for the next run: its forward does not do the same each time")
         else:
             captured = place.keep(captured, say)
@@ -109,6 +113,7 @@ def recorded_forward(forward: Forward, cache: DiskCache) -> Recorded:
     """Run and record a model's forward, and look for its graph in ``cache``.
 
     Raises:
+        CaptureError: there is a graph, of a first call that later ones are not like.
         Exception: what the model's own code raises, and ``NotRepeatedError`` as ``record_forward``.
     """
 
@@ -121,6 +126,8 @@ def recorded_forward(forward: Forward, cache: DiskCache) -> Recorded:
     if recorded.text is None and recorded.place.key is not None:
         # What a first forward works out and the model remembers, no other does again.
         recorded = once()
+    if recorded.text is not None and recorded.record.leaves_something:
+        check_calls(forward)
     return recorded
 
 

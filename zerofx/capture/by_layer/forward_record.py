@@ -45,12 +45,14 @@ class ForwardRecord:
     are composed of others is up to the one who traces; after them, the buffers that get other tensors, and what is
     checked of values. ``returned`` is what it
     gives besides its loss. ``foreign`` names an operator or a backward that is not torch's, if there is one.
+    ``leaves_something``: whether it leaves tensors or other values on its modules.
     """
 
     lines: tuple[Line, ...]
     asked: str
     foreign: str | None
     returned: Returned = NOTHING_ELSE
+    leaves_something: bool = False
 
     def graph(self) -> fx.Graph:
         """What ran, for those who change it."""
@@ -63,6 +65,13 @@ class ForwardRecord:
     def text(self) -> str:
         """All of it that a joint graph follows from: equal for equal forwards."""
         return f"{self.canonical()}\n{self.asked}"
+
+    def first_difference(self, other: ForwardRecord) -> str:
+        """What differs first between the records of a call and of one after it, in words."""
+        for own, line in zip(self.lines, other.lines, strict=False):
+            if own != line:
+                return f"{_call_text(own)} in one and {_call_text(line)} in the next"
+        return "other functions of torch in one than in the next"
 
 
 def record_forward(forward: Forward) -> ForwardRecord:
@@ -83,7 +92,8 @@ def record_forward(forward: Forward) -> ForwardRecord:
             lines = recorder.finished(results if isinstance(results, tuple) else (results,))
             notes = "\n".join((*questions.names, *lossy.rebound, *lossy.checked))
             given.extend(recorder.tensors())
-            return ForwardRecord(lines, notes, recorder.foreign, lossy.returned)
+            leaves_something = bool(lossy.left or lossy.changed)
+            return ForwardRecord(lines, notes, recorder.foreign, lossy.returned, leaves_something)
 
     record = as_in_eager_mode_first(lambda compiled: forward.objective.outside.traced(lambda: once(compiled)))
     if any(tensor() is not None for tensor in given):  # a cache may have it
@@ -232,6 +242,10 @@ def _literal_text(tensor: torch.Tensor) -> str:
     """A tensor that was written down in the forward, ``torch.tensor(0.5)``, by its values."""
     with without_modes():
         return f"{_text(tensor)} {tensor.tolist()}"
+
+
+def _call_text(line: Line) -> str:
+    return f"{line.target}({', '.join((*map(str, line.args), *(f'{k}={v}' for k, v in line.kwargs.items())))})"
 
 
 def _text(tensor: torch.Tensor) -> str:
