@@ -25,10 +25,10 @@ class EditedStep:
             PlanError: the file cannot be loaded.
             CompilerError: an edited region cannot be compiled.
         """
-        functions = compiled.emitted.functions
-        text = control.attempt("load an edited step", lambda: read_edited(path, functions))
+        text = control.attempt("load an edited step", lambda: read_edited(path, compiled.emitted))
         control.agree("load an edited step", text, "edited step", "Give every rank the same file.")
         with on_device(compiled.device):
+            functions = compiled.emitted.functions
             loaded = load_step(text, str(path), compiled.regions, functions, target, control, edited=True)
         self._path = Path(path)
         return replace(
