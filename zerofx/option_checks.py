@@ -183,9 +183,15 @@ def checked_shardings(asked: object, mesh: Mesh | Literal["auto"] | None) -> dic
             f"expected shardings to say {', '.join(map(repr, words))}, or a style of transformers' "
             f"({', '.join(TP_STYLES)}), found {word!r} of {pattern!r}"
         )
-    if asked and (mesh is None or (mesh != AUTO and mesh.model == 1)):
-        warn("shardings is ignored where the mesh has no axis 'model': every rank computes with whole parameters")
+    if asked and (mesh is None or mesh != AUTO):
+        warn_of_ignored_shardings(mesh)
     return dict(asked)
+
+
+def warn_of_ignored_shardings(mesh: Mesh | None) -> None:
+    """Warn that ``shardings=`` is given for a mesh on which all ranks compute with whole parameters."""
+    if mesh is None or mesh.model == 1:
+        warn("shardings is ignored where the mesh has no axis 'model': every rank computes with whole parameters")
 
 
 def check_offload(offload: object, accumulate: AccumulateOption, *, given: bool, budget: bool) -> None:

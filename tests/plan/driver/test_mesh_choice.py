@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
-from zerofx import MemoryBudgetError, UsageError
+from zerofx import MemoryBudgetError, UsageError, ZeroFXWarning
 from zerofx.driver.meshes.choice import candidates
 from zerofx.driver.meshes.estimates import Estimates
 from zerofx.driver.plan_only import capture_for_plans
@@ -193,11 +193,14 @@ def test_memory_decides_where_the_fastest_mesh_does_not_fit() -> None:
 
 
 def test_pins_hold_on_all_meshes() -> None:
-    best = planned("auto", world_size=3, shardings={"layers.*.up": "column"})
+    with pytest.warns(ZeroFXWarning, match="shardings is ignored where the mesh has no axis 'model'"):
+        best = planned("auto", world_size=3, shardings={"layers.*.up": "column"})
     outcomes = compared(best)
     assert "'column'} asks, found addmm (aten" in outcomes[Mesh(model=3)].trouble and not outcomes[Mesh(model=3)].fits
     assert outcomes[Mesh(shard=3)].fits
     assert "cannot be" in str(best.comparison) and "model 3: expected layers.0.up.weight" in str(best.comparison)
+    with pytest.raises(UsageError, match=r"found 'layers\.\*\.upp': 'column', which names none"):
+        planned("auto", world_size=3, shardings={"layers.*.upp": "column"})
 
 
 def test_meshes_keep_what_sends_in_every_layer_near() -> None:

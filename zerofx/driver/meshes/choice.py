@@ -22,8 +22,10 @@ from zerofx.driver.meshes.estimates import Estimates
 from zerofx.driver.prepared import Request
 from zerofx.errors import MemoryBudgetError, UsageError
 from zerofx.lowering.lower import LoweredStep
+from zerofx.option_checks import warn_of_ignored_shardings
 from zerofx.progress import watched
 from zerofx.report.meshes import MeshComparison, MeshOutcome
+from zerofx.scheduler.analysis.sharding_pins import pins_of
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.units import format_bytes, format_seconds
@@ -70,12 +72,19 @@ def choose_mesh(
 
     Raises:
         MemoryBudgetError: no mesh has a plan that fits the memory budget.
+        UsageError: ``shardings=`` names what is not in the model.
         ZeroFXError: the step can run on no mesh, or as ``whole``.
     """
+    shardings = request.options.shardings
+    if shardings:  # what names nothing is no trouble of a mesh with an axis ``model``
+        pins_of(captures.of_one(captures.candidates[0]), shardings)
     with collecting_recent_garbage_only():
         estimates = Estimates(request, captures, num_ranks, on_cpu=on_cpu)
         outcomes = _estimated(estimates, candidates(num_ranks, request.machine.ranks_per_node, request.options.stage))
-        return _planned(request, outcomes, whole)
+        planned, comparison = _planned(request, outcomes, whole)
+    if shardings:
+        warn_of_ignored_shardings(comparison.best.mesh)
+    return planned, comparison
 
 
 def _estimated(estimates: Estimates, meshes: Sequence[Mesh]) -> dict[Mesh, MeshOutcome]:
