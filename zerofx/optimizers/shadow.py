@@ -54,12 +54,13 @@ def structural_flags(group: Mapping[str, Any]) -> tuple[tuple[str, bool | str | 
 
 
 def tensor_options(group: Mapping[str, Any]) -> list[str]:
-    """The hyperparameters that are tensors, or have some: what is computed of those rounds as their dtype does."""
+    """The hyperparameters that are tensors, or numpy's numbers, or have some: what is computed of those rounds as their
+    dtype does. A ``float`` of numpy's is Python's."""
     entries = {key: value if isinstance(value, (tuple, list)) else (value,) for key, value in group.items()}
     return [
         key
         for key, values in entries.items()
-        if key not in IGNORED_KEYS and any(isinstance(value, torch.Tensor) for value in values)
+        if key not in IGNORED_KEYS and any(hasattr(value, "dtype") and not isinstance(value, float) for value in values)
     ]
 
 

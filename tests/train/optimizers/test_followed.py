@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -151,16 +152,21 @@ def test_counters_branches_and_math_are_followed(where: str) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("name", ["Adam", "NAdam", "ASGD"])
-def test_tensors_among_the_hyperparameters_round_as_they_do_in_eager_mode(name: str, late: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("Adam", torch.as_tensor), ("NAdam", torch.as_tensor), ("ASGD", torch.as_tensor), ("Adam", np.float32)],
+)
+def test_tensors_among_the_hyperparameters_round_as_they_do_in_eager_mode(
+    name: str, kind: Callable[[Any], Any], late: bool
+) -> None:
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         numbers = [{"lr": 0.05, **group} for group in groups]
-        tensors = [{**group, "lr": torch.tensor(group["lr"])} for group in numbers]
+        tensors = [{**group, "lr": kind(group["lr"])} for group in numbers]
         return getattr(torch.optim, name)(numbers if late else tensors, foreach=False)  # type: ignore[no-any-return]  # a class
 
     runs = [Run(make, compiled=compiled).train(2) for compiled in (True, False)]
     for group in (group for run in runs for group in run.optimizer.param_groups):
-        group["lr"] = torch.as_tensor(group["lr"])
+        group["lr"] = kind(group["lr"])
     assert_same(runs[1].train(4), runs[0].train(4))
 
 
