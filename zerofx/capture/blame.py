@@ -101,7 +101,7 @@ def explain(error: Exception, batch: Batch) -> CaptureError:
             f"expected a forward that changes nothing but its own buffers in place, found {written[1]} on a tensor "
             "that the model has elsewhere: register it as a buffer, which is a part of the step"
         )
-    if re.search("Unexpected fake buffer|FunctionalTensor on its own", str(error)):
+    if reads_what_was_left(error):
         return CaptureError(
             f"expected a forward that reads no tensors of its earlier calls but those of its modules, found one that a "
             f"trace has left in a dict or the like{f', at {line}' if line else ''}: call the model once in a fresh "
@@ -144,6 +144,11 @@ def is_read_of_values(error: Exception) -> bool:
     """Whether ``error`` is torch's answer to who reads a value of a tensor that has none while it is traced."""
     kind = type(error).__name__
     return "DataDependent" in kind or "UserError" in kind or "value out of a tracing tensor" in str(error)
+
+
+def reads_what_was_left(error: Exception) -> bool:
+    """Whether ``error`` is, or tells of, torch's answer to who reads a tensor that an earlier trace has left."""
+    return bool(re.search("Unexpected fake buffer|FunctionalTensor on its own", f"{error}{error.__cause__}"))
 
 
 def depends_on_values(error: Exception) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, TypedDict, TypeVar
 import torch
 from torch import nn
 
-from zerofx.capture.blame import depends_on_values, user_line
+from zerofx.capture.blame import depends_on_values, reads_what_was_left, user_line
 from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.kept_modules import computing_in_float32
 from zerofx.capture.layer_annotations import LOSS_LAYER, in_layer, layer_annotations
@@ -48,18 +48,23 @@ def as_in_eager_mode_first(trace: Callable[[bool], T]) -> T:
     Libraries ask ``torch.compiler.is_compiling()`` before they look at values, and choose other kernels by what they
     see: a mask that is only causal is a flag in eager mode. A trace knows the values that follow from constants; where
     a forward reads another, it is told that it is compiled. It is told so, and a warning says it, where something else
-    cannot be traced.
+    cannot be traced. What caches have of an earlier trace is taken from them first.
 
     Args:
         trace: whether to say so, to what is traced then.
     """
-    try:
-        return trace(False)
-    except Exception as error:  # noqa: BLE001 - what the next trace does not raise is told
-        refusal = _refusal(error)
-    if learn_caches():
-        return as_in_eager_mode_first(trace)
-    traced = trace(True)
+    refusal = None
+    for compiled in (False, True):
+        try:
+            traced = trace(compiled)
+        except Exception as error:
+            if reads_what_was_left(error) and learn_caches():
+                return as_in_eager_mode_first(trace)
+            if compiled:
+                raise
+            refusal = _refusal(error)
+        else:
+            break
     if refusal is not None:
         warn(
             f"expected a forward that can be traced as eager mode runs it, found {refusal}\n"

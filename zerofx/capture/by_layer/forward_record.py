@@ -87,11 +87,13 @@ def record_forward(forward: Forward) -> ForwardRecord:
         with traceable(forward, compiled=compiled) as traced:
             lossy, fakes, _, mode = traced
             recorder, questions = _Recorder(lossy, fakes), _Asked()
-            with mode, recorder, questions:
-                results = lossy(*fakes)
+            try:
+                with mode, recorder, questions:
+                    results = lossy(*fakes)
+            finally:
+                given.extend(recorder.tensors())
             lines = recorder.finished(results if isinstance(results, tuple) else (results,))
             notes = "\n".join((*questions.names, *lossy.rebound, *lossy.checked))
-            given.extend(recorder.tensors())
             leaves_something = bool(lossy.left or lossy.changed)
             return ForwardRecord(lines, notes, recorder.foreign, lossy.returned, leaves_something)
 
