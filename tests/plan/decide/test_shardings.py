@@ -223,17 +223,19 @@ def test_what_cannot_be_shared_is_said() -> None:
     partition(step, decisions, 2)
 
 
-@pytest.mark.parametrize(("width", "lies"), [(96, {"S1/2", "S2"}), (97, {"S0"})])
+@pytest.mark.parametrize(("width", "lies"), [(96, {"S1/2", "S2"}), (100, {"S0"})])
 def test_experts_are_shared_by_columns_and_each_whole_where_these_do_not_divide(width: int, lies: set[str]) -> None:
-    """Columns leave less to do between the two products, whichever experts the tokens have."""
+    """Columns leave less to do between the two products, whichever experts the tokens have.
+
+    Halves of 100 columns begin at no multiple of 16 bytes, as ``grouped_mm`` wants them to.
+    """
     tokens = torch.zeros(2, 128, dtype=torch.int64)
     step = captured(mixtral(hidden_size=64, intermediate_size=width), input_ids=tokens, labels=tokens)
     ways = sharding_ways(step, 2)
     decisions = decide_shardings(ways, Mesh(model=2), Machine.named("cpu"), Prices(), explained=False)
     assert {d.outputs[0] for d in decisions if "experts" in d.parameter} == lies
-    ends = {d.node: d.inputs[0] for d in decisions if "grouped_mm" in d.node}
-    # The operator of transformers has one backward; torch's, where its fake takes the dtype, has two products.
-    assert len(ends) == (8 if all("grouped_mm_fallback" in node for node in ends) else 12)
+    ends = {d.node: d.inputs[0].partition("[")[2] for d in decisions if "grouped_mm" in d.node}
+    assert len(ends) == 12  # forward's two products in each layer have two in backward each
     # Each layer's tokens are told from the other's.
-    of_layers = {"S0[cumsum]", "S0[cumsum_1]"}
+    of_layers = {"cumsum]", "cumsum_1]"}
     assert (set(ends.values()) == of_layers) if lies == {"S0"} else of_layers.isdisjoint(ends.values())
