@@ -183,7 +183,7 @@ def checked_shardings(asked: object, mesh: Mesh | Literal["auto"] | None) -> dic
             f"expected shardings to say {', '.join(map(repr, words))}, or a style of transformers' "
             f"({', '.join(TP_STYLES)}), found {word!r} of {pattern!r}"
         )
-    if asked and (mesh is None or mesh != AUTO):
+    if asked and mesh != AUTO:
         warn_of_ignored_shardings(mesh)
     return dict(asked)
 

@@ -11,21 +11,17 @@ import gc
 import weakref
 from typing import Any
 
+from zerofx.garbage import all_objects
 from zerofx.torch_private.operators import pytree
 from zerofx.torch_private.tensors import is_traced
 
 _CACHE = type(functools.cache(lambda: None))
-_FEW = 10_000  # Python 3.12 begins with some hundred of its own objects frozen
 _known: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def learn_caches() -> bool:
     """Empty all caches that have traced tensors, which takes some 0.2 s; whether one had not been known."""
-    is_frozen = gc.get_freeze_count() > _FEW
-    gc.unfreeze()  # what is frozen is not listed
-    caches = [cache for cache in gc.get_objects() if type(cache) is _CACHE and cache.cache_info().currsize]
-    if is_frozen:
-        gc.freeze()
+    caches = [entry for entry in all_objects() if type(entry) is _CACHE and entry.cache_info().currsize]
     holding = [cache for cache in caches if any(map(is_traced, pytree.tree_leaves(gc.get_referents(cache))))]
     is_new = any(cache not in _known for cache in holding)
     _known.update(holding)

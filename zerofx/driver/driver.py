@@ -18,13 +18,13 @@ from zerofx.budgets import budget_bytes
 from zerofx.capture.checks import device_of
 from zerofx.disk.cache import MALFORMED
 from zerofx.driver.captures import Captures
-from zerofx.driver.garbage import collecting_recent_garbage_only
 from zerofx.driver.given_plan import check_budget, check_graph, check_host_budget
 from zerofx.driver.kept import step_cache
 from zerofx.driver.lent import own_part
 from zerofx.driver.prepared import Earlier, Prepared, Request, Shared, agree_on_graph, prepare
 from zerofx.driver.shardings import check_batches, share_computation, shared_by, with_best_layout
 from zerofx.errors import InvalidGraphError, MemoryBudgetError, PlanError, ZeroFXError, warn, working
+from zerofx.garbage import collecting_recent_garbage_only
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.lowering.load import CompiledStep, build

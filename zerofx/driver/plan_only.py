@@ -20,12 +20,12 @@ from zerofx.choices import Backend, Precision
 from zerofx.deferred import make_buffers
 from zerofx.driver.captures import Captures
 from zerofx.driver.driver import lower_step
-from zerofx.driver.garbage import collecting_recent_garbage_only
 from zerofx.driver.meshes.choice import choose_mesh
 from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.driver.shardings import alone, with_best_layout
 from zerofx.errors import UsageError, working
+from zerofx.garbage import collecting_recent_garbage_only
 from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout
 from zerofx.lowering.lower import LoweredStep

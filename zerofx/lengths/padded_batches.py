@@ -14,8 +14,8 @@ from torch import nn
 
 from zerofx.capture.objective.counted import COUNTS
 from zerofx.capture.objective.evaluation import Evaluation
-from zerofx.driver.garbage import collecting_recent_garbage_only
 from zerofx.errors import UsageError, warn
+from zerofx.garbage import collecting_recent_garbage_only
 from zerofx.ir.batch import Batch
 from zerofx.ladder import AUTO, Ladder, ladder_up_to
 from zerofx.lengths.axes import BatchAxes

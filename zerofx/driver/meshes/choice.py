@@ -17,10 +17,10 @@ from itertools import groupby
 from typing import Protocol, TypeVar
 
 from zerofx.driver.captures import Captures
-from zerofx.driver.garbage import collecting_recent_garbage_only
 from zerofx.driver.meshes.estimates import Estimates
 from zerofx.driver.prepared import Request
 from zerofx.errors import MemoryBudgetError, UsageError
+from zerofx.garbage import collecting_recent_garbage_only
 from zerofx.lowering.lower import LoweredStep
 from zerofx.option_checks import warn_of_ignored_shardings
 from zerofx.progress import watched

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _FEW = 10_000  # Python 3.12 begins with some hundred of its own objects frozen
 _SELDOM = 50_000  # objects that are made until the youngest are gone through: those of a graph of a thousand nodes
@@ -19,7 +20,7 @@ def collecting_recent_garbage_only() -> Iterator[None]:
     thousands have been made. Where the caller has frozen objects already, these stay frozen, and no others are.
     """
     thresholds = gc.get_threshold()
-    freezes = gc.get_freeze_count() < _FEW
+    freezes = not _has_frozen()
     if freezes:
         gc.freeze()
     if gc.isenabled() and thresholds[0]:
@@ -30,3 +31,17 @@ def collecting_recent_garbage_only() -> Iterator[None]:
         gc.set_threshold(*thresholds)
         if freezes:
             gc.unfreeze()
+
+
+def all_objects() -> list[Any]:
+    """The objects that the collector knows, frozen ones among them: where there are any, all are frozen after it."""
+    is_frozen = _has_frozen()
+    gc.unfreeze()  # what is frozen is not listed
+    objects = gc.get_objects()
+    if is_frozen:
+        gc.freeze()
+    return objects
+
+
+def _has_frozen() -> bool:
+    return gc.get_freeze_count() >= _FEW

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from zerofx.driver.garbage import collecting_recent_garbage_only
+from zerofx.garbage import collecting_recent_garbage_only
 
 
 @pytest.fixture
