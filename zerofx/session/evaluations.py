@@ -103,23 +103,29 @@ class Evaluations:
         with in_evaluation_mode(self._model):
             described = batch.described() | {"training mode": self._steps.modes.mode()} | passing_settings()
         signature = "\n".join(f"{name}: {text}" for name, text in described.items())
+        locations, lenders = taken.state.locations(), self._steps.lenders
+        found = self.shapes.find(signature, f"{locations}\n{lenders.key}")
         agreed = self._steps.agreement(
-            "call step.evaluate(batch)", batch, signature, "batch shapes, modes and autocast",
+            "call step.evaluate(batch)", batch, f"{signature}\nPython state: {found.number}",
+            "batch shapes, modes, autocast and Python values that the forward reads",
             "Give every rank batches of the same shapes, for example by padding, and as many of them.",
         )  # fmt: skip
-        locations, lenders = taken.state.locations(), self._steps.lenders
-        compiled = self.shapes.take(signature, f"{locations}\n{lenders.key}")
+        compiled = found.compiled
         if compiled is None:
             agreed()
             form = signature if form is None else f"{form}; {described['training mode']}"
             self.shapes.announce(form, described)
+            if found.changes:
+                self.shapes.announce_change(found)
             with self._steps.capturing():
                 request = request_to_evaluate(self._steps.request(batch), batch, locations)
                 compiled = build_step(request, untrained(taken.earlier), self._life.control).compiled
             lenders.agree(taken.state)
-            self.shapes.put(signature, f"{locations}\n{lenders.key}", described, compiled, form)
+            key = f"{locations}\n{lenders.key}"
+            self.shapes.put(signature, key, described, compiled, form, self._steps.python.read())
             self._steps.wait_for_kernels()
             self._steps.finish()
+        self.shapes.latest = compiled
         lenders.settle(agreed)
         return compiled, agreed
 

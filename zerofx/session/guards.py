@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +12,6 @@ from torch import nn
 from zerofx.capture.checks import check_hooks
 from zerofx.errors import ShardedParametersError, UsageError, warn
 from zerofx.torch_private.modules import child_table, parameter_table
-from zerofx.units import first_few
-
-_PLAIN = (int, float, bool, str)
 
 
 class Guard:
@@ -129,85 +125,6 @@ class ModeWatch:
             differ = [path for path, flag in zip(self._paths, flags, strict=True) if flag is not flags[0]]
             self._words[flags] = f"{word}, but {other} in {', '.join(differ)}" if differ else word
         return self._words[flags]
-
-
-class NumberWatch:
-    """Notices numbers, flags, words and constants on modules that are not what they were while a step was captured.
-
-    Looked at are attributes of the modules themselves that are ``int``, ``float``, ``bool`` or ``str``, but for those
-    that a capture changes too (counters, the longest sequence so far), ``training``, and those of ``nn.Linear``, whose
-    forward reads none. A look at a thousand modules takes about 30 microseconds.
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        """``modules`` are looked into, each with what its attributes' paths begin with."""
-        self._modules = modules
-        self._own: set[str] = set()  # what a capture changes
-        self._told: set[str] = set()
-        self._paths: list[str] = []
-        self._tables: list[dict[str, Any]] = []
-        self._names: list[str] = []
-        self._values: list[Any] = []
-
-    @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Watch from the end of the block on, in which a step is captured."""
-        before = {path: table[name] for path, table, name in self._numbers()}
-        yield
-        numbers = list(self._numbers())
-        self._own |= {path for path, table, name in numbers if path not in before or before[path] != table[name]}
-        watched = [number for number in numbers if number[0] not in self._own]
-        self._paths = [path for path, _, _ in watched]
-        self._tables = [table for _, table, _ in watched]
-        self._names = [name for _, _, name in watched]
-        self._values = [table[name] for _, table, name in watched]
-
-    def watch_constants(self, constants: Iterable[torch.Tensor]) -> None:
-        """Watch the attributes that hold the constants of a step as well: it goes on with a tensor that is replaced."""
-        held = {tensor.untyped_storage().data_ptr() for tensor in constants if isinstance(tensor, torch.Tensor)}
-        for root, module in self._modules.items() if held else ():
-            for prefix, part in module.named_modules(prefix=root):
-                for name, value in vars(part).items():
-                    if type(value) is torch.Tensor and value.untyped_storage().data_ptr() in held:
-                        self._paths.append(f"{prefix}.{name}".removeprefix("."))
-                        self._tables.append(vars(part))
-                        self._names.append(name)
-                        self._values.append(value)
-
-    def changes(self) -> list[str]:
-        """What has changed, each attribute once: ``"layers.0.scale from 1.0 to 2.0"``."""
-        now = list(map(dict.get, self._tables, self._names))
-        with contextlib.suppress(RuntimeError, ValueError):  # of a tensor or an array that is there instead
-            if now == self._values:
-                return []
-        changes = []
-        for index, (before, value) in enumerate(zip(self._values, now, strict=True)):
-            if value is before or (type(value) in _PLAIN and type(before) in _PLAIN and value == before):
-                continue
-            self._values[index] = value
-            path = self._paths[index]
-            if path not in self._told:
-                self._told.add(path)
-                earlier, later = (repr(v) if type(v) in _PLAIN else f"a {type(v).__name__}" for v in (before, value))
-                changes.append(f"{path} from {earlier} to {'another' if later == earlier else later}")
-        return changes
-
-    def warn(self, number: int) -> None:
-        """Warn where step ``number`` was computed with values that have changed."""
-        if changes := self.changes():
-            warn(
-                f"expected the Python values that modules had while a step was captured, found {first_few(changes)} in "
-                f"step {number}, computed with what they were: pass what changes as a tensor in the batch, "
-                f"keep it in a buffer, or call step.close() and compile again"
-            )
-
-    def _numbers(self) -> Iterator[tuple[str, dict[str, Any], str]]:
-        for root, module in self._modules.items():
-            for prefix, part in module.named_modules(prefix=root):
-                if type(part) is not nn.Linear:
-                    for name, value in vars(part).items():
-                        if type(value) in _PLAIN and name != "training":
-                            yield f"{prefix}.{name}".removeprefix("."), vars(part), name
 
 
 class LossWatch:

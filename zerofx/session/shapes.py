@@ -1,23 +1,48 @@
-"""The steps that were built so far, by batch shape and optimizer update."""
+"""The steps that were built so far, by batch shape, optimizer update and the Python state that they were captured in."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from zerofx.capture.python_state.reads import Reads
 from zerofx.errors import UsageError, warn
 from zerofx.lowering.load import CompiledStep
+from zerofx.units import first_few
+
+
+@dataclass(frozen=True)
+class Found:
+    """The step for a batch as things are now.
+
+    ``compiled`` is None where there is none yet; ``changes`` are those of Python state since the latest such batch.
+    ``number`` is equal on ranks that go on with the same step.
+    """
+
+    compiled: CompiledStep | None
+    changes: Sequence[str]
+    number: int
+
+
+@dataclass(frozen=True)
+class _Built:
+    compiled: CompiledStep
+    reads: Reads
+    number: int
 
 
 class Shapes:
-    """At most ``most`` batch shapes, what is in each, and the compiled step of each with each update.
+    """At most ``most`` batch shapes, what is in each, and the compiled steps of each with each update.
 
-    Shapes that differ by what varies from batch to batch alone have one ``form``, and count once.
+    Shapes that differ by what varies from batch to batch alone have one ``form``, and count once. Of one shape and
+    update there are at most ``most`` steps, for as many states of what a forward reads of Python.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._described: dict[str, dict[str, str]] = {}  # what is in a batch, by its form
-        self._steps: dict[tuple[str, str], CompiledStep] = {}  # by the batch's signature and the update's variant
+        # By the batch's signature and the update's variant, the latest used last.
+        self._steps: dict[tuple[str, str], list[_Built]] = {}
         self.latest: CompiledStep | None = None
 
     @property
@@ -25,28 +50,55 @@ class Shapes:
         """Whether no batch has been captured yet."""
         return not self._described
 
-    def take(self, signature: str, variant: str) -> CompiledStep | None:
-        """The step for a batch and an update, which is the latest from now on; None where there is none yet."""
-        compiled = self._steps.get((signature, variant))
-        if compiled is not None:
-            self.latest = compiled
-        return compiled
+    def find(self, signature: str, variant: str) -> Found:
+        """The step for a batch and an update whose Python state is as it was captured, if there is one."""
+        built, changes = self._steps.get((signature, variant), []), list[str]()
+        for index in reversed(range(len(built))):
+            entry = built[index]
+            found = entry.reads.changes()
+            if not found:
+                built.append(built.pop(index))
+                return Found(entry.compiled, (), entry.number)
+            changes = changes or found
+        return Found(None, changes, len(built))
 
     def put(
-        self, signature: str, variant: str, described: Mapping[str, str], compiled: CompiledStep, form: str
+        self,
+        signature: str,
+        variant: str,
+        described: Mapping[str, str],
+        compiled: CompiledStep,
+        form: str,
+        reads: Reads,
     ) -> None:
-        """Add a step, which is the latest from now on."""
+        """Add a step, which is the latest from now on, with the Python state that it was captured in."""
         self._described[form] = dict(described)
-        self._steps[signature, variant] = self.latest = compiled
+        built = self._steps.setdefault((signature, variant), [])
+        built.append(_Built(compiled, reads, len(built)))
+        self.latest = compiled
 
     def replace(self, compiled: CompiledStep, replacement: CompiledStep) -> None:
         """Put ``replacement`` in the place of the latest step, ``compiled``."""
-        self._steps = {key: replacement if value is compiled else value for key, value in self._steps.items()}
+        for built in self._steps.values():
+            built[:] = [replace(e, compiled=replacement) if e.compiled is compiled else e for e in built]
         self.latest = replacement
 
     def forget(self) -> None:
         """Let go of all steps but the latest, which reports may read."""
         self._steps.clear()
+
+    def announce_change(self, found: Found) -> None:
+        """Say that a batch of a known shape is captured anew, as Python state that the forward reads has changed.
+
+        Raises:
+            UsageError: that has been so too often; names what changes.
+        """
+        if found.number >= self._most:
+            raise UsageError(
+                f"expected Python values that a forward reads to settle, or to be numbers that tensors are computed "
+                f"with, found {first_few(found.changes)} after {found.number} captures of the same batch shape: pass "
+                f"what changes as a tensor in the batch, keep it in a buffer, or raise max_shapes"
+            )
 
     def announce(self, form: str, described: Mapping[str, str]) -> None:
         """Say that a batch of another form is about to be captured, if it is one.

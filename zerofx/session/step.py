@@ -242,7 +242,6 @@ class Step(Whole, Reported):
         self.num_steps += 1
         self._losses.add(self.num_steps, loss)
         self._losses.warn(self._control.rank)
-        self._steps.numbers.warn(self.num_steps)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture, plan and compile the step for a batch of this shape without running it.

@@ -18,6 +18,7 @@ from zerofx.capture.by_size import KnownSizes
 from zerofx.capture.checks import check_batch, device_of
 from zerofx.capture.kept_tensors import tell_kept_tensors
 from zerofx.capture.objective.counted import counted
+from zerofx.capture.python_state.watch import PythonState
 from zerofx.capture.traceable import tracing_device
 from zerofx.capture.tracing_settings import passing_settings
 from zerofx.capture.values.constant_arguments import ConstantArguments
@@ -48,12 +49,12 @@ from zerofx.scheduler.search.target import Target
 from zerofx.session.awaited import Awaited
 from zerofx.session.edited import EditedStep
 from zerofx.session.ending import end_connections, let_go
-from zerofx.session.guards import ModeWatch, NumberWatch
+from zerofx.session.guards import Guard, ModeWatch
 from zerofx.session.lending.lenders import Lenders
 from zerofx.session.lending.owners import Owner
 from zerofx.session.life import Life
 from zerofx.session.seeds import SeedWatch
-from zerofx.session.shapes import Shapes
+from zerofx.session.shapes import Found, Shapes
 from zerofx.session.taken_over import TakenOver
 from zerofx.settings import Settings
 
@@ -67,8 +68,8 @@ Agreed = Callable[[], Sequence[bytes]]
 class Steps:
     """The compiled steps of one model and optimizer, by batch shape and update.
 
-    ``taken`` is the model once the first step has been built, ``tiers`` what its plan asks for. ``numbers`` are watched
-    for changes that a step does not see. ``scaler`` has the loss's scale, if it is scaled.
+    ``taken`` is the model once the first step has been built, ``tiers`` what its plan asks for. ``python`` is the state
+    that forwards read. ``scaler`` has the loss's scale, if it is scaled.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Steps:
         self._constant = ConstantArguments(options.constant, model, options.objective.forward)
         watched = options.objective.watched(model)
         self.modes = ModeWatch(watched)
-        self.numbers = NumberWatch(watched)
+        self.python = PythonState(model, options.objective, (Guard,))
         self.lenders = Lenders(model, options, life)
         owner.lend(self)
         self.values = Values(model, options.weights, life.control)
@@ -155,26 +156,28 @@ class Steps:
         changed = self.taken.changed() if self.taken is not None else ""
         advance = self.taken.advance() if self.taken is not None and not changed else None
         variant = self._variant()
+        found = self.shapes.find(signature, variant)
         agreed = self.agreement(
             purpose,
             batch,
-            f"{signature}\nmade anew for {changed or 'nothing'}\noptimizer update: {variant}\n"
+            f"{signature}\nPython state: {found.number}\nmade anew for {changed or 'nothing'}\noptimizer update: {variant}\n"
             f"{hyperparameters_text(self._optimizer)}",
-            "batch shapes, modes, autocast and optimizer options",
+            "batch shapes, modes, autocast, optimizer options and Python values that the forward reads",
             "Give every rank batches of the same shapes, for example by padding, and the same optimizer options: a "
             "scheduler that follows a loss has to be given the mean of all ranks' losses.",
         )
         if changed and self.taken is not None:
             agreed()
             self._undo(self.taken, changed)
-            variant = self._variant()
-        compiled = self.shapes.take(signature, variant)
+            found = self.shapes.find(signature, self._variant())
+        compiled = found.compiled
         if compiled is None:
             agreed()
-            compiled, self.taken = self._build(batch, form, described, options)
+            compiled, self.taken = self._build(batch, form, described, options, found)
             self.lenders.agree(self.taken.state)
             advance = advance or self.taken.advance()
-            self.shapes.put(signature, self._variant(), described, compiled, form)
+            self.shapes.put(signature, self._variant(), described, compiled, form, self.python.read())
+        self.shapes.latest = compiled
         if self.lengths is not None:
             self.lengths.note(batch, compiled.plan, has_run=purpose == RUNNING)
         self.lenders.settle(agreed)
@@ -270,7 +273,7 @@ class Steps:
     def capturing(self) -> Iterator[None]:
         """While open, the model may be captured: a capture looks at all that a parameter has."""
         self.lenders.find()
-        with self.numbers.capturing(), self.capturable(), self.lenders.unguarded():
+        with self.capturable(), self.lenders.unguarded():
             yield
 
     @contextlib.contextmanager
@@ -285,9 +288,11 @@ class Steps:
                 self.gradients.put()
 
     def _build(
-        self, batch: Batch, form: str, described: Mapping[str, str], options: CompileOptions
+        self, batch: Batch, form: str, described: Mapping[str, str], options: CompileOptions, found: Found
     ) -> tuple[CompiledStep, TakenOver]:
         self.shapes.announce(form, described)
+        if found.changes:
+            self.shapes.announce_change(found)
         self._edited.warn_of_another()
         self.choose_mesh(batch, options)
         with self.capturing():
@@ -296,7 +301,6 @@ class Steps:
         if self.shapes.is_empty:
             tell_kept_tensors(self.model, self.options.objective.forward or self.options.objective.loss_fn)
         self.machine, compiled = request.machine, built.compiled
-        self.numbers.watch_constants(compiled.arguments.constants.values())
         self.wait_for_kernels()
         self._check_built(compiled)
         tiers = self._prepared_tiers(compiled, self.machine)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as global_modules
+from torch.utils.hooks import RemovableHandle
 
 from zerofx.torch_private.tensors import IS_PARAMETER
 
@@ -89,3 +91,23 @@ def refer_to_weights(layer: nn.RNNBase, *, refer: bool) -> None:
     """Make or drop a recurrent layer's weak references to its weights, as it does itself when it is moved."""
     weights = layer._flat_weights if refer else []
     layer._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
+
+
+def hook_tables(module: nn.Module) -> tuple[dict[int, Callable[..., Any]], ...]:
+    """The hooks that run where a module is called, by what runs them."""
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+
+
+def hook_tables_of_all() -> tuple[dict[int, Callable[..., Any]], ...]:
+    """The hooks that run where any module is called, as ``hook_tables``."""
+    return (
+        global_modules._global_forward_pre_hooks,
+        global_modules._global_forward_hooks,
+        global_modules._global_backward_pre_hooks,
+        global_modules._global_backward_hooks,
+    )
+
+
+def number_of_next_hook() -> int:
+    """A number that grows with each hook that is added to anything."""
+    return RemovableHandle.next_id

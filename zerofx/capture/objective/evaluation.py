@@ -18,15 +18,15 @@ from zerofx.ir.returned import Returned
 class Evaluation(Objective):
     """What an evaluation computes of a batch: all that a step's objective returns, of a model in evaluation mode.
 
-    Nothing need be a loss. The first tensor that is returned stands where a step has its loss. ``outside`` is the
-    objective's own.
+    Nothing need be a loss. The first tensor that is returned stands where a step has its loss. ``outside`` and
+    ``executed`` are the objective's own.
     """
 
     trains = False
 
     def __init__(self, objective: Objective) -> None:
         super().__init__(objective.loss_fn, objective.forward)
-        self.outside = objective.outside
+        self.outside, self.executed = objective.outside, objective.executed
 
     def copied(self, memo: dict[int, Any]) -> Objective:
         return Evaluation(super().copied(memo))

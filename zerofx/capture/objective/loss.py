@@ -18,6 +18,7 @@ from zerofx.capture.objective.counted import counts_of, weighed
 from zerofx.capture.objective.module_state import Change, as_before, rebound_buffers, shape_text
 from zerofx.capture.outside.lent import Lent
 from zerofx.capture.outside.outside import Outside, OutsideFoundError, StandInMaker, StandIns, changed_outside
+from zerofx.capture.python_state.executed import ExecutedCode
 from zerofx.capture.values.known import KnownValues
 from zerofx.capture.values.watched_calls import Checks
 from zerofx.choices import OutputsOption
@@ -59,7 +60,8 @@ class Objective:
 
     ``hands_out`` says what is handed out of what the first two return besides the loss.
 
-    ``outside`` are the tensors that either of the two uses besides the model's. ``trains``: whether it has gradients.
+    ``outside`` are the tensors that either of the two uses besides the model's. ``executed`` is the Python code that
+    has run in traces. ``trains``: whether it has gradients.
     """
 
     trains = True
@@ -72,6 +74,7 @@ class Objective:
     ) -> None:
         self.loss_fn, self.forward, self.hands_out = loss_fn, forward, hands_out
         self.outside = Outside(forward or loss_fn, "loss_fn" if forward is None else "forward")
+        self.executed = ExecutedCode()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Objective) and self._parts == other._parts
@@ -257,7 +260,8 @@ class LossModule(nn.Module):
             counts = counts_of(kwargs)
             if not self.trains:
                 inner.enter_context(torch.no_grad())
-            loss, self.returned, extras = self._objective.run(self.model, args, kwargs, self._loss_scope)
+            with self._objective.executed:
+                loss, self.returned, extras = self._objective.run(self.model, args, kwargs, self._loss_scope)
             now, elsewhere_now = self.all_buffers(), self._buffers_outside()
         for name, layout in layouts.items():
             if (held[name].shape, held[name].stride()) != layout:

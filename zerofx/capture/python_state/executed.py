@@ -1,0 +1,72 @@
+"""Record the Python code that runs while a forward is traced: what it names is what a step may depend on."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from types import CodeType, FrameType
+from typing import Any, Self
+
+# Packages whose code computes by its arguments alone, as far as a step can see.
+_LIBRARIES = frozenset({"torch", "zerofx", "numpy", "scipy", "sympy", "triton", "_pytest", "pytest", "pluggy"})
+_OPAQUE = _LIBRARIES | sys.stdlib_module_names
+_MODULES, _INTEGRATIONS = "torch.nn.modules.", "zerofx.integrations."
+
+
+def is_opaque(module: str | None) -> bool:
+    """Whether code and classes of ``module`` are of Python, torch or a library that keeps no state of the user's."""
+    name = module or ""
+    return name.partition(".")[0] in _OPAQUE and not name.startswith(_INTEGRATIONS) and name != "__main__"
+
+
+class ExecutedCode:
+    """While open, notes each piece of the user's code that runs, with its globals and the objects that it runs on.
+
+    Attributes:
+        globals: the globals of each piece of code.
+        attributes: names that torch's modules read of themselves (``p`` of a dropout).
+        owners: the objects that methods ran on, while they live.
+    """
+
+    def __init__(self) -> None:
+        self.globals: dict[CodeType, dict[str, Any]] = {}
+        self.attributes: set[str] = set()
+        self.owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._known: dict[CodeType, bool] = {}  # whether it is the user's
+        self._depth = 0
+        self._outer: Any = None
+
+    def __enter__(self) -> Self:
+        self._depth += 1
+        if self._depth == 1:
+            self._outer = sys.gettrace()
+            sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            sys.settrace(self._outer)
+            self._outer = None
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        is_users = self._known.get(code)
+        if is_users is None:
+            is_users = self._learn(code, frame)
+        if is_users and code.co_argcount:
+            owner = frame.f_locals.get(code.co_varnames[0])
+            if not is_opaque(type(owner).__module__):
+                with contextlib.suppress(TypeError):  # of a class whose instances cannot be referred to weakly
+                    self.owners[id(owner)] = owner
+        return self._outer(frame, event, argument) if self._outer is not None else None
+
+    def _learn(self, code: CodeType, frame: FrameType) -> bool:
+        module = frame.f_globals.get("__name__")
+        self._known[code] = is_users = not is_opaque(module)
+        if is_users:
+            self.globals[code] = frame.f_globals
+        elif module is not None and module.startswith(_MODULES):
+            self.attributes.update(code.co_names)
+        return is_users

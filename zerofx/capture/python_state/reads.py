@@ -1,0 +1,179 @@
+"""Python state that a captured step depends on, compared with what is there now.
+
+Each value that code of the forward may have read is an entry: a container (the dictionary of an object, a module's
+globals, a list, a closure's cell) and a key. Entries are compared by identity, all in one pass; only where one differs
+is its value looked at, and only where that is an object or a container is the state walked through again.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import chain, repeat
+from operator import itemgetter
+from types import CellType
+from typing import Any
+
+import numpy as np
+import torch
+
+from zerofx.torch_private.modules import number_of_next_hook
+
+MISSING = object()
+PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    Enum,
+    np.generic,
+    frozenset,
+)
+"""Values that are compared as values."""
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is compared as a value, and leads to nothing else."""
+    return isinstance(value, PLAIN)
+
+
+def value_at(container: Any, key: Any) -> Any:
+    """The value under ``key`` of a container; ``MISSING`` where there is none."""
+    try:
+        if isinstance(container, dict):
+            return dict.get(container, key, MISSING)
+        if isinstance(container, CellType):
+            return container.cell_contents
+        if isinstance(container, type):
+            return container.__dict__.get(key, MISSING)
+        if isinstance(container, np.ndarray):
+            return container.tobytes()
+        if isinstance(container, (set, frozenset)):
+            return frozenset(container)
+        if container is os.environ:
+            return os.environ.get(key, MISSING)
+        return container[key] if isinstance(container, (Mapping, list, tuple)) else getattr(container, key)
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError):
+        return MISSING
+
+
+@dataclass
+class State:
+    """Python state at one moment: ``facts`` by path, and where each of them was read.
+
+    ``sizes`` are containers whose number of items was read, with that number.
+    """
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    paths: list[str] = field(default_factory=list)
+    containers: list[Any] = field(default_factory=list)
+    keys: list[Any] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    sized: list[Sized] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+    def add(self, path: str, container: Any, key: Any, value: Any) -> None:
+        """Note that ``value`` was read under ``key`` of ``container``."""
+        self.paths.append(path)
+        self.containers.append(container)
+        self.keys.append(key)
+        self.values.append(value)
+
+
+class Reads:
+    """The Python state that one captured step depends on; ``walk`` gives the state as it is now."""
+
+    def __init__(self, walk: Callable[[], State]) -> None:
+        self._walk = walk
+        self._adopt(walk())
+
+    def _adopt(self, state: State) -> None:
+        self._state, self._next_hook = state, number_of_next_hook()
+        of_kind: dict[str, list[int]] = {kind: [] for kind in ("dict", "type", "list", "other", "tuple")}
+        for index, container in enumerate(state.containers):
+            kinds = (dict, type, list, tuple)
+            of_kind[next((kind.__name__ for kind in kinds if isinstance(container, kind)), "other")].append(index)
+        self._tables = [state.containers[index] for index in of_kind["dict"]]
+        self._names = [state.keys[index] for index in of_kind["dict"]]
+        grouped = [_grouped(state.containers, of_kind[kind]) for kind in ("type", "list")]
+        self._classes = [
+            (state.containers[group[0]], itemgetter(*(state.keys[index] for index in group)), len(group))
+            for group in grouped[0]
+        ]
+        self._lists = [state.containers[group[0]] for group in grouped[1]]
+        self._others = [(state.containers[index], state.keys[index]) for index in of_kind["other"]]
+        # Tuples do not change.
+        self._order = [*of_kind["dict"], *chain(*grouped[0]), *chain(*grouped[1]), *of_kind["other"]]
+        self._values = [state.values[index] for index in self._order]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def changes(self) -> list[str]:
+        """Paths of what is not as it was when the step was captured, each with both values."""
+        if list(map(len, self._state.sized)) != self._state.sizes or number_of_next_hook() != self._next_hook:
+            return self._walked()
+        now = list(map(dict.get, self._tables, self._names, repeat(MISSING)))
+        try:
+            for owner, get, number in self._classes:
+                found = get(owner.__dict__)
+                now += found if number > 1 else (found,)
+        except KeyError:
+            return self._walked()
+        for container in self._lists:
+            now += container
+        now += [value_at(container, key) for container, key in self._others]
+        if all(map(operator.is_, now, self._values)):
+            return []
+        changed = []
+        for index, (before, value) in enumerate(zip(self._values, now, strict=True)):
+            if value is before:
+                continue
+            if not (is_plain(value) and is_plain(before)):
+                return self._walked()
+            if _equal(value, before):
+                self._values[index] = value
+            else:
+                path = self._state.paths[self._order[index]]
+                changed.append(f"{path} from {_shown(before)} to {_shown(value)}")
+        return changed
+
+    def _walked(self) -> list[str]:
+        """The changes between the state that was read and a walk through what is there now."""
+        now, before = self._walk(), self._state.facts
+        changed = [
+            f"{path} from {_shown(before.get(path, MISSING))} to {_shown(now.facts.get(path, MISSING))}"
+            for path in dict.fromkeys((*before, *now.facts))
+            if not _equal(before.get(path, MISSING), now.facts.get(path, MISSING))
+        ]
+        if not changed:
+            self._adopt(now)
+        return changed
+
+
+def _grouped(containers: Sequence[Any], indices: Sequence[int]) -> list[list[int]]:
+    """Indices of the same container together."""
+    groups: dict[int, list[int]] = {}
+    for index in indices:
+        groups.setdefault(id(containers[index]), []).append(index)
+    return list(groups.values())
+
+
+def _equal(first: Any, other: Any) -> bool:
+    return first is other or (type(first) is type(other) and bool(first == other))
+
+
+def _shown(value: Any) -> str:
+    if value is MISSING:
+        return "nothing"
+    text = repr(value) if is_plain(value) or isinstance(value, tuple) else f"another {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
