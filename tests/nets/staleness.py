@@ -112,7 +112,8 @@ def _stale(expected: Trained, trained: Trained, bound: float) -> str:
     num_steps = len(trained.losses)
     if trained.states:
         # Other ranks than the first have statistics of their own batches.
-        name, distance = farthest(expected.states[num_steps], trained.states[-1], buffers=_rank() == 0)
+        at = num_steps if trained.error is not None else -1
+        name, distance = farthest(expected.states[at], trained.states[-1], buffers=_rank() == 0)
         if distance > bound:
             return f"{name} is {distance:.2g} apart from eager mode after step {num_steps}"
     if trained.error is None and num_steps != len(expected.losses):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Final
 
-from tests.nets.cases.staleness import containers, functions, modules, objects, settings
+from tests.nets.cases.staleness import containers, functions, libraries, loops, modules, objects, settings
 from tests.nets.cases.staleness.script import Case
 
-_FILES: Final[tuple[ModuleType, ...]] = (functions, objects, containers, modules, settings)
+_FILES: Final[tuple[ModuleType, ...]] = (functions, objects, containers, modules, settings, libraries, loops)
 
 
 def staleness_cases() -> list[Case]:

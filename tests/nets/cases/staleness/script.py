@@ -111,7 +111,8 @@ class Script:
 class Trained:
     """The loss of each step, and the error that ended the training before its end, if one did.
 
-    ``states`` are those of the model as each step begins, and the one at the end, which is all of a compiled training.
+    ``states`` are those of the model as each step begins, and the one at the end; this alone of what is compiled, and
+    of the loops of others.
     """
 
     losses: list[Tensor] = field(default_factory=list)
