@@ -12,7 +12,11 @@ from tests.nets.staleness import MOST_CAPTURES, apart, farthest, full_name, judg
 # Each captures what it changes.
 pytestmark = pytest.mark.captures
 
-CASES = [pytest.param(case, id=full_name(case)) for case in staleness_cases() if not missing(case)]
+CASES = [
+    pytest.param(case, id=full_name(case), marks=[pytest.mark.slow] if case.slow else [])
+    for case in staleness_cases()
+    if not missing(case)
+]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -112,7 +112,7 @@ def list_reordered() -> Script:
     return _script([3.0, 0.5, 0.25], weigh, lambda held, count: held.insert(0, held.pop()))
 
 
-@case("length of a list that grows", "number")
+@case("length of a list that grows", "list")
 def list_length() -> Script:
     return _script([], lambda held, loss: loss * (1 + len(held)), lambda held, count: held.append(count))
 
@@ -143,7 +143,7 @@ def set_membership() -> Script:
 @case("last item of a deque", "number")
 def deque_number() -> Script:
     return _script(
-        collections.deque([1.0], maxlen=3), lambda held, loss: loss * held[-1],
+        collections.deque([1.0] * 3, maxlen=3), lambda held, loss: loss * held[-1],
         lambda held, count: held.append(number(count)),
     )  # fmt: skip
 
@@ -193,6 +193,7 @@ def skipped_layer() -> Script:
             return x
 
     model = Model()
+    model.depth = 0
     return Script(model, lambda count: setattr(model, "depth", count % 3))
 
 

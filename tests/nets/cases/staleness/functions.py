@@ -81,7 +81,7 @@ def global_length() -> Script:
         return _loss(model, F.pad(x[:, :_length], (0, FEATURES - _length)), y)
 
     _set(_length=FEATURES)
-    return Script(Small(), lambda count: _set(_length=1 + count % 3), forward)
+    return Script(Small(), lambda count: _set(_length=FEATURES - count % 3), forward)
 
 
 @case("global that forward= branches on", "flag")
@@ -375,15 +375,15 @@ def iterator() -> Script:
     return Script(Small(), lambda count: _set(_schedule=itertools.count(10 * count)), forward)
 
 
-@case("environment variable", "number")
-def environment_number() -> Script:
+@case("environment variable", "string")
+def environment_string() -> Script:
     def forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return _loss(model, x, y) * float(os.environ["STALENESS_WEIGHT"])
 
     os.environ["STALENESS_WEIGHT"] = "1.0"
     return Script(
         Small(),
-        lambda count: os.environ.update(STALENESS_WEIGHT=str(number(count))),
+        lambda count: os.environ.update(STALENESS_WEIGHT=str(number(count % 3))),
         forward,
         undo=lambda: os.environ.pop("STALENESS_WEIGHT"),
     )

@@ -59,7 +59,7 @@ def lora_set_scale() -> Script:
     return Script(model, lambda count: model.base_model.model.first.set_scale("default", number(count)), _loss)
 
 
-@case("disable_adapter_layers of peft", "flag", library="peft")
+@case("disable_adapter_layers of peft", "flag", library="peft", slow=True)
 def lora_disabled() -> Script:
     model = _adapted("default")
 
@@ -70,7 +70,7 @@ def lora_disabled() -> Script:
     return Script(model, change, _loss)
 
 
-@case("set_adapter of peft", "string", library="peft")
+@case("set_adapter of peft", "string", library="peft", slow=True)
 def lora_chosen() -> Script:
     model = _adapted("one", "other")
 
@@ -82,7 +82,7 @@ def lora_chosen() -> Script:
     return Script(model, change, _loss)
 
 
-@case("active adapters of peft, all of them trained", "list", library="peft")
+@case("active adapters of peft, all of them trained", "list", library="peft", slow=True)
 def lora_active() -> Script:
     model = _adapted("one", "other")
 
@@ -128,7 +128,7 @@ def _causal(model: Any, tokens: Tensor) -> Tensor:
     return loss
 
 
-@case("model.config of transformers", "number")
+@case("model.config of transformers", "number", slow=True)
 def softcapping() -> Script:
     model = _gemma()
     return Script(
@@ -136,7 +136,7 @@ def softcapping() -> Script:
     )  # fmt: skip
 
 
-@case("problem_type of model.config of transformers", "string")
+@case("problem_type of model.config of transformers", "string", slow=True)
 def problem_type() -> Script:
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -160,7 +160,7 @@ def problem_type() -> Script:
     )  # fmt: skip
 
 
-@case("loss_function of a model of transformers", "function")
+@case("loss_function of a model of transformers", "function", slow=True)
 def loss_function() -> Script:
     model = _gemma()
 
@@ -173,7 +173,7 @@ def loss_function() -> Script:
     )  # fmt: skip
 
 
-@case("router_aux_loss_coef of a mixture of transformers", "number")
+@case("router_aux_loss_coef of a mixture of transformers", "number", slow=True)
 def router_loss() -> Script:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -189,7 +189,7 @@ def router_loss() -> Script:
     )  # fmt: skip
 
 
-@case("rotary embedding that keeps the longest sequence so far", "other", tells=False)
+@case("rotary embedding that keeps the longest sequence so far", "other", tells=False, slow=True)
 def dynamic_rope() -> Script:
     from transformers import LlamaConfig, LlamaForCausalLM
 

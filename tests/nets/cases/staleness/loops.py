@@ -229,7 +229,7 @@ def _set_scaling(trainer: Any, count: int) -> None:
     trainer.model.model.layers[0].self_attn.scaling = number(count)
 
 
-def _case(name: str, library: str, loop: Loop, *, bound: float = 1e-6, counts: bool = False) -> Case:
+def _case(name: str, library: str, loop: Loop, *, bound: float = 1e-6, counts: bool = False, slow: bool = True) -> Case:
     """``counts``: whether what is read is what the loop counts by itself, which cannot be left out."""
 
     def train(backend: str | None, most: int) -> Trained:
@@ -241,18 +241,20 @@ def _case(name: str, library: str, loop: Loop, *, bound: float = 1e-6, counts: b
                 as_started_by_torchrun()
             return loop(backend, most)
 
-    return Case(f"{name} ({library})", "number", train, bound=bound, library=library, tells=not counts)
+    return Case(f"{name} ({library})", "number", train, bound=bound, library=library, tells=not counts, slow=slow)
 
 
-def _in_lightning(name: str, weight: Callable[[Any], float], *, counts: bool = True) -> Case:
-    return _case(name, "lightning", functools.partial(_lightning, weight), counts=counts)
+def _in_lightning(name: str, weight: Callable[[Any], float], *, counts: bool = True, slow: bool = True) -> Case:
+    return _case(name, "lightning", functools.partial(_lightning, weight), counts=counts, slow=slow)
 
 
-def _in_trainer(name: str, weight: Callable[[Any], float], change: Callable[[Any, int], None] = _leave) -> Case:
-    return _case(name, "transformers", functools.partial(_trainer, weight, change), counts=change is _leave)
+def _in_trainer(
+    name: str, weight: Callable[[Any], float], change: Callable[[Any, int], None] = _leave, *, slow: bool = True
+) -> Case:
+    return _case(name, "transformers", functools.partial(_trainer, weight, change), counts=change is _leave, slow=slow)
 
 
-global_step = _in_lightning("self.global_step", lambda module: 1 + 0.1 * module.global_step)
+global_step = _in_lightning("self.global_step", lambda module: 1 + 0.1 * module.global_step, slow=False)
 current_epoch = _in_lightning("self.current_epoch", lambda module: 1.0 + module.current_epoch)
 step_of_trainer = _in_lightning("self.trainer.global_step", lambda module: 1 + 0.1 * module.trainer.global_step)
 batches_of_loop = _in_lightning(
@@ -261,7 +263,7 @@ batches_of_loop = _in_lightning(
 own_beta = _in_lightning("attribute that on_train_batch_start sets", lambda module: module.beta, counts=False)
 hparams = _in_lightning("self.hparams", lambda module: module.hparams.beta, counts=False)
 
-state_step = _in_trainer("self.state.global_step", lambda trainer: 1 + 0.1 * trainer.state.global_step)
+state_step = _in_trainer("self.state.global_step", lambda trainer: 1 + 0.1 * trainer.state.global_step, slow=False)
 state_epoch = _in_trainer("self.state.epoch", lambda trainer: 1 + trainer.state.epoch)
 arguments = _in_trainer("self.args, which a callback sets", lambda trainer: trainer.args.beta, _set_beta)
 own_weight = _in_trainer("attribute of the trainer, which a callback sets", lambda trainer: trainer.weight, _set_weight)

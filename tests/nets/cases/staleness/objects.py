@@ -52,7 +52,7 @@ def model_int() -> Script:
     return Script(model, lambda count: setattr(model, "weight", 1 + count))
 
 
-@case("attribute of the model, a Fraction", "number")
+@case("attribute of the model, a Fraction", "other")
 def model_fraction() -> Script:
     class Model(_Weighed):
         def weigh(self, loss: Tensor) -> Tensor:

@@ -131,6 +131,7 @@ class Case:
         bound: how far both may be apart on the eager backend, relative: 0 for the same bits.
         library: what has to be installed, besides what tests need.
         tells: whether ``train`` can leave changes out, so that it can be seen that they matter.
+        slow: whether it takes seconds.
     """
 
     name: str
@@ -139,17 +140,19 @@ class Case:
     bound: float = 0.0
     library: str = ""
     tells: bool = True
+    slow: bool = False
 
 
 def case(
-    name: str, kind: Kind, *, bound: float = 0.0, library: str = "", tells: bool = True
+    name: str, kind: Kind, *, bound: float = 0.0, library: str = "", tells: bool = True, slow: bool = False
 ) -> Callable[[Callable[[], Script]], Case]:
     """Make a case of what makes its script."""
 
     def made(make: Callable[[], Script]) -> Case:
-        return Case(
-            name, kind, lambda backend, most: train(make, backend, most), bound=bound, library=library, tells=tells
-        )
+        def training(backend: str | None, most: int) -> Trained:
+            return train(make, backend, most)
+
+        return Case(name, kind, training, bound=bound, library=library, tells=tells, slow=slow)
 
     return made
 
