@@ -276,12 +276,12 @@ def main() -> None:
                 records[record.name, record.variant] = record
                 counts[found.judged] += 1
                 rows.append([record.name, record.variant, found.judged, found.captures, found.detail[:90]])
+                if parsed.only is None:  # a sweep that is cut off has its records
+                    write_records(results_path("staleness"), records.values())
     print(tabulate(rows, headers=["case", "variant", "outcome", "captures", "detail"]))
     print(", ".join(f"{count} {judged}" for judged, count in sorted(counts.items())))
     many = [row for row in rows if row[0].startswith("number: ") and row[3] > MOST_CAPTURES]
     print(f"{len(many)} numbers captured more than {MOST_CAPTURES} times", *(row[0] for row in many), sep="\n  ")
-    if parsed.only is None:
-        write_records(results_path("staleness"), records.values())
 
 
 if __name__ == "__main__":
