@@ -29,6 +29,12 @@ NETS = {
         "Ranks that freeze, die or are interrupted at every kind of wait: an error of zerofx's that names the rank, in "
         "time, on every other rank, after which close() and the end of the process take no more than a moment."
     ),
+    "staleness": (
+        "Scripts that change what a step computes between two steps, at twelve steps of which nine change something: "
+        "globals, closures, attributes, items, hooks, methods, settings, what libraries keep. On the eager backend the "
+        "bits of eager PyTorch, on the default backend the same up to rounding. A step that computes with what was is "
+        "wrong, and called stale; of what is exact the record says how often it was captured."
+    ),
     "mutations": (
         "Plan and cache files of which bytes, values or types were changed: refused as what they are, taken for "
         "absent, or harmless."
