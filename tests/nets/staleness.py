@@ -35,14 +35,15 @@ from tests.lib.distributed import run_ranks
 from tests.nets.cases.staleness import staleness_cases
 from tests.nets.cases.staleness.script import CHANGED, Case, Losing, State, Trained
 from tests.nets.records import Record, read_records, results_path, write_records
+from zerofx.capture.python_state.reads import Reads
 from zerofx.driver.driver import build_step
-from zerofx.session.guards import ModeWatch, NumberWatch, ParameterWatch
+from zerofx.session.guards import ModeWatch, ParameterWatch
 
 BACKENDS = ("eager", "inductor")
 MOST_CAPTURES = 3
 """Of a number that changes at each step: the first, one with another value, and one that takes it as an input."""
 
-COMPARES: tuple[tuple[type, str], ...] = ((NumberWatch, "changes"), (ModeWatch, "mode"), (ParameterWatch, "check"))
+COMPARES: tuple[tuple[type, str], ...] = ((Reads, "changes"), (ModeWatch, "mode"), (ParameterWatch, "check"))
 """The methods in which a step compares Python's state, for ``--cost``."""
 
 _ROUNDING = 2e-5  # of compiled kernels, relative to the largest of what is compared

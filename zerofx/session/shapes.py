@@ -1,4 +1,4 @@
-"""The steps that were built so far, by batch shape, optimizer update and the Python state that they were captured in."""
+"""The steps that were built so far, by batch shape, optimizer update and the Python state that they were made in."""
 
 from __future__ import annotations
 

@@ -160,7 +160,8 @@ class Steps:
         agreed = self.agreement(
             purpose,
             batch,
-            f"{signature}\nPython state: {found.number}\nmade anew for {changed or 'nothing'}\noptimizer update: {variant}\n"
+            f"{signature}\nPython state: {found.number}\nmade anew for {changed or 'nothing'}\n"
+            f"optimizer update: {variant}\n"
             f"{hyperparameters_text(self._optimizer)}",
             "batch shapes, modes, autocast, optimizer options and Python values that the forward reads",
             "Give every rank batches of the same shapes, for example by padding, and the same optimizer options: a "
