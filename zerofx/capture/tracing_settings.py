@@ -19,8 +19,7 @@ def tracing_settings() -> tuple[str, ...]:
         f"{torch.get_default_dtype()} {torch.get_default_device().type}",
         f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}",
         f"autocast {[(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]}",
-        f"deterministic {torch.are_deterministic_algorithms_enabled()} {torch.backends.cudnn.deterministic}",
-        f"libraries {torch.backends.mkldnn.enabled} {torch.backends.cudnn.enabled} {torch.backends.cudnn.benchmark}",
+        _kernel_settings(),
         torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
     )
 
@@ -31,4 +30,12 @@ def passing_settings() -> dict[str, str]:
         f"{torch.get_autocast_dtype(kind)} on {kind}" for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     ]
     defaults = {"default dtype": str(torch.get_default_dtype()), "default device": torch.get_default_device().type}
-    return {**defaults, "autocast to": ", ".join(autocast) or "none"}
+    return {**defaults, "autocast to": ", ".join(autocast) or "none", "choice of kernels": _kernel_settings()}
+
+
+def _kernel_settings() -> str:
+    """What torch chooses kernels by, and a forward may ask for."""
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
+    libraries = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark
+    precision = torch.get_float32_matmul_precision()
+    return f"deterministic {deterministic}, libraries {libraries}, float32 products {precision}"

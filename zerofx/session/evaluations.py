@@ -122,7 +122,8 @@ class Evaluations:
                 compiled = build_step(request, untrained(taken.earlier), self._life.control).compiled
             lenders.agree(taken.state)
             key = f"{locations}\n{lenders.key}"
-            self.shapes.put(signature, key, described, compiled, form, self._steps.python.read())
+            reads = self._steps.python.read(compiled.arguments.constants.values())
+            self.shapes.put(signature, key, described, compiled, form, reads)
             self._steps.wait_for_kernels()
             self._steps.finish()
         self.shapes.latest = compiled

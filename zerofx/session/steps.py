@@ -177,7 +177,8 @@ class Steps:
             compiled, self.taken = self._build(batch, form, described, options, found)
             self.lenders.agree(self.taken.state)
             advance = advance or self.taken.advance()
-            self.shapes.put(signature, self._variant(), described, compiled, form, self.python.read())
+            reads = self.python.read(compiled.arguments.constants.values())
+            self.shapes.put(signature, self._variant(), described, compiled, form, reads)
         self.shapes.latest = compiled
         if self.lengths is not None:
             self.lengths.note(batch, compiled.plan, has_run=purpose == RUNNING)

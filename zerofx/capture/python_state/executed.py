@@ -9,7 +9,9 @@ from types import CodeType, FrameType
 from typing import Any, Self
 
 # Packages whose code computes by its arguments alone, as far as a step can see.
-_LIBRARIES = frozenset({"torch", "zerofx", "numpy", "scipy", "sympy", "triton", "_pytest", "pytest", "pluggy"})
+_LIBRARIES = frozenset(
+    {"torch", "torchgen", "zerofx", "numpy", "scipy", "sympy", "triton", "_pytest", "pytest", "pluggy"}
+)
 _OPAQUE = _LIBRARIES | sys.stdlib_module_names
 _MODULES, _INTEGRATIONS = "torch.nn.modules.", "zerofx.integrations."
 
@@ -17,7 +19,9 @@ _MODULES, _INTEGRATIONS = "torch.nn.modules.", "zerofx.integrations."
 def is_opaque(module: str | None) -> bool:
     """Whether code and classes of ``module`` are of Python, torch or a library that keeps no state of the user's."""
     name = module or ""
-    return name.partition(".")[0] in _OPAQUE and not name.startswith(_INTEGRATIONS) and name != "__main__"
+    if name == "__main__" or name.startswith(_INTEGRATIONS):
+        return False
+    return name.partition(".")[0] in _OPAQUE or name.startswith("namedtuple_")
 
 
 class ExecutedCode:

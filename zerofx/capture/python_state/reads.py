@@ -10,11 +10,13 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence, Sized
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain, repeat
-from operator import itemgetter
-from types import CellType
+from numbers import Number
+from operator import attrgetter, itemgetter
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -23,22 +25,14 @@ import torch
 from zerofx.torch_private.modules import number_of_next_hook
 
 MISSING = object()
-PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    Enum,
-    np.generic,
-    frozenset,
-)
+_NUMBERS = (Number, np.generic, range, slice)
+_TEXTS = (str, bytes, frozenset, Enum, CodeType, type(None))
+PLAIN = (*_NUMBERS, *_TEXTS, torch.dtype, torch.device, torch.Size)
 """Values that are compared as values."""
+
+
+OF_FUNCTION = ("__code__", "__defaults__", "__kwdefaults__")
+"""Attributes of a function that say what it does, besides its closure."""
 
 
 def is_plain(value: Any) -> bool:
@@ -59,6 +53,8 @@ def value_at(container: Any, key: Any) -> Any:
             return container.tobytes()
         if isinstance(container, (set, frozenset)):
             return frozenset(container)
+        if isinstance(container, ContextVar):
+            return container.get(MISSING)
         if container is os.environ:
             return os.environ.get(key, MISSING)
         return container[key] if isinstance(container, (Mapping, list, tuple)) else getattr(container, key)
@@ -70,7 +66,7 @@ def value_at(container: Any, key: Any) -> Any:
 class State:
     """Python state at one moment: ``facts`` by path, and where each of them was read.
 
-    ``sizes`` are containers whose number of items was read, with that number.
+    ``sized`` are containers whose number of items was read, with that number; ``objects`` those whose class was.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -80,6 +76,7 @@ class State:
     values: list[Any] = field(default_factory=list)
     sized: list[Sized] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
 
     def add(self, path: str, container: Any, key: Any, value: Any) -> None:
         """Note that ``value`` was read under ``key`` of ``container``."""
@@ -98,10 +95,8 @@ class Reads:
 
     def _adopt(self, state: State) -> None:
         self._state, self._next_hook = state, number_of_next_hook()
-        of_kind: dict[str, list[int]] = {kind: [] for kind in ("dict", "type", "list", "other", "tuple")}
-        for index, container in enumerate(state.containers):
-            kinds = (dict, type, list, tuple)
-            of_kind[next((kind.__name__ for kind in kinds if isinstance(container, kind)), "other")].append(index)
+        of_kind = _indices_by_kind(state.containers)
+        self._classes_before = list(map(type, state.objects))
         self._tables = [state.containers[index] for index in of_kind["dict"]]
         self._names = [state.keys[index] for index in of_kind["dict"]]
         grouped = [_grouped(state.containers, of_kind[kind]) for kind in ("type", "list")]
@@ -110,9 +105,12 @@ class Reads:
             for group in grouped[0]
         ]
         self._lists = [state.containers[group[0]] for group in grouped[1]]
+        by_name = {name: [i for i in of_kind["function"] if state.keys[i] == name] for name in OF_FUNCTION}
+        self._functions = [([state.containers[i] for i in by_name[name]], attrgetter(name)) for name in OF_FUNCTION]
+        in_order = chain(*by_name.values())
         self._others = [(state.containers[index], state.keys[index]) for index in of_kind["other"]]
         # Tuples do not change.
-        self._order = [*of_kind["dict"], *chain(*grouped[0]), *chain(*grouped[1]), *of_kind["other"]]
+        self._order = [*of_kind["dict"], *chain(*grouped[0]), *chain(*grouped[1]), *in_order, *of_kind["other"]]
         self._values = [state.values[index] for index in self._order]
 
     def __len__(self) -> int:
@@ -120,7 +118,12 @@ class Reads:
 
     def changes(self) -> list[str]:
         """Paths of what is not as it was when the step was captured, each with both values."""
-        if list(map(len, self._state.sized)) != self._state.sizes or number_of_next_hook() != self._next_hook:
+        state = self._state
+        if (
+            list(map(len, state.sized)) != state.sizes
+            or list(map(type, state.objects)) != self._classes_before
+            or number_of_next_hook() != self._next_hook
+        ):
             return self._walked()
         now = list(map(dict.get, self._tables, self._names, repeat(MISSING)))
         try:
@@ -131,6 +134,8 @@ class Reads:
             return self._walked()
         for container in self._lists:
             now += container
+        for functions, get in self._functions:
+            now += map(get, functions)
         now += [value_at(container, key) for container, key in self._others]
         if all(map(operator.is_, now, self._values)):
             return []
@@ -143,7 +148,7 @@ class Reads:
             if _equal(value, before):
                 self._values[index] = value
             else:
-                path = self._state.paths[self._order[index]]
+                path = state.paths[self._order[index]]
                 changed.append(f"{path} from {_shown(before)} to {_shown(value)}")
         return changed
 
@@ -158,6 +163,15 @@ class Reads:
         if not changed:
             self._adopt(now)
         return changed
+
+
+def _indices_by_kind(containers: Sequence[Any]) -> dict[str, list[int]]:
+    """Indices of containers that are compared alike."""
+    kinds = {"dict": dict, "type": type, "list": list, "tuple": tuple, "function": FunctionType}
+    indices: dict[str, list[int]] = {kind: [] for kind in (*kinds, "other")}
+    for index, container in enumerate(containers):
+        indices[next((name for name, kind in kinds.items() if isinstance(container, kind)), "other")].append(index)
+    return indices
 
 
 def _grouped(containers: Sequence[Any], indices: Sequence[int]) -> list[list[int]]:

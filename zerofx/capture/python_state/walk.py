@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from contextvars import ContextVar
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from zerofx.capture.python_state.executed import ExecutedCode, is_opaque
-from zerofx.capture.python_state.reads import MISSING, State, is_plain, value_at
+from zerofx.capture.python_state.reads import MISSING, OF_FUNCTION, State, is_plain, value_at
 from zerofx.torch_private.modules import HOOKS_AND_PARTS, OF_RNNS, TABLES, child_table, hook_tables, hook_tables_of_all
 
 MOST_ITEMS = 1000
@@ -33,21 +34,27 @@ _READS_ENVIRONMENT = frozenset({"environ", "getenv"})
 _OWN = (*TABLES, OF_RNNS, "training")  # what is watched elsewhere, or by nobody
 
 
-def walk(roots: Mapping[str, Any], executed: ExecutedCode, ignored: tuple[type, ...] = ()) -> State:
+def walk(
+    roots: Mapping[str, Any],
+    executed: ExecutedCode,
+    ignored: tuple[type, ...] = (),
+    constants: AbstractSet[int] = frozenset(),
+) -> State:
     """The state that ``executed`` code may have read.
 
     Args:
         roots: what a step calls, by name: the model, ``forward``, ``loss_fn``.
         executed: the code that ran while the step was traced.
         ignored: classes whose instances, as hooks, belong to the step.
+        constants: addresses of the memory of tensors that the step goes on with, whatever takes their places.
     """
     names = _names(executed)
-    state = _Walk(roots, executed, names, ignored).state
+    state = _Walk(roots, executed, names, ignored, constants).state
     if any(_READS_ANY_NAME & set(code.co_names) for code in executed.globals):
         # A name that is looked up may itself have been read.
         read = {value for value in state.facts.values() if type(value) is str and value.isidentifier()}
         if read - names:
-            state = _Walk(roots, executed, names | read, ignored).state
+            state = _Walk(roots, executed, names | read, ignored, constants).state
     return state
 
 
@@ -71,9 +78,14 @@ class _Walk:
     """One walk, nearest first; ``state`` is what it has found."""
 
     def __init__(
-        self, roots: Mapping[str, Any], executed: ExecutedCode, names: AbstractSet[str], ignored: tuple[type, ...]
+        self,
+        roots: Mapping[str, Any],
+        executed: ExecutedCode,
+        names: AbstractSet[str],
+        ignored: tuple[type, ...],
+        constants: AbstractSet[int],
     ) -> None:
-        self.state = State()
+        self.state, self._constants = State(), constants
         self._names, self._executed, self._ignored = names, executed, ignored
         self._seen: dict[int, Any] = {}  # with what it is the identity of, which may be gone otherwise
         self._pending: deque[tuple[str, Any]] = deque()
@@ -104,8 +116,14 @@ class _Walk:
         if path in self.state.facts:
             return
         self.state.add(path, container, key, value)
-        self.state.facts[path] = _fact(value)
+        self.state.facts[path] = _Same(value) if self._is_constant(value) else _fact(value)
         self._reach(path, value)
+
+    def _is_constant(self, value: Any) -> bool:
+        """Whether a tensor is one that the step goes on with."""
+        if not self._constants or type(value) is not torch.Tensor or value.is_meta:
+            return False
+        return value.untyped_storage().data_ptr() in self._constants
 
     def _of_code(self, code: CodeType, table: dict[str, Any]) -> None:
         module = table.get("__name__")
@@ -143,6 +161,8 @@ class _Walk:
             self._reach(path, getattr(owner.__init__, "__self__", None))
         elif isinstance(owner, (list, tuple, deque, Mapping)):
             self._items(path, owner)
+        elif isinstance(owner, ContextVar):
+            self._read(f"{path}.get()", owner, None, owner.get(MISSING))
         elif isinstance(owner, np.ndarray):
             if owner.nbytes <= _MOST_BYTES and owner.dtype != object:
                 self.state.add(path, owner, None, owner.tobytes())
@@ -158,10 +178,9 @@ class _Walk:
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._read(f"{path}({name})", cell, None, value_at(cell, None))
-        for index, default in enumerate(function.__defaults__ or ()):
-            self._read(f"{path}(default {index})", function.__defaults__, index, default)
-        for name, default in (function.__kwdefaults__ or {}).items():
-            self._read(f"{path}(default {name})", function.__kwdefaults__, name, default)
+        for name in OF_FUNCTION if function.__code__ in self._executed.globals else ():
+            self._read(f"{path}.{name}", function, name, getattr(function, name))
+        self._attributes(path, vars(function))
 
     def _of_class(self, path: str, owner: type) -> None:
         for base in owner.__mro__:
@@ -178,12 +197,12 @@ class _Walk:
                 return
         else:
             self._reach(type(owner).__qualname__, type(owner))
+        self.state.objects.append(owner)
+        self.state.facts[f"{path} (class)"] = type(owner)
         table = getattr(owner, "__dict__", None)
         if type(table) is dict:
             self._attributes(path, table)
             if isinstance(owner, nn.Module):
-                tensors = {name: value for name, value in table.items() if isinstance(value, torch.Tensor)}
-                self.state.facts |= {f"{path}.{name}": _Same(tensor) for name, tensor in tensors.items()}
                 self._of_module(path, owner, table)
             else:
                 # An attribute that is put there may hide one of the class.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import nn
 
 from zerofx.capture.objective.loss import Objective
-from zerofx.capture.python_state.reads import Reads, State
+from zerofx.capture.python_state.reads import Reads
 from zerofx.capture.python_state.walk import walk
 
 
@@ -17,9 +20,7 @@ class PythonState:
         named = {"model": model, "forward": objective.forward, "loss_fn": objective.loss_fn}
         self._roots = {name: root for name, root in named.items() if root is not None}
 
-    def read(self) -> Reads:
-        """All that has been read in traces so far, with its values now."""
-        return Reads(self._state)
-
-    def _state(self) -> State:
-        return walk(self._roots, self._objective.executed, self._ignored)
+    def read(self, constants: Iterable[torch.Tensor]) -> Reads:
+        """All that has been read in traces so far, with its values now; ``constants`` are those of the step made."""
+        memory = frozenset(tensor.untyped_storage().data_ptr() for tensor in constants)
+        return Reads(lambda: walk(self._roots, self._objective.executed, self._ignored, memory))
