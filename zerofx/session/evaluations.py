@@ -116,6 +116,7 @@ class Evaluations:
             form = signature if form is None else f"{form}; {described['training mode']}"
             self.shapes.announce(form, described)
             if found.changes:
+                self._steps.python.note(found.changes)
                 self.shapes.announce_change(found)
             with self._steps.capturing():
                 request = request_to_evaluate(self._steps.request(batch), batch, locations)

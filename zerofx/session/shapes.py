@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zerofx.capture.python_state.reads import Reads
+from zerofx.capture.python_state.reads import Change, Reads
 from zerofx.errors import UsageError, warn
 from zerofx.lowering.load import CompiledStep
 from zerofx.units import first_few
@@ -20,7 +20,7 @@ class Found:
     """
 
     compiled: CompiledStep | None
-    changes: Sequence[str]
+    changes: Sequence[Change]
     number: int
 
 
@@ -52,7 +52,7 @@ class Shapes:
 
     def find(self, signature: str, variant: str) -> Found:
         """The step for a batch and an update whose Python state is as it was captured, if there is one."""
-        built, changes = self._steps.get((signature, variant), []), list[str]()
+        built, changes = self._steps.get((signature, variant), []), list[Change]()
         for index in reversed(range(len(built))):
             entry = built[index]
             found = entry.reads.changes()
@@ -96,8 +96,8 @@ class Shapes:
         if found.number >= self._most:
             raise UsageError(
                 f"expected Python values that a forward reads to settle, or to be numbers that tensors are computed "
-                f"with, found {first_few(found.changes)} after {found.number} captures of the same batch shape: pass "
-                f"what changes as a tensor in the batch, keep it in a buffer, or raise max_shapes"
+                f"with, found {first_few(map(str, found.changes))} after {found.number} captures of the same batch "
+                f"shape: pass what changes as a tensor in the batch, keep it in a buffer, or raise max_shapes"
             )
 
     def announce(self, form: str, described: Mapping[str, str]) -> None:

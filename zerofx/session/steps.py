@@ -275,7 +275,7 @@ class Steps:
     def capturing(self) -> Iterator[None]:
         """While open, the model may be captured: a capture looks at all that a parameter has."""
         self.lenders.find()
-        with self.capturable(), self.lenders.unguarded():
+        with self.python.capturing(), self.capturable(), self.lenders.unguarded():
             yield
 
     @contextlib.contextmanager
@@ -294,6 +294,7 @@ class Steps:
     ) -> tuple[CompiledStep, TakenOver]:
         self.shapes.announce(form, described)
         if found.changes:
+            self.python.note(found.changes)
             self.shapes.announce_change(found)
         self._edited.warn_of_another()
         self.choose_mesh(batch, options)

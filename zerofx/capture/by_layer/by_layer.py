@@ -57,7 +57,8 @@ def capture_by_layer(
     Raises:
         CaptureError: as ``capture``.
     """
-    repeats = find_repeats(whole.model) if allowed else ()
+    # What a layer has of numbers that are inputs is not as other layers have it.
+    repeats = find_repeats(whole.model) if allowed and not whole.objective.outside.tape.is_open else ()
     if not repeats and cache.folder is None and sizes is None:
         return capture_forward(whole)
     try:

@@ -19,6 +19,7 @@ from zerofx.capture.objective.module_state import Change, as_before, rebound_buf
 from zerofx.capture.outside.lent import Lent
 from zerofx.capture.outside.outside import Outside, OutsideFoundError, StandInMaker, StandIns, changed_outside
 from zerofx.capture.python_state.executed import ExecutedCode
+from zerofx.capture.python_state.numbers import NumberInputs
 from zerofx.capture.values.known import KnownValues
 from zerofx.capture.values.watched_calls import Checks
 from zerofx.choices import OutputsOption
@@ -254,8 +255,11 @@ class LossModule(nn.Module):
         with Checks() as checks, self._known.asking(checks.answer), ExitStack() as inner:
             for model in (self.model, *self.lent):
                 inner.enter_context(traced_parameters(model))
-            if not self._objective.is_plain:
+            has_numbers = self._objective.outside.tape.is_open
+            if has_numbers or not self._objective.is_plain:
                 inner.enter_context(stand_ins)
+            if has_numbers:
+                inner.enter_context(NumberInputs())
             args, kwargs = self._batch.rebuild(tensors)
             counts = counts_of(kwargs)
             if not self.trains:

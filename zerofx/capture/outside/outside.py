@@ -22,6 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.outside.lent import Lent
+from zerofx.capture.python_state.numbers import NumberTensor, Tape
 from zerofx.errors import CaptureError, UsageError
 from zerofx.precision import dtype_name
 from zerofx.torch_private.modules import TABLES, buffer_table, child_table, parameter_table
@@ -73,6 +74,8 @@ class Outside:
         self._lender_of: dict[int, str] = {}  # by the identity of a parameter or buffer
         self._lent: frozenset[str] = frozenset()
         self._index: dict[int, tuple[str, _Way, torch.Tensor]] | None = None
+        self.tape = Tape(is_open=False)
+        self._numbers: dict[str, NumberTensor] = {}  # those of all traces
 
     @property
     def offered(self) -> tuple[Lent, ...]:
@@ -99,12 +102,17 @@ class Outside:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those known so far, as they are now; what is no tensor any more is left out."""
         reached = {name: self._at(place.way) for name, place in self._places.items()}
-        return {name: value for name, value in reached.items() if isinstance(value, torch.Tensor)}
+        inputs = {name: entry.tensor for name, entry in self.tape.inputs.items() if name in self._numbers}
+        return {name: value for name, value in reached.items() if isinstance(value, torch.Tensor)} | inputs
 
     def learn(self, touched: torch.Tensor) -> bool:
         """Find out where a tensor is that a trace has touched; whether it was found."""
         if self._learn_lender(touched):
             return True
+        for name, entry in self.tape.inputs.items():
+            if entry.tensor is touched:
+                self._numbers[name] = entry
+                return True
         if self._index is None:
             self._index = {}
             for name, way, value in self._walk():
@@ -136,12 +144,20 @@ class Outside:
             Exception: what it raises then.
         """
         while True:
-            known = len(self._places), self._lent
+            known = self._num_known()
             try:
                 return trace()
             except Exception:
-                if (len(self._places), self._lent) == known:
+                if self._num_known() == known:
                     raise
+
+    def _num_known(self) -> tuple[int, ...]:
+        inputs = [name for name in self.tape.inputs if name in self._numbers]
+        return len(self._places), len(self._lent), len(inputs)
+
+    def begin(self, tape: Tape) -> None:
+        """Begin a capture with the numbers of ``tape`` as inputs."""
+        self.tape = tape
 
     def forget_index(self) -> None:
         """What is reached where is looked up anew: something may have changed since."""
@@ -164,6 +180,8 @@ class Outside:
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor of that name, as it is now, without a gradient."""
+        if name in self._numbers:
+            return self._numbers[name].fill()
         tensor: torch.Tensor = self._at(self._places[name].way)
         return tensor.detach()
 

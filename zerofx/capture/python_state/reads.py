@@ -7,14 +7,17 @@ is its value looked at, and only where that is an object or a container is the s
 
 from __future__ import annotations
 
+import contextlib
+import numbers
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from itertools import chain, repeat
-from numbers import Number
 from operator import attrgetter, itemgetter
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -22,10 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from zerofx.capture.python_state.numbers import Number, Tape, is_number
 from zerofx.torch_private.modules import number_of_next_hook
 
 MISSING = object()
-_NUMBERS = (Number, np.generic, range, slice)
+_NUMBERS = (numbers.Number, np.generic, range, slice)
 _TEXTS = (str, bytes, frozenset, Enum, CodeType, type(None))
 PLAIN = (*_NUMBERS, *_TEXTS, torch.dtype, torch.device, torch.Size)
 """Values that are compared as values."""
@@ -62,6 +66,25 @@ def value_at(container: Any, key: Any) -> Any:
         return MISSING
 
 
+def put(container: Any, key: Any, value: Any) -> bool:
+    """Put a value under ``key`` of a container; whether that can be."""
+    if isinstance(container, dict):
+        dict.__setitem__(container, key, value)
+    elif isinstance(container, CellType):
+        container.cell_contents = value
+    elif isinstance(container, type):
+        type.__setattr__(container, key, value)
+    elif isinstance(container, ContextVar):
+        container.set(value)
+    elif isinstance(container, (list, MutableMapping)):
+        container[key] = value
+    elif isinstance(key, str) and not isinstance(container, (tuple, deque, FunctionType, np.ndarray)):
+        object.__setattr__(container, key, value)
+    else:
+        return False
+    return True
+
+
 @dataclass
 class State:
     """Python state at one moment: ``facts`` by path, and where each of them was read.
@@ -86,16 +109,94 @@ class State:
         self.values.append(value)
 
 
-class Reads:
-    """The Python state that one captured step depends on; ``walk`` gives the state as it is now."""
+def is_varying(value: Any) -> bool:
+    """Whether a value may be an input of a graph."""
+    return isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, (bool, Enum))
 
-    def __init__(self, walk: Callable[[], State]) -> None:
-        self._walk = walk
+
+class Numbers:
+    """The numbers that steps have as inputs, by path; ``note`` adds one that has changed a second time."""
+
+    def __init__(self) -> None:
+        self.paths: dict[str, None] = {}
+        self._num_changes: Counter[str] = Counter()
+        self._places: dict[str, tuple[Any, Any]] = {}
+        self._stood_for: dict[str, Any] = {}
+        self._fixed: set[str] = set()  # in whose places nothing can be put
+
+    def note(self, changes: Sequence[Change]) -> None:
+        """Learn from what a capture is made anew for."""
+        for change in changes:
+            if is_varying(change.now) and change.path not in self._fixed:
+                self._num_changes[change.path] += 1
+                if self._num_changes[change.path] > 1:
+                    self.paths[change.path] = None
+
+    def find(self, state: State) -> None:
+        """Learn where the numbers are by now."""
+        if self.paths:
+            for path, container, key in zip(state.paths, state.containers, state.keys, strict=True):
+                if path in self.paths:
+                    self._places[path] = container, key
+
+    def value(self, path: str) -> Any:
+        """A number as it is now, or was before a stand-in took its place."""
+        value = value_at(*self._places[path]) if path in self._places else MISSING
+        return self._stood_for.get(path, MISSING) if is_number(value) else value
+
+    @contextlib.contextmanager
+    def stood_for(self, tape: Tape) -> Iterator[None]:
+        """While open, stand-ins of ``tape`` are in the places of the numbers."""
+        stood_for: dict[str, Any] = {}
+        for path in list(self.paths):
+            value = self.value(path)
+            if is_varying(value):
+                self._stood_for[path] = value
+                if put(*self._places[path], Number(tape, path, partial(self.value, path))):
+                    stood_for[path] = value
+                    continue
+            self._fixed.add(path)
+            del self.paths[path]
+        try:
+            yield
+        finally:
+            for path, value in stood_for.items():
+                put(*self._places[path], value)
+            self._stood_for.clear()
+            tape.is_open = False
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that is not as it was when a step was captured; ``is_settled``: an input cannot take its place."""
+
+    path: str
+    before: Any
+    now: Any
+    is_settled: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.path} from {_shown(self.before)} to {_shown(self.now)}"
+
+
+class Reads:
+    """The Python state that one captured step depends on.
+
+    Args:
+        walk: gives the state as it is now.
+        numbers: told of each walk, of which it needs to know where numbers are that steps have as inputs.
+        tape: what the step does with such numbers.
+    """
+
+    def __init__(self, walk: Callable[[], State], numbers: Numbers, tape: Tape) -> None:
+        self._walk, self._numbers, self._tape = walk, numbers, tape
+        self._varying = frozenset(numbers.paths)
         self._adopt(walk())
 
     def _adopt(self, state: State) -> None:
         self._state, self._next_hook = state, number_of_next_hook()
-        of_kind = _indices_by_kind(state.containers)
+        self._numbers.find(state)
+        of_kind = _indices_by_kind(state, self._varying)
         self._classes_before = list(map(type, state.objects))
         self._tables = [state.containers[index] for index in of_kind["dict"]]
         self._names = [state.keys[index] for index in of_kind["dict"]]
@@ -104,7 +205,14 @@ class Reads:
             (state.containers[group[0]], itemgetter(*(state.keys[index] for index in group)), len(group))
             for group in grouped[0]
         ]
-        self._lists = [state.containers[group[0]] for group in grouped[1]]
+        self._lists = [
+            (
+                state.containers[group[0]],
+                None if len(group) == len(state.containers[group[0]]) else [state.keys[index] for index in group],
+            )
+            for group in grouped[1]
+        ]
+        self._kinds = {path: type(self._numbers.value(path)) for path in self._varying}
         by_name = {name: [i for i in of_kind["function"] if state.keys[i] == name] for name in OF_FUNCTION}
         self._functions = [([state.containers[i] for i in by_name[name]], attrgetter(name)) for name in OF_FUNCTION]
         in_order = chain(*by_name.values())
@@ -116,8 +224,24 @@ class Reads:
     def __len__(self) -> int:
         return len(self._values)
 
-    def changes(self) -> list[str]:
-        """Paths of what is not as it was when the step was captured, each with both values."""
+    def changes(self) -> list[Change]:
+        """The values that are not as they were when the step was captured."""
+        return self._differences() or self._broken_assumptions()
+
+    def _broken_assumptions(self) -> list[Change]:
+        """What the step assumes of numbers that it has as inputs, and is not so."""
+        kinds = [
+            Change(path, kind, type(now))
+            for path, kind in self._kinds.items()
+            if type(now := self._numbers.value(path)) is not kind
+        ]
+        return kinds or [
+            Change(assumed.number.text, assumed.value, assumed.number.now(), is_settled=assumed.is_number)
+            for assumed in self._tape.assumptions.values()
+            if not assumed.holds()
+        ]
+
+    def _differences(self) -> list[Change]:
         state = self._state
         if (
             list(map(len, state.sized)) != state.sizes
@@ -132,8 +256,8 @@ class Reads:
                 now += found if number > 1 else (found,)
         except KeyError:
             return self._walked()
-        for container in self._lists:
-            now += container
+        for container, indices in self._lists:
+            now += container if indices is None else map(container.__getitem__, indices)
         for functions, get in self._functions:
             now += map(get, functions)
         now += [value_at(container, key) for container, key in self._others]
@@ -148,28 +272,29 @@ class Reads:
             if _equal(value, before):
                 self._values[index] = value
             else:
-                path = state.paths[self._order[index]]
-                changed.append(f"{path} from {_shown(before)} to {_shown(value)}")
+                changed.append(Change(state.paths[self._order[index]], before, value))
         return changed
 
-    def _walked(self) -> list[str]:
+    def _walked(self) -> list[Change]:
         """The changes between the state that was read and a walk through what is there now."""
         now, before = self._walk(), self._state.facts
         changed = [
-            f"{path} from {_shown(before.get(path, MISSING))} to {_shown(now.facts.get(path, MISSING))}"
+            Change(path, before.get(path, MISSING), now.facts.get(path, MISSING))
             for path in dict.fromkeys((*before, *now.facts))
-            if not _equal(before.get(path, MISSING), now.facts.get(path, MISSING))
+            if path not in self._varying and not _equal(before.get(path, MISSING), now.facts.get(path, MISSING))
         ]
         if not changed:
             self._adopt(now)
         return changed
 
 
-def _indices_by_kind(containers: Sequence[Any]) -> dict[str, list[int]]:
-    """Indices of containers that are compared alike."""
+def _indices_by_kind(state: State, varying: frozenset[str]) -> dict[str, list[int]]:
+    """Indices of entries whose containers are compared alike, but for the paths that are ``varying``."""
     kinds = {"dict": dict, "type": type, "list": list, "tuple": tuple, "function": FunctionType}
     indices: dict[str, list[int]] = {kind: [] for kind in (*kinds, "other")}
-    for index, container in enumerate(containers):
+    for index, container in enumerate(state.containers):
+        if state.paths[index] in varying:
+            continue
         indices[next((name for name, kind in kinds.items() if isinstance(container, kind)), "other")].append(index)
     return indices
 

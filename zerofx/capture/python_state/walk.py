@@ -190,6 +190,8 @@ class _Walk:
                 value = base.__dict__[name]
                 if not isinstance(value, MemberDescriptorType):
                     self._read(f"{base.__qualname__}.{name}", base, name, value)
+            self.state.sized.append(base.__dict__)
+            self.state.sizes.append(len(base.__dict__))
 
     def _of_object(self, path: str, owner: Any) -> None:
         if is_opaque(type(owner).__module__) and not isinstance(owner, nn.Module):

@@ -2,25 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from zerofx.capture.objective.loss import Objective
-from zerofx.capture.python_state.reads import Reads
+from zerofx.capture.python_state.numbers import Tape
+from zerofx.capture.python_state.reads import Change, Numbers, Reads, State
 from zerofx.capture.python_state.walk import walk
+from zerofx.errors import UsageError
+from zerofx.units import first_few
 
 
 class PythonState:
     """What the objective of ``model`` may read; hooks that are instances of ``ignored`` are the step's own."""
 
     def __init__(self, model: nn.Module, objective: Objective, ignored: tuple[type, ...]) -> None:
-        self._objective, self._ignored = objective, ignored
+        self._objective, self._ignored, self._numbers = objective, ignored, Numbers()
         named = {"model": model, "forward": objective.forward, "loss_fn": objective.loss_fn}
         self._roots = {name: root for name, root in named.items() if root is not None}
+
+    def note(self, changes: Sequence[Change]) -> None:
+        """Learn from what a capture is made anew for: a number that has changed twice is an input from then on.
+
+        Raises:
+            UsageError: a number changes that a step has as an input, and goes on with as it is.
+        """
+        if settled := [change for change in changes if change.is_settled]:
+            raise UsageError(
+                f"expected a number that changes from step to step to be one that tensors are added to, or multiplied "
+                f"or divided by, found {first_few(map(str, settled))}, which the forward uses otherwise: compute with "
+                f"tensors (torch.cos for math.cos), pass it as a tensor in the batch, or keep it in a buffer"
+            )
+        self._numbers.note(changes)
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """While open, stand-ins are in the places of numbers that steps have as inputs."""
+        outside = self._objective.outside
+        if outside.tape.is_open:
+            yield
+            return
+        outside.begin(Tape(is_open=bool(self._numbers.paths)))
+        if not self._numbers.paths:
+            yield
+            return
+        self._numbers.find(self._state(frozenset()))
+        with self._numbers.stood_for(outside.tape):
+            yield
 
     def read(self, constants: Iterable[torch.Tensor]) -> Reads:
         """All that has been read in traces so far, with its values now; ``constants`` are those of the step made."""
         memory = frozenset(tensor.untyped_storage().data_ptr() for tensor in constants)
-        return Reads(lambda: walk(self._roots, self._objective.executed, self._ignored, memory))
+        return Reads(lambda: self._state(memory), self._numbers, self._objective.outside.tape)
+
+    def _state(self, constants: frozenset[int]) -> State:
+        return walk(self._roots, self._objective.executed, self._ignored, constants)
