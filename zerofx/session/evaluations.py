@@ -124,7 +124,7 @@ class Evaluations:
             lenders.agree(taken.state)
             key = f"{locations}\n{lenders.key}"
             reads = self._steps.python.read(compiled.arguments.constants.values())
-            self.shapes.put(signature, key, described, compiled, form, reads)
+            self.shapes.put(signature, key, described, compiled, form, reads, ())
             self._steps.wait_for_kernels()
             self._steps.finish()
         self.shapes.latest = compiled

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from zerofx.capture.objective.module_state import Change as Effect
 from zerofx.capture.python_state.reads import Change, Reads
 from zerofx.errors import UsageError, warn
 from zerofx.lowering.load import CompiledStep
@@ -16,12 +17,13 @@ class Found:
     """The step for a batch as things are now.
 
     ``compiled`` is None where there is none yet; ``changes`` are those of Python state since the latest such batch.
-    ``number`` is equal on ranks that go on with the same step.
+    ``number`` is equal on ranks that go on with the same step. ``effects`` are what the forward leaves on its modules.
     """
 
     compiled: CompiledStep | None
     changes: Sequence[Change]
     number: int
+    effects: Sequence[Effect] = ()
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class _Built:
     compiled: CompiledStep
     reads: Reads
     number: int
+    effects: Sequence[Effect]
 
 
 class Shapes:
@@ -58,7 +61,7 @@ class Shapes:
             found = entry.reads.changes()
             if not found:
                 built.append(built.pop(index))
-                return Found(entry.compiled, (), entry.number)
+                return Found(entry.compiled, (), entry.number, entry.effects)
             changes = changes or found
         return Found(None, changes, len(built))
 
@@ -70,11 +73,12 @@ class Shapes:
         compiled: CompiledStep,
         form: str,
         reads: Reads,
+        effects: Sequence[Effect],
     ) -> None:
         """Add a step, which is the latest from now on, with the Python state that it was captured in."""
         self._described[form] = dict(described)
         built = self._steps.setdefault((signature, variant), [])
-        built.append(_Built(compiled, reads, len(built)))
+        built.append(_Built(compiled, reads, len(built), effects))
         self.latest = compiled
 
     def replace(self, compiled: CompiledStep, replacement: CompiledStep) -> None:

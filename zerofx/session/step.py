@@ -205,6 +205,8 @@ class Step(Whole, Reported):
         taken.update_scale(is_finite=True)
         taken.finish_step(self.options.delayed_update or 0, self.num_steps, compiled.plan)
         self._steps.seeds.end(taken.device)
+        for effect in self._steps.effects:
+            effect.make()
         return self._returned(compiled, taken, results)
 
     def _computed(self, compiled: CompiledStep, taken: TakenOver, batch: Batch) -> list[torch.Tensor]:

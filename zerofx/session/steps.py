@@ -18,6 +18,7 @@ from zerofx.capture.by_size import KnownSizes
 from zerofx.capture.checks import check_batch, device_of
 from zerofx.capture.kept_tensors import tell_kept_tensors
 from zerofx.capture.objective.counted import counted
+from zerofx.capture.objective.module_state import Change
 from zerofx.capture.python_state.watch import PythonState
 from zerofx.capture.traceable import tracing_device
 from zerofx.capture.tracing_settings import passing_settings
@@ -104,6 +105,7 @@ class Steps:
         self._edited = EditedStep()
         self._waits_for_kernels = False
         self._sizes = None if options.lengths is None else KnownSizes()
+        self.effects: Sequence[Change] = ()  # what the latest forward leaves on its modules
         self.num_made = 0  # times that the model was given back, to be taken over anew
         self.before_undoing: Callable[[], None] = lambda: None
         self._awaited: Awaited | None = None
@@ -178,8 +180,9 @@ class Steps:
             self.lenders.agree(self.taken.state)
             advance = advance or self.taken.advance()
             reads = self.python.read(compiled.arguments.constants.values())
-            self.shapes.put(signature, self._variant(), described, compiled, form, reads)
-        self.shapes.latest = compiled
+            found = replace(found, effects=tuple(self.options.objective.effects.values()))
+            self.shapes.put(signature, self._variant(), described, compiled, form, reads, found.effects)
+        self.shapes.latest, self.effects = compiled, found.effects
         if self.lengths is not None:
             self.lengths.note(batch, compiled.plan, has_run=purpose == RUNNING)
         self.lenders.settle(agreed)

@@ -26,7 +26,7 @@ class Evaluation(Objective):
 
     def __init__(self, objective: Objective) -> None:
         super().__init__(objective.loss_fn, objective.forward)
-        self.outside, self.executed = objective.outside, objective.executed
+        self.outside, self.executed, self.reads = objective.outside, objective.executed, objective.reads
 
     def copied(self, memo: dict[int, Any]) -> Objective:
         return Evaluation(super().copied(memo))

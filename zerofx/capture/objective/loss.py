@@ -20,6 +20,7 @@ from zerofx.capture.outside.lent import Lent
 from zerofx.capture.outside.outside import Outside, OutsideFoundError, StandInMaker, StandIns, changed_outside
 from zerofx.capture.python_state.executed import ExecutedCode
 from zerofx.capture.python_state.numbers import NumberInputs
+from zerofx.capture.python_state.reads import Reads
 from zerofx.capture.values.known import KnownValues
 from zerofx.capture.values.watched_calls import Checks
 from zerofx.choices import OutputsOption
@@ -62,7 +63,9 @@ class Objective:
     ``hands_out`` says what is handed out of what the first two return besides the loss.
 
     ``outside`` are the tensors that either of the two uses besides the model's. ``executed`` is the Python code that
-    has run in traces. ``trains``: whether it has gradients.
+    has run in traces, ``reads`` gives the Python state that this may have read, and ``num_watched`` counts the runs in
+    which that was known. ``effects`` are plain values that the forward leaves on its modules for its next calls;
+    ``unread`` names those that change nothing in these. ``trains``: whether it has gradients.
     """
 
     trains = True
@@ -76,6 +79,10 @@ class Objective:
         self.loss_fn, self.forward, self.hands_out = loss_fn, forward, hands_out
         self.outside = Outside(forward or loss_fn, "loss_fn" if forward is None else "forward")
         self.executed = ExecutedCode()
+        self.reads: Callable[[], Reads] | None = None
+        self.effects: dict[str, Change] = {}
+        self.unread: set[str] = set()
+        self.num_watched = 0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Objective) and self._parts == other._parts
@@ -200,7 +207,7 @@ class LossModule(nn.Module):
         self.lent = nn.ModuleList([lender.model for lender in self._lenders])
         self._reached = objective.outside.modules(model)
         self._batch = batch
-        self._objective = objective
+        self.objective = self._objective = objective
         self._num_micro_batches = num_micro_batches
         self._loss_scope = loss_scope
         self._known = known
@@ -233,6 +240,7 @@ class LossModule(nn.Module):
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
         """Put back meanwhile what is left on modules, and forget what functions remember."""
+        before = self._objective.reads() if self._objective.reads and self._objective.executed.globals else None
         with ExitStack() as stack:
             stack.callback(forget_traced)
             # What is reached may have the step's own models in it, and what is offered may not have been used so far.
@@ -242,6 +250,11 @@ class LossModule(nn.Module):
                 stack.enter_context(as_before(lender.model, self.left, self.changed))
             stack.enter_context(as_before(self.model, self.left, self.changed))
             yield
+        if before is not None:
+            self._objective.num_watched += 1
+            self.changed |= {
+                path: None for path in before.put_back() if path.removeprefix("model.") not in self.changed
+            }
 
     def called(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """The loss, and what comes after it, of a call that leaves on modules what it does."""

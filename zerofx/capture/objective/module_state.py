@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.capture.python_state.numbers import is_number
 from zerofx.errors import CaptureError
 from zerofx.torch_private.modules import HOOKS_AND_PARTS, OF_RNNS, TABLES, buffer_table, parameter_table
 from zerofx.torch_private.operators import pytree
@@ -23,11 +24,12 @@ from zerofx.torch_private.tensors import is_traced
 
 @dataclass(frozen=True)
 class Change:
-    """A plain value that a forward has put on a module, which was put back."""
+    """A plain value that a forward has put on a module, which was put back; ``full`` is its name in the model."""
 
     attributes: dict[str, Any]
     name: str
     value: Any
+    full: str
 
     def make(self) -> None:
         """Put it there."""
@@ -98,8 +100,10 @@ def _put_back(
         if isinstance(value, torch.Tensor) or (value is not earlier and _holds_traced(name, value)):
             if value is not earlier and isinstance(earlier, instead_of):
                 left[full] = None
+        elif is_number(value):  # which nobody is to find once the trace has ended
+            changed[full] = None
         elif type(value) in _PLAIN and type(earlier) in _PLAIN and value != earlier:
-            changed[full] = Change(table, name, value)
+            changed[full] = Change(table, name, value, full)
         else:
             continue
         if name in entries:

@@ -25,11 +25,15 @@ from zerofx.units import first_few
 def check_second_call(lossy: LossModule, fakes: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> None:
     """Call a forward twice more, if it has been found to change plain values; warns of numbers that count its calls.
 
-    Values by which later calls are no others stay, for who looks at them.
+    Values by which later calls are no others stay, for who looks at them. Those by which a later call finds in a buffer
+    what the first one has put there are effects of the step.
 
     Raises:
         CaptureError: later calls are not as the first.
     """
+    if not lossy.objective.num_watched:  # the code that the forward runs was known in none of its runs
+        with mode:
+            lossy(*fakes)
     if not lossy.changed:
         return
     values = [*fakes, *(parameter for parameter in lossy.model.parameters() if parameter.requires_grad)]
@@ -40,28 +44,30 @@ def check_second_call(lossy: LossModule, fakes: tuple[torch.Tensor, ...], mode: 
         numbers, later = numbers_of(lossy.model), dict(kept_tensors(lossy.model))
         second = _Run(values)
         written = second.call(lossy, fakes)
-        counts = sorted(name for name, _ in numbers_of(lossy.model).items() - numbers.items())
-    if counts:
-        warn(
-            f"expected a forward that changes no Python values of its modules from call to call, found that it changes "
-            f"{', '.join(counts)}: the step has what they were before it was captured; register what is to change "
-            f"as a buffer"
-        )
-        return
+        counts = {name for name, _ in numbers_of(lossy.model).items() - numbers.items()}
+    plain = {name: change for name, change in lossy.changed.items() if change is not None}
     if first.calls == second.calls:
-        changes = [change for change in lossy.changed.values() if change is not None]
-        for change in changes if len(changes) == len(lossy.changed) else []:  # a flag may tell of hooks
-            change.make()
+        for change in plain.values() if len(plain) == len(lossy.changed) else ():  # a flag may tell of hooks
+            if change.full not in counts:
+                change.make()
+        if counts:
+            lossy.objective.unread |= counts
+            warn(
+                f"expected a forward that changes no Python values of its modules from call to call, found that it "
+                f"changes {first_few(sorted(counts))}: no step changes it; register what is to change as a buffer"
+            )
         return
     tables = {memory_of(tensor) for name, tensor in later.items() if earlier.get(name) is not tensor}
     tables |= {memory for name, memory in first_written.items() if name not in written}
     found_there = tables & second.read
-    if not found_there or found_there & first.follows:
+    if counts or not found_there or found_there & first.follows:
         raise CaptureError(
             f"expected a forward that does in each call what it does in its first, found that later ones do something "
-            f"else, by {first_few(lossy.changed)}: call the model once before zerofx.compile, as a step is captured "
-            f"once"
+            f"else, by {first_few(lossy.changed)}, which it changes itself: call the model once before zerofx.compile, "
+            f"if later calls are alike; else keep in a buffer, or change between steps, what differs from call to call"
         )
+    if not lossy.left and len(plain) == len(lossy.changed):
+        lossy.objective.effects.update(plain)
 
 
 class _Run(TorchDispatchMode):

@@ -89,7 +89,8 @@ def put(container: Any, key: Any, value: Any) -> bool:
 class State:
     """Python state at one moment: ``facts`` by path, and where each of them was read.
 
-    ``sized`` are containers whose number of items was read, with that number; ``objects`` those whose class was.
+    ``sized`` are containers whose number of items was read, with that number; ``objects`` those whose class was;
+    ``iterators`` are paths of what code takes the next of.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -100,6 +101,7 @@ class State:
     sized: list[Sized] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
+    iterators: list[str] = field(default_factory=list)
 
     def add(self, path: str, container: Any, key: Any, value: Any) -> None:
         """Note that ``value`` was read under ``key`` of ``container``."""
@@ -186,17 +188,20 @@ class Reads:
         walk: gives the state as it is now.
         numbers: told of each walk, of which it needs to know where numbers are that steps have as inputs.
         tape: what the step does with such numbers.
+        unread: paths of values that the forward changes, and that change nothing.
     """
 
-    def __init__(self, walk: Callable[[], State], numbers: Numbers, tape: Tape) -> None:
+    def __init__(
+        self, walk: Callable[[], State], numbers: Numbers, tape: Tape, unread: frozenset[str] = frozenset()
+    ) -> None:
         self._walk, self._numbers, self._tape = walk, numbers, tape
-        self._varying = frozenset(numbers.paths)
+        self._varying, self._unread = frozenset(numbers.paths), unread
         self._adopt(walk())
 
     def _adopt(self, state: State) -> None:
         self._state, self._next_hook = state, number_of_next_hook()
         self._numbers.find(state)
-        of_kind = _indices_by_kind(state, self._varying)
+        of_kind = _indices_by_kind(state, self._varying | self._unread)
         self._classes_before = list(map(type, state.objects))
         self._tables = [state.containers[index] for index in of_kind["dict"]]
         self._names = [state.keys[index] for index in of_kind["dict"]]
@@ -227,6 +232,15 @@ class Reads:
     def changes(self) -> list[Change]:
         """The values that are not as they were when the step was captured."""
         return self._differences() or self._broken_assumptions()
+
+    def put_back(self) -> list[str]:
+        """Give what has changed the values that were read, where they are plain; the paths of all that has, and of
+        iterators, which cannot be compared."""
+        changes, state = {change.path for change in self._differences()}, self._state
+        for path, container, key, value in zip(state.paths, state.containers, state.keys, state.values, strict=True):
+            if path in changes and is_plain(value):
+                put(container, key, value)
+        return [*sorted(changes), *state.iterators]
 
     def _broken_assumptions(self) -> list[Change]:
         """What the step assumes of numbers that it has as inputs, and is not so."""
@@ -281,7 +295,8 @@ class Reads:
         changed = [
             Change(path, before.get(path, MISSING), now.facts.get(path, MISSING))
             for path in dict.fromkeys((*before, *now.facts))
-            if path not in self._varying and not _equal(before.get(path, MISSING), now.facts.get(path, MISSING))
+            if path not in self._varying | self._unread
+            and not _equal(before.get(path, MISSING), now.facts.get(path, MISSING))
         ]
         if not changed:
             self._adopt(now)

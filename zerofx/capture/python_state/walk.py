@@ -86,6 +86,8 @@ class _Walk:
         constants: AbstractSet[int],
     ) -> None:
         self.state, self._constants = State(), constants
+        takers = [code for code in executed.globals if "next" in code.co_names]
+        self._taken = {name for code in takers for name in (*code.co_names, *code.co_freevars)}
         self._names, self._executed, self._ignored = names, executed, ignored
         self._seen: dict[int, Any] = {}  # with what it is the identity of, which may be gone otherwise
         self._pending: deque[tuple[str, Any]] = deque()
@@ -117,6 +119,8 @@ class _Walk:
             return
         self.state.add(path, container, key, value)
         self.state.facts[path] = _Same(value) if self._is_constant(value) else _fact(value)
+        if isinstance(value, Iterator) and key in self._taken:
+            self.state.iterators.append(path)
         self._reach(path, value)
 
     def _is_constant(self, value: Any) -> bool:
@@ -177,7 +181,7 @@ class _Walk:
         if is_opaque(function.__module__):
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._read(f"{path}({name})", cell, None, value_at(cell, None))
+            self._read(f"{path}({name})", cell, name, value_at(cell, None))
         for name in OF_FUNCTION if function.__code__ in self._executed.globals else ():
             self._read(f"{path}.{name}", function, name, getattr(function, name))
         self._attributes(path, vars(function))

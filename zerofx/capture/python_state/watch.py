@@ -22,6 +22,8 @@ class PythonState:
     def __init__(self, model: nn.Module, objective: Objective, ignored: tuple[type, ...]) -> None:
         self._objective, self._ignored, self._numbers = objective, ignored, Numbers()
         named = {"model": model, "forward": objective.forward, "loss_fn": objective.loss_fn}
+        self._latest: tuple[int, Reads] | None = None
+        objective.reads = self._reads_of_run
         self._roots = {name: root for name, root in named.items() if root is not None}
 
     def note(self, changes: Sequence[Change]) -> None:
@@ -46,6 +48,7 @@ class PythonState:
             yield
             return
         outside.begin(Tape(is_open=bool(self._numbers.paths)))
+        self._objective.effects.clear()
         if not self._numbers.paths:
             yield
             return
@@ -56,7 +59,15 @@ class PythonState:
     def read(self, constants: Iterable[torch.Tensor]) -> Reads:
         """All that has been read in traces so far, with its values now; ``constants`` are those of the step made."""
         memory = frozenset(tensor.untyped_storage().data_ptr() for tensor in constants)
-        return Reads(lambda: self._state(memory), self._numbers, self._objective.outside.tape)
+        unread = frozenset(f"model.{name}" for name in self._objective.unread)
+        return Reads(lambda: self._state(memory), self._numbers, self._objective.outside.tape, unread)
+
+    def _reads_of_run(self) -> Reads:
+        """The state at the begin of a run; walked through again where it, or the code that is known, has changed."""
+        num_known = len(self._objective.executed.globals)
+        if self._latest is None or self._latest[0] != num_known or self._latest[1].changes():
+            self._latest = num_known, Reads(lambda: self._state(frozenset()), self._numbers, Tape(is_open=False))
+        return self._latest[1]
 
     def _state(self, constants: frozenset[int]) -> State:
         return walk(self._roots, self._objective.executed, self._ignored, constants)
