@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed
 
 from zerofx.errors import RankMismatchError, TierError, UsageError
 from zerofx.runtime.comm.control import Control
+from zerofx.runtime.state.held import looked_at
 from zerofx.runtime.state.state import process_group
 
 
@@ -22,6 +23,7 @@ class Life:
         self.closed = False
         self.showing = False  # the model has its whole parameters, or may be looked at as if it had
         self.failure = ""
+        self.parameters: Iterable[torch.Tensor] = ()  # the model's, once a step has taken it over
 
     @property
     def failed(self) -> str:
@@ -73,6 +75,7 @@ class Life:
         """While open, the model may be looked at whether or not its parameters have values."""
         before, self.showing = self.showing, True
         try:
-            yield
+            with looked_at(self.parameters):
+                yield
         finally:
             self.showing = before

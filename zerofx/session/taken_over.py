@@ -36,6 +36,7 @@ from zerofx.scheduler.plan.units import unit_of
 from zerofx.session.guards import ParameterWatch, guard_model
 from zerofx.session.lending.lenders import Lenders
 from zerofx.session.life import Life
+from zerofx.torch_private.dispatch import without_torch_functions
 from zerofx.torch_private.optimizers import note_step
 from zerofx.units import first_few
 
@@ -77,6 +78,7 @@ class TakenOver:
             weights = values.source(self.state.parameters, device, communicators)
             with becoming_real(model):
                 self.state.take_over(weights, compiled.plan)
+        life.parameters = tuple(self.state.parameters.values())
         self.runtime = Runtime(built.layout, communicators, device, tiers)
         if self.runtime.notice:
             warn(self.runtime.notice)
@@ -110,7 +112,8 @@ class TakenOver:
 
     def changed(self) -> str:
         """Which parameters are to be trained that were not when the model was taken over, or not any more, in words."""
-        now = {name: parameter.requires_grad for name, parameter in self.state.parameters.items()}
+        with without_torch_functions():  # which parameters that are held have
+            now = {name: parameter.requires_grad for name, parameter in self.state.parameters.items()}
         if now == self._trained:
             return ""
         kinds = {"trained": True, "frozen": False}
