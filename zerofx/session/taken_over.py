@@ -98,7 +98,7 @@ class TakenOver:
         life, state = self._life, self.state
         self.watch = ParameterWatch(self.model)
         if not state.resident and not self.guards:
-            self.guards = guard_model(self.model, lambda: life.showing or state.resident)
+            self.guards = guard_model(self.model, lambda: life.showing or life.looked_at or state.resident)
 
     @functools.cached_property
     def layers(self) -> tuple[str, ...]:
@@ -210,22 +210,24 @@ class TakenOver:
         Where the block raises, nothing is written back.
         """
         life, state = self._life, self.state
-        life.check_world()
-        life.control.meet("enter full_parameters()")
-        with life.control.together("show the whole parameters"):
-            state.flush()
-            if not state.resident:
-                state.show_parameters()
-        life.showing, done = True, False
+        with life.alone("enter full_parameters()"):
+            life.check_world()
+            life.control.meet("enter full_parameters()")
+            with life.control.together("show the whole parameters"):
+                state.flush()
+                if not state.resident:
+                    state.show_parameters()
+            life.showing, done = True, False
         try:
             yield
             done = True
         finally:
-            life.showing = False
-            if write_back and done:
-                state.write_back()
-            state.hide_parameters()
-            self.watch.renew()  # what the block has replaced is for the next step to tell
+            with life.alone("leave full_parameters()", waits=True):
+                life.showing = False
+                if write_back and done:
+                    state.write_back()
+                state.hide_parameters()
+                self.watch.renew()  # what the block has replaced is for the next step to tell
 
     def give_back(self) -> None:
         """Give model and optimizer all their values back; collective."""
