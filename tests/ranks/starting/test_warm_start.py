@@ -336,6 +336,16 @@ def test_a_kept_step_has_no_function_of_the_optimizers(starts: Starts, tmp_path:
     assert "def adamw_scalars(" in source and "_scalars" not in text and "def " not in text
 
 
+def test_generated_files_are_not_read_back(starts: Starts, tmp_path: Path) -> None:
+    first = starts.see()
+    mark = tmp_path / "executed"
+    files = list((tmp_path / "dumps").rglob("*.py"))
+    assert files
+    for file in files:
+        file.write_text(f"open({str(mark)!r}, 'w').close()")
+    assert starts.see() == first and not mark.exists()
+
+
 def test_a_step_for_another_update_is_a_cold_start(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     starts.is_built()
     monkeypatch.setattr(optimizer_state, "_text", lambda program: "other code of the optimizer")
