@@ -37,7 +37,7 @@ from zerofx.ir import ops
 from zerofx.ir.facts import Role, delayed_bucket, origin, placeholder, value
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of, times_held
-from zerofx.ir.serialise import Name
+from zerofx.ir.serialise import Name, normal_name
 from zerofx.ir.streams import runs_on_host, stream_of
 from zerofx.ir.text import type_text
 from zerofx.scheduler.cost.liveness import Liveness
@@ -100,7 +100,8 @@ def _name_regions(instructions: Sequence[Instruction]) -> tuple[dict[str, str], 
     for region in instructions:
         if not isinstance(region, Region) or region.key in names:
             continue
-        words = [word for word in re.split(r"\W+", region.unit or region.origin.layer) if word.isidentifier()]
+        layer = normal_name(region.unit or region.origin.layer)
+        words = [word for word in re.split(r"\W+", layer) if word.isidentifier()]
         stem = "_".join([*words[:2], str(region.origin.phase)])
         number, name = 1, stem
         while name in used:

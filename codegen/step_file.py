@@ -1,8 +1,13 @@
-"""An emitted file: what stands in it, and its Python text. A comment cannot leave its line."""
+"""An emitted file: what stands in it, and its Python text.
+
+A line of code is broken where it is longer than a person reads, between words that are outside of texts. Its comment is
+put after that, and never broken: whatever it says, it ends where its line does.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +18,9 @@ from zerofx.ir.serialise import Name
 
 ITEM = "getitem"  # the function of a call that takes one value out of several
 RUNTIME = "runtime."  # begins the function of a call on the runtime
-_WIDTH = 100
+_WIDTH = 100  # columns of a line of code, beyond which it is broken
+_TEXT = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""  # as repr writes one
+_WORD = re.compile(rf"""(?:{_TEXT}|[^ '"])+""")
 # What the emitted functions call or are given: no value of the step may be called so.
 RESERVED = frozenset(
     {"aten", "batch", "float", "inputs", "range", "runtime", "state", "step", "torch", "turn", "x", "_"}
@@ -131,7 +138,7 @@ def region_text(region: RegionText) -> str:
     if region.num_inputs:
         lines += wrapped(f"    {_tuple([f'x{i}' for i in range(region.num_inputs)])} = inputs")
     lines.append("    inputs.clear()")
-    lines += [f"    {_call_text(call)}" for call in region.calls]
+    lines += [f"    {_call_text(call)}{_comment(call.note)}" for call in region.calls]
     lines += wrapped(f"    return {_tuple(region.outputs)}")
     return "\n".join(lines)
 
@@ -150,7 +157,7 @@ def _call_text(call: CallLine) -> str:
     statements = [f"{left} = {text}" if left else text] if text else []
     if call.dead:
         statements.append(f"del {', '.join(call.dead)}")
-    return "; ".join(statements) + (f"  # {_line(call.note)}" if call.note else "")
+    return "; ".join(statements)
 
 
 def _lines(body: Iterable[Line], indent: str) -> Iterator[str]:
@@ -160,7 +167,7 @@ def _lines(body: Iterable[Line], indent: str) -> Iterator[str]:
                 yield ""
                 yield f"{indent}# {_line(call)}"
             case CallLine():
-                yield from wrapped(f"{indent}{_call_text(call)}")
+                yield from wrapped(f"{indent}{_call_text(call)}", call.note)
             case RegionCall():
                 yield from _region_call(call, indent)
             case Repeated():
@@ -195,7 +202,7 @@ def _region_call(call: RegionCall, indent: str) -> Iterator[str]:
         text = f"runtime.{call.host}({call.region}, x{more})"
     else:
         text = f"{call.region}(x)"
-    yield from wrapped(f"{indent}{left}{text}  # {_line(call.note)}")
+    yield from wrapped(f"{indent}{left}{text}", call.note)
 
 
 def literal(argument: Any) -> str:
@@ -225,18 +232,21 @@ def _line(comment: str) -> str:
     return comment if comment.isprintable() else ascii(comment)
 
 
-def wrapped(line: str) -> list[str]:
-    """A long line broken after commas inside its brackets, so that it stays readable and stays one statement."""
-    if len(line) <= _WIDTH or ("(" not in line and "[" not in line):
-        return [line]
-    indent = len(line) - len(line.lstrip())
-    words, lines, depth = line.strip().split(" "), [], 0
-    current = " " * indent
-    for word in words:
-        comment = word.startswith("#")
-        if depth > 0 and not comment and len(current) + len(word) > _WIDTH:
+def _comment(note: str) -> str:
+    return f"  # {_line(note)}" if note else ""
+
+
+def wrapped(code: str, note: str = "") -> list[str]:
+    """A line of code with its comment; where it is long, broken at blanks inside its brackets, but not inside texts."""
+    if len(code) <= _WIDTH:
+        return [code + _comment(note)]
+    indent = len(code) - len(code.lstrip())
+    lines, depth, current = [], 0, " " * indent
+    for word in _WORD.findall(code):
+        if depth > 0 and len(current) + len(word) > _WIDTH:
             lines.append(current.rstrip())
             current = " " * (indent + 4)
         current += word + " "
-        depth += sum(word.count(c) for c in "([") - sum(word.count(c) for c in ")]")
-    return [*lines, current.rstrip()]
+        brackets = re.sub(_TEXT, "", word)
+        depth += sum(map(brackets.count, "([")) - sum(map(brackets.count, ")]"))
+    return [*lines, current.rstrip() + _comment(note)]

@@ -1,24 +1,31 @@
 """An emitted file as data, written to and read from JSON.
 
 A file that is kept for the next run is kept as this data, never as text. What is read can say no more than what is
-written here: call operators of torch and of zerofx, methods of the runtime and the file's own regions, on names and
-plain values. Each name and each operator is checked where it is read.
+written here: call operators of torch and of zerofx, methods of the runtime and the file's own regions, on values that
+the function has and on plain ones. Each name, operator, value and note is checked where it is read; titles, which say
+what layers are called, may be any text.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple
 from typing import Any
+
+import torch
 
 from zerofx.codegen.step_file import ITEM, RESERVED, RUNTIME, CallLine, Line, RegionCall, RegionText, Repeated, StepFile
 from zerofx.ir import ops
 from zerofx.ir.serialise import NAMESPACES, Name, decoded, encoded, named_operator
 
-_EVENTS = frozenset(RUNTIME + str(getattr(event, "__name__")).partition(".")[0] for event in ops.EVENTS)  # noqa: B009
+# The methods of the runtime that a file may call.
+EVENTS = frozenset(RUNTIME + str(getattr(event, "__name__")).partition(".")[0] for event in ops.EVENTS)  # noqa: B009
 _HOSTS = ("", "host", "host_later")
 _NOTHING = "_"  # what no line reads
+_VALUES = (type(None), bool, int, float, str, torch.dtype, torch.layout, torch.memory_format, torch.device)
+# Types of values, with the role of what is taken; bytes live, and the stream.
+_NOTE = re.compile(r"[\w\[\](), ]*|(release  # )?live [\w., -]+ \| [\w, ]+", re.ASCII)
 
 
 def as_data(file: StepFile) -> list[Any]:
@@ -48,10 +55,55 @@ def step_file_of(data: list[Any]) -> StepFile:
     functions = frozenset(region.name for region in read.values())
     if len(functions) != len(read):
         raise ValueError("regions of one name")
-    return StepFile(
-        str(header), read, _taken(state), _taken(batch),
+    for region in read.values():
+        if any(call.function in EVENTS for call in region.calls):
+            raise ValueError(f"expected a region that calls operators, found {region}")
+        _check_names(region.calls, {f"x{i}" for i in range(region.num_inputs)}, region.outputs)
+    file = StepFile(
+        _text(header), read, _taken(state), _taken(batch),
         tuple(_line_of(line, functions) for line in body), _names(outputs),
     )  # fmt: skip
+    _check_names(file.body, {name for name, _, _ in (*file.state, *file.batch)}, file.outputs)
+    return file
+
+
+def _check_names(lines: Iterable[Line], given: set[str], outputs: Iterable[str]) -> None:
+    """Check that a function reads its own values alone, and no name from outside, such as a builtin's.
+
+    In which order does not matter: what is assigned anywhere in a function is its own from its first line.
+    """
+    own, read = {*given}, {*outputs}
+    for line in _with_inner(lines):
+        match line:
+            case CallLine():
+                own.update(line.targets)
+                read.update(line.dead, _names_in((*line.args, *(value for _, value in line.keywords))))
+            case RegionCall():
+                own.update(line.outputs)
+                read.update(line.dead, line.inputs)
+            case Repeated():
+                own.update(name for name, *_ in (*line.batch, *line.lists, *line.carried))
+                read.update(value for _, value in (*line.lists, *line.carried))
+    if not read <= own:
+        raise ValueError(f"expected a function that reads its own values, found {sorted(read - own)}")
+
+
+def _with_inner(lines: Iterable[Line]) -> Iterator[Line]:
+    for line in lines:
+        yield line
+        if isinstance(line, Repeated):
+            yield from line.body
+
+
+def _names_in(arguments: Iterable[Any]) -> Iterator[str]:
+    """The names in arguments, which have nothing besides plain values, and lists and tuples of them."""
+    for argument in arguments:
+        if isinstance(argument, Name):
+            yield argument.text
+        elif isinstance(argument, list | tuple):
+            yield from _names_in(argument)
+        elif not isinstance(argument, _VALUES):
+            raise ValueError(f"expected a plain value, found {argument!r}")
 
 
 def _call_data(call: CallLine) -> list[Any]:
@@ -73,7 +125,7 @@ def _line_data(line: Line) -> list[Any] | str:
 
 def _line_of(data: list[Any] | str, functions: frozenset[str]) -> Line:
     if isinstance(data, str):
-        return data
+        return data  # a title
     kind, *rest = data
     if kind == "call":
         return _call_of(rest)
@@ -86,7 +138,7 @@ def _line_of(data: list[Any] | str, functions: frozenset[str]) -> Line:
     region, inputs, outputs, dead, host, bucket, note = rest
     if region not in functions or host not in _HOSTS or type(bucket) not in (int, type(None)):
         raise ValueError(f"expected a call of a region, found {data!r}")
-    return RegionCall(region, _names(inputs), _names(outputs), _names(dead), host, bucket, str(note))
+    return RegionCall(region, _names(inputs), _names(outputs), _names(dead), host, bucket, _note(note))
 
 
 def _line_of_round(data: list[Any] | str, functions: frozenset[str]) -> CallLine | RegionCall | str:
@@ -98,16 +150,18 @@ def _line_of_round(data: list[Any] | str, functions: frozenset[str]) -> CallLine
 
 def _call_of(data: list[Any]) -> CallLine:
     function, args, keywords, targets, unpacks, dead, note = data
-    if function and function != ITEM and function not in _EVENTS:
+    if (function == ITEM and len(args) != 2) or (not function and (args or keywords or targets)):
+        raise ValueError(f"expected a call, found {data!r}")
+    if function and function != ITEM and function not in EVENTS:
         named_operator(function, NAMESPACES)
     arguments = tuple((Name(key).text, decoded(argument)) for key, argument in keywords)
     return CallLine(
-        function, tuple(map(decoded, args)), arguments, _names(targets), bool(unpacks), _names(dead), str(note)
+        function, tuple(map(decoded, args)), arguments, _names(targets), bool(unpacks), _names(dead), _note(note)
     )
 
 
 def _taken(data: list[list[str]]) -> tuple[tuple[str, str, str], ...]:
-    return tuple((_name(name), str(key), str(comment)) for name, key, comment in data)
+    return tuple((_name(name), _text(key), _note(comment)) for name, key, comment in data)
 
 
 def _pairs(data: Iterable[Any]) -> tuple[tuple[str, str], ...]:
@@ -123,6 +177,19 @@ def _name(data: Any) -> str:
     if text in RESERVED and text != _NOTHING:
         raise ValueError(f"expected a name of the step's own, found {text!r}")
     return text
+
+
+def _note(data: Any) -> str:
+    text = _text(data)
+    if not _NOTE.fullmatch(text):
+        raise ValueError(f"expected a note that is written to a step, found {text!r}")
+    return text
+
+
+def _text(data: Any) -> str:
+    if not isinstance(data, str):
+        raise ValueError(f"expected a text, found {data!r}")
+    return data
 
 
 def _key(text: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 
 from zerofx.errors import UsageError
 
@@ -18,10 +19,10 @@ def parse_bytes(text: str) -> int:
     Raises:
         UsageError: the text is no size.
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+(?=\s*[a-zA-Z]))?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30}(?=\s*[a-zA-Z]))?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _BYTES:
         raise UsageError(f"expected a size such as '24GiB', '80GB' or a number of bytes, found {text!r}")
-    return int(float(match[1]) * _BYTES[match[2].lower()])
+    return int(Fraction(match[1]) * _BYTES[match[2].lower()])
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,10 @@ _FLOAT64_OF_FLOAT32 = 0.5
 MEASURED = "-measured"  # ends the name of a machine that was measured, not read from a datasheet
 
 
+# No machine has less or more of anything; times and bytes that are computed of such numbers are finite.
+_LEAST, _MOST = 1e-30, 1e30
+
+
 class _Facts:
     """Numbers of a machine, all positive and finite; a latency may be 0."""
 
@@ -33,9 +36,13 @@ class _Facts:
             if (
                 isinstance(value, (int, float))
                 and not isinstance(value, bool)
-                and not (math.isfinite(value) and (value > 0 or (value == 0 and "latency" in field.name)))
+                and not ((0 if "latency" in field.name else _LEAST) <= value <= _MOST)
             ):
-                raise UsageError(f"{type(self).__name__}.{field.name} must be positive and finite, found {value}")
+                shown = value if isinstance(value, float) else f"{float(value):g}" if abs(value) < _MOST else "more"
+                raise UsageError(
+                    f"{type(self).__name__}.{field.name} must be positive and finite, found {shown}: give it as "
+                    f"{_LEAST:g} to {_MOST:g}"
+                )
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ Axes = tuple[Axis, ...]
 AXES: Axes = ("replicate", "shard", "model")  # outer to inner
 SHARD: Axes = ("shard",)  # what one axis is called
 MODEL: Axes = ("model",)
+_MOST_RANKS = 2**24  # some hundred times the devices of the largest machines
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Mesh:
     """Ranks along ``replicate`` (the same slices), ``shard`` (slices of one bucket) and ``model`` (one computation).
 
     Raises:
-        UsageError: an axis has no rank.
+        UsageError: an axis has no rank, or there are more than any machine has.
     """
 
     replicate: int = 1
@@ -42,6 +43,11 @@ class Mesh:
                 raise UsageError(
                     f"expected a number of ranks, 1 or more, on the axis {axis!r} of a mesh, found {size!r}"
                 )
+        if self.num_ranks > _MOST_RANKS:
+            raise UsageError(
+                f"expected a mesh of at most {_MOST_RANKS:,} ranks, found one of 2**{self.num_ranks.bit_length() - 1} "
+                f"or more"
+            )
 
     @property
     def num_ranks(self) -> int:

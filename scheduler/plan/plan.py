@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from zerofx.disk.own_files import write_text
+from zerofx.disk.named_files import read_named, write_named
 from zerofx.errors import PlanError
 from zerofx.json_format import ONLY_IF_SET, as_data, typed
 from zerofx.scheduler.plan.decisions import (
@@ -212,7 +212,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file, for ``zerofx.compile(plan=path)``; a file that exists is replaced."""
-        write_text(path, self.to_json())
+        write_named(path, self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -222,7 +222,7 @@ class Plan:
             PlanError: there is no such file, or it holds no plan of this format.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_named(path)
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"expected a plan in the file {path}, found none: {error}") from error
         return Plan.from_json(text)

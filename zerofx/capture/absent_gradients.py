@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zerofx.errors import UsageError
+from zerofx.torch_private.dispatch import without_torch_functions
 from zerofx.torch_private.operators import pytree
 from zerofx.torch_private.tensors import without_memory
 
@@ -99,11 +100,12 @@ class AbsentGradients:
 
     def put(self) -> None:
         """Have them where there is no gradient."""
-        for parameter in self._trained:
-            if parameter.grad is None:
-                # Made here, not earlier: a model without values gets its device with them.
-                absent = AbsentGradient.of(parameter.shape, parameter.dtype, parameter.device)
-                parameter.grad = self._absent[parameter] = absent
+        with without_torch_functions():  # which parameters that are held have
+            for parameter in self._trained:
+                if parameter.grad is None:
+                    # Made here, not earlier: a model without values gets its device with them.
+                    absent = AbsentGradient.of(parameter.shape, parameter.dtype, parameter.device)
+                    parameter.grad = self._absent[parameter] = absent
 
     def remove(self) -> None:
         """Leave parameters without a gradient, or with what a backward pass of the user's own has added."""

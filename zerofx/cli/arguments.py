@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,12 +25,16 @@ from zerofx.choices import (
     StateDtype,
     WireOption,
 )
+from zerofx.disk.named_files import read_named
 from zerofx.errors import UsageError
 from zerofx.scheduler.cost.machine import Machine
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 def find_function(where: str) -> Callable[[], Any]:
@@ -114,7 +119,12 @@ def make_training(where: str, device: str) -> tuple[nn.Module, torch.optim.Optim
 
 def read_machine(name: str) -> Machine:
     """A built-in machine, or one from a .json file."""
-    return Machine.from_json(Path(name).read_text(encoding="utf-8")) if name.endswith(".json") else Machine.named(name)
+    if not name.endswith(".json"):
+        return Machine.named(name)
+    try:
+        return Machine.from_json(read_named(name))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"expected the JSON of a machine in {name}, found no text: {error}") from error
 
 
 def parse_budget(_context: click.Context, _option: click.Parameter, text: str | None) -> str | float | None:
@@ -135,7 +145,7 @@ def parse_mesh(
     sizes: dict[str, int] = {}
     for entry in text.split(","):
         axis, _, size = entry.strip().partition("=")
-        if not size.isdigit() or axis in sizes:
+        if not _NUMBER.fullmatch(size) or axis in sizes:
             raise click.BadParameter(
                 f"expected axes, each once, with numbers of ranks, such as replicate=2,shard=8, found {entry!r}"
             )
@@ -160,7 +170,7 @@ def _parse_offload(_context: click.Context, _option: click.Parameter, text: str)
 def _parse_accumulate(_context: click.Context, _option: click.Parameter, text: str) -> AccumulateOption:
     if text == "auto":
         return "auto"
-    if not text.isdigit():
+    if not _NUMBER.fullmatch(text):
         raise click.BadParameter(f"expected a number of micro-batches, or auto, found {text!r}")
     return int(text)
 
@@ -208,6 +218,21 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def _device_named(name: str) -> str:
+    """Raises:
+    UsageError: it is no device that is here.
+    """
+    import torch  # as above
+
+    num_gpus = torch.cuda.device_count()
+    match = re.fullmatch(r"(cpu|cuda|meta)(?::([0-9]{1,4}))?", name)  # with meta, what has no values says so itself
+    is_here = match is not None and int(match[2] or 0) < (num_gpus if match[1] == "cuda" else 1)
+    if not is_here:
+        there = "cpu" + (f", cuda:0 to cuda:{num_gpus - 1}" if num_gpus else ", and no GPU that torch sees")
+        raise UsageError(f"expected --device to be one that is here ({there}), found {name!r}")
+    return name
+
+
 @contextmanager
 def world(device: str | None) -> Iterator[tuple[int, str]]:
     """This process's rank and device, joined with the others that ``torchrun`` has started, if there are any."""
@@ -215,7 +240,7 @@ def world(device: str | None) -> Iterator[tuple[int, str]]:
     import torch.distributed as dist
 
     rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-    here = device or (f"cuda:{local}" if torch.cuda.is_available() else "cpu")
+    here = _device_named(device) if device else f"cuda:{local}" if torch.cuda.is_available() else "cpu"
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield rank, here
         return

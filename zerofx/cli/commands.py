@@ -21,10 +21,21 @@ from zerofx.cli.arguments import (
     training_options,
     world,
 )
+from zerofx.disk.named_files import as_utf8
 from zerofx.errors import UsageError, ZeroFXError
 from zerofx.scheduler.cost.catalog import built_in_machines
 from zerofx.scheduler.cost.machine import Link, Machine
 from zerofx.units import format_bytes, format_seconds, parse_bytes
+
+
+def _say(text: str, *, err: bool = False) -> None:
+    """Print a text, or say why that cannot be."""
+    try:
+        click.echo(as_utf8(text), err=err)
+    except BrokenPipeError:
+        raise  # who reads has seen enough
+    except OSError as error:
+        raise _Refused(f"standard output: {error.strerror}") from error
 
 
 class _Refused(click.ClickException):
@@ -90,7 +101,7 @@ def plan_command(
             model, optimizer, batch, machine=read_machine(machine), loss_fn=loss_fn, forward=forward, **options
         )
         schedule = planned.schedule()
-        click.echo(f"{planned}\n\n{planned.plan}\n\n{schedule.table(fold=not full)}")
+        _say(f"{planned}\n\n{planned.plan}\n\n{schedule.table(fold=not full)}")
         report = planned.report(f"{type(model).__name__} with {type(optimizer).__name__}")
         if save is not None:
             report.save(save)
@@ -128,7 +139,7 @@ def tune_command(
         model, optimizer, batch, loss_fn, forward = make_training(where, here)
         result = zerofx.tune(model, optimizer, batch, save=save, loss_fn=loss_fn, forward=forward, **options)
     if rank == 0:
-        click.echo(f"{result}\n\n{result.plan}")
+        _say(f"{result}\n\n{result.plan}")
         _say_written(save)
 
 
@@ -142,7 +153,7 @@ def report_command(plan_file: Path, full: bool, html: Path | None) -> None:
 
     with _clean_errors():
         saved = SavedPlan.load(plan_file)
-        click.echo(f"{saved.title}\n\n{saved.plan}\n\n{saved.schedule.table(fold=not full)}")
+        _say(f"{saved.title}\n\n{saved.plan}\n\n{saved.schedule.table(fold=not full)}")
         if html is not None:
             saved.to_html(html)
     _say_written(html)
@@ -179,15 +190,15 @@ def opt_command(
     with _clean_errors():
         plan = None if plan_file is None else Plan.load(plan_file)
         if list_all:
-            click.echo("\n".join(opt.listed()))
+            _say("\n".join(opt.listed()))
         elif print_pipeline:
-            click.echo(opt.print_pipeline(passes, phase, plan))
+            _say(opt.print_pipeline(passes, phase, plan))
         elif source is None:
             raise UsageError(
                 "expected GRAPH.json, found no argument: `zerofx plan ... --save-graph GRAPH.json` makes it"
             )
         else:
-            click.echo(opt.rewritten(source, passes, phase, plan, save, every=print_after_all))
+            _say(opt.rewritten(source, passes, phase, plan, save, every=print_after_all))
             _say_written(save)
 
 
@@ -240,8 +251,8 @@ def machines_command(measure: bool, nvme: str | None) -> None:
             return
     rows = [_machine_row(machine) for machine in machines]
     align = ("left", *["right"] * (len(headers) - 1))
-    click.echo(tabulate(rows, headers, colalign=align, disable_numparse=True, tablefmt="simple"))
-    click.echo(
+    _say(tabulate(rows, headers, colalign=align, disable_numparse=True, tablefmt="simple"))
+    _say(
         "\nbandwidth: memory, read plus written. float32, bfloat16, float16: dense peaks of matrix multiplication, in\n"
         "FLOP/s. within node, between: links in one direction, and seconds a hop; between nodes, one device's share.\n"
         "a node: devices, and host memory that they share."
@@ -254,12 +265,12 @@ def doctor_command() -> None:
     from zerofx.cli.doctor import examine  # as there
 
     for line in examine():
-        click.echo(line)
+        _say(line)
 
 
 def _say_written(*paths: Path | None) -> None:
     for path in filter(None, paths):
-        click.echo(f"wrote {path}", err=True)
+        _say(f"wrote {path}", err=True)
 
 
 @contextmanager
@@ -267,7 +278,7 @@ def _clean_errors() -> Iterator[None]:
     try:
         yield
     except ZeroFXError as error:
-        raise _Refused(str(error)) from error
+        raise _Refused(as_utf8(str(error))) from error
     except OSError as error:
         if error.filename is None:  # not about a file that was asked for
             raise

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from zerofx.disk.cache import MALFORMED
-from zerofx.disk.own_files import write_text
+from zerofx.disk.named_files import read_named, write_named
 from zerofx.driver.captures import Captures
 from zerofx.driver.kept.step import layout_data, read_layout
 from zerofx.errors import UsageError
@@ -110,7 +110,7 @@ class SavedGraph:
                 f"expected a graph of torch's own operators, with constants of a few elements, to save in {path}, "
                 f"found {error}"
             ) from error
-        write_text(path, text)
+        write_named(path, text)
 
     @staticmethod
     def load(path: str | Path) -> SavedGraph:
@@ -120,7 +120,7 @@ class SavedGraph:
             UsageError: there is no such file, or it has no graph.
         """
         try:
-            return _read(Path(path).read_text(encoding="utf-8"))
+            return _read(read_named(path))
         except (OSError, *MALFORMED) as error:
             raise UsageError(
                 f"expected a graph in the file {path}, found none ({type(error).__name__}: {error}): save one with "

@@ -6,6 +6,7 @@ import functools
 import json
 import operator
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -50,12 +51,17 @@ class NotStorableError(Exception):
     """The graph has what has no text; the message says what."""
 
 
+def normal_name(text: str) -> str:
+    """A name as Python reads it, which takes some letters for others."""
+    return text if text.isascii() else unicodedata.normalize("NFKC", text)
+
+
 @dataclass(frozen=True, slots=True)
 class Name:
     """A name in a program: an argument that is what the name stands for.
 
     Raises:
-        ValueError: Python has no such name.
+        ValueError: Python has no such name, or reads it as another.
     """
 
     text: str
@@ -63,6 +69,8 @@ class Name:
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text.isidentifier() or iskeyword(self.text):
             raise ValueError(f"expected a name, found {self.text!r}")
+        if self.text != normal_name(self.text):
+            raise ValueError(f"expected a name as Python reads it, found {self.text!r}")
 
 
 def to_json(step: StepGraph, namespaces: frozenset[str] = TORCH_NAMESPACES) -> str:

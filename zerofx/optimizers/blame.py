@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from types import FrameType
 
 from zerofx.errors import OptimizerError
@@ -41,4 +42,20 @@ def looks_at_shapes(name: str) -> OptimizerError:
         f"expected an optimizer whose update is elementwise, found that {name} treats parameters of different shapes "
         f"differently, and a flat shard holds pieces of many parameters: put its kinds of parameters in separate "
         f"optimizers"
+    )
+
+
+def does_not_step(name: str, states: Iterable[str], error: Exception) -> OptimizerError:
+    """The error for the optimizer ``name``, whose ``step()`` has raised ``error`` with the states that it has."""
+    there = sorted(states)
+    if isinstance(error, KeyError) and there:
+        return OptimizerError(
+            f"expected {name}.step() to run with the states that it has ({', '.join(there)}), found that it looks for "
+            f"{error}, which it makes in its first step alone, in eager mode too: an option such as amsgrad "
+            f"was switched on since; switch it off again, or call step.close(), and build and compile the optimizer "
+            f"anew with it"
+        )
+    return OptimizerError(
+        f"expected {name}.step() to run on one flat parameter with state {there}, found {type(error).__name__}: "
+        f"{error}; use an optimizer that steps without a closure and takes parameters of any shape"
     )

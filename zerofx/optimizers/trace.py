@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from zerofx.errors import OptimizerError
+from zerofx.optimizers.blame import does_not_step
 from zerofx.optimizers.recorder import OpRecord, Ref, UpdateRecorder
 from zerofx.optimizers.scalars import BranchGuard, Expr, GuardTape, Operand, StateScalar, TrackedScalar, lost_scalar
 from zerofx.optimizers.shadow import (
@@ -223,10 +224,7 @@ def trace_step(
     except OptimizerError:
         raise
     except Exception as error:
-        raise OptimizerError(
-            f"expected {name}.step() to run on one flat parameter with state {sorted(inputs.names)}, found "
-            f"{type(error).__name__}: {error}; a state that an option switched on later needs cannot be added half-way"
-        ) from error
+        raise does_not_step(name, inputs.names, error) from error
     options_read = frozenset(traced_group.read)
     _check_side_effects(recorder, shadow, hypers, param, counters)
     flat, scalars = _states_after(recorder, state.get(param, {}))

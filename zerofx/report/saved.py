@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from zerofx.disk.own_files import write_text
+from zerofx.disk.named_files import read_named, write_named
 from zerofx.errors import PlanError
 from zerofx.json_format import typed
 from zerofx.lowering.lower import LoweredStep
@@ -45,7 +45,7 @@ class SavedPlan:
         """Write the file; one that exists is replaced."""
         entry = {"title": self.title, "limits": dict(self.limits), **asdict(replace(self.schedule, rows=()))}
         text = json.dumps({**json.loads(self.plan.to_json()), _ENTRY: entry}, separators=(",", ":"))
-        write_text(path, text)
+        write_named(path, text)
 
     @staticmethod
     def load(path: str | Path) -> SavedPlan:
@@ -55,7 +55,7 @@ class SavedPlan:
             PlanError: there is no such file, or it has no plan, or no schedule.
         """
         plan = Plan.load(path)
-        entry = json.loads(Path(path).read_text(encoding="utf-8")).get(_ENTRY)
+        entry = json.loads(read_named(path)).get(_ENTRY)
         if entry is None:
             raise PlanError(
                 f"expected a plan with its schedule in {path}, found the plan alone: save it with "

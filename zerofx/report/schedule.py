@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import fx
 
 from zerofx.codegen.regions import Event, Instruction
-from zerofx.disk.own_files import write_text
+from zerofx.disk.named_files import write_named
 from zerofx.ir import ops
 from zerofx.ir.aliasing import bound_arguments, is_view, storage_bytes, storage_source, tensors_of
 from zerofx.ir.facts import copied_from, origin, tier_of
@@ -64,13 +64,13 @@ class Schedule:
         """All fields as JSON, in bytes and seconds; also written to ``path`` if one is given."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
         if path is not None:
-            write_text(path, text)
+            write_named(path, text)
         return text
 
     def to_chrome_trace(self, path: str | Path) -> None:
         """Write a trace for https://ui.perfetto.dev or chrome://tracing: a track a stream, and memory curves."""
         trace = chrome_trace(self.rows, self.instructions, self.memory, self.slower_memory)
-        write_text(path, json.dumps(trace))
+        write_named(path, json.dumps(trace))
 
     def to_html(
         self,
@@ -86,7 +86,7 @@ class Schedule:
         ``limits`` are bytes to draw over the memory curve, by what they are (``{"device": 80 * 2**30}``); ``notes``,
         such as ``str(plan)``, can be opened below what was decided.
         """
-        write_text(path, page(self, title, limits or {}, notes))
+        write_named(path, page(self, title, limits or {}, notes))
 
     def __str__(self) -> str:
         return self.table()

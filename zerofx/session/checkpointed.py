@@ -81,7 +81,7 @@ class Checkpointed:
         own = check_state(state)
         taken = self._taken_for("save a checkpoint")
         self.finish_saving()
-        with working("save a checkpoint"), torch.no_grad():
+        with self._life.alone("save a checkpoint"), working("save a checkpoint"), torch.no_grad():
             self._finish_updates(taken, "save a checkpoint")
             about = (taken.training, self._names(), self._numbers(), own, Path(path), keep)
             if not asynchronous:
@@ -140,8 +140,8 @@ class Checkpointed:
                 "zerofx.compile weights= in its place"
             )
         self.finish_saving()
-        control.meet("load a checkpoint")
-        with working("load a checkpoint"), torch.no_grad():
+        with life.alone("load a checkpoint"), working("load a checkpoint"), torch.no_grad():
+            control.meet("load a checkpoint")
             with life.unguarded():
                 optimizer = None if weights_only else self.optimizer
                 checked = check(Path(path), self.model, optimizer, own, control, steps.mesh.model)
@@ -169,7 +169,7 @@ class Checkpointed:
         from zerofx.checkpoints.stateful import state_of
 
         taken = self._taken_for("take the state of a step")
-        with working("take the state of a step"), torch.no_grad():
+        with self._life.alone("take the state of a step"), working("take the state of a step"), torch.no_grad():
             self._finish_updates(taken, "take the state of a step")
             return state_of(taken.training, self._names(), self._numbers())
 
@@ -198,7 +198,7 @@ class Checkpointed:
             check_histories(given, taken.layout)
             return given
 
-        with working("load the state of a step"), torch.no_grad():
+        with self._life.alone("load the state of a step"), working("load the state of a step"), torch.no_grad():
             given = on_all(control, "compare the state with the step", loaded)
             taken.load(given, "a state dictionary", lambda: given.finish(taken.training), optimizer=given.has_optimizer)
         self._set_numbers(given.numbers_after(self._numbers()))

@@ -11,6 +11,7 @@ from torch import nn
 
 from zerofx.capture.checks import check_hooks
 from zerofx.errors import ShardedParametersError, UsageError, warn
+from zerofx.torch_private.dispatch import without_torch_functions
 from zerofx.torch_private.modules import child_table, parameter_table
 
 
@@ -96,15 +97,16 @@ class ParameterWatch:
                     f"expected the modules that the step was built with, found that {path} was replaced since: call "
                     f"step.close() before, and compile after"
                 )
-        for name, table, key, tensor, address in self._entries:
-            if table.get(key) is not tensor or tensor.data_ptr() != address:
-                raise UsageError(
-                    f"expected the model's parameters where compile put them, found that {name} was replaced or moved "
-                    f"since (by model.to(), an assignment, load_state_dict(assign=True)): change values in place "
-                    f"inside `with step.full_parameters(write_back=True):`, or call step.close() before and compile "
-                    f"after"
-                )
-            check_hooks(name, tensor)
+        with without_torch_functions():  # which parameters that are held have
+            for name, table, key, tensor, address in self._entries:
+                if table.get(key) is not tensor or tensor.data_ptr() != address:
+                    raise UsageError(
+                        f"expected the model's parameters where compile put them, found that {name} was replaced or "
+                        f"moved since (by model.to(), an assignment, load_state_dict(assign=True)): change values in "
+                        f"place inside `with step.full_parameters(write_back=True):`, or call step.close() before and "
+                        f"compile after"
+                    )
+                check_hooks(name, tensor)
 
 
 class ModeWatch:

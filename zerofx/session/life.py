@@ -1,15 +1,17 @@
-"""Whether a step may go on: closed, failed, showing whole parameters, or in another world of ranks."""
+"""Whether a step may go on: closed, failed, showing whole parameters, in another world of ranks, or busy."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed
 
 from zerofx.errors import RankMismatchError, TierError, UsageError
 from zerofx.runtime.comm.control import Control
+from zerofx.runtime.state.held import looked_at
 from zerofx.runtime.state.state import process_group
 
 
@@ -20,13 +22,41 @@ class Life:
         self.group = process_group()
         self.control = Control(self.group, timeout_seconds)
         self.closed = False
-        self.showing = False  # the model has its whole parameters, or may be looked at as if it had
+        self.showing = False  # the model has its whole parameters
+        self.looked_at = False  # it may be looked at as if it had
         self.failure = ""
+        self.parameters: Iterable[torch.Tensor] = ()  # the model's, once a step has taken it over
+        self._owned = threading.Lock()
+        self._owner = (0, "")  # the thread that does something with the step, and what
 
     @property
     def failed(self) -> str:
         """What ended the step on this rank or another: ``step 3 failed on rank 1 ...``; empty if nothing."""
         return self.failure or self.control.lost
+
+    @contextlib.contextmanager
+    def alone(self, purpose: str, *, waits: bool = False) -> Iterator[None]:
+        """While open, nothing else is done with the step, by other threads or by what interrupts this one.
+
+        ``waits``: for what another thread is at, which takes no time while the model has its whole parameters.
+
+        Raises:
+            UsageError: something is being done with it; nothing has been changed.
+        """
+        if not self._owned.acquire(timeout=self.control.patience_seconds if waits else 0):
+            thread, doing = self._owner
+            here = thread == threading.get_ident()
+            who = "a signal handler or callback has interrupted this thread, which" if here else "another thread"
+            raise UsageError(
+                f"expected to {purpose} while nothing else is done with the step, found that {who} is to {doing}: "
+                f"call the step from one thread, one call after the other; what a signal asks for can be done once the "
+                f"call has returned"
+            )
+        self._owner = (threading.get_ident(), purpose)
+        try:
+            yield
+        finally:
+            self._owned.release()
 
     def check_open(self, purpose: str) -> None:
         """Check that the step may ``purpose``.
@@ -71,8 +101,9 @@ class Life:
     @contextlib.contextmanager
     def unguarded(self) -> Iterator[None]:
         """While open, the model may be looked at whether or not its parameters have values."""
-        before, self.showing = self.showing, True
+        before, self.looked_at = self.looked_at, True
         try:
-            yield
+            with looked_at(self.parameters):
+                yield
         finally:
-            self.showing = before
+            self.looked_at = before

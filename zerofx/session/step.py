@@ -138,7 +138,7 @@ class Step(Whole, Reported):
             UsageError: there are more of them, or it is unlike the others.
         """
         self._life.check_open("call step.micro(batch)")
-        with working("keep a micro-batch"):
+        with self._life.alone("keep a micro-batch"), working("keep a micro-batch"):
             self._micro_batches.add(Batch.of(args, kwargs))
 
     def update(self, *, partial: bool = False) -> Any:
@@ -161,7 +161,7 @@ class Step(Whole, Reported):
     def _trainable(self, work: str) -> Iterator[None]:
         """A block on the step's device, whose own defects are said to be those of ``work``."""
         # What is made in inference mode can be written neither by other threads nor by later steps outside of it.
-        with on_device(self._steps.device), working(work), torch.inference_mode(False):
+        with self._life.alone(work), on_device(self._steps.device), working(work), torch.inference_mode(False):
             yield
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_micro_batches: int | None = None) -> Any:
@@ -266,7 +266,7 @@ class Step(Whole, Reported):
             MemoryBudgetError: no mesh has a plan that fits the budget.
         """
         self._life.check_open("choose a mesh")
-        with on_device(self._steps.device), working("choose a mesh"):
+        with self._life.alone("choose a mesh"), on_device(self._steps.device), working("choose a mesh"):
             return self._rungs.choose_mesh(self._steps.batch_of(args, kwargs))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -287,7 +287,7 @@ class Step(Whole, Reported):
         self._life.check_open("call step.evaluate(batch)")
         if self.options.delayed_update is not None:
             self.flush()
-        with on_device(self._steps.device), working("evaluate a batch"):
+        with self._life.alone("evaluate a batch"), on_device(self._steps.device), working("evaluate a batch"):
             return self._evaluations(args, kwargs)
 
     def measure(self, *args: Any, num_steps: int = 3, **kwargs: Any) -> Measurement:
@@ -331,7 +331,7 @@ class Step(Whole, Reported):
             ZeroFXError: as ``evaluate``.
         """
         self._check_measurable(num_steps, "measure an evaluation")
-        with on_device(self._steps.device), working("measure an evaluation"):
+        with self._life.alone("measure an evaluation"), on_device(self._steps.device), working("measure an evaluation"):
             return self._evaluations.measure(args, kwargs, num_steps)
 
     def _check_measurable(self, num_steps: int, purpose: str) -> None:
@@ -366,11 +366,16 @@ class Step(Whole, Reported):
                 place of the step's, and it stays open.
             CheckpointError: a checkpoint that was saved asynchronously could not be written; the step is closed.
         """
-        life, steps = self._life, self._steps
+        life = self._life
         if life.closed:
             return
         if life.showing:
             raise UsageError("expected close() outside full_parameters(), found it inside: leave the block first")
+        with life.alone("close the step"):
+            self._close()
+
+    def _close(self) -> None:
+        life, steps = self._life, self._steps
         taken = steps.taken
         unsaved = self._end_saving()
         absence = end(taken, life, self._losses) if taken is not None else None

@@ -36,6 +36,7 @@ from zerofx.scheduler.plan.units import unit_of
 from zerofx.session.guards import ParameterWatch, guard_model
 from zerofx.session.lending.lenders import Lenders
 from zerofx.session.life import Life
+from zerofx.torch_private.dispatch import without_torch_functions
 from zerofx.torch_private.optimizers import note_step
 from zerofx.units import first_few
 
@@ -77,6 +78,7 @@ class TakenOver:
             weights = values.source(self.state.parameters, device, communicators)
             with becoming_real(model):
                 self.state.take_over(weights, compiled.plan)
+        life.parameters = tuple(self.state.parameters.values())
         self.runtime = Runtime(built.layout, communicators, device, tiers)
         if self.runtime.notice:
             warn(self.runtime.notice)
@@ -96,7 +98,7 @@ class TakenOver:
         life, state = self._life, self.state
         self.watch = ParameterWatch(self.model)
         if not state.resident and not self.guards:
-            self.guards = guard_model(self.model, lambda: life.showing or state.resident)
+            self.guards = guard_model(self.model, lambda: life.showing or life.looked_at or state.resident)
 
     @functools.cached_property
     def layers(self) -> tuple[str, ...]:
@@ -110,7 +112,8 @@ class TakenOver:
 
     def changed(self) -> str:
         """Which parameters are to be trained that were not when the model was taken over, or not any more, in words."""
-        now = {name: parameter.requires_grad for name, parameter in self.state.parameters.items()}
+        with without_torch_functions():  # which parameters that are held have
+            now = {name: parameter.requires_grad for name, parameter in self.state.parameters.items()}
         if now == self._trained:
             return ""
         kinds = {"trained": True, "frozen": False}
@@ -207,22 +210,24 @@ class TakenOver:
         Where the block raises, nothing is written back.
         """
         life, state = self._life, self.state
-        life.check_world()
-        life.control.meet("enter full_parameters()")
-        with life.control.together("show the whole parameters"):
-            state.flush()
-            if not state.resident:
-                state.show_parameters()
-        life.showing, done = True, False
+        with life.alone("enter full_parameters()"):
+            life.check_world()
+            life.control.meet("enter full_parameters()")
+            with life.control.together("show the whole parameters"):
+                state.flush()
+                if not state.resident:
+                    state.show_parameters()
+            life.showing, done = True, False
         try:
             yield
             done = True
         finally:
-            life.showing = False
-            if write_back and done:
-                state.write_back()
-            state.hide_parameters()
-            self.watch.renew()  # what the block has replaced is for the next step to tell
+            with life.alone("leave full_parameters()", waits=True):
+                life.showing = False
+                if write_back and done:
+                    state.write_back()
+                state.hide_parameters()
+                self.watch.renew()  # what the block has replaced is for the next step to tell
 
     def give_back(self) -> None:
         """Give model and optimizer all their values back; collective."""

@@ -13,7 +13,6 @@ from zerofx.deferred import is_deferred
 from zerofx.errors import UsageError
 from zerofx.ir.batch import hash_of
 from zerofx.ir.buckets import Bucket, Slot
-from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.state import TrainingState
 from zerofx.session.checkpointed import Checkpointed
 from zerofx.session.life import Life
@@ -35,11 +34,12 @@ class Whole(Checkpointed):
         ``optimizer.state_dict`` and ``close``. The step after a flush computes with parameters that are up to date, as
         the first one after the warm-up does. Without ``delayed_update`` there is nothing to finish.
         """
-        self._life.check_open("flush the step")
-        if self._steps.taken is not None:
-            self._life.control.meet("flush the step")
-            with self._life.control.together("flush the step"):
-                self._steps.taken.state.flush()
+        with self._life.alone("flush the step"):
+            self._life.check_open("flush the step")
+            if self._steps.taken is not None:
+                self._life.control.meet("flush the step")
+                with self._life.control.together("flush the step"):
+                    self._steps.taken.state.flush()
 
     @contextmanager
     def full_parameters(self, *, write_back: bool = False) -> Iterator[nn.Module]:
@@ -108,7 +108,7 @@ class Whole(Checkpointed):
                 f"expected the gradient of {name} to be read, found write_back=True: its update has been made; for "
                 f"gradients that are other than the loss's, change the loss, with forward="
             )
-        with _whole_tensor(taken, self._life.control, place, write_back=write_back) as tensor:
+        with _whole_tensor(taken, self._life, place, write_back=write_back) as tensor:
             yield tensor
             if write_back and self.num_steps != before:
                 raise UsageError(
@@ -123,15 +123,16 @@ class Whole(Checkpointed):
         """
         taken, life = self._steps.taken, self._life
         if taken is not None and not life.showing:
-            with life.unguarded():
-                entries = self.model.state_dict(keep_vars=True)
-            own = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
-            if all(id(entry) in own for entry in entries.values()):
-                whole = _whole_parameters(taken, life, keep=keep)
-                return {
-                    name: whole[id(tensor)] if id(tensor) in whole else tensor.detach().to("cpu", copy=True)
-                    for name, tensor in (entries if keep else {}).items()
-                }
+            with life.alone("call step.full_state_dict()"):
+                with life.unguarded():
+                    entries = self.model.state_dict(keep_vars=True)
+                own = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+                if all(id(entry) in own for entry in entries.values()):
+                    whole = _whole_parameters(taken, life, keep=keep)
+                    return {
+                        name: whole[id(tensor)] if id(tensor) in whole else tensor.detach().to("cpu", copy=True)
+                        for name, tensor in (entries if keep else {}).items()
+                    }
         with self.full_parameters():  # what a model makes of its parameters for this is made of whole ones
             return {
                 name: tensor.detach().to("cpu", copy=True) if isinstance(tensor, torch.Tensor) else tensor
@@ -165,7 +166,7 @@ def _whole_parameters(taken: TakenOver, life: Life, *, keep: bool) -> dict[int, 
 
 
 @contextmanager
-def _whole_tensor(taken: TakenOver, control: Control, place: _Place, *, write_back: bool) -> Iterator[torch.Tensor]:
+def _whole_tensor(taken: TakenOver, life: Life, place: _Place, *, write_back: bool) -> Iterator[torch.Tensor]:
     """A copy of what is in a place, of the parameter's shape; with ``write_back`` it is taken over after.
 
     Collective. Where the block raises, nothing is written.
@@ -173,22 +174,24 @@ def _whole_tensor(taken: TakenOver, control: Control, place: _Place, *, write_ba
     Raises:
         RankMismatchError: ranks ask for others, or write other values.
     """
-    purpose = f"read {place.described}"
-    control.meet(purpose)
-    with control.together(purpose), torch.no_grad():
-        taken.optimizer_state.take_loaded()
-        taken.state.flush()
-        value = place.read()
+    purpose, control = f"read {place.described}", life.control
+    with life.alone(purpose):
+        control.meet(purpose)
+        with control.together(purpose), torch.no_grad():
+            taken.optimizer_state.take_loaded()
+            taken.state.flush()
+            value = place.read()
     yield value
     if write_back:
         purpose = f"write {place.described}"
-        place.check(value)
-        control.agree(
-            purpose, hash_of(value), f"values of {place.described}",
-            "Give every rank the same, for example by torch.distributed.broadcast.",
-        )  # fmt: skip
-        with control.together(purpose), torch.no_grad():
-            place.write(value)
+        with life.alone(purpose):
+            place.check(value)
+            control.agree(
+                purpose, hash_of(value), f"values of {place.described}",
+                "Give every rank the same, for example by torch.distributed.broadcast.",
+            )  # fmt: skip
+            with control.together(purpose), torch.no_grad():
+                place.write(value)
 
 
 @dataclass(frozen=True)

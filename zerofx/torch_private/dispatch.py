@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 without_modes = _disable_current_modes
 """A context in which no dispatch mode sees what is called: it computes, on real tensors."""
 
+without_torch_functions = torch._C.DisableTorchFunctionSubclass
+"""A context in which functions of torch do not ask the classes of their arguments for a ``__torch_function__``."""
+
 python_dispatcher = enable_python_dispatcher
 """A context in which Python's dispatcher takes apart what it has a function for, which C++ would do by the device."""
 

@@ -106,6 +106,9 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
+can_take_data_of = torch._has_compatible_shallow_copy_type
+"""Whether a tensor may be given another's ``data``: ``module.to()`` asks before it assigns."""
+
 negated_view = torch._neg_view
 """A view with the negative bit, as the imaginary part of a conjugated tensor has it."""
 

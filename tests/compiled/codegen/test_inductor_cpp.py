@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
@@ -14,7 +15,8 @@ import torch
 from tests.lib import compiling
 from zerofx.codegen.inductor.background import Background
 from zerofx.disk.cache import NOT_KEPT, DiskCache
-from zerofx.errors import CompilerError
+from zerofx.disk.own_files import why_unsafe
+from zerofx.errors import CompilerError, ZeroFXWarning
 
 pytestmark = compiling.regions
 
@@ -262,3 +264,20 @@ def test_a_cache_that_the_compiler_would_not_find_is_refused(monkeypatch: pytest
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/a folder/cache")
     with pytest.raises(CompilerError, match="/a folder/cache: set TORCHINDUCTOR_CACHE_DIR"):
         check_compiler(torch.device("cpu"))
+
+
+def test_a_cache_that_others_can_write_to_is_not_inductors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zerofx.codegen.inductor.cpp import check_compiler
+
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    theirs.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(theirs))
+    with pytest.warns(ZeroFXWarning, match="Inductor runs the code that it finds in its cache, and others can write"):
+        check_compiler(torch.device("cpu"))
+    given = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert given != theirs and not given.is_relative_to(theirs) and not why_unsafe(given)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    check_compiler(torch.device("cpu"))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.lib.models import DIM, Layer, adamw
+from zerofx.disk.cache import DiskCache
 from zerofx.driver import driver
 from zerofx.driver.kept import step_cache
 from zerofx.lowering import lower as lowering
@@ -312,6 +314,36 @@ def test_a_damaged_file_is_a_cold_start(
     assert starts.see() == first
     assert starts.num_built == 2
     assert not starts.is_built()
+
+
+def test_an_entry_with_code_in_it_is_a_cold_start(starts: Starts, tmp_path: Path) -> None:
+    first = starts.see()
+    (path,) = _kept(tmp_path)
+    mark = tmp_path / "executed"
+    cache = DiskCache(path.parent)
+    data = json.loads(cache.read(path.name) or "")
+    call = ["call", "", [], [], [], False, [], "(" + "a" * 120 + f" open({str(mark)!r}, 'w').close()"]
+    data["file"][4].insert(0, ["loop", 1, [], [call], [], []])
+    cache.write(path.name, json.dumps(data))
+    assert starts.see() == first
+    assert starts.num_built == 2 and not mark.exists()
+
+
+def test_a_kept_step_has_no_function_of_the_optimizers(starts: Starts, tmp_path: Path) -> None:
+    source = starts.see().source
+    (path,) = _kept(tmp_path)
+    text = DiskCache(path.parent).read(path.name) or ""
+    assert "def adamw_scalars(" in source and "_scalars" not in text and "def " not in text
+
+
+def test_generated_files_are_not_read_back(starts: Starts, tmp_path: Path) -> None:
+    first = starts.see()
+    mark = tmp_path / "executed"
+    files = list((tmp_path / "dumps").rglob("*.py"))
+    assert files
+    for file in files:
+        file.write_text(f"open({str(mark)!r}, 'w').close()")
+    assert starts.see() == first and not mark.exists()
 
 
 def test_a_step_for_another_update_is_a_cold_start(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import socket
+import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 
 import pytest
 
-from zerofx.runtime.comm.same_host import lines
 from zerofx.runtime.comm.same_host.lines import AnnouncingEnd, Calls, ReadingEnd
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="names without files are Linux's")
@@ -24,10 +27,10 @@ def _stranger(calls: Calls) -> socket.socket:
 
 def _line(patience_seconds: float = 60) -> tuple[AnnouncingEnd, ReadingEnd]:
     """A line from rank 1 to rank 0."""
-    callee, caller = Calls(0, patience_seconds), Calls(1, patience_seconds)
-    there = caller.call(0, callee.name, callee.word)
+    callee, caller = Calls(patience_seconds), Calls(patience_seconds)
+    there = caller.call(0, callee.name, os.getpid())
     assert there is not None
-    here = callee.take([1])[1]
+    here = callee.take({1: os.getpid()})[1]
     callee.close()
     caller.close()
     return there, here
@@ -74,31 +77,81 @@ def test_ranks_that_are_in_different_places_do_not_take_one_message_for_another(
         here.next(2)
 
 
-def test_only_ranks_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "_GREETING_SECONDS", 1)
-    callee, caller = Calls(0, 60), Calls(1, 60)
-    silent, short, wrong = (_stranger(callee) for _ in range(3))
-    short.sendall(b"1")
-    short.shutdown(socket.SHUT_WR)
-    wrong.sendall(lines._GREETING.pack(1, callee.word + 1))
-    there = caller.call(0, callee.name, callee.word)
-    assert there is not None
-    here = callee.take([1])[1]
-    there.announce(1, 2, 3)
-    assert here.next(1) == (2, 3)
-    for stranger in (silent, short, wrong):
-        with contextlib.suppress(ConnectionResetError):  # what it had sent was not read
-            assert stranger.recv(1) == b""
-        stranger.close()
+_STRANGER = """
+import socket, sys
+calls = [socket.socket(socket.AF_UNIX) for _ in range(int(sys.argv[2]))]
+for call in calls:
+    call.connect("\\0zerofx-" + sys.argv[1])
+print("called", flush=True)
+print([call.recv(1) for call in calls], flush=True)
+"""
+
+
+@contextlib.contextmanager
+def _strangers(calls: Calls, num: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that is no rank calls ``num`` times, says nothing, and waits for what it is told."""
+    command = [sys.executable, "-c", _STRANGER, str(calls.name), str(num)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "called\n"
+        yield process
+
+
+def test_only_ranks_are_heard_and_nobody_else_is_waited_for() -> None:
+    callee, caller = Calls(60), Calls(60)
+    with _strangers(callee, 40) as process:
+        there = caller.call(0, callee.name, os.getpid())
+        assert there is not None
+        begun = time.monotonic()
+        here = callee.take({1: os.getpid()})[1]
+        assert time.monotonic() - begun < 2
+        there.announce(1, 2, 3)
+        assert here.next(1) == (2, 3)
+        output, _ = process.communicate(timeout=60)
+        assert output == f"{[b''] * 40}\n"
+    callee.close()
+    caller.close()
+
+
+def test_who_is_another_user_is_no_rank_whatever_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    callee, caller = Calls(1), Calls(60)
+    connection = _stranger(callee)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert caller.call(0, callee.name, os.getpid()) is None
+        with pytest.raises(RuntimeError, match="rank 1 did not come in time"):
+            callee.take({1: os.getpid()})
+    assert connection.recv(1) == b""
+    connection.close()
+    callee.close()
+    caller.close()
+
+
+def test_a_queue_that_is_full_of_strangers_costs_a_second_for_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "SOMAXCONN", 2)
+    full, other, caller = Calls(60), Calls(60), Calls(60)
+    with _strangers(full, 3) as process:
+        begun = time.monotonic()
+        assert caller.call(0, full.name, os.getpid()) is None
+        assert caller.call(1, full.name, os.getpid()) is None
+        assert time.monotonic() - begun < 3
+        assert caller.call(2, other.name, os.getpid()) is not None
+        for calls in (full, other, caller):
+            calls.close()
+        process.kill()
+
+
+def test_a_name_that_somebody_else_has_is_not_called() -> None:
+    callee, caller = Calls(60), Calls(60)
+    assert caller.call(0, callee.name, os.getppid()) is None
     callee.close()
     caller.close()
 
 
 def test_where_nobody_listens_there_is_no_line() -> None:
-    caller, gone = Calls(1, 60), Calls(0, 60)
+    caller, gone = Calls(60), Calls(60)
     gone.close()
-    assert caller.call(0, gone.name, gone.word) is None
-    assert caller.call(0, 0, gone.word) is None
+    assert caller.call(0, gone.name, os.getpid()) is None
+    assert caller.call(0, 0, os.getpid()) is None
     caller.close()
 
 
@@ -107,7 +160,7 @@ def test_without_such_sockets_there_is_no_name(monkeypatch: pytest.MonkeyPatch) 
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(socket, "socket", refused)
-    assert Calls(0, 60).name == 0
+    assert Calls(60).name == 0
 
 
 @pytest.mark.parametrize("end", [0, 1])

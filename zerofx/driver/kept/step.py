@@ -107,8 +107,8 @@ class KeptStep:
             Exception: one of ``zerofx.disk.cache.MALFORMED``, the text is nothing that ``to_json`` has written.
         """
         data = json.loads(text)
-        file = step_file_of(data["file"])
         with fake_mode():
+            file = step_file_of(data["file"])
             regions = tuple(
                 RegionFacts(key, decoded(inputs), num_nodes, num_outputs, is_update, on_host, frozenset(dying))
                 for key, inputs, num_nodes, num_outputs, is_update, on_host, dying in data["regions"]

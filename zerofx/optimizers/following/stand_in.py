@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 
 from zerofx.errors import OptimizerError
+from zerofx.optimizers.blame import does_not_step
 from zerofx.optimizers.elementwise import fill_value, is_creation, is_filled_with_argument
 from zerofx.optimizers.outside import OptimizerRest, attributes, entries_after, shadow_of
 from zerofx.optimizers.recorder import OpRecord, Ref, UpdateRecorder
@@ -209,11 +210,7 @@ def run_on_stand_in(
     except OptimizerError:
         raise
     except Exception as error:
-        raise OptimizerError(
-            f"expected {name}.step() to run on one flat parameter with state {sorted(before)}, found "
-            f"{type(error).__name__}: {error}; use an optimizer that steps without a closure and takes parameters of "
-            f"any shape"
-        ) from error
+        raise does_not_step(name, before, error) from error
     for owner, entries in shadow.state.items():
         if owner is not param and entries:
             raise listener.refuse("keeps state for something other than a parameter")

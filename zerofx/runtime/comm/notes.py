@@ -30,6 +30,7 @@ class Notes:
         self._rank, self._num_ranks, self._patience_seconds = rank, num_ranks, patience_seconds
         self._store_answers = True
         self._default = default_store()
+        self._store = PrefixStore("zerofx/not begun", self._default)
         # How many channels this rank has made before: the same number on all ranks that do the same.
         self._count = f"zerofx/channels/{rank}"
 

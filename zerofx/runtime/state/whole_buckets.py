@@ -13,6 +13,7 @@ from zerofx.ir.facts import DEVICE
 from zerofx.ir.parameters import Strides
 from zerofx.runtime.comm.communicators import Communicators
 from zerofx.runtime.state.bucket_state import BucketState
+from zerofx.runtime.state.held import hold
 from zerofx.runtime.state.weights import whole_bucket
 from zerofx.runtime.tiers.stored import Stored
 from zerofx.runtime.tiers.tiers import Tiers
@@ -49,7 +50,8 @@ class WholeBuckets:
         return are_whole and in_place and not any(bucket.has_master for bucket in self.layout.buckets)
 
     def hide_parameters(self) -> None:
-        """Show the model its parameters where they are whole, or NaN (whole numbers: -1) where they are not."""
+        """Show the model its parameters where they are whole; where they are not, they are held (``held.py``), and lie
+        on NaN (whole numbers: -1) that takes no memory."""
         resident = self.resident
         for bucket, state in zip(self.layout.buckets, self.buckets, strict=True):
             for slot in bucket.slots:
@@ -61,6 +63,7 @@ class WholeBuckets:
                     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else -1
                     nothing = torch.full((), value, dtype=tensor.dtype, device=self.device)
                     tensor.data = nothing.expand(tensor.shape)
+                    hold([tensor])
 
     def strides(self) -> Strides:
         """Those of the parameters as a step reads them: NaN that takes no memory has others."""

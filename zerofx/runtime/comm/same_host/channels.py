@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import secrets
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -193,20 +194,20 @@ def open_channels(
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     peers = [peer for peer in range(num_ranks) if peer != rank]
-    with contextlib.closing(Calls(rank, patience_seconds)) as calls:
-        word = torch.tensor([calls.word], device="cpu")
-        here = torch.tensor([os.getpid(), word.data_ptr(), calls.word, _machine(), calls.name], device="cpu")
+    with contextlib.closing(Calls(patience_seconds)) as calls:
+        word = torch.tensor([secrets.randbits(62)], device="cpu")
+        here = torch.tensor([os.getpid(), word.data_ptr(), int(word), _machine(), calls.name], device="cpu")
         words = [of_rank.tolist() for of_rank in _from_all(group, here)]
         there: dict[int, AnnouncingEnd] = {}
         for peer in peers:
             if reads_memory and _can_read(words[peer][:4], _machine()):
-                line = calls.call(peer, name=words[peer][4], word=words[peer][2])
+                line = calls.call(peer, name=words[peer][4], process=words[peer][0])
                 if line is not None:
                     there[peer] = line
         reads = torch.tensor([peer in there for peer in range(num_ranks)], device="cpu")
         every = _from_all(group, reads)  # which also keeps ``word`` until all have tried
         both = [peer for peer in peers if every[rank][peer] and every[peer][rank]]
-        lines = calls.take(both)
+        lines = calls.take({peer: words[peer][0] for peer in both})
     machine = _machine()
     channels: dict[int, Channel] = {
         peer: GlooChannel(group, peer, is_near=bool(machine) and words[peer][3] == machine) for peer in peers

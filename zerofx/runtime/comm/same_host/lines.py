@@ -5,25 +5,31 @@ thread take each, and that thread, awake some hundred times a step, takes its ti
 core.
 
 As with gloo, the lines of a rank that lets go of them, fails or ends are closed, and whoever waits there fails.
+
+Everybody on the machine can see the names of such sockets, and call. Who has called is asked of the kernel, by process
+and user, and not of the caller: whoever is no rank is sent away without a word, and nobody waits for what it says.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import struct
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from zerofx.runtime.comm.transport import LostRankError
 
-_GREETING = struct.Struct("=qq")  # rank, and the word of whom it calls
 _ANNOUNCEMENT = struct.Struct("=qqq")  # tag, address, bytes
 _TIMEOUT = struct.Struct("ll")  # ``struct timeval``: seconds, microseconds
-_GREETING_SECONDS = 5  # who calls greets at once, or is none of the ranks
+_CREDENTIALS = struct.Struct("3i")  # ``struct ucred``: process, user, group
+# For all calls of a rank. The kernel takes one at once, whatever the other rank is at, unless strangers fill its queue.
+_CALL_SECONDS = 1.0
 
 
 class AnnouncingEnd:
@@ -76,67 +82,69 @@ class ReadingEnd:
 
 
 class Calls:
-    """Where the other ranks of this host can call: a socket without a file, by a name that nobody can guess.
+    """Where the other ranks of this host can call: a socket without a file.
 
     ``name`` is 0 where there are no such sockets. To be closed once all lines are open.
     """
 
-    def __init__(self, rank: int, patience_seconds: float) -> None:
-        self.name, self.word = secrets.randbits(62), secrets.randbits(62)
-        self._rank, self._patience_seconds = rank, patience_seconds
+    def __init__(self, patience_seconds: float) -> None:
+        self.name = secrets.randbits(62)
+        self._patience_seconds = patience_seconds
+        self._deadline: float | None = None
         self._socket: socket.socket | None = None
         try:
             if sys.platform != "linux":
                 raise OSError("names without files are Linux's")
             self._socket = socket.socket(socket.AF_UNIX)
             self._socket.bind(_address(self.name))
+            self._set_patience(self._socket, patience_seconds)
             self._socket.listen(socket.SOMAXCONN)
         except OSError:
             self.close()
             self.name = 0
 
-    def call(self, peer: int, name: int, word: int) -> AnnouncingEnd | None:
-        """A line to ``peer``, which has told its ``name`` and ``word``; None if it cannot be reached."""
+    def call(self, peer: int, name: int, process: int) -> AnnouncingEnd | None:
+        """A line to ``peer``, which has told its ``name`` and ``process``; None if it cannot be reached."""
         if not name:
             return None
+        now = time.monotonic()
+        self._deadline = self._deadline or now + _CALL_SECONDS
         connection = socket.socket(socket.AF_UNIX)
         try:
-            self._set_patience(connection, self._patience_seconds)
+            self._set_patience(connection, max(0.0, self._deadline - now))
             connection.connect(_address(name))
-            connection.sendall(_GREETING.pack(self._rank, word))
+            self._set_patience(connection, self._patience_seconds)
+            if _process_of(connection) != process:
+                raise ConnectionRefusedError("somebody else has taken the name")
         except OSError:
             connection.close()
             return None
         return AnnouncingEnd(connection, peer)
 
-    def take(self, peers: Iterable[int]) -> dict[int, ReadingEnd]:
-        """The lines of all ``peers``, which have called already."""
-        awaited, ends = set(peers), dict[int, ReadingEnd]()
+    def take(self, processes: Mapping[int, int]) -> dict[int, ReadingEnd]:
+        """The lines of ranks that have called already, each with its process.
+
+        Raises:
+            LostRankError: one of them has not.
+        """
+        awaited, ends = {process: peer for peer, process in processes.items()}, dict[int, ReadingEnd]()
         while awaited:
             assert self._socket is not None, "no rank has called where there is nothing to call"
-            connection, _ = self._socket.accept()
-            peer = self._greeting(connection)
-            if peer in awaited:
-                awaited.discard(peer)
-                ends[peer] = ReadingEnd(connection, peer)
-            else:
+            try:
+                connection, _ = self._socket.accept()
+            except BlockingIOError as error:
+                raise LostRankError(f"rank {next(iter(awaited.values()))} did not come in time") from error
+            peer = awaited.pop(_process_of(connection), None)
+            if peer is None:
                 connection.close()
+            else:
+                self._set_patience(connection, self._patience_seconds)
+                ends[peer] = ReadingEnd(connection, peer)
         return ends
 
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
-
-    def _greeting(self, connection: socket.socket) -> int:
-        """The rank that has called; -1 for others."""
-        self._set_patience(connection, _GREETING_SECONDS)
-        try:
-            greeting = connection.recv(_GREETING.size, socket.MSG_WAITALL)
-        except OSError:
-            return -1
-        self._set_patience(connection, self._patience_seconds)
-        rank, word = _GREETING.unpack(greeting) if len(greeting) == _GREETING.size else (-1, 0)
-        return int(rank) if word == self.word else -1
 
     @staticmethod
     def _set_patience(connection: socket.socket, seconds: float) -> None:
@@ -179,6 +187,13 @@ class _Connection:
 
     def _failure(self, why: object) -> LostRankError:
         return LostRankError(f"the connection to rank {self._peer} is gone: {why}")
+
+
+def _process_of(connection: socket.socket) -> int:
+    """The process at the other end, as the kernel knows it; 0 for one of another user's."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(credentials)
+    return int(process) if user == os.geteuid() else 0
 
 
 def _address(name: int) -> str:
