@@ -44,7 +44,7 @@ def check_second_call(lossy: LossModule, fakes: tuple[torch.Tensor, ...], mode: 
     if counts:
         warn(
             f"expected a forward that changes no Python values of its modules from call to call, found that it changes "
-            f"{', '.join(counts)}: the step has what they were before it was captured; register what is to change "
+            f"{first_few(counts)}: the step has what they were before it was captured; register what is to change "
             f"as a buffer"
         )
         return
