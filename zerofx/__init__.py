@@ -22,6 +22,7 @@ from zerofx.errors import (
     TierError,
     UsageError,
     ZeroFXError,
+    ZeroFXNotice,
     ZeroFXWarning,
 )
 
@@ -69,6 +70,7 @@ __all__ = [
     "TuneResult",
     "UsageError",
     "ZeroFXError",
+    "ZeroFXNotice",
     "ZeroFXWarning",
     "__version__",
     "compile",

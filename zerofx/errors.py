@@ -119,14 +119,24 @@ def in_short(error: BaseException) -> str:
 
 
 class ZeroFXWarning(UserWarning):
-    """Something a user should know: a shape captured anew, a loss that is not finite, an option without effect."""
+    """What is computed may be another than is meant, such as a value that is not finite or not followed."""
 
 
-def warn(message: str) -> None:
+class ZeroFXNotice(ZeroFXWarning):
+    """What is computed is what is asked for, but not as fast, or not as is asked: a shape captured anew, an option
+    without effect."""
+
+
+def notify(message: str) -> None:
+    """Warn with a ``ZeroFXNotice``, as ``warn``."""
+    warn(message, ZeroFXNotice)
+
+
+def warn(message: str, category: type[ZeroFXWarning] = ZeroFXWarning) -> None:
     """Warn with a ``ZeroFXWarning`` that points at the line of the user's that called zerofx."""
     import inspect  # which takes as long as the rest of zerofx's face
 
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_code.co_filename.startswith(_OWN_FILES):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, ZeroFXWarning, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)

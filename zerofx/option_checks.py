@@ -27,11 +27,11 @@ from zerofx.choices import (
     StatesOver,
     WireOption,
 )
-from zerofx.errors import UsageError, warn
+from zerofx.errors import UsageError, notify
 from zerofx.mesh_option import AUTO, mesh_of
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.units import parse_bytes
+from zerofx.units import first_few, parse_bytes
 
 STOPPING = ("skip", "raise")  # what is done about a loss that is not finite which ends a step before its updates
 
@@ -143,16 +143,16 @@ def check_bucket_names(asked: Collection[str] | str, buckets: Collection[str]) -
     unknown = [] if isinstance(asked, str) else sorted(set(asked) - set(buckets))
     if unknown:
         raise UsageError(
-            f"expected keep_gathered to name buckets, found {', '.join(unknown)}: the buckets are {', '.join(buckets)}"
+            f"expected keep_gathered to name buckets, found {first_few(unknown)}: the buckets are {first_few(buckets)}"
         )
 
 
 def warn_without_budget(offload: object, host_budget: object, *, given: bool) -> None:
     """Warn of what is ignored where nothing has to leave the device; ``given``: whether there is a plan, which may."""
     if offload in ("host", "nvme"):
-        warn(f"offload={offload!r} is ignored without a memory_budget: nothing has to leave the device")
+        notify(f"offload={offload!r} is ignored without a memory_budget: nothing has to leave the device")
     if host_budget is not None and not given and not isinstance(offload, Mapping):
-        warn("host_budget is ignored without a memory_budget or a plan: nothing has to leave the device")
+        notify("host_budget is ignored without a memory_budget or a plan: nothing has to leave the device")
 
 
 def checked_mesh(given: object, wire: WireOption) -> Mesh | Literal["auto"] | None:
@@ -191,7 +191,7 @@ def checked_shardings(asked: object, mesh: Mesh | Literal["auto"] | None) -> dic
 def warn_of_ignored_shardings(mesh: Mesh | None) -> None:
     """Warn that ``shardings=`` is given for a mesh on which all ranks compute with whole parameters."""
     if mesh is None or mesh.model == 1:
-        warn("shardings is ignored where the mesh has no axis 'model': every rank computes with whole parameters")
+        notify("shardings is ignored where the mesh has no axis 'model': every rank computes with whole parameters")
 
 
 def check_offload(offload: object, accumulate: AccumulateOption, *, given: bool, budget: bool) -> None:
@@ -199,7 +199,7 @@ def check_offload(offload: object, accumulate: AccumulateOption, *, given: bool,
     if isinstance(offload, Mapping):
         if list(offload) == [GRADIENTS] and offload[GRADIENTS] in ("host", "nvme"):
             if not given and (accumulate == 1 or (accumulate == "auto" and not budget)):
-                warn(
+                notify(
                     f"offload={dict(offload)!r} is ignored with accumulate={accumulate!r}, which is one micro-batch: "
                     f"its gradients wait for no other's"
                 )
@@ -229,7 +229,8 @@ def check_texts(option: str, asked: object, what: str) -> None:
         UsageError: it is one text, whose letters would be taken for names, or has something else than texts.
     """
     if isinstance(asked, str) or not isinstance(asked, Collection) or not all(isinstance(name, str) for name in asked):
-        raise UsageError(f"expected {option} to be names of {what}, found {asked!r}: put one name in a tuple, too")
+        advice = f"give {option}=({asked!r},)" if isinstance(asked, str) else "give a tuple of texts"
+        raise UsageError(f"expected {option} to be names of {what}, found {asked!r}: {advice}")
 
 
 def check_outputs(outputs: OutputsOption, forward: object | None) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from zerofx.codegen.inductor.background import Background
 from zerofx.disk.cache import DiskCache, key_of
-from zerofx.disk.own_files import UnsafeError, own_folder, private_folder, warn_once, why_unsafe
+from zerofx.disk.own_files import UnsafeError, own_folder, private_folder, notify_once, why_unsafe
 from zerofx.errors import CompilerError
 from zerofx.settings import read_settings, user_cache
 from zerofx.torch_private.inductor.cpp import (
@@ -61,7 +61,7 @@ def _use_own_cache() -> None:
     except UnsafeError as error:
         base = user_cache()
         own = base / "inductor" if base is not None and not why_unsafe(base / "inductor") else private_folder()
-        warn_once(
+        notify_once(
             f"Inductor runs the code that it finds in its cache, and {error}: it is given {own} instead. Set "
             f"TORCHINDUCTOR_CACHE_DIR to a folder that only you can write to"
         )

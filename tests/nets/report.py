@@ -9,6 +9,7 @@ from tests.lib.checkout import ROOT
 from tests.nets.records import Record, read_records, results_path
 
 PAGE = ROOT / "docs" / "coverage.md"
+PUBLIC_REPORTS = ROOT / "tests" / "nets" / "public_reports.md"  # tried by hand
 
 NETS = {
     "operators": (
@@ -66,7 +67,7 @@ def page(records: Mapping[str, Sequence[Record]]) -> str:
             lines += _by_variant(of_net)
             lines += _by_detail(of_net, "wrong")
             lines += _by_detail(of_net, "refused")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", PUBLIC_REPORTS.read_text(encoding="utf-8")])
 
 
 def _row(label: str, records: Sequence[Record]) -> str:

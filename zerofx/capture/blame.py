@@ -101,6 +101,13 @@ def explain(error: Exception, batch: Batch) -> CaptureError:
             f"expected a forward that changes nothing but its own buffers in place, found {written[1]} on a tensor "
             "that the model has elsewhere: register it as a buffer, which is a part of the step"
         )
+    if ".numpy() is not supported" in str(error):
+        return CaptureError(
+            f"expected a forward of torch's operators alone, found one that makes a numpy array of a tensor, at\n"
+            f"  {line or '(line not found)'}\n"
+            f"What numpy computes is no part of a graph, and has no gradient: compute it with torch, or where the "
+            f"batch is made and pass it in the batch."
+        )
     if reads_what_was_left(error):
         return CaptureError(
             f"expected a forward that reads no tensors of its earlier calls but those of its modules, found one that a "

@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.blame import running_line
 from zerofx.capture.values.metadata_reads import METADATA_READS
-from zerofx.torch_private.annotations import annotated, keeping_annotations, running_annotation
+from zerofx.torch_private.annotations import annotated, annotations_of, keeping_annotations, running_annotation
 
 LAYER_KEY = "zerofx_layer"
 LINE_KEY = "zerofx_line"
 LOSS_LAYER = "loss"
+_AGAIN_KEY = "zerofx_again"
 
 
 def in_layer(layer: str) -> AbstractContextManager[None]:
@@ -28,6 +29,16 @@ def in_layer(layer: str) -> AbstractContextManager[None]:
 def running_layer() -> str:
     """The dotted path of the module whose forward is running, inside ``traceable``."""
     return running_annotation(LAYER_KEY)
+
+
+def run_again() -> AbstractContextManager[None]:
+    """While open, traced nodes are ``is_run_again``: a second time, for what they write to buffers."""
+    return annotated(_AGAIN_KEY, _AGAIN_KEY)
+
+
+def is_run_again(node: fx.Node) -> bool:
+    """Whether a traced node is one of those."""
+    return _AGAIN_KEY in annotations_of(node)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zerofx.capture.blame import depends_on_values, reads_what_was_left, user_line
+from zerofx.capture.compat.decompositions import dropouts_that_may_drop_nothing
 from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.kept_modules import computing_in_float32
 from zerofx.capture.layer_annotations import LOSS_LAYER, in_layer, layer_annotations
@@ -33,7 +34,6 @@ from zerofx.errors import CaptureError, in_short, warn
 from zerofx.ir.batch import Batch
 from zerofx.ir.casts import ComputeDtype, cast_of
 from zerofx.ir.parameters import ParameterInfo, Strides, parameter_infos
-from zerofx.torch_private.activation_checkpoints import without_checkpoints
 from zerofx.torch_private.capture import FakeTensorMode, compiling, fake_mode, fake_tensor
 from zerofx.torch_private.dispatch import without_log_of_fakes, without_modes
 from zerofx.torch_private.modules import buffer_table, parameter_table
@@ -148,7 +148,7 @@ def traceable(
         layer_annotations([("", model), *((lender.name, lender.model) for lender in lent)]),
         computing_in_float32(compute_dtype),
         compiling() if compiled else contextlib.nullcontext(),
-        without_checkpoints(),
+        dropouts_that_may_drop_nothing(),
         traceable_collectives(),
         drawing_with_torch(),
         gpu.seen() if gpu is not None else contextlib.nullcontext(),

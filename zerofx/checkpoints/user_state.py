@@ -11,6 +11,7 @@ import torch
 from zerofx.disk.checkpoint.plain import from_plain, to_plain
 from zerofx.disk.checkpoint.reader import STATE, CheckpointReader
 from zerofx.errors import CheckpointError, UsageError, warn
+from zerofx.units import first_few
 
 WORD = "state"
 
@@ -64,7 +65,7 @@ def saved_state(reader: CheckpointReader, state: Mapping[str, Any], before: int 
         )
     if unasked := [name for name in saved if name not in state]:
         warn(
-            f"state at {reader.place} that load_checkpoint is not given anything for stays there: {', '.join(unasked)}"
+            f"state at {reader.place} that load_checkpoint is not given anything for stays there: {first_few(unasked)}"
         )
 
     def tensor_of(name: str) -> torch.Tensor:

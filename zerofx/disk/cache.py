@@ -26,8 +26,8 @@ from typing import Literal, TypeVar, get_args
 
 import torch
 
-from zerofx.disk.own_files import PART, UnsafeError, own_folder, read_own, warn_once, write_own
-from zerofx.errors import warn
+from zerofx.disk.own_files import PART, UnsafeError, notify_once, own_folder, read_own, write_own
+from zerofx.errors import notify
 
 T = TypeVar("T")
 
@@ -89,13 +89,13 @@ class DiskCache:
         except UnsafeError as error:
             self._warn_unsafe(error)
         except OSError as error:
-            warn(
+            notify(
                 f"cannot keep what was compiled for the next run in {self.folder} ({error}): set ZEROFX_CACHE_DIR to a "
                 f"folder that can be written to, or to 0"
             )
 
     def _warn_unsafe(self, error: UnsafeError) -> None:
-        warn_once(
+        notify_once(
             f"nothing is kept for the next run, nor read, since {error}. Set ZEROFX_CACHE_DIR to a folder that only "
             f"you can write to, or to 0"
         )

@@ -15,7 +15,7 @@ import time
 import weakref
 from pathlib import Path
 
-from zerofx.disk.own_files import PART, UnsafeError, own_folder, private_folder, warn_once, write_own
+from zerofx.disk.own_files import PART, UnsafeError, notify_once, own_folder, private_folder, write_own
 from zerofx.errors import UsageError
 from zerofx.settings import user_cache
 
@@ -38,7 +38,7 @@ def write_source(dump_dir: Path | None, name: str, source: str) -> Path:
     try:
         _write(base / name, {SOURCE: source}, clear=True)
     except UnsafeError as error:
-        warn_once(
+        notify_once(
             f"generated steps are written to a temporary folder, since {error}. Set ZEROFX_DUMP_DIR to a folder that "
             f"only you can write to"
         )

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from zerofx.errors import warn
+from zerofx.errors import notify
 
 PART = ".part"  # ends the name of a file that is being written
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -178,6 +178,6 @@ def private_folder() -> Path:
 
 
 @functools.cache
-def warn_once(message: str) -> None:
-    """Warn, but not again in this process."""
-    warn(message)
+def notify_once(message: str) -> None:
+    """``notify``, but not again in this process."""
+    notify(message)

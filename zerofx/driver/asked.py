@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from zerofx.errors import warn
+from zerofx.errors import notify
 from zerofx.ir.text import type_text
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.control import Control
@@ -63,7 +63,7 @@ def _row_of(device: torch.device, num_ranks: int) -> Machine:
             # Its driver keeps a part of what a device has by its name.
             num_bytes = min(row.device.memory_bytes, properties.total_memory)
             return _with_host_here(replace(row, device=replace(row.device, memory_bytes=num_bytes)), num_ranks)
-        warn(f"no machine row for {properties.name}: predicted times are an H100's; give machine=Machine.measure()")
+        notify(f"no machine row for {properties.name}: predicted times are an H100's; give machine=Machine.measure()")
         return _with_host_here(Machine.named("h100-sxm"), num_ranks)
     return Machine.named("cpu").for_ranks(num_ranks)
 

@@ -23,7 +23,7 @@ from zerofx.driver.kept import step_cache
 from zerofx.driver.lent import own_part
 from zerofx.driver.prepared import Earlier, Prepared, Request, Shared, agree_on_graph, prepare
 from zerofx.driver.shardings import check_batches, share_computation, shared_by, with_best_layout
-from zerofx.errors import InvalidGraphError, MemoryBudgetError, PlanError, ZeroFXError, warn, working
+from zerofx.errors import InvalidGraphError, MemoryBudgetError, PlanError, ZeroFXError, notify, working
 from zerofx.garbage import collecting_recent_garbage_only
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
@@ -272,7 +272,7 @@ def _warn_of_host(plan: Plan, machine: Machine) -> None:
     """Say that a plan takes more of the host than there is, where no other was found, or this one was given."""
     taken, there = plan.peak_bytes.get("host", 0), machine.host_bytes_per_rank
     if taken > there:
-        warn(
+        notify(
             f"the plan takes {format_bytes(taken)} of host memory on each rank, of {format_bytes(there)} that "
             f"{machine.name} has for one: raise memory_budget=, let offload= use 'nvme', or use more ranks"
         )

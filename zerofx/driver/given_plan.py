@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from zerofx.budgets import GRADIENTS, budget_bytes, host_budget_bytes
-from zerofx.errors import MemoryBudgetError, PlanError, UsageError, warn
+from zerofx.errors import MemoryBudgetError, PlanError, UsageError, notify
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.lowering.lower import LoweredStep
@@ -73,9 +73,9 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
     _check_delayed(plan, options)
     default = PolicyOptions()
     if control.rank == 0 and (options.policy.prefetch, tuple(options.policy.keep)) != (default.prefetch, default.keep):
-        warn("prefetch and keep_gathered have no effect with a plan: it says when every bucket is gathered")
+        notify("prefetch and keep_gathered have no effect with a plan: it says when every bucket is gathered")
     if control.rank == 0 and options.shardings and plan.model > 1:
-        warn("shardings has no effect with a plan: it says how every value lies on the axis 'model'")
+        notify("shardings has no effect with a plan: it says how every value lies on the axis 'model'")
     return replace(options, plan=plan)
 
 

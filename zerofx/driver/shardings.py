@@ -12,7 +12,7 @@ from zerofx.driver.captures import Captures
 from zerofx.driver.kept.shardings import decided_once, from_json, to_json
 from zerofx.driver.meshes.layouts import best_prices
 from zerofx.driver.prepared import Earlier, Request, Shared
-from zerofx.errors import RankMismatchError, UsageError, warn
+from zerofx.errors import RankMismatchError, UsageError, notify
 from zerofx.ir.batch import Batch, hash_of
 from zerofx.ir.facts import Role, placeholder
 from zerofx.options import CompileOptions
@@ -29,6 +29,7 @@ from zerofx.scheduler.plan.mesh import MODEL, Mesh
 from zerofx.scheduler.plan.placements import Placement
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError
+from zerofx.units import first_few
 
 GatherHashes = Callable[[Mapping[str, str], str], Sequence[Mapping[str, str]]]
 T = TypeVar("T")
@@ -190,7 +191,7 @@ def _decided(
         return earlier.shared.shardings  # another update of the same step
     pins = pins_of(step, request.options.shardings)
     if pins.ignored and request.verbose:
-        warn(f"shardings: nothing follows from {', '.join(pins.ignored)}")
+        notify(f"shardings: nothing follows from {first_few(pins.ignored)}")
     lent = _lent(request)
     given = {**lent, **(earlier.layout.placements if earlier else {})}
     names = {node: placeholder(node).name for node in step.placeholders(Role.PARAMETER)}

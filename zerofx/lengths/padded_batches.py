@@ -14,7 +14,7 @@ from torch import nn
 
 from zerofx.capture.objective.counted import COUNTS
 from zerofx.capture.objective.evaluation import Evaluation
-from zerofx.errors import UsageError, warn
+from zerofx.errors import UsageError, notify
 from zerofx.garbage import collecting_recent_garbage_only
 from zerofx.ir.batch import Batch
 from zerofx.ladder import AUTO, Ladder, ladder_up_to
@@ -245,7 +245,7 @@ class PaddedBatches:
                 return PaddedEvaluation(
                     form, masked_axes(axes) if filling.makes_mask else axes, with_samples or filling, trial.follows
                 )
-        warn(
+        notify(
             f"batches are evaluated with as many tokens as they have, and each length captured apart, since padding "
             f"would count: {'; '.join(dict.fromkeys(whys))}"
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from zerofx.capture.objective.module_state import Change as Effect
 from zerofx.capture.python_state.reads import Change, Reads
-from zerofx.errors import UsageError, warn
+from zerofx.errors import UsageError, notify
 from zerofx.lowering.load import CompiledStep
 from zerofx.units import first_few
 
@@ -123,14 +123,20 @@ class Shapes:
                 f"{known}"
             )
         if self._described:
-            warn(f"a batch of another shape is captured and planned anew: {self._difference(described)}")
+            other = "of another shape" if self._is_another_shape(described) else "in another setting"
+            notify(f"a batch {other} is captured and planned anew: {self._difference(described)}")
+
+    def _is_another_shape(self, described: Mapping[str, str]) -> bool:
+        """Whether a tensor or an argument is another than in the nearest known batch, whose names have no blanks."""
+        return any(" " not in name for name in self._changes(described))
 
     def _difference(self, described: Mapping[str, str]) -> str:
-        """What the nearest known batch has otherwise."""
+        """What the nearest known batch has otherwise, in words."""
+        changes = self._changes(described).items()
+        return first_few(f"{name}: {later} (was {earlier})" for name, (earlier, later) in changes)
+
+    def _changes(self, described: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+        """What the nearest known batch has otherwise: there, and in this one."""
         known = max(self._described.values(), key=lambda shape: len(shape.items() & described.items()))
-        changed = [
-            f"{name}: {described.get(name, 'none')} (was {known.get(name, 'none')})"
-            for name in dict.fromkeys([*described, *known])
-            if described.get(name) != known.get(name)
-        ]
-        return ", ".join(changed)
+        both = {name: (known.get(name, "none"), described.get(name, "none")) for name in [*described, *known]}
+        return {name: (earlier, later) for name, (earlier, later) in both.items() if earlier != later}

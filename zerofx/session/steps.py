@@ -30,7 +30,7 @@ from zerofx.driver.given_plan import take_plan
 from zerofx.driver.meshes.best import best_mesh
 from zerofx.driver.prepared import Request
 from zerofx.driver.shardings import check_digests, digest_of
-from zerofx.errors import UsageError, ZeroFXError, warn
+from zerofx.errors import UsageError, ZeroFXError, notify
 from zerofx.ir.batch import Batch
 from zerofx.lengths.padded_batches import PaddedBatches
 from zerofx.lowering.load import CompiledStep
@@ -235,7 +235,7 @@ class Steps:
             raise absence
         self.gradients = AbsentGradients(self.model)
         self.values = Values(self.model, None, self._control)
-        warn(f"requires_grad asks for {changed}: the step is made anew, with the same values and optimizer states")
+        notify(f"requires_grad asks for {changed}: the step is made anew, with the same values and optimizer states")
 
     def _variant(self) -> str:
         """Tells the updates that hold now, and the places of what is read of other steps, from others."""

@@ -16,7 +16,7 @@ from zerofx.checkpoints.training import Training
 from zerofx.deferred import becoming_real
 from zerofx.driver.driver import Built
 from zerofx.driver.prepared import Earlier
-from zerofx.errors import warn
+from zerofx.errors import notify
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.collectives import make_transport
@@ -81,7 +81,7 @@ class TakenOver:
         life.parameters = tuple(self.state.parameters.values())
         self.runtime = Runtime(built.layout, communicators, device, tiers)
         if self.runtime.notice:
-            warn(self.runtime.notice)
+            notify(self.runtime.notice)
         self.optimizer_state = OptimizerState(built.binding, self.state, control)
         self._trained = {name: parameter.requires_grad for name, parameter in self.state.parameters.items()}
         self.guards: list[Any] = []

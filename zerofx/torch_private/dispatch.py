@@ -58,11 +58,14 @@ def without_log_of_fakes() -> Iterator[None]:
 def called_instead(op: OpOverload[..., Any], function: Callable[..., Any]) -> Iterator[None]:
     """While open, ``python_dispatcher`` calls ``function`` where C++ would compose ``op`` of others."""
     keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
+    before = {key: op.py_kernels.pop(key) for key in keys if key in op.py_kernels}
     for key in keys:
         op.py_impl(key)(function)
+    op._dispatch_cache.clear()
     try:
         yield
     finally:
         for key in keys:
             del op.py_kernels[key]
+        op.py_kernels.update(before)
         op._dispatch_cache.clear()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.graph.disk.test_own_files import give_away, mode_of
 from zerofx.disk import dumps
-from zerofx.disk.own_files import warn_once
+from zerofx.disk.own_files import notify_once
 from zerofx.errors import UsageError, ZeroFXWarning
 
 _DAY = 86_400
@@ -18,7 +18,7 @@ _DAY = 86_400
 
 @pytest.fixture(autouse=True)
 def _warnings_anew() -> None:
-    warn_once.cache_clear()
+    notify_once.cache_clear()
 
 
 class _Holder:

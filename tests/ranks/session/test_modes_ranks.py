@@ -38,7 +38,7 @@ class _Noted(nn.Module):
         return noted
 
 
-@pytest.mark.filterwarnings("ignore:a batch of another shape")
+@pytest.mark.filterwarnings("ignore:a batch (of|in) another")
 @pytest.mark.parametrize(("kind", "modes"), [(nn.BatchNorm1d, (True, True, False, False, True)), (_Noted, (True,) * 3)])
 def test_buffers_are_those_of_distributed_data_parallel(kind: type[nn.Module], modes: tuple[bool, ...]) -> None:
     for rank, wrong in enumerate(run_ranks(_unlike_eager_mode, 2, kind, modes)):

@@ -106,3 +106,22 @@ def test_generators_are_left_as_they_were() -> None:
     assert len(drawn) == 3
     assert _states() == before
     assert torch.equal(torch.get_rng_state(), torch_before)
+
+
+class _ChangesWhatDropoutGives(Regression):
+    """A dropout that drops nothing gives the tensor that it is given, which is changed in place."""
+
+    def __init__(self, p: float, *, train: bool) -> None:
+        super().__init__()
+        self.layer, self.p, self.drops = nn.Linear(DIM, DIM), p, train
+
+    def predict(self, x: Tensor) -> Tensor:
+        x = self.layer(x) * 2
+        nn.functional.dropout(x, self.p, training=self.drops).add_(1)
+        return x
+
+
+@pytest.mark.parametrize(("p", "train"), [(0.5, False), (0.0, True)])
+def test_a_dropout_that_drops_nothing_gives_what_it_is_given(p: float, train: bool) -> None:
+    case = Case(lambda: _ChangesWhatDropoutGives(p, train=train), rows)
+    assert differences(train_plain(case, 2), train_compiled(case, 2, 2)) == []

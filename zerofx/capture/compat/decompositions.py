@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from zerofx.capture.compat.strides import kernel_layouts
-from zerofx.torch_private.dispatch import without_modes
+from zerofx.torch_private.dispatch import called_instead, without_modes
 
 
 def eager_decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
@@ -58,6 +59,17 @@ def eager_decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
             aten.bernoulli.p: bernoulli,
         }
     )
+
+
+def dropouts_that_may_drop_nothing() -> AbstractContextManager[None]:
+    """While open, a dropout that drops nothing gives what it is given, as in eager mode, and no copy as tracing would:
+    who changes the one in place changes the other."""
+
+    def dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        drops = train and p != 0 and x.numel() > 0
+        return torch.ops.aten.native_dropout(x, p, train)[0] if drops else x
+
+    return called_instead(torch.ops.aten.dropout.default, dropout)
 
 
 def _zeros(size: Sequence[int], **options: Any) -> torch.Tensor:

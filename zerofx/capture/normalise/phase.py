@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zerofx.capture.checkpointed.bring_forward import BringForward
 from zerofx.capture.normalise.begin_backward import BeginBackward
 from zerofx.capture.normalise.check_first import CheckFirst
 from zerofx.capture.normalise.check_results import CheckResults
@@ -21,6 +22,7 @@ from zerofx.capture.normalise.write_outputs import WriteOutputs
 
 NORMALISATIONS: tuple[Normalisation, ...] = (
     CheckResults(),  # results of linear algebra are read after their check
+    BringForward(),  # what is run again for buffers, right after its inputs
     SetOrigins(),  # layer, phase and line of every call
     NameInputs(),  # parameters, buffers and batch tensors by name, each once
     BeginBackward(),  # the loss's own gradient is 1, after what forward checks of values

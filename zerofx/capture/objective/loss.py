@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.capture.checkpointed.blocks import CheckpointedBlocks
 from zerofx.capture.memoised import forget_traced
 from zerofx.capture.objective.calling import call_model, check_forward_call, divided_call, listed
 from zerofx.capture.objective.counted import counts_of, weighed
@@ -277,9 +278,11 @@ class LossModule(nn.Module):
             counts = counts_of(kwargs)
             if not self.trains:
                 inner.enter_context(torch.no_grad())
-            with self._objective.executed:
+            blocks = CheckpointedBlocks(held)
+            with blocks.watched(), self._objective.executed:
                 loss, self.returned, extras = self._objective.run(self.model, args, kwargs, self._loss_scope)
             now, elsewhere_now = self.all_buffers(), self._buffers_outside()
+            blocks.run_again(loss, now)
         for name, layout in layouts.items():
             if (held[name].shape, held[name].stride()) != layout:
                 raise CaptureError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerofx.errors import CompilerError, warn
+from zerofx.errors import CompilerError, notify
 from zerofx.lowering.load import CompiledStep
 from zerofx.runtime.cuda_graphs.capturing import Capturer
 from zerofx.runtime.cuda_graphs.recording import CannotRecordError, Recording, own_memory, record
@@ -150,6 +150,6 @@ class GraphedSteps:
                     f"expected a step that CUDA graphs can be made of, since cuda_graphs=True, found that "
                     f"{entry.obstacle}: give cuda_graphs='auto' to launch its kernels one by one"
                 ) from error
-            warn(
+            notify(
                 f"the step's kernels are launched one by one: {entry.obstacle}; with cuda_graphs=False nothing is tried"
             )

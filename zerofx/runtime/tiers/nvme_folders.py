@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zerofx.disk.own_files import own_folder, why_unsafe
-from zerofx.errors import UsageError, warn
+from zerofx.errors import UsageError, notify
 from zerofx.units import format_bytes
 
 _PREFIX, _LOCK, _PROBE = "zerofx-", ".lock", "probe"
@@ -86,7 +86,7 @@ class OwnFolder:
         # In a process that was forked off, Python 3.13 has forgotten that what is left is finalized at the end.
         atexit.register(self.remove)
         if num_left:
-            warn(f"removed {format_bytes(num_left)} that processes which were killed have left in {parent}")
+            notify(f"removed {format_bytes(num_left)} that processes which were killed have left in {parent}")
 
     def open(self, name: str, flags: int) -> int:
         """A descriptor of a file of the folder, past the page cache where the file system allows it."""

@@ -1,0 +1,77 @@
+"""Warnings of results are told from notices, which change none, by their class; and what some of both say."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerofx
+from zerofx.errors import CaptureError, UsageError
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+
+
+def _step(model: nn.Module) -> zerofx.Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return zerofx.compile(model, optimizer, 0, backend="eager", loss_fn=lambda outputs: outputs.mean())
+
+
+def test_notices_can_pass_where_warnings_are_errors() -> None:
+    model = _model()
+    step = _step(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("error", zerofx.ZeroFXWarning)
+        warnings.simplefilter("always", zerofx.ZeroFXNotice)
+        step(torch.ones(2, 4))
+        step(torch.ones(3, 4))
+        with pytest.raises(zerofx.ZeroFXWarning, match="the loss is nan"):
+            step(torch.full((3, 4), torch.nan))
+    assert [warning.category for warning in caught] == [zerofx.ZeroFXNotice]
+    assert str(caught[0].message).startswith("a batch of another shape is captured")
+
+
+def test_another_mode_is_not_another_shape() -> None:
+    model = _model()
+    step = _step(model)
+    step(torch.ones(2, 4))
+    model.eval()
+    with pytest.warns(zerofx.ZeroFXNotice, match=r"^a batch in another setting is captured.*: training mode: eval"):
+        step(torch.ones(2, 4))
+
+
+def test_a_pattern_is_put_in_a_tuple() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"found '\*': give keep_gradients=\('\*',\)$"):
+        zerofx.compile(model, optimizer, 0, keep_gradients="*")
+
+
+class _Leaving(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        values = super().forward(x)
+        return values * torch.from_numpy(values.detach().numpy() * 2)
+
+
+def test_numpy_in_a_forward_is_named() -> None:
+    with pytest.raises(CaptureError, match=r"makes a numpy array of a tensor, at\n.*numpy\(\) \* 2.*\n.*with torch"):
+        _step(_Leaving(4, 4))(torch.ones(2, 4))
+
+
+def test_many_names_are_told_in_short() -> None:
+    step = zerofx.compile(
+        model := _model(),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        0,
+        backend="eager",
+        forward=lambda model, **batch: sum(model(x).mean() for x in batch.values()),
+    )
+    step(**{f"b{number}": torch.ones(2, 4) for number in range(40)})
+    with pytest.warns(zerofx.ZeroFXNotice, match="and 35 more") as caught:
+        step(**{f"b{number}": torch.ones(3, 4) for number in range(40)})
+    assert len(str(caught[0].message)) < 500

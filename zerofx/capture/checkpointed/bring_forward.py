@@ -1,0 +1,32 @@
+"""Put what is run again for buffers right after the last of its inputs.
+
+    y = batch_norm(x, ..., mean)                 y = batch_norm(x, ..., mean)
+    ...                                   ->     mean_2 = batch_norm(x, ..., mean_1)     # again
+    loss = ...                                   ...
+    mean_2 = batch_norm(x, ..., mean_1)          loss = ...
+
+Else all layers' inputs would have to be there at the end of the forward, where a plan may want to have dropped them.
+
+Does not handle: what ``blocks.py`` has not run again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zerofx.capture.layer_annotations import is_run_again
+from zerofx.capture.normalise.joint import Joint
+
+
+@dataclass(frozen=True)
+class BringForward:
+    """Put what is run again for buffers right after the last of its inputs."""
+
+    name: str = "bring_forward"
+
+    def run(self, joint: Joint) -> None:
+        for node in list(joint.graph.nodes):
+            if node.op == "call_function" and is_run_again(node) and node.all_input_nodes:
+                latest = max(node.all_input_nodes)  # nodes compare by their place in the graph
+                if latest.op != "placeholder":
+                    latest.append(node)
