@@ -14,6 +14,8 @@ from zerofx.disk.checkpoint.marker import Marker, TensorInfo
 from zerofx.errors import CheckpointError
 from zerofx.units import first_few
 
+_TOO_LARGE = 2**63  # for a whole number of an optimizer's, which torch takes as 64 bits
+
 
 def saved_names(marker: Marker, names: ModelNames) -> dict[str, str]:
     """The name in the checkpoint of each of the model's tensors, by its name now.
@@ -88,7 +90,7 @@ def _are_alike(value: Any, own: Any) -> bool:
     if isinstance(own, list | tuple):
         return isinstance(value, list | tuple) and len(value) == len(own) and all(map(_are_alike, value, own))
     if isinstance(own, numbers.Number) or (isinstance(own, torch.Tensor) and own.numel() == 1):
-        return isinstance(value, numbers.Number)
+        return isinstance(value, numbers.Number) and not (isinstance(value, int) and abs(value) >= _TOO_LARGE)
     return isinstance(value, type(own))
 
 

@@ -83,6 +83,14 @@ def _check_optimizer(optimizer: OptimizerInfo, parameters: Iterable[str]) -> Non
                 torch.tensor(value, dtype=dtype_named(scalar.dtype), device="cpu")
             except (OverflowError, RuntimeError, TypeError) as error:
                 raise ValueError(f"{scalar.state!r:.80} cannot be: {error}") from error
+    # Optimizers make all states of a parameter at once: those of a group that have the same ones have the same numbers.
+    numbers = {name: {scalar.state for scalar in of_one} for name, of_one in optimizer.scalars_of().items()}
+    for group in optimizer.groups:
+        first: dict[tuple[str, ...], set[str]] = {}
+        for name in group["params"]:
+            if states := optimizer.states.get(name):
+                mine = numbers.get(name, set())
+                _need(first.setdefault(states, mine) == mine, f"other numbers of {name!r:.80} than of its group")
 
 
 def _need_names(names: Iterable[str], known: Iterable[str] | Mapping[str, Any], what: str) -> None:

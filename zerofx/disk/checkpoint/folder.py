@@ -47,9 +47,12 @@ class Unfinished:
     def __init__(self, folder: Path, num_steps: int) -> None:
         self.path = folder / f".step-{num_steps:08}-{secrets.token_hex(8)}.part"
         self.path.mkdir()
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks: its age tells then
+        # It has its name once it is locked: until then its age tells, as on a file system without locks.
+        unnamed = self.path / f"{_LOCK}.part"
+        self._lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(unnamed, self.path / _LOCK)
 
     def abandon(self) -> None:
         """Remove all that has been written."""
