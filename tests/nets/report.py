@@ -29,6 +29,14 @@ NETS = {
         "Ranks that freeze, die or are interrupted at every kind of wait: an error of zerofx's that names the rank, in "
         "time, on every other rank, after which close() and the end of the process take no more than a moment."
     ),
+    "saves": (
+        "Ranks that are killed while they save asynchronously, next to a full drive, files that are removed or a second "
+        "run in the folder: nobody hangs, the latest checkpoint is whole, and the next save removes what was left."
+    ),
+    "crafted": (
+        "Checkpoints whose markers, headers and files were changed, with hashes that are right: refused before anything "
+        "is changed, or loaded to the same bits."
+    ),
     "mutations": (
         "Plan and cache files of which bytes, values or types were changed: refused as what they are, taken for "
         "absent, or harmless."

@@ -131,7 +131,7 @@ def _second_main(folder: str, environment: dict[str, str]) -> None:
     ((args, _),) = batches(UNEVEN, 0, 1)
     step(*args)
     try:
-        while not Path(folder, "end").exists():
+        while seen.num_saved == 0 or not Path(folder, "end").exists():
             step.save_checkpoint(Path(folder, "run"), asynchronous=seen.num_saved % 2 == 0)
             step.finish_saving()
             seen.num_saved += 1

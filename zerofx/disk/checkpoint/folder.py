@@ -30,9 +30,8 @@ from zerofx.errors import CheckpointError
 from zerofx.units import first_few
 
 LATEST = "latest"
-_LOCK = "lock"  # in the folder of an unfinished checkpoint, held by the process that writes it
 _NAME = re.compile(r"step-\d{8,}(-\d+)?")
-_PART = re.compile(r"\.step-\d{8,}-[0-9a-f]{16}\.part")
+_UNFINISHED = re.compile(r"(\.step-\d{8,}-[0-9a-f]{16})\.(part|lock)")  # its folder, and what its process locks
 _GONE = re.compile(r"\.step-\d{8,}(-\d+)?-[0-9a-f]{16}\.gone")
 _MOST_LATEST_BYTES = 256
 _SILENT_SECONDS = 86_400.0  # after which what cannot be locked is taken for left by a process that was killed
@@ -45,14 +44,21 @@ class Unfinished:
     """The folder of a checkpoint that this process writes; locked, so that no other one takes it for abandoned."""
 
     def __init__(self, folder: Path, num_steps: int) -> None:
-        self.path = folder / f".step-{num_steps:08}-{secrets.token_hex(8)}.part"
-        self.path.mkdir()
-        # It has its name once it is locked: until then its age tells, as on a file system without locks.
-        unnamed = self.path / f"{_LOCK}.part"
-        self._lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.rename(unnamed, self.path / _LOCK)
+        self._lock = -1
+        while True:
+            stem = folder / f".step-{num_steps:08}-{secrets.token_hex(8)}"
+            self.path, self._lock_path = stem.with_suffix(".part"), stem.with_suffix(".lock")
+            self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with contextlib.suppress(OSError):  # a file system without locks: its age tells then
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if os.path.lexists(self._lock_path):
+                break
+            self.release()  # another process has been faster to lock and remove it
+        try:
+            self.path.mkdir()
+        except OSError:
+            self.end()
+            raise
 
     def abandon(self) -> None:
         """Remove all that has been written."""
@@ -61,17 +67,22 @@ class Unfinished:
         with contextlib.suppress(OSError):
             os.rename(self.path, gone)
         shutil.rmtree(gone, ignore_errors=True)
+        self.end()
+
+    def end(self) -> None:
+        """Remove the lock, once the folder is no more, or in its place."""
+        with contextlib.suppress(OSError):
+            self._lock_path.unlink()
         self.release()
 
     def release(self) -> None:
-        """Let go of the lock."""
+        """Let go of the lock, as the system does where a process is killed."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
 
     def __del__(self) -> None:
-        if hasattr(self, "_lock"):
-            self.release()
+        self.release()
 
 
 def begin(folder: Path, num_steps: int) -> Unfinished:
@@ -82,9 +93,12 @@ def begin(folder: Path, num_steps: int) -> Unfinished:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.iterdir():
-            if _GONE.fullmatch(left.name) or (_PART.fullmatch(left.name) and _is_abandoned(left)):
-                shutil.rmtree(left, ignore_errors=True)
+        names = os.listdir(folder)
+        for name in names:
+            if _GONE.fullmatch(name):
+                shutil.rmtree(folder / name, ignore_errors=True)
+        for stem in {match[1] for name in names if (match := _UNFINISHED.fullmatch(name))}:
+            _remove_abandoned(folder / f"{stem}.part", folder / f"{stem}.lock")
         return Unfinished(folder, num_steps)
     except OSError as error:
         raise CheckpointError(
@@ -93,25 +107,35 @@ def begin(folder: Path, num_steps: int) -> Unfinished:
         ) from error
 
 
-def _is_abandoned(part: Path) -> bool:
-    """Whether no process writes a checkpoint any more."""
+def _remove_abandoned(part: Path, lock_path: Path) -> None:
+    """Remove an unfinished checkpoint that no process writes any more."""
+    lock, is_free = -1, False
     try:
-        with open_folder(part, follow=False) as inner:
-            try:
-                lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=inner)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return True
-                finally:
-                    os.close(lock)
-            except BlockingIOError:
-                return False
-            except OSError:
-                names = os.listdir(inner)
-                times = [os.stat(name, dir_fd=inner, follow_symlinks=False).st_mtime for name in names]
-                return time.time() - max([os.fstat(inner).st_mtime, *times]) > _SILENT_SECONDS
-    except OSError:  # not a folder, or gone meanwhile
-        return False
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            lock = os.open(lock_path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_free = True
+    except BlockingIOError:
+        os.close(lock)
+        return
+    except OSError:  # a file system without locks
+        pass
+    if is_free or _seconds_since_write(part, lock_path) > _SILENT_SECONDS:
+        shutil.rmtree(part, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            lock_path.unlink()
+    if lock >= 0:
+        os.close(lock)
+
+
+def _seconds_since_write(*paths: Path) -> float:
+    """The seconds since the latest write to some paths and to what is in them; 0 where they are gone."""
+    times = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            times.append(path.lstat().st_mtime)
+            times += [inner.lstat().st_mtime for inner in path.iterdir()]
+    return time.time() - max(times, default=time.time())
 
 
 def commit(unfinished: Unfinished, marker: Marker) -> Path:
@@ -126,7 +150,6 @@ def commit(unfinished: Unfinished, marker: Marker) -> Path:
         check_sizes(inner, part, marker)
         marker = replace(marker, about={**marker.about, _OLDER: 1 + _order_of_latest(folder, parent)})
         _write(inner, MARKER, marker.to_json())
-        os.unlink(_LOCK, dir_fd=inner)
         # Written before anything is renamed: a drive that is full ends a save while all is as it was.
         place = place_of(parent, marker.num_steps)
         _write(inner, LATEST, place.name + "\n")
@@ -143,7 +166,7 @@ def commit(unfinished: Unfinished, marker: Marker) -> Path:
         os.fsync(folder)
         os.rename(LATEST, LATEST, src_dir_fd=inner, dst_dir_fd=folder)
         os.fsync(folder)
-    unfinished.release()
+    unfinished.end()
     return place
 
 
