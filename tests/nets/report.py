@@ -30,12 +30,13 @@ NETS = {
         "time, on every other rank, after which close() and the end of the process take no more than a moment."
     ),
     "saves": (
-        "Ranks that are killed while they save asynchronously, next to a full drive, files that are removed or a second "
-        "run in the folder: nobody hangs, the latest checkpoint is whole, and the next save removes what was left."
+        "Ranks that are killed while they save asynchronously, next to a full drive, files that are removed or a "
+        "second run in the folder: nobody hangs, the latest checkpoint is whole, and the next save removes what was "
+        "left."
     ),
     "crafted": (
-        "Checkpoints whose markers, headers and files were changed, with hashes that are right: refused before anything "
-        "is changed, or loaded to the same bits."
+        "Checkpoints whose markers, headers and files were changed, with hashes that are right: refused before "
+        "anything is changed, or loaded to the same bits."
     ),
     "mutations": (
         "Plan and cache files of which bytes, values or types were changed: refused as what they are, taken for "

@@ -22,6 +22,7 @@ from tests.lib.models import batches
 from tests.lib.runs.checkpoints import Way, train
 from zerofx import CheckpointError
 from zerofx.checkpoints import later
+from zerofx.checkpoints.save import write_files
 from zerofx.disk.checkpoint.folder import begin, latest, read_marker
 
 WAYS = [Way(0), Way(2, "bf16"), Way(3, "bf16", 1, ("device", "nvme", "device"))]
@@ -111,7 +112,7 @@ def _left_in_the_lurch(folder: str, kind: str) -> tuple[str, float]:
     given = list(batches(way.case, rank, 3))
     train(step, scheduler, given[:1])
     first = step.save_checkpoint(folder)
-    write, hang = later.write_files, threading.Event()
+    patched, hang = pytest.MonkeyPatch(), threading.Event()
 
     def fails(content: Any, part: Path, *about: Any) -> Any:
         if kind == "hangs":
@@ -120,10 +121,10 @@ def _left_in_the_lurch(folder: str, kind: str) -> tuple[str, float]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if kind == "removed":
             shutil.rmtree(part)
-        return write(content, part, *about)
+        return write_files(content, part, *about)
 
     if rank == 1:
-        later.write_files = fails  # as a drive that is full, a file system that hangs, or another process would
+        patched.setattr(later, "write_files", fails)
     began = time.monotonic()
     step.save_checkpoint(folder, asynchronous=True)
     if rank == 0 and kind != "hangs":
@@ -136,7 +137,7 @@ def _left_in_the_lurch(folder: str, kind: str) -> tuple[str, float]:
     except (CheckpointError, zerofx.RankMismatchError) as raised:
         error = str(raised)
     seconds = time.monotonic() - began
-    later.write_files = write
+    patched.undo()
     assert latest(Path(folder)) == first
     if kind != "hangs":
         train(step, scheduler, given[1:2])

@@ -88,9 +88,12 @@ def _check_optimizer(optimizer: OptimizerInfo, parameters: Iterable[str]) -> Non
     for group in optimizer.groups:
         first: dict[tuple[str, ...], set[str]] = {}
         for name in group["params"]:
-            if states := optimizer.states.get(name):
-                mine = numbers.get(name, set())
-                _need(first.setdefault(states, mine) == mine, f"other numbers of {name!r:.80} than of its group")
+            if of_elements := optimizer.states.get(name):
+                own_numbers = numbers.get(name, set())
+                _need(
+                    first.setdefault(of_elements, own_numbers) == own_numbers,
+                    f"other numbers of {name!r:.80} than of its group",
+                )
 
 
 def _need_names(names: Iterable[str], known: Iterable[str] | Mapping[str, Any], what: str) -> None:
