@@ -226,7 +226,7 @@ def run_case(world: World, number: int) -> Record:
         elif outcome != "refused":
             world.step.load_checkpoint(world.place, state={"own": {}})
         shutil.rmtree(run)
-    return Record(how, f"case {number}", outcome, detail)  # type: ignore[arg-type]  # one of the three
+    return Record(f"case {number}, {how}", how.partition(":")[0], outcome, detail)  # type: ignore[arg-type]  # one of the three
 
 
 def run(numbers: range) -> list[Record]:

@@ -52,6 +52,10 @@ class Case:
     next_to: str
     odd: int
 
+    @property
+    def record(self) -> tuple[str, str]:
+        return f"case {self.number}, rank {self.victim} killed", f"next to {self.next_to}"
+
     @classmethod
     def of(cls, number: int) -> Case:
         draw = random.Random(number)
@@ -170,8 +174,7 @@ def run(case: Case) -> Record:
                     process.join()
         problems.append(_wrong_in_folder(Path(folder, "run")))
     problems = [problem for problem in problems if problem]
-    variant = f"case {case.number}, rank {case.victim} killed"
-    return Record(f"next to {case.next_to}", variant, "wrong" if problems else "exact", "; ".join(problems))
+    return Record(*case.record, "wrong" if problems else "exact", "; ".join(problems))
 
 
 def _wrong_of_survivor(case: Case, process: ForkServerProcess, folder: str) -> str:
@@ -220,9 +223,8 @@ def main(numbers: range) -> None:
     records = {(record.name, record.variant): record for record in read_records(path)}
     for number in tqdm(numbers, desc=NET, unit="case"):
         case = Case.of(number)
-        key = (f"next to {case.next_to}", f"case {number}, rank {case.victim} killed")
-        if records.get(key, Record("", "", "wrong")).outcome == "wrong":
-            records[key] = run(case)
+        if records.get(case.record, Record("", "", "wrong")).outcome == "wrong":
+            records[case.record] = run(case)
             write_records(path, records.values())
 
 
