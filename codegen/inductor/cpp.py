@@ -16,7 +16,7 @@ import torch
 
 from zerofx.codegen.inductor.background import Background
 from zerofx.disk.cache import DiskCache, key_of
-from zerofx.disk.own_files import UnsafeError, own_folder, private_folder, notify_once, why_unsafe
+from zerofx.disk.own_files import UnsafeError, notify_once, own_folder, private_folder, why_unsafe
 from zerofx.errors import CompilerError
 from zerofx.settings import read_settings, user_cache
 from zerofx.torch_private.inductor.cpp import (

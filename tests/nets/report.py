@@ -35,6 +35,14 @@ NETS = {
         "globals, closures, attributes, items, hooks, methods, settings, what libraries keep. On the eager backend the "
         "bits of eager PyTorch, on the default backend the same up to rounding. A step that computes with what was is "
         "wrong, and called stale; of what is exact the record says how often it was captured."
+    "saves": (
+        "Ranks that are killed while they save asynchronously, next to a full drive, files that are removed or a "
+        "second run in the folder: nobody hangs, the latest checkpoint is whole, and the next save removes what was "
+        "left."
+    ),
+    "crafted": (
+        "Checkpoints whose markers, headers and files were changed, with hashes that are right: refused before "
+        "anything is changed, or loaded to the same bits."
     ),
     "mutations": (
         "Plan and cache files of which bytes, values or types were changed: refused as what they are, taken for "

@@ -17,8 +17,8 @@ import torch
 
 from zerofx.checkpoints.names import number_from, options_from
 from zerofx.disk.checkpoint.boxes import Box
-from zerofx.disk.checkpoint.folder import resolve
-from zerofx.disk.checkpoint.reader import STATE, CheckpointReader, state_name
+from zerofx.disk.checkpoint.file_names import STATE, state_name
+from zerofx.disk.checkpoint.reader import CheckpointReader, open_checkpoint
 from zerofx.disk.checkpoint.shard_file import Entry, ShardWriter, in_order
 from zerofx.errors import UsageError
 from zerofx.precision import dtype_named
@@ -119,7 +119,7 @@ def export_distributed(path: Path, out: Path) -> None:
 
 
 def _checked(path: Path) -> CheckpointReader:
-    reader = CheckpointReader(resolve(path))
+    reader = open_checkpoint(path)
     reader.verify(0, 1)
     return reader
 

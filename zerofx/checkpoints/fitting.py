@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zerofx.capture.checks import fits, misfits
-from zerofx.checkpoints.names import ModelNames
+from zerofx.checkpoints.names import ModelNames, options_from
 from zerofx.disk.checkpoint.marker import Marker, TensorInfo
 from zerofx.errors import CheckpointError
 from zerofx.units import first_few
+
+_TOO_LARGE = 2**63  # for a whole number of an optimizer's, which torch takes as 64 bits
 
 
 def saved_names(marker: Marker, names: ModelNames) -> dict[str, str]:
@@ -58,6 +61,39 @@ def group_misfits(saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str
     ]
 
 
+def check_extra(marker: Marker, names: ModelNames) -> None:
+    """Check that the modules that have state of their own are those that were saved.
+
+    Raises:
+        CheckpointError: they are not.
+    """
+    if differ := sorted(marker.extra.get("modules", {}).keys() ^ names.extra.keys()):
+        raise CheckpointError(
+            f"expected a checkpoint with what the modules of this model give by get_extra_state(), found it for others "
+            f"({first_few(differ)}): load a checkpoint of this very model. Nothing has been loaded"
+        )
+
+
+def _option_misfits(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The options of saved param groups that are of another kind than those that an optimizer has, in words."""
+    return [
+        f"{key}={value!r:.40} in param group {number}, where it has {mine[key]!r:.40}"
+        for number, (group, mine) in enumerate(zip(saved, own, strict=True))
+        for key, value in options_from(group).items()
+        if key in mine and key != "params" and not _are_alike(value, mine[key])
+    ]
+
+
+def _are_alike(value: Any, own: Any) -> bool:
+    if value is None or own is None:
+        return True
+    if isinstance(own, list | tuple):
+        return isinstance(value, list | tuple) and len(value) == len(own) and all(map(_are_alike, value, own))
+    if isinstance(own, numbers.Number) or (isinstance(own, torch.Tensor) and own.numel() == 1):
+        return isinstance(value, numbers.Number) and not (isinstance(value, int) and abs(value) >= _TOO_LARGE)
+    return isinstance(value, type(own))
+
+
 def check_optimizer(marker: Marker, optimizer: torch.optim.Optimizer, own: Sequence[Sequence[str]]) -> None:
     """Check that the optimizer is of the class, and has the groups, that were saved.
 
@@ -69,6 +105,7 @@ def check_optimizer(marker: Marker, optimizer: torch.optim.Optimizer, own: Seque
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     saved = marker.optimizer
     problems = [f"one of {saved.name}"] if saved.name != kind else group_misfits(saved.groups, own)
+    problems = problems or _option_misfits(saved.groups, optimizer.param_groups)
     if problems:
         raise CheckpointError(
             f"expected a checkpoint of this optimizer ({kind} with {len(own)} param groups), found "

@@ -1,8 +1,9 @@
 """A checkpoint that a thread writes while training goes on.
 
-Ranks meet where it is begun, and where it is finished. Between that, each leaves a note in the checkpoint's folder once
-its files are on disk, and rank 0's thread puts the checkpoint in its place when all notes are there: so that it is
-there as soon as it is whole, whatever steps do meanwhile.
+Ranks meet where it is begun, and where it is finished. Between that, the thread of each rank tells over the process
+group's store that its files are on disk, or that it has failed. Rank 0's thread puts the checkpoint in its place when
+all have told: so it is there as soon as it is whole, whatever steps do meanwhile. A thread that makes no progress is
+waited for as long as ranks wait for one another, and no longer.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,13 @@ import torch
 
 from zerofx.checkpoints.names import ModelNames
 from zerofx.checkpoints.pieces import Piece
-from zerofx.checkpoints.save import Begun, StepCounts, start, write_files
-from zerofx.checkpoints.together import cannot_be_done, on_all
+from zerofx.checkpoints.save import Begun, StepCounts, start, warn_of_left, write_files
+from zerofx.checkpoints.together import cannot_be_done, on_all, on_first
 from zerofx.checkpoints.training import OwnedValues, Training
-from zerofx.disk.checkpoint.folder import abandon, place_of
+from zerofx.disk.checkpoint.folder import place_of
 from zerofx.disk.checkpoint.shard_file import Written
-from zerofx.disk.own_files import write_text
 from zerofx.errors import CheckpointError, ZeroFXError
+from zerofx.runtime.comm.patience import Heartbeat
 from zerofx.runtime.tiers.snapshot import Snapshot
 
 _LOOK_SECONDS = 0.02  # between two looks for the notes of other ranks
@@ -52,25 +54,30 @@ def save_later(
     """
     control = training.control
     begun = start(training, names, numbers, state, folder)
-    begun = Begun(begun.content.copied(), begun.part, begun.marker)
+    begun = replace(begun, content=begun.content.copied())
+    heartbeat = Heartbeat(control.patience_seconds)
     try:
         num_local_ranks = len(control.ranks_of_host("save a checkpoint"))
         snapshot = on_all(
             control,
             "keep what is saved",
-            lambda: _snapshot(training, begun.content.parts, spare_bytes, num_local_ranks),
+            lambda: _snapshot(training, begun.content.parts, spare_bytes, num_local_ranks, heartbeat),
         )
     except BaseException:
-        if control.rank == 0:
-            abandon(begun.part)
+        begun.abandon()
         if training.tiers.snapshot is not None:
             training.tiers.snapshot.end()
         raise
-    return Later(training, begun, snapshot, keep, place_of(folder, numbers.num_steps))
+    heartbeat.beat()
+    return Later(training, begun, snapshot, heartbeat, keep, place_of(folder, numbers.num_steps))
 
 
 def _snapshot(
-    training: Training, parts: tuple[OwnedValues, ...], spare_bytes: int | None, num_local_ranks: int
+    training: Training,
+    parts: tuple[OwnedValues, ...],
+    spare_bytes: int | None,
+    num_local_ranks: int,
+    heartbeat: Heartbeat,
 ) -> Snapshot:
     values = []
     for part in parts:
@@ -78,7 +85,7 @@ def _snapshot(
             first, last = training.owned(part.bucket)
             values.append((part.stored, first - part.first, last - part.first))
     try:
-        return Snapshot(values, training.tiers, spare_bytes, num_local_ranks=num_local_ranks)
+        return Snapshot(values, training.tiers, spare_bytes, num_local_ranks=num_local_ranks, heartbeat=heartbeat)
     except ZeroFXError as error:
         raise CheckpointError(str(error)) from error
 
@@ -86,14 +93,23 @@ def _snapshot(
 class Later:
     """A checkpoint under way. ``place`` is where it is to be; all methods are for the thread that runs the steps."""
 
-    def __init__(self, training: Training, begun: Begun, snapshot: Snapshot, keep: int | None, place: Path) -> None:
+    def __init__(
+        self, training: Training, begun: Begun, snapshot: Snapshot, heartbeat: Heartbeat, keep: int | None, place: Path
+    ) -> None:
         self.place = place
         self._control = training.control
         self._begun, self._snapshot, self._keep = begun, snapshot, keep
-        self._stopped = threading.Event()
+        self._heartbeat = heartbeat
+        self._outcomes = training.control.outcomes(f"checkpoint {begun.part.name}")
+        self._stopped, self._written = threading.Event(), threading.Event()
+        self._committing = threading.Lock()
+        self._committed: tuple[Path, str] | None = None
+        self._files: dict[str, Written] = {}
         self._failure: str | None = None
-        self._thread = threading.Thread(target=self._run, name="zerofx-checkpoint")
+        # A daemon, since Python waits for other threads without end: at the end of a program this one is waited for.
+        self._thread = threading.Thread(target=self._run, name="zerofx-checkpoint", daemon=True)
         self._thread.start()
+        self._at_exit = weakref.finalize(self, _wait_at_exit, self._thread, snapshot, heartbeat)
 
     @property
     def is_writing(self) -> bool:
@@ -113,30 +129,67 @@ class Later:
         """
         control = self._control
 
-        def written() -> None:
+        def written() -> dict[str, Written]:
             self._snapshot.keep_all()
-            self._thread.join()
+            self._await_written()
             if self._failure is not None:
                 raise CheckpointError(self._failure)
+            return self._files
 
         try:
             control.meet(_FINISH)
-            on_all(control, _FINISH, written)
+            listed = control.gather(on_all(control, _FINISH, written), _FINISH)
+            files = {name: file for of_rank in listed for name, file in of_rank.items()}
+            self.place, left = on_first(control, _FINISH, lambda: self._commit(files))
         except BaseException:
             self.abandon()
             raise
-        self._snapshot.end()
-        self.place = control.from_rank_0(self.place, _FINISH)
+        self._end()
+        warn_of_left(control, left)
         return self.place
 
     def abandon(self) -> None:
         """Leave it unfinished, on this rank alone."""
         self._stopped.set()
         self._snapshot.stop()
-        self._thread.join()
+        while self._thread.is_alive() and self._heartbeat.left_seconds:
+            self._thread.join(min(1.0, self._heartbeat.left_seconds))
+        self._end()
+        self._begun.abandon()
+
+    def _end(self) -> None:
+        self._stopped.set()
+        self._at_exit.detach()
         self._snapshot.end()
-        if self._control.rank == 0:
-            abandon(self._begun.part)
+        if self._control.rank == 0 and not self._control.lost:
+            self._outcomes.forget()
+
+    def _await_written(self) -> None:
+        """Wait until this rank's files are on disk, for as long as the thread gets on.
+
+        Raises:
+            CheckpointError: it hangs.
+        """
+        while not self._written.wait(min(1.0, self._heartbeat.left_seconds)):
+            if not self._heartbeat.left_seconds:
+                raise CheckpointError(
+                    f"expected to write a checkpoint to {self._begun.part.parent}, found that nothing was written for "
+                    f"{self._heartbeat.limit_seconds:.0f} s: look at the drive, or raise ZEROFX_TIMEOUT"
+                )
+
+    def _commit(self, files: Mapping[str, Written]) -> tuple[Path, str]:
+        """On rank 0: put it in its place, unless the other thread of the two that may has done so."""
+        if not self._committing.acquire(timeout=self._heartbeat.limit_seconds):
+            raise CheckpointError(
+                f"expected to put a checkpoint in its place in {self._begun.part.parent}, found that this takes longer "
+                f"than {self._heartbeat.limit_seconds:.0f} s: look at the drive, or raise ZEROFX_TIMEOUT"
+            )
+        try:
+            if self._committed is None:
+                self._committed = self._begun.commit(files, self._keep)
+            return self._committed
+        finally:
+            self._committing.release()
 
     # ------------------------------------------------------------------------------------------------ the thread
 
@@ -145,11 +198,7 @@ class Later:
         with suppress(AttributeError, OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
-            written = write_files(content, self._begun.part, self._show)
-            self._snapshot.stop()
-            self._leave_note({"files": {name: [file.num_bytes, file.digest] for name, file in written.items()}})
-            if content.rank == 0:
-                self._commit()
+            self._files = write_files(content, self._begun.part, self._show, self._on_block)
         except (OSError, ZeroFXError) as error:
             self._failure = cannot_be_done("write a checkpoint", error)
         except BaseException as error:
@@ -157,9 +206,26 @@ class Later:
             raise
         finally:
             self._snapshot.stop()
-            if self._failure is not None:
-                with suppress(OSError):
-                    self._leave_note({"failure": self._failure})
+            self._heartbeat.beat()
+            self._written.set()
+            with suppress(RuntimeError):  # a store that has failed: all ranks tell where they finish
+                self._tell()
+        if content.rank == 0 and self._failure is None:
+            with suppress(RuntimeError, OSError):  # likewise; what cannot be committed here is so again there
+                self._commit_early()
+
+    def _on_block(self) -> None:
+        self._heartbeat.beat()
+        if self._stopped.is_set():
+            raise CheckpointError(
+                "expected to write a checkpoint while its step goes on, found that the step has failed"
+            )
+
+    def _tell(self) -> None:
+        if self._failure is not None:
+            self._outcomes.fail(self._failure)
+        else:
+            self._outcomes.tell(json.dumps({name: [f.num_bytes, f.digest] for name, f in self._files.items()}))
 
     @contextmanager
     def _show(self, part: OwnedValues) -> Iterator[Callable[[Piece], AbstractContextManager[torch.Tensor]]]:
@@ -171,29 +237,24 @@ class Later:
         yield shown
         self._snapshot.done(part.stored)
 
-    def _note(self, rank: int) -> Path:
-        return self._begun.part / f"rank-{rank:05}.json"
+    def _commit_early(self) -> None:
+        """On rank 0: put the checkpoint in its place as soon as all ranks have written.
 
-    def _leave_note(self, note: dict[str, Any]) -> None:
-        write_text(self._note(self._begun.content.rank), json.dumps(note))
+        A rank that says nothing for as long as ranks wait for one another is waited for where all finish.
+        """
+        while self._heartbeat.left_seconds and not self._control.lost and not self._outcomes.has_failed():
+            if (outcomes := self._outcomes.of_all()) is not None:
+                self._heartbeat.beat()
+                listed = [item for text in outcomes for item in json.loads(text).items()]
+                self._commit({name: Written(*about) for name, about in listed})
+                return
+            if self._stopped.wait(_LOOK_SECONDS):
+                return
 
-    def _commit(self) -> None:
-        """On rank 0: wait until all ranks have left their notes, and put the checkpoint in its place."""
-        notes: list[dict[str, Any]] = []
-        left_at: float | None = None
-        for rank in range(self._begun.content.num_ranks):
-            while not self._note(rank).exists():
-                if self._stopped.wait(_LOOK_SECONDS) or self._control.lost:
-                    return
-                # A program may end without closing its step; what a rank that is gone does not write is not awaited.
-                if not threading.main_thread().is_alive():
-                    left_at = left_at or time.monotonic()
-                    if time.monotonic() - left_at > self._control.patience_seconds:
-                        return
-            notes.append(json.loads(self._note(rank).read_text(encoding="utf-8")))
-        if any("files" not in note for note in notes):
-            return  # the rank that failed says so where all finish
-        for rank in range(len(notes)):
-            self._note(rank).unlink()
-        files = [(name, Written(*about)) for note in notes for name, about in note["files"].items()]
-        self.place = self._begun.commit(files, self._keep)
+
+def _wait_at_exit(thread: threading.Thread, snapshot: Snapshot, heartbeat: Heartbeat) -> None:
+    """A program may end without closing its step: what is being written is waited for, as long as that gets on."""
+    if thread.is_alive():
+        snapshot.keep_all()
+    while thread.is_alive() and heartbeat.left_seconds:
+        thread.join(min(1.0, heartbeat.left_seconds))

@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from zerofx.capture.checks import warn_of_rounding
-from zerofx.checkpoints.fitting import check_optimizer, saved_names
+from zerofx.checkpoints.fitting import check_extra, check_optimizer, saved_names
 from zerofx.checkpoints.names import ModelNames, number_from, set_extra, set_groups
 from zerofx.checkpoints.random_states import predecessor, saved_random_states, set_random_states
-from zerofx.checkpoints.together import on_all
+from zerofx.checkpoints.together import on_all, on_first
 from zerofx.checkpoints.user_state import saved_state, take_over
 from zerofx.disk.checkpoint.boxes import Box
-from zerofx.disk.checkpoint.folder import resolve
+from zerofx.disk.checkpoint.file_names import STATE, state_name
 from zerofx.disk.checkpoint.marker import Scalar
 from zerofx.disk.checkpoint.plain import from_plain
-from zerofx.disk.checkpoint.reader import STATE, CheckpointReader, state_name
+from zerofx.disk.checkpoint.reader import CheckpointReader, open_checkpoint
 from zerofx.runtime.comm.control import Control
 
 _CPU = torch.device("cpu")
@@ -80,10 +81,18 @@ def check(
     Raises:
         CheckpointError: on all ranks.
     """
-    reader = on_all(control, "find the checkpoint", lambda: CheckpointReader(resolve(path)))
+
+    def find() -> str:
+        first.append(open_checkpoint(path))
+        return first[0].place.name if first[0].place != path else ""
+
+    first: list[CheckpointReader] = []  # on rank 0, whose latest one it is: another process may finish the next
+    name = on_first(control, "find the checkpoint", find)
+    reader = on_all(control, "find the checkpoint", lambda: first[0] if first else open_checkpoint(path, name))
     control.agree(
         "load a checkpoint",
-        f"{reader.place.name}\nweights_only={optimizer is None}\n{reader.marker.to_json()}",
+        f"{reader.place.name}, saved at {reader.marker.saved_at}\nweights_only={optimizer is None}\n"
+        f"{xxhash.xxh3_128_hexdigest(reader.marker.to_json().encode())}",
         "checkpoint",
         "Give every rank the same.",
     )
@@ -96,6 +105,7 @@ def check(
             ids = {id(parameter): saved[names.parameters[own]] for own, parameter in model.named_parameters()}
             groups = [[ids[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
             check_optimizer(reader.marker, optimizer, groups)
+            check_extra(reader.marker, names)
         marker, rank = reader.marker, control.rank
         before = predecessor(rank, num_model, marker.num_ranks, marker.num_model)
         given, random = saved_state(reader, state, before), saved_random_states(reader, before, rank // num_model)
@@ -111,7 +121,6 @@ def load_model(checked: Checked, parameters: Mapping[str, torch.Tensor]) -> None
     """Give whole parameters, by their own names, their values."""
     for own, parameter in parameters.items():
         _fill_whole(checked, checked.parameter(own), parameter)
-    checked.reader.close()
 
 
 def load_buffers(checked: Checked) -> None:
@@ -124,7 +133,6 @@ def load_buffers(checked: Checked) -> None:
             _real(buffer).copy_(checked.reader.read_entry(shard, placed))
         else:
             _fill_whole(checked, checked.saved[name], buffer)
-    checked.reader.close()
 
 
 def load_rest(

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
-from zerofx.disk.checkpoint.reader import STATE, CheckpointReader
+from zerofx.disk.checkpoint.file_names import RANDOM, STATE
+from zerofx.disk.checkpoint.reader import CheckpointReader
+from zerofx.errors import CheckpointError
 
-CPU, CUDA = "random.cpu", "random.cuda"
+CPU, CUDA = f"{RANDOM}cpu", f"{RANDOM}cuda"
 
 
 def predecessor(rank: int, num_model: int, saved_ranks: int, saved_model: int) -> int | None:
@@ -32,9 +34,24 @@ def random_states(device: torch.device) -> dict[str, torch.Tensor]:
 
 def saved_random_states(reader: CheckpointReader, before: int | None, group: int) -> dict[str, torch.Tensor]:
     """What a rank of a ``group`` that shares a computation goes on with of what a checkpoint has, by name; ``before``
-    is its predecessor there."""
+    is its predecessor there.
+
+    Raises:
+        CheckpointError: a state is none of a generator's.
+    """
     shard = reader.shard(STATE, before or 0)
     states = {name: reader.read_entry(shard, shard.placed[name][0]) for name in (CPU, CUDA) if name in shard.placed}
+    try:
+        for name, state in states.items():
+            if name == CPU or torch.cuda.is_available():
+                torch.Generator(name.removeprefix(RANDOM)).set_state(state)
+        if CPU not in states:
+            raise RuntimeError("it is not there")
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"expected the states of torch's random generators in {shard.path}, found that they cannot be set "
+            f"({error}): load another checkpoint. Nothing has been loaded"
+        ) from error
     return states if before is not None else _others(states, group)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -20,13 +20,16 @@ from zerofx.checkpoints.random_states import random_states
 from zerofx.checkpoints.together import on_all, on_first
 from zerofx.checkpoints.training import OwnedValues, Training, parts_of, whole_entry
 from zerofx.checkpoints.user_state import WORD, described
-from zerofx.disk.checkpoint.folder import abandon, begin, commit
+from zerofx.disk.checkpoint.file_names import MODEL, STATE, file_name
+from zerofx.disk.checkpoint.folder import Unfinished, begin, commit, prune
 from zerofx.disk.checkpoint.marker import Marker, OptimizerInfo, Scalar, TensorInfo
 from zerofx.disk.checkpoint.plain import to_plain
-from zerofx.disk.checkpoint.reader import MODEL, STATE, file_name
 from zerofx.disk.checkpoint.shard_file import Entry, ShardWriter, Written, bytes_of, in_order
-from zerofx.errors import CheckpointError
+from zerofx.errors import CheckpointError, warn
+from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.on_host import ReadAhead, shown_on_host
+
+_FINISH = "finish a checkpoint"
 
 
 @dataclass(frozen=True)
@@ -59,17 +62,28 @@ class Content:
 
 @dataclass(frozen=True)
 class Begun:
-    """A checkpoint that is to be written into the folder ``part``; ``marker`` is None on other ranks than 0."""
+    """A checkpoint that is to be written into the folder ``part``; the others are None on other ranks than 0."""
 
     content: Content
     part: Path
+    unfinished: Unfinished | None
     marker: Marker | None
 
-    def commit(self, files: Iterable[tuple[str, Written]], keep: int | None) -> Path:
-        """On rank 0, once all files of all ranks are on disk: put the checkpoint in its place; returns that."""
-        assert self.marker is not None, "rank 0 has it"
-        self.marker.files.update({name: (file.num_bytes, file.digest) for name, file in files})
-        return commit(self.part, self.marker, keep)
+    def commit(self, files: Mapping[str, Written], keep: int | None) -> tuple[Path, str]:
+        """On rank 0, once all files of all ranks are on disk: put the checkpoint in its place.
+
+        Returns:
+            Its place, and which of those that ``keep`` does not keep could not be removed, in words.
+        """
+        assert self.marker is not None and self.unfinished is not None, "rank 0 has them"
+        sizes = {name: (file.num_bytes, file.digest) for name, file in files.items()}
+        place = commit(self.unfinished, replace(self.marker, files=sizes))
+        return place, prune(place, keep) if keep is not None else ""
+
+    def abandon(self) -> None:
+        """On rank 0: remove what has been written."""
+        if self.unfinished is not None:
+            self.unfinished.abandon()
 
 
 def start(training: Training, names: ModelNames, numbers: StepCounts, state: Mapping[str, Any], folder: Path) -> Begun:
@@ -88,10 +102,16 @@ def start(training: Training, names: ModelNames, numbers: StepCounts, state: Map
         STATE: {**random_states(training.device), **tensors, **own},
     }
     content = Content(control.rank, control.num_ranks, words, loose, tuple(parts_of(training, names)))
-    markers: list[Marker] = []  # on rank 0, which alone needs it
-    on_first(control, "describe the checkpoint", lambda: markers.append(_marker(training, names, numbers)))
-    part = on_first(control, "begin a checkpoint", lambda: begin(folder, numbers.num_steps))
-    return Begun(content, part, markers[0] if markers else None)
+    on_rank_0: list[tuple[Unfinished, Marker]] = []
+
+    def begun() -> Path:
+        marker = _marker(training, names, numbers)
+        on_rank_0.append((begin(folder, numbers.num_steps), marker))
+        return on_rank_0[0][0].path
+
+    part = on_first(control, "begin a checkpoint", begun)
+    unfinished, marker = on_rank_0[0] if on_rank_0 else (None, None)
+    return Begun(content, part, unfinished, marker)
 
 
 def save(
@@ -111,12 +131,22 @@ def save(
     begun = start(training, names, numbers, state, folder)
     try:
         written = on_all(control, "write a checkpoint", lambda: _write_at_once(training, begun))
-        files = [item for listed in control.gather(written, "finish a checkpoint") for item in listed.items()]
-        return on_first(control, "finish a checkpoint", lambda: begun.commit(files, keep))
+        files = {name: file for listed in control.gather(written, _FINISH) for name, file in listed.items()}
+        place, left = on_first(control, _FINISH, lambda: begun.commit(files, keep))
     except BaseException:
-        if control.rank == 0:
-            abandon(begun.part)
+        begun.abandon()
         raise
+    warn_of_left(control, left)
+    return place
+
+
+def warn_of_left(control: Control, left: str) -> None:
+    """On rank 0, warn of checkpoints that could not be removed."""
+    if left and control.rank == 0:
+        warn(
+            f"expected to remove checkpoints that keep= does not keep, found that it cannot be done ({left}): remove "
+            f"them, and look at who may write there; the drive may fill up"
+        )
 
 
 def _own_buffers(training: Training, names: ModelNames) -> dict[str, torch.Tensor]:
@@ -129,8 +159,11 @@ def _own_buffers(training: Training, names: ModelNames) -> dict[str, torch.Tenso
     return {name: buffer for name, buffer in names.buffers.items() if mine[name] != first.get(name)}
 
 
-def write_files(content: Content, folder: Path, show: Show) -> dict[str, Written]:
-    """Write this rank's two files, which are on disk then. ``show`` shows a part, and its pieces one by one."""
+def write_files(
+    content: Content, folder: Path, show: Show, on_block: Callable[[], None] = lambda: None
+) -> dict[str, Written]:
+    """Write this rank's two files, which are on disk then. ``show`` shows a part, and its pieces one by one;
+    ``on_block`` is called before each block that is written, and may raise."""
     written = {}
     for kind in (MODEL, STATE):
         jobs: dict[Entry, tuple[OwnedValues | torch.Tensor, Any]] = {
@@ -141,7 +174,8 @@ def write_files(content: Content, folder: Path, show: Show) -> dict[str, Written
             jobs[whole_entry(name, real)] = (real, None)
         name = file_name(kind, content.rank, content.num_ranks)
         entries = in_order(list(jobs))
-        with ShardWriter(folder / name, entries, {WORD: content.words} if kind == STATE else {}) as writer:
+        words = {WORD: content.words} if kind == STATE else {}
+        with ShardWriter(folder / name, entries, words, on_block) as writer:
             for _, listed in groupby(entries, key=lambda entry: id(jobs[entry][0])):
                 _write_run(show, writer, [(entry, *jobs[entry]) for entry in listed])
             written[name] = writer.finish()

@@ -3,49 +3,65 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
 
-from zerofx.disk.checkpoint.plain import from_plain, to_plain
-from zerofx.disk.checkpoint.reader import STATE, CheckpointReader
+from zerofx.disk.checkpoint.file_names import STATE, USER
+from zerofx.disk.checkpoint.plain import from_plain, is_plain, to_plain
+from zerofx.disk.checkpoint.reader import CheckpointReader
 from zerofx.errors import CheckpointError, UsageError, warn
 from zerofx.units import first_few
 
 WORD = "state"
 
 
-def check_state(state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``state`` as a dictionary, checked.
+def check_state(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """``state`` itself, checked; an empty one for None.
 
     Raises:
-        UsageError: an entry is neither a dictionary nor has ``state_dict`` and ``load_state_dict``.
+        UsageError: an entry is neither a plain value nor has ``state_dict`` and ``load_state_dict``.
     """
     if not isinstance(state, Mapping | None):
-        raise UsageError(f"expected state to be a dictionary of what has a state_dict(), found {type(state).__name__}")
+        raise UsageError(f"expected state to be a dictionary of what is saved, by name, found {type(state).__name__}")
     for name, held in (state or {}).items():
-        has_both = all(callable(getattr(held, method, None)) for method in ("state_dict", "load_state_dict"))
-        if not isinstance(name, str) or not (isinstance(held, dict) or has_both):
+        if not isinstance(name, str) or not (_is_stateful(held) or is_plain(held)):
             raise UsageError(
                 f"expected state={{...}} to have words for names and to hold what has state_dict() and "
-                f"load_state_dict(), or dictionaries, found {name!r}: {type(held).__name__}"
+                f"load_state_dict(), or numbers, words, tensors, lists and dictionaries, found {name!r}: "
+                f"{type(held).__name__}"
             )
-    return dict(state or {})
+        if not isinstance(state, MutableMapping) and not (_is_stateful(held) or isinstance(held, dict)):
+            raise UsageError(
+                f"expected a dictionary as state=, in which load_checkpoint puts {name!r}, found "
+                f"{type(state).__name__}, which cannot be changed: give a dict"
+            )
+    return {} if state is None else state
+
+
+def _is_stateful(held: object) -> bool:
+    return all(callable(getattr(held, method, None)) for method in ("state_dict", "load_state_dict"))
 
 
 def described(state: Mapping[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
-    """What is in ``state`` now, as JSON, and its tensors by name.
+    """The values in ``state``, as JSON, and its tensors by name.
 
     Raises:
         CheckpointError: something in it is neither JSON nor a tensor.
     """
     tensors: dict[str, torch.Tensor] = {}
-    plain = {
-        name: to_plain(held if isinstance(held, dict) else held.state_dict(), f"state.{name}", tensors)
-        for name, held in state.items()
-    }
-    return json.dumps(plain), tensors
+    try:
+        plain = {
+            name: to_plain(held.state_dict() if _is_stateful(held) else held, f"{USER}{name}", tensors)
+            for name, held in state.items()
+        }
+        return json.dumps(plain), tensors
+    except RecursionError as error:
+        raise CheckpointError(
+            "expected a state that does not hold itself, found one that is nested without end, or too deeply: save "
+            "what it is made of"
+        ) from error
 
 
 def saved_state(reader: CheckpointReader, state: Mapping[str, Any], before: int | None) -> dict[str, Any]:
@@ -55,7 +71,12 @@ def saved_state(reader: CheckpointReader, state: Mapping[str, Any], before: int 
         CheckpointError: something that is asked for has not been saved.
     """
     shard = reader.shard(STATE, before or 0)
-    saved = json.loads(shard.words.get(WORD, "{}"))
+    try:
+        saved = json.loads(shard.words.get(WORD, "{}"))
+    except (RecursionError, ValueError) as error:
+        raise CheckpointError(f"expected the state that was saved in {shard.path}, found no JSON: {error}") from error
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"expected the state that was saved in {shard.path} by name, found {saved!r:.80}")
     missing = [name for name in state if name not in saved]
     if missing:
         raise CheckpointError(
@@ -72,14 +93,25 @@ def saved_state(reader: CheckpointReader, state: Mapping[str, Any], before: int 
         (placed,) = shard.placed[name]
         return reader.read_entry(shard, placed)
 
-    return {name: from_plain(saved[name], tensor_of) for name in state}
+    given = {name: from_plain(saved[name], tensor_of) for name in state}
+    for name, held in state.items():
+        if isinstance(held, dict) and not isinstance(given[name], dict):
+            raise CheckpointError(
+                f"expected a dictionary that was saved as {name!r} at {reader.place}, found "
+                f"{type(given[name]).__name__}: ask for it with the value that it has by default, such as 0"
+            )
+    return given
 
 
 def take_over(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Give each of ``state`` what was saved of it."""
-    for name, held in state.items():
-        if isinstance(held, dict):
+    """Give each of ``state`` what was saved of it: by its ``load_state_dict``, a dictionary by filling it, and a plain
+    value in ``state`` itself."""
+    for name, held in list(state.items()):
+        if _is_stateful(held):
+            held.load_state_dict(saved[name])
+        elif isinstance(held, dict):
             held.clear()
             held.update(saved[name])
         else:
-            held.load_state_dict(saved[name])
+            assert isinstance(state, MutableMapping), "it has been checked"
+            state[name] = saved[name]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import functools
 import os
 import secrets
@@ -101,18 +102,52 @@ def _opened(path: Path, *, make: bool) -> int:
         os.close(folder)
 
 
+def open_plain(folder: int, name: str) -> int:
+    """A descriptor to read a plain file of an open folder: no link is followed, no pipe or device waited for.
+
+    Raises:
+        UnsafeError: it is no plain file.
+        OSError: there is no such file, it is a link, or it cannot be read.
+    """
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "a link, and symbolic links are not followed", name) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UnsafeError(f"{name} is no plain file")
+    return descriptor
+
+
+def read_plain(folder: int, name: str, most_bytes: int) -> bytes:
+    """The bytes of a plain file of an open folder, as ``open_plain``.
+
+    Raises:
+        OSError: as there, or it has more than ``most_bytes``.
+    """
+    descriptor = open_plain(folder, name)
+    try:
+        if (size := os.fstat(descriptor).st_size) > most_bytes:
+            raise OSError(errno.EFBIG, f"{size:,} bytes, where at most {most_bytes:,} are read", name)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(most_bytes)
+    finally:
+        os.close(descriptor)
+
+
 def read_own(folder: int, name: str) -> bytes:
-    """What is in a file of ``own_folder``.
+    """The bytes of a file of ``own_folder``.
 
     Raises:
         UnsafeError: it is no plain file, another user's, or others can write to it.
-        OSError: there is no such file, or it cannot be read.
+        OSError: there is no such file, it is a link, or it cannot be read.
     """
-    # Not to wait for the writer of a pipe that has the name.
-    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    descriptor = open_plain(folder, name)
     try:
         about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode) or not is_trusted(about) or about.st_mode & _OTHERS_WRITE:
+        if not is_trusted(about) or about.st_mode & _OTHERS_WRITE:
             raise UnsafeError(f"{name} is no plain file that only its user can write to")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             return file.read()

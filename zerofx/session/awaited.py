@@ -39,6 +39,7 @@ class Awaited:
         """The states are where they belong, or another checkpoint has been loaded."""
         for handle in self._handles:
             handle.remove()
+        self._checked.reader.close()
 
 
 def _refuse(*_: Any) -> None:

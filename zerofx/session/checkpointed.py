@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from zerofx.checkpoints.save import StepCounts, save
 from zerofx.checkpoints.together import on_all
 from zerofx.checkpoints.user_state import check_state
 from zerofx.deferred import is_deferred
-from zerofx.errors import UsageError, working
+from zerofx.errors import CheckpointError, UsageError, working
 from zerofx.option_checks import check_count
 from zerofx.runtime.comm.control import Control
+from zerofx.runtime.state.loss_scaler import check_scale
 from zerofx.session.awaited import Awaited
 from zerofx.session.batches.micro_batches import MicroBatches
 from zerofx.session.life import Life
@@ -62,7 +64,8 @@ class Checkpointed:
             keep: remove all checkpoints in the folder but so many that were saved last, this one among them; None
                 keeps all.
             state: more to save, by name: what has ``state_dict()`` and ``load_state_dict()``, such as schedulers and
-                data loaders, and dictionaries; of numbers, words, lists, and tensors. Each rank saves its own.
+                data loaders, and numbers, words, tensors, lists and dictionaries: ``{"epoch": 3}``. Each rank saves its
+                own.
             asynchronous: return at once, and have a thread write what there is now while steps go on. What a step is
                 about to overwrite before it is written is kept on the host, within ``host_budget``, or in another file
                 of the nvme tier. A further save waits for this one, as ``finish_saving`` and ``close`` do; what fails
@@ -81,9 +84,16 @@ class Checkpointed:
         own = check_state(state)
         taken = self._taken_for("save a checkpoint")
         self.finish_saving()
+        folder = Path(os.path.abspath(path))
         with self._life.alone("save a checkpoint"), working("save a checkpoint"), torch.no_grad():
+            self._life.control.agree(
+                "save a checkpoint",
+                f"folder={folder}\nkeep={keep}\nasynchronous={asynchronous}",
+                "folder and options of a checkpoint",
+                "Give every rank the same.",
+            )
             self._finish_updates(taken, "save a checkpoint")
-            about = (taken.training, self._names(), self._numbers(), own, Path(path), keep)
+            about = (taken.training, self._names(), self._numbers(), own, folder, keep)
             if not asynchronous:
                 return save(*about)
             self._later = save_later(*about, self._steps.spare_host_bytes())
@@ -120,7 +130,8 @@ class Checkpointed:
 
         Args:
             path: what ``save_checkpoint`` was given, for the latest one there, or what it returned.
-            state: what was saved by name is given back to each, by its ``load_state_dict()``; a dictionary is filled.
+            state: what was saved by name is given back to each: by its ``load_state_dict()``; a dictionary is filled;
+                and any other value takes its place in ``state`` itself, as with ``torch.distributed.checkpoint.load``.
             weights_only: take parameters and persistent buffers over, and leave all else as it is.
 
         Returns:
@@ -146,8 +157,8 @@ class Checkpointed:
                 optimizer = None if weights_only else self.optimizer
                 checked = check(Path(path), self.model, optimizer, own, control, steps.mesh.model)
             taken = steps.taken
-            if taken is not None and not weights_only:
-                on_all(control, "compare the checkpoint with the step", lambda: check_histories(checked, taken.layout))
+            if not weights_only:
+                on_all(control, "compare the checkpoint with the step", lambda: self._check_step(checked, taken))
             self._load(checked, taken, own, weights_only=weights_only)
         marker = checked.reader.marker
         if not weights_only:
@@ -208,6 +219,17 @@ class Checkpointed:
         """What ranks agree over outside of steps."""
         return self._life.control
 
+    def _check_step(self, checked: Checked, taken: TakenOver | None) -> None:
+        """Check what a checkpoint has for this step alone; raises a ``CheckpointError``."""
+        if taken is not None:
+            check_histories(checked, taken.layout)
+        counted = checked.reader.marker.extra.get("numbers", {})
+        if self._steps.scaler is not None and _SCALE in counted:
+            try:
+                check_scale(counted[_SCALE])
+            except UsageError as error:
+                raise CheckpointError(f"{error}. Nothing has been loaded") from error
+
     def _load(self, checked: Checked, taken: TakenOver | None, own: Mapping[str, Any], *, weights_only: bool) -> None:
         """Change what is in memory: where this fails, the step is over."""
         life, steps = self._life, self._steps
@@ -221,6 +243,7 @@ class Checkpointed:
         try:
             if taken is not None:
                 taken.load(checked, place, load_others, optimizer=not weights_only)
+                checked.reader.close()
                 return
             if not is_deferred(self.model):
                 load_model(checked, dict(self.model.named_parameters()))
@@ -228,6 +251,8 @@ class Checkpointed:
             if not weights_only:
                 steps.await_checkpoint(Awaited(checked, self.model, self.optimizer))
                 load_rest(checked, self.model, self.optimizer, steps.device, own)
+            else:
+                checked.reader.close()
         except BaseException as error:
             life.failure = f"{place} was loaded in part ({type(error).__name__}: {error})"
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -63,13 +64,19 @@ class Run:
         for name, number in (("every", every), ("keep", keep)):
             if number is not None:
                 check_count(name, number, 1, "to be None, or a whole number above 0")
-        self.step, self.folder = step, Path(folder)
+        self.step, self.folder = step, Path(os.path.abspath(folder))
         self.stopped = False  # whether a signal has ended the run before its last step
         self._every, self._keep, self._state = every, keep, check_state(state)
         self._asynchronous = asynchronous
         self._saved_after: int | None = None
         self._asked: float | None = None  # when a signal came, on this rank
         self._control = step.side_channel
+        self._control.agree(
+            "make a Run",
+            f"folder={self.folder}\nevery={every}\nkeep={keep}\nasynchronous={asynchronous}",
+            "folder and options of a Run",
+            "Give every rank the same.",
+        )
         place = on_first(self._control, "look for a checkpoint to go on from", lambda: latest(self.folder))
         self.resumed_from: Path | None = None
         if place is not None:

@@ -20,9 +20,10 @@ from zerofx import CheckpointError
 from zerofx.disk.checkpoint import folder as folders
 from zerofx.disk.checkpoint import shard_file
 from zerofx.disk.checkpoint.boxes import Box, boxes_of_range
+from zerofx.disk.checkpoint.file_names import file_name
 from zerofx.disk.checkpoint.marker import Marker, OptimizerInfo, Scalar, TensorInfo
 from zerofx.disk.checkpoint.plain import from_plain, to_plain
-from zerofx.disk.checkpoint.shard_file import Entry, OpenFiles, ShardFile, ShardWriter, hash_of, in_order
+from zerofx.disk.checkpoint.shard_file import Entry, OpenFiles, ShardFile, ShardWriter, in_order
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -64,9 +65,9 @@ def _bytes_of_reads(files: OpenFiles, monkeypatch: pytest.MonkeyPatch) -> list[i
     """The bytes of what is filled from a file at once, from here on."""
     sizes: list[int] = []
 
-    def fill(path: Path, view: memoryview, offset: int) -> None:
+    def fill(name: str, view: memoryview, offset: int) -> None:
         sizes.append(len(view))
-        OpenFiles._fill(files, path, view, offset)
+        OpenFiles._fill(files, name, view, offset)
 
     monkeypatch.setattr(files, "_fill", fill)
     return sizes
@@ -125,6 +126,11 @@ def written(path: Path, values: dict[Entry, torch.Tensor], words: dict[str, str]
         return writer.finish().digest
 
 
+def header(path: Path) -> ShardFile:
+    with path.open("rb") as file:
+        return ShardFile.read(file.fileno(), path)
+
+
 def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -135,10 +141,10 @@ def test_no_file_stays_open_whatever_happens(tmp_path: Path) -> None:
         raise RuntimeError("no values")
     assert num_descriptors() == before
     written(tmp_path / "a", {entry: torch.ones(2)})
-    (placed,) = ShardFile.open(tmp_path / "a").placed["t"]
-    files = OpenFiles()
-    files.read(tmp_path / "a", placed, entry.box, torch.empty(2))
-    assert num_descriptors() == before + 1
+    (placed,) = header(tmp_path / "a").placed["t"]
+    files = OpenFiles(tmp_path)
+    files.read("a", placed, entry.box, torch.empty(2))
+    assert num_descriptors() == before + 2  # of the folder, too
     del files
     assert num_descriptors() == before
 
@@ -153,7 +159,7 @@ def test_files_are_read_by_the_safetensors_library_whatever_their_dtypes(tmp_pat
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(loaded[name].view(torch.uint8), tensor.view(torch.uint8)) if tensor.dim() else True
-    assert loaded["scalar"] == 2.5 and hash_of(tmp_path / "a.safetensors") == digest
+    assert loaded["scalar"] == 2.5 and OpenFiles(tmp_path).hash_of("a.safetensors") == digest
 
 
 @pytest.mark.parametrize("most_bytes", [16, 200, 1 << 20])
@@ -164,8 +170,8 @@ def test_the_librarys_files_are_read_by_any_part(
     monkeypatch.setattr(shard_file, "_BLOCK_BYTES", most_bytes)
     whole = torch.randn(4, 5, 6)
     save_file({"t": whole}, tmp_path / "a.safetensors")
-    (placed,) = ShardFile.open(tmp_path / "a.safetensors").placed["t"]
-    files = OpenFiles()
+    (placed,) = header(tmp_path / "a.safetensors").placed["t"]
+    files = OpenFiles(tmp_path)
     for box in (
         Box.whole(whole.shape),
         Box((1, 2, 3), (2, 2, 2)),
@@ -175,7 +181,7 @@ def test_the_librarys_files_are_read_by_any_part(
         for dtype in (torch.float32, torch.float64):
             part = torch.empty(box.sizes, dtype=dtype)
             sizes = _bytes_of_reads(files, monkeypatch)
-            files.read(tmp_path / "a.safetensors", placed, box, part)
+            files.read("a.safetensors", placed, box, part)
             assert max(sizes) <= most_bytes or (dtype == torch.float32 and box.sizes[1:] == whole.shape[1:])
             assert torch.equal(part, box.of(whole, Box.whole(whole.shape)).to(dtype))
     files.close()
@@ -188,20 +194,23 @@ def test_the_librarys_files_are_read_by_any_part(
 def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "a").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"expected .* to be a safetensors file"):
-        ShardFile.open(tmp_path / "a")
+        header(tmp_path / "a")
 
 
 def test_a_box_outside_its_tensor_is_refused(tmp_path: Path) -> None:
     save_file({"t@9": torch.zeros(4)}, tmp_path / "a", metadata={"boxes": json.dumps({"t@9": ["t", [10], [9]]})})
     with pytest.raises(CheckpointError, match="does not lie where it says"):
-        ShardFile.open(tmp_path / "a")
+        header(tmp_path / "a")
 
 
 def marker(num_steps: int = 3, saved_at: str = "2026-01-01") -> Marker:
     optimizer = OptimizerInfo("torch.optim.Adam", ({"lr": 0.1, "params": ["w"]},), {"w": ("m",)}, (
         Scalar("step", 3.0, "float32", ("w",)),
     ))  # fmt: skip
-    return Marker(2, num_steps, 0, saved_at, {"w": TensorInfo("float32", (2, 3))}, (), {"tied": "w"}, optimizer)
+    files = {file_name(kind, rank, 2): (8, "0" * 32) for kind in ("model", "state") for rank in (0, 1)}
+    return Marker(
+        2, num_steps, 0, saved_at, {"w": TensorInfo("float32", (2, 3))}, (), {"tied": "w"}, optimizer, files=files
+    )
 
 
 def test_markers_come_back_and_a_changed_one_is_found() -> None:
@@ -213,22 +222,82 @@ def test_markers_come_back_and_a_changed_one_is_found() -> None:
 
 
 def saved(folder: Path, num_steps: int, keep: int | None = None, saved_at: str | None = None) -> Path:
-    part = folders.begin(folder, num_steps)
-    (part / "file").write_text("four")
+    unfinished = folders.begin(folder, num_steps)
     about = marker(num_steps, saved_at or f"2026-01-{num_steps:02}")
-    about.files["file"] = (4, "")
-    return folders.commit(part, about, keep)
+    for name in about.files:
+        (unfinished.path / name).write_bytes(bytes(8))
+    place = folders.commit(unfinished, about)
+    assert keep is None or folders.prune(place, keep) == ""
+    return place
 
 
 def test_latest_is_the_one_that_was_finished_last(tmp_path: Path) -> None:
     assert folders.latest(tmp_path) is None
     first = saved(tmp_path, 5)
     assert folders.latest(tmp_path) == first == folders.resolve(tmp_path) == folders.resolve(first)
-    begun = folders.begin(tmp_path, 6)
+    lives, died = folders.begin(tmp_path, 6), folders.begin(tmp_path, 7)
+    died.release()  # as the system does where a process is killed
     assert folders.latest(tmp_path) == first
     again = saved(tmp_path, 5)
     assert again != first and folders.latest(tmp_path) == again and first.is_dir()
-    assert not begun.exists()  # what was never finished goes with the next save
+    assert lives.path.exists() and not died.path.exists()  # which goes with the next save
+    lives.abandon()
+    assert sorted(os.listdir(tmp_path)) == ["latest", first.name, again.name]
+
+
+def test_what_has_no_lock_goes_once_it_is_old(tmp_path: Path) -> None:
+    """Of a file system without locks, or an earlier version."""
+    parts = [tmp_path / f".step-00000001-{digit * 16}.part" for digit in "ab"]
+    for part in parts:
+        part.mkdir()
+        (part / "file").touch()
+    for path in (parts[0], parts[0] / "file"):
+        os.utime(path, (1.0, 1.0))
+    saved(tmp_path, 2)
+    assert [part.exists() for part in parts] == [False, True]
+
+
+def test_clocks_that_are_set_back_do_not_change_what_is_kept(tmp_path: Path) -> None:
+    for number, year in ((1, 2030), (2, 2026), (3, 2020)):
+        saved(tmp_path, number, keep=2, saved_at=f"{year}-01-01")
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000002", "step-00000003"]
+
+
+def test_latest_takes_the_place_of_a_link_and_no_link_is_read_through(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    run, elsewhere = tmp_path / "run", saved(tmp_path / "elsewhere", 1)
+    run.mkdir()
+    (run / "latest").symlink_to(tmp_path / "precious")
+    with pytest.raises(CheckpointError, match="symbolic links are not followed"):
+        folders.latest(run)
+    (run / "step-00000005").symlink_to("nowhere")
+    place = saved(run, 5)
+    assert place.name == "step-00000005-2" and folders.latest(run) == place
+    assert (tmp_path / "precious").read_text() == "mine" and not (run / "latest").is_symlink()
+    (run / "step-00000009").symlink_to(elsewhere)
+    (run / "latest").write_text("step-00000009\n")
+    with pytest.raises(CheckpointError, match="which is none: load"):
+        folders.latest(run)
+    (tmp_path / "given").symlink_to(elsewhere)
+    assert folders.read_marker(folders.resolve(tmp_path / "given")).num_steps == 1  # a path that the user gives
+
+
+def test_what_is_no_plain_file_or_too_large_is_not_read(tmp_path: Path) -> None:
+    place = saved(tmp_path, 1)
+    name = min(folders.read_marker(place).files)
+    with (tmp_path / "latest").open("wb") as file:
+        file.truncate(2 << 30)
+    with pytest.raises(CheckpointError, match="2,147,483,648 bytes, where at most 256 are read"):
+        folders.latest(tmp_path)
+    for file_of, call in ((tmp_path / "latest", folders.latest), (place / "checkpoint.json", folders.read_marker)):
+        file_of.unlink()
+        os.mkfifo(file_of)
+        with pytest.raises(CheckpointError, match="no plain file"):
+            call(file_of.parent)
+    (place / name).unlink()
+    os.mkfifo(place / name)
+    with folders.open_folder(place) as opened, pytest.raises(CheckpointError, match=f"{name} .*no plain file"):
+        folders.check_sizes(opened, place, marker())
 
 
 def test_keep_leaves_those_saved_last_and_whatever_is_none(tmp_path: Path) -> None:
@@ -241,11 +310,8 @@ def test_keep_leaves_those_saved_last_and_whatever_is_none(tmp_path: Path) -> No
 
 def test_a_checkpoint_that_is_not_whole_is_not_finished(tmp_path: Path) -> None:
     first = saved(tmp_path, 1)
-    part = folders.begin(tmp_path, 2)
-    about = marker(2)
-    about.files["missing"] = (4, "")
-    with pytest.raises(CheckpointError, match=r"missing \(No such file"):
-        folders.commit(part, about, None)
+    with pytest.raises(CheckpointError, match=r"model-00000-of-00002.safetensors \(No such file"):
+        folders.commit(folders.begin(tmp_path, 2), marker(2))
     assert folders.latest(tmp_path) == first
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,52 @@ def test_ranks_that_load_different_checkpoints_or_parts_of_one_are_told(tmp_path
     messages, others = run_ranks(_other_checkpoints, 2, str(tmp_path))
     assert messages == others and all("expected the same checkpoint on every rank" in text for text in messages)
     assert "rank 1: weights_only=True" in messages[1]
+
+
+def _disagreeing(folder: str) -> list[str]:
+    """Errors where one rank of three, the first or the last, asks for something else; each step is closed by it."""
+    rank, messages = dist.get_rank(), []
+    for odd in (0, 2):
+        for own, others in (
+            ({"path": f"{folder}/own"}, {"path": f"{folder}/run"}),
+            ({"path": folder, "asynchronous": True}, {"path": folder}),
+            ({"path": folder, "keep": 2}, {"path": folder, "keep": 3}),
+        ):
+            step, scheduler = Way().step()
+            train(step, scheduler, batches(Way().case, rank, 1))
+            began = time.monotonic()
+            with pytest.raises(zerofx.RankMismatchError) as caught:
+                step.save_checkpoint(**(own if rank == odd else others))
+            assert time.monotonic() - began < 30
+            messages.append(f"{odd} {caught.value}")
+            step.close()
+        step, _ = Way().step()
+        with pytest.raises(zerofx.RankMismatchError) as caught:
+            zerofx.Run(step, folder, every=2 if rank == odd else 3)
+        messages.append(f"{odd} {caught.value}")
+        step.abandon()
+    assert not list(Path(folder).rglob("*.safetensors"))
+    return messages
+
+
+def test_ranks_that_save_differently_are_told_at_once_and_the_odd_one_is_named(tmp_path: Path) -> None:
+    first, *others = run_ranks(_disagreeing, 3, str(tmp_path))
+    assert others == [first, first] and len(first) == 8
+    for text, what in zip(first, 2 * ["folder=", "asynchronous=", "keep=", "every="], strict=True):
+        assert f"found another on rank {text[0]}:" in text and what in text
+
+
+def _elsewhere(folder: str) -> str:
+    step, _ = Way().step()
+    step.prepare(*next(batches(Way().case, 0, 1))[0])
+    own = Path(folder, str(dist.get_rank()))
+    own.mkdir()
+    os.chdir(own)
+    with pytest.raises(zerofx.RankMismatchError) as caught:
+        step.save_checkpoint("run")
+    return str(caught.value)
+
+
+def test_a_relative_path_is_one_folder_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(_elsewhere, 2, str(tmp_path))
+    assert first == second and f"{tmp_path}/0/run" in first and f"{tmp_path}/1/run" in first

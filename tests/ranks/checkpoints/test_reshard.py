@@ -12,7 +12,7 @@ from tests.lib.distributed import run_ranks
 from tests.lib.models import batches
 from tests.lib.runs.checkpoints import Way, train
 from tests.lib.runs.training import world
-from zerofx.disk.checkpoint.shard_file import ShardFile
+from zerofx.disk.checkpoint.reader import CheckpointReader
 
 WAYS = [Way(stage, precision) for stage in range(4) for precision in (None, "bf16")]
 
@@ -64,12 +64,9 @@ def test_ranks_come_and_go(tmp_path: Path) -> None:
 def test_one_rank_writes_whole_tensors_and_others_boxes(tmp_path: Path) -> None:
     run_ranks(_save, 2, str(tmp_path), WAYS[6:7])
     (place,) = tmp_path.glob("*/step-*")
-    boxes = [
-        placed.entry
-        for path in place.glob("*.safetensors")
-        for listed in ShardFile.open(path).placed.values()
-        for placed in listed
-    ]
+    reader = CheckpointReader(place)
+    shards = [reader.shard(kind, rank) for kind in ("model", "state") for rank in (0, 1)]
+    boxes = [placed.entry for shard in shards for listed in shard.placed.values() for placed in listed]
     weights = [entry for entry in boxes if entry.name == "up.weight"]
     assert sum(entry.box.numel for entry in weights) == 7 * 8
     assert all(entry.shape == (7, 8) for entry in weights)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import resource
+import shutil
 import signal
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +21,9 @@ from tests.lib.distributed import run_ranks
 from tests.lib.models import batches
 from tests.lib.runs.checkpoints import Way, train
 from zerofx import CheckpointError
-from zerofx.disk.checkpoint.folder import latest, read_marker
+from zerofx.checkpoints import later
+from zerofx.checkpoints.save import write_files
+from zerofx.disk.checkpoint.folder import begin, latest, read_marker
 
 WAYS = [Way(0), Way(2, "bf16"), Way(3, "bf16", 1, ("device", "nvme", "device"))]
 
@@ -94,3 +102,79 @@ def _left_by_one(folder: str) -> str:
 def test_a_step_that_has_failed_is_closed_all_the_same(tmp_path: Path) -> None:
     errors = run_ranks(_left_by_one, 2, str(tmp_path))
     assert "rank 1" in errors[0]
+
+
+def _left_in_the_lurch(folder: str, kind: str) -> tuple[str, float]:
+    """A rank's thread fails, hangs, or its file is removed: the seconds until nobody waits any more."""
+    os.environ["ZEROFX_TIMEOUT"] = "4"
+    way, rank = Way(3), dist.get_rank()
+    step, scheduler = way.step()
+    given = list(batches(way.case, rank, 3))
+    train(step, scheduler, given[:1])
+    first = step.save_checkpoint(folder)
+    patched, hang = pytest.MonkeyPatch(), threading.Event()
+
+    def fails(content: Any, part: Path, *about: Any) -> Any:
+        if kind == "hangs":
+            hang.wait()
+        if kind == "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if kind == "removed":
+            shutil.rmtree(part)
+        return write_files(content, part, *about)
+
+    if rank == 1:
+        patched.setattr(later, "write_files", fails)
+    began = time.monotonic()
+    step.save_checkpoint(folder, asynchronous=True)
+    if rank == 0 and kind != "hangs":
+        while step.is_saving:
+            assert time.monotonic() - began < 60
+            time.sleep(0.05)
+    error = ""
+    try:
+        step.finish_saving()
+    except (CheckpointError, zerofx.RankMismatchError) as raised:
+        error = str(raised)
+    seconds = time.monotonic() - began
+    patched.undo()
+    assert latest(Path(folder)) == first
+    if kind != "hangs":
+        train(step, scheduler, given[1:2])
+        assert step.save_checkpoint(folder).name == "step-00000002"
+    hang.set()
+    step.close()
+    return error, seconds
+
+
+@pytest.mark.parametrize("kind", ["full", "removed", "hangs"])
+@pytest.mark.filterwarnings("ignore:expected to give back all that was trained")
+def test_no_rank_waits_without_end_for_one_that_cannot_write(tmp_path: Path, kind: str) -> None:
+    for error, seconds in run_ranks(_left_in_the_lurch, 2, str(tmp_path), kind):
+        assert seconds < 60 and re.search(r"on rank [01] of 2" if kind == "removed" else "on rank 1 of 2", error)
+        assert kind == "hangs" or "expected to write a checkpoint" in error
+
+
+def _two_runs(folder: str) -> int:
+    """Both ranks as runs of their own in one folder, which have a checkpoint under way at once."""
+    way, rank = Way(3), dist.get_rank()
+    step, scheduler = way.step()
+    train(step, scheduler, batches(way.case, rank, 1))
+    unfinished = []
+    for number in range(3):
+        if rank == number % 2:
+            unfinished.append(begin(Path(folder), 9))
+        dist.barrier()
+        if rank != number % 2:
+            begin(Path(folder), 9).abandon()
+        dist.barrier()
+        assert all(one.path.is_dir() for one in unfinished)
+    for one in unfinished:
+        one.abandon()
+    step.close()
+    return len(unfinished)
+
+
+def test_a_second_run_leaves_what_another_one_writes(tmp_path: Path) -> None:
+    assert run_ranks(_two_runs, 2, str(tmp_path)) == [2, 1]
+    assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import shutil
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -22,7 +24,9 @@ import zerofx
 from tests.lib.models import batches
 from tests.lib.runs.checkpoints import UNEVEN, Uneven, Way, train
 from zerofx import CheckpointError, UsageError
+from zerofx.disk.checkpoint import folder, reader
 from zerofx.disk.checkpoint.folder import read_marker
+from zerofx.disk.checkpoint.reader import CheckpointReader
 
 
 def prepared(model: nn.Module | None = None, optimizer: Callable[..., Any] = torch.optim.AdamW) -> zerofx.Step:
@@ -205,8 +209,87 @@ def test_state_that_was_not_saved_is_refused(checkpoint: Path) -> None:
     step = trained(1)
     with unchanged(step), pytest.raises(CheckpointError, match=r"found no 'loader' \(there is: 'counter'\)"):
         step.load_checkpoint(checkpoint, state={"loader": {}})
-    with unchanged(step), pytest.raises(UsageError, match="found 'loader': list"):
-        step.load_checkpoint(checkpoint, state={"loader": []})
+    with unchanged(step), pytest.raises(UsageError, match="found 'loader': object"):
+        step.load_checkpoint(checkpoint, state={"loader": object()})
+
+
+def test_plain_values_of_the_users_are_given_back_in_the_dictionary(tmp_path: Path) -> None:
+    step = trained(1)
+    saved = {"epoch": 3, "best": float("inf"), "seen": [1, (2, 3)], "name": "run", "mean": torch.tensor([0.5, 2.0])}
+    step.save_checkpoint(tmp_path, state=saved)
+    given: dict[str, Any] = {"epoch": 0, "best": None, "seen": [], "name": "", "mean": None}
+    seen = given["seen"]
+    step.load_checkpoint(tmp_path, state=given)
+    mean = given.pop("mean")
+    assert torch.equal(mean, saved.pop("mean")) and given == saved  # type: ignore[arg-type]
+    assert seen == []  # a list is another one, as any value is
+    with unchanged(step), pytest.raises(UsageError, match="which cannot be changed: give a dict"):
+        step.load_checkpoint(tmp_path, state=MappingProxyType({"epoch": 0}))
+    with (
+        unchanged(step),
+        pytest.warns(zerofx.ZeroFXWarning, match="stays there"),
+        pytest.raises(CheckpointError, match="expected a dictionary that was saved as 'epoch'"),
+    ):
+        step.load_checkpoint(tmp_path, state={"epoch": {}})
+    endless: list[Any] = []
+    endless.append(endless)
+    with unchanged(step), pytest.raises(CheckpointError, match="a state that does not hold itself"):
+        step.save_checkpoint(tmp_path, state={"endless": endless})
+
+
+def test_a_run_saves_and_takes_up_plain_values(tmp_path: Path) -> None:
+    state = {"epoch": 0}
+    run = zerofx.Run(prepared(), tmp_path, every=1, state=state)
+    for (args, _), number in zip(batches(UNEVEN, 0, 3), run.steps(3), strict=True):
+        run.step(*args)
+        state["epoch"] = 10 * number
+    again = {"epoch": 0}
+    assert zerofx.Run(prepared(), tmp_path, state=again).resumed_from is not None and again == {"epoch": 30}
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_a_checkpoint_may_be_removed_while_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_prepared: bool
+) -> None:
+    """As by ``keep=`` of the run that writes there."""
+    saved = trained()
+    place = saved.save_checkpoint(tmp_path)
+    losses = [saved(*args) for args, _ in batches(UNEVEN, 0, 2)]
+    step = prepared()
+    if not is_prepared:
+        step.close()
+        step = zerofx.compile(step.model, step.optimizer, backend="eager")
+    verify = CheckpointReader.verify
+
+    def removed(reader: CheckpointReader, share: int, num_shares: int) -> None:
+        verify(reader, share, num_shares)
+        shutil.rmtree(place)
+
+    monkeypatch.setattr(CheckpointReader, "verify", removed)
+    step.load_checkpoint(tmp_path)
+    assert not place.exists()
+    assert [step(*args) for args, _ in batches(UNEVEN, 0, 2)] == losses
+    opened = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert not [path for path in opened if path.startswith(str(tmp_path))]
+
+
+def test_the_latest_may_change_while_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = trained(1)
+    first = step.save_checkpoint(tmp_path)
+    resolved: list[Path] = []
+
+    def resolve(path: Path) -> Path:
+        resolved.append(folder.resolve(path))
+        if len(resolved) == 1:  # another process saves right after
+            folder_of(first)
+        return resolved[-1]
+
+    def folder_of(gone: Path) -> None:
+        gone.rename(tmp_path / "step-00000009")
+        (tmp_path / "latest").write_text("step-00000009")
+
+    monkeypatch.setattr(reader, "resolve", resolve)
+    assert step.load_checkpoint(tmp_path).name == "step-00000009"
 
 
 def test_what_cannot_be_written_leaves_the_folder_as_it_was(tmp_path: Path) -> None:

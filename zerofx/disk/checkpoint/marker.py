@@ -16,12 +16,13 @@ from typing import Any
 import torch
 import xxhash
 
+from zerofx.disk.checkpoint.contents import check_marker
 from zerofx.errors import CheckpointError
 from zerofx.json_format import typed
 from zerofx.precision import dtype_name, dtype_named
 
-MARKER = "checkpoint.json"
 _FORMAT = "zerofx checkpoint 1"
+MOST_MARKER_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -115,18 +116,22 @@ class Marker:
         damaged = f"expected {path} to be the marker of a checkpoint, found"
         try:
             read = json.loads(text)
-            form, content = read["format"], read["checkpoint"]
-            digest = read["xxh3_128"]
-        except (KeyError, TypeError, ValueError) as error:
+            form, content, digest = read["format"], read["checkpoint"], read["xxh3_128"]
+            digest_now = _hash(_canonical(content))
+        except (KeyError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointError(f"{damaged} that it cannot be read ({type(error).__name__}: {error})") from error
         if form != _FORMAT:
-            raise CheckpointError(f"{damaged} {form!r} where this version reads {_FORMAT!r}")
-        if _hash(_canonical(content)) != digest:
-            raise CheckpointError(f"{damaged} that it was changed since: its hash is not {digest}; load another one")
+            raise CheckpointError(f"{damaged} {form!r:.80} where this version reads {_FORMAT!r}")
+        if digest_now != digest:
+            raise CheckpointError(
+                f"{damaged} that it was changed since: its hash is not {digest!r:.40}; load another one"
+            )
         try:
-            return typed(cls, content, "checkpoint")
-        except (TypeError, ValueError) as error:
+            marker = typed(cls, content, "checkpoint")
+            check_marker(marker)
+        except (CheckpointError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointError(f"{damaged} that it is not like one: {error}") from error
+        return marker
 
 
 def _canonical(content: Any) -> str:

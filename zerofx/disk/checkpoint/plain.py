@@ -68,6 +68,14 @@ def to_plain(value: Any, what: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
+def is_plain(value: object) -> bool:
+    """Whether ``to_plain`` takes values of this kind, whatever is in them."""
+    numbers = (bool, int, float, complex, np.generic, np.ndarray, torch.Tensor)
+    return value is None or isinstance(
+        value, (*numbers, str, bytes, bytearray, torch.dtype, torch.device, list, tuple, set, frozenset, deque, dict)
+    )
+
+
 def _no_tensor(name: str) -> torch.Tensor:
     raise CheckpointError(f"expected values without tensors, found one called {name}: zerofx has written it wrongly")
 
@@ -76,25 +84,39 @@ def from_plain(plain: Any, tensor_of: Callable[[str], torch.Tensor] = _no_tensor
     """The value that ``to_plain`` was given; ``tensor_of`` gives a tensor by its name.
 
     Dictionaries, lists and tuples are plain ones, whatever subclass they were of.
+
+    Raises:
+        CheckpointError: it is nothing that ``to_plain`` gives.
     """
+    try:
+        return _value(plain, tensor_of)
+    except (AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"expected values as they were saved, found {plain!r:.80}, which is none ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _value(plain: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
     if isinstance(plain, list):
-        return [from_plain(item, tensor_of) for item in plain]
+        return [_value(item, tensor_of) for item in plain]
     if not isinstance(plain, dict):
         return plain
     if len(plain) != 1 or not next(iter(plain)).startswith("$"):
-        return {key: from_plain(item, tensor_of) for key, item in plain.items()}
+        return {key: _value(item, tensor_of) for key, item in plain.items()}
     ((kind, inner),) = plain.items()
     match kind:
         case "$float":
             return _NUMBERS[inner]
         case "$complex":
-            return complex(*(from_plain(part, tensor_of) for part in inner))
+            return complex(*(_value(part, tensor_of) for part in inner))
         case "$tensor":
             return tensor_of(inner)
         case "$array":
-            return from_plain(inner, tensor_of).numpy()
+            return _value(inner, tensor_of).numpy()
         case "$bytes":
-            return base64.b64decode(inner)
+            return base64.b64decode(inner, validate=True)
         case "$dtype":
             return dtype_named(inner)
         case "$device":
@@ -103,9 +125,9 @@ def from_plain(plain: Any, tensor_of: Callable[[str], torch.Tensor] = _no_tensor
             kinds: dict[str, Callable[..., Any]] = {
                 "$tuple": tuple, "$set": set, "$frozenset": frozenset, "$deque": deque
             }  # fmt: skip
-            return kinds[kind](from_plain(item, tensor_of) for item in inner)
+            return kinds[kind](_value(item, tensor_of) for item in inner)
         case "$dict":
-            return {from_plain(key, tensor_of): from_plain(item, tensor_of) for key, item in inner}
+            return {_value(key, tensor_of): _value(item, tensor_of) for key, item in inner}
     raise ValueError(f"{kind} is no kind of value")
 
 

@@ -7,26 +7,36 @@ from pathlib import Path
 import torch
 
 from zerofx.disk.checkpoint.boxes import Box
-from zerofx.disk.checkpoint.folder import check_sizes, read_marker
+from zerofx.disk.checkpoint.contents import check_contents
+from zerofx.disk.checkpoint.file_names import MARKER, MODEL, STATE, file_name
+from zerofx.disk.checkpoint.folder import check_sizes, marker_in, resolve
 from zerofx.disk.checkpoint.marker import Marker
-from zerofx.disk.checkpoint.shard_file import OpenFiles, Placed, ShardFile, hash_of
+from zerofx.disk.checkpoint.shard_file import OpenFiles, Placed, ShardFile
 from zerofx.errors import CheckpointError
 
-MODEL, STATE = "model", "state"
 
+def open_checkpoint(path: Path, name: str = "") -> CheckpointReader:
+    """A reader of the checkpoint at ``path``, or the latest of those in it, or the one that is called ``name`` there.
 
-def file_name(kind: str, rank: int, num_ranks: int) -> str:
-    """The file of a rank's: ``kind`` is ``"model"`` for the model's tensors, ``"state"`` for all else."""
-    return f"{kind}-{rank:05}-of-{num_ranks:05}.safetensors"
-
-
-def state_name(parameter: str, state: str) -> str:
-    """What an optimizer's state of a parameter is called in a file, as ``torch.distributed.checkpoint`` does."""
-    return f"optimizer.state.{parameter}.{state}"
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    if name and (path / name).is_dir():
+        return CheckpointReader(path / name)
+    while True:
+        place = resolve(path)
+        try:
+            return CheckpointReader(place)
+        except CheckpointError:
+            # Another process may have finished a later one meanwhile, and have removed this one.
+            if place == path or resolve(path) == place:
+                raise
 
 
 class CheckpointReader:
-    """Reads the checkpoint at ``place``. Headers of files are read when they are first needed.
+    """Reads the checkpoint at ``place``, all of whose files stay open until ``close``: it can be removed meanwhile.
+
+    Headers of files are read when they are first needed.
 
     Raises:
         CheckpointError: from every method, where the checkpoint is damaged or a file cannot be read.
@@ -34,19 +44,27 @@ class CheckpointReader:
 
     def __init__(self, place: Path) -> None:
         self.place = place
-        self.marker: Marker = read_marker(place)
-        self._files = OpenFiles()
+        try:
+            self._files = OpenFiles(place)
+        except OSError as error:
+            raise self._unreadable(MARKER, error) from error
+        self.marker: Marker = marker_in(self._files.folder, place)
         self._shards: dict[str, ShardFile] = {}
         self._places: dict[str, dict[str, list[tuple[ShardFile, Placed]]]] = {}
 
     def verify(self, share: int, num_shares: int) -> None:
-        """Check all files' sizes, and the hashes of every ``num_shares``-th file from number ``share`` on."""
-        check_sizes(self.place, self.marker)
+        """Check all files' sizes and headers, and the hashes of every ``num_shares``-th from number ``share`` on."""
+        check_sizes(self._files.folder, self.place, self.marker)
+        for name in self.marker.files:
+            try:
+                self._files.descriptor(name)
+            except OSError as error:
+                raise self._unreadable(name, error) from error
         for name, (size, digest) in sorted(self.marker.files.items(), key=lambda item: (-item[1][0], item[0]))[
             share::num_shares
         ]:
             try:
-                digest_now = hash_of(self.place / name)
+                digest_now = self._files.hash_of(name)
             except OSError as error:
                 raise self._unreadable(name, error) from error
             if digest_now != digest:
@@ -54,13 +72,20 @@ class CheckpointReader:
                     f"expected the hash {digest} of {self.place / name} ({size:,} bytes), found {digest_now}: it is "
                     f"not what was written; load another checkpoint, and look at the drive. Nothing has been loaded"
                 )
+        self.check_contents()
+
+    def check_contents(self) -> None:
+        """Check that all that the marker names is in the files, once."""
+        for kind in (MODEL, STATE):
+            shards = [self.shard(kind, rank) for rank in range(self.marker.num_ranks)]
+            check_contents(self.marker, kind, shards, self.place)
 
     def shard(self, kind: str, rank: int) -> ShardFile:
         """The header of a rank's file."""
         name = file_name(kind, rank, self.marker.num_ranks)
         if name not in self._shards:
             try:
-                self._shards[name] = ShardFile.open(self.place / name)
+                self._shards[name] = ShardFile.read(self._files.descriptor(name), self.place / name)
             except OSError as error:
                 raise self._unreadable(name, error) from error
         return self._shards[name]
@@ -86,7 +111,7 @@ class CheckpointReader:
     def read_from(self, shard: ShardFile, placed: Placed, box: Box, into: torch.Tensor) -> None:
         """Read ``box`` of an entry of one file into ``into``, which is on the CPU and has its shape."""
         try:
-            self._files.read(shard.path, placed, box, into)
+            self._files.read(shard.path.name, placed, box, into)
         except OSError as error:
             raise self._unreadable(shard.path.name, error) from error
 
@@ -106,7 +131,7 @@ class CheckpointReader:
         raise CheckpointError(f"expected {name} in the files of {self.place}, found nothing of it")
 
     def close(self) -> None:
-        """Close all files; they are opened again as needed."""
+        """Close all files."""
         self._files.close()
 
     def _places_of(self, kind: str) -> dict[str, list[tuple[ShardFile, Placed]]]:

@@ -9,10 +9,10 @@ by the library, and read here without mapping files into memory.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import resource
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 import xxhash
 
 from zerofx.disk.checkpoint.boxes import Box
+from zerofx.disk.own_files import open_plain
 from zerofx.errors import CheckpointError
 
 DTYPES = {
@@ -43,6 +44,7 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BLOCK_BYTES = 16 << 20  # what is hashed and written, or read, at a time
 _MOST_HEADER_BYTES = 100 << 20  # of what the library reads, too
+_TOO_LARGE = 1 << 63  # for an offset in a file
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,17 @@ class Written:
 class ShardWriter:
     """Writes ``entries``, in the order of their items' sizes (``in_order``), one after the other to ``path``.
 
-    It is to be left as a context, which closes the file.
+    It is to be left as a context, which closes the file. ``on_block`` is called before each block, and may raise.
     """
 
-    def __init__(self, path: Path, entries: Sequence[Entry], words: Mapping[str, str]) -> None:
-        self._entries = iter(entries)
+    def __init__(
+        self,
+        path: Path,
+        entries: Sequence[Entry],
+        words: Mapping[str, str],
+        on_block: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._entries, self._on_block = iter(entries), on_block
         self._hash, self._num_bytes = xxhash.xxh3_128(), 0
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
@@ -104,12 +112,15 @@ class ShardWriter:
     def finish(self) -> Written:
         """Wait until all of it is on disk."""
         assert next(self._entries, None) is None, "all that is in the header has been written"
+        self._on_block()
         os.fsync(self._file)
+        self._on_block()
         return Written(self._num_bytes, self._hash.hexdigest())
 
     def _write(self, data: memoryview | bytes) -> None:
         view = memoryview(data)
         for start in range(0, len(view), _BLOCK_BYTES):
+            self._on_block()
             block = view[start : start + _BLOCK_BYTES]
             self._hash.update(block)
             while block:
@@ -165,53 +176,99 @@ class ShardFile:
     placed: dict[str, list[Placed]] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: Path) -> ShardFile:
-        """Read a file's header.
+    def read(cls, descriptor: int, path: Path) -> ShardFile:
+        """Read the header of an open file; ``path`` is for the error.
 
         Raises:
-            CheckpointError: it is none of this format.
+            CheckpointError: it is none of this format, or entries lie elsewhere than one after the other.
             OSError: it cannot be read.
         """
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(_MOST_HEADER_BYTES, size - 8):
-                raise CheckpointError(f"expected {path} to be a safetensors file, found no header of one")
-            text = file.read(length)
+        size = os.fstat(descriptor).st_size
+        length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        if not 2 <= length <= min(_MOST_HEADER_BYTES, size - 8):
+            raise CheckpointError(f"expected {path} to be a safetensors file, found no header of one")
         try:
-            header = json.loads(text)
+            header = json.loads(os.pread(descriptor, length, 8))
             words = header.pop("__metadata__", {})
+            if not all(isinstance(word, str) for word in words.values()):
+                raise TypeError("__metadata__ has other values than words")
             boxes = json.loads(words.get("boxes", "{}"))
             shard = cls(path, words)
-            for key, about in header.items():
-                shard._add(key, about, boxes.get(key), 8 + length, size)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            if unknown := boxes.keys() - header.keys():
+                raise ValueError(f"there is a box of {min(unknown)}, and no such tensor")
+            spans = [shard._add(key, about, boxes.get(key), 8 + length) for key, about in header.items()]
+            end = 8 + length
+            for first, last, key in sorted(spans):
+                if first != end:
+                    raise ValueError(f"{key} does not lie where it says")
+                end = last
+            if end != size:
+                raise ValueError(f"tensors end at byte {end:,} of {size:,}")
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"expected {path} to be a safetensors file, found a header that cannot be read: "
                 f"{type(error).__name__}: {error}"
             ) from error
         return shard
 
-    def _add(self, key: str, about: Mapping[str, Any], box: Sequence[Any] | None, data: int, size: int) -> None:
-        sizes = tuple(map(int, about["shape"]))
-        name, shape, offsets = box if box is not None else (key, sizes, (0,) * len(sizes))
-        entry = Entry(str(name), DTYPES[about["dtype"]], tuple(map(int, shape)), Box(tuple(map(int, offsets)), sizes))
-        first, last = about["data_offsets"]
-        inside = all(b >= 0 and n >= 0 and b + n <= w for b, n, w in zip(entry.box.offsets, sizes, shape, strict=True))
-        if not inside or last - first != entry.num_bytes or first < 0 or data + last > size:
+    def _add(self, key: str, about: Mapping[str, Any], box: Sequence[Any] | None, data: int) -> tuple[int, int, str]:
+        """Take an entry in; returns its first byte in the file, the one after its last, and its key."""
+        sizes = _counts(about["shape"])
+        name, shape, offsets = (key, list(sizes), [0] * len(sizes)) if box is None else box
+        if not isinstance(name, str):
+            raise TypeError(f"{key} is a box of {name!r:.80}")
+        entry = Entry(name, DTYPES[about["dtype"]], _counts(shape), Box(_counts(offsets), sizes))
+        first, last = _counts(about["data_offsets"])
+        inside = all(b + n <= w for b, n, w in zip(entry.box.offsets, sizes, entry.shape, strict=True))
+        if not inside or last - first != entry.num_bytes:
             raise ValueError(f"{key} does not lie where it says")
         self.placed.setdefault(entry.name, []).append(Placed(entry, data + first))
+        return data + first, data + last, key
+
+
+def _counts(values: object) -> tuple[int, ...]:
+    """A list of whole numbers of at least 0, as JSON has it."""
+    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < _TOO_LARGE for value in values):
+        raise TypeError(f"expected whole numbers, found {values!r:.80}")
+    return tuple(values)
 
 
 class OpenFiles:
-    """Reads parts of files; at most so many stay open as a process may well have."""
+    """Reads plain files of a folder by parts. A file is opened once, so that what has been checked is what is read,
+    even where another process removes it meanwhile.
 
-    _MOST = 64
+    Of more files than a process may well have open, those that are opened again have to be the same files.
+    """
 
-    def __init__(self) -> None:
-        self._open: dict[Path, int] = {}
+    def __init__(self, folder: Path) -> None:
+        self._open: dict[str, int] = {}
+        self._identities: dict[str, tuple[int, ...]] = {}
+        self._folder = -1
+        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._most = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
-    def read(self, path: Path, placed: Placed, box: Box, into: torch.Tensor) -> None:
+    @property
+    def folder(self) -> int:
+        """The descriptor of the folder."""
+        return self._folder
+
+    def descriptor(self, name: str) -> int:
+        """The descriptor of a file.
+
+        Raises:
+            OSError: there is no such plain file, or another has taken its place.
+        """
+        if name not in self._open:
+            if len(self._open) >= self._most:
+                os.close(self._open.pop(next(iter(self._open))))
+            self._open[name] = open_plain(self._folder, name)
+            about = os.fstat(self._open[name])
+            identity = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
+            if self._identities.setdefault(name, identity) != identity:
+                raise OSError(f"{name} is another file than the one that was checked")
+        return self._open[name]
+
+    def read(self, name: str, placed: Placed, box: Box, into: torch.Tensor) -> None:
         """Read ``box`` of a tensor, which lies in the entry's, into ``into``, a view of its shape on the CPU.
 
         Raises:
@@ -221,42 +278,40 @@ class OpenFiles:
         first, last = box.span(entry.box)
         offset = placed.offset + first * entry.dtype.itemsize
         if last - first == box.numel and into.is_contiguous() and into.dtype == entry.dtype:
-            self._fill(path, bytes_of(into), offset)
+            self._fill(name, bytes_of(into), offset)
             return
         if (last - first) * entry.dtype.itemsize > _BLOCK_BYTES and (halves := box.halves()):
             # What lies between its rows is read with them: a part of a large tensor's columns, some rows at a time.
             for half in halves:
-                self.read(path, placed, half, half.of(into, box))
+                self.read(name, placed, half, half.of(into, box))
             return
         span = torch.empty(last - first, dtype=entry.dtype, device="cpu")
-        self._fill(path, bytes_of(span), offset)
+        self._fill(name, bytes_of(span), offset)
         into.copy_(span.as_strided(box.sizes, torch.empty(entry.box.sizes, device="meta").stride()))
 
-    def _fill(self, path: Path, view: memoryview, offset: int) -> None:
-        file = self._file(path)
+    def hash_of(self, name: str) -> str:
+        """The XXH3 hash of 128 bits of a whole file, in hex digits."""
+        digest, block, offset = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK_BYTES)), 0
+        while moved := os.preadv(self.descriptor(name), [block], offset):
+            digest.update(block[:moved])
+            offset += moved
+        return digest.hexdigest()
+
+    def _fill(self, name: str, view: memoryview, offset: int) -> None:
         done = 0
         while done < len(view):
-            moved = os.preadv(file, [view[done : done + _BLOCK_BYTES]], offset + done)
+            moved = os.preadv(self.descriptor(name), [view[done : done + _BLOCK_BYTES]], offset + done)
             if not moved:
-                raise OSError(f"{path} ends {len(view) - done} bytes early")
+                raise OSError(f"{name} ends {len(view) - done} bytes early")
             done += moved
-
-    def _file(self, path: Path) -> int:
-        if path not in self._open:
-            if len(self._open) >= self._MOST:
-                os.close(self._open.pop(next(iter(self._open))))
-            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return self._open[path]
 
     def close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
+        if self._folder >= 0:
+            folder, self._folder = self._folder, -1
+            os.close(folder)
 
     def __del__(self) -> None:
-        self.close()
-
-
-def hash_of(path: Path) -> str:
-    """The XXH3 hash of 128 bits of a whole file, in hex digits."""
-    with open(path, "rb", buffering=0) as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+        if hasattr(self, "_folder"):
+            self.close()

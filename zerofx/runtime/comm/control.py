@@ -17,10 +17,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented, but not listed as public
 
 from zerofx.errors import RankMismatchError, TierError, ZeroFXError
 from zerofx.runtime.comm.groups import close_connections, destroyed_with, gloo_over
 from zerofx.runtime.comm.notes import Notes
+from zerofx.runtime.comm.outcomes import Outcomes
 from zerofx.runtime.comm.patience import WAYS_TO_WAIT, JointWork, SilentRankError, patience_seconds, wait_for
 from zerofx.runtime.comm.transport import LostRankError
 
@@ -263,6 +265,10 @@ class Control:
         for call in self._on_failure:
             call()
 
+    def outcomes(self, name: str) -> Outcomes:
+        """Outcomes of work that each rank does in a thread of its own; ``name`` is another for each piece of work."""
+        return Outcomes(HashStore(), name, 0, 1) if self._group is None else self._notes.outcomes(name)
+
     def failure(self) -> str:
         """``rank 1 ...``: the first failure that a rank has told of; empty where none has."""
         return "" if self._group is None else self._notes.failure()
@@ -350,16 +356,21 @@ class Control:
 
 
 def check_equal(values: Sequence[Any], what: str, hint: str) -> None:
-    """Raise a ``RankMismatchError``, the same on all ranks, unless all ``values`` (by rank) are equal."""
-    different = [rank for rank, value in enumerate(values) if value != values[0]]
+    """Raise a ``RankMismatchError``, the same on all ranks, unless all ``values`` (by rank) are equal.
+
+    Those ranks are named that have another value than most, or than rank 0 where no value is the most frequent.
+    """
+    usual = max(values, key=values.count) if any(value != values[0] for value in values) else values[0]
+    different = [rank for rank, value in enumerate(values) if value != usual]
     if different:
+        like = values.index(usual)
         lines = [
             (first, second)
-            for first, second in zip_longest(str(values[0]).splitlines(), str(values[different[0]]).splitlines())
+            for first, second in zip_longest(str(usual).splitlines(), str(values[different[0]]).splitlines())
             if first != second
         ]
         shown = "".join(
-            f"\n  rank 0: {first if first is not None else '(nothing)'}"
+            f"\n  rank {like}: {first if first is not None else '(nothing)'}"
             f"\n  rank {different[0]}: {second if second is not None else '(nothing)'}"
             for first, second in lines[:_SHOWN_LINES]
         )

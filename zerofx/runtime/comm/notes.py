@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, but not listed as public
 
+from zerofx.runtime.comm.outcomes import Outcomes
 from zerofx.runtime.comm.patience import in_time
 from zerofx.torch_private.distributed import default_store
 
@@ -77,6 +78,10 @@ class Notes:
             if self._has(_FAILED):
                 return self.ask(lambda: self._store.get(_FAILED)).decode()
         return ""
+
+    def outcomes(self, name: str) -> Outcomes:
+        """Outcomes of work that ranks do in threads of their own; ``name`` is another for each piece of work."""
+        return Outcomes(self._store, name, self._rank, self._num_ranks)
 
     def ask(self, call: Callable[[], T], seconds: float = 0.0) -> T:
         """``call``, which asks the store; its methods wait without end where the process that holds it is stopped.

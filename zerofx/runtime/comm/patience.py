@@ -9,6 +9,7 @@ Words go to rank 0, and from it to all others, over the ranks' gloo group, whose
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import threading
@@ -72,6 +73,23 @@ def in_time(call: Callable[[], T], seconds: float) -> T:
     if error is not None:
         raise error
     return result  # type: ignore[return-value]  # there where there is no error
+
+
+class Heartbeat:
+    """Tells how long a thread may still be waited for: ``limit_seconds`` from the last time that it got on."""
+
+    def __init__(self, limit_seconds: float = math.inf) -> None:
+        self.limit_seconds = limit_seconds
+        self.beat()
+
+    def beat(self) -> None:
+        """Say that the thread gets on with its work."""
+        self._last = time.monotonic()
+
+    @property
+    def left_seconds(self) -> float:
+        """The time until the thread is taken to hang; 0 once it is."""
+        return max(0.0, self._last + self.limit_seconds - time.monotonic())
 
 
 def wait_for(work: dist.Work, seconds: float) -> None:

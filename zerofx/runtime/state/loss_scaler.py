@@ -66,13 +66,8 @@ class LossScaler:
         Raises:
             UsageError: it is none; nothing has been changed.
         """
-        scale, tracker = state.get("scale"), state.get("_growth_tracker")
-        if not isinstance(scale, int | float) or not scale > 0 or type(tracker) is not int or tracker < 0:
-            raise UsageError(
-                f"expected the state of a loss scale, with a 'scale' above 0 and a whole '_growth_tracker', found "
-                f"{dict(state)!r}: give what state_dict() has given"
-            )
-        self._set(_float32(scale), tracker)
+        check_scale(state)
+        self._set(_float32(state["scale"]), state["_growth_tracker"])
 
     def _set(self, scale: float, num_good_steps: int) -> None:
         is_another, self.scale, self._num_good_steps = scale != self.scale, scale, num_good_steps
@@ -82,6 +77,22 @@ class LossScaler:
     def _write(self) -> None:
         for tensor in self._tensors.values():
             tensor.copy_(torch.tensor(self.scale, dtype=torch.float32, device="cpu"))
+
+
+def check_scale(state: object) -> None:
+    """Check that ``state`` is that of a loss scale.
+
+    Raises:
+        UsageError: it is not.
+    """
+    given = state if isinstance(state, Mapping) else {}
+    scale, tracker = given.get("scale"), given.get("_growth_tracker")
+    is_scale = isinstance(scale, int | float) and 0 < scale <= torch.finfo(torch.float32).max
+    if not is_scale or type(tracker) is not int or tracker < 0:
+        raise UsageError(
+            f"expected the state of a loss scale, with a 'scale' above 0 and a whole '_growth_tracker', found "
+            f"{state!r:.200}: give what state_dict() has given"
+        )
 
 
 def _float32(number: float) -> float:

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from zerofx.disk.checkpoint.boxes import Box
-from zerofx.disk.checkpoint.folder import LATEST, resolve
-from zerofx.disk.checkpoint.marker import MARKER
-from zerofx.disk.checkpoint.reader import CheckpointReader
+from zerofx.disk.checkpoint.file_names import MARKER
+from zerofx.disk.checkpoint.folder import LATEST
+from zerofx.disk.checkpoint.reader import open_checkpoint
 from zerofx.disk.checkpoint.shard_file import DTYPES
 from zerofx.errors import CheckpointError, UsageError
 from zerofx.units import first_few
@@ -160,8 +160,9 @@ class CheckpointFiles:
     """The model's tensors in a checkpoint of zerofx's, by any number of ranks; of several in a folder the latest."""
 
     def __init__(self, path: Path) -> None:
-        self.path = resolve(path)
-        self._reader = CheckpointReader(self.path)
+        self._reader = open_checkpoint(path)
+        self._reader.check_contents()
+        self.path = self._reader.place
         tensors = self._reader.marker.tensors
         self.tensors: Mapping[str, FileTensor] = {
             name: FileTensor(about.shape, about.torch_dtype) for name, about in tensors.items()
@@ -175,7 +176,7 @@ class CheckpointFiles:
         return torch.view_as_complex(values) if about.torch_dtype.is_complex else values
 
     def release(self) -> None:
-        self._reader.close()
+        """Its files stay open: another process may remove them."""
 
 
 class DistributedFiles:

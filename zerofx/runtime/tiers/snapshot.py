@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zerofx.errors import TierError
+from zerofx.runtime.comm.patience import Heartbeat
 from zerofx.runtime.tiers.nvme import NvmeFile
 from zerofx.runtime.tiers.stored import Lease, Place, Stored
 from zerofx.runtime.tiers.tiers import Tiers
@@ -83,6 +84,7 @@ class Snapshot:
         num_local_ranks: ranks that share a drive.
         reads_device: whether any thread may read what is on the device. Otherwise the one that runs steps copies out
             what the reader waits for: before its update, or in ``keep_all``.
+        heartbeat: of the reader; the step waits for one that hangs no more, and what it has not read is lost to it.
 
     Raises:
         TierError: ``spare_bytes`` do not suffice for one value.
@@ -97,11 +99,13 @@ class Snapshot:
         *,
         num_local_ranks: int = 1,
         reads_device: bool | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self._tiers, self._spare, self._host_block_bytes = tiers, spare_bytes, tiers.host_block_bytes
         self._reads_device = tiers.device.type == "cpu" if reads_device is None else reads_device
         self._changed = threading.Condition()
         self._is_over = False
+        self._heartbeat = heartbeat or Heartbeat()
         self._values = {id(place): _Value.of(place, first, last) for place, first, last in values if last > first}
         self._on_device = {v.place.data_ptr(): v for v in self._values.values() if isinstance(v.place, torch.Tensor)}
         self._wanted: _Value | None = None  # what the reader waits for
@@ -263,7 +267,8 @@ class Snapshot:
                     return True
                 wanted = self._wanted
                 if wanted is None:
-                    self._changed.wait()
+                    self._changed.wait(min(1.0, self._heartbeat.left_seconds))
+                    self._is_over |= not self._heartbeat.left_seconds
             if wanted is not None and wanted.copy is None:
                 self._copy_out(wanted)
                 if wanted is value:
