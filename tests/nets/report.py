@@ -33,6 +33,10 @@ NETS = {
         "Plan and cache files of which bytes, values or types were changed: refused as what they are, taken for "
         "absent, or harmless."
     ),
+    "inductor": (
+        "Random graphs of three to eight operators with their scalar arguments, trained on the default backend: what "
+        "eager PyTorch gives, up to rounding, run as Inductor has rewritten them, and in part compiled."
+    ),
 }
 
 _HEAD = """\
