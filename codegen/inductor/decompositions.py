@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zerofx.codegen.inductor.mends import MENDS
 from zerofx.ir import ops
 from zerofx.ir.op_kernels import quantise
 from zerofx.ir.op_kernels.attention import has_kernel
@@ -23,7 +24,7 @@ def with_own(inductors: Decompositions, *, attention: bool) -> Decompositions:
     """
     launches = _ATTENTION if attention else {}
     loss = _nll_loss_backward(inductors[aten.nll_loss_backward.default])
-    return {**inductors, **_OWN, **launches, aten.nll_loss_backward.default: loss}
+    return {**inductors, **MENDS, **_OWN, **launches, aten.nll_loss_backward.default: loss}
 
 
 def _nll_loss_backward(general: Callable[..., Any]) -> Callable[..., Any]:

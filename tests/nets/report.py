@@ -35,6 +35,7 @@ NETS = {
         "globals, closures, attributes, items, hooks, methods, settings, what libraries keep. On the eager backend the "
         "bits of eager PyTorch, on the default backend the same up to rounding. A step that computes with what was is "
         "wrong, and called stale; of what is exact the record says how often it was captured."
+    ),
     "saves": (
         "Ranks that are killed while they save asynchronously, next to a full drive, files that are removed or a "
         "second run in the folder: nobody hangs, the latest checkpoint is whole, and the next save removes what was "
@@ -47,6 +48,10 @@ NETS = {
     "mutations": (
         "Plan and cache files of which bytes, values or types were changed: refused as what they are, taken for "
         "absent, or harmless."
+    ),
+    "inductor": (
+        "Random graphs of three to eight operators with their scalar arguments, trained on the default backend: what "
+        "eager PyTorch gives, up to rounding, run as Inductor has rewritten them, and in part compiled."
     ),
 }
 

@@ -18,17 +18,17 @@ class Returned:
     ``by_call``: whether the step returns its extras with its loss, as ``forward`` did; else they are its ``outputs``.
     ``extras`` is what ``forward`` returned after its loss, None where it returned its loss alone; what is no tensor in
     it is as it was while the step was captured. Of a view a step gives the memory that it is of: shapes and strides are
-    those of the tensors in ``extras``, and ``offsets`` where they begin. Of those whose numbers are in ``copied`` it
-    gives a copy, which is shown as it is. ``left_out`` describes tensors that a model returned besides its loss, and
-    that nobody asked for; of an evaluation, whose extras are all that is returned, what is neither a tensor nor a plain
-    value.
+    those of the tensors in ``extras``, and ``offsets`` where they begin. Those whose numbers are in ``whole`` are all
+    of a memory, or a copy, and are shown as the step gives them. ``left_out`` describes tensors that a model returned
+    besides its loss, and that nobody asked for; of an evaluation, whose extras are all that is returned, what is
+    neither a tensor nor a plain value.
     """
 
     extras: Batch | None = None
     offsets: tuple[int, ...] = ()
     left_out: tuple[str, ...] = ()
     by_call: bool = False
-    copied: frozenset[int] = frozenset()
+    whole: frozenset[int] = frozenset()
 
     @staticmethod
     def of_extras(extras: Any) -> tuple[Returned, tuple[torch.Tensor, ...]]:
@@ -68,7 +68,7 @@ class Returned:
         assert self.extras is not None
         shown = []
         for index, (tensor, like, offset) in enumerate(zip(tensors, self.extras.tensors, self.offsets, strict=True)):
-            is_whole = index in self.copied or (tensor.shape == like.shape and tensor.stride() == like.stride())
+            is_whole = index in self.whole or (tensor.shape == like.shape and tensor.stride() == like.stride())
             shown.append(tensor if is_whole else tensor.as_strided(like.shape, like.stride(), offset))
         (rebuilt,), _ = self.extras.rebuild(tuple(shown))
         return rebuilt

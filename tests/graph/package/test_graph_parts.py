@@ -27,7 +27,7 @@ OTHER: dict[str, Any] = {
     "overlaps": (OverlapDecision("mm", ("add",)),),
     "cut_pieces": frozenset({"other"}),
     "num_extras": 7,
-    "returned": Returned(copied=frozenset({0})),
+    "returned": Returned(whole=frozenset({0})),
     "guarded": True,
 }
 OF_PASSES = {"reduced", "clipping", "unscaling", "layer_squares", "kept_gradients"}  # a captured graph has none of them

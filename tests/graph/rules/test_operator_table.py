@@ -23,6 +23,7 @@ OPERATOR = r"(torch\.ops\.|_)?aten\.\w+\.\w+"
 # Lists that hold no fact about operators, but what one rewrite makes of a few.
 ELSEWHERE = {
     "codegen/inductor/decompositions.py": "what regions have in the place of Inductor's decompositions, as functions",
+    "codegen/inductor/mends.py": "what regions have in the place of operators that Inductor gets wrong, as functions",
     "codegen/inductor/keep_copies.py": "which argument of two operators is copied, for one rewrite",
 }
 

@@ -93,8 +93,8 @@ def capture_by_layer(
     assert captured is not None
     if sizes is not None:
         sizes.add(record, captured, setting)
-    # Of all layers; but for what is copied, in no file.
-    captured.returned = replace(record.returned, copied=captured.returned.copied)
+    # Of all layers; but for what is shown as it is given, in no file.
+    captured.returned = replace(record.returned, whole=captured.returned.whole)
     assert not check or captured.text() == capture_forward(whole).text(), (
         "layers were stamped out, or kept, as they are not"
     )

@@ -31,22 +31,31 @@ class HandOut:
 
     def run(self, joint: Joint) -> None:
         returned, extras = joint.lossy.returned, joint.outputs.extras
-        wholes = [_whole(extra, partial(returned.shows, index)) for index, extra in enumerate(extras)]
-        copied = frozenset(index for index, whole in enumerate(wholes) if whole is None)
-        joint.step.returned = replace(returned, copied=copied)
-        joint.outputs.extras = [
-            _copy(joint.graph, extra) if whole is None else whole for extra, whole in zip(extras, wholes, strict=True)
-        ]
+        sources = [_source(extra, partial(returned.shows, index)) for index, extra in enumerate(extras)]
+        pairs = list(zip(extras, sources, strict=True))
+        whole = {index for index, (extra, source) in enumerate(pairs) if source is None or _is_all_of(extra, source)}
+        joint.step.returned = replace(returned, whole=frozenset(whole))
+        joint.outputs.extras = [_copy(joint.graph, extra) if source is None else source for extra, source in pairs]
 
 
-def _whole(node: fx.Node, shows: Callable[[torch.Tensor, torch.Tensor], bool]) -> fx.Node | None:
-    """What ``node`` is a view of, where the step has made that memory and ``shows`` says that the view can be made."""
+def _source(node: fx.Node, shows: Callable[[torch.Tensor, torch.Tensor], bool]) -> fx.Node | None:
+    """What ``node`` is a view of, where the step has made that memory and ``shows`` says that the view can be made.
+
+    A part of what was laid out as a kernel does (``compat/strides.py``) is not shown: another forward, which is not
+    traced, says how parts lie, and knows of no such layout.
+    """
     source = node
     while (further := aliased_input(source)) is not None:
         source = further
-    if source.op != "placeholder" and shows(value(source), value(node)):
-        return source
-    return None
+    is_shown = _is_all_of(node, source) or "memory_format" not in source.kwargs
+    return source if source.op != "placeholder" and is_shown and shows(value(source), value(node)) else None
+
+
+def _is_all_of(node: fx.Node, source: fx.Node) -> bool:
+    """Whether the two are one tensor."""
+    part: torch.Tensor = value(node)
+    whole: torch.Tensor = value(source)
+    return part.shape == whole.shape and part.stride() == whole.stride() and part.dtype == whole.dtype
 
 
 def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:

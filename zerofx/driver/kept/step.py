@@ -50,9 +50,9 @@ class KeptStep:
     def returning(self, returned: Returned) -> KeptStep:
         """The same with what its micro-batches give besides their losses, which has no text: classes of the user's.
 
-        Which of that are copies is in the text.
+        Which of that is shown as it is given is in the text.
         """
-        returned = replace(returned, copied=self.program.returned.copied)
+        returned = replace(returned, whole=self.program.returned.whole)
         return replace(self, program=replace(self.program, returned=returned))
 
     def digest(self) -> str:
@@ -95,7 +95,7 @@ class KeptStep:
                 for region in program.regions
             ],
             "num_regions": program.num_regions,
-            "copied": sorted(program.returned.copied),
+            "whole": sorted(program.returned.whole),
             "device": str(program.device),
         })  # fmt: skip
 
@@ -121,7 +121,7 @@ class KeptStep:
         return KeptStep(
             StepProgram(
                 Plan.from_json(data["plan"]), EmittedStep("", file), arguments, regions,
-                data["num_regions"], torch.device(data["device"]), Returned(copied=frozenset(data["copied"])),
+                data["num_regions"], torch.device(data["device"]), Returned(whole=frozenset(data["whole"])),
             ),
             data["plan"], data["decisions_hash"], read_layout(data["layout"]),
             tuple(data["gradients"]), data["variant"], _memory(data["memory"]), _memory(data["measured"]),

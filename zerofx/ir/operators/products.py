@@ -31,7 +31,11 @@ def _mm_inside(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> int
     return products.scratch_bytes(left) if products.has_kernel(left, right, None, into=out is not None) else None
 
 
-def _addmm_inside(bias: Tensor, left: Tensor, right: Tensor, *, out: Tensor | None = None) -> int | None:
+def _addmm_inside(
+    bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None
+) -> int | None:
+    if (beta, alpha) != (1, 1):
+        return None
     return products.scratch_bytes(left) if products.has_kernel(left, right, bias, into=out is not None) else None
 
 

@@ -1,0 +1,41 @@
+"""Random graphs on the default backend: fifty as Inductor rewrites them, some compiled; all of them (slow)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.lib import compiling
+from tests.nets.inductor import COMPILED, NUM_CASES, REWRITTEN, Batch, batches, check, run
+from tests.nets.records import Record
+from zerofx.codegen.inductor import decompositions
+
+pytestmark = compiling.trainings
+
+_SEEDS = range(25, 75)
+_REWRITTEN = [batch for batch in batches(_SEEDS) if batch.variant == REWRITTEN]
+_SCALED = 34  # a graph with a product that is scaled as it is added
+
+
+def _wrong(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record.outcome == "wrong"]
+
+
+@pytest.mark.parametrize("batch", _REWRITTEN, ids=lambda batch: batch.cases[0].name)
+def test_graphs_are_rewritten_to_what_they_are(batch: Batch) -> None:
+    assert _wrong(check(batch)) == []
+
+
+def test_a_compiled_graph_gives_what_eager_mode_gives() -> None:
+    assert _wrong(check(Batch(COMPILED, batches([_SCALED])[0].cases))) == []
+
+
+def test_a_scalar_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decompositions, "MENDS", {})
+    assert [record.outcome for record in check(Batch(REWRITTEN, batches([_SCALED])[0].cases))] == ["wrong"]
+
+
+@pytest.mark.slow
+def test_all_graphs() -> None:
+    assert _wrong(list(run(batches(range(NUM_CASES))))) == []
