@@ -104,20 +104,20 @@ class Evaluations:
             described = batch.described() | {"training mode": self._steps.modes.mode()} | passing_settings()
         signature = "\n".join(f"{name}: {text}" for name, text in described.items())
         locations, lenders = taken.state.locations(), self._steps.lenders
-        found = self.shapes.find(signature, f"{locations}\n{lenders.key}")
+        match = self.shapes.find(signature, f"{locations}\n{lenders.key}")
         agreed = self._steps.agreement(
-            "call step.evaluate(batch)", batch, f"{signature}\nPython state: {found.number}",
+            "call step.evaluate(batch)", batch, f"{signature}\nPython state: {match.number}",
             "batch shapes, modes, autocast and Python values that the forward reads",
             "Give every rank batches of the same shapes, for example by padding, and as many of them.",
         )  # fmt: skip
-        compiled = found.compiled
+        compiled = match.compiled
         if compiled is None:
             agreed()
             form = signature if form is None else f"{form}; {described['training mode']}"
             self.shapes.announce(form, described)
-            if found.changes:
-                self._steps.python.note(found.changes)
-                self.shapes.announce_change(found)
+            if match.changes:
+                self._steps.python.note(match.changes)
+                self.shapes.announce_change(match)
             with self._steps.capturing():
                 request = request_to_evaluate(self._steps.request(batch), batch, locations)
                 compiled = build_step(request, untrained(taken.earlier), self._life.control).compiled

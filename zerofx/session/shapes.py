@@ -13,7 +13,7 @@ from zerofx.units import first_few
 
 
 @dataclass(frozen=True)
-class Found:
+class Match:
     """The step for a batch as things are now.
 
     ``compiled`` is None where there is none yet; ``changes`` are those of Python state since the latest such batch.
@@ -53,17 +53,17 @@ class Shapes:
         """Whether no batch has been captured yet."""
         return not self._described
 
-    def find(self, signature: str, variant: str) -> Found:
+    def find(self, signature: str, variant: str) -> Match:
         """The step for a batch and an update whose Python state is as it was captured, if there is one."""
         built, changes = self._steps.get((signature, variant), []), list[Change]()
         for index in reversed(range(len(built))):
             entry = built[index]
-            found = entry.reads.changes()
-            if not found:
+            since = entry.reads.changes()
+            if not since:
                 built.append(built.pop(index))
-                return Found(entry.compiled, (), entry.number, entry.effects)
-            changes = changes or found
-        return Found(None, changes, len(built))
+                return Match(entry.compiled, (), entry.number, entry.effects)
+            changes = changes or since
+        return Match(None, changes, len(built))
 
     def put(
         self,
@@ -91,16 +91,16 @@ class Shapes:
         """Let go of all steps but the latest, which reports may read."""
         self._steps.clear()
 
-    def announce_change(self, found: Found) -> None:
+    def announce_change(self, match: Match) -> None:
         """Say that a batch of a known shape is captured anew, as Python state that the forward reads has changed.
 
         Raises:
             UsageError: that has been so too often; names what changes.
         """
-        if found.number >= self._most:
+        if match.number >= self._most:
             raise UsageError(
                 f"expected Python values that a forward reads to settle, or to be numbers that tensors are computed "
-                f"with, found {first_few(map(str, found.changes))} after {found.number} captures of the same batch "
+                f"with, found {first_few(map(str, match.changes))} after {match.number} captures of the same batch "
                 f"shape: pass what changes as a tensor in the batch, keep it in a buffer, or raise max_shapes"
             )
 

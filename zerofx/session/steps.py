@@ -55,7 +55,7 @@ from zerofx.session.lending.lenders import Lenders
 from zerofx.session.lending.owners import Owner
 from zerofx.session.life import Life
 from zerofx.session.seeds import SeedWatch
-from zerofx.session.shapes import Found, Shapes
+from zerofx.session.shapes import Match, Shapes
 from zerofx.session.taken_over import TakenOver
 from zerofx.settings import Settings
 
@@ -158,11 +158,11 @@ class Steps:
         changed = self.taken.changed() if self.taken is not None else ""
         advance = self.taken.advance() if self.taken is not None and not changed else None
         variant = self._variant()
-        found = self.shapes.find(signature, variant)
+        match = self.shapes.find(signature, variant)
         agreed = self.agreement(
             purpose,
             batch,
-            f"{signature}\nPython state: {found.number}\nmade anew for {changed or 'nothing'}\n"
+            f"{signature}\nPython state: {match.number}\nmade anew for {changed or 'nothing'}\n"
             f"optimizer update: {variant}\n"
             f"{hyperparameters_text(self._optimizer)}",
             "batch shapes, modes, autocast, optimizer options and Python values that the forward reads",
@@ -172,17 +172,17 @@ class Steps:
         if changed and self.taken is not None:
             agreed()
             self._undo(self.taken, changed)
-            found = self.shapes.find(signature, self._variant())
-        compiled = found.compiled
+            match = self.shapes.find(signature, self._variant())
+        compiled = match.compiled
         if compiled is None:
             agreed()
-            compiled, self.taken = self._build(batch, form, described, options, found)
+            compiled, self.taken = self._build(batch, form, described, options, match)
             self.lenders.agree(self.taken.state)
             advance = advance or self.taken.advance()
             reads = self.python.read(compiled.arguments.constants.values())
-            found = replace(found, effects=tuple(self.options.objective.effects.values()))
-            self.shapes.put(signature, self._variant(), described, compiled, form, reads, found.effects)
-        self.shapes.latest, self.effects = compiled, found.effects
+            match = replace(match, effects=tuple(self.options.objective.effects.values()))
+            self.shapes.put(signature, self._variant(), described, compiled, form, reads, match.effects)
+        self.shapes.latest, self.effects = compiled, match.effects
         if self.lengths is not None:
             self.lengths.note(batch, compiled.plan, has_run=purpose == RUNNING)
         self.lenders.settle(agreed)
@@ -293,12 +293,12 @@ class Steps:
                 self.gradients.put()
 
     def _build(
-        self, batch: Batch, form: str, described: Mapping[str, str], options: CompileOptions, found: Found
+        self, batch: Batch, form: str, described: Mapping[str, str], options: CompileOptions, match: Match
     ) -> tuple[CompiledStep, TakenOver]:
         self.shapes.announce(form, described)
-        if found.changes:
-            self.python.note(found.changes)
-            self.shapes.announce_change(found)
+        if match.changes:
+            self.python.note(match.changes)
+            self.shapes.announce_change(match)
         self._edited.warn_of_another()
         self.choose_mesh(batch, options)
         with self.capturing():

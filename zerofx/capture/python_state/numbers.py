@@ -12,6 +12,7 @@ is an assumption: the step holds for numbers of which it is true.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -196,10 +197,11 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(Number, f"__r{_name}__", _reflected)
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Number, f"__{_name}__", _compared(_name, getattr(operator, _name)))
-for _name, _function in {"neg": operator.neg, "pos": operator.pos, "abs": abs, "round": round}.items():
-    setattr(Number, f"__{_name}__", _unary(_name, _function))
+for _name in ("neg", "pos", "abs"):
+    setattr(Number, f"__{_name}__", _unary(_name, getattr(operator, _name)))
 for _name in ("floor", "ceil", "trunc"):
-    setattr(Number, f"__{_name}__", _unary(_name, getattr(__import__("math"), _name)))
+    setattr(Number, f"__{_name}__", _unary(_name, getattr(math, _name)))
+setattr(Number, "__round__", _unary("round", round))  # noqa: B010
 
 _ARITHMETIC: Final = frozenset(
     {

@@ -266,14 +266,14 @@ class Reads:
         now = list(map(dict.get, self._tables, self._names, repeat(MISSING)))
         try:
             for owner, get, number in self._classes:
-                found = get(owner.__dict__)
-                now += found if number > 1 else (found,)
+                values = get(owner.__dict__)
+                now += values if number > 1 else (values,)
         except KeyError:
             return self._walked()
         for container, indices in self._lists:
             now += container if indices is None else map(container.__getitem__, indices)
-        for functions, get in self._functions:
-            now += map(get, functions)
+        for functions, attribute in self._functions:
+            now += map(attribute, functions)
         now += [value_at(container, key) for container, key in self._others]
         if all(map(operator.is_, now, self._values)):
             return []

@@ -134,8 +134,8 @@ class _Walk:
         for name in code.co_names:
             if name in table:
                 self._read(f"{module}.{name}", table, name, table[name])
-            elif isinstance(found := sys.modules.get(name), ModuleType):
-                self._reach(name, found)
+            elif isinstance(module_of_name := sys.modules.get(name), ModuleType):
+                self._reach(name, module_of_name)
         if _READS_ENVIRONMENT & set(code.co_names):
             for key in _strings(code.co_consts):
                 self._read(f"os.environ[{key!r}]", os.environ, key, os.environ.get(key, MISSING))

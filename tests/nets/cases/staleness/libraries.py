@@ -28,7 +28,7 @@ def _adapted(*names: str, dropout: float = 0.0) -> Any:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=2, lora_alpha=2, lora_dropout=dropout, target_modules=["first", "second"])
-    model: Any = get_peft_model(Small(), config, adapter_name=names[0])  # type: ignore[arg-type]  # any module will do
+    model: Any = get_peft_model(Small(), config, adapter_name=names[0])
     for name in names[1:]:
         model.add_adapter(name, config)
     for name, p in model.named_parameters():
@@ -218,7 +218,10 @@ def chosen_head() -> Script:
             self.active = "one"
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.outputs(x) + self.heads[self.active](x) + 0 * sum(head(x) for head in self.heads.values())
+            outputs: Tensor = (
+                self.outputs(x) + self.heads[self.active](x) + 0 * sum(head(x) for head in self.heads.values())
+            )
+            return outputs
 
     model = Model()
     return Script(model, lambda count: setattr(model, "active", ("one", "other")[count % 2]), _loss)

@@ -27,7 +27,7 @@ def _num_ranks() -> int:
 
 def _changes(step: int, most: int) -> int:
     """How many changes there have been when step ``step`` begins, of which ``most`` are done."""
-    return min(sum(changed <= step for changed in CHANGED), most)
+    return min(sum(1 for changed in CHANGED if changed <= step), most)
 
 
 # ---------------------------------------------------------------------------------------------------- Lightning
@@ -67,7 +67,7 @@ def _lightning(weight: Callable[[Any], float], backend: str | None, most: int) -
         torch.randn(size, FEATURES, generator=draws), torch.randn(size, CLASSES, generator=draws)
     )  # fmt: skip
     shares = {"num_replicas": _num_ranks(), "rank": dist.get_rank() if dist.is_initialized() else 0}
-    sampler = DistributedSampler(data, shuffle=False, **shares)
+    sampler: Any = DistributedSampler(data, shuffle=False, **shares)
     trainer = lightning.Trainer(
         max_epochs=STEPS // _PER_EPOCH, accelerator="cpu", devices=_num_ranks(), strategy=strategy, logger=False,
         use_distributed_sampler=False, enable_checkpointing=False, enable_progress_bar=False,

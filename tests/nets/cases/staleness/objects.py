@@ -100,7 +100,7 @@ def model_none() -> Script:
 def model_absent() -> Script:
     class Model(Losing):
         def weigh(self, loss: Tensor) -> Tensor:
-            return loss * (1 + self.late) if hasattr(self, "late") else loss
+            return loss * (1 + float(self.late)) if hasattr(self, "late") else loss
 
     model = Model()
     return Script(model, lambda count: setattr(model, "late", number(count)))
@@ -455,7 +455,7 @@ def temperature() -> Script:
     class Model(Losing):
         temperature = 2.0
 
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]  # it takes the targets, too
             return F.cross_entropy(self.outputs(x) / self.temperature, y)
 
     model = Model()
@@ -472,7 +472,7 @@ def decay() -> Script:
             super().__init__()
             self.register_buffer("mean", torch.zeros(CLASSES))
 
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]  # it takes the targets, too
             outputs = self.outputs(x)
             with torch.no_grad():
                 self.mean.mul_(self.decay).add_(y.mean(0), alpha=1 - self.decay)

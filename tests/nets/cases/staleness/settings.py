@@ -100,7 +100,7 @@ def longest() -> Script:
     class Model(Losing):
         longest = 0
 
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]  # it takes the targets, too
             self.longest = max(self.longest, len(x))
             return super().forward(x, y) * self.longest
 
