@@ -124,7 +124,10 @@ def recorded_forward(forward: Forward, cache: DiskCache) -> Recorded:
         return Recorded(record, place, place.read())
 
     recorded = once()
-    if recorded.text is None and recorded.place.key is not None:
+    objective = forward.objective
+    if (recorded.text is None and recorded.place.key is not None) or (
+        recorded.text is not None and not objective.num_watched and objective.executed.may_write()
+    ):
         # What a first forward works out and the model remembers, no other does again.
         recorded = once()
     if recorded.text is not None and recorded.record.leaves_something:

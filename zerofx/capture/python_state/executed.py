@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dis
+import functools
 import sys
 import weakref
 from types import CodeType, FrameType
@@ -22,6 +24,20 @@ def is_opaque(module: str | None) -> bool:
     if name == "__main__" or name.startswith(_INTEGRATIONS):
         return False
     return name.partition(".")[0] in _OPAQUE or name.startswith("namedtuple_")
+
+
+_STORES = frozenset({"STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR"})
+_WRITERS = frozenset({"next", "append", "appendleft", "extend", "insert", "update", "add", "pop", "setattr", "clear"})
+
+
+@functools.cache
+def _may_write(code: CodeType) -> bool:
+    if _WRITERS.intersection(code.co_names):
+        return True
+    return any(
+        step.opname in _STORES or (step.opname == "STORE_DEREF" and step.argval in code.co_freevars)
+        for step in dis.get_instructions(code)
+    )
 
 
 class ExecutedCode:
@@ -53,6 +69,10 @@ class ExecutedCode:
         if self._depth == 0:
             sys.settrace(self._outer)
             self._outer = None
+
+    def may_write(self) -> bool:
+        """Whether some of the code stores anything outside of its own variables, or may call what does."""
+        return any(map(_may_write, self.globals))
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code

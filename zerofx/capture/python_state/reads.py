@@ -134,6 +134,10 @@ class Numbers:
                 if self._num_changes[change.path] > 1:
                     self.paths[change.path] = None
 
+    def is_fixed(self, path: str) -> bool:
+        """Whether no stand-in can take a number's place, as where a tuple has it."""
+        return path in self._fixed
+
     def find(self, state: State) -> None:
         """Learn where the numbers are by now."""
         if self.paths:

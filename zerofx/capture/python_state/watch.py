@@ -32,7 +32,7 @@ class PythonState:
         Raises:
             UsageError: a number changes that a step has as an input, and goes on with as it is.
         """
-        if settled := [change for change in changes if change.is_settled]:
+        if settled := [change for change in changes if change.is_settled or self._numbers.is_fixed(change.path)]:
             raise UsageError(
                 f"expected a number that changes from step to step to be one that tensors are added to, or multiplied "
                 f"or divided by, found {first_few(map(str, settled))}, which the forward uses otherwise: compute with "

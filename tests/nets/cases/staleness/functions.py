@@ -248,7 +248,8 @@ def partial_keyword() -> Script:
 @case("object that a partial is given", "number")
 def partial_object() -> Script:
     def forward(settings: Any, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return _loss(model, x, y) * settings.weight
+        weighed: Tensor = _loss(model, x, y) * settings.weight
+        return weighed
 
     settings = types.SimpleNamespace(weight=1.0)
     return Script(

@@ -110,11 +110,12 @@ def lora_dropout() -> Script:
 def _gemma() -> Any:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
+    attention: Any = {"attn_implementation": "eager"}
     return Gemma2ForCausalLM(
         Gemma2Config(
             vocab_size=TOKENS, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
             num_key_value_heads=1, head_dim=4, max_position_embeddings=32, initializer_range=0.5,
-            final_logit_softcapping=1.0, attn_implementation="eager", use_cache=False,
+            final_logit_softcapping=1.0, use_cache=False, **attention,
         )
     )  # fmt: skip
 
@@ -218,9 +219,8 @@ def chosen_head() -> Script:
             self.active = "one"
 
         def forward(self, x: Tensor) -> Tensor:
-            outputs: Tensor = (
-                self.outputs(x) + self.heads[self.active](x) + 0 * sum(head(x) for head in self.heads.values())
-            )
+            unused = sum(head(x) for head in self.heads.values())
+            outputs: Tensor = self.outputs(x) + self.heads[self.active](x) + 0 * unused
             return outputs
 
     model = Model()

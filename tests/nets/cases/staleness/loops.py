@@ -66,7 +66,7 @@ def _lightning(weight: Callable[[Any], float], backend: str | None, most: int) -
     data = TensorDataset(
         torch.randn(size, FEATURES, generator=draws), torch.randn(size, CLASSES, generator=draws)
     )  # fmt: skip
-    shares = {"num_replicas": _num_ranks(), "rank": dist.get_rank() if dist.is_initialized() else 0}
+    shares: Any = {"num_replicas": _num_ranks(), "rank": dist.get_rank() if dist.is_initialized() else 0}
     sampler: Any = DistributedSampler(data, shuffle=False, **shares)
     trainer = lightning.Trainer(
         max_epochs=STEPS // _PER_EPOCH, accelerator="cpu", devices=_num_ranks(), strategy=strategy, logger=False,

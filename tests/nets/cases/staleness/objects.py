@@ -99,8 +99,10 @@ def model_none() -> Script:
 @case("attribute of the model that is not there at first", "number")
 def model_absent() -> Script:
     class Model(Losing):
+        late: float
+
         def weigh(self, loss: Tensor) -> Tensor:
-            return loss * (1 + float(self.late)) if hasattr(self, "late") else loss
+            return loss * (1 + self.late) if hasattr(self, "late") else loss
 
     model = Model()
     return Script(model, lambda count: setattr(model, "late", number(count)))
