@@ -216,14 +216,16 @@ _IN_PLACE: Final = frozenset(
 _QUOTIENTS: Final = frozenset(
     {"div", "divide", "true_divide", "__truediv__", "__div__", "div_", "__itruediv__", "__idiv__"}
 )
+_OF_HALVES: Final = frozenset({"mul", "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__"})
 _HALVES: Final = (torch.float16, torch.bfloat16)
 
 
 class NumberInputs(TorchFunctionMode):
     """While open, tensors are computed with inputs of one element in the places of stand-ins, to the bit.
 
-    In eager mode a number is brought to the dtype in which a kernel computes: that of float32 and float64, and float32
-    for halves. An input has that dtype; halves are brought to it first, and back after.
+    In eager mode a number is brought to the dtype in which a kernel computes: that of float32 and float64. Kernels that
+    multiply halves, or divide them by a number, compute in float32, to which halves are brought first, and back after;
+    what else is computed of halves rounds a number as the device's kernel does, and has it as it is.
     """
 
     def __torch_function__(
@@ -256,7 +258,7 @@ def _computed(func: Callable[..., Any], name: str, first: Any, other: Any) -> to
     if not (isinstance(tensor, torch.Tensor) and is_number(number) and tensor.is_floating_point()):
         return None
     is_half = tensor.dtype in _HALVES
-    if is_half and name in _IN_PLACE:
+    if is_half and name not in _OF_HALVES:
         return None
     dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
     if tensor.device.type == "cuda" and name in _QUOTIENTS and number is other:
