@@ -100,6 +100,8 @@ def _put_back(
         if isinstance(value, torch.Tensor) or (value is not earlier and _holds_traced(name, value)):
             if value is not earlier and isinstance(earlier, instead_of):
                 left[full] = None
+                if type(earlier) in (int, float):  # by which a later call may go another way
+                    changed[full] = None
         elif is_number(value):  # which nobody is to find once the trace has ended
             changed[full] = None
         elif type(value) in _PLAIN and type(earlier) in _PLAIN and value != earlier:

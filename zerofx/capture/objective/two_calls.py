@@ -61,7 +61,8 @@ def check_second_call(lossy: LossModule, fakes: tuple[torch.Tensor, ...], mode: 
     tables = {memory_of(tensor) for name, tensor in later.items() if earlier.get(name) is not tensor}
     tables |= {memory for name, memory in first_written.items() if name not in written}
     found_there = tables & second.read
-    if counts or not found_there or found_there & first.follows:
+    replaced = lossy.left.keys() & lossy.changed.keys()
+    if counts or replaced or not found_there or found_there & first.follows:
         raise CaptureError(
             f"expected a forward that does in each call what it does in its first, found that later ones do something "
             f"else, by {first_few(lossy.changed)}, which it changes itself: call the model once before zerofx.compile, "
