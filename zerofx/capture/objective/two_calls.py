@@ -65,8 +65,8 @@ def check_second_call(lossy: LossModule, fakes: tuple[torch.Tensor, ...], mode: 
     if counts or replaced or not found_there or found_there & first.follows:
         raise CaptureError(
             f"expected a forward that does in each call what it does in its first, found that later ones do something "
-            f"else, by {first_few(lossy.changed)}, which it changes itself: call the model once before zerofx.compile, "
-            f"if later calls are alike; else keep in a buffer, or change between steps, what differs from call to call"
+            f"else, by {first_few(lossy.changed)}: call the model once before zerofx.compile, if later "
+            f"ones are alike; keep in a buffer, or change between steps, what differs from call to call"
         )
     if not lossy.left and len(plain) == len(lossy.changed):
         lossy.objective.effects.update(plain)

@@ -31,6 +31,20 @@ _WRITERS = frozenset({"next", "append", "appendleft", "extend", "insert", "updat
 
 
 @functools.cache
+def names_read(code: CodeType) -> frozenset[str]:
+    """Names that code loads: globals and attributes; those that it stores alone are not read."""
+    names = frozenset(code.co_names)
+    stored = {step.argval for step in dis.get_instructions(code) if step.opname.startswith("STORE_")}
+    if not names & stored:
+        return names
+    return frozenset(
+        step.argval
+        for step in dis.get_instructions(code)
+        if step.argval in names and not step.opname.startswith(("STORE_", "DELETE_"))
+    )
+
+
+@functools.cache
 def _may_write(code: CodeType) -> bool:
     if _WRITERS.intersection(code.co_names):
         return True

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from zerofx.capture.python_state.executed import ExecutedCode, is_opaque
+from zerofx.capture.python_state.executed import ExecutedCode, is_opaque, names_read
 from zerofx.capture.python_state.reads import MISSING, OF_FUNCTION, State, is_plain, value_at
 from zerofx.torch_private.modules import HOOKS_AND_PARTS, OF_RNNS, TABLES, child_table, hook_tables, hook_tables_of_all
 
@@ -61,7 +61,7 @@ def walk(
 def _names(executed: ExecutedCode) -> set[str]:
     names = set(executed.attributes)
     for code in executed.globals:
-        names.update(code.co_names)
+        names.update(names_read(code))
         names.update(text for text in _strings(code.co_consts) if text.isidentifier())
     return names
 
@@ -131,7 +131,7 @@ class _Walk:
 
     def _of_code(self, code: CodeType, table: dict[str, Any]) -> None:
         module = table.get("__name__")
-        for name in code.co_names:
+        for name in names_read(code):
             if name in table:
                 self._read(f"{module}.{name}", table, name, table[name])
             elif isinstance(module_of_name := sys.modules.get(name), ModuleType):
