@@ -16,14 +16,16 @@ from zerofx.units import first_few
 class Match:
     """The step for a batch as things are now.
 
-    ``compiled`` is None where there is none yet; ``changes`` are those of Python state since the latest such batch.
-    ``number`` is equal on ranks that go on with the same step. ``effects`` are what the forward leaves on its modules.
+    ``compiled`` is None where there is none yet; ``changes`` are those of Python state since the latest such batch, and
+    ``reads`` has what was there then. ``number`` is equal on ranks that go on with the same step. ``effects`` are what
+    the forward leaves on its modules.
     """
 
     compiled: CompiledStep | None
     changes: Sequence[Change]
     number: int
     effects: Sequence[Effect] = ()
+    reads: Reads | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Shapes:
                 built.append(built.pop(index))
                 return Match(entry.compiled, (), entry.number, entry.effects)
             changes = changes or since
-        return Match(None, changes, len(built))
+        return Match(None, changes, len(built), reads=built[-1].reads if built else None)
 
     def put(
         self,

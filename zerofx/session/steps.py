@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,15 @@ from torch import nn
 
 from zerofx.budgets import budget_bytes, host_budget_bytes
 from zerofx.capture.absent_gradients import AbsentGradients
+from zerofx.capture.by_layer.forward_record import record_forward
 from zerofx.capture.by_size import KnownSizes
 from zerofx.capture.checks import check_batch, device_of
 from zerofx.capture.kept_tensors import tell_kept_tensors
 from zerofx.capture.objective.counted import counted
 from zerofx.capture.objective.module_state import Change
+from zerofx.capture.python_state.reads import Reads
 from zerofx.capture.python_state.watch import PythonState
-from zerofx.capture.traceable import tracing_device
+from zerofx.capture.traceable import Forward, tracing_device
 from zerofx.capture.tracing_settings import passing_settings
 from zerofx.capture.values.constant_arguments import ConstantArguments
 from zerofx.codegen.cpu.extras import CHANNELS
@@ -158,7 +161,7 @@ class Steps:
         changed = self.taken.changed() if self.taken is not None else ""
         advance = self.taken.advance() if self.taken is not None and not changed else None
         variant = self._variant()
-        match = self.shapes.find(signature, variant)
+        match = self.find(self.shapes, batch, signature, variant)
         agreed = self.agreement(
             purpose,
             batch,
@@ -191,6 +194,29 @@ class Steps:
             self.finish()
         assert self.taken is not None and advance is not None
         return compiled, self.taken, advance, agreed
+
+    def find(self, shapes: Shapes, batch: Batch, signature: str, variant: str) -> Match:
+        """The step among ``shapes`` for a batch; where Python state has changed by which the forward is no other, which
+        may be on some ranks alone, that of the state before."""
+        match = shapes.find(signature, variant)
+        if match.reads is None or match.compiled is not None:
+            return match
+        if any(change.is_settled for change in match.changes) or not self._is_same_forward(batch, match.reads):
+            return match
+        match.reads.accept()
+        return shapes.find(signature, variant)
+
+    def _is_same_forward(self, batch: Batch, reads: Reads) -> bool:
+        """Whether the forward is, on this rank, what it was with the Python values that ``reads`` has."""
+        forward = Forward(self.model, batch, loss_fn=self.options.objective, compute_dtype=self.options.compute_dtype)
+        try:
+            with self.capturing(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                now = record_forward(forward).text()
+                with reads.as_captured() as is_whole:
+                    return is_whole and record_forward(forward).text() == now
+        except Exception:  # noqa: BLE001 - what the forward raises is said where it is captured
+            return False
 
     def wait_for_kernels(self) -> None:
         """Have ``finish`` build the kernels of a step that was built, where those of other lengths share them."""

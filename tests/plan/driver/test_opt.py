@@ -242,7 +242,7 @@ def test_a_graph_of_foreign_operators_is_not_saved(tmp_path: Path) -> None:
         (("GRAPH", "--passes", "tile"), "expected a plan for tile, found none: give --plan PLAN.json, which"),
         (("GRAPH", "--phase", "plan"), "expected a plan for the phase plan, found none"),
         (("GRAPH", "--passes", "slice"), "expected a plan for slice, found none: give --plan PLAN.json, which `zerofx"),
-        (("GRAPH", "--passes", "tiles"), "expected the name of a pass (check_results, set_origins"),
+        (("GRAPH", "--passes", "tiles"), "expected the name of a pass (check_results, bring_forward, set_origins"),
         (("GRAPH", "--passes", "tile{"), "in the pipeline at character 6"),
         (("GRAPH", "--passes", "refuse"), "found refuse, which is for one that is being traced: `zerofx opt MODULE"),
         (("GRAPH", "--phase", "capture"), "found the phase capture, which is for one that is being traced"),

@@ -237,6 +237,27 @@ class Reads:
         """The values that are not as they were when the step was captured."""
         return self._differences() or self._broken_assumptions()
 
+    @contextlib.contextmanager
+    def as_captured(self) -> Iterator[bool]:
+        """While open, plain values that have changed are what they were; gives whether all that has changed is so."""
+        changed, state = {change.path for change in self._differences()}, self._state
+        places = {
+            path: (container, key, value)
+            for path, container, key, value in zip(state.paths, state.containers, state.keys, state.values, strict=True)
+            if path in changed and is_plain(value) and is_plain(value_at(container, key))
+        }
+        now = [(container, key, value_at(container, key)) for container, key, _ in places.values()]
+        is_whole = places.keys() == changed and all(put(*place) for place in places.values())
+        try:
+            yield is_whole
+        finally:
+            for place in now:
+                put(*place)
+
+    def accept(self) -> None:
+        """Take the state as it is now for the one that the step was captured in."""
+        self._adopt(self._walk())
+
     def put_back(self) -> list[str]:
         """Give what has changed the values that were read, where they are plain; the paths of all that has, and of
         iterators, which cannot be compared."""
