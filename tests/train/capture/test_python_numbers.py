@@ -30,7 +30,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _stand_in(value: float) -> tuple[Tape, Number, dict[str, Any]]:
+def _stand_in(value: float) -> tuple[Tape, Any, dict[str, Any]]:
     source, tape = {"value": value}, Tape()
     return tape, Number(tape, "source", lambda: source["value"]), source
 

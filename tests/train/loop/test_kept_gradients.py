@@ -49,8 +49,8 @@ def test_one_is_kept_until_the_next_step_and_not_written() -> None:
     ("asked", "message"),
     [
         (("layers.0.wieght",), "found 'layers.0.wieght', which is none of"),
-        ("layers.0.weight", "found 'layers.0.weight': put one name in a tuple"),
-        ((0,), r"found \(0,\): put"),
+        ("layers.0.weight", r"found 'layers.0.weight': give keep_gradients=\('layers.0.weight',\)"),
+        ((0,), r"found \(0,\): give a tuple of texts"),
     ],
 )
 def test_names_of_what_is_not_trained_are_refused(asked: Any, message: str) -> None:

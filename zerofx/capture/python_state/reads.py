@@ -240,7 +240,11 @@ class Reads:
     @contextlib.contextmanager
     def as_captured(self) -> Iterator[bool]:
         """While open, plain values that have changed are what they were; gives whether all that has changed is so."""
-        changed, state = {change.path for change in self._differences()}, self._state
+        plain, state = self._plain_differences(), self._state
+        if plain is None:
+            yield False
+            return
+        changed = {change.path for change in plain}
         places = {
             path: (container, key, value)
             for path, container, key, value in zip(state.paths, state.containers, state.keys, state.values, strict=True)
@@ -281,20 +285,25 @@ class Reads:
         ]
 
     def _differences(self) -> list[Change]:
+        plain = self._plain_differences()
+        return self._walked() if plain is None else plain
+
+    def _plain_differences(self) -> list[Change] | None:
+        """Plain values that have changed where they were read; None where something else may have, too."""
         state = self._state
         if (
             list(map(len, state.sized)) != state.sizes
             or list(map(type, state.objects)) != self._classes_before
             or number_of_next_hook() != self._next_hook
         ):
-            return self._walked()
+            return None
         now = list(map(dict.get, self._tables, self._names, repeat(MISSING)))
         try:
             for owner, get, number in self._classes:
                 values = get(owner.__dict__)
                 now += values if number > 1 else (values,)
         except KeyError:
-            return self._walked()
+            return None
         for container, indices in self._lists:
             now += container if indices is None else map(container.__getitem__, indices)
         for functions, attribute in self._functions:
@@ -307,7 +316,7 @@ class Reads:
             if value is before:
                 continue
             if not (is_plain(value) and is_plain(before)):
-                return self._walked()
+                return None
             if _equal(value, before):
                 self._values[index] = value
             else:
