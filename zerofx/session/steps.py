@@ -161,7 +161,7 @@ class Steps:
         changed = self.taken.changed() if self.taken is not None else ""
         advance = self.taken.advance() if self.taken is not None and not changed else None
         variant = self._variant()
-        match = self.find(self.shapes, batch, signature, variant)
+        match = self._find(batch, signature, variant)
         agreed = self.agreement(
             purpose,
             batch,
@@ -195,16 +195,16 @@ class Steps:
         assert self.taken is not None and advance is not None
         return compiled, self.taken, advance, agreed
 
-    def find(self, shapes: Shapes, batch: Batch, signature: str, variant: str) -> Match:
-        """The step among ``shapes`` for a batch; where Python state has changed by which the forward is no other, which
+    def _find(self, batch: Batch, signature: str, variant: str) -> Match:
+        """The step for a batch, if there is one; where Python state has changed by which the forward is no other, which
         may be on some ranks alone, that of the state before."""
-        match = shapes.find(signature, variant)
+        match = self.shapes.find(signature, variant)
         if match.reads is None or match.compiled is not None:
             return match
         if any(change.is_settled for change in match.changes) or not self._is_same_forward(batch, match.reads):
             return match
         match.reads.accept()
-        return shapes.find(signature, variant)
+        return self.shapes.find(signature, variant)
 
     def _is_same_forward(self, batch: Batch, reads: Reads) -> bool:
         """Whether the forward is, on this rank, what it was with the Python values that ``reads`` has."""

@@ -208,7 +208,7 @@ class LossModule(nn.Module):
         self.lent = nn.ModuleList([lender.model for lender in self._lenders])
         self._reached = objective.outside.modules(model)
         self._batch = batch
-        self.objective = self._objective = objective
+        self.objective = objective
         self._num_micro_batches = num_micro_batches
         self._loss_scope = loss_scope
         self._known = known
@@ -225,8 +225,8 @@ class LossModule(nn.Module):
 
     def _stand_in(self) -> None:
         """Register fake tensors for those that are known to be used outside of the model."""
-        self._objective.outside.forget_index()
-        named = {n: tensor for n, tensor in self._objective.outside.tensors().items() if id(tensor) not in self._places}
+        self.objective.outside.forget_index()
+        named = {n: tensor for n, tensor in self.objective.outside.tensors().items() if id(tensor) not in self._places}
         for index, real in enumerate(named.values()):
             fake, key = self._fake(real), str(index)
             table: dict[str, Any] = parameter_table(self.outside) if real.requires_grad else buffer_table(self.outside)
@@ -241,18 +241,18 @@ class LossModule(nn.Module):
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
         """Put back meanwhile what is left on modules, and forget what functions remember."""
-        before = self._objective.reads() if self._objective.reads and self._objective.executed.globals else None
+        before = self.objective.reads() if self.objective.reads and self.objective.executed.globals else None
         with ExitStack() as stack:
             stack.callback(forget_traced)
             # What is reached may have the step's own models in it, and what is offered may not have been used so far.
             for name, reached in self._reached.items():
                 stack.enter_context(as_before(reached, self.left, self.changed, name))
-            for lender in self._objective.outside.offered:
+            for lender in self.objective.outside.offered:
                 stack.enter_context(as_before(lender.model, self.left, self.changed))
             stack.enter_context(as_before(self.model, self.left, self.changed))
             yield
         if before is not None:
-            self._objective.num_watched += 1
+            self.objective.num_watched += 1
             self.changed |= {
                 path: None for path in before.put_back() if path.removeprefix("model.") not in self.changed
             }
@@ -261,7 +261,7 @@ class LossModule(nn.Module):
         """The loss, and what comes after it, of a call that leaves on modules what it does."""
         held = self.all_buffers()
         layouts = {name: (buffer.shape, buffer.stride()) for name, buffer in held.items()}
-        stand_ins = StandIns(self._places, self._objective.outside, self._fake)
+        stand_ins = StandIns(self._places, self.objective.outside, self._fake)
         for name, fake, real in zip(self._batch.names, tensors, self._batch.tensors, strict=True):
             if name in self._batch.hashes:
                 self._known.learn(fake, real)
@@ -269,8 +269,8 @@ class LossModule(nn.Module):
         with Checks() as checks, self._known.asking(checks.answer), ExitStack() as inner:
             for model in (self.model, *self.lent):
                 inner.enter_context(traced_parameters(model))
-            has_numbers = self._objective.outside.tape.is_open
-            if has_numbers or not self._objective.is_plain:
+            has_numbers = self.objective.outside.tape.is_open
+            if has_numbers or not self.objective.is_plain:
                 inner.enter_context(stand_ins)
             if has_numbers:
                 inner.enter_context(NumberInputs())
@@ -279,8 +279,8 @@ class LossModule(nn.Module):
             if not self.trains:
                 inner.enter_context(torch.no_grad())
             blocks = CheckpointedBlocks(held)
-            with blocks.watched(), self._objective.executed:
-                loss, self.returned, extras = self._objective.run(self.model, args, kwargs, self._loss_scope)
+            with blocks.watched(), self.objective.executed:
+                loss, self.returned, extras = self.objective.run(self.model, args, kwargs, self._loss_scope)
             now, elsewhere_now = self.all_buffers(), self._buffers_outside()
             blocks.run_again(loss, now)
         for name, layout in layouts.items():
@@ -317,7 +317,7 @@ class LossModule(nn.Module):
 
     def _buffers_outside(self) -> dict[str, torch.Tensor]:
         """Buffers of modules that can be reached, but belong to no step's model."""
-        ours = set(self.model.modules()).union(*(lender.model.modules() for lender in self._objective.outside.offered))
+        ours = set(self.model.modules()).union(*(lender.model.modules() for lender in self.objective.outside.offered))
         return {
             f"{path}.{name}": buffer
             for root, reached in self._reached.items()

@@ -155,10 +155,6 @@ class Outside:
         inputs = [name for name in self.tape.inputs if name in self._numbers]
         return len(self._places), len(self._lent), len(inputs)
 
-    def begin(self, tape: Tape) -> None:
-        """Begin a capture with the numbers of ``tape`` as inputs."""
-        self.tape = tape
-
     def forget_index(self) -> None:
         """What is reached where is looked up anew: something may have changed since."""
         self._index = None

@@ -47,7 +47,7 @@ class PythonState:
         if outside.tape.is_open:
             yield
             return
-        outside.begin(Tape(is_open=bool(self._numbers.paths)))
+        outside.tape = Tape(is_open=bool(self._numbers.paths))
         self._objective.effects.clear()
         if not self._numbers.paths:
             yield
