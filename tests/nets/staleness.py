@@ -150,7 +150,7 @@ def _line(text: str) -> str:
     """One line, without addresses and the machine's paths."""
     text = re.sub(r"/\S*/(site-packages|lib/python[\d.]*)/", "", " ".join(text.split()))
     text = re.sub(r"/\S*/(tests/)", r"\1", text)
-    return re.sub(r"0x[0-9a-f]+", "0x...", text)[:300]
+    return re.sub(r"0x[0-9a-f]+", "0x...", text)[:600]
 
 
 def _judge_all(names: Sequence[str], backend: str) -> list[Found]:

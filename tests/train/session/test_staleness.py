@@ -23,7 +23,7 @@ CASES = [
 def test_a_step_computes_what_eager_mode_would(case: Case) -> None:
     found = judge(case, "eager")
     assert found.judged in ("exact", "refused"), found.detail
-    assert case.kind != "number" or found.captures <= MOST_CAPTURES
+    assert case.kind != "number" or found.captures <= MOST_CAPTURES, found.detail
 
 
 @pytest.mark.filterwarnings("ignore")  # of hooks and of what scripts do to modules

@@ -240,18 +240,16 @@ class Reads:
     @contextlib.contextmanager
     def as_captured(self) -> Iterator[bool]:
         """While open, plain values that have changed are what they were; gives whether all that has changed is so."""
-        plain, state = self._plain_differences(), self._state
-        if plain is None:
-            yield False
-            return
-        changed = {change.path for change in plain}
+        state, changes = self._state, self._differences()
+        plain = {change.path: change.now for change in changes if is_plain(change.now) and is_plain(change.before)}
         places = {
             path: (container, key, value)
             for path, container, key, value in zip(state.paths, state.containers, state.keys, state.values, strict=True)
-            if path in changed and is_plain(value) and is_plain(value_at(container, key))
+            # A container that another has replaced is no place to put a value.
+            if path in plain and _equal(value_at(container, key), plain[path])
         }
         now = [(container, key, value_at(container, key)) for container, key, _ in places.values()]
-        is_whole = places.keys() == changed and all(put(*place) for place in places.values())
+        is_whole = len(places) == len(changes) and all(put(*place) for place in places.values())
         try:
             yield is_whole
         finally:
