@@ -34,7 +34,8 @@ from zerofx.options import CompileOptions
 from zerofx.progress import watched
 from zerofx.report.schedule import make_schedule
 from zerofx.runtime.comm.collectives import is_on_cpu
-from zerofx.runtime.comm.control import Control, check_equal
+from zerofx.runtime.comm.compared import check_equal
+from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.optimizer import OptimizerBinding
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.plan import Plan

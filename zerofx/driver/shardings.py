@@ -17,7 +17,7 @@ from zerofx.ir.batch import Batch, hash_of
 from zerofx.ir.facts import Role, placeholder
 from zerofx.options import CompileOptions
 from zerofx.progress import watched
-from zerofx.runtime.state.optimizer import hyperparameters_text
+from zerofx.runtime.state.optimizer import hyperparameter_texts
 from zerofx.scheduler.analysis.sharding_pins import pinned, pins_of
 from zerofx.scheduler.analysis.sharding_ways import sharding_ways
 from zerofx.scheduler.cost.sharding_seconds import Prices
@@ -218,7 +218,7 @@ def _decided(
         request = replace(request, options=_of_any_plan(request.options))
     said = [repr(sorted(request.options.shardings.items())), repr(sorted(given.items())), str(explained)]
     if simulated:  # which follows from all that a plan does
-        said += [*request.options.texts("plan"), hyperparameters_text(request.optimizer)]
+        said += [*request.options.texts("plan"), str(hyperparameter_texts(request.optimizer))]
     with watched("sharing the computation", show=request.verbose):
         return decided_once(request, step, ShardingDecision, decide, *said)
 

@@ -148,11 +148,8 @@ class PaddedBatches:
     def _agree(self, batch: Batch, axes: BatchAxes | None = None) -> Sizes:
         axes = axes or self.axes
         assert axes is not None, "a first batch has been seen"
-        try:
+        with self._control.telling_errors():
             mine = axes.sizes(batch)
-        except UsageError as error:
-            self._control.start(f"raise {type(error).__name__}: {error}")
-            raise
         notes = self._control.start("agree on a length", note=_SIZES.pack(*mine))()
         of_ranks = [_SIZES.unpack(note[: _SIZES.size]) for note in notes]
         return Sizes(max(n for n, _ in of_ranks), max(n for _, n in of_ranks), min(n for _, n in of_ranks))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.capture.objective.evaluation import in_evaluation_mode
+from zerofx.capture.objective.evaluation import Evaluation, in_evaluation_mode
 from zerofx.capture.tracing_settings import passing_settings
 from zerofx.checkpoints.random_states import random_states, set_random_states
 from zerofx.driver.driver import build_step
@@ -21,6 +21,7 @@ from zerofx.lowering.load import CompiledStep
 from zerofx.runtime.cuda_graphs.graphed import GraphedSteps
 from zerofx.runtime.measure.measure import Measurement, Meter
 from zerofx.runtime.state.arguments import batch_tensors
+from zerofx.session.batches.agreement import forward_parts, lines
 from zerofx.session.life import Life
 from zerofx.session.shapes import Shapes
 from zerofx.session.steps import Agreed, Steps
@@ -101,15 +102,16 @@ class Evaluations:
         ``form``: what the batch has besides the sizes that vary, where it was padded.
         """
         with in_evaluation_mode(self._model):
-            described = batch.described() | {"training mode": self._steps.modes.mode()} | passing_settings()
-        signature = "\n".join(f"{name}: {text}" for name, text in described.items())
+            setting = {"training mode": self._steps.modes.mode()} | passing_settings()
+        shape = batch.described()
+        described = shape | setting
+        signature = lines(described)
         locations, lenders = taken.state.locations(), self._steps.lenders
-        match = self.shapes.find(signature, f"{locations}\n{lenders.key}")
+        objective = Evaluation(self._steps.options.objective)
+        match = self._steps.find(self.shapes, signature, f"{locations}\n{lenders.key}", batch, objective)
         agreed = self._steps.agreement(
-            "call step.evaluate(batch)", batch, f"{signature}\nPython state: {match.number}",
-            "batch shapes, modes, autocast and Python values that the forward reads",
-            "Give every rank batches of the same shapes, for example by padding, and as many of them.",
-        )  # fmt: skip
+            "call step.evaluate(batch)", batch, lambda: forward_parts(shape, setting, lenders.key, match)
+        )
         compiled = match.compiled
         if compiled is None:
             agreed()

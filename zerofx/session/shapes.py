@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from zerofx.capture.objective.module_state import Change as Effect
 from zerofx.capture.python_state.reads import Change, Reads
 from zerofx.errors import UsageError, notify
 from zerofx.lowering.load import CompiledStep
+from zerofx.runtime.comm.compared import Gather
 from zerofx.units import first_few
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -17,8 +21,8 @@ class Match:
     """The step for a batch as things are now.
 
     ``compiled`` is None where there is none yet; ``changes`` are those of Python state since the latest such batch, and
-    ``reads`` has what was there then. ``number`` is equal on ranks that go on with the same step. ``effects`` are what
-    the forward leaves on its modules.
+    ``reads`` has what was there then, also where there is one. ``number`` is equal on ranks that go on with the same
+    step. ``effects`` are what the forward leaves on its modules.
     """
 
     compiled: CompiledStep | None
@@ -26,6 +30,24 @@ class Match:
     number: int
     effects: Sequence[Effect] = ()
     reads: Reads | None = None
+
+    def values_by_rank(self, gather: Gather) -> list[str]:
+        """The Python values that have changed on some rank since the latest such batch, on each rank, a line a value.
+
+        Collective.
+        """
+
+        def attempt(describe: Callable[[], T], otherwise: T) -> T:
+            try:  # values of the user's own classes may raise where they are compared or printed
+                return describe()
+            except Exception:  # noqa: BLE001 - the other ranks wait for an answer
+                return otherwise
+
+        reads = self.reads
+        none: list[str] = []
+        changed = attempt(lambda: none if reads is None else [change.path for change in reads.changes()], none)
+        paths = sorted({path for of_rank in gather(changed) for path in of_rank})
+        return list(gather(attempt(lambda: "" if reads is None else reads.values_text(paths), "")))
 
 
 @dataclass(frozen=True)
@@ -58,14 +80,15 @@ class Shapes:
     def find(self, signature: str, variant: str) -> Match:
         """The step for a batch and an update whose Python state is as it was captured, if there is one."""
         built, changes = self._steps.get((signature, variant), []), list[Change]()
+        latest = built[-1].reads if built else None
         for index in reversed(range(len(built))):
             entry = built[index]
             since = entry.reads.changes()
             if not since:
                 built.append(built.pop(index))
-                return Match(entry.compiled, (), entry.number, entry.effects)
+                return Match(entry.compiled, (), entry.number, entry.effects, latest)
             changes = changes or since
-        return Match(None, changes, len(built), reads=built[-1].reads if built else None)
+        return Match(None, changes, len(built), reads=latest)
 
     def put(
         self,

@@ -20,6 +20,7 @@ from zerofx.capture.by_size import KnownSizes
 from zerofx.capture.checks import check_batch, device_of
 from zerofx.capture.kept_tensors import tell_kept_tensors
 from zerofx.capture.objective.counted import counted
+from zerofx.capture.objective.loss import Objective
 from zerofx.capture.objective.module_state import Change
 from zerofx.capture.python_state.reads import Reads
 from zerofx.capture.python_state.watch import PythonState
@@ -33,7 +34,7 @@ from zerofx.driver.given_plan import take_plan
 from zerofx.driver.meshes.best import best_mesh
 from zerofx.driver.prepared import Request
 from zerofx.driver.shardings import check_digests, digest_of
-from zerofx.errors import UsageError, ZeroFXError, notify
+from zerofx.errors import UsageError, notify
 from zerofx.ir.batch import Batch
 from zerofx.lengths.padded_batches import PaddedBatches
 from zerofx.lowering.load import CompiledStep
@@ -41,9 +42,10 @@ from zerofx.mesh_option import AUTO, mesh_for
 from zerofx.options import CompileOptions
 from zerofx.progress import watched
 from zerofx.runtime.comm.collectives import is_on_cpu
+from zerofx.runtime.comm.compared import Compared
 from zerofx.runtime.cuda_graphs.obstacles import machine_obstacle, step_obstacle
 from zerofx.runtime.state.loss_scaler import LossScaler
-from zerofx.runtime.state.optimizer import Advance, hyperparameters_text
+from zerofx.runtime.state.optimizer import Advance
 from zerofx.runtime.state.values import Values
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.cost.machine import Machine
@@ -51,6 +53,7 @@ from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import Target
 from zerofx.session.awaited import Awaited
+from zerofx.session.batches.agreement import MICRO_BATCHES, forward_parts, lines, update_parts
 from zerofx.session.edited import EditedStep
 from zerofx.session.ending import end_connections, let_go
 from zerofx.session.guards import Guard, ModeWatch
@@ -125,7 +128,7 @@ class Steps:
         Raises:
             ZeroFXError: it cannot be; the other ranks hear of it.
         """
-        try:
+        with self._control.telling_errors():
             terms = self.options.loss_terms if counts else None
             added = () if self.lengths is None else self.lengths.filling.added
             named = counted(terms, args, kwargs, self._control.num_ranks, added)
@@ -137,10 +140,6 @@ class Steps:
             self.options.objective.outside.check()
             if self.taken is not None:
                 self.taken.watch.check()
-        except ZeroFXError as error:
-            # The other ranks are about to compare their batches with this one's: they hear of it there.
-            self._control.start(f"raise {type(error).__name__}: {error}")
-            raise
         return batch
 
     def of(
@@ -150,27 +149,26 @@ class Steps:
 
         ``num_micro_batches``: how many the batch is divided into, where that is not what ``accumulate`` says.
         """
-        setting = {"training mode": self.modes.mode()} | passing_settings()
-        options = self.options
+        setting, options = {"training mode": self.modes.mode()} | passing_settings(), self.options
         if num_micro_batches not in (None, options.accumulate):
             options = replace(options, accumulate=num_micro_batches, plan=None)
-            setting |= {"number of micro-batches": str(num_micro_batches)}
-        described = batch.described() | setting
-        signature = "\n".join(f"{name}: {text}" for name, text in described.items())
+            setting |= {MICRO_BATCHES: str(num_micro_batches)}
+        shape = batch.described()
+        described = shape | setting
+        signature = lines(described)
         form = signature if self.lengths is None else f"{self.lengths.form(batch)}; {setting}"
-        changed = self.taken.changed() if self.taken is not None else ""
-        advance = self.taken.advance() if self.taken is not None and not changed else None
+        with self._control.telling_errors():
+            changed = self.taken.changed() if self.taken is not None else ""
+            advance = self.taken.advance() if self.taken is not None and not changed else None
         variant = self._variant()
-        match = self._find(batch, signature, variant)
+        match = self.find(self.shapes, signature, variant, batch, options.objective)
         agreed = self.agreement(
             purpose,
             batch,
-            f"{signature}\nPython state: {match.number}\nmade anew for {changed or 'nothing'}\n"
-            f"optimizer update: {variant}\n"
-            f"{hyperparameters_text(self._optimizer)}",
-            "batch shapes, modes, autocast, optimizer options and Python values that the forward reads",
-            "Give every rank batches of the same shapes, for example by padding, and the same optimizer options: a "
-            "scheduler that follows a loss has to be given the mean of all ranks' losses.",
+            lambda: [
+                *update_parts(self._optimizer, variant, changed),
+                *forward_parts(shape, setting, self.lenders.key, match),
+            ],
         )
         if changed and self.taken is not None:
             agreed()
@@ -195,20 +193,22 @@ class Steps:
         assert self.taken is not None and advance is not None
         return compiled, self.taken, advance, agreed
 
-    def _find(self, batch: Batch, signature: str, variant: str) -> Match:
-        """The step for a batch, if there is one; where Python state has changed by which the forward is no other, which
-        may be on some ranks alone, that of the state before."""
-        match = self.shapes.find(signature, variant)
+    def find(self, shapes: Shapes, signature: str, variant: str, batch: Batch, objective: Objective) -> Match:
+        """The step, or evaluation, for a batch, if ``shapes`` has one; where Python state has changed by which the
+        forward is no other, which may be on some ranks alone, that of the state before."""
+        match = shapes.find(signature, variant)
         if match.reads is None or match.compiled is not None:
             return match
-        if any(change.is_settled for change in match.changes) or not self._is_same_forward(batch, match.reads):
+        if any(change.is_settled for change in match.changes):
+            return match
+        if not self._is_same_forward(batch, objective, match.reads):
             return match
         match.reads.accept()
-        return self.shapes.find(signature, variant)
+        return shapes.find(signature, variant)
 
-    def _is_same_forward(self, batch: Batch, reads: Reads) -> bool:
+    def _is_same_forward(self, batch: Batch, objective: Objective, reads: Reads) -> bool:
         """Whether the forward is, on this rank, what it was with the Python values that ``reads`` has."""
-        forward = Forward(self.model, batch, loss_fn=self.options.objective, compute_dtype=self.options.compute_dtype)
+        forward = Forward(self.model, batch, loss_fn=objective, compute_dtype=self.options.compute_dtype)
         try:
             with self.capturing(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -268,11 +268,10 @@ class Steps:
         update = self.taken.binding.variant if self.taken is not None else "not traced yet"
         return f"{update}\n{self.lenders.key}".strip()
 
-    def agreement(self, purpose: str, batch: Batch, text: str, what: str, hint: str) -> Agreed:
+    def agreement(self, purpose: str, batch: Batch, compare: Callable[[], Sequence[Compared]]) -> Agreed:
         """Begin to compare what ranks are about to do with a batch; as ``Control.start``."""
         started = self._control.start(
-            purpose, text, what, hint,
-            self.seeds.digest(self.device, self.mesh) + digest_of(batch, self.mesh),
+            purpose, compare, self.seeds.digest(self.device, self.mesh) + digest_of(batch, self.mesh),
             lambda notes: check_digests([note[16:] for note in notes], batch, self.mesh, self._control.gather),
         )  # fmt: skip
 

@@ -190,9 +190,41 @@ def _apart() -> list[str]:
 
 def test_ranks_that_do_not_evaluate_alike_are_told() -> None:
     for shapes, calls in run_ranks(_apart, 2):
-        assert "batch shapes" in shapes
-        assert "about to do different things" in calls
-        assert "call step.evaluate(batch)" in calls
+        assert "shapes, dtypes and constants of a batch on every rank, found another on rank 1:\n  rank 0:" in shapes
+        assert "  rank 0: call step.evaluate(batch)\n  rank 1: call step(batch)\n" in calls
+
+
+class Levelled(nn.Module):
+    """Reads a number that does not matter as long as it is not negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(4, 1)
+        self.level = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        return y.mean() if self.level >= 0 else y.sum()
+
+
+def _written_by_rank_0() -> tuple[list[float], int]:
+    model = Levelled()
+    step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.0), backend="eager")
+    step(torch.ones(2, 4))
+    losses = [float(step.evaluate(torch.ones(2, 4)))]
+    first = step.evaluation
+    for level in (1, 2, 3):
+        if world()[0] == 0:
+            model.level = level
+        losses.append(float(step.evaluate(torch.ones(2, 4))))
+        assert step.evaluation is first
+    return losses, step.num_steps
+
+
+def test_an_evaluation_goes_on_where_one_rank_writes_what_changes_nothing_in_it() -> None:
+    for losses, num_steps in run_ranks(_written_by_rank_0, 2):
+        assert num_steps == 1 and losses == losses[:1] * 4
 
 
 class Failing(nn.Module):

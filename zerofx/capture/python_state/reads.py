@@ -260,6 +260,14 @@ class Reads:
         """Take the state as it is now for the one that the step was captured in."""
         self._adopt(self._walk())
 
+    def values_text(self, paths: Sequence[str]) -> str:
+        """A line for each of ``paths``, which a change may have, with the value that is there now."""
+        numbers = {assumed.number.text: assumed.number.now for assumed in self._tape.assumptions.values()}
+        numbers |= {path: partial(self._numbers.value, path) for path in self._varying}
+        facts = self._walk().facts
+        values = {path: numbers[path]() if path in numbers else facts.get(path, MISSING) for path in paths}
+        return "\n".join(f"{path}: {_shown(value)}" for path, value in values.items())
+
     def put_back(self) -> list[str]:
         """Give what has changed the values that were read, where they are plain; the paths of all that has, and of
         iterators, which cannot be compared."""
@@ -361,5 +369,9 @@ def _equal(first: Any, other: Any) -> bool:
 def _shown(value: Any) -> str:
     if value is MISSING:
         return "nothing"
-    text = repr(value) if is_plain(value) or isinstance(value, tuple) else f"another {type(value).__name__}"
+    if isinstance(value, CodeType):
+        return f"{value.co_qualname} (line {value.co_firstlineno})"
+    if isinstance(value, type):
+        return value.__qualname__
+    text = f"({', '.join(map(_shown, value))})" if type(value) is tuple else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

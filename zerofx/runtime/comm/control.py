@@ -12,7 +12,6 @@ import hashlib
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from itertools import zip_longest
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented, but not listed as public
 
 from zerofx.errors import RankMismatchError, TierError, ZeroFXError
+from zerofx.runtime.comm.compared import Compared, check_compared, check_equal
 from zerofx.runtime.comm.groups import close_connections, destroyed_with, gloo_over
 from zerofx.runtime.comm.notes import Notes
 from zerofx.runtime.comm.outcomes import Outcomes
@@ -30,8 +30,10 @@ T = TypeVar("T")
 
 _PURPOSE_BYTES = 96  # of a header; a SHA-256 follows, and a note
 _NOTE_BYTES = 32
+_IN_ORDER = (
+    "Every rank must call the same things in the same order. Where one is about to raise an error, mend what that says."
+)
 _GRACE_SECONDS = 1.0  # for the others to come to a meeting that this rank leaves after
-_SHOWN_LINES = 3
 
 
 class Control:
@@ -80,21 +82,17 @@ class Control:
     def start(
         self,
         purpose: str,
-        value: str = "",
-        what: str = "",
-        hint: str = "",
+        compare: Callable[[], Sequence[Compared]] = tuple,
         note: bytes = b"",
         check: Callable[[Sequence[bytes]], None] | None = None,
     ) -> Callable[[], Sequence[bytes]]:
-        """Begin to compare ``value`` with the other ranks'; returns what waits for the outcome, and raises if need be.
+        """Begin to compare what is to be alike on all ranks; returns what waits for the outcome, and raises if need be.
 
         What waits gives every rank's ``note``, in rank order.
 
         Args:
             purpose: completes "expected all ranks to ..."; ranks with different purposes do not agree either.
-            value: lines of text.
-            what: names the value in the error.
-            hint: what to do when values differ.
+            compare: gives what is compared, as many on all ranks with this purpose; not called where there is one rank.
             note: at most 32 bytes that may differ.
             check: is given those of all ranks, in their order, once all of them agree, and may raise.
         """
@@ -102,7 +100,9 @@ class Control:
         if group is None:
             return lambda: [note]
         self._num_meetings += 1
-        header = purpose.encode()[:_PURPOSE_BYTES].ljust(_PURPOSE_BYTES) + hashlib.sha256(value.encode()).digest()
+        compared = compare()
+        digest = hashlib.sha256("\0".join(part.text for part in compared).encode(errors="surrogatepass")).digest()
+        header = purpose.encode(errors="replace")[:_PURPOSE_BYTES].ljust(_PURPOSE_BYTES) + digest
         mine = torch.tensor(list(header + note.ljust(_NOTE_BYTES, b"\0")), dtype=torch.uint8, device="cpu")
         seen = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         try:
@@ -119,14 +119,9 @@ class Control:
                 raise self._absence(purpose, error) from error
             headers = [bytes(header[:-_NOTE_BYTES].tolist()) for header in seen]
             purposes = [header[:_PURPOSE_BYTES].decode(errors="ignore").strip() for header in headers]
-            if any(stated != purposes[0] for stated in purposes):
-                listed = "\n".join(f"  rank {rank}: {stated}" for rank, stated in enumerate(purposes))
-                raise RankMismatchError(
-                    f"expected all ranks to do the same, found them about to do different things:\n{listed}\nEvery "
-                    f"rank must call the same things in the same order."
-                )
+            check_equal(purposes, "call", _IN_ORDER)
             if any(header != headers[0] for header in headers):
-                check_equal(self._exchange(value, purpose), what, hint)
+                check_compared(compared, lambda value: self._exchange(value, purpose))
             notes = [bytes(header[-_NOTE_BYTES:].tolist()) for header in seen]
             if check is not None:
                 check(notes)
@@ -136,7 +131,7 @@ class Control:
 
     def agree(self, purpose: str, value: str, what: str, hint: str) -> None:
         """Check that all ranks have the same ``value``; see ``start``."""
-        self.start(purpose, value, what, hint)()
+        self.start(purpose, lambda: [Compared(what, value, hint)])()
 
     def meet(self, purpose: str) -> None:
         """Wait for all ranks."""
@@ -246,6 +241,15 @@ class Control:
             self.fail(f"rank {self.rank} was to {purpose} ({type(error).__name__})")
             raise
 
+    @contextlib.contextmanager
+    def telling_errors(self) -> Iterator[None]:
+        """A block before a meeting: the others hear there of an error that this rank raises in it."""
+        try:
+            yield
+        except ZeroFXError as error:
+            self.start(f"raise {type(error).__name__}: {error}")
+            raise
+
     def on_failure(self, call: Callable[[], None]) -> None:
         """Have ``call`` run where this rank fails, for others to fail that wait for it elsewhere than here."""
         self._on_failure.append(call)
@@ -352,31 +356,6 @@ class Control:
             f"expected all {self.num_ranks} ranks to {purpose} within {self.patience_seconds:.0f} s, but {missing} did "
             f"not come, while rank {self.rank} did. Every rank must call the same things in the same order; look for "
             f"an error on the missing ranks, or {WAYS_TO_WAIT}. {_first_line(error)}"
-        )
-
-
-def check_equal(values: Sequence[Any], what: str, hint: str) -> None:
-    """Raise a ``RankMismatchError``, the same on all ranks, unless all ``values`` (by rank) are equal.
-
-    Those ranks are named that have another value than most, or than rank 0 where no value is the most frequent.
-    """
-    usual = max(values, key=values.count) if any(value != values[0] for value in values) else values[0]
-    different = [rank for rank, value in enumerate(values) if value != usual]
-    if different:
-        like = values.index(usual)
-        lines = [
-            (first, second)
-            for first, second in zip_longest(str(usual).splitlines(), str(values[different[0]]).splitlines())
-            if first != second
-        ]
-        shown = "".join(
-            f"\n  rank {like}: {first if first is not None else '(nothing)'}"
-            f"\n  rank {different[0]}: {second if second is not None else '(nothing)'}"
-            for first, second in lines[:_SHOWN_LINES]
-        )
-        raise RankMismatchError(
-            f"expected the same {what} on every rank, found another on rank{'s' if len(different) > 1 else ''} "
-            f"{', '.join(map(str, different))}:{shown}\n{hint}"
         )
 
 

@@ -117,24 +117,25 @@ class OptimizerBinding:
         apart = list({stand_in.key: stand_in for stand_in in stand_ins.values()}.values())
         traced = known._by_start() if known is not None else {}
         is_known = known is not None and all(stand_in.key in traced for stand_in in apart)
+        is_followed = self._is_followed
         if known is not None and is_known:
-            self._follower, self._is_followed = known._follower, known._is_followed
-            self._programs = {index: traced[stand_in.key] for index, stand_in in stand_ins.items()}
-        elif not self._is_followed:
+            self._follower, is_followed = known._follower, known._is_followed
+            by_bucket = {index: traced[stand_in.key] for index, stand_in in stand_ins.items()}
+        elif not is_followed:
             try:
-                self._programs = self._traced(stand_ins)
+                by_bucket = self._traced(stand_ins)
             except OptimizerError:
                 if any(self._fused(self._layout.buckets[index]) for index in stand_ins):
                     raise
-                self._is_followed = True
+                is_followed = True
             else:
                 # What its step does to several parameters, and later, is to be seen before the first step.
                 self._follower.programs(apart, steps_ahead=3)
-                self._is_followed = self._follower.changes_outside
-        if self._is_followed and not is_known:
+                is_followed = self._follower.changes_outside
+        if is_followed and not is_known:
             followed = self._follower.programs(apart)
-            self._programs = {index: followed[stand_in.key] for index, stand_in in stand_ins.items()}
-        self._starts = stand_ins
+            by_bucket = {index: followed[stand_in.key] for index, stand_in in stand_ins.items()}
+        self._is_followed, self._programs, self._starts = is_followed, by_bucket, stand_ins
         self._traced_for = self._options()
         programs = self._stored(self._programs)
         texts = {id(program): _text(program) for program in programs.values()}
@@ -343,13 +344,14 @@ def _numbers_in(entry: Mapping[str, Any], shape: tuple[int, ...]) -> frozenset[s
     )
 
 
-def hyperparameters_text(optimizer: torch.optim.Optimizer) -> str:
-    """The numbers and words of each param group as they are now, a line a group."""
-    return "\n".join(
-        f"param group {index}: "
-        + ", ".join(f"{name}={_number(value)}" for name, value in group.items() if name != "params")
+def hyperparameter_texts(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The numbers and words of each param group as they are now, by group and name."""
+    return {
+        f"{name} of param group {index}": str(_number(value))
         for index, group in enumerate(optimizer.param_groups)
-    )
+        for name, value in group.items()
+        if name != "params"
+    }
 
 
 def _number(value: Any) -> Any:

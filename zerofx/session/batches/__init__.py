@@ -1,1 +1,1 @@
-"""What a batch becomes before its step runs: joined from micro-batches, padded to a rung of ``lengths=``."""
+"""A batch before its step runs: joined from micro-batches, padded to a rung of ``lengths=``, compared among ranks."""
