@@ -18,7 +18,7 @@ from zerofx.checkpoints.save import StepCounts, save
 from zerofx.checkpoints.together import on_all
 from zerofx.checkpoints.user_state import check_state
 from zerofx.deferred import is_deferred
-from zerofx.errors import CheckpointError, UsageError, working
+from zerofx.errors import CheckpointError, RankMismatchError, UsageError, working
 from zerofx.option_checks import check_count
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.loss_scaler import check_scale
@@ -110,6 +110,19 @@ class Checkpointed:
             return None
         with working("finish a checkpoint"), torch.no_grad():
             return later.finish()
+
+    def _end_saving(self) -> CheckpointError | None:
+        """Finish a checkpoint that is saved asynchronously, or leave it where a step failed; returns why it is not."""
+        if self._later is not None and self._life.failed:
+            self._later.abandon()
+            self._later = None
+        try:
+            self.finish_saving()
+        except CheckpointError as error:
+            return error
+        except RankMismatchError:  # a rank does not come, as is found again right after this
+            return None
+        return None
 
     @property
     def is_saving(self) -> bool:

@@ -71,22 +71,21 @@ class Evaluations:
                 "expected to evaluate a model whose step has been prepared, found that none has been yet: call "
                 "step.prepare(batch) with a batch to train on first, or give zerofx.compile an example_batch"
             )
-        with torch.inference_mode(False):
-            given = self._steps.batch_of(args, kwargs, counts=False)
-            padding = self._padding(given)
-            batch = given if padding is None else padding[0].padded(given, padding[1])
-            compiled, agreed = self._of(batch, taken, None if padding is None else padding[0].form)
-            random = random_states(taken.device)
-            try:
-                outputs = compiled.extras(self._run(compiled, batch, taken, agreed), as_list=False)
-                return outputs if padding is None else padding[0].cut(outputs, given)
-            except BaseException as error:
-                failure = leave_evaluation(taken, self._life, error)
-                if failure is not error:
-                    raise failure from error
-                raise
-            finally:
-                set_random_states(random, taken.device)
+        given = self._steps.batch_of(args, kwargs, counts=False)
+        padding = self._padding(given)
+        batch = given if padding is None else padding[0].padded(given, padding[1])
+        compiled, agreed = self._of(batch, taken, None if padding is None else padding[0].form)
+        random = random_states(taken.device)
+        try:
+            outputs = compiled.extras(self._run(compiled, batch, taken, agreed), as_list=False)
+            return outputs if padding is None else padding[0].cut(outputs, given)
+        except BaseException as error:
+            failure = leave_evaluation(taken, self._life, error)
+            if failure is not error:
+                raise failure from error
+            raise
+        finally:
+            set_random_states(random, taken.device)
 
     def _padding(self, batch: Batch) -> tuple[PaddedEvaluation, Size] | None:
         """How ``lengths=`` pads a batch, and to what size. Collective, where it is asked for."""

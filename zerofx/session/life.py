@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed
 
-from zerofx.errors import RankMismatchError, TierError, UsageError
+from zerofx.codegen.kernels.current_device import on_device
+from zerofx.errors import RankMismatchError, TierError, UsageError, working
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.held import looked_at
 from zerofx.runtime.state.state import process_group
@@ -57,6 +58,17 @@ class Life:
             yield
         finally:
             self._owned.release()
+
+    @contextlib.contextmanager
+    def turn(self, work: str, device: torch.device) -> Iterator[None]:
+        """A block of ``work`` with the step, ``alone`` and on its device, whose own defects are said to be those of it.
+
+        Raises:
+            UsageError: as ``alone``.
+        """
+        # What is made in inference mode can be written neither by other threads nor by later steps outside of it.
+        with self.alone(work), on_device(device), working(work), torch.inference_mode(False):
+            yield
 
     def check_open(self, purpose: str) -> None:
         """Check that the step may ``purpose``.

@@ -1,7 +1,8 @@
-"""What a step says of itself: its plan and source, where its bytes are, and numbers about what ran last."""
+"""What a step says of itself: its plan and source, where its bytes are, numbers of what ran last, what is measured."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,25 @@ from torch import nn
 from zerofx.errors import UsageError
 from zerofx.lengths.padded_batches import Rung
 from zerofx.lowering.load import CompiledStep
+from zerofx.option_checks import check_count
 from zerofx.options import CompileOptions
 from zerofx.pipeline import GraphStage
 from zerofx.report.saved import SavedPlan
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.runtime.cuda_graphs.graphed import GraphedSteps, Launches
-from zerofx.runtime.measure.measure import Measurement
+from zerofx.runtime.measure.measure import Measurement, Meter
+from zerofx.scheduler.cost.cpu.peaks import refuse_profilers
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.session.batches.rungs import Rungs
 from zerofx.session.evaluations import Evaluations
 from zerofx.session.life import Life
 from zerofx.session.metrics import LastStep, Metrics, average
 from zerofx.session.steps import Steps
 from zerofx.session.summary import summary
+from zerofx.torch_private.profiler import is_profiling
+
+# A loss scale of 2^16 is below the least number that float32 has after as many steps.
+_MOST_SKIPPED = 200
 
 
 class Reported:
@@ -40,6 +48,9 @@ class Reported:
     _outputs: Any
     _grad_norm: torch.Tensor | None
     _last: LastStep
+    __call__: Callable[..., Any]
+    _meter: Meter | None
+    _rungs: Rungs
     _measured: tuple[CompiledStep, Measurement] | None
 
     def __repr__(self) -> str:
@@ -228,6 +239,56 @@ class Reported:
 
     def __str__(self) -> str:
         return summary(self, self._steps.shapes.latest, self._measurement)
+
+    def measure(self, *args: Any, num_steps: int = 3, **kwargs: Any) -> Measurement:
+        """Measure what the plan predicts. This trains: it is ``num_steps`` steps on this batch. Collective.
+
+        Memory is that of the last step: give more than one where the step has not run yet, since libraries take memory
+        in their first. On CPU torch's profiler records it, and it is left out of the times if there are others.
+        ``print(step)`` compares the outcome with the predictions. Steps that are left out for what is not finite are
+        run besides, and not measured.
+
+        Raises:
+            UsageError: ``num_steps`` is less than one, or, on CPU, a profiler runs on some rank; nothing has run then.
+                Or one step after the other is left out.
+        """
+        self._check_measurable(num_steps, "measure a step")
+        with self._life.turn("prepare a step", self._steps.device):
+            self._rungs.prepare(self._steps.batch_of(args, kwargs))
+        meter = self._meter = Meter(self._steps.device, num_steps)
+        try:
+            first_skipped = self.num_skipped
+            while meter.num_runs < num_steps:
+                with meter.whole_step():
+                    self(*args, **kwargs)
+                if self.num_skipped - first_skipped > _MOST_SKIPPED:
+                    raise UsageError(
+                        f"expected steps whose losses and gradients are finite to measure, found {_MOST_SKIPPED} that "
+                        f"were left out since they are not: measure with another batch"
+                    )
+        finally:
+            self._meter = None
+        assert self._steps.taken is not None
+        measurement = meter.result(self.compiled.lowered.graph, self._steps.taken.layout, self.plan.stage)
+        self._measured = self.compiled, measurement
+        return measurement
+
+    def measure_evaluation(self, *args: Any, num_steps: int = 3, **kwargs: Any) -> Measurement:
+        """Measure what the plan of an evaluation predicts, by ``num_steps`` evaluations. Collective.
+
+        Raises:
+            UsageError: as ``measure``.
+            ZeroFXError: as ``evaluate``.
+        """
+        self._check_measurable(num_steps, "measure an evaluation")
+        with self._life.turn("measure an evaluation", self._steps.device):
+            return self._evaluations.measure(args, kwargs, num_steps)
+
+    def _check_measurable(self, num_steps: int, purpose: str) -> None:
+        check_count("num_steps", num_steps, 1, f"to be how often to {purpose}, 1 or more")
+        self._life.check_open(purpose)
+        if self._steps.device.type == "cpu":
+            refuse_profilers(self._life.control.gather(is_profiling(), purpose))
 
     @property
     def launches(self) -> Launches:

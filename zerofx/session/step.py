@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Never
 
 import torch
 from torch import nn
 
-from zerofx.codegen.kernels.current_device import on_device
 from zerofx.driver.asked import describe_request
-from zerofx.errors import (
-    CheckpointError,
-    NonFiniteGradientsError,
-    NonFiniteLossError,
-    RankMismatchError,
-    UsageError,
-    working,
-)
+from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError, UsageError, working
 from zerofx.ir.batch import Batch
 from zerofx.lowering.load import CompiledStep
-from zerofx.option_checks import check_count
 from zerofx.options import CompileOptions
 from zerofx.passes.barrier.keep_gradients import kept_buckets
 from zerofx.pipeline import check_disabled
@@ -31,7 +22,6 @@ from zerofx.runtime.cuda_graphs.capturing import CudaCapturer
 from zerofx.runtime.cuda_graphs.graphed import GraphedSteps
 from zerofx.runtime.measure.measure import Measurement, Meter
 from zerofx.runtime.state.arguments import batch_tensors
-from zerofx.scheduler.cost.cpu.peaks import refuse_profilers
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.session.batches.micro_batches import MicroBatches, count_all
 from zerofx.session.batches.rungs import Rungs
@@ -47,10 +37,6 @@ from zerofx.session.stopped import leave_out, skip, undo
 from zerofx.session.taken_over import TakenOver
 from zerofx.session.whole import Whole
 from zerofx.settings import read_settings
-from zerofx.torch_private.profiler import is_profiling
-
-# A loss scale of 2^16 is below the least number that float32 has after as many steps.
-_MOST_SKIPPED = 200
 
 
 class Step(Whole, Reported):
@@ -125,7 +111,7 @@ class Step(Whole, Reported):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._micro_batches.check_empty("call step(batch)")
-        with self._trainable("run a step"):
+        with self._life.turn("run a step", self._steps.device):
             return self._run(args, kwargs)
 
     def micro(self, *args: Any, **kwargs: Any) -> None:
@@ -154,15 +140,8 @@ class Step(Whole, Reported):
         num = len(self._micro_batches)
         with working("put micro-batches together"):
             args, kwargs = self._micro_batches.take(partial=partial)
-        with self._trainable("run a step"):
+        with self._life.turn("run a step", self._steps.device):
             return self._run(args, kwargs, num)
-
-    @contextlib.contextmanager
-    def _trainable(self, work: str) -> Iterator[None]:
-        """A block on the step's device, whose own defects are said to be those of ``work``."""
-        # What is made in inference mode can be written neither by other threads nor by later steps outside of it.
-        with self._life.alone(work), on_device(self._steps.device), working(work), torch.inference_mode(False):
-            yield
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_micro_batches: int | None = None) -> Any:
         self._life.check_open("call step(batch)")
@@ -254,7 +233,7 @@ class Step(Whole, Reported):
             MemoryBudgetError: no plan fits the budget; says which of ``lengths=`` is the longest that does.
         """
         self._life.check_open("prepare a step")
-        with self._trainable("prepare a step"):
+        with self._life.turn("prepare a step", self._steps.device):
             self._rungs.prepare_all(self._steps.batch_of(args, kwargs))
 
     def choose_mesh(self, *args: Any, **kwargs: Any) -> Mesh:
@@ -266,7 +245,7 @@ class Step(Whole, Reported):
             MemoryBudgetError: no mesh has a plan that fits the budget.
         """
         self._life.check_open("choose a mesh")
-        with self._life.alone("choose a mesh"), on_device(self._steps.device), working("choose a mesh"):
+        with self._life.turn("choose a mesh", self._steps.device):
             return self._rungs.choose_mesh(self._steps.batch_of(args, kwargs))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -287,58 +266,8 @@ class Step(Whole, Reported):
         self._life.check_open("call step.evaluate(batch)")
         if self.options.delayed_update is not None:
             self.flush()
-        with self._life.alone("evaluate a batch"), on_device(self._steps.device), working("evaluate a batch"):
+        with self._life.turn("evaluate a batch", self._steps.device):
             return self._evaluations(args, kwargs)
-
-    def measure(self, *args: Any, num_steps: int = 3, **kwargs: Any) -> Measurement:
-        """Measure what the plan predicts. This trains: it is ``num_steps`` steps on this batch. Collective.
-
-        Memory is that of the last step: give more than one where the step has not run yet, since libraries take memory
-        in their first. On CPU torch's profiler records it, and it is left out of the times if there are others.
-        ``print(step)`` compares the outcome with the predictions. Steps that are left out for what is not finite are
-        run besides, and not measured.
-
-        Raises:
-            UsageError: ``num_steps`` is less than one, or, on CPU, a profiler runs on some rank; nothing has run then.
-                Or one step after the other is left out.
-        """
-        self._check_measurable(num_steps, "measure a step")
-        with self._trainable("prepare a step"):
-            self._rungs.prepare(self._steps.batch_of(args, kwargs))
-        meter = self._meter = Meter(self._steps.device, num_steps)
-        try:
-            first_skipped = self.num_skipped
-            while meter.num_runs < num_steps:
-                with meter.whole_step():
-                    self(*args, **kwargs)
-                if self.num_skipped - first_skipped > _MOST_SKIPPED:
-                    raise UsageError(
-                        f"expected steps whose losses and gradients are finite to measure, found {_MOST_SKIPPED} that "
-                        f"were left out since they are not: measure with another batch"
-                    )
-        finally:
-            self._meter = None
-        assert self._steps.taken is not None
-        measurement = meter.result(self.compiled.lowered.graph, self._steps.taken.layout, self.plan.stage)
-        self._measured = self.compiled, measurement
-        return measurement
-
-    def measure_evaluation(self, *args: Any, num_steps: int = 3, **kwargs: Any) -> Measurement:
-        """Measure what the plan of an evaluation predicts, by ``num_steps`` evaluations. Collective.
-
-        Raises:
-            UsageError: as ``measure``.
-            ZeroFXError: as ``evaluate``.
-        """
-        self._check_measurable(num_steps, "measure an evaluation")
-        with self._life.alone("measure an evaluation"), on_device(self._steps.device), working("measure an evaluation"):
-            return self._evaluations.measure(args, kwargs, num_steps)
-
-    def _check_measurable(self, num_steps: int, purpose: str) -> None:
-        check_count("num_steps", num_steps, 1, f"to be how often to {purpose}, 1 or more")
-        self._life.check_open(purpose)
-        if self._steps.device.type == "cpu":
-            refuse_profilers(self._control.gather(is_profiling(), purpose))
 
     # ------------------------------------------------------------------------------------------------ ending
 
@@ -392,19 +321,6 @@ class Step(Whole, Reported):
         for failure in (absence, unsaved):
             if failure is not None:
                 raise failure
-
-    def _end_saving(self) -> CheckpointError | None:
-        """Finish a checkpoint that is saved asynchronously, or leave it where a step failed; returns why it is not."""
-        if self._later is not None and self._life.failed:
-            self._later.abandon()
-            self._later = None
-        try:
-            self.finish_saving()
-        except CheckpointError as error:
-            return error
-        except RankMismatchError:  # a rank does not come, as is found again right after this
-            return None
-        return None
 
     def load_source(self, path: str | Path) -> None:
         """Run an edited copy of ``source`` in the place of the step that ran last.

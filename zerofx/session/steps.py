@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +14,12 @@ from torch import nn
 
 from zerofx.budgets import budget_bytes, host_budget_bytes
 from zerofx.capture.absent_gradients import AbsentGradients
-from zerofx.capture.by_layer.forward_record import record_forward
 from zerofx.capture.by_size import KnownSizes
 from zerofx.capture.checks import check_batch, device_of
 from zerofx.capture.kept_tensors import tell_kept_tensors
 from zerofx.capture.objective.counted import counted
 from zerofx.capture.objective.loss import Objective
 from zerofx.capture.objective.module_state import Change
-from zerofx.capture.python_state.reads import Reads
 from zerofx.capture.python_state.watch import PythonState
 from zerofx.capture.traceable import Forward, tracing_device
 from zerofx.capture.tracing_settings import passing_settings
@@ -201,22 +198,12 @@ class Steps:
             return match
         if any(change.is_settled for change in match.changes):
             return match
-        if not self._is_same_forward(batch, objective, match.reads):
-            return match
+        forward = Forward(self.model, batch, loss_fn=objective, compute_dtype=self.options.compute_dtype)
+        with self.capturing():
+            if not self.python.leaves_alone(forward, match.reads):
+                return match
         match.reads.accept()
         return shapes.find(signature, variant)
-
-    def _is_same_forward(self, batch: Batch, objective: Objective, reads: Reads) -> bool:
-        """Whether the forward is, on this rank, what it was with the Python values that ``reads`` has."""
-        forward = Forward(self.model, batch, loss_fn=objective, compute_dtype=self.options.compute_dtype)
-        try:
-            with self.capturing(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                now = record_forward(forward).text()
-                with reads.as_captured() as is_whole:
-                    return is_whole and record_forward(forward).text() == now
-        except Exception:  # noqa: BLE001 - what the forward raises is said where it is captured
-            return False
 
     def wait_for_kernels(self) -> None:
         """Have ``finish`` build the kernels of a step that was built, where those of other lengths share them."""

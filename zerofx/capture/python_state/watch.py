@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
+from zerofx.capture.by_layer.forward_record import record_forward
 from zerofx.capture.objective.loss import Objective
 from zerofx.capture.python_state.numbers import Tape
 from zerofx.capture.python_state.reads import Change, Numbers, Reads, State
 from zerofx.capture.python_state.walk import walk
+from zerofx.capture.traceable import Forward
 from zerofx.errors import UsageError
 from zerofx.units import first_few
 
@@ -55,6 +58,17 @@ class PythonState:
         self._numbers.find(self._state(frozenset()))
         with self._numbers.stood_for(outside.tape):
             yield
+
+    def leaves_alone(self, forward: Forward, reads: Reads) -> bool:
+        """Whether what has changed since ``reads`` leaves a forward as it was with those values."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                now = record_forward(forward).text()
+                with reads.as_captured() as is_whole:
+                    return is_whole and record_forward(forward).text() == now
+        except Exception:  # noqa: BLE001 - what the forward raises is said where it is captured
+            return False
 
     def read(self, constants: Iterable[torch.Tensor]) -> Reads:
         """All that has been read in traces so far, with its values now; ``constants`` are those of the step made."""
