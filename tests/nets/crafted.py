@@ -26,7 +26,7 @@ from tests.lib.distributed import run_ranks
 from tests.lib.models import batches
 from tests.lib.runs.checkpoints import UNEVEN, Way, train
 from tests.nets.mutations import mutated_bytes, mutated_text
-from tests.nets.records import Record, results_path, write_records
+from tests.nets.records import Record, report
 from zerofx.errors import InternalError, ZeroFXError
 
 NET, NUM_CASES = "crafted", 500
@@ -241,9 +241,4 @@ def run(numbers: range) -> list[Record]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    found = run(range(NUM_CASES))
-    write_records(results_path(NET), found)
-    for record in found:
-        if record.outcome == "wrong":
-            print(record)
-    print({outcome: sum(one.outcome == outcome for one in found) for outcome in ("exact", "refused", "wrong")})
+    report(NET, run(range(NUM_CASES)))

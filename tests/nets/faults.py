@@ -26,11 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import zerofx
 from tests.lib.distributed import begin, environment_of_ranks, forked
-from tests.nets.records import Record, read_records, results_path, write_records
+from tests.nets.records import Record, sweep
 from zerofx.runtime.comm.same_host import channels
 
 PATIENCE_SECONDS = 4
@@ -263,15 +262,5 @@ def sample(number: int, seed: int) -> Sequence[Fault]:
     return random.Random(seed).sample(cases(), number)
 
 
-def main() -> None:
-    """Run what has no record yet, and write the records."""
-    path = results_path("faults")
-    records = {(record.name, record.variant): record for record in read_records(path)}
-    for fault in tqdm(cases(), desc="faults", unit="case"):
-        if records.get(fault.record, Record("", "", "wrong")).outcome == "wrong":
-            records[fault.record] = run(fault)
-            write_records(path, records.values())
-
-
 if __name__ == "__main__":
-    main()
+    sweep("faults", cases(), run)

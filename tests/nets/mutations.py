@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import zerofx
-from tests.nets.records import Record, results_path, write_records
+from tests.nets.records import Record, report
 from zerofx.disk.cache import DiskCache
 from zerofx.errors import PlanError, ZeroFXError
 from zerofx.report.saved import SavedPlan
@@ -260,9 +260,4 @@ def run(numbers: range) -> list[Record]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    found = run(range(NUM_CASES))
-    write_records(results_path(NET), found)
-    for record in found:
-        if record.outcome == "wrong":
-            print(record)
-    print({outcome: sum(one.outcome == outcome for one in found) for outcome in ("exact", "refused", "wrong")})
+    report(NET, run(range(NUM_CASES)))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, Protocol, TypeVar, get_args
+
+from tqdm import tqdm
 
 from tests.lib.checkout import ROOT
 
@@ -37,6 +40,16 @@ class Record:
             raise ValueError(f"expected one of {get_args(Outcome)}, found {self.outcome!r} for {self.name}")
 
 
+class Recorded(Protocol):
+    """A case that knows the name and the variant of its record."""
+
+    @property
+    def record(self) -> tuple[str, str]: ...
+
+
+CaseT = TypeVar("CaseT", bound=Recorded)
+
+
 def results_path(net: str) -> Path:
     """The file with the records of the full sweep of ``net``."""
     return RESULTS / f"coverage_{net}.json"
@@ -61,3 +74,23 @@ def write_records(path: Path, records: Iterable[Record]) -> None:
     aside = path.with_suffix(".tmp")
     aside.write_text("[\n" + ",\n".join(json.dumps(asdict(record)) for record in ordered) + "\n]\n")
     aside.replace(path)
+
+
+def sweep(net: str, cases: Collection[CaseT], run: Callable[[CaseT], Record]) -> None:
+    """Run each case that has no record yet, or one of what was wrong, and write the records after each."""
+    path = results_path(net)
+    records = {(record.name, record.variant): record for record in read_records(path)}
+    for case in tqdm(cases, desc=net, unit="case"):
+        if case.record not in records or records[case.record].outcome == "wrong":
+            records[case.record] = run(case)
+            write_records(path, records.values())
+
+
+def report(net: str, records: Collection[Record]) -> None:
+    """Write the records of a sweep that ran at one go, and print what is wrong, and how many there are of each."""
+    write_records(results_path(net), records)
+    for record in records:
+        if record.outcome == "wrong":
+            print(record)
+    counted = Counter(record.outcome for record in records)
+    print({outcome: counted[outcome] for outcome in get_args(Outcome)})

@@ -23,14 +23,13 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import torch.distributed as dist
-from tqdm import tqdm
 
 import zerofx
 from tests.lib.distributed import begin, environment_of_ranks, forked
 from tests.lib.models import batches
 from tests.lib.runs.checkpoints import UNEVEN, Way
 from tests.nets.faults import _free_port
-from tests.nets.records import Record, read_records, results_path, write_records
+from tests.nets.records import Record, sweep
 from zerofx.disk.checkpoint import folder as folders
 from zerofx.disk.checkpoint.reader import open_checkpoint
 
@@ -217,16 +216,6 @@ def _wrong_in_folder(run: Path) -> str:
     return f"left in the folder: {left}" if left else ""
 
 
-def main(numbers: range) -> None:
-    """Run what has no record yet, and write the records."""
-    path = results_path(NET)
-    records = {(record.name, record.variant): record for record in read_records(path)}
-    for number in tqdm(numbers, desc=NET, unit="case"):
-        case = Case.of(number)
-        if records.get(case.record, Record("", "", "wrong")).outcome == "wrong":
-            records[case.record] = run(case)
-            write_records(path, records.values())
-
-
 if __name__ == "__main__":
-    main(range(*map(int, sys.argv[1:3])) if len(sys.argv) > 2 else range(NUM_CASES))
+    numbers = range(*map(int, sys.argv[1:3])) if len(sys.argv) > 2 else range(NUM_CASES)
+    sweep(NET, [Case.of(number) for number in numbers], run)
