@@ -99,7 +99,7 @@ class Batch:
                 constants.append((name, leaf))
             else:
                 hint = ": make it a tensor with torch.from_numpy" if isinstance(leaf, np.ndarray) else (
-                    ": pass its tensors, or register its class with torch.utils._pytree.register_pytree_node"
+                    ": pass its tensors, or make its class a dataclass"
                 )  # fmt: skip
                 raise UsageError(
                     f"expected tensors and plain values in {where}, in tuples, lists, dicts or dataclasses, found a "

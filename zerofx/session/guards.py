@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from zerofx.capture.checks import check_hooks
 from zerofx.errors import ShardedParametersError, UsageError, warn
 from zerofx.torch_private.dispatch import without_torch_functions
 from zerofx.torch_private.modules import child_table, parameter_table
+from zerofx.units import first_few
 
 
 class Guard:
@@ -119,13 +121,16 @@ class ModeWatch:
         self._words: dict[tuple[bool, ...], str] = {}
 
     def mode(self) -> str:
-        """``"train"``, ``"eval"``, or which modules differ from the model."""
+        """``"train"``, ``"eval"``, or which modules differ from the model: the first of many, and a hash of all."""
         flags = tuple([module.training for module in self._modules])
         if flags not in self._words:
             word = "train" if flags[0] else "eval"
             other = "eval" if flags[0] else "train"
             differ = [path for path, flag in zip(self._paths, flags, strict=True) if flag is not flags[0]]
-            self._words[flags] = f"{word}, but {other} in {', '.join(differ)}" if differ else word
+            few = first_few(differ)
+            if few != ", ".join(differ):
+                few += f" (hash {xxhash.xxh3_64_hexdigest(','.join(differ).encode(errors='surrogatepass'))[:8]})"
+            self._words[flags] = f"{word}, but {other} in {few}" if differ else word
         return self._words[flags]
 
 

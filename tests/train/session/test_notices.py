@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -75,3 +76,19 @@ def test_many_names_are_told_in_short() -> None:
     with pytest.warns(zerofx.ZeroFXNotice, match="and 35 more") as caught:
         step(**{f"b{number}": torch.ones(3, 4) for number in range(40)})
     assert len(str(caught[0].message)) < 500
+
+
+def test_a_setting_of_many_modules_names_a_few_and_is_told_from_others_all_the_same() -> None:
+    model = nn.Sequential(*[_model() for _ in range(30)])
+    step = _step(model)
+    step(torch.ones(2, 4))
+    texts = []
+    for first in (0, 1):
+        for number, part in enumerate(model):
+            part.train(number < 6 + first)
+        with pytest.warns(zerofx.ZeroFXNotice, match="in another setting") as caught:
+            step(torch.ones(2, 4))
+        (text,) = [str(warning.message) for warning in caught]
+        assert re.search(r"train, but eval in \d.* and 6\d more \(hash \w{8}\)", text), text
+        texts.append(text)
+    assert texts[0] != texts[1] and max(map(len, texts)) < 400
