@@ -16,14 +16,14 @@ aten = torch.ops.aten
 
 
 def _add(x: Any, y: Any, *, alpha: Any = 1) -> Any:
-    return NotImplemented if alpha == 1 else aten.add.Tensor(x, _scaled(x, y, alpha))
+    return NotImplemented if alpha == 1 else aten.add.Tensor(x, _scale(x, y, alpha))
 
 
 def _sub(x: Any, y: Any, *, alpha: Any = 1) -> Any:
-    return NotImplemented if alpha == 1 else aten.sub.Tensor(x, _scaled(x, y, alpha))
+    return NotImplemented if alpha == 1 else aten.sub.Tensor(x, _scale(x, y, alpha))
 
 
-def _scaled(x: Any, y: Any, alpha: Any) -> Any:
+def _scale(x: Any, y: Any, alpha: Any) -> Any:
     """``alpha * y`` in the dtype of ``x + y``: a sum rounds only once, and to that."""
     return y.to(torch.result_type(x, y)) * alpha if isinstance(y, torch.Tensor) else y * alpha
 

@@ -74,7 +74,7 @@ class Evaluations:
         given = self._steps.batch_of(args, kwargs, counts=False)
         padding = self._padding(given)
         batch = given if padding is None else padding[0].padded(given, padding[1])
-        compiled, agreed = self._of(batch, taken, None if padding is None else padding[0].form)
+        compiled, agreed = self._evaluation_for(batch, taken, None if padding is None else padding[0].form)
         random = random_states(taken.device)
         try:
             outputs = compiled.extras(self._run(compiled, batch, taken, agreed), as_list=False)
@@ -95,7 +95,7 @@ class Evaluations:
         with self._steps.capturing():  # a trial runs the model
             return lengths.evaluation(batch)
 
-    def _of(self, batch: Batch, taken: TakenOver, form: str | None) -> tuple[CompiledStep, Agreed]:
+    def _evaluation_for(self, batch: Batch, taken: TakenOver, form: str | None) -> tuple[CompiledStep, Agreed]:
         """The evaluation of a batch, built if need be, and what waits until all ranks agree to run it.
 
         ``form``: what the batch has besides the sizes that vary, where it was padded.

@@ -149,9 +149,9 @@ class Step(Whole, Reported):
         if self._later is not None:
             self._later.tidy()
         given = self._steps.batch_of(args, kwargs)
-        batch = self._rungs.fitted(given, num_micro_batches)
-        compiled, taken, advance, agreed = self._steps.of(batch, RUNNING, num_micro_batches)
-        batch = self._rungs.dealt(batch, given, compiled)
+        batch = self._rungs.fit(given, num_micro_batches)
+        compiled, taken, advance, agreed = self._steps.step_for(batch, RUNNING, num_micro_batches)
+        batch = self._rungs.deal(batch, given, compiled)
         taken.place(compiled.plan)
         self._steps.seeds.begin(taken.device, self._steps.mesh, agreed, draws_together=compiled.draws_together)
         versions = taken.versions()
@@ -160,13 +160,13 @@ class Step(Whole, Reported):
             with self._last.running(taken.device), torch.no_grad():
                 taken.runtime.begin(advance.values, agreed)
                 taken.runtime.begin_with_equal_buffers(compiled)
-                results = self._computed(compiled, taken, batch)
+                results = self._compute(compiled, taken, batch)
                 taken.runtime.end()
         except NonFiniteGradientsError:
             self._steps.gradients.put()
             left = skip(self.num_steps + 1, taken, advance, versions)
             self.num_skipped += 1
-            return self._returned(compiled, taken, left)
+            return self._results_of_call(compiled, taken, left)
         except NonFiniteLossError as error:
             self._steps.gradients.put()
             raises = self.options.on_nonfinite == "raise"
@@ -186,9 +186,9 @@ class Step(Whole, Reported):
         self._steps.seeds.end(taken.device)
         for effect in self._steps.effects:
             effect.make()
-        return self._returned(compiled, taken, results)
+        return self._results_of_call(compiled, taken, results)
 
-    def _computed(self, compiled: CompiledStep, taken: TakenOver, batch: Batch) -> list[torch.Tensor]:
+    def _compute(self, compiled: CompiledStep, taken: TakenOver, batch: Batch) -> list[torch.Tensor]:
         count_all(batch, taken.runtime)
         state = taken.tensors(compiled.arguments)
         arguments = (taken.runtime, state, batch_tensors(compiled.arguments, batch, self.options.compute_dtype))
@@ -204,7 +204,7 @@ class Step(Whole, Reported):
         self._graphs.clear()
         self._evaluations.shapes.forget()
 
-    def _returned(self, compiled: CompiledStep, taken: TakenOver, outcome: list[torch.Tensor]) -> Any:
+    def _results_of_call(self, compiled: CompiledStep, taken: TakenOver, outcome: list[torch.Tensor]) -> Any:
         """What a call returns of a step's outcome; the norm of gradients is noted."""
         loss, *others = outcome
         self._gradients = {b.index: others.pop() for b in reversed(kept_buckets(taken.layout, compiled.plan))}

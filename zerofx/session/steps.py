@@ -139,7 +139,7 @@ class Steps:
                 self.taken.watch.check()
         return batch
 
-    def of(
+    def step_for(
         self, batch: Batch, purpose: str, num_micro_batches: int | None = None
     ) -> tuple[CompiledStep, TakenOver, Advance, Agreed]:
         """The step for a batch, built if need be, with its scalars, and what waits until all ranks agree to run it.
@@ -321,7 +321,7 @@ class Steps:
         self.machine, compiled = request.machine, built.compiled
         self.wait_for_kernels()
         self._check_built(compiled)
-        tiers = self._prepared_tiers(compiled, self.machine)
+        tiers = self._prepare_tiers(compiled, self.machine)
         if self.taken is not None:
             return compiled, self.taken
         taken = TakenOver(
@@ -358,7 +358,7 @@ class Steps:
         budget = budget_bytes(self.options.memory_budget, self.machine)
         return machine_obstacle(self.device) or step_obstacle(compiled.lowered, self.device, budget)
 
-    def _prepared_tiers(self, compiled: CompiledStep, machine: Machine) -> Tiers:
+    def _prepare_tiers(self, compiled: CompiledStep, machine: Machine) -> Tiers:
         limit = host_budget_bytes(self.options.host_budget, machine)
         tiers = self.tiers = self.tiers or Tiers(compiled.device, self._settings.nvme_dirs, limit)
         peaks = compiled.plan.peak_bytes

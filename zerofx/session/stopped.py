@@ -27,7 +27,7 @@ def undo(
     control = life.control
     agreed = isinstance(error, RankMismatchError) and not taken.runtime.has_communicated
     if not agreed:
-        error, failure = _told(f"run step {number}", f"step {number}", life, error)
+        error, failure = _tell(f"run step {number}", f"step {number}", life, error)
     _settle(taken, error)
     updated = taken.updated(versions)
     advance.swap(taken.state, [index for index in versions if index not in updated])
@@ -54,20 +54,20 @@ def leave_evaluation(taken: TakenOver, life: Life, error: BaseException) -> Base
     """After an evaluation failed, which has changed nothing that is trained; returns what to raise, as ``undo``."""
     agreed = isinstance(error, RankMismatchError) and not taken.runtime.has_communicated
     if life.control.num_ranks > 1 and not agreed:
-        error, _ = _told("run an evaluation", "an evaluation", life, error)
+        error, _ = _tell("run an evaluation", "an evaluation", life, error)
         _say_left(life.control, error)
     _settle(taken, error)
     return error
 
 
-def _told(purpose: str, what: str, life: Life, error: BaseException) -> tuple[BaseException, str]:
+def _tell(purpose: str, what: str, life: Life, error: BaseException) -> tuple[BaseException, str]:
     """Let the other ranks fail too, which wait for this one, before anything is waited for here.
 
     Returns:
         What to raise, and what has failed, in words.
     """
     control, elsewhere = life.control, life.control.failure()
-    error = _of_whoever_failed(purpose, elsewhere, life, error)
+    error = _error_to_raise(purpose, elsewhere, life, error)
     failure = elsewhere or f"{what} failed on rank {control.rank} ({type(error).__name__}: {error})"
     control.fail(failure)
     return error, failure
@@ -81,7 +81,7 @@ def _settle(taken: TakenOver, error: BaseException) -> None:
         error.add_note(f"zerofx: what was on its way between tiers did not arrive ({type(failed).__name__}: {failed})")
 
 
-def _of_whoever_failed(purpose: str, elsewhere: str, life: Life, error: BaseException) -> BaseException:
+def _error_to_raise(purpose: str, elsewhere: str, life: Life, error: BaseException) -> BaseException:
     """What to raise: ``error``, or where another rank failed first (``elsewhere`` says how) or did not come, that."""
     if not elsewhere and not isinstance(error, LostRankError):
         return error

@@ -85,11 +85,11 @@ def _predictions(plan: Plan, measured: Measurement | None) -> str:
     headers = ["per rank", "predicted"]
     if measured is not None:
         outcomes = [
-            *(_compared(measured.peak_bytes.get(tier, 0), size) for tier, size in plan.peak_bytes.items()),
+            *(_comparison(measured.peak_bytes.get(tier, 0), size) for tier, size in plan.peak_bytes.items()),
             format_seconds(measured.step_seconds),
             format_seconds(measured.exposed_seconds),
-            _compared(measured.wire_bytes, plan.wire_bytes),
-            _compared(measured.model_state_bytes, plan.model_state_bytes),
+            _comparison(measured.wire_bytes, plan.wire_bytes),
+            _comparison(measured.model_state_bytes, plan.model_state_bytes),
             "",
         ]
         headers.append("measured")
@@ -173,7 +173,7 @@ def _speed(num_bytes: int, seconds: float) -> str:
     return f"{format_bytes(num_bytes / seconds)}/s" if seconds else ""
 
 
-def _compared(measured: int, predicted: int) -> str:
+def _comparison(measured: int, predicted: int) -> str:
     """Measured bytes, and how far they are from the prediction."""
     if measured == predicted:
         return f"{format_bytes(measured)} (to the byte)" if measured else format_bytes(measured)

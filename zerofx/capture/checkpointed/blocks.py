@@ -62,7 +62,7 @@ class CheckpointedBlocks:
         names = {id(buffer): name for name, buffer in reversed(list(self._buffers.items()))}
         put = {id(buffer): name for name, buffer in after.items() if buffer is not self._buffers.get(name)}
         again = [(block.writes(names), block.gives(put)) for block in reversed(self._closed)]
-        reached = _reached(loss.grad_fn) if any(writes or gives for writes, gives in again) else set()
+        reached = _nodes_from(loss.grad_fn) if any(writes or gives for writes, gives in again) else set()
         for writes, gives in again:
             computes = writes.run() if writes is not None and not reached.isdisjoint(writes.functions) else []
             if affected := [*computes, *gives]:
@@ -170,17 +170,17 @@ class _Writes:
 
     def run(self) -> list[str]:
         """Run it again; gives the buffers whose changes other results follow from that have a gradient."""
-        anew: dict[int, torch.Tensor] = {}  # results that follow from the buffers, by the identities of the first ones
+        renewed: dict[int, torch.Tensor] = {}  # results that follow from the buffers, by identities of the first
         computes = False
         for call in self.calls:
-            if not any(id(tensor) in anew or self._owner(tensor) in self.changed for tensor in call.reads()):
+            if not any(id(tensor) in renewed or self._owner(tensor) in self.changed for tensor in call.reads()):
                 continue
             with torch.no_grad(), in_layer(call.layer), run_again():
-                result = call.run(anew)
+                result = call.run(renewed)
             if call.written() and (call.has_statistics or not call.gives_view):
                 continue
             first = _tensors(call.result)
-            anew |= {id(old): new for old, new in zip(first, _tensors(result), strict=True)}
+            renewed |= {id(old): new for old, new in zip(first, _tensors(result), strict=True)}
             computes = computes or any(tensor.requires_grad for tensor in first)
         return sorted(self.changed.values()) if computes else []
 
@@ -191,7 +191,7 @@ class _Writes:
 _STATISTICS = frozenset({"running_mean", "running_var"})
 
 
-def _reached(function: Any) -> set[Any]:
+def _nodes_from(function: Any) -> set[Any]:
     """Autograd's nodes that a backward runs from one on."""
     reached, waiting = {function}, [function]
     while waiting:

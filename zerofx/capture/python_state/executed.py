@@ -75,7 +75,7 @@ class ExecutedCode:
         self._depth += 1
         if self._depth == 1:
             self._outer = sys.gettrace()
-            sys.settrace(self._called)
+            sys.settrace(self._note_call)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -88,7 +88,7 @@ class ExecutedCode:
         """Whether some of the code stores anything outside of its own variables, or may call what does."""
         return any(map(_may_write, self.globals))
 
-    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def _note_call(self, frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
         is_users = self._known.get(code)
         if is_users is None:

@@ -107,7 +107,7 @@ class Number:
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **named: Any) -> Any:
         if method != "__call__" or named:
             return NotImplemented
-        return derived(ufunc.__name__, ufunc, inputs)
+        return derive(ufunc.__name__, ufunc, inputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Number:
         return self
@@ -116,10 +116,10 @@ class Number:
         return type(self.now()), (self.constant(),)
 
     def __bool__(self) -> bool:
-        return bool(self.tape.assume(derived("bool", bool, (self,)), bool(self.now()), is_number=False))
+        return bool(self.tape.assume(derive("bool", bool, (self,)), bool(self.now()), is_number=False))
 
     def __int__(self) -> int:
-        return int(self.tape.assume(derived("int", int, (self,)), int(self.now()), is_number=False))
+        return int(self.tape.assume(derive("int", int, (self,)), int(self.now()), is_number=False))
 
     def __index__(self) -> int:
         return int(self.tape.assume(self, operator.index(self.now()), is_number=False))
@@ -153,7 +153,7 @@ def is_number(value: Any) -> bool:
     return type(value) is Number
 
 
-def derived(name: str, compute: Callable[..., Any], operands: tuple[Any, ...]) -> Number:
+def derive(name: str, compute: Callable[..., Any], operands: tuple[Any, ...]) -> Number:
     """What ``compute`` gives of ``operands``, of which one at least is a stand-in."""
     tape = next(operand.tape for operand in operands if is_number(operand))
     texts = (operand.text if is_number(operand) else repr(operand) for operand in operands)
@@ -165,26 +165,26 @@ _OPERANDS = (int, float, bool, np.number)
 
 def _binary(name: str, compute: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def forward(own: Number, other: Any) -> Any:
-        return derived(name, compute, (own, other)) if _is_operand(other) else NotImplemented
+        return derive(name, compute, (own, other)) if _is_operand(other) else NotImplemented
 
-    def reflected(own: Number, other: Any) -> Any:
-        return derived(name, compute, (other, own)) if _is_operand(other) else NotImplemented
+    def reflect(own: Number, other: Any) -> Any:
+        return derive(name, compute, (other, own)) if _is_operand(other) else NotImplemented
 
-    return forward, reflected
+    return forward, reflect
 
 
-def _compared(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-    def compared(own: Number, other: Any) -> Any:
+def _comparison(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+    def compare(own: Number, other: Any) -> Any:
         if not _is_operand(other):
             return NotImplemented
-        comparison = derived(name, compute, (own, other))
+        comparison = derive(name, compute, (own, other))
         return own.tape.assume(comparison, comparison.now(), is_number=False)
 
-    return compared
+    return compare
 
 
 def _unary(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda own, *args: derived(name, compute, (own, *args))
+    return lambda own, *args: derive(name, compute, (own, *args))
 
 
 def _is_operand(value: Any) -> bool:
@@ -196,7 +196,7 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(Number, f"__{_name}__", _own)
     setattr(Number, f"__r{_name}__", _reflected)
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Number, f"__{_name}__", _compared(_name, getattr(operator, _name)))
+    setattr(Number, f"__{_name}__", _comparison(_name, getattr(operator, _name)))
 for _name in ("neg", "pos", "abs"):
     setattr(Number, f"__{_name}__", _unary(_name, getattr(operator, _name)))
 for _name in ("floor", "ceil", "trunc"):
@@ -236,15 +236,15 @@ class NumberInputs(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in ("tensor", "as_tensor", "scalar_tensor") and len(args) == 1 and is_number(args[0]):
-            return _made(args[0], **kwargs)
+            return _as_tensor(args[0], **kwargs)
         if len(args) == 2 and not kwargs and name in _ARITHMETIC | _IN_PLACE:
-            outcome = _computed(func, name, *args)
+            outcome = _compute_with(func, name, *args)
             if outcome is not None:
                 return outcome
         return func(*_constants(args), **_constants(kwargs))
 
 
-def _made(number: Number, dtype: torch.dtype | None = None, device: Any = None, **rest: Any) -> torch.Tensor:
+def _as_tensor(number: Number, dtype: torch.dtype | None = None, device: Any = None, **rest: Any) -> torch.Tensor:
     of_python = {int: torch.int64, bool: torch.bool}.get(type(number.now()), torch.get_default_dtype())
     where = torch.empty((), device=device).device
     if rest:
@@ -252,7 +252,7 @@ def _made(number: Number, dtype: torch.dtype | None = None, device: Any = None, 
     return number.tape.input(number, dtype or of_python, where).clone()
 
 
-def _computed(func: Callable[..., Any], name: str, first: Any, other: Any) -> torch.Tensor | None:
+def _compute_with(func: Callable[..., Any], name: str, first: Any, other: Any) -> torch.Tensor | None:
     """What ``func`` gives of a tensor and a stand-in; None where that cannot be as in eager mode."""
     tensor, number = (other, first) if is_number(first) else (first, other)
     if not (isinstance(tensor, torch.Tensor) and is_number(number) and tensor.is_floating_point()):
@@ -264,7 +264,7 @@ def _computed(func: Callable[..., Any], name: str, first: Any, other: Any) -> to
     if tensor.device.type == "cuda" and name in _QUOTIENTS and number is other:
         # A GPU's kernel multiplies by what is computed on the host.
         rounded = np.float64 if dtype is torch.float64 else np.float32
-        inverse = derived("1 /", lambda value: float(rounded(1) / rounded(value)), (number,))
+        inverse = derive("1 /", lambda value: float(rounded(1) / rounded(value)), (number,))
         func = torch.Tensor.mul_ if name in _IN_PLACE else torch.mul
         number = inverse
     scalar = number.tape.input(number, dtype, tensor.device)

@@ -95,7 +95,7 @@ class _Walk:
         for name, root in roots.items():
             self._reach(name, root)
         for code, table in executed.globals.items():
-            self._of_code(code, table)
+            self._read_code(code, table)
         self._finish()
         # Found through code that is not Python's, so that no path leads there.
         for owner in list(executed.owners.values()):
@@ -129,7 +129,7 @@ class _Walk:
             return False
         return value.untyped_storage().data_ptr() in self._constants
 
-    def _of_code(self, code: CodeType, table: dict[str, Any]) -> None:
+    def _read_code(self, code: CodeType, table: dict[str, Any]) -> None:
         module = table.get("__name__")
         for name in names_read(code):
             if name in table:
@@ -142,7 +142,7 @@ class _Walk:
 
     def _look_into(self, path: str, owner: Any) -> None:
         if isinstance(owner, FunctionType):
-            self._of_function(path, owner)
+            self._read_function(path, owner)
         elif isinstance(owner, MethodType):
             self._reach(path, owner.__func__)
             self._reach(path, owner.__self__)
@@ -155,7 +155,7 @@ class _Walk:
         elif isinstance(owner, (classmethod, staticmethod)):
             self._reach(path, owner.__func__)
         elif isinstance(owner, type):
-            self._of_class(path, owner)
+            self._read_class(path, owner)
         elif isinstance(owner, ModuleType):
             if not is_opaque(owner.__name__):
                 self._attributes(path, vars(owner))
@@ -175,9 +175,9 @@ class _Walk:
             if len(owner) <= MOST_ITEMS:
                 self.state.add(path, owner, None, frozenset(owner))
         elif not isinstance(owner, (torch.Tensor, BuiltinFunctionType)):
-            self._of_object(path, owner)
+            self._read_object(path, owner)
 
-    def _of_function(self, path: str, function: FunctionType) -> None:
+    def _read_function(self, path: str, function: FunctionType) -> None:
         if is_opaque(function.__module__):
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -186,7 +186,7 @@ class _Walk:
             self._read(f"{path}.{name}", function, name, getattr(function, name))
         self._attributes(path, vars(function))
 
-    def _of_class(self, path: str, owner: type) -> None:
+    def _read_class(self, path: str, owner: type) -> None:
         for base in owner.__mro__:
             if is_opaque(base.__module__):
                 continue
@@ -197,7 +197,7 @@ class _Walk:
             self.state.sized.append(base.__dict__)
             self.state.sizes.append(len(base.__dict__))
 
-    def _of_object(self, path: str, owner: Any) -> None:
+    def _read_object(self, path: str, owner: Any) -> None:
         if is_opaque(type(owner).__module__) and not isinstance(owner, nn.Module):
             if type(owner).__module__.partition(".")[0] in ("torch", "zerofx"):
                 return
@@ -209,7 +209,7 @@ class _Walk:
         if type(table) is dict:
             self._attributes(path, table)
             if isinstance(owner, nn.Module):
-                self._of_module(path, owner, table)
+                self._read_module(path, owner, table)
             else:
                 # An attribute that is put there may hide one of the class.
                 self.state.sized.append(table)
@@ -227,7 +227,7 @@ class _Walk:
                 if name not in table:
                     self.state.facts.setdefault(f"{path}.{name}", "of its class")
 
-    def _of_module(self, path: str, module: nn.Module, table: dict[str, Any]) -> None:
+    def _read_module(self, path: str, module: nn.Module, table: dict[str, Any]) -> None:
         if "forward" not in table:
             self._read(f"{path}.forward", table, "forward", MISSING)
         self.state.sized.append(table)

@@ -67,9 +67,9 @@ class _Held:
             elif func in _CONVERSIONS:
                 if (same := func(*args, **(kwargs or {}))) is args[0]:
                     return same
-                raise _refused(func, args)
+                raise _refusal(func, args)
             elif func not in _ASKED and (not name or name in _VALUES):
-                raise _refused(func, args)
+                raise _refusal(func, args)
             return func(*args, **(kwargs or {}))
 
 
@@ -122,7 +122,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _refused(func: Callable[..., Any], args: tuple[Any, ...]) -> ShardedParametersError:
+def _refusal(func: Callable[..., Any], args: tuple[Any, ...]) -> ShardedParametersError:
     what = resolve_name(func) or getattr(func, "__name__", str(func))
     shape = next((list(argument.shape) for argument in args if is_held(argument)), None)
     of_shape = "" if shape is None else f" of shape {shape}"

@@ -20,7 +20,7 @@ def lines(described: Mapping[str, str]) -> str:
 
 
 def update_parts(optimizer: torch.optim.Optimizer, variant: str, changed: str) -> list[Compared]:
-    """Parts of an update: ``variant`` tells how it was traced, ``changed`` which parameters are to be trained anew."""
+    """Parts of an update: ``variant`` tells how it was traced, ``changed`` whose ``requires_grad`` is another."""
     return [
         Compared(
             "parameters to be trained", changed or "those of the step before",

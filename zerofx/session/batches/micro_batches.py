@@ -63,7 +63,7 @@ class MicroBatches:
                 f"expected step.update() after accumulate={self._wanted} calls of step.micro(), found "
                 f"{len(self._waiting)}{'' if partial else ': say update(partial=True) where data ends earlier'}"
             )
-        whole = _joined(self._alike(self._waiting) if self._alike is not None else self._waiting)
+        whole = _join(self._alike(self._waiting) if self._alike is not None else self._waiting)
         self._waiting = []
         return whole
 
@@ -80,7 +80,7 @@ class MicroBatches:
             )
 
 
-def _joined(batches: Sequence[Batch]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _join(batches: Sequence[Batch]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     first = batches[0]
     divided = first.divided_names()
     tensors = []

@@ -25,7 +25,7 @@ class Rungs:
     def __init__(self, steps: Steps, control: Control) -> None:
         self._steps, self._control = steps, control
 
-    def fitted(self, batch: Batch, num_micro_batches: int | None = None) -> Batch:
+    def fit(self, batch: Batch, num_micro_batches: int | None = None) -> Batch:
         """The batch, padded to a rung where ``lengths=`` asks for that. Collective then.
 
         ``num_micro_batches``: of how many it is; one of fewer than ``accumulate`` says keeps its samples.
@@ -54,7 +54,7 @@ class Rungs:
                 lengths.settle(self._steps.batch_of(*batches[0].call), len(batches))
         return lengths.alike(batches)
 
-    def dealt(self, batch: Batch, given: Batch, compiled: CompiledStep) -> Batch:
+    def deal(self, batch: Batch, given: Batch, compiled: CompiledStep) -> Batch:
         """A ``batch`` that was ``given`` with fewer samples, dealt out to the micro-batches of its step."""
         lengths = self._steps.lengths
         if lengths is None or batch is given:
@@ -84,7 +84,7 @@ class Rungs:
         Raises:
             ZeroFXError: as ``prepare_all``.
         """
-        self._build(self.fitted(batch))
+        self._build(self.fit(batch))
 
     def choose_mesh(self, batch: Batch) -> Mesh:
         """The mesh that steps run on, chosen for the rung that takes the most where it is to be. Collective then.
@@ -104,7 +104,7 @@ class Rungs:
                 lengths.settle(batch)
 
     def _build(self, batch: Batch) -> None:
-        *_, agreed = self._steps.of(batch, "prepare a step")
+        *_, agreed = self._steps.step_for(batch, "prepare a step")
         agreed()
 
     def _prepare_rung(self, lengths: PaddedBatches, example: Batch) -> None:
