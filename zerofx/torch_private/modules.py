@@ -22,6 +22,9 @@ HOOKS_AND_PARTS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called", "_mod
 OF_RNNS = "_flat_weights"
 """An attribute of recurrent layers: their parameters, which they list anew whenever one is set."""
 
+OF_STATE_DICTS = "_non_persistent_buffers_set"
+"""An attribute of a module that says which of its buffers ``state_dict()`` leaves out."""
+
 RESETS = ("reset_parameters", "_reset_parameters")
 """Methods of torch's own modules that give values to what they own; ``nn.MultiheadAttention`` has the second."""
 

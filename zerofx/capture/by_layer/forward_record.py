@@ -25,6 +25,7 @@ from zerofx.capture.by_layer.replicate import NotRepeatedError
 from zerofx.capture.layer_annotations import running_layer
 from zerofx.capture.memoised import learn_caches
 from zerofx.capture.objective.loss import LossModule
+from zerofx.capture.python_state.executed import unwatched
 from zerofx.capture.traceable import Forward, as_in_eager_mode_first, traceable
 from zerofx.ir.canonical import Number
 from zerofx.ir.facts import Origin, Phase, Placeholder, Role
@@ -130,6 +131,7 @@ class _Recorder(TorchDispatchMode):
             if id(tensor) not in self._values:
                 self._keep(self._add(Line("placeholder", "given", (), {}, what, _text(tensor))), [tensor])
 
+    @unwatched
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _DEVICE:  # a question, which tensors answer

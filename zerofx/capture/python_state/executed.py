@@ -7,8 +7,11 @@ import dis
 import functools
 import sys
 import weakref
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, Self
+
+from zerofx.torch_private.modules import OF_STATE_DICTS
 
 # Packages whose code computes by its arguments alone, as far as a step can see.
 _LIBRARIES = frozenset(
@@ -61,6 +64,7 @@ class ExecutedCode:
         globals: the globals of each piece of code.
         attributes: names that torch's modules read of themselves (``p`` of a dropout).
         owners: the objects that methods ran on, while they live.
+        outer: the trace function that was there before.
     """
 
     def __init__(self) -> None:
@@ -69,20 +73,20 @@ class ExecutedCode:
         self.owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._known: dict[CodeType, bool] = {}  # whether it is the user's
         self._depth = 0
-        self._outer: Any = None
+        self.outer: Any = None
 
     def __enter__(self) -> Self:
         self._depth += 1
         if self._depth == 1:
-            self._outer = sys.gettrace()
+            self.outer = sys.gettrace()
             sys.settrace(self._note_call)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            sys.settrace(self._outer)
-            self._outer = None
+            sys.settrace(self.outer)
+            self.outer = None
 
     def may_write(self) -> bool:
         """Whether some of the code stores anything outside of its own variables, or may call what does."""
@@ -98,7 +102,7 @@ class ExecutedCode:
             if not is_opaque(type(owner).__module__):
                 with contextlib.suppress(TypeError):  # of a class whose instances cannot be referred to weakly
                     self.owners[id(owner)] = owner
-        return self._outer(frame, event, argument) if self._outer is not None else None
+        return self.outer(frame, event, argument) if self.outer is not None else None
 
     def _learn(self, code: CodeType, frame: FrameType) -> bool:
         module = frame.f_globals.get("__name__")
@@ -106,5 +110,24 @@ class ExecutedCode:
         if is_users:
             self.globals[code] = frame.f_globals
         elif module is not None and module.startswith(_MODULES):
-            self.attributes.update(code.co_names)
+            self.attributes.update(name for name in code.co_names if name != OF_STATE_DICTS)
         return is_users
+
+
+def unwatched(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``__torch_dispatch__`` under which ``ExecutedCode`` notes nothing: there is no code of the user's, and Python
+    runs all code several times slower while any of it is traced."""
+
+    @functools.wraps(dispatch)
+    def dispatched(*args: Any, **options: Any) -> Any:
+        watching = sys.gettrace()
+        watcher = getattr(watching, "__self__", None)
+        if not isinstance(watcher, ExecutedCode):
+            return dispatch(*args, **options)
+        sys.settrace(watcher.outer)
+        try:
+            return dispatch(*args, **options)
+        finally:
+            sys.settrace(watching)
+
+    return dispatched
