@@ -14,11 +14,9 @@ import argparse
 import contextlib
 import importlib.util
 import re
-import statistics
-import time
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -27,24 +25,20 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.nets.cases.staleness import staleness_cases
-from tests.nets.cases.staleness.script import CHANGED, Case, Losing, State, Trained
+from tests.nets.cases.staleness.script import CHANGED, Case, State, Trained
+from tests.nets.comparing import cost
 from tests.nets.records import Record, read_records, results_path, write_records
-from zerofx.capture.python_state.reads import Reads
 from zerofx.driver.driver import build_step
-from zerofx.session.guards import ModeWatch, ParameterWatch
 
 BACKENDS = ("eager", "inductor")
 MOST_CAPTURES = 3
 """Of a number that changes at each step: the first, one with another value, and one that takes it as an input."""
-
-COMPARES: tuple[tuple[type, str], ...] = ((Reads, "changes"), (ModeWatch, "mode"), (ParameterWatch, "check"))
-"""The methods in which a step compares Python's state, for ``--cost``."""
 
 _ROUNDING = 2e-5  # of compiled kernels, relative to the largest of what is compared
 _CASES_A_CALL = 20
@@ -194,62 +188,6 @@ def record_of(case: Case, found: Found, backend: str, num_ranks: int) -> Record:
     return Record(full_name(case), variant, "wrong", f"{found.judged}: {found.detail}")
 
 
-def cost(num_layers: int = 200, num_steps: int = 100) -> dict[str, float]:
-    """Microseconds that a step takes in each of ``COMPARES``, and in all, where nothing changes.
-
-    The model has two modules a layer, and its forward reads two numbers of each, one of them in a dictionary.
-    """
-
-    class Layer(nn.Module):
-        def __init__(self, index: int) -> None:
-            super().__init__()
-            self.linear, self.index, self.eps, self.scaling = nn.Linear(4, 4), index, 1e-5, {"default": 1.0}
-
-        def forward(self, x: Tensor) -> Tensor:
-            given: Tensor = self.linear(x)
-            return torch.tanh(given) * self.scaling["default"] + self.eps
-
-    class Model(Losing):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Layer(index) for index in range(num_layers))
-
-        def outputs(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x[:, :3]
-
-    seconds = defaultdict[str, float](float)
-
-    def timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def timing(*args: Any, **options: Any) -> Any:
-            begin = time.perf_counter()
-            try:
-                return method(*args, **options)
-            finally:
-                seconds[name] += time.perf_counter() - begin
-
-        return timing
-
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
-    with contextlib.ExitStack() as stack:
-        for kind, name in COMPARES:
-            stack.enter_context(mock.patch.object(kind, name, timed(f"{kind.__name__}.{name}", getattr(kind, name))))
-        step = zerofx.compile(model, optimizer, backend="eager")
-        stack.callback(step.close)
-        batch = torch.randn(4, 4), torch.randn(4, 3)
-        rows = []
-        for _ in range(num_steps):
-            seconds.clear()
-            begin = time.perf_counter()
-            step(*batch)
-            whole = time.perf_counter() - begin
-            rows.append({**seconds, "all comparisons": sum(seconds.values()), "the whole step": whole})
-    # Other processes may hold up some, and the first one is built.
-    return {name: 1e6 * statistics.median(row.get(name, 0.0) for row in rows) for name in rows[-1]}
-
-
 def main() -> None:
     """Run all cases, or those that are asked for; write the records of those that ran."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -259,7 +197,8 @@ def main() -> None:
     parser.add_argument("--cost", action="store_true", help="measure what comparing costs, and nothing else")
     parsed = parser.parse_args()
     if parsed.cost:
-        print(tabulate(cost().items(), headers=["microseconds a step", ""], floatfmt=".1f"))
+        spent = [(name, *microseconds) for name, microseconds in cost().items()]
+        print(tabulate(spent, headers=["microseconds", "in a step", "again at once"], floatfmt=".1f"))
         return
     cases = [case for case in staleness_cases() if parsed.only is None or parsed.only in full_name(case)]
     for case in filter(missing, cases):

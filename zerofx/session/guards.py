@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import compress
 from typing import Any
 
 import torch
@@ -11,10 +13,13 @@ import xxhash
 from torch import nn
 
 from zerofx.capture.checks import check_hooks
+from zerofx.capture.python_state.columns import Column, items_of_dicts
 from zerofx.errors import ShardedParametersError, UsageError, warn
 from zerofx.torch_private.dispatch import without_torch_functions
-from zerofx.torch_private.modules import child_table, parameter_table
+from zerofx.torch_private.modules import child_table, number_of_next_hook, parameter_table
 from zerofx.units import first_few
+
+_IS_TRAINING = operator.attrgetter("training")
 
 
 class Guard:
@@ -71,21 +76,19 @@ class ParameterWatch:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.named_modules())
-        self._entries = [
-            (f"{path}.{key}" if path else key, table, key, tensor, tensor.data_ptr())
-            for path, table in ((path, parameter_table(module)) for path, module in modules)
-            for key, tensor in table.items()
+        self._parameters, self._names = _column((path, parameter_table(module)) for path, module in modules)
+        self._modules, self._paths = _column((path, child_table(module)) for path, module in modules)
+        self._tensors = {
+            name: tensor
+            for name, tensor in zip(self._names, self._parameters.values, strict=True)
             if tensor is not None
-        ]
-        self._modules = [
-            (f"{path}.{key}" if path else key, table, key, child)
-            for path, table in ((path, child_table(module)) for path, module in modules)
-            for key, child in table.items()
-        ]
+        }
+        self._next_hook: int | None = None  # when no parameter had hooks
+        self.renew()
 
     def renew(self) -> None:
         """Take the memory that the parameters have now for theirs; which parameters they are stays."""
-        self._entries = [(name, table, key, tensor, tensor.data_ptr()) for name, table, key, tensor, _ in self._entries]
+        self._addresses = _addresses(self._tensors.values())
 
     def check(self) -> None:
         """Raise where something has changed.
@@ -93,22 +96,39 @@ class ParameterWatch:
         Raises:
             UsageError: names the parameter or module.
         """
-        for path, children, key, child in self._modules:
-            if children.get(key) is not child:
-                raise UsageError(
-                    f"expected the modules that the step was built with, found that {path} was replaced since: call "
-                    f"step.close() before, and compile after"
-                )
-        with without_torch_functions():  # which parameters that are held have
-            for name, table, key, tensor, address in self._entries:
-                if table.get(key) is not tensor or tensor.data_ptr() != address:
-                    raise UsageError(
-                        f"expected the model's parameters where compile put them, found that {name} was replaced or "
-                        f"moved since (by model.to(), an assignment, load_state_dict(assign=True)): change values in "
-                        f"place inside `with step.full_parameters(write_back=True):`, or call step.close() before and "
-                        f"compile after"
-                    )
-                check_hooks(name, tensor)
+        for position, _ in self._modules.changed():
+            raise UsageError(
+                f"expected the modules that the step was built with, found that {self._paths[position]} was replaced "
+                f"since: call step.close() before, and compile after"
+            )
+        changed = [self._names[position] for position, _ in self._parameters.changed()]
+        addresses = _addresses(self._tensors.values())
+        if addresses != self._addresses:
+            changed += compress(self._tensors, map(operator.ne, addresses, self._addresses))
+        if changed:
+            raise UsageError(
+                f"expected the model's parameters where compile put them, found that {changed[0]} was replaced or "
+                f"moved since (by model.to(), an assignment, load_state_dict(assign=True)): change values in place "
+                f"inside `with step.full_parameters(write_back=True):`, or call step.close() before and compile after"
+            )
+        if (next_hook := number_of_next_hook()) != self._next_hook:
+            with without_torch_functions():  # which parameters that are held have
+                for name, tensor in self._tensors.items():
+                    check_hooks(name, tensor)
+            self._next_hook = next_hook
+
+
+def _column(tables: Iterable[tuple[str, dict[str, Any]]]) -> tuple[Column, list[str]]:
+    """All that is registered in tables of modules, which are given by path, and what each of it is called."""
+    items = [(path, own, key) for path, own in tables for key in own]
+    values = [own[key] for _, own, key in items]
+    column = Column(items_of_dicts, [own for _, own, _ in items], [key for _, _, key in items], values)
+    return column, [f"{path}.{key}" if path else key for path, _, key in items]
+
+
+def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
+    with without_torch_functions():  # which parameters that are held have
+        return list(map(torch.Tensor.data_ptr, tensors))
 
 
 class ModeWatch:
@@ -118,20 +138,20 @@ class ModeWatch:
         """``modules`` are looked into, the model first, each with what the paths in it begin with."""
         named = [(path, part) for root, module in modules.items() for path, part in module.named_modules(prefix=root)]
         self._paths, self._modules = zip(*named, strict=True)
-        self._words: dict[tuple[bool, ...], str] = {}
+        self._flags, self._word = list[bool](), ""
 
     def mode(self) -> str:
         """``"train"``, ``"eval"``, or which modules differ from the model: the first of many, and a hash of all."""
-        flags = tuple([module.training for module in self._modules])
-        if flags not in self._words:
-            word = "train" if flags[0] else "eval"
+        flags = list(map(_IS_TRAINING, self._modules))
+        if flags != self._flags:
+            self._flags, word = flags, "train" if flags[0] else "eval"
             other = "eval" if flags[0] else "train"
             differ = [path for path, flag in zip(self._paths, flags, strict=True) if flag is not flags[0]]
             few = first_few(differ)
             if few != ", ".join(differ):
                 few += f" (hash {xxhash.xxh3_64_hexdigest(','.join(differ).encode(errors='surrogatepass'))[:8]})"
-            self._words[flags] = f"{word}, but {other} in {few}" if differ else word
-        return self._words[flags]
+            self._word = f"{word}, but {other} in {few}" if differ else word
+        return self._word
 
 
 class LossWatch:

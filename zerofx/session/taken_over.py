@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,8 @@ from zerofx.session.life import Life
 from zerofx.torch_private.dispatch import without_torch_functions
 from zerofx.torch_private.optimizers import note_step
 from zerofx.units import first_few
+
+_IS_TRAINED = operator.attrgetter("requires_grad")
 
 
 class TakenOver:
@@ -112,11 +115,12 @@ class TakenOver:
 
     def changed(self) -> str:
         """Which parameters are to be trained that were not when the model was taken over, or not any more, in words."""
+        parameters = self.state.parameters
         with without_torch_functions():  # which parameters that are held have
-            now = {name: parameter.requires_grad for name, parameter in self.state.parameters.items()}
-        if now == self._trained:
+            flags = list(map(_IS_TRAINED, parameters.values()))
+        if flags == list(self._trained.values()):
             return ""
-        kinds = {"trained": True, "frozen": False}
+        now, kinds = dict(zip(parameters, flags, strict=True)), {"trained": True, "frozen": False}
         changed = {
             word: [n for n, flag in now.items() if flag != self._trained[n] and flag is to]
             for word, to in kinds.items()

@@ -7,6 +7,7 @@ import torch
 
 from tests.nets.cases.staleness import staleness_cases
 from tests.nets.cases.staleness.script import CHANGED, Case
+from tests.nets.comparing import COMPARES, num_calls
 from tests.nets.staleness import MOST_CAPTURES, apart, farthest, full_name, judge, missing
 
 # Each captures what it changes.
@@ -37,3 +38,9 @@ def test_a_stale_value_would_be_seen(case: Case) -> None:
         if len(whole.states) > 1:  # of each step
             distance = max(distance, farthest(whole.states[step], part.states[step])[1])
         assert distance > 2e-4
+
+
+def test_comparing_calls_nothing_in_python_for_each_module() -> None:
+    calls = num_calls(2)
+    assert len(calls) == len(COMPARES)
+    assert num_calls(20) == calls

@@ -349,6 +349,15 @@ def test_a_parameter_that_is_replaced_is_named() -> None:
         pair.step(ids(), labels=ids(1))
 
 
+def test_a_parameter_where_there_was_none_is_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 1))
+    step = compile_eager(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=torch.mean)
+    step(torch.ones(2, 3))
+    model[0].bias = nn.Parameter(torch.ones(3))
+    with pytest.raises(UsageError, match=r"found that 0\.bias was replaced"):
+        step(torch.ones(2, 3))
+
+
 def test_parameters_that_are_replaced_in_a_block_are_named() -> None:
     pair = Pair()
     pair.train()

@@ -1,8 +1,8 @@
 """Python state that a captured step depends on, compared with what is there now.
 
 Each value that code of the forward may have read is an entry: a container (the dictionary of an object, a module's
-globals, a list, a closure's cell) and a key. Entries are compared by identity, all in one pass; only where one differs
-is its value looked at, and only where that is an object or a container is the state walked through again.
+globals, a list, a closure's cell) and a key. Entries are compared by identity, a column at a time; only where one
+differs is its value looked at, and only where that is an object or a container is the state walked through again.
 """
 
 from __future__ import annotations
@@ -10,25 +10,22 @@ from __future__ import annotations
 import contextlib
 import numbers
 import operator
-import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from itertools import chain, repeat
-from operator import attrgetter, itemgetter
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 
+from zerofx.capture.python_state.columns import MISSING, Column, items_of_classes, items_of_dicts, value_at
 from zerofx.capture.python_state.numbers import Number, Tape, is_number
 from zerofx.torch_private.modules import number_of_next_hook
 
-MISSING = object()
 _NUMBERS = (numbers.Number, np.generic, range, slice)
 _TEXTS = (str, bytes, frozenset, Enum, CodeType, type(None))
 PLAIN = (*_NUMBERS, *_TEXTS, torch.dtype, torch.device, torch.Size)
@@ -42,28 +39,6 @@ OF_FUNCTION = ("__code__", "__defaults__", "__kwdefaults__")
 def is_plain(value: Any) -> bool:
     """Whether a value is compared as a value, and leads to nothing else."""
     return isinstance(value, PLAIN)
-
-
-def value_at(container: Any, key: Any) -> Any:
-    """The value under ``key`` of a container; ``MISSING`` where there is none."""
-    try:
-        if isinstance(container, dict):
-            return dict.get(container, key, MISSING)
-        if isinstance(container, CellType):
-            return container.cell_contents
-        if isinstance(container, type):
-            return container.__dict__.get(key, MISSING)
-        if isinstance(container, np.ndarray):
-            return container.tobytes()
-        if isinstance(container, (set, frozenset)):
-            return frozenset(container)
-        if isinstance(container, ContextVar):
-            return container.get(MISSING)
-        if container is os.environ:
-            return os.environ.get(key, MISSING)
-        return container[key] if isinstance(container, (Mapping, list, tuple)) else getattr(container, key)
-    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError):
-        return MISSING
 
 
 def put(container: Any, key: Any, value: Any) -> bool:
@@ -90,7 +65,7 @@ class State:
     """Python state at one moment: ``facts`` by path, and where each of them was read.
 
     ``sized`` are containers whose number of items was read, with that number; ``objects`` those whose class was;
-    ``iterators`` are paths of what code takes the next of.
+    ``hooks`` are tables of hooks, each with the keys in it; ``iterators`` are paths of what code takes the next of.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -101,6 +76,7 @@ class State:
     sized: list[Sized] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
+    hooks: list[tuple[dict[int, Any], tuple[int, ...]]] = field(default_factory=list)
     iterators: list[str] = field(default_factory=list)
 
     def add(self, path: str, container: Any, key: Any, value: Any) -> None:
@@ -205,33 +181,9 @@ class Reads:
     def _adopt(self, state: State) -> None:
         self._state, self._next_hook = state, number_of_next_hook()
         self._numbers.find(state)
-        of_kind = _indices_by_kind(state, self._varying | self._unread)
-        self._classes_before = list(map(type, state.objects))
-        self._tables = [state.containers[index] for index in of_kind["dict"]]
-        self._names = [state.keys[index] for index in of_kind["dict"]]
-        grouped = [_grouped(state.containers, of_kind[kind]) for kind in ("type", "list")]
-        self._classes = [
-            (state.containers[group[0]], itemgetter(*(state.keys[index] for index in group)), len(group))
-            for group in grouped[0]
-        ]
-        self._lists = [
-            (
-                state.containers[group[0]],
-                None if len(group) == len(state.containers[group[0]]) else [state.keys[index] for index in group],
-            )
-            for group in grouped[1]
-        ]
         self._kinds = {path: type(self._numbers.value(path)) for path in self._varying}
-        by_name = {name: [i for i in of_kind["function"] if state.keys[i] == name] for name in OF_FUNCTION}
-        self._functions = [([state.containers[i] for i in by_name[name]], attrgetter(name)) for name in OF_FUNCTION]
-        in_order = chain(*by_name.values())
-        self._others = [(state.containers[index], state.keys[index]) for index in of_kind["other"]]
-        # Tuples do not change.
-        self._order = [*of_kind["dict"], *chain(*grouped[0]), *chain(*grouped[1]), *in_order, *of_kind["other"]]
-        self._values = [state.values[index] for index in self._order]
-
-    def __len__(self) -> int:
-        return len(self._values)
+        self._classes = list(map(type, state.objects))
+        self._columns = list(_columns(state, self._varying | self._unread))
 
     def changes(self) -> list[Change]:
         """The values that are not as they were when the step was captured."""
@@ -299,35 +251,30 @@ class Reads:
         state = self._state
         if (
             list(map(len, state.sized)) != state.sizes
-            or list(map(type, state.objects)) != self._classes_before
-            or number_of_next_hook() != self._next_hook
+            or list(map(type, state.objects)) != self._classes
+            or self._has_other_hooks()
         ):
             return None
-        now = list(map(dict.get, self._tables, self._names, repeat(MISSING)))
-        try:
-            for owner, get, number in self._classes:
-                values = get(owner.__dict__)
-                now += values if number > 1 else (values,)
-        except KeyError:
-            return None
-        for container, indices in self._lists:
-            now += container if indices is None else map(container.__getitem__, indices)
-        for functions, attribute in self._functions:
-            now += map(attribute, functions)
-        now += [value_at(container, key) for container, key in self._others]
-        if all(map(operator.is_, now, self._values)):
-            return []
-        changed = []
-        for index, (before, value) in enumerate(zip(self._values, now, strict=True)):
-            if value is before:
-                continue
-            if not (is_plain(value) and is_plain(before)):
-                return None
-            if _equal(value, before):
-                self._values[index] = value
-            else:
-                changed.append(Change(state.paths[self._order[index]], before, value))
-        return changed
+        changes = []
+        for indices, column in self._columns:
+            for position, value in column.changed():
+                before = column.values[position]
+                if not (is_plain(value) and is_plain(before)):
+                    return None
+                if _equal(value, before):
+                    column.values[position] = value
+                else:
+                    changes.append(Change(state.paths[indices[position]], before, value))
+        return changes
+
+    def _has_other_hooks(self) -> bool:
+        """Whether a hook was added to a module; of tensors there are hooks of torch's own, and of other programs."""
+        if (next_hook := number_of_next_hook()) == self._next_hook:
+            return False
+        if any(tuple(table) != keys for table, keys in self._state.hooks):
+            return True
+        self._next_hook = next_hook
+        return False
 
     def _walked(self) -> list[Change]:
         """The changes between the state that was read and a walk through what is there now."""
@@ -343,23 +290,29 @@ class Reads:
         return changed
 
 
-def _indices_by_kind(state: State, varying: frozenset[str]) -> dict[str, list[int]]:
-    """Indices of entries whose containers are compared alike, but for the paths that are ``varying``."""
-    kinds = {"dict": dict, "type": type, "list": list, "tuple": tuple, "function": FunctionType}
-    indices: dict[str, list[int]] = {kind: [] for kind in (*kinds, "other")}
+_READERS: Mapping[type, Callable[[Sequence[Any], Sequence[Any]], Iterator[Any]]] = {
+    dict: items_of_dicts,
+    type: items_of_classes,
+    list: partial(map, operator.getitem),
+    FunctionType: partial(map, getattr),
+    object: partial(map, value_at),
+}
+
+
+def _columns(state: State, excluded: frozenset[str]) -> Iterator[tuple[list[int], Column]]:
+    """What was read of a state but for the paths that are ``excluded``, with the indices that each entry has there."""
+    indices: dict[type, list[int]] = {kind: [] for kind in _READERS}
     for index, container in enumerate(state.containers):
-        if state.paths[index] in varying:
-            continue
-        indices[next((name for name, kind in kinds.items() if isinstance(container, kind)), "other")].append(index)
-    return indices
+        if state.paths[index] not in excluded and not isinstance(container, tuple):  # which do not change
+            indices[next(kind for kind in indices if isinstance(container, kind))].append(index)
+    for kind, own in indices.items():
+        containers, keys, values = ([part[i] for i in own] for part in (state.containers, state.keys, state.values))
+        # Arrays and sets are read as copies of what is in them.
+        yield own, Column(_READERS[kind], containers, keys, values, _is_alike if kind is object else operator.is_)
 
 
-def _grouped(containers: Sequence[Any], indices: Sequence[int]) -> list[list[int]]:
-    """Indices of the same container together."""
-    groups: dict[int, list[int]] = {}
-    for index in indices:
-        groups.setdefault(id(containers[index]), []).append(index)
-    return list(groups.values())
+def _is_alike(first: Any, other: Any) -> bool:
+    return first is other or (is_plain(first) and _equal(first, other))
 
 
 def _equal(first: Any, other: Any) -> bool:

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from zerofx.capture.python_state.columns import MISSING, value_at
 from zerofx.capture.python_state.executed import ExecutedCode, is_opaque, names_read
-from zerofx.capture.python_state.reads import MISSING, OF_FUNCTION, State, is_plain, value_at
+from zerofx.capture.python_state.reads import OF_FUNCTION, State, is_plain
 from zerofx.torch_private.modules import HOOKS_AND_PARTS, OF_RNNS, TABLES, child_table, hook_tables, hook_tables_of_all
 
 MOST_ITEMS = 1000
@@ -242,6 +243,8 @@ class _Walk:
         self._hooks(path, hook_tables(module))
 
     def _hooks(self, path: str, tables: Iterable[dict[int, Any]]) -> None:
+        tables = tuple(tables)
+        self.state.hooks += [(table, tuple(table)) for table in tables]
         own = [table for table in tables if any(not isinstance(hook, self._ignored) for hook in table.values())]
         self.state.sized += own
         self.state.sizes += map(len, own)

@@ -1,0 +1,70 @@
+"""Values in Python's containers, compared with what they were in one pass that runs no line of Python for each."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import compress, repeat
+from types import CellType, MappingProxyType
+from typing import Any
+
+import numpy as np
+
+MISSING = object()
+
+
+@dataclass(frozen=True)
+class Column:
+    """What is under ``keys`` of ``containers``, which ``read`` goes through as it is now, and that it was ``values``.
+
+    ``is_alike`` compares what is there with what was, for all entries of a column alike.
+    """
+
+    read: Callable[[Sequence[Any], Sequence[Any]], Iterator[Any]]
+    containers: Sequence[Any]
+    keys: Sequence[Any]
+    values: list[Any]
+    is_alike: Callable[[Any, Any], bool] = operator.is_
+
+    def changed(self) -> Sequence[tuple[int, Any]]:
+        """The positions of values that are not what they were, each with what is there."""
+        if all(map(self.is_alike, self.read(self.containers, self.keys), self.values)):
+            return ()
+        now = list(self.read(self.containers, self.keys))
+        differs = map(operator.not_, map(self.is_alike, now, self.values))
+        return list(compress(enumerate(now), differs))
+
+
+def items_of_dicts(tables: Sequence[dict[Any, Any]], keys: Sequence[Any]) -> Iterator[Any]:
+    """The items of dictionaries under ``keys``, one of each; ``MISSING`` for those that are not there."""
+    return map(dict.get, tables, keys, repeat(MISSING))
+
+
+def items_of_classes(classes: Sequence[type], keys: Sequence[str]) -> Iterator[Any]:
+    """As ``items_of_dicts``, of what classes have themselves."""
+    return map(MappingProxyType.get, map(vars, classes), keys, repeat(MISSING))
+
+
+def value_at(container: Any, key: Any) -> Any:
+    """The value under ``key`` of a container; ``MISSING`` where there is none."""
+    try:
+        if isinstance(container, dict):
+            return dict.get(container, key, MISSING)
+        if isinstance(container, CellType):
+            return container.cell_contents
+        if isinstance(container, type):
+            return container.__dict__.get(key, MISSING)
+        if isinstance(container, np.ndarray):
+            return container.tobytes()
+        if isinstance(container, (set, frozenset)):
+            return frozenset(container)
+        if isinstance(container, ContextVar):
+            return container.get(MISSING)
+        if container is os.environ:
+            return os.environ.get(key, MISSING)
+        return container[key] if isinstance(container, (Mapping, list, tuple)) else getattr(container, key)
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError):
+        return MISSING
