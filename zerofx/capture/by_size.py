@@ -32,7 +32,7 @@ from zerofx.disk.cache import MALFORMED
 from zerofx.ir.aliasing import tensors_in
 from zerofx.ir.facts import value
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.serialise import NotStorableError, to_json, with_values_apart, with_values_together
+from zerofx.ir.serialise import NAMESPACES, NotStorableError, to_json, with_values_apart, with_values_together
 from zerofx.torch_private.capture import as_fake
 
 Numbers = tuple[int, ...]
@@ -90,7 +90,7 @@ class KnownSizes:
         known = self._known.setdefault(_key(text, setting), [])
         if all(entry.record != text.numbers for entry in known):
             try:
-                known.append(_Captured(text.numbers, Text.of(with_values_apart(to_json(step)))))
+                known.append(_Captured(text.numbers, Text.of(with_values_apart(to_json(step, NAMESPACES)))))
             except NotStorableError:
                 return
 

@@ -20,7 +20,7 @@ from zerofx.capture.traceable import Forward
 from zerofx.capture.tracing_settings import tracing_settings
 from zerofx.disk.cache import MALFORMED, DiskCache, key_of
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.serialise import NotStorableError, from_json, same_graph, to_json
+from zerofx.ir.serialise import NAMESPACES, NotStorableError, from_json, same_graph, to_json
 from zerofx.torch_private.capture import fake_mode
 
 
@@ -59,7 +59,7 @@ class KeptCapture:
     def graph(self, text: str) -> StepGraph | None:
         """The graph that ``text`` was read for; None if it is none that ``keep`` has written."""
         try:
-            return from_json(text, self.blank, fake_mode())
+            return from_json(text, self.blank, fake_mode(), NAMESPACES)
         except MALFORMED:
             return None
 
@@ -71,7 +71,7 @@ class KeptCapture:
         reason = self.reason
         if self.key is not None:
             try:
-                text = to_json(step)
+                text = to_json(step, NAMESPACES)
                 stored = self.graph(text)
                 if stored is not None and same_graph(stored, step):
                     self.cache.write(self.key, text)

@@ -38,4 +38,5 @@ def _kernel_settings() -> str:
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
     libraries = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark
     precision = torch.get_float32_matmul_precision()
-    return f"deterministic {deterministic}, libraries {libraries}, float32 products {precision}"
+    processor = torch.backends.cpu.get_cpu_capability()  # oneDNN's kernels keep what they need for it
+    return f"deterministic {deterministic}, libraries {libraries}, float32 products {precision}, for {processor}"

@@ -47,6 +47,10 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``dequantise``        the values of all parts of what was quantised, in order
 ``dequantise_sum``    the sum of the parts of what was quantised
 ``launch_...``        the three above and ``square_sum`` as kernels of ours, where a step on CUDA is to launch them
+``onednn_lstm``       a layer of an LSTM by oneDNN, with what backward needs of it, and its gradients: as eager mode runs it
+                      on a CPU (``zerofx/ir/op_kernels/onednn_lstm.py``)
+``recurrent_steps``   the time steps of a layer of an RNN, GRU or LSTM, with what backward needs of them, and their gradients
+                      (``zerofx/ir/op_kernels/recurrent.py``)
 ``softmax_chunk``     what each row's softmax needs of a run of classes: see ``zerofx/ir/op_kernels/softmax.py``
 ``softmax_gradient``  the logits of a run of classes become their gradients
 ``gather_on_node``    start gathering the parts of a bucket that the ranks of this node hold, into a fresh full buffer
@@ -68,7 +72,8 @@ from typing import Any
 
 import torch
 
-from zerofx.ir.op_kernels import as_aten, fakes, norms, softmax, value_gradients
+from zerofx.ir.op_kernels import as_aten, fakes, norms, recurrent, softmax, value_gradients
+from zerofx.ir.op_kernels import onednn_lstm as _onednn_lstm
 from zerofx.ir.op_kernels import quantise as _quantise
 from zerofx.ir.op_kernels.attention import empty_results
 from zerofx.ir.op_kernels.own_operator import launched, own_operator
@@ -162,6 +167,28 @@ attention_backward = own_operator(
     "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor result, Tensor log_sums, "
     "Tensor? mask, bool is_causal, float? scale) -> (Tensor, Tensor, Tensor)",
     fakes.attention_gradients, cpu=launched("cpu.attention", "attention_backward"),
+)  # fmt: skip
+onednn_lstm = own_operator(
+    "onednn_lstm(Tensor x, Tensor w_ih, Tensor w_hh, Tensor b_ih, Tensor b_hh, Tensor h, Tensor c, bool reverse, "
+    "bool has_biases, int num_bytes) -> (Tensor, Tensor, Tensor, Tensor)",
+    _onednn_lstm.empty_layer, cpu=_onednn_lstm.lstm_layer,
+)  # fmt: skip
+onednn_lstm_backward = own_operator(
+    "onednn_lstm_backward(Tensor x, Tensor w_ih, Tensor w_hh, Tensor b_ih, Tensor b_hh, Tensor h, Tensor c, Tensor y, "
+    "Tensor last_h, Tensor last_c, Tensor? grad_y, Tensor? grad_h, Tensor? grad_c, bool reverse, bool has_biases, "
+    "Tensor workspace) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _onednn_lstm.empty_gradients, cpu=_onednn_lstm.lstm_layer_backward,
+)  # fmt: skip
+recurrent_steps = own_operator(
+    "recurrent_steps(Tensor x, Tensor h, Tensor? c, Tensor w_hh, Tensor? b_hh, Tensor? w_hr, str cell, bool reverse) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    recurrent.empty_steps, cpu=recurrent.steps,
+)  # fmt: skip
+recurrent_steps_backward = own_operator(
+    "recurrent_steps_backward(Tensor? grad_y, Tensor? grad_h, Tensor? grad_c, Tensor h, Tensor? c, Tensor w_hh, "
+    "Tensor? w_hr, Tensor saved, str cell, bool reverse, bool has_bias) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    recurrent.empty_gradients, cpu=recurrent.steps_backward,
 )  # fmt: skip
 softmax_chunk = own_operator(
     "softmax_chunk(Tensor logits, Tensor target, int first_class, Tensor? stats) -> Tensor", fakes.softmax_stats,

@@ -99,6 +99,11 @@ def fake_device(fake: torch.Tensor) -> torch.device:
     return fake.device
 
 
+def forward_class(function: Any) -> type | None:
+    """The ``torch.autograd.Function`` that a node of autograd's graph is the backward of; None for one in C++."""
+    return getattr(type(function), "_forward_cls", None)
+
+
 def saves_by_hook() -> bool:
     """Whether what backward needs is saved through hooks, as ``torch.utils.checkpoint`` does."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

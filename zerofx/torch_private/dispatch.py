@@ -27,6 +27,9 @@ python_dispatcher = enable_python_dispatcher
 without_python_dispatcher = torch._C._DisablePythonDispatcher
 """A context in which calls go to the kernels that eager mode runs: Python's dispatcher takes some of them apart."""
 
+below_autograd = torch._C._AutoDispatchBelowAutograd
+"""A context in which calls go past autograd, whatever their arguments: kernels see only whether it is on."""
+
 _BETWEEN = tuple(
     f"{Path(torch.__file__).parent}/{place}"
     for place in ("_compile.py", "_dynamo/", "_ops.py", "_subclasses/", "overrides.py")

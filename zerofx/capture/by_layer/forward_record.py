@@ -30,7 +30,8 @@ from zerofx.capture.traceable import Forward, as_in_eager_mode_first, traceable
 from zerofx.ir.canonical import Number
 from zerofx.ir.facts import Origin, Phase, Placeholder, Role
 from zerofx.ir.returned import NOTHING_ELSE, Returned
-from zerofx.ir.serialise import LARGEST_LITERAL, TORCH_NAMESPACES
+from zerofx.capture.values.recurrent import in_one_operator, is_of_steps
+from zerofx.ir.serialise import LARGEST_LITERAL, NAMESPACES
 from zerofx.torch_private.capture import fake_device, saves_by_hook
 from zerofx.torch_private.dispatch import TorchDispatchMode, without_modes
 from zerofx.torch_private.operators import has_autograd_function
@@ -115,7 +116,8 @@ class _Asked(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.names.append(f"{getattr(func, '__module__', None)}.{getattr(func, '__qualname__', func)}")
-        return func(*args, **(kwargs or {}))
+        whole = in_one_operator(getattr(func, "__name__", ""), args, kwargs or {})
+        return func(*args, **(kwargs or {})) if whole is None else whole()
 
 
 class _Recorder(TorchDispatchMode):
@@ -138,7 +140,7 @@ class _Recorder(TorchDispatchMode):
             return fake_device(args[0])
         if saves_by_hook():
             raise NotRepeatedError("the model saves tensors for backward through hooks, as checkpointing does")
-        if func.namespace not in TORCH_NAMESPACES:
+        if func.namespace not in NAMESPACES:
             self.foreign = str(func)
         literal = func is torch.ops.aten.lift_fresh.default and self._is_literal(args[0])
         texts, named = ((_literal_text(args[0]),), {}) if literal else map_aggregate((args, kwargs), self._argument)
@@ -194,7 +196,8 @@ class _Recorder(TorchDispatchMode):
     def _function(self, function: Any, what: Placeholder | Origin) -> Number:
         if function in self._functions:
             return self._functions[function]
-        if isinstance(function, BackwardCFunction):
+        is_ours = is_of_steps(function)
+        if isinstance(function, BackwardCFunction) and not is_ours:
             raise NotRepeatedError(f"{type(function).__name__} is an autograd function in Python")
         if hasattr(function, "variable"):  # where a parameter's gradient arrives
             number = self._values[id(function.variable)]
@@ -204,7 +207,7 @@ class _Recorder(TorchDispatchMode):
                 for source, index in function.next_functions
             )
             name = function.name()
-            if not _is_torchs(name):
+            if not is_ours and not _is_torchs(name):
                 self.foreign = name
             number = self._add(Line("call_method", name, reads, {}, what))
         self._functions[function] = number

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from zerofx.capture.compat.strides import kernel_layouts
+from zerofx.ir import ops
+from zerofx.ir.op_kernels.onednn_lstm import workspace_bytes
 from zerofx.torch_private.dispatch import called_instead, without_modes
 
 
@@ -19,7 +21,7 @@ def eager_decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
     A GPU's dropout is ``native_dropout``. On a CPU eager mode multiplies by a mask of 0 and 1 / (1 - p), which it
     divides in the tensor's own dtype. Zeros without memory, with which forward-mode derivatives begin, get some:
     compiled regions write over what is read no more. What kernels lay out otherwise than their fakes is laid out as
-    they do. A CPU's batch norm takes no statistics in float32 together with a weight in a lower dtype.
+    they do. oneDNN's LSTM is an operator of ours, whose fake knows what it keeps. A CPU's batch norm takes no statistics in float32 together with a weight in a lower dtype.
     """
     aten = torch.ops.aten
     layouts = kernel_layouts(device) | {aten._efficientzerotensor.default: _zeros}
@@ -57,6 +59,8 @@ def eager_decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
             aten.native_dropout.default: dropout,
             aten.native_dropout_backward.default: dropout_backward,
             aten.bernoulli.p: bernoulli,
+            aten.mkldnn_rnn_layer.default: _onednn_lstm,
+            aten.mkldnn_rnn_layer_backward.default: _onednn_lstm_backward,
         }
     )
 
@@ -106,6 +110,20 @@ def _batch_norms_of_two_dtypes(layouts: Mapping[Any, Callable[..., Any]]) -> dic
         aten._native_batch_norm_legit_no_training.default,
     )
     return {operator: forward(operator) for operator in forwards} | {operator: backward}
+
+
+def _onednn_lstm(
+    x: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any, h: Any, c: Any, reverse: bool, _batch_sizes: Any, _mode: int,
+    hidden: int, _layers: int, has_biases: bool, *_: Any,
+) -> Any:  # fmt: skip
+    num_bytes = workspace_bytes(x, hidden, has_biases)
+    return ops.onednn_lstm(x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, has_biases, num_bytes)
+
+
+def _onednn_lstm_backward(*args: Any) -> tuple[Any, ...]:
+    tensors, (reverse, _, _, _, has_biases, *_, workspace) = args[:13], args[13:]
+    of_x, of_w_ih, of_w_hh, of_b, of_h, of_c = ops.onednn_lstm_backward(*tensors, reverse, has_biases, workspace)
+    return of_x, of_w_ih, of_w_hh, of_b, of_b, of_h, of_c
 
 
 def _cast(tensors: Iterable[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:

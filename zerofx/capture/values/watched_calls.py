@@ -14,11 +14,11 @@ from torch.overrides import TorchFunctionMode
 from zerofx.capture.blame import user_line, user_lines
 from zerofx.capture.values.metadata_reads import METADATA_READS
 from zerofx.capture.values.raising_branches import answer_without_raising
+from zerofx.capture.values.recurrent import in_one_operator
 from zerofx.capture.values.value_dependent import with_one_backward
 from zerofx.errors import CaptureError
 from zerofx.ir.op_kernels.own_draws import generator_of
 from zerofx.torch_private.dispatch import reader, without_python_dispatcher
-from zerofx.torch_private.operators import without_onednn
 
 _IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 # Calls that torch's Python dispatcher takes apart, as it does others, into kernels that eager mode does not run: one
@@ -114,12 +114,10 @@ class CallWatcher(TorchFunctionMode):
         if name == "bernoulli" and isinstance(args[0], torch.Tensor):
             # Its result is dense whatever its input is, unlike that of bernoulli_, which tracing turns into the same.
             args = (args[0].contiguous(), *args[1:])
-        written = with_one_backward(name, args, kwargs or {})
+        written = with_one_backward(name, args, kwargs or {}) or in_one_operator(name, args, kwargs or {})
         if written is not None:
             return written()
         with contextlib.ExitStack() as stack:
             if name not in _BY_PYTHON:
                 stack.enter_context(without_python_dispatcher())
-            if name == "lstm":
-                stack.enter_context(without_onednn())
             return func(*args, **(kwargs or {}))

@@ -27,6 +27,7 @@ from zerofx.ir.operators import (
     normalisations,
     own,
     products,
+    recurrent,
     reductions,
     views,
 )
@@ -34,7 +35,8 @@ from zerofx.ir.operators.operator import Inductor, Operator
 from zerofx.torch_private.operators import OpOverload, base_name
 
 _FAMILIES = (
-    elementwise, products, convolutions, attention, normalisations, reductions, indexing, memory, lists, views, own,
+    elementwise, products, convolutions, attention, normalisations, reductions, indexing, memory, lists, views, recurrent,
+    own,
 )  # fmt: skip
 TABLE: Mapping[str, Operator] = MappingProxyType(
     {name: entry for family in _FAMILIES for name, entry in family.OPERATORS.items()}
