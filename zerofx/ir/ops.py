@@ -47,10 +47,10 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``dequantise``        the values of all parts of what was quantised, in order
 ``dequantise_sum``    the sum of the parts of what was quantised
 ``launch_...``        the three above and ``square_sum`` as kernels of ours, where a step on CUDA is to launch them
-``onednn_lstm``       a layer of an LSTM by oneDNN, with what backward needs of it, and its gradients: as eager mode runs it
-                      on a CPU (``zerofx/ir/op_kernels/onednn_lstm.py``)
-``recurrent_steps``   the time steps of a layer of an RNN, GRU or LSTM, with what backward needs of them, and their gradients
-                      (``zerofx/ir/op_kernels/recurrent.py``)
+``onednn_lstm``       a layer of an LSTM by oneDNN, with what backward needs of it, and its gradients: as eager mode
+                      runs it on a CPU (``zerofx/ir/op_kernels/onednn_lstm.py``)
+``recurrent_steps``   the time steps of a layer of an RNN, GRU or LSTM, with what backward needs of them, and their
+                      gradients (``zerofx/ir/op_kernels/recurrent.py``)
 ``softmax_chunk``     what each row's softmax needs of a run of classes: see ``zerofx/ir/op_kernels/softmax.py``
 ``softmax_gradient``  the logits of a run of classes become their gradients
 ``gather_on_node``    start gathering the parts of a bucket that the ranks of this node hold, into a fresh full buffer
@@ -185,9 +185,9 @@ recurrent_steps = own_operator(
     recurrent.empty_steps, cpu=recurrent.steps,
 )  # fmt: skip
 recurrent_steps_backward = own_operator(
-    "recurrent_steps_backward(Tensor? grad_y, Tensor? grad_h, Tensor? grad_c, Tensor h, Tensor? c, Tensor w_hh, "
-    "Tensor? w_hr, Tensor saved, str cell, bool reverse, bool has_bias) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "recurrent_steps_backward(Tensor? grad_y, Tensor? grad_h, Tensor? grad_c, Tensor? of_w_hh, Tensor? of_b_hh, "
+    "Tensor? of_w_hr, Tensor h, Tensor? c, Tensor w_hh, Tensor? w_hr, Tensor saved, str cell, bool reverse, "
+    "bool has_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     recurrent.empty_gradients, cpu=recurrent.steps_backward,
 )  # fmt: skip
 softmax_chunk = own_operator(

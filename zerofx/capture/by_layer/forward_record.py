@@ -27,10 +27,10 @@ from zerofx.capture.memoised import learn_caches
 from zerofx.capture.objective.loss import LossModule
 from zerofx.capture.python_state.executed import unwatched
 from zerofx.capture.traceable import Forward, as_in_eager_mode_first, traceable
+from zerofx.capture.values.recurrent import RecurrentCalls, is_of_steps
 from zerofx.ir.canonical import Number
 from zerofx.ir.facts import Origin, Phase, Placeholder, Role
 from zerofx.ir.returned import NOTHING_ELSE, Returned
-from zerofx.capture.values.recurrent import in_one_operator, is_of_steps
 from zerofx.ir.serialise import LARGEST_LITERAL, NAMESPACES
 from zerofx.torch_private.capture import fake_device, saves_by_hook
 from zerofx.torch_private.dispatch import TorchDispatchMode, without_modes
@@ -111,12 +111,13 @@ class _Asked(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self._recurrent = RecurrentCalls()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.names.append(f"{getattr(func, '__module__', None)}.{getattr(func, '__qualname__', func)}")
-        whole = in_one_operator(getattr(func, "__name__", ""), args, kwargs or {})
+        whole = self._recurrent.in_one_operator(getattr(func, "__name__", ""), args, kwargs or {})
         return func(*args, **(kwargs or {})) if whole is None else whole()
 
 

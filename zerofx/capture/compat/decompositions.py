@@ -21,7 +21,8 @@ def eager_decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
     A GPU's dropout is ``native_dropout``. On a CPU eager mode multiplies by a mask of 0 and 1 / (1 - p), which it
     divides in the tensor's own dtype. Zeros without memory, with which forward-mode derivatives begin, get some:
     compiled regions write over what is read no more. What kernels lay out otherwise than their fakes is laid out as
-    they do. oneDNN's LSTM is an operator of ours, whose fake knows what it keeps. A CPU's batch norm takes no statistics in float32 together with a weight in a lower dtype.
+    they do. oneDNN's LSTM is an operator of ours, whose fake knows what it keeps. A CPU's batch norm takes no
+    statistics in float32 together with a weight in a lower dtype.
     """
     aten = torch.ops.aten
     layouts = kernel_layouts(device) | {aten._efficientzerotensor.default: _zeros}
@@ -116,7 +117,7 @@ def _onednn_lstm(
     x: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any, h: Any, c: Any, reverse: bool, _batch_sizes: Any, _mode: int,
     hidden: int, _layers: int, has_biases: bool, *_: Any,
 ) -> Any:  # fmt: skip
-    num_bytes = workspace_bytes(x, hidden, has_biases)
+    num_bytes = workspace_bytes(x, hidden, has_biases) if torch.is_grad_enabled() else 0
     return ops.onednn_lstm(x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, has_biases, num_bytes)
 
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from zerofx.capture.blame import user_line, user_lines
 from zerofx.capture.values.metadata_reads import METADATA_READS
 from zerofx.capture.values.raising_branches import answer_without_raising
-from zerofx.capture.values.recurrent import in_one_operator
+from zerofx.capture.values.recurrent import RecurrentCalls
 from zerofx.capture.values.value_dependent import with_one_backward
 from zerofx.errors import CaptureError
 from zerofx.ir.op_kernels.own_draws import generator_of
@@ -73,6 +73,7 @@ class CallWatcher(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
+        self._recurrent = RecurrentCalls()
         self._seed = torch.initial_seed()  # what is traced draws nothing
 
     def __torch_function__(
@@ -114,7 +115,9 @@ class CallWatcher(TorchFunctionMode):
         if name == "bernoulli" and isinstance(args[0], torch.Tensor):
             # Its result is dense whatever its input is, unlike that of bernoulli_, which tracing turns into the same.
             args = (args[0].contiguous(), *args[1:])
-        written = with_one_backward(name, args, kwargs or {}) or in_one_operator(name, args, kwargs or {})
+        written = with_one_backward(name, args, kwargs or {}) or self._recurrent.in_one_operator(
+            name, args, kwargs or {}
+        )
         if written is not None:
             return written()
         with contextlib.ExitStack() as stack:

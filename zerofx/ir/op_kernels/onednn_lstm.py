@@ -1,7 +1,8 @@
 """An LSTM's layer by oneDNN, as eager mode runs it on a CPU: ATen's operators, in a form that a step graph can hold.
 
-ATen's keeps what its backward needs only with autograd on, as it is in no step, and in a buffer whose size its fake does
-not know: oneDNN alone does, which is asked by a call. Its backward gives one tensor as the gradients of both biases.
+ATen's keeps what its backward needs only with autograd on, as it is in no step, and in a buffer whose size its fake
+does not know: oneDNN alone does, which is asked by a call. Its backward gives one tensor as the gradients of both
+biases.
 """
 
 from __future__ import annotations
@@ -30,17 +31,20 @@ def lstm_layer(
         w_ih, w_hh: ``[4 * hidden, inputs]`` and ``[4 * hidden, hidden]``.
         b_ih, b_hh: ``[4 * hidden]``; anything without biases.
         h, c: the first states, ``[batch, hidden]``.
-        num_bytes: as ``workspace_bytes`` says.
+        num_bytes: as ``workspace_bytes`` says; 0 where there is no backward, for which oneDNN has another kernel.
 
     Raises:
         InternalError: oneDNN keeps another number of bytes.
     """
-    y, last_h, last_c, workspace = _layer(x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, has_biases)
+    given = x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, has_biases
+    y, last_h, last_c, workspace = _layer(*given, with_backward=num_bytes > 0)
+    if workspace is None:
+        return y, last_h, last_c, x.new_empty(0, dtype=torch.uint8)
     _kept()[_key(x, h.shape[-1], has_biases)] = workspace.numel()
     if workspace.numel() != num_bytes:
         raise InternalError(
-            f"expected oneDNN to keep {num_bytes} bytes of an LSTM's layer, as it did when the step was captured, found "
-            f"{workspace.numel()}: capture it with the processor and the number of threads that it runs with"
+            f"expected oneDNN to keep {num_bytes} bytes of an LSTM's layer, as it did when the step was captured, "
+            f"found {workspace.numel()}: capture it on the processor that it runs on"
         )
     return y, last_h, last_c, workspace
 
@@ -92,10 +96,10 @@ def empty_gradients(
 
 def _layer(
     x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, c: Tensor, reverse: bool,
-    has_biases: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    with below_autograd(), torch.enable_grad():
-        results: tuple[Tensor, Tensor, Tensor, Tensor] = _aten.mkldnn_rnn_layer(
+    has_biases: bool, *, with_backward: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    with below_autograd(), torch.set_grad_enabled(with_backward):
+        results: tuple[Tensor, Tensor, Tensor, Tensor | None] = _aten.mkldnn_rnn_layer(
             x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, [], _LSTM, h.shape[-1], 1, has_biases, False, False, True
         )
     return results
@@ -121,4 +125,7 @@ def _asked(shape: tuple[int, ...], hidden: int, dtype: torch.dtype, has_biases: 
     with without_modes():
         state, bias = zeros(shape[1], hidden), zeros(4 * hidden)
         weights = zeros(4 * hidden, shape[2]), zeros(4 * hidden, hidden)
-        return _layer(zeros(*shape), *weights, bias, bias, state, state, False, has_biases)[3].numel()
+        given = zeros(*shape), *weights, bias, bias, state, state, False, has_biases
+        workspace = _layer(*given, with_backward=True)[3]
+        assert workspace is not None
+        return workspace.numel()

@@ -2,11 +2,11 @@
 
 ATen's layers multiply their input for all time steps at once; then each step multiplies the state and applies a cell.
 These steps, which eager mode runs and differentiates one by one, are made here of the same calls in the same layouts,
-in place where ATen's cells are: functions such as sigmoid round the ends of rows, which they compute without vectors,
+in place where ATen's cells are: functions such as sigmoid round the ends of rows, which are computed without vectors,
 otherwise. Gradients are summed in the order in which autograd meets them.
 
-``cell`` is ``"lstm"``, ``"gru"``, ``"rnn_tanh"`` or ``"rnn_relu"``. Shapes: time T, batch B, hidden H, states P, which is
-H but for an LSTM with projections; G * H gates, in ATen's order.
+``cell`` is ``"lstm"``, ``"gru"``, ``"rnn_tanh"`` or ``"rnn_relu"``. Shapes: time T, batch B, hidden H, states P, which
+is H but for an LSTM with projections; G * H gates, in ATen's order.
 """
 
 from __future__ import annotations
@@ -42,12 +42,10 @@ def steps(
     for t in _order(len(xs), reverse):
         part = {name: each[t] for name, each in parts.items()}
         product = part.get("gates")
-        if b_hh is None:
-            gates = torch.mm(h, w_hh_t, out=product)
-        else:
-            gates = torch.addmm(b_hh, h, w_hh_t, out=product)
+        gates = torch.mm(h, w_hh_t, out=product) if b_hh is None else torch.addmm(b_hh, h, w_hh_t, out=product)
         match cell:
             case "lstm":
+                assert c is not None
                 i, f, g, o = gates.add_(xs[t]).chunk(4, 1)
                 i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
                 c = torch.mul(f, c, out=part["c"]).add_(i * g)
@@ -71,15 +69,19 @@ def steps(
 
 
 def steps_backward(
-    grad_y: Tensor | None, grad_h: Tensor | None, grad_c: Tensor | None, h: Tensor, c: Tensor | None, w_hh: Tensor,
-    w_hr: Tensor | None, saved: Tensor, cell: str, reverse: bool, has_bias: bool,
+    grad_y: Tensor | None, grad_h: Tensor | None, grad_c: Tensor | None, of_w_hh: Tensor | None, of_b_hh: Tensor | None,
+    of_w_hr: Tensor | None, h: Tensor, c: Tensor | None, w_hh: Tensor, w_hr: Tensor | None, saved: Tensor, cell: str,
+    reverse: bool, has_bias: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients of ``x``, ``h``, ``c``, ``w_hh``, ``b_hh`` and ``w_hr``; what there is none of is empty."""
+    """The gradients of ``x``, ``h``, ``c``, ``w_hh``, ``b_hh`` and ``w_hr``; what there is none of is empty.
+
+    ``of_w_hh``, ``of_b_hh``, ``of_w_hr``: sums that those of the weights go on from.
+    """
     parts = _parts(saved, h, cell, len(w_hh), projects=w_hr is not None)
     grad_x = h.new_empty(len(saved), len(h), len(w_hh))
     grads_y = None if grad_y is None else grad_y.unbind(0)
     of_h, of_c = [] if grad_h is None else [grad_h], grad_c
-    of_w_hh, of_b_hh, of_w_hr = _Sum(), _Sum(), _Sum()
+    sums = [_Sum(first) for first in (of_w_hh, of_b_hh, of_w_hr)]
     order = list(_order(len(saved), reverse))
     for number in reversed(range(len(order))):
         t = order[number]
@@ -93,7 +95,7 @@ def steps_backward(
                 assert c is not None
                 c_before = c if before is None else parts["c"][before]
                 if w_hr is not None:
-                    of_w_hr.add(grad.t().mm(part["out"]))
+                    sums[2].add(grad.t().mm(part["out"]))
                     grad = grad.mm(w_hr)
                 i, f, g, o = part["gates"].chunk(4, 1)
                 of_o = grad * part["tanh_c"]
@@ -122,12 +124,12 @@ def steps_backward(
                 of_gates = torch.ops.aten.threshold_backward(grad, part["h"], 0)
                 grad_x[t].copy_(of_gates)
         if has_bias:
-            of_b_hh.add(of_gates.sum(0))
+            sums[1].add(of_gates.sum(0))
         of_h.append(of_gates.mm(w_hh))
-        of_w_hh.add(of_gates.t().mm(h_before))
+        sums[0].add(of_gates.t().mm(h_before))
     nothing = h.new_empty(0)
     first_c = nothing if of_c is None else of_c
-    return grad_x, _sum(of_h, like=h), first_c, *(each.of(nothing) for each in (of_w_hh, of_b_hh, of_w_hr))
+    return grad_x, _sum(of_h, like=h), first_c, *(each.of(nothing) for each in sums)
 
 
 def empty_steps(
@@ -142,8 +144,9 @@ def empty_steps(
 
 
 def empty_gradients(
-    _grad_y: Tensor | None, _grad_h: Tensor | None, _grad_c: Tensor | None, h: Tensor, c: Tensor | None, w_hh: Tensor,
-    w_hr: Tensor | None, saved: Tensor, _cell: str, _reverse: bool, has_bias: bool,
+    _grad_y: Tensor | None, _grad_h: Tensor | None, _grad_c: Tensor | None, _of_w_hh: Tensor | None,
+    _of_b_hh: Tensor | None, _of_w_hr: Tensor | None, h: Tensor, c: Tensor | None, w_hh: Tensor, w_hr: Tensor | None,
+    saved: Tensor, _cell: str, _reverse: bool, has_bias: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """What ``steps_backward`` gives, without values."""
     nothing: Sequence[int] = (0,)
@@ -197,13 +200,17 @@ def _sum(terms: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 class _Sum:
-    """A sum that terms are added to in memory of its own."""
+    """A sum in memory of its own, of terms that are, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: Tensor | None) -> None:
+        self._first = first
         self._total: Tensor | None = None
 
     def add(self, term: Tensor) -> None:
-        self._total = term if self._total is None else self._total.add_(term)
+        if self._total is None:
+            self._total = term if self._first is None else term.add_(self._first)
+        else:
+            self._total.add_(term)
 
     def of(self, nothing: Tensor) -> Tensor:
         return nothing if self._total is None else self._total

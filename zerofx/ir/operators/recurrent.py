@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +23,7 @@ _PRODUCTS_A_STEP = 8  # of numbers: a product of matrices takes less time for on
 def _layer_products(given: Sequence[Any]) -> int:
     """Of all time steps of a layer by oneDNN, forward: each row meets both weights."""
     x, w_ih, w_hh = given[:3]
-    return math.prod(x.shape[:2]) * (math.prod(w_ih.shape) + math.prod(w_hh.shape))
+    return int(math.prod(x.shape[:2]) * (math.prod(w_ih.shape) + math.prod(w_hh.shape)))
 
 
 def _lstm_flops(inputs: Sequence[Tensor], _outputs: Sequence[Tensor]) -> int:
@@ -55,7 +56,7 @@ def _gradient_steps(_given: Sequence[Any], results: Sequence[Any]) -> int:
 
 
 def _fewer(of: Callable[[Sequence[Any], int], list[Any]], first: int) -> Callable[..., Smaller]:
-    """The whole call, or calls of fewer time steps: ``of`` cuts arguments, of which number ``first`` has all of them."""
+    """The whole call, or calls of fewer time steps: ``of`` cuts the arguments, of which number ``first`` has all."""
 
     def smaller(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Smaller:
         num = args[first].shape[0]
@@ -63,14 +64,15 @@ def _fewer(of: Callable[[Sequence[Any], int], list[Any]], first: int) -> Callabl
         while num >= 2 * _FEW_STEPS:
             num //= 2
             calls.append(SmallerCall(num, of(args, num), kwargs))
-        return Smaller(calls[0].num_parts, [(calls[0], calls[0]), *zip(calls[1:], calls[2:], strict=False)])
+        return Smaller(calls[0].num_parts, [(calls[0], calls[0]), *pairwise(calls[1:])])
 
     return smaller
 
 
 def _with_lstm_steps(args: Sequence[Any], num: int) -> list[Any]:
     x = args[0].cut({0: num})
-    return [x, *args[1:-1], workspace_bytes(x, args[5].shape[-1], args[8])]
+    num_bytes = args[9] and workspace_bytes(x, args[5].shape[-1], args[8])
+    return [x, *args[1:9], num_bytes]
 
 
 def _with_lstm_gradient_steps(args: Sequence[Any], num: int) -> list[Any]:
@@ -85,7 +87,7 @@ def _with_steps(args: Sequence[Any], num: int) -> list[Any]:
 
 def _with_gradient_steps(args: Sequence[Any], num: int) -> list[Any]:
     grad_y = args[0] and args[0].cut({0: num})
-    return [grad_y, *args[1:7], args[7].cut({0: num}), *args[8:]]
+    return [grad_y, *args[1:10], args[10].cut({0: num}), *args[11:]]
 
 
 OPERATORS: dict[str, Operator] = {
@@ -101,6 +103,6 @@ OPERATORS: dict[str, Operator] = {
     ),
     "zerofx::recurrent_steps_backward": Operator(
         kind=OperatorKind.CUBIC, flops=_steps_gradient_flops, steps=_gradient_steps,
-        smaller=_fewer(_with_gradient_steps, 7),
+        smaller=_fewer(_with_gradient_steps, 10),
     ),
 }  # fmt: skip

@@ -35,8 +35,8 @@ from zerofx.ir.operators.operator import Inductor, Operator
 from zerofx.torch_private.operators import OpOverload, base_name
 
 _FAMILIES = (
-    elementwise, products, convolutions, attention, normalisations, reductions, indexing, memory, lists, views, recurrent,
-    own,
+    elementwise, products, convolutions, attention, recurrent, normalisations, reductions, indexing, memory, lists,
+    views, own,
 )  # fmt: skip
 TABLE: Mapping[str, Operator] = MappingProxyType(
     {name: entry for family in _FAMILIES for name, entry in family.OPERATORS.items()}
