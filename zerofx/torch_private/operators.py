@@ -68,7 +68,7 @@ def call_one_by_one(op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Map
 
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
-    """ATen's own steps for an LSTM: oneDNN's keeps what its backward needs only with autograd on, as in no step."""
+    """ATen's own kernels, where it has others by oneDNN."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.lib.models import CASES, DIM, ROWS, Case, Regression, batches, rows
+from tests.lib.models import CASES, DIM, ROWS, Case, Regression, batches
 from tests.lib.runs.training import compare_function, differences, train_compiled, train_plain
 from zerofx.capture.compat.decompositions import eager_decompositions
 from zerofx.capture.trace import capture
@@ -298,19 +298,3 @@ def test_zeros_that_forward_mode_derivatives_begin_with_have_memory(device: str)
     graph: Any = traced(x)
     assert {target_name(node) for node in graph.graph.nodes if node.op == "call_function"} >= {"aten.zeros.default"}
     assert torch.equal(graph(x), x.double())
-
-
-class _Recurrent(Regression):
-    def __init__(self, kind: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.rnn = kind(DIM, DIM, num_layers=2, dropout=0.2, batch_first=True)
-
-    def predict(self, x: Tensor) -> Tensor:
-        states: Tensor = self.rnn(x.view(2, 2, DIM))[0]
-        return states.reshape(ROWS, DIM)
-
-
-@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
-def test_recurrent_layers_train_as_in_eager_mode_and_with_its_random_numbers(kind: Callable[..., nn.Module]) -> None:
-    case = Case(lambda: _Recurrent(kind), rows)
-    assert differences(train_plain(case, 3), train_compiled(case, 3, 3), tolerance=1e-4) == []
