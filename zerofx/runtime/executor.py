@@ -62,8 +62,13 @@ class Runtime:
         self._last_step = step
 
     def end(self) -> None:
-        """End a step: wait for the other ranks' agreement to run it even if no collective ran."""
+        """End a step: wait for the other ranks' agreement to run it even if no collective ran.
+
+        Raises:
+            LostRankError: a rank has failed meanwhile.
+        """
         self._agree()
+        self._check_reachable()
 
     def close(self) -> None:
         """After the last step of all ranks: let go of what moves tensors between them."""
@@ -213,7 +218,9 @@ class Runtime:
         Raises:
             NonFiniteGradientsError: on all ranks.
         """
-        if not math.isfinite(largest.item()):
+        is_finite = math.isfinite(largest.item())
+        self._check_reachable()
+        if not is_finite:
             self.stopped = outcome
             raise NonFiniteGradientsError(f"the largest gradient is {largest.item()}")
 
@@ -254,6 +261,10 @@ class Runtime:
         assert self._transport is not None, "a step for one rank has no collectives"
         self._agree()
         return self._transport
+
+    def _check_reachable(self) -> None:
+        if self._transport is not None:
+            self._transport.check_reachable()
 
     def _agree(self) -> None:
         if self._agreed is not None:

@@ -76,6 +76,8 @@ class TakenOver:
             )
             if transport is not None:
                 control.on_failure(transport.abort)
+                if not transport.breaks:
+                    control.watch()
             communicators = Communicators(transport, built.layout.mesh, built.layout.groups)
             self.state = TrainingState(model, built.layout, options.stage, communicators, tiers)
             weights = values.source(self.state.parameters, device, communicators)

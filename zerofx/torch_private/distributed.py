@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import AllgatherOptions, _get_default_store  # type: ignore[attr-defined]
 
 from zerofx.errors import UsageError
 from zerofx.torch_private.operators import OpOverload, pytree
@@ -33,6 +33,42 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
         options: Any = getattr(group._get_backend(device), "options", None)
         timeouts += [options._timeout] if hasattr(options, "_timeout") else []
     return min(timeouts, default=None)
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that moves tensors of ``device`` between a group's ranks, as ``"nccl"``; empty where it has none."""
+    try:
+        name: str = group._get_backend(device).name()
+    except RuntimeError:
+        return ""
+    return name
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The version of NCCL that torch has been built with, as ``(2, 29, 3)``; empty where that is none."""
+    if not dist.is_nccl_available():
+        return ()
+    version: tuple[int, ...] = torch.cuda.nccl.version()
+    return version
+
+
+def gather_many(group: dist.ProcessGroup, fulls: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+    """Gather slices into a tensor each on the current stream, with one call of the group: one launch of NCCL's."""
+    outputs, inputs = ([tensor for tensor in tensors if tensor.numel()] for tensors in (fulls, shards))
+    if outputs:
+        options = AllgatherOptions()
+        options.asyncOp = False  # else on a stream of the group's, of the usual priority
+        work = group.allgather_into_tensor_coalesced(outputs, inputs, options)
+        if work is not None:  # of a backend without streams
+            work.wait()
+
+
+def abort(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give a group's communicators up on this rank alone: kernels that wait for other ranks there end.
+
+    Torch's watchdog of the group ends with it, and the process goes on.
+    """
+    group._get_backend(device).abort()
 
 
 def unboxed_group(group: Any) -> dist.ProcessGroup:

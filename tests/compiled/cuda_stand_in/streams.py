@@ -7,7 +7,10 @@ Noted as races, since no number tells of them here:
 
 - memory that everybody has let go of before the work that uses it has run, unless the stream was recorded for it: the
   allocator would give it to computation meanwhile;
-- work that a thread of the host gives to a stream without having it wait for computation before.
+- work that a thread of the host gives to a stream without having it wait for computation before;
+- a collective that runs before another one that was started before it, on whichever stream: on another rank they may
+  run in another order, and each wait for the other;
+- a collective on the stream that computes, which no other stream waits for.
 
 The classes for CUDA are what runs (``Nccl`` over gloo, ``CudaCopies``), as ``on_streams`` puts them in the places of a
 CPU's. Not played: pinned memory, NCCL itself, CUDA graphs, and time.
@@ -26,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerofx.runtime.comm import collectives, nccl
+from zerofx.runtime.comm import collectives
 from zerofx.runtime.comm.nccl import Nccl
 from zerofx.runtime.tiers import tiers
 from zerofx.runtime.tiers.copies import CudaCopies
@@ -43,6 +46,7 @@ class Streams:
         self.num_given = 0
         self.lock = threading.RLock()  # of the host's threads
         self.recorded: set[tuple[Stream, int]] = set()
+        self.collectives: list[int] = []  # that have been started and not run, in their order
         self.compute = Stream(self)
         self.sides: list[Stream] = []
         self._entered = threading.local()
@@ -63,6 +67,19 @@ class Streams:
                 yield
         finally:
             self._entered.stream = self.compute
+
+    def start(self, what: str, run: Callable[[], object]) -> Callable[[], None]:
+        """A collective that starts now; returns what runs it."""
+        number = self.num_given
+        self.collectives.append(number)
+
+        def run_in_order() -> None:
+            if self.collectives[0] != number:
+                self.races.append(f"{what} runs before a collective that was started before it")
+            self.collectives.remove(number)
+            run()
+
+        return run_in_order
 
     def record(self, tensor: torch.Tensor, stream: Stream) -> None:
         """The memory of ``tensor`` is not reused before what ``stream`` has been given so far."""
@@ -87,6 +104,8 @@ class Stream:
         """``run`` uses memory that ``num_own`` tensors made for it here have a name for, each in one of ``used``."""
         with self.streams.lock:
             self.streams.num_given += 1
+            if self is self.streams.compute:
+                self.streams.races.append(f"{what} runs on the stream that computes")
             if threading.get_ident() not in self._behind_compute:
                 self.streams.races.append(f"{what} begins without waiting for computation")
             self._behind_compute.discard(threading.get_ident())
@@ -99,6 +118,8 @@ class Stream:
                 run()
 
             self.work.append(checked)
+            if self is self.streams.compute:
+                self.synchronize()
 
     def reach(self, position: int) -> None:
         with self.streams.lock:
@@ -190,7 +211,8 @@ def _given(streams: Streams, call: Callable[..., Any]) -> Callable[..., None]:
         used = list({one.untyped_storage()._cdata: one.untyped_storage() for one in own.values()}.values())
         most = max(sum(one.untyped_storage()._cdata == s._cdata for one in own.values()) for s in used)
         own.clear()
-        streams.current().give(call.__name__, lambda: call(*given, **kwargs), used, most)
+        run = streams.start(call.__name__, lambda: call(*given, **kwargs))
+        streams.current().give(call.__name__, run, used, most)
 
     return give
 
@@ -212,8 +234,9 @@ def on_streams() -> Iterator[Streams]:
         patched.setattr(torch.Tensor, "record_stream", lambda tensor, stream: streams.record(tensor, stream))
         patched.setattr(distributed, "gather_single", _given(streams, distributed.gather_single))
         patched.setattr(distributed, "reduce_single", _given(streams, distributed.reduce_single))
-        patched.setattr(nccl, "gather_coalesced", _coalesced)
-        patched.setattr(dist, "all_to_all_single", _given(streams, dist.all_to_all_single))
+        patched.setattr(distributed, "gather_many", _coalesced)
+        for name in ("all_to_all_single", "all_reduce", "broadcast"):
+            patched.setattr(dist, name, _given(streams, getattr(dist, name)))
         patched.setattr(collectives, "over_gloo", lambda group, log, _patience, **_: Nccl(group, CPU, log))
         patched.setattr(tiers, "ThreadCopies", lambda log: CudaCopies(CPU, log))
         yield streams

@@ -16,13 +16,12 @@ from tests.lib.distributed import run_ranks
 from zerofx.ir.buckets import BucketLayout
 from zerofx.runtime.comm.collectives import make_transport
 from zerofx.runtime.comm.communicators import Communicators
-from zerofx.runtime.comm.nccl import gather_coalesced
 from zerofx.runtime.comm.transport import Pending
 from zerofx.runtime.executor import Runtime
 from zerofx.runtime.measure.spans import SpanLog
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.plan.mesh import SHARD, Mesh
-from zerofx.torch_private.distributed import gather_single, reduce_single
+from zerofx.torch_private.distributed import gather_many, gather_single, reduce_single
 
 CPU = torch.device("cpu")
 
@@ -107,7 +106,7 @@ def _gathered() -> list[bool]:
     group = dist.group.WORLD
     assert group is not None
     fulls = [shard.new_zeros(2 * shard.numel()) for shard in shards]
-    gather_coalesced(group, fulls, shards)
+    gather_many(group, fulls, shards)
     same += [torch.equal(full, wanted) for full, wanted in zip(fulls, expected, strict=True)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # names that torch has deprecated

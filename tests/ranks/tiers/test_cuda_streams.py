@@ -82,6 +82,7 @@ def _on_a_mesh() -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:collectives along different axes of the mesh run one after the other")
 def test_collectives_of_replicas_are_waited_for() -> None:
     assert run_ranks(_on_a_mesh, 4) == [{}] * 4
 

@@ -7,11 +7,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from zerofx.errors import UsageError
 from zerofx.runtime.comm.gloo import over_gloo
 from zerofx.runtime.comm.groups import gloo_over
 from zerofx.runtime.comm.nccl import Nccl
 from zerofx.runtime.comm.transport import Pending, Transport
 from zerofx.runtime.measure.spans import SpanLog
+from zerofx.torch_private import distributed
+
+_ON_THE_HOST = ("gloo", "mpi")  # backends that take tensors of CUDA's, and block the thread that calls them
 
 
 def make_transport(
@@ -27,13 +31,31 @@ def make_transport(
     ``patience_seconds`` is for a rank that neither comes nor fails; NCCL has the timeout of ``group`` for that. ``log``
     notes how long each collective takes, where a step is measured. ``reads_memory``: whether ranks of one host may read
     each other's memory; it is the same on all.
+
+    Raises:
+        UsageError: on all ranks, where the backend of ``group`` is not one for the device.
     """
     if group is None or dist.get_world_size(group) == 1:
         return None
     if device.type == "cuda":
+        check_backend(distributed.backend_for(group, device))
         return Nccl(group, device, log)
     own = gloo_over(group, timedelta(seconds=patience_seconds))
     return over_gloo(own, log, patience_seconds, reads_memory=reads_memory)
+
+
+def check_backend(backend: str) -> None:
+    """Check that the process group has a backend for CUDA whose collectives run on the device's streams.
+
+    Raises:
+        UsageError: it has none, or one in which the host waits for each collective.
+    """
+    if backend in ("", *_ON_THE_HOST):
+        theirs = f"{backend}, in which the host waits for each of them" if backend else "none"
+        raise UsageError(
+            f"expected a process group with a backend that runs collectives on a GPU's streams, found {theirs}: call "
+            f"torch.distributed.init_process_group() without a backend, or with 'nccl' or 'cpu:gloo,cuda:nccl'"
+        )
 
 
 def is_on_cpu(device: torch.device) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import socket
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -25,6 +26,7 @@ from zerofx.runtime.comm.notes import Notes
 from zerofx.runtime.comm.outcomes import Outcomes
 from zerofx.runtime.comm.patience import WAYS_TO_WAIT, JointWork, SilentRankError, patience_seconds, wait_for
 from zerofx.runtime.comm.transport import LostRankError
+from zerofx.runtime.comm.watch import Watch
 
 T = TypeVar("T")
 
@@ -60,6 +62,8 @@ class Control:
         self._begun: dist.Work | None = None
         self._last_work: JointWork | None = None
         self._on_failure: list[Callable[[], None]] = []
+        self._watch: Watch | None = None
+        self._leave: Callable[[], object] = bool
         if self.num_ranks > 1:
             assert group is not None
             self._notes = Notes(self.rank, self.num_ranks, self.patience_seconds)
@@ -254,6 +258,23 @@ class Control:
         """Have ``call`` run where this rank fails, for others to fail that wait for it elsewhere than here."""
         self._on_failure.append(call)
 
+    def watch(self) -> None:
+        """Hear on a thread of a rank that fails or is gone, and fail here too: what is ``on_failure`` runs on it then.
+
+        Collective: a rank that does not watch breaks off as it ends.
+        """
+        if self._group is not None and self._watch is None:
+            self._watch = Watch(self._group, self._hear)
+            self._leave = weakref.finalize(self, self._watch.leave)  # also where the process ends
+
+    def _hear(self) -> None:
+        """The next rank has failed, has heard of one that has, or is gone."""
+        if self.lost or self._group is None or self._watch is None:
+            return
+        if not self._notes.failure():
+            self._notes.tell_failure(f"rank {self._watch.next_rank} is gone")
+        self._lose(self._notes.failure() or f"rank {self._watch.next_rank} is gone")
+
     def fail(self, what: str) -> None:
         """Tell the other ranks that this one has failed, and how; from here on they fail where they wait for it."""
         if self._group is None or self.lost:
@@ -283,6 +304,8 @@ class Control:
         # Connections end with the last name for their group.
         self._last_work = None
         self._on_failure.clear()
+        self._leave()
+        self._watch = None
         if group is not None:
             self._end()
 

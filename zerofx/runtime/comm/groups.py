@@ -41,12 +41,13 @@ def destroy(groups: Sequence[dist.ProcessGroup]) -> None:
 def close_connections(group: dist.ProcessGroup) -> None:
     """Close this rank's connections of a gloo group: ranks that wait for it there, or come to, fail at once.
 
-    No call of gloo's does that for a process that lives on, but a message that does not come in time does.
+    No call of gloo's does that for a process that lives on, but a message that does not come in time does. The rank
+    before this one comes first: it may listen, and go on from there.
     """
-    rank = dist.get_rank(group)
-    for peer in range(dist.get_world_size(group)):
-        if peer != rank:
-            with contextlib.suppress(RuntimeError):
-                late = dist.irecv(torch.empty(1, device="cpu"), group=group, group_src=peer, tag=_NEVER_SENT)
-                assert late is not None
-                late.wait(timedelta(milliseconds=1))
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    for distance in range(1, num_ranks):
+        with contextlib.suppress(RuntimeError):
+            peer = (rank - distance) % num_ranks
+            late = dist.irecv(torch.empty(1, device="cpu"), group=group, group_src=peer, tag=_NEVER_SENT)
+            assert late is not None
+            late.wait(timedelta(milliseconds=1))

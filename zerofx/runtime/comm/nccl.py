@@ -1,8 +1,9 @@
-"""Collectives on CUDA: NCCL's, on a stream of their own. Its watchdog ends ranks that wait for one that has failed."""
+"""Collectives on CUDA: NCCL's, on a stream of their own, in one order over all communicators."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,6 +15,12 @@ from zerofx.runtime.comm.transport import Group, Groups, LostRankError, Pending,
 from zerofx.runtime.measure.spans import SpanLog
 from zerofx.torch_private import distributed
 
+_ORDERING_NCCL = (2, 26)  # the first to have NCCL_LAUNCH_ORDER_IMPLICIT
+_ONE_BY_ONE = (
+    "collectives along different axes of the mesh run one after the other on a GPU: set NCCL_LAUNCH_ORDER_IMPLICIT=1 "
+    "before the processes start, with NCCL 2.26 or later, for them to overlap"
+)
+
 
 class Nccl(Transport):
     """NCCL collectives on a stream of their own.
@@ -22,11 +29,20 @@ class Nccl(Transport):
     that earlier computation read; computation waits for it only where the step says so. What is sent is counted as a
     ring sends it, to the next rank; of an exchange, to whom it is for.
 
+    Communicators of one device whose kernels start in another order on another rank may wait for one another without
+    end. So each collective waits for the one before it, whichever communicator that is of, unless NCCL has been asked
+    to keep the order of launches itself, which lets them overlap.
+
+    A kernel waits without end for a rank that does not come: who hears that one has failed calls ``abort``, from any
+    thread.
+
     What a collective writes, and what it reads but for slices that are gathered, is held until its wait, and what uses
     the memory again comes after that. So the allocator is not told of the stream (``record_stream``): it would keep a
     buffer that has been released until the stream has done all that it had been given by then, gathers ahead among it,
     and take more memory than planned meanwhile.
     """
+
+    breaks = False
 
     def __init__(
         self,
@@ -47,6 +63,8 @@ class Nccl(Transport):
         # Of the members, among all ranks.
         self._numbers = next(members for members in self._all_groups if self._world.rank in members)
         self._failed = False
+        self._last: torch.cuda.Event | None = None  # the end of the last collective, of any communicator
+        self._in_order: bool = keeps_order() if whole is None else whole._in_order
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)  # not held up by kernels that fill the device
         self._log = log
@@ -61,6 +79,7 @@ class Nccl(Transport):
     def among(self, groups: Groups) -> Nccl:
         inner = Nccl(self._new_group(groups), self._device, self._log, self, groups)
         self._inner.append(inner)
+        self.notice = "" if self._in_order else _ONE_BY_ONE
         return inner
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
@@ -71,7 +90,7 @@ class Nccl(Transport):
 
     def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Pending[None]:
         sent = self._in_ring(sum(shard.nbytes for shard in shards), "all", self.num_ranks)
-        return self._start(None, lambda: gather_coalesced(self._group, fulls, shards), sent, shards)
+        return self._start(None, lambda: distributed.gather_many(self._group, fulls, shards), sent, shards)
 
     def reduce_scatter(self, gradients: torch.Tensor, *, in_place: bool = False) -> Pending[torch.Tensor]:
         num_shard = gradients.numel() // self.num_ranks
@@ -124,16 +143,22 @@ class Nccl(Transport):
         return self._start(result, launch, {following: 2 * once})
 
     def broadcast_dense(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._check_reachable()
-        for tensor in tensors:
-            dist.broadcast(tensor.view(torch.uint8), group=self._group, group_src=0)  # NCCL does not have all dtypes
-            if self.rank == 0:
-                self.sent_to.update(dict.fromkeys(self._numbers[1:], tensor.nbytes))
+        def launch() -> None:
+            for tensor in tensors:
+                dist.broadcast(
+                    tensor.view(torch.uint8), group=self._group, group_src=0
+                )  # NCCL does not have all dtypes
+
+        num_bytes = sum(tensor.nbytes for tensor in tensors) if self.rank == 0 else 0
+        self._start(None, launch, dict.fromkeys(self._numbers[1:], num_bytes)).finish(None)
 
     def all_true(self, here: bool) -> bool:
-        self._check_reachable()
         self._flag.fill_(here)
-        dist.all_reduce(self._flag, op=dist.ReduceOp.MIN, group=self._group)
+
+        def launch() -> None:
+            dist.all_reduce(self._flag, op=dist.ReduceOp.MIN, group=self._group)
+
+        self._start(None, launch, {}, noted=False).finish(None)
         return bool(self._flag.item())
 
     def settle(self) -> None:
@@ -141,17 +166,22 @@ class Nccl(Transport):
             torch.cuda.current_stream(self._device).wait_stream(transport._stream)
 
     def abort(self) -> None:
-        """What the failed step let go of is not used again before the collectives that it started are done.
+        """Give all communicators up: what has been started ends here, with any values, and nothing is started any more.
 
-        NCCL's watchdog ends ranks that wait too long.
+        What the failed step let go of is not used again before that.
         """
+        if self._world._failed:
+            return
         self._world._failed = True
-        with contextlib.suppress(RuntimeError):  # of a device that has failed too
+        for transport in (self, *self._inner):
+            for group in (transport._group, *transport._groups.values()):
+                with contextlib.suppress(RuntimeError):  # of a device that has failed too
+                    distributed.abort(group, self._device)
+        with contextlib.suppress(RuntimeError):
             self.settle()
 
     def close(self) -> None:
-        """After a failure groups stay until the process ends: to end them is to wait for collectives, some of which no
-        other rank has come to."""
+        """After a failure there is nothing to end: communicators have been given up."""
         if self._world._failed:
             return
         self._stream.synchronize()
@@ -189,24 +219,34 @@ class Nccl(Transport):
         return self._groups[group, size]
 
     def _new_group(self, groups: Groups) -> dist.ProcessGroup:
-        """This rank's of ``groups``, all of which all ranks make."""
-        self._check_reachable()
+        """This rank's of ``groups``, all of which all ranks make, with the user's timeout."""
+        self.check_reachable()
+        backend, timeout = distributed.backend_for(self._group, self._device), distributed.group_timeout(self._group)
         everyone, own = dist.get_process_group_ranks(self._group), None
         for members in groups:
-            new_group = dist.new_group([everyone[rank] for rank in members])
+            new_group = dist.new_group([everyone[rank] for rank in members], timeout=timeout, backend=backend)
             if self.rank in members:
                 own = new_group
         assert isinstance(own, dist.ProcessGroup)
         return own
 
     def _start(
-        self, result: T, launch: Callable[[], None], sent: Mapping[int, int], unheld: Sequence[torch.Tensor] = ()
+        self,
+        result: T,
+        launch: Callable[[], None],
+        sent: Mapping[int, int],
+        unheld: Sequence[torch.Tensor] = (),
+        *,
+        noted: bool = True,
     ) -> Pending[T]:
-        """``unheld`` is what it reads and the step may let go of before the wait."""
-        self._check_reachable()
+        """``unheld`` is what it reads and the step may let go of before the wait; ``noted``: as a step is measured."""
+        self.check_reachable()
         self.sent_to.update(sent)
+        world = self._world
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        timed = self._log.running
+        if world._last is not None and not self._in_order:
+            self._stream.wait_event(world._last)
+        timed = self._log.running and noted
         begun, done = (torch.cuda.Event(enable_timing=timed) for _ in range(2))
         with torch.cuda.stream(self._stream):
             if timed:
@@ -214,22 +254,25 @@ class Nccl(Transport):
                 self._log.add_events(self.stream, begun, done, sum(sent.values()))
             launch()
             done.record(self._stream)
+        world._last = done
         for tensor in unheld:
             tensor.record_stream(self._stream)
-        return Pending.after(result, lambda: torch.cuda.current_stream(self._device).wait_event(done))
 
-    def _check_reachable(self) -> None:
-        """Nobody waits for what would be started now, and it would end when the watchdog ends the process.
+        def wait() -> None:
+            self.check_reachable()
+            torch.cuda.current_stream(self._device).wait_event(done)
 
-        Raises:
-            LostRankError: a rank has failed.
-        """
+        return Pending.after(result, wait)
+
+    def check_reachable(self) -> None:
         if self._world._failed:
             raise LostRankError("a rank has failed, and ranks reach one another no more")
 
 
-def gather_coalesced(group: dist.ProcessGroup, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-    """Gather slices into a buffer each with one call of the process group, which NCCL makes one launch."""
-    outputs, inputs = ([tensor for tensor in tensors if tensor.numel()] for tensors in (fulls, shards))
-    if outputs:
-        group.allgather_into_tensor_coalesced(outputs, inputs).wait()
+def keeps_order() -> bool:
+    """Whether NCCL has been asked to start the kernels of all communicators in the order of their launches.
+
+    It reads that once in a process, at the first launch of all.
+    """
+    asked = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0")
+    return asked and distributed.nccl_version() >= _ORDERING_NCCL

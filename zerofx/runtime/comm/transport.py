@@ -70,6 +70,7 @@ class Transport(Protocol):
     sent_to: Counter[int]
     stream: str = COLLECTIVE
     notice: str = ""  # what makes it slower than it could be, and what to do
+    breaks: bool = True  # whether who waits for a rank that fails, or is gone, fails at once
 
     def among(self, groups: Groups) -> Transport:
         """A transport between the ranks of this rank's group, to be closed before this one. Collective, of all ranks,
@@ -135,6 +136,14 @@ class Transport(Protocol):
 
     def settle(self) -> None:
         """Block until all that has been started is done, where a step is left on all ranks at one place."""
+
+    def check_reachable(self) -> None:
+        """Look, without waiting, whether a rank is known to have failed: what has arrived since is not what was sent.
+
+        Raises:
+            LostRankError: one has.
+        """
+        return None
 
     @property
     def sent_bytes(self) -> int:
