@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 import zerofx
 from gpt import GPT
+from tests.lib.runs.sharing import SHARING
+from tests.lib.runs.training import plan_of
+from zerofx.ir.value_ops import VALUE_COLLECTIVES
 from zerofx.runtime.cuda_graphs.obstacles import batch_bytes, machine_obstacle, step_obstacle
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -45,6 +48,12 @@ def test_values_in_few_bits_are() -> None:
     found = gpt(stage=3, world_size=16, wire="int8", memory_budget=None)
     assert found.plan.wires, "the plan sends something in few bits"
     assert "in few bits" in step_obstacle(found, GPU, None)
+
+
+def test_values_that_ranks_share_are() -> None:
+    found = plan_of("stack", stage=0, mesh={"model": 2}, machine=SHARING).lowered
+    assert VALUE_COLLECTIVES & {node.target for node in found.graph.calls()}
+    assert "ranks share what layers compute" in step_obstacle(found, CPU, None)
 
 
 def test_a_budget_without_room_for_a_copy_of_the_batch_is() -> None:

@@ -143,9 +143,10 @@ class Cudart:
 
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}
-        self.code = 0
+        self.code = self.last = 0
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+        self.last = self.code
         if not self.code:
             self.pinned[address] = num_bytes
         return self.code
@@ -156,6 +157,12 @@ class Cudart:
 
     def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
         return f"error {code}"
+
+    def launch(self, *_: object, device: str) -> None:
+        """A kernel: it reports the error of whatever call failed last."""
+        failed, self.last = self.last, 0
+        if failed:
+            raise RuntimeError(f"error {failed}")
 
 
 def test_a_pinned_block_is_no_larger_than_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +179,21 @@ def test_a_pinned_block_is_no_larger_than_what_is_counted(monkeypatch: pytest.Mo
     del block, part
     memory.clear()
     assert cudart.pinned == {} and memory.num_bytes == 0
+
+
+def test_near_the_budget_no_more_is_pinned_again_than_has_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    memory = HostMemory(pinned=True, budget=16 * PAGE)
+    waiting = [memory.take(pages * PAGE) for pages in (8, 4, 3)]
+    address = waiting[0].data_ptr()
+    while waiting:
+        memory.give_back(waiting.pop())
+    small = memory.take(2 * PAGE)  # of which one page is left
+    assert sorted(cudart.pinned.values()) == [2 * PAGE, 4 * PAGE, 8 * PAGE] and memory.num_bytes == 14 * PAGE
+    used = [small, memory.take(8 * PAGE), memory.take(6 * PAGE)]  # for which what is left of the others goes
+    assert used[1].data_ptr() == address
+    assert sorted(cudart.pinned.values()) == [2 * PAGE, 6 * PAGE, 8 * PAGE]
 
 
 def test_pinned_blocks_are_not_copied_into_processes_that_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,10 +215,12 @@ def test_memory_that_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch
     cudart = Cudart()
     cudart.code = 2
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch, "ones", cudart.launch)
     memory = HostMemory(pinned=True)
     with pytest.raises(TierError, match=r"error 2.*lower host_budget"):
         memory.take(PAGE)
     assert memory.num_bytes == 0
+    cudart.launch(device="cuda")  # the step's next kernel
 
 
 class QueuedCopy:

@@ -14,6 +14,7 @@ from zerofx.ir.facts import DEVICE, Role, origin, tier_of, value
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.text import target_name
+from zerofx.ir.value_ops import VALUE_COLLECTIVES
 from zerofx.lowering.lower import LoweredStep
 from zerofx.units import format_bytes
 
@@ -61,6 +62,8 @@ def _node_obstacle(node: fx.Node, device_type: str) -> str:
         return f"the plan has tensors in slower tiers, which the host copies and updates ({where})"
     if node.target in _COMPRESSED:
         return f"the plan sends values in few bits, in buffers that are made anew in each step ({where})"
+    if node.target in VALUE_COLLECTIVES:
+        return f"ranks share what layers compute, in buffers that are made anew in each step ({where})"
     tags: Any = getattr(node.target, "tags", ())
     if _waits_for_values(node, tags):
         return f"the host waits for a value that the device computes ({where})"

@@ -77,11 +77,18 @@ class HostMemory:
         return self._budget is None or self.num_bytes - waiting + size_class(num_bytes) <= self._budget
 
     def shrink(self, num_bytes: int) -> None:
-        """Free blocks that are not in use, the largest first, until all take no more than ``num_bytes``."""
-        for size in sorted(self._free, reverse=True):
-            while self._free[size] and self.num_bytes > num_bytes:
-                _landed(*self._free[size].pop())
-                self.num_bytes -= size
+        """Free blocks that are not in use until all take no more than ``num_bytes``.
+
+        What is freed here is pinned again where it is asked for next: no more goes than has to, the smallest block that
+        is enough, or else the largest ones.
+        """
+        while (excess := self.num_bytes - num_bytes) > 0:
+            sizes = sorted(size for size, blocks in self._free.items() if blocks)
+            if not sizes:
+                return
+            size = next((size for size in sizes if size >= excess), sizes[-1])
+            _landed(*self._free[size].pop(0))
+            self.num_bytes -= size
 
     def _make_room(self, num_bytes: int) -> None:
         budget = self._budget

@@ -6,6 +6,7 @@ Torch's own pinned memory is not for blocks that are counted: its allocator roun
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 
 import torch
@@ -25,6 +26,7 @@ def pin(block: torch.Tensor) -> None:
     cudart = torch.cuda.cudart()
     code = cudart.cudaHostRegister(block.data_ptr(), block.numel(), _PORTABLE)
     if int(code):
+        _forget_error()
         raise TierError(
             f"expected {format_bytes(block.numel())} of the host's memory that can be pinned, found that CUDA cannot "
             f"({cudart.cudaGetErrorString(code)}): lower host_budget, or let this process have more memory"
@@ -32,3 +34,9 @@ def pin(block: torch.Tensor) -> None:
     # Memory that is given back to the operating system while it is pinned stays with the process.
     finalizer = weakref.finalize(block, cudart.cudaHostUnregister, block.data_ptr())
     finalizer.atexit = False
+
+
+def _forget_error() -> None:
+    """Have a launch report the error that CUDA keeps of a call that failed: the next one of a step would otherwise."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
