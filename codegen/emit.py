@@ -19,7 +19,6 @@ from typing import Any
 
 from torch import fx
 
-from zerofx.codegen.kernels.table import launches_of
 from zerofx.codegen.regions import Event, Instruction, Region, is_free_view
 from zerofx.codegen.step_file import (
     ITEM,
@@ -64,7 +63,6 @@ def emit(
     live: Liveness,
     header: str,
     host_functions: Iterable[str],
-    kernels: frozenset[str] = frozenset(),
 ) -> EmittedStep:
     """The text of the step's file, and what it needs to run.
 
@@ -74,7 +72,6 @@ def emit(
         live: live bytes by node.
         header: text for the head of the file: what was planned.
         host_functions: sources of the functions that compute hyperparameters on the host.
-        kernels: those of zerofx's own that the step uses: the file says which operators are launches of them.
     """
     functions, definitions = _name_regions(instructions)
     names = _local_names(step, functions.values())
@@ -83,7 +80,7 @@ def emit(
     body, outputs = _body(step, instructions, live, functions, names)
     file = StepFile(
         header,
-        {key: _region(functions[key], region, kernels) for key, region in definitions.items()},
+        {key: _region(functions[key], region) for key, region in definitions.items()},
         _taken(state, names),
         _taken(batch, names),
         body,
@@ -136,11 +133,10 @@ class _Statement:
 
 def update_source(region: Region) -> str:
     """The function ``update`` that does what ``region`` does."""
-    return region_text(_region("update", region, frozenset()))
+    return region_text(_region("update", region))
 
 
-def _region(name: str, region: Region, kernels: frozenset[str]) -> RegionText:
-    launches = launches_of(kernels)
+def _region(name: str, region: Region) -> RegionText:
     statements = _statements(region)
     local = {node: f"x{i}" for i, node in enumerate(region.inputs)}
     calls = []
@@ -155,7 +151,7 @@ def _region(name: str, region: Region, kernels: frozenset[str]) -> RegionText:
         targets = tuple(local[t] if t is not None else "_" for t in statement.targets)
         dead = [local[n] for n in dying.get(index, ())] + (["_"] if None in statement.targets else [])
         note = _type(value(node)) if targets else ""
-        calls.append(CallLine(_function(node, launches), args, keywords, targets, statement.unpacks, tuple(dead), note))
+        calls.append(CallLine(_function(node), args, keywords, targets, statement.unpacks, tuple(dead), note))
     return RegionText(name, len(region.inputs), tuple(calls), tuple(local[node] for node in region.outputs))
 
 
@@ -327,11 +323,11 @@ def _event(node: fx.Node, names: Mapping[fx.Node, str], dead: tuple[str, ...], n
     return CallLine(function, args, how, targets, dead=dead, note=note)
 
 
-def _function(node: fx.Node, launches: Mapping[Any, Any]) -> str:
+def _function(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return ITEM
     assert isinstance(node.target, OpOverload), f"no operator: {node.target}"
-    return str(launches.get(node.target, node.target))
+    return str(node.target)
 
 
 def _arguments(node: fx.Node, local: Mapping[fx.Node, str]) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:

@@ -9,7 +9,7 @@
                        what they gather), ``channels`` (they then send through gloo on CPUs), ``simplify``, ``stamp``
                        (repeated layers are then captured one by one)
 ``ZEROFX_KERNELS``     ``auto`` (default), ``none``, or comma-separated names of zerofx's own kernels that a compiled
-                       step is to use: ``update``, ``loss``, ``wire``, ``norms`` on CUDA, ``attention``,
+                       step is to use: ``update``, ``loss`` on CUDA, ``attention``,
                        ``products`` on a CPU (see ``docs/kernels.md``)
 ``ZEROFX_VERIFY``      0 no checks, 1 checks after the last pass (default), 2 after every pass, and of repeated layers
                        that were stamped out against a whole capture
@@ -17,8 +17,9 @@
                        each process makes one of its own in each (default: none)
 ``ZEROFX_TIMEOUT``     seconds that a rank is waited for, wherever ranks wait for one another (default 600); the timeout
                        of the process group where that is less. A rank that captures, plans or compiles says every few
-                       seconds that it works, and is waited for as long as it does. NCCL has the process group's
-                       timeout alone
+                       seconds that it works, and is waited for as long as it does. Kernels of NCCL's have
+                       the process group's timeout alone; a rank that fails or is gone ends the others within seconds
+                       all the same
 ``ZEROFX_CACHE_DIR``   folder for what is kept for the next run, 0 or empty for none (default: ``zerofx`` in
                        ``TORCHINDUCTOR_CACHE_DIR``, or else in the user's cache folder)
 =====================  =========================================================================================

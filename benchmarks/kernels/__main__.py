@@ -10,12 +10,9 @@
   BLAS, and what is taken from it. Operands go round, so that they come from memory.
 - **update**: AdamW on one bucket with float32 masters and states, gradient and parameters in bfloat16: unscale, cast,
   update, copy. ATen's four kernels, the same arithmetic written out under ``torch.compile``, and the kernel.
-- **quantise**, **sum**: a bucket in bfloat16 to 8 bits and the sum of 8 such parts back: ATen's operators, the same
-  under ``torch.compile``, and the kernel.
-- **norms**: the sum of the squares of a bucket's gradients in bfloat16: torch's norms of rows, the squares written out
-  under ``torch.compile``, and the kernel.
 - **loss**: an output layer with its cross-entropy, forward and backward, in bfloat16: whole logits under
-  ``torch.compile``, torch's chunked ``linear_cross_entropy`` where torch has it, and tiles of classes.
+  ``torch.compile``, torch's chunked ``linear_cross_entropy`` where torch has it, tiles of rows under ``torch.compile``,
+  and tiles of classes.
 
 Rounds alternate between the contenders of a group; times are of CUDA events, or of the clock on a CPU. Ratios are to
 the group's first, of medians and of minima: a kernel is worth having below 1. "Of copy" is the share of a plain copy's

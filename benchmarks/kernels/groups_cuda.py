@@ -13,10 +13,8 @@ from torch import Tensor
 
 from benchmarks.kernels.groups import Group
 from zerofx.ir import ops
-from zerofx.ir.op_kernels import norms, quantise
 
 LR, BETA1, BETA2, DECAY, EPS = 1e-3, 0.9, 0.95, 0.1, 1e-8
-NUM_PARTS = 8
 IGNORED = -100
 _aten = torch.ops.aten
 
@@ -28,9 +26,6 @@ def groups(
     return {
         "update": (partial(update_group, numel, device),),
         "loss": (partial(loss_group, num_rows, dim, num_classes, device),),
-        "norms": (partial(norms_group, numel, device),),
-        "quantise": (partial(quantise_group, numel, device),),
-        "sum": (partial(sum_group, numel, device),),
     }
 
 
@@ -84,48 +79,6 @@ def update_group(numel: int, device: torch.device) -> Group:
     return Group("update", contenders, 28 * numel)
 
 
-def quantise_group(numel: int, device: torch.device) -> Group:
-    """Rounding to 8 bits by ATen, by Inductor and by the kernel."""
-    values = torch.randn(numel, device=device).bfloat16()
-    compiled = torch.compile(quantise.quantise_at_once, fullgraph=True)
-    contenders = {
-        "torch": lambda: quantise.quantise(values, NUM_PARTS, "int8"),
-        "torch.compile": lambda: compiled(values, NUM_PARTS, "int8"),
-        "kernel": lambda: torch.ops.zerofx.launch_quantise(values, NUM_PARTS, "int8"),
-    }
-    return Group("quantise", contenders, 2 * numel + quantise.packed_bytes(numel, "int8"))
-
-
-def sum_group(numel: int, device: torch.device) -> Group:
-    """The sum of parts in 8 bits by ATen, by Inductor and by the kernel."""
-    packed = quantise.quantise(torch.randn(numel, device=device), NUM_PARTS, "int8")
-    compiled = torch.compile(quantise.dequantise_sum_at_once, fullgraph=True)
-    args = (packed, NUM_PARTS, "int8", torch.bfloat16)
-    contenders = {
-        "torch": lambda: quantise.dequantise_sum(*args),
-        "torch.compile": lambda: compiled(*args),
-        "kernel": lambda: torch.ops.zerofx.launch_dequantise_sum(*args),
-    }
-    return Group("sum", contenders, packed.numel() + 2 * numel // NUM_PARTS)
-
-
-def norms_group(numel: int, device: torch.device) -> Group:
-    """The sum of squares by torch's norms, by Inductor and by the kernel."""
-    values = torch.randn(numel, device=device).bfloat16()
-    compiled = torch.compile(squares_written_out, fullgraph=True)
-    contenders = {
-        "torch": lambda: norms.square_sum(values),
-        "torch.compile": lambda: compiled(values),
-        "kernel": lambda: torch.ops.zerofx.launch_square_sum(values),
-    }
-    return Group("norms", contenders, 2 * numel)
-
-
-def squares_written_out(values: Tensor) -> Tensor:
-    """Squares of whole rows as operators that a compiler can fuse."""
-    return values.view(-1, norms.ROW).float().square().sum(1).double().sum(0, keepdim=True)
-
-
 def loss_whole(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     """Loss and both gradients, with whole logits."""
     loss = F.cross_entropy(F.linear(x, weight).float(), target)
@@ -150,14 +103,37 @@ def loss_by_classes(x: Tensor, weight: Tensor, target: Tensor, num_tiles: int) -
     log_sums = stats[1].log() + stats[0]
     count = is_counted.sum(dtype=torch.float32)
     loss = torch.where(is_counted, log_sums - stats[2], 0.0).sum() / count
-    grad_x = torch.zeros(x.shape, device=x.device)
-    parts = []
+    grad_x, grad_weight = torch.zeros(x.shape, device=x.device), torch.empty_like(weight)
     for start, part in runs:
         grad = x @ part.t()
         ops.softmax_gradient(grad, target, start, log_sums, 1 / count, IGNORED)
         grad_x += grad @ part
-        parts.append(grad.t() @ x)
-    return loss, grad_x.to(x.dtype), torch.cat(parts)
+        torch.mm(grad.t(), x, out=grad_weight[start : start + len(part)])
+    return loss, grad_x.to(x.dtype), grad_weight
+
+
+def row_tile(x: Tensor, weight: Tensor, target: Tensor, count: Tensor, total: Tensor) -> tuple[Tensor, ...]:
+    """The sum of the loss of some rows, their gradient, and the weight's summed up to them in float32."""
+    softmax = _aten._log_softmax.default((x @ weight.t()).float(), 1, False)
+    loss = F.nll_loss(softmax, target, ignore_index=IGNORED, reduction="sum")
+    grad = _aten.nll_loss_backward.default(torch.ones_like(count), softmax, target, None, 1, IGNORED, count)
+    grad = _aten._log_softmax_backward_data.default(grad, softmax, 1, torch.float32).to(x.dtype)
+    return loss, grad @ weight, total + grad.t() @ x
+
+
+def loss_by_rows(
+    x: Tensor, weight: Tensor, target: Tensor, num_tiles: int, tile: Callable[..., tuple[Tensor, ...]] = row_tile
+) -> tuple[Tensor, ...]:
+    """The same by tiles of rows, as ``passes/tile.py`` writes them; ``tile`` is what a region is compiled to."""
+    x, weight = x.detach(), weight.detach()
+    count = (target != IGNORED).sum(dtype=torch.float32)
+    total = torch.zeros(weight.shape, device=x.device)
+    losses, grads = [], []
+    for rows, targets in zip(x.chunk(num_tiles), target.chunk(num_tiles), strict=True):
+        loss, grad, total = tile(rows, weight, targets, count, total)
+        losses.append(loss)
+        grads.append(grad)
+    return torch.stack(losses).sum() / count, torch.cat(grads), total.to(weight.dtype)
 
 
 def loss_inputs(num_rows: int, dim: int, num_classes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,12 +144,16 @@ def loss_inputs(num_rows: int, dim: int, num_classes: int, device: torch.device)
 
 
 def loss_group(num_rows: int, dim: int, num_classes: int, device: torch.device) -> Group:
-    """A loss with whole logits under Inductor, by torch's chunks, and by tiles of classes."""
+    """A loss with whole logits under Inductor, by torch's chunks, by tiles of rows under Inductor, and of classes."""
     inputs = loss_inputs(num_rows, dim, num_classes, device)
     compiled = torch.compile(loss_whole)
     contenders: dict[str, Callable[[], object]] = {"torch.compile": lambda: compiled(*inputs)}
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         contenders["torch, chunked"] = lambda: loss_chunked(*inputs)
+    compiled_tile = torch.compile(row_tile)
+    for num_tiles in (4, 8, 32):
+        by_rows = partial(loss_by_rows, *inputs, num_tiles, compiled_tile)
+        contenders[f"{num_tiles} tiles of rows"] = by_rows
     for num_tiles in (8, 32):
         contenders[f"{num_tiles} tiles of classes"] = partial(loss_by_classes, *inputs, num_tiles)
     return Group("loss", contenders)

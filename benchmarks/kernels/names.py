@@ -1,4 +1,4 @@
 """Names of the groups of ``benchmarks.kernels``: data that needs no torch."""
 
-CUDA = ("update", "loss", "norms", "quantise", "sum")
+CUDA = ("update", "loss")
 CPU = ("attention", "products")

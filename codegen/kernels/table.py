@@ -5,17 +5,14 @@ Those for CPUs are in ``codegen/cpu/extras.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 
 from zerofx.codegen.cpu.extras import CPU_KERNELS, cpu_kernels_in_use
 from zerofx.errors import UsageError
-from zerofx.ir import ops
 
 
 @dataclass(frozen=True)
@@ -23,8 +20,7 @@ class Kernel:
     """One entry of the table: a kernel in Triton.
 
     ``instead_of`` is what runs where it is not used. ``is_default``: whether compiled steps on CUDA use it without
-    being asked to; ``reason`` says why, or why not. ``is_experimental``: it was never timed, and only who names it has
-    it.
+    being asked to; ``reason`` says why, or why not.
     """
 
     name: str
@@ -32,13 +28,10 @@ class Kernel:
     instead_of: str
     is_default: bool
     reason: str
-    is_experimental: bool = False
 
 
 UPDATE = "update"
 LOSS = "loss"
-WIRE = "wire"
-NORMS = "norms"
 
 KERNELS = (
     Kernel(
@@ -55,27 +48,7 @@ KERNELS = (
         True,
         "it is one more way to fit a memory_budget, taken only where the plan is faster for it",
     ),
-    Kernel(
-        WIRE,
-        "rounding to few bits for the wire, and back, in one pass each, with sums in the order of the ranks",
-        "what Inductor makes of the same arithmetic",
-        False,
-        "Inductor fuses most of it, and which is faster has not been measured",
-        is_experimental=True,
-    ),
-    Kernel(
-        NORMS,
-        "the sum of squares of a bucket's gradients for max_grad_norm: all rows in one launch, their sum in another",
-        "torch's vector_norm and sums, some launches for each 4 million gradients",
-        False,
-        "torch's reads each gradient once and holds no copy either, and what launches cost has not been measured",
-        is_experimental=True,
-    ),
 )
-_LAUNCHES: Mapping[str, tuple[str, ...]] = {
-    WIRE: ("quantise", "dequantise", "dequantise_sum"),
-    NORMS: ("square_sum",),
-}
 _IN_TRITON = frozenset(kernel.name for kernel in KERNELS)
 _DEFAULT = frozenset(kernel.name for kernel in KERNELS if kernel.is_default)
 _NAMES = _IN_TRITON | CPU_KERNELS
@@ -114,9 +87,3 @@ def _runs_triton(device: torch.device) -> bool:
 
 def _is_interpreting() -> bool:
     return bool(import_module("triton").knobs.runtime.interpret)
-
-
-def launches_of(kernels: frozenset[str]) -> dict[Any, Any]:
-    """The operators in whose place a step with ``kernels`` has launches of them, and what launches them."""
-    names = [name for kernel, operators in _LAUNCHES.items() if kernel in kernels for name in operators]
-    return {getattr(ops, name): getattr(torch.ops.zerofx, f"launch_{name}").default for name in names}

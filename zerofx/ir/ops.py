@@ -46,7 +46,6 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``quantise``          flat values as bytes to send, in few bits with a scale for each block, a row for each part
 ``dequantise``        the values of all parts of what was quantised, in order
 ``dequantise_sum``    the sum of the parts of what was quantised
-``launch_...``        the three above and ``square_sum`` as kernels of ours, where a step on CUDA is to launch them
 ``onednn_lstm``       a layer of an LSTM by oneDNN, with what backward needs of it, and its gradients: as eager mode
                       runs it on a CPU (``zerofx/ir/op_kernels/onednn_lstm.py``)
 ``recurrent_steps``   the time steps of a layer of an RNN, GRU or LSTM, with what backward needs of them, and their
@@ -67,9 +66,6 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from zerofx.ir.op_kernels import as_aten, fakes, norms, recurrent, softmax, value_gradients
@@ -79,7 +75,6 @@ from zerofx.ir.op_kernels.attention import empty_results
 from zerofx.ir.op_kernels.own_operator import launched, own_operator
 from zerofx.ir.op_kernels.products import empty_result
 from zerofx.ir.value_ops import VALUE_COLLECTIVES
-from zerofx.torch_private.operators import OpOverload
 
 NO_BUCKET = -1  # in the place of a bucket's index: a collective that is about all of them
 
@@ -202,27 +197,19 @@ softmax_gradient = own_operator(
 largest = own_operator("largest(Tensor values) -> Tensor", fakes.one_number, kernel=norms.largest)
 
 
-def _with_launch(
-    module: str, schema: str, fake: Callable[..., Any], kernel: Callable[..., Any]
-) -> OpOverload[..., Any]:
-    """An operator, and ``launch_...`` of the same form, which on CUDA is a kernel of ours."""
-    own_operator(f"launch_{schema}", fake, cpu=kernel, cuda=launched(f"kernels.{module}", schema.partition("(")[0]))
-    return own_operator(schema, fake, cpu=kernel, cuda=kernel)
-
-
-quantise = _with_launch(
-    "wire", "quantise(Tensor values, int num_parts, str encoding, int interleave=1) -> Tensor",
-    fakes.packed, _quantise.quantise,
+quantise = own_operator(
+    "quantise(Tensor values, int num_parts, str encoding, int interleave=1) -> Tensor",
+    fakes.packed, kernel=_quantise.quantise,
 )  # fmt: skip
-dequantise = _with_launch(
-    "wire", "dequantise(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor",
-    fakes.unpacked, _quantise.dequantise,
+dequantise = own_operator(
+    "dequantise(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor",
+    fakes.unpacked, kernel=_quantise.dequantise,
 )  # fmt: skip
-dequantise_sum = _with_launch(
-    "wire", "dequantise_sum(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor",
-    fakes.unpacked_sum, _quantise.dequantise_sum,
+dequantise_sum = own_operator(
+    "dequantise_sum(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor",
+    fakes.unpacked_sum, kernel=_quantise.dequantise_sum,
 )  # fmt: skip
-square_sum = _with_launch("norms", "square_sum(Tensor values) -> Tensor", fakes.one_number, norms.square_sum)
+square_sum = own_operator("square_sum(Tensor values) -> Tensor", fakes.one_number, kernel=norms.square_sum)
 
 
 def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:

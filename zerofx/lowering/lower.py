@@ -45,7 +45,7 @@ def lower(
             plan = replace(plan, prediction=None)  # what was predicted for another machine bounds nothing here
         plan = plan.with_prediction(predict(step, plan, layout, simulation))
         sources, header = host_sources(plan, programs), _header(plan, machine)
-        emitted = emit(step, instructions, simulation.live, header, sources, target.kernels)
+        emitted = emit(step, instructions, simulation.live, header, sources)
     return LoweredStep(step, plan, instructions, simulation, stages, emitted)
 
 

@@ -15,12 +15,10 @@ import torch
 from tests.compiled.kernels.interpreted import region_of
 from tests.lib.optimizers import CASES
 from zerofx.codegen.kernels.update import BLOCK, LAUNCH, load_kernel, make_update_kernel
-from zerofx.ir.op_kernels.norms import ROW
-from zerofx.ir.op_kernels.quantise import ENCODINGS
 from zerofx.optimizers import trace_update
 
 pytest.importorskip("triton")
-norms, softmax, wire = (import_module(f"zerofx.codegen.kernels.{name}") for name in ("norms", "softmax", "wire"))
+softmax = import_module("zerofx.codegen.kernels.softmax")
 
 _NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float64: "*fp64"}
 _LOW = torch.bfloat16
@@ -50,30 +48,6 @@ def update(case: str, fused: bool, max_registers: int) -> Build:
     return Build(load_kernel(made.source), types, {"BLOCK": BLOCK}, LAUNCH, max_registers)
 
 
-def quantiser(encoding: str, max_registers: int) -> Build:
-    constants, options = wire_constants(encoding)
-    constants |= {"LARGEST": ENCODINGS[encoding].largest, "SMALLEST": torch.finfo(torch.float32).tiny}
-    types = ["*bf16", "*u8", "*fp32", "i32", "i32", "i32", "i32", "i32"]
-    return Build(wire.quantise_kernel, types, constants, options, max_registers)
-
-
-def dequantiser(encoding: str, max_registers: int) -> Build:
-    types = ["*u8", "*fp32", "*bf16", "i32", "i32", "i32"]
-    return Build(wire.dequantise_kernel, types, *wire_constants(encoding), max_registers)
-
-
-def wire_constants(encoding: str) -> tuple[dict[str, object], dict[str, object]]:
-    """Compile-time arguments that both kernels have, and how they are launched."""
-    given = wire.options(encoding)
-    options = {name: given.pop(name) for name in ("num_warps", "enable_fp_fusion")}
-    return given, options
-
-
-def row_sums(dtype: torch.dtype, max_registers: int) -> Build:
-    types = [_NAMES[dtype], "*fp64", "i64"]
-    return Build(norms.row_sums_kernel, types, {"ROW": ROW}, norms.LAUNCH, max_registers)
-
-
 def chunk(first: bool, max_registers: int) -> Build:
     types = ["*bf16", "*i64", "*fp32", "*fp32", "i32", "i32", "i32", "i32"]
     constants = {"FIRST": first, "COLUMNS": softmax.COLUMNS}
@@ -91,15 +65,6 @@ BUILDS = {
     "adamw written out": lambda: update("adamw", False, 48),
     "sgd with momentum": lambda: update("sgd_momentum", True, 32),
     "lion": lambda: update("lion", False, 32),
-    "quantise int8": lambda: quantiser("int8", 64),
-    "quantise int4": lambda: quantiser("int4", 64),
-    "quantise fp8": lambda: quantiser("fp8", 64),
-    "dequantise int8": lambda: dequantiser("int8", 40),
-    "dequantise int4": lambda: dequantiser("int4", 40),
-    "dequantise fp8": lambda: dequantiser("fp8", 40),
-    "row sums of bfloat16": lambda: row_sums(torch.bfloat16, 40),
-    "row sums of float32": lambda: row_sums(torch.float32, 40),
-    "row sums of float64": lambda: row_sums(torch.float64, 56),
     "first chunk": lambda: chunk(True, 32),
     "another chunk": lambda: chunk(False, 32),
     "gradient": lambda: gradient(32),

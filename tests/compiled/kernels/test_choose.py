@@ -49,8 +49,8 @@ def test_equal_updates_share_a_kernel_and_leave_their_gradient_unwritten() -> No
 @pytest.mark.slow
 @needs_compiler
 def test_a_compiled_step_with_kernels_trains_as_one_without(interpret: Interpret) -> None:
-    expected, _, none, is_launched = interpret(compiled_losses, "none")
-    assert none == 0 and not is_launched
-    found, reasons, made, is_launched = interpret(compiled_losses, "update,norms")
-    assert made > 0 and set(reasons.values()) == {"a value that it makes is read later"} and is_launched
+    expected, _, none = interpret(compiled_losses, "none")
+    assert none == 0
+    found, reasons, made = interpret(compiled_losses, "update")
+    assert made > 0 and set(reasons.values()) == {"a value that it makes is read later"}
     assert found == pytest.approx(expected, rel=1e-5)

@@ -50,18 +50,13 @@ def test_defaults_and_names() -> None:
 def test_an_unknown_kernel_is_refused() -> None:
     check_kernels(None)
     check_kernels(frozenset({UPDATE}))
-    with pytest.raises(UsageError, match=r"attention, loss, norms, products, update, wire.*softmax"):
+    with pytest.raises(UsageError, match=r"attention, loss, products, update.*softmax"):
         check_kernels(frozenset({UPDATE, "softmax"}))
 
 
 def test_the_documentation_has_the_table() -> None:
     text = (DOCS / "kernels.md").read_text()
     for kernel in KERNELS:
-        used = "on" if kernel.is_default else "off, experimental" if kernel.is_experimental else "off"
+        used = "on" if kernel.is_default else "off"
         cells = (f"`{kernel.name}`", kernel.does, kernel.instead_of, f"{used}: {kernel.reason}")
         assert f"| {' | '.join(cells)} |" in text
-
-
-def test_kernels_that_were_never_timed_and_are_not_needed_are_experimental_and_off() -> None:
-    assert {kernel.name for kernel in KERNELS if kernel.is_experimental} == {"norms", "wire"}
-    assert not any(kernel.is_default for kernel in KERNELS if kernel.is_experimental)

@@ -31,7 +31,7 @@ def test_defaults() -> None:
 def test_every_switch_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in zip(
         _NAMES,
-        ("5", str(tmp_path), "prefetch,simplify,", "2", "7", "drive:other", "kept", "update,wire"),
+        ("5", str(tmp_path), "prefetch,simplify,", "2", "7", "drive:other", "kept", "update,loss"),
         strict=True,
     ):
         monkeypatch.setenv(f"ZEROFX_{name}", value)
@@ -40,7 +40,7 @@ def test_every_switch_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert (found.debug, found.dump_dir, found.verify, found.timeout_seconds) == (5, tmp_path, 2, 7.0)
     assert found.nvme_dirs == (Path("drive"), Path("other"))
     assert found.cache_dir == Path("kept")
-    assert found.kernels == frozenset({"update", "wire"})
+    assert found.kernels == frozenset({"update", "loss"})
 
 
 @pytest.mark.parametrize(("value", "expected"), [("auto", None), ("none", frozenset())])

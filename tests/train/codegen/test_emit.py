@@ -18,10 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lib.graphs import DIM, Averaging, Normed, Prepared, Tied, TwoBlocks, features, prepare, sgd, token_ids
-from tests.lib.plans import wired
 from tests.lib.runs.offloads import offloading
 from zerofx.codegen.emit import EmittedStep, emit
-from zerofx.codegen.kernels.table import NORMS, WIRE
 from zerofx.codegen.regions import cut
 from zerofx.codegen.source import load_source
 from zerofx.codegen.step_file import literal, wrapped
@@ -293,20 +291,6 @@ def test_an_edited_file_runs_as_edited() -> None:
     edited = source.replace("    return sum_1\n", "    return 3 * sum_1\n")
     assert edited != source
     assert torch.equal(world.run(_function(edited), *batch), expected)
-
-
-def test_a_file_says_which_operators_are_launches_of_kernels() -> None:
-    prepared = wired("fp8")
-    prepared.plan = replace(prepared.plan, max_grad_norm=1.0)
-    step = prepared.run().step
-    live = liveness(step, on_cpu=True)
-    expected = emit(step, cut(step), live, "", []).source
-    for kernel, names in ((NORMS, ["square_sum"]), (WIRE, ["quantise", "dequantise"])):
-        found = emit(step, cut(step), live, "", [], frozenset({kernel})).source
-        for name in names:
-            assert f"zerofx.{name}.default(" in expected and f"zerofx.launch_{name}.default(" in found
-            found = found.replace(f"zerofx.launch_{name}.", f"zerofx.{name}.")
-        assert found == expected
 
 
 def test_a_file_that_does_not_load_is_refused() -> None:

@@ -143,7 +143,7 @@ class Transport(Protocol):
         Raises:
             LostRankError: one has.
         """
-        return None
+        return
 
     @property
     def sent_bytes(self) -> int:
