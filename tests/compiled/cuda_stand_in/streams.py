@@ -232,9 +232,9 @@ def on_streams() -> Iterator[Streams]:
         patched.setattr(torch.cuda, "stream", streams.entered)
         patched.setattr(torch.cuda, "current_stream", streams.current)
         patched.setattr(torch.Tensor, "record_stream", lambda tensor, stream: streams.record(tensor, stream))
+        patched.setattr(distributed, "gather_many", _given(streams, _coalesced(distributed.gather_single)))
         patched.setattr(distributed, "gather_single", _given(streams, distributed.gather_single))
         patched.setattr(distributed, "reduce_single", _given(streams, distributed.reduce_single))
-        patched.setattr(distributed, "gather_many", _coalesced)
         for name in ("all_to_all_single", "all_reduce", "broadcast"):
             patched.setattr(dist, name, _given(streams, getattr(dist, name)))
         patched.setattr(collectives, "over_gloo", lambda group, log, _patience, **_: Nccl(group, CPU, log))
@@ -243,7 +243,12 @@ def on_streams() -> Iterator[Streams]:
         streams.finish()
 
 
-def _coalesced(group: Any, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-    """Gloo has no gather of several: one after the other, which is as late."""
-    for full, shard in zip(fulls, shards, strict=True):
-        distributed.gather_single(full, shard, group=group)
+def _coalesced(gather_single: Callable[..., object]) -> Callable[..., None]:
+    """Gloo has no gather of several: one after the other, as one piece of work."""
+
+    def gather_many(group: Any, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
+        for full, shard in zip(fulls, shards, strict=True):
+            if full.numel():
+                gather_single(full, shard, group=group)
+
+    return gather_many
