@@ -25,6 +25,7 @@ import torch
 from tabulate import tabulate
 
 from benchmarks.lib.processes import RESULTS
+from benchmarks.lib.turn import turn
 from zerofx.runtime.tiers.stored import Stored
 from zerofx.runtime.tiers.tiers import Tiers
 
@@ -106,7 +107,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    rounds = measure(options.megabytes << 20, options.rounds)
+    with turn(whole_machine=True):
+        rounds = measure(options.megabytes << 20, options.rounds)
     medians = row(rounds)
     shown = table(medians)
     print(shown)

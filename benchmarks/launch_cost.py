@@ -26,6 +26,7 @@ from tabulate import tabulate
 import zerofx
 from benchmarks.lib.models import SHAPES, Workload, make_workload
 from benchmarks.lib.processes import RESULTS, ROOT
+from benchmarks.lib.turn import turn
 
 AT_MOST = 0.02  # of a step on a CPU
 
@@ -43,7 +44,8 @@ def build(options: argparse.Namespace, *, graphs: bool) -> tuple[zerofx.Step, Wo
 def measure_between(step: zerofx.Step, work: Workload, num_steps: int) -> dict[str, Any]:
     """Median seconds of a step, and of what is between its regions."""
     step(**work.batch)
-    measured = step.measure(num_steps=num_steps + 1, **work.batch)
+    with turn():
+        measured = step.measure(num_steps=num_steps + 1, **work.batch)
     whole = measured.step_seconds
     return {
         "step_seconds": whole,
@@ -57,15 +59,16 @@ def time_in_turn(options: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of steps whose kernels are launched one by one, and as graphs, in turn."""
     steps = {"one by one": build(options, graphs=False), "CUDA graphs": build(options, graphs=True)}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(options.rounds + 1):
-        for name, (step, work) in steps.items():
-            for _ in range(options.steps):
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                step(**work.batch)
-                torch.cuda.synchronize()
-                if number:  # the first round warms up, and records
-                    seconds[name].append(time.perf_counter() - began)
+    with turn():
+        for number in range(options.rounds + 1):
+            for name, (step, work) in steps.items():
+                for _ in range(options.steps):
+                    torch.cuda.synchronize()
+                    began = time.perf_counter()
+                    step(**work.batch)
+                    torch.cuda.synchronize()
+                    if number:  # the first round warms up, and records
+                        seconds[name].append(time.perf_counter() - began)
     return seconds
 
 

@@ -35,6 +35,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from benchmarks.lib.processes import RESULTS
+from benchmarks.lib.turn import turn
 from zerofx.runtime.tiers.host_memory import HostMemory
 from zerofx.runtime.tiers.nvme import BLOCK_BYTES, NUM_THREADS, NvmeFiles
 from zerofx.runtime.tiers.nvme_folders import OwnFolder
@@ -221,7 +222,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    reference, rounds = measure(options.folder or Path(tempfile.gettempdir()), options.megabytes << 20, options.rounds)
+    folder = options.folder or Path(tempfile.gettempdir())
+    with turn(whole_machine=True):
+        reference, rounds = measure(folder, options.megabytes << 20, options.rounds)
     listed = rows(reference, rounds)
     shown = table(reference, listed)
     print(shown)

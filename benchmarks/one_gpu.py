@@ -184,6 +184,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each contender in a round")
     parser.add_argument("--threads", type=int, help="of each process (default: 1 on a CPU, else all cores)")
     parser.add_argument("--together", type=int, help="contenders in memory at a time (default: what it has room for)")
+    parser.add_argument("--at-once", action="store_true", help="contenders are built at the same time")
+    parser.add_argument(
+        "--ready-again", action="store_true", help="each has a cache of its own, and is built a second time with it"
+    )
     parser.add_argument("--cache", type=Path, help="Inductor's cache (default: an empty one)")
     parser.add_argument("--report", action="store_true", help="only make the table again")
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -1,4 +1,4 @@
-"""One trial of ``benchmarks/gpu/parts/offload.py``: a Llama of some layers trains two steps, or says why it does not.
+"""A Llama of some layers trains two steps, or says why it does not.
 
 python -m benchmarks.gpu.largest_worker '{"shape": "llama-8b", "changes": {"depth": 64}, "tier": "host", ...}' FOLDER
 """
@@ -21,6 +21,7 @@ import zerofx
 from benchmarks.gpu.case import Answers
 from benchmarks.lib.models import SHAPES, Shape, Workload, make_batch, make_model, make_workload
 from benchmarks.lib.processes import high_water_bytes
+from benchmarks.lib.turn import turn
 from zerofx.errors import MemoryBudgetError
 from zerofx.scheduler.cost.catalog import machine_of_device, named_machine
 from zerofx.scheduler.cost.machine import Machine
@@ -66,7 +67,11 @@ def main() -> None:
     answers.add(num_parameters=num_parameters, num_layers=shape.depth)
     began = time.perf_counter()
     try:
-        answers.add(**train(make_step(request, shape, device, dtype, answers), device))
+        step = make_step(request, shape, device, dtype, answers)
+        answers.add(ready_seconds=time.perf_counter() - began)
+        tokens = request.get("accumulate", 1) * shape.sequences * shape.tokens
+        with turn(whole_machine=True):
+            train(step, device, tokens, answers)
     except (torch.OutOfMemoryError, MemoryBudgetError) as error:
         answers.add(reason=str(error).splitlines()[0])
     answers.add(total_seconds=time.perf_counter() - began, resident_bytes=high_water_bytes())
@@ -85,7 +90,8 @@ def make_step(
         return plain(make_workload(shape, device, dtype))
     with zerofx.empty_init():
         model = make_model(shape, device, dtype)
-    batch = make_batch(shape, device)
+    accumulate = request.get("accumulate", 1)
+    batch = {name: torch.cat([tensor] * accumulate) for name, tensor in make_batch(shape, device).items()}
     step = zerofx.compile(
         model,
         adamw(model),
@@ -93,6 +99,7 @@ def make_step(
         host_budget=request["host_budget"],
         offload="host" if request["tier"] == "host" else "auto",
         machine=machine_of(request, device),
+        accumulate=accumulate,
         backend="eager",
         example_batch=batch,
     )
@@ -100,18 +107,19 @@ def make_step(
     return lambda: step(**batch)
 
 
-def train(step: Callable[[], Tensor], device: torch.device) -> dict[str, Any]:
-    """Losses and seconds of the steps."""
-    losses, seconds = [], []
+def train(step: Callable[[], Tensor], device: torch.device, num_tokens: int, answers: Answers) -> None:
+    """Run the steps, and answer with the loss and the seconds of each as soon as it has ended."""
+    losses: list[float] = []
+    seconds: list[float] = []
     for _ in range(NUM_STEPS):
         began = time.perf_counter()
         losses.append(float(step()))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
+        answers.add(losses=losses, seconds=seconds, tokens_per_second=num_tokens / seconds[-1])
     if not all(math.isfinite(loss) for loss in losses):
         raise ValueError(f"expected finite losses, found {losses}")
-    return {"losses": losses, "seconds": seconds}
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.case import Answers
+from benchmarks.lib.turn import turn
 from zerofx.scheduler.cost.catalog import machine_of_device, named_machine
 from zerofx.scheduler.cost.machine import Machine
 
@@ -26,8 +27,9 @@ def main() -> None:
     else:
         row = named_machine("cpu")
     answers.add(row=row.to_json() if row is not None else None)
-    began = time.perf_counter()
-    machine = Machine.measure(request["device"], nvme_path=request["drive"])
+    with turn(whole_machine=True):
+        began = time.perf_counter()
+        machine = Machine.measure(request["device"], nvme_path=request["drive"])
     answers.add(seconds=time.perf_counter() - began, machine=machine.to_json())
 
 

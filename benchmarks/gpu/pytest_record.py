@@ -1,47 +1,55 @@
 """Plugin of pytest: each test's outcome is written as soon as it is known, and a test that takes too long is ended.
 
-    python -m pytest -p benchmarks.gpu.pytest_record --record FOLDER --test-seconds 120 --done FILE
+    python -m pytest -p benchmarks.gpu.pytest_record --record FOLDER --test-seconds 60
 
-A test over its time takes its process with it, and so does a device that has broken: whoever started this goes on with
-the tests that are left (``--done`` names those that are not).
+A test over its time takes its process with it, and so does a device that has broken: the next process with the same
+folder goes on with the tests that have no outcome there. Each test has the device to itself.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu.case import Answers
-
-FIRST = "test_training"  # in the names of the tests that say most
+from benchmarks.gpu.case import RESULT, Answers
+from benchmarks.lib.turn import turn
 
 
 class Recorder:
     """Outcomes by test: what it came to, its seconds, and the text of what went wrong or why it was skipped."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._answers = Answers(Path(config.getoption("--record")))
+        folder = Path(config.getoption("--record"))
         self._seconds = float(config.getoption("--test-seconds"))
-        done = config.getoption("--done")
-        self._done = frozenset(json.loads(Path(done).read_text())) if done else frozenset()
-        self._outcomes: dict[str, dict[str, Any]] = {}
+        path = folder / f"{RESULT}.json"
+        before = json.loads(path.read_text()) if path.exists() else {}
+        self._outcomes: dict[str, dict[str, Any]] = before.get("outcomes", {})
+        if running := before.get("running"):
+            text = "its process ended, or it took too long"
+            self._outcomes[running] = {"outcome": "failed", "seconds": 0.0, "text": text}
+        self._collected: list[str] = before.get("collected", [])
+        self._answers = Answers(folder)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        before = [item for item in items if item.nodeid in self._done]
+        before = [item for item in items if item.nodeid in self._outcomes]
         config.hook.pytest_deselected(items=before)
-        items[:] = [item for item in items if item.nodeid not in self._done]
-        items.sort(key=lambda item: FIRST not in item.nodeid)
-        self._answers.add(collected=[item.nodeid for item in items])
+        items[:] = [item for item in items if item.nodeid not in self._outcomes]
+        collected = self._collected or [item.nodeid for item in items]
+        self._answers.add(collected=collected, outcomes=self._outcomes, running=None)
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._answers.add(running=nodeid)
-        faulthandler.dump_traceback_later(self._seconds, exit=True, file=2)
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        with turn():
+            self._answers.add(running=item.nodeid)
+            faulthandler.dump_traceback_later(self._seconds, exit=True, file=2)
+            return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         outcome = self._outcomes.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0, "text": ""})
@@ -63,15 +71,11 @@ class Recorder:
         except RuntimeError as error:  # nothing runs in this process any more
             item.session.shouldstop = f"the device has broken: {error}"
 
-    def pytest_sessionfinish(self) -> None:
-        self._answers.add(ended=True)
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("record")
     group.addoption("--record", required=True, help="folder for result.json")
-    group.addoption("--test-seconds", type=float, default=120.0, help="the most that a test may take")
-    group.addoption("--done", help="JSON list of tests that are left out")
+    group.addoption("--test-seconds", type=float, default=60.0, help="the most that a test may take")
 
 
 def pytest_configure(config: pytest.Config) -> None:

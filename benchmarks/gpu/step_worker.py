@@ -2,13 +2,16 @@
 
     python -m benchmarks.gpu.step_worker '{"shape": "llama-1b", "backend": "inductor", "device": "cuda", ...}' FOLDER
 
-Optional: ``changes`` to the shape, ``budget`` and ``host_budget`` in bytes, ``machine`` as ``Machine.to_json`` has it.
+Optional: ``changes`` to the shape, ``budget`` and ``host_budget`` in bytes, other ``options`` of ``zerofx.compile``;
+``measured``: planned for what ``Machine.measure()`` says of this machine and of the folder ``drive``.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import shutil
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -20,6 +23,7 @@ import torch
 import zerofx
 from benchmarks.gpu.case import Answers
 from benchmarks.lib.models import SHAPES, Workload, make_workload
+from benchmarks.lib.turn import turn
 from zerofx.errors import MemoryBudgetError
 from zerofx.scheduler.cost.machine import Machine
 
@@ -32,7 +36,13 @@ def main() -> None:
     request, answers = json.loads(sys.argv[1]), Answers(Path(sys.argv[2]))
     device = torch.device(request["device"])
     shape = replace(SHAPES[request["shape"]], **request.get("changes", {}))
-    work = make_workload(shape, device, getattr(torch, request["dtype"]))
+    machine = None
+    if request.get("measured"):
+        with turn(whole_machine=True):
+            machine = Machine.measure(device, nvme_path=request["drive"])
+    on_card = card_bytes(device)
+    with turn():  # values are drawn on the device
+        work = make_workload(shape, device, getattr(torch, request["dtype"]))
     began = time.perf_counter()
     try:
         step = zerofx.compile(
@@ -40,9 +50,10 @@ def main() -> None:
             torch.optim.AdamW(work.model.parameters(), lr=1e-4, fused=True),
             memory_budget=request.get("budget"),
             host_budget=request.get("host_budget"),
-            machine=Machine.from_json(request["machine"]) if request.get("machine") else None,
+            machine=machine,
             backend=request["backend"],
             example_batch=work.batch,
+            **request.get("options", {}),
         )
     except MemoryBudgetError as error:
         answers.add(refused=str(error))
@@ -58,14 +69,23 @@ def main() -> None:
         num_regions=step.num_regions,
         ready_seconds=time.perf_counter() - began,
     )
-    step(**work.batch)
-    first_seconds = time.perf_counter() - began
-    step(**work.batch)
-    if device.type == "cuda":
-        answers.add(**allocator_peaks(step, work, device))
-    seconds = [timed(step, work, device) for _ in range(NUM_STEPS)]
-    answers.add(seconds=seconds, first_seconds=first_seconds)
-    measured = step.measure(num_steps=2, **work.batch)
+    with turn():
+        began = time.perf_counter()
+        step(**work.batch)
+        first_seconds = time.perf_counter() - began
+        step(**work.batch)
+        if device.type == "cuda":
+            answers.add(**allocator_peaks(step, work, device), card_bytes=card_bytes(device) - on_card)
+    # Links and the host are shared with whoever else would use them.
+    with turn(whole_machine=sum(plan.link_bytes.values()) > 0):
+        step(**work.batch)
+        before = gpu_state()
+        seconds = [timed(step, work, device) for _ in range(NUM_STEPS)]
+        answers.add(
+            seconds=seconds, first_seconds=first_seconds, threads=torch.get_num_threads(),
+            gpu_before=before, gpu_after=gpu_state(),
+        )  # fmt: skip
+        measured = step.measure(num_steps=2, **work.batch)
     answers.add(
         measured_bytes=measured.peak_bytes,
         exposed_seconds=measured.exposed_seconds,
@@ -83,9 +103,25 @@ def timed(step: zerofx.Step, work: Workload, device: torch.device) -> float:
     return time.perf_counter() - began
 
 
+def card_bytes(device: torch.device) -> int:
+    """What is taken of the whole card, by this process and others."""
+    if device.type == "cpu":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def gpu_state() -> str:
+    """Clock, power and temperature of the GPU, as ``nvidia-smi`` has them; empty where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    command = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def allocator_peaks(step: zerofx.Step, work: Workload, device: torch.device) -> dict[str, Any]:
     """Bytes of one step by the caching allocator: the most allocated and reserved, what is allocated and what the step
-    holds before it, and what the driver says is taken of the device after it, by this process and others."""
+    holds before it."""
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -94,14 +130,12 @@ def allocator_peaks(step: zerofx.Step, work: Workload, device: torch.device) -> 
     held = step.tiers()["device"]
     step(**work.batch)
     torch.cuda.synchronize(device)
-    free, total = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
     return {
         "allocated_bytes": torch.cuda.max_memory_allocated(device),
         "reserved_bytes": torch.cuda.max_memory_reserved(device),
         "before_bytes": before,
         "held_bytes": held,
-        "driver_bytes": total - free,
         "allocator": {name: stats.get(name, 0) for name in STATS},
     }
 

@@ -1,4 +1,4 @@
-"""One case of ``benchmarks/gpu/parts/train.py``: plain torch and zerofx from the same values, on the same batches.
+"""Plain torch and zerofx from the same values, on the same batches.
 
 python -m benchmarks.gpu.train_worker '{"model": "gpt", "backend": "eager", "masters": true, ...}' FOLDER
 """
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import zerofx
 from benchmarks.gpu.case import Answers
 from benchmarks.lib.models import Shape, llama
+from benchmarks.lib.turn import turn
 from gpt import GPT
 from text import VOCAB, Batches, load_source
 from train_gpt import BLOCK, DEPTH, DIM, HEADS
@@ -96,7 +97,8 @@ def main() -> None:
     device = torch.device(request["device"])
     model = make_model(request["model"], device)
     listed = make_batches(request["model"], request["num_steps"], request["num_sequences"], device)
-    losses, seconds = train(plain(copy.deepcopy(model), masters=request["masters"]), listed)
+    with turn():
+        losses, seconds = train(plain(copy.deepcopy(model), masters=request["masters"]), listed)
     answers.add(torch_losses=losses, torch_seconds=seconds)
     if not request["masters"]:
         model.to(torch.bfloat16)
@@ -107,9 +109,10 @@ def main() -> None:
         backend=request["backend"],
         example_batch=listed[0],
     )
-    losses, seconds = train(lambda batch: step(**batch), listed)
-    answers.add(losses=losses, seconds=seconds)
-    measured = step.measure(num_steps=3, **listed[0])
+    with turn():
+        losses, seconds = train(lambda batch: step(**batch), listed)
+        answers.add(losses=losses, seconds=seconds)
+        measured = step.measure(num_steps=3, **listed[0])
     answers.add(predicted_bytes=step.plan.peak_bytes["device"], measured_bytes=measured.peak_bytes["device"])
     step.close()
 

@@ -25,7 +25,6 @@ Writes ``benchmarks/results/kernels_<device>.json`` and a Markdown table.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ import torch
 from benchmarks.kernels import groups_cpu, groups_cuda
 from benchmarks.kernels.measure import copy_bandwidth, measure, rows, table
 from benchmarks.kernels.names import CPU, CUDA
+from benchmarks.lib.json_file import write_json
 from benchmarks.lib.memory_kept import keep_freed_memory
 from benchmarks.lib.processes import RESULTS, device_name
 
@@ -72,7 +72,7 @@ def main() -> None:
         del group
         torch.cuda.empty_cache()
         data = {"device": name, "torch": torch.__version__, "copy_bytes_per_second": bandwidth, "rows": listed}
-        (options.out / f"kernels_{device.type}.json").write_text(json.dumps(data, indent=1))
+        write_json(options.out / f"kernels_{device.type}.json", data)
     (options.out / f"kernels_{device.type}.md").write_text(f"{name}, torch {torch.__version__}\n\n{table(listed)}\n")
 
 

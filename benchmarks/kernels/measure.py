@@ -12,6 +12,7 @@ import torch
 from tabulate import tabulate
 
 from benchmarks.kernels.groups import Group
+from benchmarks.lib.turn import turn
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 
 
@@ -26,13 +27,16 @@ class Measured:
 def measure(group: Group, num_rounds: int, device: torch.device) -> dict[str, Measured]:
     """All contenders of a group, round by round in turn."""
     measured = {name: Measured() for name in group.contenders}
-    for name, run in group.contenders.items():
-        for _ in range(3):  # the first compiles
-            run()
-        measured[name].peak_bytes = peak_bytes(run, device)
-    for _ in range(num_rounds):
+    for run in group.contenders.values():
+        run()  # compiles
+    with turn():
         for name, run in group.contenders.items():
-            measured[name].seconds.append(seconds(run, device))
+            for _ in range(2):
+                run()
+            measured[name].peak_bytes = peak_bytes(run, device)
+        for _ in range(num_rounds):
+            for name, run in group.contenders.items():
+                measured[name].seconds.append(seconds(run, device))
     return measured
 
 

@@ -17,6 +17,7 @@ import torch
 from benchmarks.lib.json_file import write_json
 from benchmarks.lib.models import SHAPES
 from benchmarks.lib.processes import ContenderFailedError, Ranks, device_name
+from benchmarks.lib.turn import turn
 from benchmarks.peers.groups import Contender, Group, absent, selected
 from benchmarks.peers.report import MATMUL
 
@@ -72,7 +73,17 @@ def _measure_few(
 ) -> list[dict[str, Any]]:
     ready: list[Ranks] = []
     results: dict[str, dict[str, Any]] = {}
+    own_caches = getattr(options, "ready_again", False)
+
+    def begin(contender: Contender, request: dict[str, Any]) -> Ranks:
+        message = {"shape": options.shape, "device": options.device, "dtype": options.dtype, "contender": request}
+        its_cache = cache / contender.name.replace(" ", "_") if own_caches else cache
+        return Ranks(contender.name, "benchmarks.peers.worker", message, num_ranks, num_threads, its_cache)
+
+    begun: dict[str, Ranks] = {}
     try:
+        if getattr(options, "at_once", False):
+            begun |= {contender.name: begin(contender, contender.request) for contender in few}
         for contender in few:
             request = dict(contender.request)
             if contender.budget_of:
@@ -81,9 +92,7 @@ def _measure_few(
                     say(f"  {contender.name}: left out, the peaks that are its budget were not measured")
                     continue
                 request["budget"] = int(min(known) * contender.budget_share)
-            message = {"shape": options.shape, "device": options.device, "dtype": options.dtype, "contender": request}
-            began = time.monotonic()
-            ranks = Ranks(contender.name, "benchmarks.peers.worker", message, num_ranks, num_threads, cache)
+            ranks = begun.get(contender.name) or begin(contender, request)
             ready.append(ranks)
             row: dict[str, Any] = {
                 "name": contender.name,
@@ -93,6 +102,7 @@ def _measure_few(
                 "facts": {},
             }
             results[contender.name] = row
+            began = time.monotonic()
             try:
                 row["facts"] = ranks.read()[0]
             except ContenderFailedError as error:
@@ -106,19 +116,26 @@ def _measure_few(
             say(f"  {contender.name}: ready after {time.monotonic() - began:.0f} s, peak {peak / 1e6:.0f} MB")
             note(list(results.values()))
         for number in range(options.rounds):
-            for ranks in tuple(ready):
-                try:
-                    # The first step of a turn finds cold caches.
-                    results[ranks.name]["rounds"].append(ranks.run(options.steps + 1)[1:])
-                except ContenderFailedError as error:
-                    results[ranks.name]["facts"]["failed"] = str(error)
-                    say(f"  {error}")
-                    ready.remove(ranks)
-                    ranks.close()
+            with turn(whole_machine=True):
+                for ranks in tuple(ready):
+                    try:
+                        # The first step of a turn finds cold caches.
+                        results[ranks.name]["rounds"].append(ranks.run(options.steps + 1)[1:])
+                    except ContenderFailedError as error:
+                        results[ranks.name]["facts"]["failed"] = str(error)
+                        say(f"  {error}")
+                        ready.remove(ranks)
+                        ranks.close()
             say(f"  round {number + 1} of {options.rounds}: " + _latest(results))
             note(list(results.values()))
+        if own_caches:
+            for contender in (one for one in few if any(ranks.name == one.name for ranks in ready)):
+                again = begun[f"{contender.name} again"] = begin(contender, results[contender.name]["request"])
+                results[contender.name]["facts"]["ready_again_seconds"] = again.read()[0]["ready_seconds"]
+                again.close()
+                note(list(results.values()))
     finally:
-        for ranks in ready:
+        for ranks in {*ready, *begun.values()}:
             ranks.close()
     return list(results.values())
 

@@ -63,6 +63,8 @@ class Row:
     resident_bytes: int | None
     wire_bytes: int | None
     ready_seconds: float
+    ready_again_seconds: float | None
+    num_steps: int
     predicted_peak_bytes: int | None
 
 
@@ -101,6 +103,8 @@ def _row(contender: dict[str, Any], baseline: dict[str, Any], matmul: dict[str, 
         resident_bytes=facts["resident_bytes"],
         wire_bytes=facts["wire_bytes"],
         ready_seconds=facts["ready_seconds"],
+        ready_again_seconds=facts.get("ready_again_seconds"),
+        num_steps=sum(map(len, contender["rounds"])),
         predicted_peak_bytes=facts.get("predicted_peak_bytes"),
     )
 
@@ -184,12 +188,13 @@ def table(listed: list[Row]) -> str:
             _megabytes(row.predicted_peak_bytes),
             _megabytes(row.resident_bytes),
             _megabytes(row.wire_bytes),
-            f"{row.ready_seconds:.0f}",
+            f"{row.ready_seconds:.0f}" + (f", then {again:.0f}" if (again := row.ready_again_seconds) else ""),
+            str(row.num_steps),
         ]
         for row in listed
     ]
     headers = ["", "median s", "min s", "ratio", "of minima", "of CPU s", "tokens/s", "of matmul peak", "peak MB",
-               "predicted MB", "resident MB", "sent MB", "ready s"]  # fmt: skip
+               "predicted MB", "resident MB", "sent MB", "ready s", "steps"]  # fmt: skip
     return tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True)
 
 

@@ -9,6 +9,7 @@ process group is joined through ``RANK``, ``WORLD_SIZE`` and the file ``STORE``.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -25,6 +26,7 @@ from torch import nn
 
 from benchmarks.lib.models import SHAPES, make_workload, model_flops
 from benchmarks.lib.processes import high_water_bytes
+from benchmarks.lib.turn import turn
 from benchmarks.lib.wire_count import WireCount
 from benchmarks.peers.contenders import TrainStep, build, ranks_per_batch
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
@@ -51,8 +53,11 @@ def main() -> None:
     except zerofx_errors() as error:
         answers.write(json.dumps({"refused": str(error)}) + "\n")
         return
-    facts: dict[str, Any] = {"ready_seconds": time.perf_counter() - began, "loss": float(step.run().mean())}
-    facts |= _measure(step, device) | step.facts
+    facts: dict[str, Any] = {"ready_seconds": time.perf_counter() - began}
+    # Ranks of one contender meet in collectives: the first of them asks for all.
+    with turn() if os.environ["RANK"] == "0" else contextlib.nullcontext():
+        facts["loss"] = float(step.run().mean())
+        facts |= _measure(step, device) | step.facts
     facts |= {"shape": asdict(shape), "num_parameters": num_parameters, "ranks_per_batch": num_model}
     num_flops = request["contender"].get("accumulate", 1) * model_flops(shape, num_parameters)
     share = 1 / 3 if request["contender"].get("evaluate") else 1.0  # a backward takes twice its forward's
