@@ -9,17 +9,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The bitwise gate, as far as it needs no second process.
 GATE := tests/ranks/training/test_exact.py::test_one_process_trains_like_eager_mode
 
-# What runs on a GPU: by PYTHON and its own torch, without VENV. A part that is cut off goes on where it was.
-GPU_PARTS := gpu-tests gpu-train gpu-memory gpu-speed gpu-kernels gpu-offload gpu-measure
+# What runs on a GPU: by PYTHON and its own torch, without VENV. EARLIER are results of the same code to go on from.
 OUT ?= build/gpu
-PART_SECONDS ?= 480
-GPU = $(PYTHON) -m benchmarks.gpu --out "$(OUT)" --seconds $(PART_SECONDS)
+UNTIL ?= 560
+GPU = $(PYTHON) -m benchmarks.gpu --out "$(OUT)" --until $(UNTIL) $(if $(EARLIER),--continue "$(EARLIER)")
 
 # Ranks and tests share the cores: one thread for each of them.
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-infinity check test test-quick nightly compat golden clean gpu $(GPU_PARTS) gpu-report
+.PHONY: help venv demo demo-infinity check test test-quick nightly compat golden clean gpu gpu-report
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -58,11 +57,8 @@ nightly: venv ## the slow tests, and the GPU tests where there is a GPU
 compat: venv ## the quick tests with each version of torch, one after the other (6 GB and half an hour each)
 	$(BIN)/python -m tests.compat
 
-gpu: ## all that a GPU is needed for, in parts: gpu-tests, -train, -memory, -speed, -kernels, -offload, -measure
+gpu: ## all that a GPU is needed for, the most telling first, in UNTIL seconds; EARLIER=gpu.json goes on from there
 	$(GPU)
-
-$(GPU_PARTS): gpu-%:
-	$(GPU) $*
 
 gpu-report: ## tables, plots and the README's rows of what `make gpu` has left in OUT
 	$(PYTHON) -m benchmarks.gpu.report "$(OUT)"

@@ -44,7 +44,7 @@ BUDGET_SHARE = 0.95  # of the cap: blocks of the allocator are not filled to the
 FASTER, OFFLOADED, PREDICTED = 0.95, 0.5, 0.02
 
 
-def whole(device: str) -> Group:
+def whole(device: str, backend: str = "inductor") -> Group:
     """All on the device; CUDA graphs where there are some."""
     graphs = (
         Contender("torch.compile, CUDA graphs", {"family": "torch", "compile": True, "mode": "reduce-overhead"}),
@@ -52,18 +52,19 @@ def whole(device: str) -> Group:
     )
     contenders = (
         Contender(COMPILED, {"family": "torch", "compile": True}),
-        Contender("zerofx", {"family": "zerofx", "stage": 0}),
+        Contender("zerofx", {"family": "zerofx", "stage": 0, "backend": backend}),
         *(graphs if device == "cuda" else ()),
     )
     return Group("whole", contenders, alone=True)
 
 
-def capped(cap_bytes: int, *, mixed: bool) -> Group:
+def capped(cap_bytes: int, *, mixed: bool, backend: str = "inductor") -> Group:
     """States on the host, within ``cap_bytes`` of the device. ``mixed``: computation in bf16, masters in fp32."""
     common = {"cap": cap_bytes, "mixed": mixed}
     fsdp2 = {"family": "fsdp2", "compile": True, "offload": True, **common}
     deepspeed = {"family": "deepspeed", "offload": True, **common}
-    ours = {"family": "zerofx", "stage": 3, "offload": "host", "budget": int(BUDGET_SHARE * cap_bytes), **common}
+    budget = int(BUDGET_SHARE * cap_bytes)
+    ours = {"family": "zerofx", "stage": 3, "offload": "host", "budget": budget, "backend": backend, **common}
     contenders = (
         Contender("FSDP2 + CPU offload + checkpoint", {**fsdp2, "checkpoint": True}),  # fits in the least
         Contender("FSDP2 + CPU offload", fsdp2),
@@ -155,7 +156,7 @@ def run(options: argparse.Namespace, cache: Path, path: Path) -> None:
 
     peak = None
     if "whole" in options.groups:
-        results = measure(whole(options.device), options, {})
+        results = measure(whole(options.device, options.backend), options, {})
         peak = next((result["facts"].get("peak_bytes") for result in results if result["name"] == COMPILED), None)
     if "capped" not in options.groups:
         return
@@ -169,7 +170,7 @@ def run(options: argparse.Namespace, cache: Path, path: Path) -> None:
     masters = argparse.Namespace(**{**vars(options), "dtype": "float32"})
     if options.device == "cuda" and not options.together:
         masters.together = max(2, int(0.85 * torch.cuda.mem_get_info()[0] / cap))
-    measure(capped(cap, mixed=options.dtype == "bfloat16"), masters, {"cap_bytes": cap})
+    measure(capped(cap, mixed=options.dtype == "bfloat16", backend=options.backend), masters, {"cap_bytes": cap})
 
 
 def main() -> None:
@@ -184,6 +185,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each contender in a round")
     parser.add_argument("--threads", type=int, help="of each process (default: 1 on a CPU, else all cores)")
     parser.add_argument("--together", type=int, help="contenders in memory at a time (default: what it has room for)")
+    parser.add_argument("--backend", choices=("inductor", "eager"), default="inductor", help="of zerofx's regions")
     parser.add_argument("--at-once", action="store_true", help="contenders are built at the same time")
     parser.add_argument(
         "--ready-again", action="store_true", help="each has a cache of its own, and is built a second time with it"

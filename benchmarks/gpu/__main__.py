@@ -18,6 +18,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu.case import ROOT, Entry
 from benchmarks.gpu.case_list import cases
@@ -45,7 +46,7 @@ def main() -> int:
     drive = options.drive or scratch() / "drive"
     drive.mkdir(parents=True, exist_ok=True)
     setup = Setup(options.device, SIZES[options.sizes], machine_facts(), drive)
-    known = {"code": (code := code_hash()), "commit": commit_of(code)}
+    known: dict[str, Any] = {"code": (code := code_hash()), "commit": commit_of(code)}
     facts = {"device": options.device, "sizes": options.sizes, **known, "machine": setup.machine}
     before = ran_before(options.earlier, facts) if options.earlier else {}
     record = Record(options.out, facts)

@@ -12,6 +12,7 @@ from benchmarks.lib.json_file import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = "{out}"  # in a command: the folder that its results go to
+CUT_OFF = "cut_off_in_writing"  # in results: the file that is not whole
 RESULT = "result"  # what a worker of this folder writes there, without its suffix
 
 Status = Literal["ran", "failed", "lacking", "not run", "running"]
@@ -80,7 +81,12 @@ class Answers:
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """A worker's answers, and other files by their names."""
-    files = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    """A worker's answers, and other files by their names; of one that was cut off in writing, that it was."""
+    files: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            files[path.stem] = json.loads(path.read_text())
+        except json.JSONDecodeError:
+            files[CUT_OFF] = path.name
     own = files.pop(RESULT, {})
     return {**own, **files}

@@ -31,6 +31,7 @@ def cases(setup: Setup) -> list[Case]:
     listed = [*_first(setup), *_second(setup)]
     if setup.sizes.has_each_kind_once:
         listed = list({_kind(case): case for case in reversed(listed)}.values())[::-1]
+        listed = [replace(case, device_gb=0.0, host_gb=0.0) for case in listed]
     return [replace(case, cost=setup.sizes.seconds_share * case.cost) for case in listed]
 
 
@@ -47,9 +48,9 @@ def _kind(case: Case) -> tuple[str, ...]:
 def _first(setup: Setup) -> Iterator[Case]:
     sizes, (cap, middle, least) = setup.sizes, setup.sizes.caps
     update = {"device": setup.device, "millions": sizes.bucket_millions, "stream_bytes": sizes.stream_bytes}
-    yield _worker("host and links", "measure", 100, 25, "host_worker", update, device_gb=6.0, host_gb=8.0)
+    yield _worker("host and links", "measure", 100, 25, "host", update, device_gb=6.0, host_gb=8.0)
     machine = {"device": setup.device, "drive": str(setup.drive)}
-    yield _worker("Machine.measure()", "measure", 99, 20, "machine_worker", machine, device_gb=5.0)
+    yield _worker("Machine.measure()", "measure", 99, 20, "machine", machine, device_gb=5.0)
     training = "tests/gpu/test_training.py"
     yield _tests("bits of eager mode", 95, 60, training, "-k", "bits_are")
     yield _tests("offload and peaks", 94, 60, training, "-k", "leaves_the_device or predicted")
@@ -124,13 +125,13 @@ def _worker(
     name: str, part: str, worth: int, cost: float, module: str, request: Mapping[str, Any], **options: Any
 ) -> Case:
     """A case that runs a worker of this folder with ``request`` as its argument."""
-    command = ("-m", f"benchmarks.gpu.{module}", json.dumps(request), OUT)
+    command = ("-m", f"benchmarks.gpu.workers.{module}", json.dumps(request), OUT)
     return Case(name, part, worth, cost, command, **options)
 
 
 def _tests(name: str, worth: int, cost: float, *arguments: str, needs: tuple[str, ...] = ()) -> Case:
     return _worker(
-        name, "tests", worth, cost, "tests_worker", {"arguments": ["-m", "gpu", *arguments]}, device_gb=4.0,
+        name, "tests", worth, cost, "tests", {"arguments": ["-m", "gpu", *arguments]}, device_gb=4.0,
         needs=("pytest", *needs),
     )  # fmt: skip
 
@@ -141,7 +142,7 @@ def _training(setup: Setup, worth: int, model: str, backend: str, *, masters: bo
         "num_sequences": setup.sizes.num_sequences, "device": setup.device,
     }  # fmt: skip
     way = "masters in fp32" if masters else "all in bf16"
-    return _worker(f"{model}, {backend}, {way}", "train", worth, 25, "train_worker", request, needs=_needs(model))
+    return _worker(f"{model}, {backend}, {way}", "train", worth, 25, "train", request, needs=_needs(model))
 
 
 def _step(
@@ -170,7 +171,7 @@ def _step(
     layers = f", {sizes.deep_layers} layers" if deep else ""
     within = "no budget" if share is None else f"{share} of its peak"
     return _worker(
-        f"{shape}{layers}, {request['backend']}{suffix}, {within}", "memory", worth, cost, "step_worker", request,
+        f"{shape}{layers}, {request['backend']}{suffix}, {within}", "memory", worth, cost, "step", request,
         device_gb=(budget or peak) / 1e9 + 2, host_gb=45.0 if deep else 12.0, needs=(*_needs(shape), *needs),
         variables=variables or {},
     )  # fmt: skip
@@ -189,17 +190,20 @@ def _capped_step(setup: Setup, worth: int, cap: float, *, clipped: bool = False)
     }  # fmt: skip
     name = f"{setup.sizes.shape}, host, cap of {cap / 1e9:g} GB{', clipped' if clipped else ''}"
     return _worker(
-        name, "memory", worth, 45, "step_worker", request, device_gb=cap / 1e9 + 2, host_gb=25.0,
+        name, "memory", worth, 45, "step", request, device_gb=cap / 1e9 + 2, host_gb=25.0,
         needs=_needs(setup.sizes.shape),
     )  # fmt: skip
 
 
 def _one_gpu(setup: Setup, shape: str, what: str, worth: int, arguments: tuple[str, ...], **options: Any) -> Case:
+    sizes = setup.sizes
     command = (
-        "-m", "benchmarks.one_gpu", "--shape", shape, "--at-once", "--rounds", str(setup.sizes.rounds), "--steps",
-        str(setup.sizes.steps), *arguments, *_common(setup),
+        "-m", "benchmarks.one_gpu", "--shape", shape, "--at-once", "--rounds", str(sizes.rounds), "--steps",
+        str(sizes.steps), "--backend", sizes.backend, *arguments, *_common(setup),
     )  # fmt: skip
     options = {"device_gb": 45.0, "own_cache": True, **options, "needs": (*_needs(shape), *options.get("needs", ()))}
+    if sizes.backend == "eager":
+        options["variables"] = {"TORCHDYNAMO_DISABLE": "1"}  # what torch.compile would build
     return Case(f"{shape}, {what}", "speed", worth, options.pop("cost"), command, **options)
 
 
@@ -225,7 +229,7 @@ def _largest(
     }  # fmt: skip
     times = f", {accumulate} micro-batches" if accumulate > 1 else ""
     return _worker(
-        f"{name}, {layers} layers{times}", "offload", worth, cost, "largest_worker", request, prepare_seconds=180.0,
+        f"{name}, {layers} layers{times}", "offload", worth, cost, "largest", request, prepare_seconds=180.0,
         device_gb=setup.device_bytes / 1e9, host_gb=setup.host_bytes / 1e9 if tier else 8.0,
         needs=(*_needs(setup.sizes.deep), *needs),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rows of the README: the few numbers that stand for each part of ``make gpu``."""
+"""Rows of the README: the few numbers that stand for each part of ``make gpu``, of cases of one commit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from benchmarks import one_gpu
-from benchmarks.gpu.parts import tests
-from benchmarks.gpu.tables import Cases, differences, kernel_rows, results
+from benchmarks.gpu.tables import Cases, differences, kernel_rows, outcomes, results
 from benchmarks.peers import report as peers_report
 
 
@@ -21,9 +20,9 @@ class Row:
 
 
 def row_of_tests(cases: Cases) -> Iterator[Row]:
-    outcomes = [known["outcome"] for known in tests.outcomes([case["results"] for case in cases]).values()]
-    if outcomes:
-        counts = ", ".join(f"{outcomes.count(name)} {name}" for name in dict.fromkeys(sorted(outcomes)))
+    listed = sorted(outcome["outcome"] for outcome in outcomes(cases).values())
+    if listed:
+        counts = ", ".join(f"{listed.count(name)} {name}" for name in dict.fromkeys(listed))
         yield Row("tests that need a GPU", counts)
 
 
@@ -49,6 +48,14 @@ def row_of_memory(cases: Cases) -> Iterator[Row]:
                 f"peak that was {word} next to the predicted one, {' and '.join(shapes)} within budgets, all cases",
                 f"{100 * min(shares):+.1f} % to {100 * max(shares):+.1f} %",
             )
+    ratios = [
+        result["predicted_seconds"] / statistics.median(result["seconds"])
+        for _, result in results(cases)
+        if result.get("seconds") and "predicted_seconds" in result
+    ]
+    if ratios:
+        what = "predicted over measured time of a step within budgets, all cases"
+        yield Row(what, f"{min(ratios):.2f} to {max(ratios):.2f}")
 
 
 def row_of_speed(cases: Cases) -> Iterator[Row]:
@@ -59,7 +66,9 @@ def row_of_speed(cases: Cases) -> Iterator[Row]:
         listed = {name: peers_report.rows(group) for name, group in data["groups"].items()}
         for verdict in one_gpu.verdicts(listed, on_cpu=data["device"] == "cpu"):
             if verdict.what.startswith("time"):
-                yield Row(f"{data['shape']}, {verdict.what} (less is better)", f"{verdict.measured:.2f}")
+                steps = min(row.num_steps for group in listed.values() for row in group)
+                what = f"{data['shape']}, {verdict.what}, medians of {steps} steps (less is better)"
+                yield Row(what, f"{verdict.measured:.2f}")
         peaks = {row.name: row.peak_bytes for row in listed.get("whole", [])}
         if {"zerofx", one_gpu.COMPILED} <= peaks.keys():
             share = peaks["zerofx"] / peaks[one_gpu.COMPILED]
@@ -90,16 +99,11 @@ def row_of_offload(cases: Cases) -> Iterator[Row]:
 
 
 def row_of_measure(cases: Cases) -> Iterator[Row]:
-    ratios = [
-        result["predicted_seconds"] / statistics.median(result["seconds"])
-        for _, result in results(cases)
-        if isinstance(result.get("seconds"), list) and result["seconds"] and "predicted_seconds" in result
-    ]
-    if ratios:
-        yield Row(
-            "predicted over measured time of a step after Machine.measure(), all cases",
-            f"{min(ratios):.2f} to {max(ratios):.2f}",
-        )
+    for _, result in results(cases):
+        for what, rates in result.get("host_rates", {}).items():
+            if what.startswith("update"):
+                threads, rate = max(rates.items(), key=lambda item: item[1])
+                yield Row(f"{what} on the host, with {threads} threads", f"{rate / 1e9:.0f} GB/s")
 
 
 ROWS: Mapping[str, Callable[[Cases], Iterator[Row]]] = {

@@ -3,9 +3,9 @@
     python -m benchmarks.gpu.report build/gpu
     python -m benchmarks.gpu.report build/gpu --results elsewhere      # also of what was measured on a CPU
 
-Writes ``gpu.md``, ``gpu.json`` and, with matplotlib, plots to ``benchmarks/results/``, where parts that are not in the
-folder stay as they are. What was measured on a CPU, to try the code, goes to the folder that is given and not into the
-README.
+Writes ``gpu.md``, ``gpu.json`` and, with matplotlib, plots to ``benchmarks/results/``, where cases that have not run
+again stay as they are, each with its commit. What was measured on a CPU, to try the code, goes to the folder that is
+given and not into the README.
 """
 
 from __future__ import annotations
@@ -20,25 +20,38 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.gpu.__main__ import PARTS
 from benchmarks.gpu.case import ROOT
+from benchmarks.gpu.case_list import PARTS
+from benchmarks.gpu.code import commit_of
 from benchmarks.gpu.readme_rows import ROWS
-from benchmarks.gpu.tables import TABLES, not_run
+from benchmarks.gpu.tables import TABLES, not_run, provenance
+from benchmarks.lib.json_file import write_json
 
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- make gpu-report writes this -->", "<!-- to here -->"
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """The parts that have run, in order, without those for which there was no device."""
-    parts = {}
-    for part in PARTS:
-        path = folder / f"{part}.json"
-        if path.exists():
-            data = json.loads(path.read_text())
-            if any(case["results"] or case["status"] != "lacking" for case in data["cases"]):
-                parts[part] = data
-    return parts
+def read(path: Path) -> dict[str, Any]:
+    """The results in a file; each of its cases with the commit of its code, where there is one."""
+    data: dict[str, Any] = json.loads(path.read_text())
+    commits: dict[str, str] = {}
+    for case in data["cases"]:
+        code = case["code"]
+        case["commit"] = case["commit"] or commits.setdefault(code, commit_of(code))
+    return data
+
+
+def merge(before: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """``data`` with what only ``before`` has measured."""
+    named = {case["name"]: case for case in before.get("cases", [])}
+    for case in data["cases"]:
+        if case["results"] or case["name"] not in named or not named[case["name"]]["results"]:
+            named[case["name"]] = case
+    return {**data, "cases": list(named.values())}
+
+
+def of_part(data: Mapping[str, Any], part: str) -> list[dict[str, Any]]:
+    return [case for case in data["cases"] if case["part"] == part]
 
 
 def machine_line(data: Mapping[str, Any]) -> str:
@@ -49,25 +62,25 @@ def machine_line(data: Mapping[str, Any]) -> str:
     return f"{where}, {machine['cores']} cores, torch {machine['torch']}{cuda}, Python {machine['python']}"
 
 
-def markdown(parts: Mapping[str, Any]) -> str:
-    """A section for each part: its table, and what has failed or was not run."""
-    texts = ["# On a GPU\n\n`make gpu`, and `make gpu-report` for this page.\n"]
-    for part, data in parts.items():
-        cases = data["cases"]
-        texts.append(f"## {part}: {PARTS[part]}\n\n{machine_line(data)}\n\n{TABLES[part](cases)}\n{not_run(cases)}")
+def markdown(data: Mapping[str, Any]) -> str:
+    """A section for each part: its table, where its rows come from, and what has failed or was not run."""
+    texts = [f"# On a GPU\n\n`make gpu`, and `make gpu-report` for this page. On {machine_line(data)}.\n"]
+    for part, what in PARTS.items():
+        if cases := of_part(data, part):
+            texts.append(f"## {part}: {what}\n\n{TABLES[part](cases)}\n{provenance(cases)}\n{not_run(cases)}")
     return "\n".join(texts)
 
 
-def readme_text(parts: Mapping[str, Any]) -> str:
-    """A table of a few numbers, each with its command."""
-    rows = [
-        [row.what, row.number, f"`make gpu-{part}`"]
-        for part, data in parts.items()
-        for row in ROWS[part](data["cases"])
-    ]
-    return f"On {machine_line(next(iter(parts.values())))}:\n\n" + tabulate(
-        rows, ["what", "number", "command"], tablefmt="github", disable_numparse=True
-    )
+def readme_text(data: Mapping[str, Any]) -> str:
+    """A table of a few numbers, each with the commit that it was measured at: what has none is left out."""
+    rows = []
+    for part in PARTS:
+        cases = [case for case in of_part(data, part) if case["commit"]]
+        for commit in dict.fromkeys(case["commit"] for case in cases):
+            of_commit = [case for case in cases if case["commit"] == commit]
+            rows += [[row.what, row.number, f"`{commit}`"] for row in ROWS[part](of_commit)]
+    table = tabulate(rows, ["what", "number", "commit"], tablefmt="github", disable_numparse=True)
+    return f"By `make gpu`, on {machine_line(data)}:\n\n{table}"
 
 
 def with_rows(readme: str, text: str) -> str:
@@ -81,33 +94,32 @@ def with_rows(readme: str, text: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="with gpu.json")
     parser.add_argument("--results", type=Path, help=f"default: {RESULTS.relative_to(ROOT)}")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     options = parser.parse_args()
-    parts = read(options.folder)
-    on_cuda = {part: data for part, data in parts.items() if data["device"] == "cuda"}
-    shown = on_cuda or (parts if options.results else {})
-    if not shown:
+    data = read(options.folder / "gpu.json")
+    on_cuda = data["device"] == "cuda"
+    if not any(case["results"] for case in data["cases"]) or not (on_cuda or options.results):
         print(f"nothing that a GPU has measured is in {options.folder}: nothing written")
         return 0
     folder = options.results or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
-    before = json.loads((folder / "gpu.json").read_text()) if (folder / "gpu.json").exists() else {}
-    shown = {part: shown.get(part) or before[part] for part in PARTS if part in shown or part in before}
-    (folder / "gpu.json").write_text(json.dumps(shown, indent=1))
-    (folder / "gpu.md").write_text(markdown(shown))
-    print(f"{folder / 'gpu.md'}: {', '.join(shown)}")
+    path = folder / "gpu.json"
+    data = merge(read(path) if path.exists() else {}, data)
+    write_json(path, data)
+    (folder / "gpu.md").write_text(markdown(data))
+    print(f"{folder / 'gpu.md'}: {len(data['cases'])} cases")
     if importlib.util.find_spec("matplotlib") is None:
         print("no plots: expected matplotlib, found none")
     else:
         from benchmarks.gpu.plots import PLOTS
 
         for part, plot in PLOTS.items():
-            if part in shown:
-                plot(shown[part]["cases"], folder / f"gpu_{part}.png")
+            if cases := of_part(data, part):
+                plot(cases, folder / f"gpu_{part}.png")
     if on_cuda:
-        options.readme.write_text(with_rows(options.readme.read_text(), readme_text(shown)))
+        options.readme.write_text(with_rows(options.readme.read_text(), readme_text(data)))
     return 0
 
 

@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from benchmarks.gpu.case import OUT, ROOT, Case, Entry, read_results
+from benchmarks.gpu.case import OUT, ROOT, Case, Entry, Status, read_results
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.setup import Setup, lacking
 from benchmarks.gpu.turns import Running, Turns
@@ -44,7 +45,7 @@ class Run:
         self._left = sorted(cases, key=lambda case: -case.worth)
         self._cut_off_at = until - _SECONDS_TO_CLOSE
         self._together = together
-        self._known = {"commit": commit, "code": code}
+        self._known: dict[str, Any] = {"commit": commit, "code": code}
         self._running: dict[str, Running] = {}
         self._folders: dict[str, Path] = {}
         self._turns = Turns(self._running)
@@ -61,10 +62,12 @@ class Run:
             server = await asyncio.start_unix_server(self._turns.answer, self._address)
             self._record.write()
             orders = {case.name: number for number, case in enumerate(self._left)}
-            async with server, asyncio.TaskGroup() as tasks:
-                while (case := await self._next()) is not None:
-                    running, process, start = await self._start(case, orders[case.name], Path(folder))
-                    tasks.create_task(self._follow(running, process, start))
+            async with server:
+                async with asyncio.TaskGroup() as tasks:
+                    while (case := await self._next()) is not None:
+                        running, process, start = await self._start(case, orders[case.name], Path(folder))
+                        tasks.create_task(self._follow(running, process, start))
+                await self._turns.wait_for_ends()
         self._record.write()
 
     async def _next(self) -> Case | None:
@@ -126,7 +129,7 @@ class Run:
             "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1",
             "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": str(self._setup.machine["cores"]),
+            "OMP_NUM_THREADS": str(self._setup.num_threads),
             "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
             "TRITON_CACHE_DIR": str(cache / "triton"),
             # A machine that another case has measured is not what this one plans for.
@@ -147,7 +150,8 @@ class Run:
             await asyncio.wait((ended,), timeout=_SECONDS_OF_A_LOOK)
             if not ended.done():
                 why = self._reason_to_end(running)
-        status, code = ("not run" if why.startswith("cut off") else "failed"), process.returncode
+        status: Status = "not run" if why.startswith("cut off") else "failed"
+        code = process.returncode
         if why:
             running.stop(on=False)
             with contextlib.suppress(ProcessLookupError):

@@ -25,8 +25,8 @@ class Sizes:
     ``peak_bytes`` and ``deep_peak_bytes`` are predicted of a step of ``shape`` and of ``deep`` with ``deep_layers``
     without a budget: budgets are shares of them, so that no case waits for another. ``caps`` are bytes for states on
     the host with masters in float32: first what all contenders have, then what DeepSpeed's and FSDP2's peaks were.
-    ``seconds_share`` is what cases take of their cost at these sizes; ``has_each_kind_once`` is for a trial of the code:
-    of cases that run the same lines of it, the first.
+    ``seconds_share`` is what cases take of their cost at these sizes; ``has_each_kind_once`` is for a trial of the
+    code: of cases that run the same lines of it, the first.
     """
 
     num_steps: int
@@ -76,11 +76,11 @@ SIZES: Mapping[str, Sizes] = {
     "tiny": Sizes(
         num_steps=3,
         num_sequences=1,
-        shape="tiny-llama",
+        shape="tiny",
         deep="tiny-llama",
         deep_layers=3,
-        other="tiny",
-        peak_bytes=2_234_836,
+        other="tiny-llama",
+        peak_bytes=2_076_692,
         deep_peak_bytes=2_732_248,
         caps=(1e9, 1e8, 1e7),
         rounds=1,
@@ -113,6 +113,11 @@ class Setup:
     @property
     def dtype(self) -> str:
         return "bfloat16" if self.device == "cuda" else "float32"
+
+    @property
+    def num_threads(self) -> int:
+        """Of a case: all cores next to a GPU; on a CPU cases share them."""
+        return int(self.machine["cores"]) if self.device == "cuda" else 1
 
     @property
     def host_bytes(self) -> int:

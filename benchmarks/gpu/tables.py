@@ -10,7 +10,6 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks import host_update, launch_cost, nvme_throughput, one_gpu
-from benchmarks.gpu.parts import tests
 from benchmarks.kernels import measure as kernels
 from benchmarks.memory_frontier import measure as memory_frontier
 from benchmarks.peers import report as peers_report
@@ -34,6 +33,20 @@ def not_run(cases: Cases) -> str:
     return "".join(f"- {case['name']}: {case['status']}: {case['why']}\n" for case in cases if case["status"] != "ran")
 
 
+def provenance(cases: Cases) -> str:
+    """How each case came by its numbers."""
+    words = {True: "yes", False: "no", None: ""}
+    rows = [
+        [
+            case["name"], case["commit"] or "none", f"{case['seconds']:.0f}", case["cache"], words[case["alone"]],
+            "" if case["neighbours"] is None else str(case["neighbours"]),
+        ]
+        for case in cases
+        if case["results"]
+    ]  # fmt: skip
+    return table(["case", "commit", "s", "compiler's cache", "alone while timed", "cases next to it"], rows)
+
+
 def gigabytes(num_bytes: float | None) -> str:
     return "" if num_bytes is None else f"{num_bytes / 1e9:.3f}"
 
@@ -44,13 +57,19 @@ def off(measured: float, predicted: float) -> str:
 
 
 def of_tests(cases: Cases) -> str:
-    known = tests.outcomes([case["results"] for case in cases])
+    known = outcomes(cases)
     rows = [
         [name, outcome["outcome"], f"{outcome['seconds']:.1f}", last_line(outcome["text"])]
         for name, outcome in known.items()
     ]
-    missing = [[name, "not run", "", ""] for name in (tests.left([case["results"] for case in cases]) if cases else [])]
+    collected = [name for _, result in results(cases) for name in result["collected"]]
+    missing = [[name, "not run", "", ""] for name in collected if name not in known]
     return table(["test", "outcome", "s", ""], rows + missing)
+
+
+def outcomes(cases: Cases) -> dict[str, dict[str, Any]]:
+    """What each test came to."""
+    return {name: outcome for _, result in results(cases) for name, outcome in result.get("outcomes", {}).items()}
 
 
 def last_line(text: str) -> str:
@@ -89,6 +108,7 @@ def of_train(cases: Cases) -> str:
 
 def of_memory(cases: Cases) -> str:
     rows = []
+    neighbours = {case["name"]: case["neighbours"] for case in cases}
     for name, result in results(cases):
         if "refused" in result:
             rows.append([name, *[""] * 9, result["refused"][:120]])
@@ -98,15 +118,18 @@ def of_memory(cases: Cases) -> str:
         predicted = result["predicted_bytes"]["device"]
         measured = [result.get(key) for key in ("allocated_bytes", "reserved_bytes")]
         compared = [text for size in measured for text in (gigabytes(size), off(size, predicted) if size else "")]
+        # Of the whole card is known only what came or went: all of it is this case's where it was the only one.
+        is_known = neighbours[name] == 0 and "card_bytes" in result
+        beyond = gigabytes(result["card_bytes"] - result["reserved_bytes"]) if is_known else ""
         seconds = statistics.median(result["seconds"]) if result.get("seconds") else None
         rows.append(
             [
                 name, gigabytes(result["budget"]), gigabytes(predicted), *compared,
-                gigabytes(result.get("driver_bytes")), str(result["num_recomputed"]),
+                beyond, str(result["num_recomputed"]),
                 f"{result['predicted_seconds']:.3f}", "" if seconds is None else f"{seconds:.3f}", "",
             ]
         )  # fmt: skip
-    headers = ["", "budget GB", "predicted GB", "allocated GB", "off by", "reserved GB", "off by", "on the device GB",
+    headers = ["", "budget GB", "predicted GB", "allocated GB", "off by", "reserved GB", "off by", "besides that GB",
                "recomputed", "predicted s", "measured s", "refused"]  # fmt: skip
     return table(headers, rows)
 
@@ -152,6 +175,7 @@ def of_offload(cases: Cases) -> str:
                     *(gigabytes(predicted.get(tier)) for tier in ("device", "host", "nvme")),
                     gigabytes(result.get("reserved_bytes")), gigabytes(result.get("resident_bytes")),
                     "" if seconds[-1] is None else f"{seconds[-1]:.1f}",
+                    f"{result['tokens_per_second']:.0f}" if "tokens_per_second" in result else "",
                 ]
             )  # fmt: skip
         elif "nvme_throughput" in result:
@@ -161,24 +185,29 @@ def of_offload(cases: Cases) -> str:
             text = host_update.table(result["host_update"]["row"])
             texts.append(f"\nThe update on the host alone:\n\n{text}\n")
     headers = ["", "parameters, 10^9", "trains", "predicted: device GB", "host GB", "nvme GB", "reserved GB",
-               "resident GB", "s a step"]  # fmt: skip
+               "resident GB", "s a step", "tokens/s"]  # fmt: skip
     return table(headers, rows) + "".join(texts)
 
 
 def of_measure(cases: Cases) -> str:
-    parts, rows = [], []
-    for name, result in results(cases):
+    parts: list[str] = []
+    for _, result in results(cases):
+        if "host_rates" in result:
+            counts = list(next(iter(result["host_rates"].values())))
+            cells = [
+                [what, *(f"{rates[count] / 1e9:.1f}" for count in counts)]
+                for what, rates in result["host_rates"].items()
+            ]
+            parts.append(table(["GB/s of the host, by threads", *counts], cells))
+            links = [[what, f"{rate / 1e9:.1f}"] for what, rate in result.get("link_rates", {}).items()]
+            parts.append(table(["link", "GB/s each way"], links))
         if "machine" in result and result.get("row"):
             parts.append(
                 table(
                     ["", "built-in row, as programs get it", f"measured in {result['seconds']:.0f} s"], speeds(result)
                 )
             )
-        elif result.get("seconds") and "predicted_seconds" in result:
-            median = statistics.median(result["seconds"])
-            predicted = result["predicted_seconds"]
-            rows.append([name, f"{predicted:.4f}", f"{median:.4f}", f"{predicted / median:.2f}"])
-    return "\n".join([*parts, table(["step", "predicted s", "measured s", "ratio"], rows)])
+    return "\n".join(parts)
 
 
 def speeds(result: Mapping[str, Any]) -> list[list[str]]:

@@ -77,10 +77,26 @@ class Turns:
         self._running = running
         self._waiting: list[_Asked] = []
         self._holder: _Asked | None = None
+        self._num_open = 0
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One turn, from the moment that it is asked for until the connection ends."""
-        request = json.loads(await reader.readline())
+        self._num_open += 1
+        try:
+            await self._answer(reader, writer)
+        finally:
+            self._num_open -= 1
+
+    async def wait_for_ends(self) -> None:
+        """Wait until all connections have ended, as they do with the processes that they are of."""
+        while self._num_open:
+            await asyncio.sleep(0.01)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = await reader.readline()
+        if not line:
+            return  # it ended before it had asked
+        request = json.loads(line)
         asked = _Asked(request["case"], request["whole_machine"], asyncio.get_running_loop().create_future())
         began = time.monotonic()
         self._waiting.append(asked)

@@ -248,6 +248,7 @@ def _zerofx(request: dict[str, Any], work: Workload, device: torch.device) -> Tr
         cuda_graphs=request.get("cuda_graphs", False),
         accumulate=accumulate,
         reduce=request.get("reduce", "auto"),
+        backend=request.get("backend", "inductor"),
         example_batch=batch,
     )
     if request.get("evaluate"):

@@ -1,6 +1,6 @@
 """Tests in as many processes of pytest as it takes, where one breaks the device or hangs, until each has an outcome.
 
-python -m benchmarks.gpu.tests_worker '{"arguments": ["-m", "gpu", "tests/gpu"]}' FOLDER
+python -m benchmarks.gpu.workers.tests '{"arguments": ["-m", "gpu", "tests/gpu"]}' FOLDER
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
         before = _num_outcomes(folder)
         subprocess.run(
             [
-                sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.pytest_record", "-p", "no:cacheprovider",
+                sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.workers.pytest_record", "-p", "no:cacheprovider",
                 "--capture=no", "--record", str(folder), "--test-seconds", seconds, *request["arguments"],
             ],
             check=False,

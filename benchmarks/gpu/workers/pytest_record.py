@@ -1,6 +1,6 @@
 """Plugin of pytest: each test's outcome is written as soon as it is known, and a test that takes too long is ended.
 
-    python -m pytest -p benchmarks.gpu.pytest_record --record FOLDER --test-seconds 60
+    python -m pytest -p benchmarks.gpu.workers.pytest_record --record FOLDER --test-seconds 60
 
 A test over its time takes its process with it, and so does a device that has broken: the next process with the same
 folder goes on with the tests that have no outcome there. Each test has the device to itself.

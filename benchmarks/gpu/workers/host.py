@@ -1,6 +1,6 @@
 """What the host does a second, by its threads, and what its links carry: the facts that plans with the host rest on.
 
-python -m benchmarks.gpu.host_worker '{"device": "cuda", "millions": 44, "stream_bytes": 2000000000}' FOLDER
+python -m benchmarks.gpu.workers.host '{"device": "cuda", "millions": 44, "stream_bytes": 2000000000}' FOLDER
 """
 
 from __future__ import annotations

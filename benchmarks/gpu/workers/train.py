@@ -1,6 +1,6 @@
 """Plain torch and zerofx from the same values, on the same batches.
 
-python -m benchmarks.gpu.train_worker '{"model": "gpt", "backend": "eager", "masters": true, ...}' FOLDER
+python -m benchmarks.gpu.workers.train '{"model": "gpt", "backend": "eager", "masters": true, ...}' FOLDER
 """
 
 from __future__ import annotations

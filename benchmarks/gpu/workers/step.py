@@ -1,6 +1,6 @@
 """One step of zerofx: what its plan predicts, and what is measured of it.
 
-    python -m benchmarks.gpu.step_worker '{"shape": "llama-1b", "backend": "inductor", "device": "cuda", ...}' FOLDER
+    python -m benchmarks.gpu.workers.step '{"shape": "llama-1b", "backend": "inductor", "device": "cuda", ...}' FOLDER
 
 Optional: ``changes`` to the shape, ``budget`` and ``host_budget`` in bytes, other ``options`` of ``zerofx.compile``;
 ``measured``: planned for what ``Machine.measure()`` says of this machine and of the folder ``drive``.

@@ -1,6 +1,6 @@
 """A Llama of some layers trains two steps, or says why it does not.
 
-python -m benchmarks.gpu.largest_worker '{"shape": "llama-8b", "changes": {"depth": 64}, "tier": "host", ...}' FOLDER
+python -m benchmarks.gpu.workers.largest '{"shape": "llama-8b", "changes": {"depth": 64}, "tier": "host", ...}' FOLDER
 """
 
 from __future__ import annotations

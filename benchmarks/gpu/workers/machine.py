@@ -1,6 +1,6 @@
 """``Machine.measure()`` next to the built-in row of the same device.
 
-python -m benchmarks.gpu.machine_worker '{"device": "cuda", "drive": "/mnt/nvme"}' FOLDER
+python -m benchmarks.gpu.workers.machine '{"device": "cuda", "drive": "/mnt/nvme"}' FOLDER
 """
 
 from __future__ import annotations
