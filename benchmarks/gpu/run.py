@@ -92,9 +92,9 @@ class Run:
 
     def _has_memory_for(self, case: Case) -> bool:
         cases = [case, *(running.case for running in self._running.values())]
-        fits_device = sum(one.device_gb for one in cases) <= self._setup.device_bytes / 1e9
+        fits_device = sum(each.device_gb for each in cases) <= self._setup.device_bytes / 1e9
         return len(cases) == 1 or (
-            fits_device and sum(one.host_gb for one in cases) <= self._setup.machine["host_bytes"] / 1e9
+            fits_device and sum(each.host_gb for each in cases) <= self._setup.machine["host_bytes"] / 1e9
         )
 
     async def _start(self, case: Case, order: int, folder: Path) -> tuple[Running, asyncio.subprocess.Process, Entry]:

@@ -129,7 +129,7 @@ def _measure_few(
             say(f"  round {number + 1} of {options.rounds}: " + _latest(results))
             note(list(results.values()))
         if own_caches:
-            for contender in (one for one in few if any(ranks.name == one.name for ranks in ready)):
+            for contender in (each for each in few if any(ranks.name == each.name for ranks in ready)):
                 again = begun[f"{contender.name} again"] = begin(contender, results[contender.name]["request"])
                 results[contender.name]["facts"]["ready_again_seconds"] = again.read()[0]["ready_seconds"]
                 again.close()

@@ -72,7 +72,7 @@ def host_rates(numel: int, stream_bytes: int, *, compiles: bool) -> dict[str, di
     """Bytes a second by number of threads, of updates and of STREAM's copy; and of a fresh tensor's first write."""
     ways = updates(numel, compiles=compiles)
     source = torch.ones(stream_bytes // 8, dtype=torch.float64)
-    destination, kept = torch.empty_like(source), torch.empty(numel)
+    destination, warm = torch.empty_like(source), torch.empty(numel)
     rates: dict[str, dict[str, float]] = {}
     with turn(whole_machine=True):
         for threads in (count for count in THREADS if count <= len(os.sched_getaffinity(0))):
@@ -80,7 +80,7 @@ def host_rates(numel: int, stream_bytes: int, *, compiles: bool) -> dict[str, di
             measured = {what: each * numel / best_seconds(run) for what, (each, run) in ways.items()}
             measured["copy"] = 16 * source.numel() / best_seconds(lambda: destination.copy_(source))
             measured["fill of a fresh tensor"] = 4 * numel / best_seconds(lambda: torch.empty(numel).fill_(1.0))
-            measured["fill of a kept tensor"] = 4 * numel / best_seconds(lambda: kept.fill_(1.0))
+            measured["fill of a kept tensor"] = 4 * numel / best_seconds(lambda: warm.fill_(1.0))
             for what, rate in measured.items():
                 rates.setdefault(what, {})[str(threads)] = rate
     return rates
