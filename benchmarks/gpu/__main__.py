@@ -26,7 +26,6 @@ from benchmarks.gpu.code import code_hash, commit_of
 from benchmarks.gpu.record import Record, ran_before
 from benchmarks.gpu.run import run, scratch
 from benchmarks.gpu.setup import SIZES, Setup, machine_facts
-from benchmarks.gpu.summary import summary
 
 
 def main() -> int:
@@ -45,12 +44,15 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     drive = options.drive or scratch() / "drive"
     drive.mkdir(parents=True, exist_ok=True)
-    setup = Setup(options.device, SIZES[options.sizes], machine_facts(), drive)
-    known: dict[str, Any] = {"code": (code := code_hash()), "commit": commit_of(code)}
-    facts = {"device": options.device, "sizes": options.sizes, **known, "machine": setup.machine}
+    code = code_hash()
+    facts: dict[str, Any] = {"device": options.device, "sizes": options.sizes, "code": code, "machine": {}}
     before = ran_before(options.earlier, facts) if options.earlier else {}
     record = Record(options.out, facts)
     record.entries.update(before)
+    record.write()  # there is a file from here on, whatever ends this process
+    known: dict[str, Any] = {"code": code, "commit": commit_of(code)}
+    setup = Setup(options.device, SIZES[options.sizes], machine_facts(), drive)
+    record.add_facts(commit=known["commit"], machine=setup.machine)
     if setup.no_device:
         record.entries["all"] = Entry("all", "tests", "lacking", setup.no_device, **known)
         record.write()
@@ -60,6 +62,8 @@ def main() -> int:
         run(setup, record, todo, began + options.until, options.together, known)
     if options.drive is None:
         shutil.rmtree(drive)
+    from benchmarks.gpu.summary import summary  # imports torch, which nothing is to wait for
+
     print(summary(record.entries.values(), time.monotonic() - began))
     return 0
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from benchmarks.gpu.case import ROOT
 
 PRODUCT = ("codegen", "passes", "scheduler", "zerofx")  # what a result is of; tests and benchmarks may change
-_MOST_COMMITS = 1000
+_MOST_COMMITS = 200
 
 
 def code_hash() -> str:

@@ -22,6 +22,9 @@ class Record:
         self._facts = dict(facts)
         self.entries: dict[str, Entry] = {}
 
+    def add_facts(self, **facts: Any) -> None:
+        self._facts |= facts
+
     def say(self, text: str) -> None:
         """A line for whoever watches, and for the log."""
         line = f"{time.strftime('%H:%M:%S')} {text}\n"
