@@ -26,6 +26,7 @@ from torch import fx
 from zerofx.codegen.kernels.current_device import on_device
 from zerofx.codegen.kernels.update_operators import write_operator
 from zerofx.codegen.kernels.update_writer import COMPUTED, HOST_FUNCTIONS, Buffer, HostScalar, NoKernelError, Writer
+from zerofx.codegen.traced_region import trace_region
 
 BLOCK = 512  # elements of a program: 4 of a thread, so that float32 is moved 16 bytes at a time
 # Products are rounded with the sums they go into, as Triton 3.9 does by default and 3.10 does not.
@@ -78,7 +79,7 @@ def make_update_kernel(
     Raises:
         NoKernelError: the region does something else than elementwise arithmetic in place; says what.
     """
-    graph, result = _traced(function, len(inputs))
+    graph, result = trace_region(function, len(inputs))
     if result != ():
         raise NoKernelError("a value that it makes is read later")
     writer = Writer()
@@ -105,17 +106,6 @@ def make_update_kernel(
     written = tuple(buffer.number for buffer in stored if buffer.number is not None)
     source = _source(writer, used, stored)
     return UpdateKernel(source, tuple(used), written, tuple(writer.scalars), tuple(singles), numel)
-
-
-def _traced(function: Callable[[list[Any]], object], num_inputs: int) -> tuple[fx.Graph, object]:
-    """The operators that ``function`` calls, and what it returns."""
-    graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-    nodes = [graph.placeholder(f"x{number}") for number in range(num_inputs)]
-    for number, node in enumerate(nodes):
-        node.meta["number"] = number
-    result = function([fx.Proxy(node, tracer) for node in nodes])
-    return graph, result
 
 
 def _add_inputs(writer: Writer, graph: fx.Graph, inputs: Sequence[Any]) -> int:

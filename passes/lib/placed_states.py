@@ -43,7 +43,7 @@ from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.edit import consumers, insert_call, named, start_of_unit
-from zerofx.ir.facts import DEVICE, Origin, Phase, set_tier, tensor, tier_of
+from zerofx.ir.facts import DEVICE, Origin, Phase, origin, set_tier, tensor, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import ends_of
 from zerofx.scheduler.plan.decisions import StateDecision, of_bucket
@@ -229,13 +229,23 @@ def new_values(step: StepGraph, bucket: Bucket, low: fx.Node, stored: fx.Node, u
     if bucket.compute_dtype == bucket.dtype:
         return [copy_into(step, bucket, low, stored)]
     args, kwargs = (tensor(low).numel(), bucket.compute_dtype, HOST), {"device": step.device}
-    cast = insert_call(
-        step.graph, ops.empty_stored, args, where, kwargs, name=f"low_{bucket.index}",
-        fake=step.fake((tensor(low).numel(),), bucket.compute_dtype),
-    )  # fmt: skip
+    # Before the update, of which the cast is then a part: it reads what is in the caches.
+    with step.graph.inserting_before(_start_of_update(bucket, stored)):
+        cast = insert_call(
+            step.graph, ops.empty_stored, args, where, kwargs, name=f"low_{bucket.index}",
+            fake=step.fake((tensor(low).numel(),), bucket.compute_dtype),
+        )  # fmt: skip
     set_tier(cast, HOST)
     set_tier(insert_call(step.graph, _aten.copy_.default, (cast, stored), where), HOST)
     return [copy_into(step, bucket, low, cast)]
+
+
+def _start_of_update(bucket: Bucket, stored: fx.Node) -> fx.Node:
+    """The first node of the update of ``stored`` on the host, which has just been inserted."""
+    first = max(consumers(stored))
+    while first.prev.target not in ops.EVENTS and origin(first.prev) == Origin(bucket.name, Phase.UPDATE):
+        first = first.prev
+    return first
 
 
 def await_copies(step: StepGraph, started: Sequence[Started]) -> dict[int, fx.Node]:

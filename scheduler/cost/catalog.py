@@ -6,6 +6,7 @@ Sources, by column:
 - Links within a node: half the datasheet's bidirectional number. Hop latencies: NCCL's tuning model, ring algorithm
   with the Simple protocol (src/graph/tuning.cc, hwLat): NVLink 3.4, PCIe 5.7, network 9.6 microseconds.
 - Network: the row's reference system; `inter_node` is one accelerator's share of the node's network.
+- Updates on the host: what was seen of 16 threads a rank, not what the host's memory has on a datasheet.
 - Host: the row's reference system; float32 FLOP/s = sockets x cores x base clock x 64 (two AVX-512 FMA units) or 32
   (two AVX2 FMA units).
 """
@@ -16,7 +17,7 @@ import difflib
 import re
 
 from zerofx.errors import UsageError
-from zerofx.scheduler.cost.machine import Device, Efficiency, Host, Link, Machine, Nvme, Peaks
+from zerofx.scheduler.cost.machine import Device, Efficiency, Host, HostUpdate, Link, Machine, Nvme, Peaks
 
 _GIB = 2**30
 _GBIT = 1e9 / 8  # bytes per second in one Gbit/s
@@ -39,6 +40,15 @@ _LAUNCH = 4e-6  # seconds a kernel costs eager PyTorch when launches follow each
 # Assumptions, not datasheet values. Links: NCCL caps an A100's ring at 235 of 300 GB/s (tuning.cc), 0.78. Memory:
 # BabelStream reaches 0.85 to 0.92 of HBM peaks. Matmuls: large bf16 GEMMs reach 0.7 to 0.85, less where power limits.
 _TYPICAL = Efficiency(matmul=0.75, memory=0.85, link=0.78)
+
+# Of updates on the 16 vCPUs of a cloud's H100, whose whole host has 614.4 GB/s, 73 to 93 GB/s were seen. Other rows are
+# taken to have as large a part of their hosts' memory; 13 GB/s is an assumption of what one thread gets.
+_UPDATE_THREADS, _UPDATE_BANDWIDTH, _UPDATE_HOST, _THREAD_BANDWIDTH = 16, 85e9, 614.4e9, 13e9
+
+
+def _update(host_bandwidth: float) -> HostUpdate:
+    bandwidth = _UPDATE_BANDWIDTH * host_bandwidth / _UPDATE_HOST
+    return HostUpdate(_UPDATE_THREADS, min(bandwidth, _UPDATE_THREADS * _THREAD_BANDWIDTH), _THREAD_BANDWIDTH)
 
 
 def _gpu(
@@ -68,7 +78,14 @@ def _gpu(
         intra_node=intra,
         inter_node=Link(node_gbit * _GBIT / 8, _NETWORK_HOP),
         ranks_per_node=8,
-        host=Host(host_gib * _GIB, host_bandwidth, host_flops, Link(pcie, _COPY_LATENCY), Link(pcie, _COPY_LATENCY)),
+        host=Host(
+            host_gib * _GIB,
+            host_bandwidth,
+            host_flops,
+            Link(pcie, _COPY_LATENCY),
+            Link(pcie, _COPY_LATENCY),
+            _update(host_bandwidth),
+        ),
         nvme=Nvme(int(nvme_bytes), Link(nvme_read, _DRIVE_LATENCY), Link(nvme_write, _DRIVE_LATENCY)),
     )
 

@@ -79,10 +79,30 @@ class Link(_Facts):
 
 
 @dataclass(frozen=True)
+class HostUpdate(_Facts):
+    """What *one* rank's update on the host reads and writes a second: `bandwidth` on `num_threads` threads together,
+    `thread_bandwidth` on one."""
+
+    num_threads: int
+    bandwidth: float
+    thread_bandwidth: float
+
+    def on_threads(self, num_threads: int) -> HostUpdate:
+        """What it is on as many threads. Those add up as long as memory has more to give than they take:
+
+        1 / bandwidth(n) = 1 / (n * thread_bandwidth) + 1 / most        such that bandwidth(num_threads) is as seen
+        """
+        alone = self.thread_bandwidth
+        shared = max(0.0, 1 / self.bandwidth - 1 / (self.num_threads * alone))
+        return HostUpdate(num_threads, 1 / (1 / (num_threads * alone) + shared), alone)
+
+
+@dataclass(frozen=True)
 class Host(_Facts):
     """The host of one node. Memory, its bandwidth and `flops` (float32) are totals that the node's ranks share.
 
-    `to_host` and `to_device` are the copy paths of *one* device (device to host, host to device; pinned memory).
+    `to_host` and `to_device` are the copy paths of *one* device (device to host, host to device; pinned memory), while
+    both are in use. `update` is what one rank's threads get of the memory's bandwidth; None for a rank's share of it.
     """
 
     memory_bytes: int
@@ -90,6 +110,7 @@ class Host(_Facts):
     flops: float
     to_host: Link
     to_device: Link
+    update: HostUpdate | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +178,7 @@ class Machine(_Facts):
 
     @staticmethod
     def measure(device: torch.device | str | None = None, *, nvme_path: str | None = None) -> Machine:
-        """Measure the machine at hand in some five seconds, and keep the numbers for steps planned on it later.
+        """Measure the machine at hand in some ten seconds, and keep the numbers for steps planned on it later.
 
         Every rank calls this together. What is kept is used where ``machine=`` is not given, by as many ranks with as
         many threads, and is measured anew by another call.
@@ -242,9 +263,12 @@ class Machine(_Facts):
         return 0 if self.nvme is None else self.nvme.num_bytes // self.ranks_per_node
 
     def host_seconds(self, flops: float, num_bytes: float) -> float:
-        """Seconds of work on one rank's share of the host's cores and memory (an optimizer step on the CPU)."""
+        """Seconds of an update on one rank's share of the host's cores and memory, with no more of it than its threads
+        get."""
         share = 1.0 / self.ranks_per_node
         memory = self.host.memory_bandwidth * self.efficiency.memory * share
+        if self.host.update is not None:
+            memory = min(memory, self.host.update.bandwidth)
         return max(flops / (self.host.flops * self.efficiency.matmul * share), num_bytes / memory)
 
     def to_json(self) -> str:

@@ -23,15 +23,17 @@ import torch.distributed as dist
 
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.errors import UsageError
+from zerofx.optimizers.blocks import make_adamw_pass
 from zerofx.progress import watched
 from zerofx.scheduler.cost.catalog import machine_of_device, named_machine
-from zerofx.scheduler.cost.machine import MEASURED, Device, Efficiency, Host, Link, Machine, Nvme, Peaks
+from zerofx.scheduler.cost.machine import MEASURED, Device, Efficiency, Host, HostUpdate, Link, Machine, Nvme, Peaks
 from zerofx.settings import read_settings
 
 _MIB = 2**20
 _BUDGET = 0.25  # seconds for one quantity: a dozen of them stay below five seconds
 _MIN_RUNS = 3
-_COPY_BYTES_CPU = 64 * _MIB  # beyond any cache share of a few cores, cheap to allocate
+_LEAST_COPY_BYTES, _MOST_COPY_BYTES = 64 * _MIB, 512 * _MIB
+_CACHE_SIZES = 4  # arrays are so many times as long as the last cache: what is left there is a small part
 _COPY_BYTES_CUDA = 1024 * _MIB
 _MATMUL_CPU, _MATMUL_CUDA = 1024, 8192  # side of the square matrices: large enough for the peak, 20 ms and 2 ms or so
 _PIXELS, _IMAGES_CPU, _IMAGES_CUDA = 32, (16, 64), (128, 256)  # side of an image; images and their channels
@@ -42,8 +44,8 @@ _LEAST_LATENCY = 1e-7  # seconds; a fit through two noisy points may come out ne
 
 
 def measure_machine(device: torch.device | str | None = None, *, nvme_path: str | None = None) -> Machine:
-    """Measure a device, its host and the links to other ranks: up to about five seconds, and at most 200 MB on a CPU or
-    4 GB of a GPU's memory.
+    """Measure a device, its host and the links to other ranks: some ten seconds, and at most 2 GB of the host's memory
+    or 4 GB of a GPU's.
 
     With an initialised process group of more than one rank every rank must call this: all measure at the same time,
     so that what they share (cores, memory bandwidth) is shared as in training, links are measured by passing messages
@@ -104,7 +106,7 @@ def _ranks_on_node(num_ranks: int) -> int:
 def _measure_cpu(ranks: int) -> Machine:
     cpu = torch.device("cpu")
     row = named_machine("cpu")
-    traffic = _copy_traffic(cpu, _COPY_BYTES_CPU)
+    traffic = _copy_traffic(cpu, _bytes_beyond_caches())
     launch = _launch_seconds(cpu)
     float32 = _matmul_flops(cpu, torch.float32, _MATMUL_CPU)
     # bfloat16 without matrix units can be far slower than float32: one quarter of the side keeps that case short.
@@ -122,7 +124,7 @@ def _measure_cpu(ranks: int) -> Machine:
         intra_node=row.intra_node,
         inter_node=row.inter_node,
         ranks_per_node=ranks,
-        host=Host(total, traffic * ranks, float32 * ranks, link, link),
+        host=Host(total, traffic * ranks, float32 * ranks, link, link, _host_update()),
         nvme=row.nvme,
     )
 
@@ -142,7 +144,7 @@ def _measure_cuda(device: torch.device, ranks: int) -> Machine:
         fp8=row.device.peak.fp8 and row.device.peak.fp8 * row.efficiency.matmul,
     )
     to_host, to_device = _host_links(device)
-    host_traffic = _copy_traffic(torch.device("cpu"), _COPY_BYTES_CPU)
+    host_traffic = _copy_traffic(torch.device("cpu"), _bytes_beyond_caches())
     host_flops = _matmul_flops(torch.device("cpu"), torch.float32, _MATMUL_CPU)
     return Machine(
         name=f"{row.name}{MEASURED}",
@@ -158,7 +160,7 @@ def _measure_cuda(device: torch.device, ranks: int) -> Machine:
         intra_node=Link(row.intra_node.bandwidth * row.efficiency.link, row.intra_node.latency),
         inter_node=Link(row.inter_node.bandwidth * row.efficiency.link, row.inter_node.latency),
         ranks_per_node=ranks,
-        host=Host(memory_bytes(), host_traffic * ranks, host_flops * ranks, to_host, to_device),
+        host=Host(memory_bytes(), host_traffic * ranks, host_flops * ranks, to_host, to_device, _host_update()),
         nvme=row.nvme,
     )
 
@@ -221,6 +223,28 @@ def _copy_traffic(device: torch.device, num_bytes: int) -> float:
     return 2 * num_bytes / _best_seconds(lambda: b.copy_(a), _synchronizer(device))
 
 
+def _bytes_beyond_caches() -> int:
+    """Bytes of an array on the host of which caches hold a small part; the most there may be where none is told."""
+    names = [name for name in ("SC_LEVEL3_CACHE_SIZE", "SC_LEVEL2_CACHE_SIZE") if name in os.sysconf_names]
+    last = max((os.sysconf(name) for name in names), default=0)
+    return min(_MOST_COPY_BYTES, max(_LEAST_COPY_BYTES, _CACHE_SIZES * last)) if last > 0 else _MOST_COPY_BYTES
+
+
+def _host_update() -> HostUpdate:
+    """What an AdamW in bfloat16 with float32 masters reads and writes a second, as a step runs it on the host
+    (``codegen/cpu/update_blocks.py``): on one thread, and on all together."""
+    threads = torch.get_num_threads()
+    update, num_bytes = make_adamw_pass(_bytes_beyond_caches() // 4, threads)
+    together = alone = num_bytes / _best_seconds(update, lambda: None)
+    if threads > 1:
+        torch.set_num_threads(1)
+        try:
+            alone = num_bytes / _best_seconds(update, lambda: None)
+        finally:
+            torch.set_num_threads(threads)
+    return HostUpdate(threads, together, alone)
+
+
 def _launch_seconds(device: torch.device) -> float:
     """Seconds of a kernel without work, when many follow each other."""
     x = torch.zeros(1, device=device)
@@ -234,20 +258,34 @@ def _launch_seconds(device: torch.device) -> float:
 
 
 def _host_links(device: torch.device) -> tuple[Link, Link]:
-    """Device to host and host to device, through pinned memory: latency from a small copy, bandwidth from a large."""
-    sizes = (4096, 256 * _MIB)
-    pinned = torch.empty(sizes[1], dtype=torch.uint8, pin_memory=True, device="cpu")
-    remote = torch.empty(sizes[1], dtype=torch.uint8, device=device)
+    """Device to host and host to device, through pinned memory: latency from a small copy, bandwidth from a large one
+    while the other way is as busy, as it is in a step that offloads."""
+    small, large = 4096, 256 * _MIB
+    pinned = [torch.empty(large, dtype=torch.uint8, pin_memory=True, device="cpu") for _ in range(2)]
+    remote = [torch.empty(large, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    ways = [(pinned[0], remote[0]), (remote[1], pinned[1])]
     synchronize = _synchronizer(device)
 
-    def link(destination: torch.Tensor, source: torch.Tensor) -> Link:
-        def seconds(num_bytes: int) -> float:
-            into, read = destination[:num_bytes], source[:num_bytes]
-            return _best_seconds(lambda: into.copy_(read, non_blocking=True), synchronize)
+    def copy(way: int, num_bytes: int) -> None:
+        into, source = ways[way]
+        with torch.cuda.stream(streams[way]):
+            into[:num_bytes].copy_(source[:num_bytes], non_blocking=True)
 
-        return _fit(sizes, (seconds(sizes[0]), seconds(sizes[1])))
+    def both() -> None:
+        copy(0, large)
+        copy(1, large)
 
-    return link(pinned, remote), link(remote, pinned)
+    # Both end with the slower way: the other one is no slower than that.
+    together = _best_seconds(both, synchronize)
+
+    def alone(way: int, num_bytes: int) -> float:
+        return _best_seconds(lambda: copy(way, num_bytes), synchronize)
+
+    def link(way: int) -> Link:
+        return _fit((small, large), (alone(way, small), max(alone(way, large), together)))
+
+    return link(0), link(1)
 
 
 def _fit(sizes: tuple[int, int], seconds: tuple[float, float]) -> Link:

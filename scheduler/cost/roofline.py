@@ -6,13 +6,15 @@ operator, so they equal what `FlopCounterMode` counts; of those that it does not
 per element (``zerofx/ir/operators/table.py``).
 
 Not covered: fusion (a region of pointwise nodes costs the sum of its parts here; ``fused_time.py`` has what it takes
-when it is compiled for a GPU), causal attention (counted as full, as the registry does), and collectives, whose time
-depends on the group: see ``scheduler/cost/transfers.py``.
+when it is compiled for a GPU; an update on the host is one pass over its memory), causal attention (counted as full,
+as the registry does), and collectives, whose time depends on the group: see ``scheduler/cost/transfers.py``.
 """
 
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +23,11 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from zerofx.errors import InvalidGraphError
+from zerofx.ir import ops
 from zerofx.ir.aliasing import aliased_input, is_view, mutated_inputs, storage_bytes, storage_source, tensors_of
 from zerofx.ir.operators.operator import Traffic
 from zerofx.ir.operators.table import facts_of
+from zerofx.ir.streams import runs_on_host
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.torch_private.flops import flop_count
 from zerofx.torch_private.operators import OpOverload, is_out, schema_of
@@ -60,6 +64,8 @@ def node_cost(node: fx.Node, machine: Machine) -> NodeCost:
 
     packet = _matmul_packet(node.target)
     flops, read, written = node_flops(node), _bytes_read(node), _bytes_written(node)
+    if runs_on_host(node):
+        read, written = _bytes_of_pass(node)
     dtype = _input_dtype(node) if packet is not None else _output_dtype(node) or _input_dtype(node)
     if facts_of(node.target).traffic is Traffic.ALLOCATES or dtype is None:
         seconds = 0.0
@@ -114,6 +120,48 @@ def _rate(packet: Any, dtype: torch.dtype, machine: Machine) -> float:
     if packet in _CONVOLUTIONS:
         return machine.convolution_flops(dtype)
     return machine.matmul_flops(dtype)
+
+
+def _bytes_of_pass(node: fx.Node) -> tuple[int, int]:
+    """Bytes that an update on the host reads and writes for ``node``: it passes over its memory once, block by block
+    (``codegen/cpu/update_blocks.py``).
+
+    What a node before it in the same update has read, written or made is in the caches then.
+    """
+    touched, written, values = set[_Owner](), set[_Owner](), set[fx.Node]()
+    for earlier in _nodes_of_update_before(node):
+        touched.update(map(storage_source, earlier.all_input_nodes))
+        written.update(map(storage_source, mutated_inputs(earlier)))
+        values.add(earlier)
+    only_written = set(map(storage_source, _only_written(node)))
+    changed = set(map(storage_source, mutated_inputs(node)))
+    if facts_of(node.target).of_lists and node.kwargs.get("grad_scale") is None and isinstance(node.args[1], list):
+        # A fused kernel writes gradients where it unscales them, whatever its schema says.
+        changed -= {storage_source(source) for source in node.args[1] if isinstance(source, fx.Node)}
+    reads = {storage_source(source): source for source in node.all_input_nodes}
+    from_memory = {owner: source for owner, source in reads.items() if owner[0] not in values}
+    return (
+        sum(map(_touched, (source for owner, source in from_memory.items() if owner not in touched | only_written))),
+        sum(map(_touched, (source for owner, source in from_memory.items() if owner in changed - written))),
+    )
+
+
+_Owner = tuple[fx.Node, int]
+
+
+def _touched(node: fx.Node) -> int:
+    return sum(touched_bytes(tensor) for tensor in tensors_of(node))
+
+
+def _nodes_of_update_before(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes before ``node`` of the region on the host that it is in, the nearest first."""
+    earlier = node.prev
+    while earlier.op == "call_function" and earlier.target not in ops.EVENTS:
+        if runs_on_host(earlier):
+            yield earlier
+        elif earlier.target is not operator.getitem:
+            return
+        earlier = earlier.prev
 
 
 def _roofline(flops: int, num_bytes: int, rate: float, machine: Machine) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zerofx.codegen.cpu.update_blocks import NoBlocksError, make_block_update
 from zerofx.codegen.emit import EmittedStep
 from zerofx.codegen.kernels.choose import UpdateKernels, kernels_of_facts
 from zerofx.codegen.kernels.table import UPDATE
@@ -198,6 +200,10 @@ def load_step(
         updates = kernels_of_facts(regions, known, all_is_read=edited)
     for key, kernel in updates.kernels.items():
         namespace[functions[key]] = kernel
+    for region in regions:
+        if region.is_update and region.on_host:
+            with contextlib.suppress(NoBlocksError):  # it runs as it is written
+                namespace[functions[region.key]] = make_block_update(namespace[functions[region.key]], region.inputs)
     compiled: dict[str, CompiledRegion] = {}
     if target.compiles_regions:
         # Inductor takes seconds to import, and warns of what torch itself deprecates: only who needs it pays.

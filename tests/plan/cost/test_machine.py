@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import time
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from zerofx.errors import UsageError
 from zerofx.scheduler.cost import probe
 from zerofx.scheduler.cost.catalog import built_in_machines, machine_of_device
-from zerofx.scheduler.cost.machine import Device, Efficiency, Host, Link, Machine, Nvme, Peaks
+from zerofx.scheduler.cost.machine import Device, Efficiency, Host, HostUpdate, Link, Machine, Nvme, Peaks
 from zerofx.scheduler.cost.probe import kept_machine
 from zerofx.scheduler.cost.transfers import collective_seconds, copy_seconds
 
@@ -171,7 +172,7 @@ def test_a_rank_alone_has_the_whole_of_its_node() -> None:
     alone = v100.for_ranks(1)
     assert v100.nvme is not None
     assert copy_seconds(size, "nvme", "host", alone) == pytest.approx(100e-6 + size / v100.nvme.read.bandwidth)
-    assert alone.host_seconds(0, size) == pytest.approx(v100.host_seconds(0, size) / 8)
+    assert copy_seconds(size, "host", "host", alone) == pytest.approx(copy_seconds(size, "host", "host", v100) / 8)
     assert collective_seconds("all_gather", size, 4, v100.for_ranks(4)) == collective_seconds(
         "all_gather", size, 4, v100
     )
@@ -254,3 +255,37 @@ def test_ranks_measure_together_and_agree(tmp_path: Path, monkeypatch: pytest.Mo
     assert machine.intra_node != Machine.named("cpu").intra_node
     assert 1e7 < machine.intra_node.bandwidth < 1e12
     assert machine.intra_node.latency < 0.1
+
+
+def test_no_built_in_host_updates_at_its_datasheets_bandwidth() -> None:
+    for machine in built_in_machines():
+        if machine.is_cpu:
+            continue
+        host, alone = machine.host, machine.for_ranks(1)
+        assert host.update is not None and host.update.num_threads == 16, machine.name
+        assert alone.host_seconds(0, 1e9) == pytest.approx(1e9 / host.update.bandwidth), machine.name
+        assert host.update.bandwidth < 0.15 * host.memory_bandwidth, machine.name
+    seen = Machine.named("h100-sxm").host.update
+    assert seen is not None and 73e9 < seen.bandwidth < 93e9
+
+
+def test_threads_of_an_update_add_up_until_memory_has_no_more() -> None:
+    update = Machine.named("h100-sxm").host.update
+    assert update is not None
+    rates = [update.on_threads(number).bandwidth for number in (1, 2, 4, 8, 16, 32, 1000)]
+    assert rates == sorted(rates) and rates[4] == pytest.approx(update.bandwidth)
+    assert 0.9 * update.thread_bandwidth < rates[0] < update.thread_bandwidth
+    gains = [after / before for before, after in itertools.pairwise(rates[:6])]
+    assert gains == sorted(gains, reverse=True) and gains[0] > 1.8 and gains[-1] < 1.3
+    assert rates[-1] < 2 * update.bandwidth
+    assert HostUpdate(4, 40e9, 10e9).on_threads(8).bandwidth == pytest.approx(80e9)
+
+
+def test_a_machine_from_before_updates_were_measured_can_be_read() -> None:
+    machine = Machine.named("h100-sxm")
+    data = json.loads(machine.to_json())
+    del data["host"]["update"]
+    older = Machine.from_json(json.dumps(data))
+    assert older == dataclasses.replace(machine, host=dataclasses.replace(machine.host, update=None))
+    share = machine.host.memory_bandwidth * machine.efficiency.memory / machine.ranks_per_node
+    assert older.host_seconds(0, 1e9) == pytest.approx(1e9 / share)

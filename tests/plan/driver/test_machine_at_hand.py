@@ -49,8 +49,11 @@ def test_updates_on_the_host_take_as_long_as_the_threads_of_each_rank_need(
     monkeypatch: pytest.MonkeyPatch, num_threads: int
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    num_bytes, row = 1e9, Machine.named("h100-sxm")
+    num_bytes, host = 1e9, Machine.named("h100-sxm").host
     alone, of_eight = at_hand(monkeypatch, "NVIDIA H100"), at_hand(monkeypatch, "NVIDIA H100", 8)
-    threads = num_bytes / (num_threads * asked.THREAD_BANDWIDTH * row.efficiency.memory)
-    assert alone.host_seconds(0, num_bytes) == max(threads, row.for_ranks(1).host_seconds(0, num_bytes))
-    assert of_eight.host_seconds(0, num_bytes) == pytest.approx(max(threads, row.host_seconds(0, num_bytes)))
+    assert host.update is not None and alone.host.memory_bandwidth == host.memory_bandwidth
+    update = host.update.on_threads(num_threads)
+    assert alone.host.update == of_eight.host.update == update
+    assert num_bytes / alone.host_seconds(0, num_bytes) == pytest.approx(update.bandwidth)
+    share = host.memory_bandwidth * alone.efficiency.memory / 8
+    assert num_bytes / of_eight.host_seconds(0, num_bytes) == pytest.approx(min(update.bandwidth, share))

@@ -204,10 +204,14 @@ def test_without_fio_a_plain_loop_is_the_reference(tmp_path: Path, monkeypatch: 
 
 def test_the_update_is_compared_with_the_copy_round_by_round() -> None:
     rounds = host_update.measure(1 << 20, 3)
-    assert [len(taken) for taken in rounds.values()] == [3, 3]
-    found = host_update.row({"copy": [2e9, 1e9, 4e9], "update": [1e9, 6e9, 3e9]})
-    assert (found["ratio"], found["best_ratio"]) == (1.5, 1.5)
-    assert "| 2.00" in host_update.table(found)
+    assert [len(times) for times in rounds.values()] == [3, 3, 3]
+    assert all(seconds > 0 for times in rounds.values() for seconds, _ in times)
+    times = {"copy": [(2.0, 2.0)], "whole": [(4.0, 8.0), (8.0, 6.0), (2.0, 4.0)], "blocks": [(1.0, 1.0)]}
+    found = host_update.rows(times, 16 << 20)
+    assert found[0]["median"] == (16 << 20) / 2 and found[2]["median"] == 28 * (1 << 20)
+    assert found[1]["best"] == 28 * (1 << 20) / 2 and found[1]["median"] == 28 * (1 << 20) / 4
+    assert (found[1]["ns"], found[1]["computed_ns"]) == (4e9 / (1 << 20), 4e9 / (1 << 20))
+    assert "| whole  |" in host_update.table(found)
 
 
 def test_kernels_are_compared_with_the_first_contender_and_a_copy() -> None:
