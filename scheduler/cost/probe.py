@@ -32,7 +32,8 @@ from zerofx.settings import read_settings
 _MIB = 2**20
 _BUDGET = 0.25  # seconds for one quantity: a dozen of them stay below five seconds
 _MIN_RUNS = 3
-_LEAST_COPY_BYTES, _MOST_COPY_BYTES = 64 * _MIB, 512 * _MIB
+_LEAST_COPY_BYTES, _COPY_BYTES, _MOST_COPY_BYTES = 64 * _MIB, 128 * _MIB, 512 * _MIB
+_ADAMW_BYTES = 16  # of all that the update has for a parameter: the arrays together are beyond the caches
 _CACHE_SIZES = 4  # arrays are so many times as long as the last cache: what is left there is a small part
 _COPY_BYTES_CUDA = 1024 * _MIB
 _MATMUL_CPU, _MATMUL_CUDA = 1024, 8192  # side of the square matrices: large enough for the peak, 20 ms and 2 ms or so
@@ -44,7 +45,7 @@ _LEAST_LATENCY = 1e-7  # seconds; a fit through two noisy points may come out ne
 
 
 def measure_machine(device: torch.device | str | None = None, *, nvme_path: str | None = None) -> Machine:
-    """Measure a device, its host and the links to other ranks: some ten seconds, and at most 2 GB of the host's memory
+    """Measure a device, its host and the links to other ranks: some ten seconds, and at most 1 GB of the host's memory
     or 4 GB of a GPU's.
 
     With an initialised process group of more than one rank every rank must call this: all measure at the same time,
@@ -224,17 +225,17 @@ def _copy_traffic(device: torch.device, num_bytes: int) -> float:
 
 
 def _bytes_beyond_caches() -> int:
-    """Bytes of an array on the host of which caches hold a small part; the most there may be where none is told."""
+    """Bytes of an array on the host of which caches hold a small part; a usual size where no cache is told of."""
     names = [name for name in ("SC_LEVEL3_CACHE_SIZE", "SC_LEVEL2_CACHE_SIZE") if name in os.sysconf_names]
     last = max((os.sysconf(name) for name in names), default=0)
-    return min(_MOST_COPY_BYTES, max(_LEAST_COPY_BYTES, _CACHE_SIZES * last)) if last > 0 else _MOST_COPY_BYTES
+    return min(_MOST_COPY_BYTES, max(_LEAST_COPY_BYTES, _CACHE_SIZES * last)) if last > 0 else _COPY_BYTES
 
 
 def _host_update() -> HostUpdate:
     """What an AdamW in bfloat16 with float32 masters reads and writes a second, as a step runs it on the host
     (``codegen/cpu/update_blocks.py``): on one thread, and on all together."""
     threads = torch.get_num_threads()
-    update, num_bytes = make_adamw_pass(_bytes_beyond_caches() // 4, threads)
+    update, num_bytes = make_adamw_pass(_bytes_beyond_caches() // _ADAMW_BYTES, threads)
     together = alone = num_bytes / _best_seconds(update, lambda: None)
     if threads > 1:
         torch.set_num_threads(1)

@@ -193,6 +193,7 @@ def test_measuring_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert 1e-2 < machine.efficiency.convolution <= 1
     assert machine.nvme is not None
     assert "measured" in machine.source
+    assert machine.host.update is not None and machine.host.update.num_threads == torch.get_num_threads()
     assert not list(drive.iterdir())
     cpu = torch.device("cpu")
     assert kept_machine(cpu, 1) == machine and kept_machine(cpu, 2) is None
