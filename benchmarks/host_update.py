@@ -93,11 +93,11 @@ def measure(num_bytes: int, num_rounds: int) -> dict[str, list[tuple[float, floa
 def rows(rounds: dict[str, list[tuple[float, float]]], num_bytes: int) -> list[dict[str, Any]]:
     """For each way: bytes a second in the median and the best round, ns a parameter of the clock and of computation."""
     numel = num_bytes // ARRAY_BYTES
-    found = []
+    result_rows = []
     for name, times in rounds.items():
         moved = num_bytes // 16 * 16 if name == "copy" else numel * BYTES_PER_PARAMETER
         clock, computed = [seconds for seconds, _ in times], [seconds for _, seconds in times]
-        found.append(
+        result_rows.append(
             {
                 "way": name,
                 "median": moved / statistics.median(clock),
@@ -106,16 +106,16 @@ def rows(rounds: dict[str, list[tuple[float, float]]], num_bytes: int) -> list[d
                 "computed_ns": None if name == "copy" else 1e9 * min(computed) / numel,
             }
         )
-    return found
+    return result_rows
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(result_rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     headers = ["", "GB/s, median", "GB/s, best", "ns a parameter, median", "ns of computation, best"]
     cells = [
         [row["way"], f"{row['median'] / 1e9:.2f}", f"{row['best'] / 1e9:.2f}"]
         + [("" if row[key] is None else f"{row[key]:.2f}") for key in ("ns", "computed_ns")]
-        for row in found
+        for row in result_rows
     ]
     return tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True)
 
@@ -130,11 +130,11 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with turn(whole_machine=True):
         rounds = measure(options.megabytes << 20, options.rounds)
-    found = rows(rounds, options.megabytes << 20)
-    shown = table(found)
+    result_rows = rows(rounds, options.megabytes << 20)
+    shown = table(result_rows)
     print(shown)
     options.out.mkdir(parents=True, exist_ok=True)
-    data = {"threads": options.threads, "num_bytes": options.megabytes << 20, "rows": found, "rounds": rounds}
+    data = {"threads": options.threads, "num_bytes": options.megabytes << 20, "rows": result_rows, "rounds": rounds}
     (options.out / "host_update.json").write_text(json.dumps(data, indent=1))
     (options.out / "host_update.md").write_text(shown + "\n")
 
