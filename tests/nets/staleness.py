@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor
+from torch._inductor import config as inductor_config
 from tqdm import tqdm
 
 import zerofx
@@ -87,7 +88,8 @@ def judge(case: Case, backend: str) -> Found:
         warnings.simplefilter("ignore")
         expected = case.train(None, len(CHANGED))
         try:
-            trained = case.train(backend, len(CHANGED))
+            with inductor_config.patch(emulate_precision_casts=case.halves):
+                trained = case.train(backend, len(CHANGED))
         except Exception as error:  # noqa: BLE001  # what it is, is the outcome
             trained = Trained(error=error)
     if text := _stale(expected, trained, bound):

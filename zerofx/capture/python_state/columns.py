@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -65,6 +66,6 @@ def value_at(container: Any, key: Any) -> Any:
             return container.get(MISSING)
         if container is os.environ:
             return os.environ.get(key, MISSING)
-        return container[key] if isinstance(container, (Mapping, list, tuple)) else getattr(container, key)
+        return container[key] if isinstance(container, (Mapping, list, tuple, deque)) else getattr(container, key)
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError):
         return MISSING

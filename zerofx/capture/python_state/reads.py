@@ -51,9 +51,9 @@ def put(container: Any, key: Any, value: Any) -> bool:
         type.__setattr__(container, key, value)
     elif isinstance(container, ContextVar):
         container.set(value)
-    elif isinstance(container, (list, MutableMapping)):
+    elif isinstance(container, (list, deque, MutableMapping)):
         container[key] = value
-    elif isinstance(key, str) and not isinstance(container, (tuple, deque, FunctionType, np.ndarray)):
+    elif isinstance(key, str) and not isinstance(container, (tuple, FunctionType, np.ndarray)):
         object.__setattr__(container, key, value)
     else:
         return False
@@ -137,7 +137,7 @@ class Numbers:
                 if put(*self._places[path], Number(tape, path, partial(self.value, path))):
                     stood_for[path] = value
                     continue
-            self._fixed.add(path)
+                self._fixed.add(path)
             del self.paths[path]
         try:
             yield
@@ -158,7 +158,8 @@ class Change:
     is_settled: bool = False
 
     def __str__(self) -> str:
-        return f"{self.path} from {_shown(self.before)} to {_shown(self.now)}"
+        before, now = _shown(self.before), _shown(self.now)
+        return f"{self.path} from one {now} to another" if before == now else f"{self.path} from {before} to {now}"
 
 
 class Reads:
@@ -319,12 +320,13 @@ def _equal(first: Any, other: Any) -> bool:
     return first is other or (type(first) is type(other) and bool(first == other))
 
 
-def _shown(value: Any) -> str:
-    if value is MISSING:
+def _shown(fact: Any) -> str:
+    """In words, of an object its class, of a function its name."""
+    if fact is MISSING:
         return "nothing"
-    if isinstance(value, CodeType):
-        return f"{value.co_qualname} (line {value.co_firstlineno})"
-    if isinstance(value, type):
-        return value.__qualname__
-    text = f"({', '.join(map(_shown, value))})" if type(value) is tuple else repr(value)
+    if isinstance(fact, CodeType):
+        return f"{fact.co_qualname} (line {fact.co_firstlineno})"
+    if isinstance(fact, type):
+        return fact.__qualname__
+    text = f"({', '.join(map(_shown, fact))})" if type(fact) is tuple else repr(fact)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -305,4 +305,4 @@ class _Same:
         return id(self._value)
 
     def __repr__(self) -> str:
-        return f"another {type(self._value).__name__}"
+        return type(self._value).__qualname__

@@ -33,9 +33,15 @@ class PythonState:
         """Learn from what a capture is made anew for: a number that has changed twice is an input from then on.
 
         Raises:
-            UsageError: a number changes that a step has as an input, and goes on with as it is.
+            UsageError: a number goes on changing that is no input, or that a step goes on with as it is.
         """
-        if settled := [change for change in changes if change.is_settled or self._numbers.is_fixed(change.path)]:
+        if fixed := [change for change in changes if self._numbers.is_fixed(change.path)]:
+            raise UsageError(
+                f"expected a number that changes from step to step where another can take its place (an attribute, an "
+                f"item of a list), found {first_few(map(str, fixed))} in a tuple or in a function's defaults: keep it "
+                f"elsewhere, pass it as a tensor in the batch, or keep it in a buffer"
+            )
+        if settled := [change for change in changes if change.is_settled]:
             raise UsageError(
                 f"expected a number that changes from step to step to be one that tensors are added to, or multiplied "
                 f"or divided by, found {first_few(map(str, settled))}, which the forward uses otherwise: compute with "

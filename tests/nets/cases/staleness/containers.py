@@ -140,8 +140,8 @@ def set_membership() -> Script:
     return _script(set[str](), lambda held, loss: loss * loss if "square" in held else loss, change)
 
 
-@case("last item of a deque", "number")
-def deque_number() -> Script:
+@case("last item of a deque", "list")
+def deque_list() -> Script:
     return _script(
         collections.deque([1.0] * 3, maxlen=3), lambda held, loss: loss * held[-1],
         lambda held, count: held.append(number(count)),

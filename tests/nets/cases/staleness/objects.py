@@ -96,6 +96,16 @@ def model_none() -> Script:
     return Script(model, lambda count: setattr(model, "weight", number(count)))
 
 
+@case("attribute of the model, a number and a tensor in turns", "other")
+def model_in_turns() -> Script:
+    model = _Weighed(number(0))
+
+    def change(count: int) -> None:
+        model.weight = torch.tensor(number(count)) if count % 2 else number(count)
+
+    return Script(model, change)
+
+
 @case("attribute of the model that is not there at first", "number")
 def model_absent() -> Script:
     class Model(Losing):

@@ -129,6 +129,7 @@ class Case:
         kind: what is changed.
         train: trains on a backend, or in eager PyTorch where that is None, with that many of the changes.
         bound: how far both may be apart on the eager backend, relative: 0 for the same bits.
+        halves: whether it computes in bfloat16, to which fused kernels round less often than eager mode unless told to.
         library: what has to be installed, besides what tests need.
         tells: whether ``train`` can leave changes out, so that it can be seen that they matter.
         slow: whether it takes seconds.
@@ -138,13 +139,21 @@ class Case:
     kind: Kind
     train: Callable[[str | None, int], Trained]
     bound: float = 0.0
+    halves: bool = False
     library: str = ""
     tells: bool = True
     slow: bool = False
 
 
 def case(
-    name: str, kind: Kind, *, bound: float = 0.0, library: str = "", tells: bool = True, slow: bool = False
+    name: str,
+    kind: Kind,
+    *,
+    bound: float = 0.0,
+    halves: bool = False,
+    library: str = "",
+    tells: bool = True,
+    slow: bool = False,
 ) -> Callable[[Callable[[], Script]], Case]:
     """Make a case of what makes its script."""
 
@@ -152,7 +161,7 @@ def case(
         def training(backend: str | None, most: int) -> Trained:
             return train(make, backend, most)
 
-        return Case(name, kind, training, bound=bound, library=library, tells=tells, slow=slow)
+        return Case(name, kind, training, bound, halves, library=library, tells=tells, slow=slow)
 
     return made
 

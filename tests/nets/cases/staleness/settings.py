@@ -24,7 +24,7 @@ def default_dtype() -> Script:
     return Script(Model(), change, undo=lambda: torch.set_default_dtype(torch.float32))
 
 
-@case("autocast around the step", "flag", bound=1e-6)
+@case("autocast around the step", "flag", bound=1e-6, halves=True)
 def autocast() -> Script:
     state = {"on": False}
     return Script(
@@ -34,7 +34,7 @@ def autocast() -> Script:
     )
 
 
-@case("autocast in forward=, by a flag", "flag")
+@case("autocast in forward=, by a flag", "flag", halves=True)
 def autocast_inside() -> Script:
     state: dict[str, Any] = {"on": False}
 
