@@ -142,7 +142,7 @@ def _trained_results(graphs: Sequence[Graph], variant: str) -> list[Results]:
 @contextlib.contextmanager
 def run_by_aten() -> Iterator[None]:
     """While open, regions are not compiled to C++, but run by ATen's kernels as Inductor has rewritten them; except
-    those in which it put something that ATen has not."""
+    those in which it put something that computes with its own tensors alone."""
     from zerofx.codegen.inductor import compile as inductor
     from zerofx.codegen.inductor.background import Background
     from zerofx.codegen.inductor.cpp import preparation
@@ -155,7 +155,7 @@ def run_by_aten() -> Iterator[None]:
         preparation("cpu").wait()
         region = inductor.rewritten(function, inputs, kernels)
         graph = rewritten_by_inductor(region)
-        if any(node.op == "call_function" and not _is_atens(node.target) for node in graph.graph.nodes):
+        if not all(node.op != "call_function" or _takes_tensors(node) for node in graph.graph.nodes):
             return compile_region(function, inputs, name, kernels, **settings)
 
         def run(given: list[Any]) -> tuple[Tensor, ...]:
@@ -169,8 +169,16 @@ def run_by_aten() -> Iterator[None]:
         yield
 
 
-def _is_atens(target: object) -> bool:
-    return target is operator.getitem or isinstance(target, OpOverload)
+def _takes_tensors(node: fx.Node) -> bool:
+    """Whether a call can be run: of an operator, or of a function in an operator's place that only hands on."""
+    if node.target is operator.getitem or isinstance(node.target, OpOverload):
+        return True
+    args, named = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    try:
+        node.target(*args, **named)  # type: ignore[operator]  # what a call calls
+    except AttributeError:  # of what a tensor of Inductor's has
+        return False
+    return True
 
 
 def rewritten_by_inductor(region: TracedRegion) -> fx.GraphModule:
