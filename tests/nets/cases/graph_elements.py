@@ -99,7 +99,8 @@ def _kinked_activation(d: Drawing) -> Tensor:
         lambda: F.relu(x),
         lambda: F.relu6(x * 3),
         lambda: F.hardswish(x * p),
-        lambda: F.hardsigmoid(x * p),
+        # ATen's gradient has 1/6 in float32, whatever the dtype.
+        lambda: F.relu6(x * p + 3) / 6 if d.is_wide else F.hardsigmoid(x * p),
         lambda: F.softshrink(x, lambd=p),
         lambda: F.hardshrink(x, lambd=p),
         lambda: F.threshold(x, s, d.number()),
