@@ -30,7 +30,7 @@ def _indexed(d: Drawing) -> Tensor:
         lambda: x.index_select(dim, index), lambda: x.gather(dim, whole), lambda: torch.take_along_dim(x, whole, dim),
         lambda: x[d.indices((3,), x.shape[0]) - x.shape[0]], lambda: x[..., d.indices((2, 2), x.shape[-1])],
         lambda: x.select(dim, -1), lambda: x.take(d.indices((4,), x.numel())),
-        lambda: x[d.mask(*x.shape).any() | True][0],
+        lambda: torch.where(d.mask(*x.shape).any(), x, x.neg()),
         lambda: x.narrow(dim, size - 1, 1), lambda: x[d.order(x.shape[0])], lambda: x[:, None][-1:],
         lambda: x[..., -1:],
     )  # fmt: skip
