@@ -44,7 +44,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], Callable[[Any, Tensor], Tensor], 
     ),
     "function": (
         _functions, lambda scale, y: scale(y),
-        r"to settle.* found model.scale from one <lambda> to another,.* after 8 captures",
+        r"to settle.* found model.scale from one <lambda> \(line \d+\) to another,.* after 8 captures",
     ),
     "number in a tuple": (
         lambda n: (float(n),), lambda scale, y: y * scale[0],
