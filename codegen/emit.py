@@ -33,11 +33,11 @@ from zerofx.codegen.step_file import (
     region_text,
 )
 from zerofx.ir import ops
-from zerofx.ir.facts import Role, delayed_bucket, origin, placeholder, value
+from zerofx.ir.facts import Role, host_bucket, origin, placeholder, value
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of, times_held
 from zerofx.ir.serialise import Name, normal_name
-from zerofx.ir.streams import runs_on_host, stream_of
+from zerofx.ir.streams import stream_of
 from zerofx.ir.text import type_text
 from zerofx.scheduler.cost.liveness import Liveness
 from zerofx.torch_private.operators import OpOverload
@@ -274,16 +274,8 @@ def _lines(
         else:
             yield RegionCall(
                 functions[instruction.key], tuple(names[n] for n in instruction.inputs),
-                tuple(names[n] for n in instruction.outputs), dead, *_host(node), note,
+                tuple(names[n] for n in instruction.outputs), dead, host_bucket(node), note,
             )  # fmt: skip
-
-
-def _host(node: fx.Node) -> tuple[str, int | None]:
-    """How the runtime runs the region that ends in ``node``."""
-    if not runs_on_host(node):
-        return "", None
-    bucket = delayed_bucket(node)
-    return ("host", None) if bucket is None else ("host_later", bucket)
 
 
 def _live(live: Liveness, node: fx.Node) -> str:

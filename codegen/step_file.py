@@ -50,16 +50,14 @@ class CallLine:
 class RegionCall:
     """A call of one of the file's regions: ``x = [inputs]; del dead`` and ``outputs = region(x)  # note``.
 
-    ``host``: the runtime's method that runs it on the host, ``bucket``: for which bucket's update; empty and None for
-    what runs on the device at once.
+    ``host_bucket``: the bucket whose update it is, where the host runs it; None for what runs on the device.
     """
 
     region: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     dead: tuple[str, ...]
-    host: str
-    bucket: int | None
+    host_bucket: int | None
     note: str
 
 
@@ -197,11 +195,7 @@ def _region_call(call: RegionCall, indent: str) -> Iterator[str]:
     inputs = f"x = [{', '.join(call.inputs)}]" + (f"; del {', '.join(call.dead)}" if call.dead else "")
     yield from wrapped(f"{indent}{inputs}")
     left = f"{_tuple(call.outputs)} = " if call.outputs else ""
-    if call.host:
-        more = "" if call.bucket is None else f", {call.bucket}"
-        text = f"runtime.{call.host}({call.region}, x{more})"
-    else:
-        text = f"{call.region}(x)"
+    text = f"{call.region}(x)" if call.host_bucket is None else f"runtime.host({call.region}, x, {call.host_bucket})"
     yield from wrapped(f"{indent}{left}{text}", call.note)
 
 

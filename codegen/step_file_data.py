@@ -21,7 +21,6 @@ from zerofx.ir.serialise import NAMESPACES, Name, decoded, encoded, named_operat
 
 # The methods of the runtime that a file may call.
 EVENTS = frozenset(RUNTIME + str(getattr(event, "__name__")).partition(".")[0] for event in ops.EVENTS)  # noqa: B009
-_HOSTS = ("", "host", "host_later")
 _NOTHING = "_"  # what no line reads
 _VALUES = (type(None), bool, int, float, str, torch.dtype, torch.layout, torch.memory_format, torch.device)
 # Types of values, with the role of what is taken; bytes live, and the stream.
@@ -135,10 +134,10 @@ def _line_of(data: list[Any] | str, functions: frozenset[str]) -> Line:
             int(num_rounds), _taken(batch), tuple(_line_of_round(line, functions) for line in body), _pairs(lists),
             _pairs(carried),
         )  # fmt: skip
-    region, inputs, outputs, dead, host, bucket, note = rest
-    if region not in functions or host not in _HOSTS or type(bucket) not in (int, type(None)):
+    region, inputs, outputs, dead, bucket, note = rest
+    if region not in functions or type(bucket) not in (int, type(None)):
         raise ValueError(f"expected a call of a region, found {data!r}")
-    return RegionCall(region, _names(inputs), _names(outputs), _names(dead), host, bucket, _note(note))
+    return RegionCall(region, _names(inputs), _names(outputs), _names(dead), bucket, _note(note))
 
 
 def _line_of_round(data: list[Any] | str, functions: frozenset[str]) -> CallLine | RegionCall | str:

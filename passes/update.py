@@ -52,6 +52,7 @@ from zerofx.ir.facts import (
     Role,
     placeholder,
     set_delayed,
+    set_host_bucket,
     set_tier,
     tensor,
     tier_of,
@@ -65,10 +66,9 @@ from zerofx.passes.lib.placed_states import (
     await_copies,
     copy_into,
     descend_early,
-    finish_descent,
+    empty_on_host,
     leads_to_nvme,
     new_values,
-    start_descent,
     state_decision,
 )
 from zerofx.passes.lib.rising import Rising, RisingGather, finish, go_on, start, what_is_updated
@@ -144,6 +144,21 @@ class _Updated:
         return Origin(self.bucket.name, Phase.UPDATE)
 
 
+@dataclass(frozen=True)
+class _OnHost:
+    """An update that the host is given: the copies of its results, what it reads until it is done, and what gathers
+    the new values for other ranks then.
+
+    ``num_ahead``: how many more may be started before it is awaited; None for all.
+    """
+
+    bucket: Bucket
+    copies: tuple[Started, ...]
+    held: tuple[fx.Node, ...]
+    levels: tuple[RisingGather, ...]
+    num_ahead: int | None
+
+
 class _Updates:
     """The updates of a step, put in one after the other, and what is under way from one to the next.
 
@@ -154,6 +169,7 @@ class _Updates:
         self._step, self._plan, self._factors = step, plan, factors
         self.known = _Known.before(step)
         self._copies: list[Started] = []  # still to be awaited
+        self._on_host: list[_OnHost] = []  # likewise
         self._rising: list[Rising] = []  # gathers of new values, where other ranks need them
         self._written: dict[int, fx.Node] = {}  # the last wait for what each bucket copies back
 
@@ -168,22 +184,29 @@ class _Updates:
             free = min(self._written.get(decision.takes_over, end.prev), end.prev)
         placed = PlacedStates(self._step, self.known.by_name, bucket, updated.stored, decision, free, begin)
         go_on(self._step, self._rising, end)
-        side = DEVICE if decision is None else decision.update
         with self._step.graph.inserting_before(end):
             ready = [copy for copy in self._copies if copy.node < end]  # nodes compare by their place in the graph
             self._copies = [copy for copy in self._copies if not copy.node < end]
-            # What is written to nvme is still being written while the next bucket is updated on the host.
-            meanwhile = [copy for copy in ready if side == HOST and leads_to_nvme(copy)]
-            self._await([copy for copy in ready if copy not in meanwhile])
-            if updated.delayed:
-                self._run_later(updated)
+            if decision is not None and decision.update == HOST:
+                # What is written to nvme is still being written while the next bucket is updated.
+                meanwhile = [copy for copy in ready if leads_to_nvme(copy)]
+                self._await([copy for copy in ready if copy not in meanwhile])
+                if updated.delayed:
+                    self._run_later(updated)
+                else:
+                    self._run_on_host(updated, placed, at_once=decision.at_once)
+                self._settle_earlier()
+                self._await(meanwhile)
             else:
-                self._run(updated, placed, side, meanwhile)
+                self._await(ready)
+                self._run(updated, placed)
 
     def finish(self) -> None:
         """Await what is under way, where the step ends."""
         with self._step.graph.inserting_before(self._step.output):
             await_copies(self._step, self._copies)
+            for update in self._on_host:
+                self._settle(update)
         finish(self._step, self._rising)
 
     def _updated(self, bucket: Bucket, program: UpdateProgram, full: fx.Node | None) -> _Updated:
@@ -212,37 +235,72 @@ class _Updates:
         step, bucket, low, master = self._step, updated.bucket, updated.low, updated.master
         assert master is not None, "what is updated on the host, and lives on the device, has a master there"
         insert_call(step.graph, ops.settle, (bucket.index,), updated.where, name=f"settled_{bucket.index}")
-        new = copy_into(step, bucket, low, updated.delayed.get("low", master))
+        up = copy_into(step, bucket, low, updated.delayed.get("low", master))
         self._copies.append(copy_into(step, bucket, updated.delayed["grad"], step.reduced[bucket.index]))
         known = updated.stored | updated.scalars | updated.delayed
-        _update_later(step, bucket, updated.program, known, updated.where)
-        self._leave([new], at_once=bool(updated.levels))  # the gather below reads it
+        new = known.get("low", master)
+        _update_on_host(step, bucket, updated.program, known, updated.where, new=new, delayed=True)
+        self._leave([up], at_once=bool(updated.levels))  # the gather below reads it
         self._rising += start(step, bucket, updated.levels)
 
-    def _run(self, updated: _Updated, placed: PlacedStates, side: str, meanwhile: Sequence[Started]) -> None:
-        """Run the update on ``side`` where it stands; the copies that it runs ``meanwhile`` are awaited after it."""
-        step, bucket, low = self._step, updated.bucket, updated.low
-        tensors = placed.await_reloads()
-        known = {"param": low, **tensors, **updated.scalars, "grad": self._gradient(updated, side)}
-        _inline(step, updated.program, known, updated.where, side)
-        self._await(meanwhile)
-        up = [] if updated.master is None else new_values(step, bucket, low, tensors["param"], side)
+    def _run(self, updated: _Updated, placed: PlacedStates) -> None:
+        """Run the update on the device, where it stands."""
+        step, bucket, low, where = self._step, updated.bucket, updated.low, updated.where
+        tensors, grad = placed.await_reloads(), step.reduced[updated.bucket.index]
+        if tensor(grad).dtype != bucket.dtype:
+            grad = insert_call(step.graph, _aten._to_copy.default, (grad,), where, {"dtype": bucket.dtype})
+        for factor in self._factors[DEVICE]:
+            insert_call(step.graph, _aten.mul_.Tensor, (grad, factor), where)
+        _inline(step, updated.program, {"param": low, **tensors, **updated.scalars, "grad": grad}, where, DEVICE)
+        up = [] if updated.master is None else new_values(step, bucket, low, tensors["param"])
         self._leave(up, at_once=bool(updated.levels))  # the gather below reads it
         self._leave(placed.write_back(tensors), at_once=placed.at_once)
         self._rising += start(step, bucket, updated.levels)
 
-    def _gradient(self, updated: _Updated, side: str) -> fx.Node:
-        """The reduced gradient as the update reads it on ``side``: in its dtype, unscaled and clipped."""
-        step, bucket, where = self._step, updated.bucket, updated.where
-        grad = step.reduced[bucket.index]
-        if side == HOST and tier_of(grad) == DEVICE:
-            grad = finish_descent(step, start_descent(step, bucket, grad))
-        if tensor(grad).dtype != bucket.dtype:
-            cast = insert_call(step.graph, _aten._to_copy.default, (grad,), where, {"dtype": bucket.dtype})
-            grad = set_tier(cast, side)
-        for factor in self._factors.get(side, ()):
-            set_tier(insert_call(step.graph, _aten.mul_.Tensor, (grad, factor), where), side)
-        return grad
+    def _run_on_host(self, updated: _Updated, placed: PlacedStates, *, at_once: bool) -> None:
+        """Have the host run the update once the gradient is there; the copies of its results wait for it."""
+        step, bucket, low, where = self._step, updated.bucket, updated.low, updated.where
+        tensors, grad = placed.await_reloads(), step.reduced[bucket.index]
+        stays = tier_of(low) == HOST
+        held = []
+        if tier_of(grad) == DEVICE:
+            reduced, grad = grad, empty_on_host(step, grad, where, f"{grad.name}_host")
+            self._leave([copy_into(step, bucket, grad, reduced)], at_once=at_once)
+        held.append(grad)
+        master = tensors.get("param", low)
+        new = low if stays else master
+        if not stays and tensor(low).dtype != tensor(master).dtype:
+            new = empty_on_host(step, low, where, f"low_{bucket.index}")
+            held.append(new)
+        program, known = updated.program, {"param": low, **tensors, **updated.scalars, "grad": grad}
+        _update_on_host(step, bucket, program, known, where, factors=self._factors.get(HOST, ()), new=new)
+        up = [] if stays else [copy_into(step, bucket, low, new)]
+        back = placed.write_back(tensors)
+        to_nvme = [copy for copy in back if leads_to_nvme(copy)]
+        # What comes from nvme has a few buffers on the host, and other ranks wait no longer than they need to.
+        num_ahead = 1 if to_nvme else 2 if updated.levels else None
+        copies = (*up, *(copy for copy in back if copy not in to_nvme))
+        update = _OnHost(bucket, copies, tuple(held), updated.levels, num_ahead)
+        self._leave(to_nvme, at_once=at_once)
+        if at_once and to_nvme:
+            self._settle(update)
+        else:
+            self._on_host.append(update)
+
+    def _settle_earlier(self) -> None:
+        """Settle updates that as many have been started after as may be under way."""
+        for num_later, update in reversed(list(enumerate(reversed(self._on_host)))):
+            if update.num_ahead is not None and num_later >= update.num_ahead:
+                self._on_host.remove(update)
+                self._settle(update)
+
+    def _settle(self, update: _OnHost) -> None:
+        """Await an update on the host, and what is copied of it, at the insertion point."""
+        self._await(update.copies)
+        args = (update.bucket.index, list(update.held))
+        where = Origin(update.bucket.name, Phase.UPDATE)
+        insert_call(self._step.graph, ops.settle, args, where, name=f"settled_{update.bucket.index}")
+        self._rising += start(self._step, update.bucket, update.levels)
 
     def _await(self, copies: Sequence[Started]) -> None:
         self._written |= await_copies(self._step, copies)
@@ -276,21 +334,31 @@ def _on_host(step: StepGraph, plan: Plan, factors: Sequence[fx.Node]) -> dict[st
     return {HOST: copies}
 
 
-def _update_later(
-    step: StepGraph, bucket: Bucket, program: UpdateProgram, known: Mapping[str, fx.Node], where: Origin
+def _update_on_host(
+    step: StepGraph,
+    bucket: Bucket,
+    program: UpdateProgram,
+    known: Mapping[str, fx.Node],
+    where: Origin,
+    *,
+    new: fx.Node,
+    factors: Sequence[fx.Node] = (),
+    delayed: bool = False,
 ) -> None:
-    """Insert the update that the host runs by itself, and the cast of the new values where there is one."""
-    grad = known["grad"]
-    added = []
+    """Insert the update that the host runs by itself, with the cast of the gradient before it and, where ``new`` is
+    another tensor than what is updated, that of the new values after it."""
+    grad, added = known["grad"], []
     if tensor(grad).dtype != bucket.dtype:
         grad = insert_call(step.graph, _aten._to_copy.default, (grad,), where, {"dtype": bucket.dtype})
-        added.append(set_tier(grad, HOST))
+        added.append(grad)
+    added += [insert_call(step.graph, _aten.mul_.Tensor, (grad, factor), where) for factor in factors]
     added += _inline(step, program, {**known, "grad": grad}, where, HOST)
-    if "low" in known:
-        cast = insert_call(step.graph, _aten.copy_.default, (known["low"], known["param"]), where)
-        added.append(set_tier(cast, HOST))
+    if new is not known["param"]:
+        added.append(insert_call(step.graph, _aten.copy_.default, (new, known["param"]), where))
     for node in added:
-        set_delayed(node, bucket.index)
+        set_host_bucket(set_tier(node, HOST), bucket.index)
+        if delayed:
+            set_delayed(node, bucket.index)
 
 
 def _inline(

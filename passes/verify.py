@@ -19,7 +19,8 @@ loop                   a round of a loop over micro-batches reads what is there 
 random operators       none is run twice
 clipping               nothing is updated before the factors that gradients are multiplied by are known
 scaling                nothing is updated before all gradients are known to be finite
-delayed                the host is done with a bucket's delayed update before the next one of it begins
+host                   an update on the host is awaited in its step, or where it is delayed before the next one of it
+                       begins
 states                 what lives in a slower tier is only copied, or read where it lives
 offload                what is stored in a slower tier is reloaded, and read by nothing else; a value is not read on the
                        device after the wait that frees it
@@ -44,6 +45,7 @@ from zerofx.ir.facts import (
     Role,
     copied_from,
     delayed_bucket,
+    host_bucket,
     is_random,
     placeholder,
     tier_of,
@@ -84,7 +86,7 @@ def verify(step: StepGraph, after: str, plan: Plan | None = None) -> None:
             _check_offload(step, after, node, order)
     _check_launches(step, after)
     _check_placed(step, after)
-    _check_delayed(step, after, order)
+    _check_on_host(step, after, order)
     _check_residencies(step, after)
     _check_reductions(step, after)
     _check_updates(step, after, order)
@@ -143,7 +145,7 @@ def _check_offload(step: StepGraph, after: str, node: fx.Node, order: dict[fx.No
         reader.name
         for reader in readers
         if reader not in reloads
-        and reader.target is not ops.next_micro_batch
+        and reader.target not in (ops.next_micro_batch, ops.settle)
         and not (reader.target is ops.wait and reader.args[0] in reloads)
         and not runs_on_host(reader)
     ]
@@ -165,14 +167,13 @@ def _check_placed(step: StepGraph, after: str) -> None:
                 _fail(step, after, reader, f"states: {reader.name} reads {node.name} on {tier_of(node)}")
 
 
-def _check_delayed(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
+def _check_on_host(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
     settled = {node.args[0]: order[node] for node in step.calls() if node.target is ops.settle}
-    for node in step.calls():
-        bucket = delayed_bucket(node)
-        if bucket is not None and settled.get(bucket, len(order)) > order[node]:
-            _fail(
-                step, after, node, f"delayed: {node.name} begins before the last update of bucket {bucket} is awaited"
-            )
+    for node in filter(runs_on_host, step.calls()):
+        bucket, begins_after = host_bucket(node), order[node] > settled.get(host_bucket(node), len(order))
+        if bucket not in settled or begins_after != (delayed_bucket(node) is not None):
+            which = "the last update" if delayed_bucket(node) is not None else "the update"
+            _fail(step, after, node, f"host: {node.name} is of bucket {bucket}, {which} of which is not awaited")
 
 
 def _check_residencies(step: StepGraph, after: str) -> None:

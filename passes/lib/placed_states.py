@@ -4,19 +4,24 @@
     reduce_0 = reduce_scatter(grads_0, 0, 2)          reduce_0 = reduce_scatter(grads_0, 0, 2)
     exp_avg_0_reload = reload(exp_avg_0)              ...
     ...                                               grad_0 = wait(reduce_0, grads_0)
-    grad_0 = wait(reduce_0, grads_0)                  grad_0_down = wait(offload(grad_0, "host"), grad_0)
+    grad_0 = wait(reduce_0, grads_0)                  grad_0_host_copy = copy_into(grad_0_host, grad_0)
     exp_avg_0_up = wait(exp_avg_0_reload, exp_avg_0)  mul_(exp_avg_0, ...); addcdiv_(master_0, ...)   # on the host
     mul_(exp_avg_0_up, ...); addcdiv_(shard_0, ...)   copy_(low_0, master_0)                          # in bf16
-    exp_avg_0_down = copy_into(exp_avg_0, ...)        shard_0_up = copy_into(shard_0, low_0)
+    exp_avg_0_down = copy_into(exp_avg_0, ...)        shard_0_copy = copy_into(shard_0, low_0)
     ...                                               ...
-    wait(exp_avg_0_down, exp_avg_0_up)                wait(shard_0_up, low_0)
+    wait(exp_avg_0_down, exp_avg_0_up)                wait(shard_0_copy, low_0)                       # the step ends
+                                                      settle(0, [grad_0_host, low_0])
+
+The host runs updates on a lane of its own: one begins when its gradient has landed, and the copy of the new parameters
+when it is done; computation waits for neither until the step ends.
 
 Where gradients are clipped all updates are after the last reduction. A bucket's states then start on their way where
 the bucket before it is updated. A gradient that the host updates with goes down as soon as it is reduced and its
 squares are summed, is awaited after the next bucket's reduction, and waits on the host.
 
-The last copies of a bucket are awaited where the next one is updated, so that they run meanwhile, or where the step
-ends. States on nvme whose update runs on the host are read into its memory and written back.
+The last copies of a bucket that is updated on the device are awaited where the next one is updated, so that they run
+meanwhile, or where the step ends. States on nvme whose update runs on the host are read into its memory and written
+back.
 
 A delayed update (2101.06840, section 5) leaves the host to itself. What it did in the step before is awaited where
 computation needs the old parameters no more; then the new ones come up, this step's gradient goes down, and the host
@@ -43,7 +48,7 @@ from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.edit import consumers, insert_call, named, start_of_unit
-from zerofx.ir.facts import DEVICE, Origin, Phase, origin, set_tier, tensor, tier_of
+from zerofx.ir.facts import DEVICE, Origin, Phase, set_tier, tensor, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import ends_of
 from zerofx.scheduler.plan.decisions import StateDecision, of_bucket
@@ -215,37 +220,25 @@ def copy_into(step: StepGraph, bucket: Bucket, into: fx.Node, source: fx.Node) -
     return Started(node, source, bucket)
 
 
-def new_values(step: StepGraph, bucket: Bucket, low: fx.Node, stored: fx.Node, update: str) -> list[Started]:
-    """Give ``low``, which the model computes with, the values of ``stored``, which have been updated on ``update``."""
+def new_values(step: StepGraph, bucket: Bucket, low: fx.Node, stored: fx.Node) -> list[Started]:
+    """Give ``low``, which the model computes with, the values of ``stored``, which have been updated on the device."""
     where = Origin(bucket.name, Phase.UPDATE)
-    if tier_of(low) == update:
-        written = insert_call(step.graph, _aten.copy_.default, (low, stored), where)
-        set_tier(written, update)
+    if tier_of(low) == DEVICE:
+        insert_call(step.graph, _aten.copy_.default, (low, stored), where)
         return []
-    if update == DEVICE:
-        low_dtype = {"dtype": bucket.compute_dtype}
-        cast = insert_call(step.graph, _aten._to_copy.default, (stored,), where, low_dtype, name=f"low_{bucket.index}")
-        return [copy_into(step, bucket, low, cast)]
-    if bucket.compute_dtype == bucket.dtype:
-        return [copy_into(step, bucket, low, stored)]
-    args, kwargs = (tensor(low).numel(), bucket.compute_dtype, HOST), {"device": step.device}
-    # Before the update, of which the cast is then a part: it reads what is in the caches.
-    with step.graph.inserting_before(_start_of_update(bucket, stored)):
-        cast = insert_call(
-            step.graph, ops.empty_stored, args, where, kwargs, name=f"low_{bucket.index}",
-            fake=step.fake((tensor(low).numel(),), bucket.compute_dtype),
-        )  # fmt: skip
-    set_tier(cast, HOST)
-    set_tier(insert_call(step.graph, _aten.copy_.default, (cast, stored), where), HOST)
+    low_dtype = {"dtype": bucket.compute_dtype}
+    cast = insert_call(step.graph, _aten._to_copy.default, (stored,), where, low_dtype, name=f"low_{bucket.index}")
     return [copy_into(step, bucket, low, cast)]
 
 
-def _start_of_update(bucket: Bucket, stored: fx.Node) -> fx.Node:
-    """The first node of the update of ``stored`` on the host, which has just been inserted."""
-    first = max(consumers(stored))
-    while first.prev.target not in ops.EVENTS and origin(first.prev) == Origin(bucket.name, Phase.UPDATE):
-        first = first.prev
-    return first
+def empty_on_host(step: StepGraph, like: fx.Node, where: Origin, name: str) -> fx.Node:
+    """A flat tensor of the host's as large as ``like``, and of its dtype, that is still to be written."""
+    numel, dtype = tensor(like).numel(), tensor(like).dtype
+    empty = insert_call(
+        step.graph, ops.empty_stored, (numel, dtype, HOST), where, {"device": step.device}, name=name,
+        fake=step.fake((numel,), dtype),
+    )  # fmt: skip
+    return set_tier(empty, HOST)
 
 
 def await_copies(step: StepGraph, started: Sequence[Started]) -> dict[int, fx.Node]:

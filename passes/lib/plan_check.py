@@ -10,7 +10,7 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_source
 from zerofx.ir.edit import consumers
-from zerofx.ir.facts import DEVICE, Job, Phase, Role, origin, placeholder, task_of, tier_of
+from zerofx.ir.facts import DEVICE, Job, Phase, Role, delayed_bucket, origin, placeholder, task_of, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import num_gathers_after, slice_gathered
 from zerofx.scheduler.plan.plan import Plan
@@ -80,9 +80,9 @@ def _looks_at_gradients(step: StepGraph, plan: Plan) -> Iterator[Compared]:
 
 
 def _delays(step: StepGraph, plan: Plan) -> Iterator[Compared]:
-    settled = [node.args[0] for node in step.calls() if node.target is ops.settle]
+    delayed = sorted({bucket for node in step.calls() if (bucket := delayed_bucket(node)) is not None})
     updated = {decision.bucket for decision in plan.reduces}
-    yield "delays updates of buckets", settled, [d.bucket for d in plan.states if d.delayed and d.bucket in updated]
+    yield "delays updates of buckets", delayed, [d.bucket for d in plan.states if d.delayed and d.bucket in updated]
 
 
 def _wire(step: StepGraph, plan: Plan) -> Iterator[Compared]:

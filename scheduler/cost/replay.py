@@ -12,18 +12,21 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.ir import ops
+from zerofx.ir.aliasing import storage_source
 from zerofx.ir.facts import delayed_bucket
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.streams import stream_of
+from zerofx.ir.streams import HOST, runs_on_host, stream_of
 from zerofx.scheduler.cost.simulate import Simulation
 
 
 @dataclass(frozen=True)
 class Start:
-    """Something starts: the seconds that it takes on each stream, one leg after the other."""
+    """Something starts, once what it comes ``after`` is done: the seconds that it takes on each stream, one leg after
+    the other. Until then its streams are left to others."""
 
     name: str
     legs: tuple[tuple[str, float], ...]
+    after: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,17 @@ TimedEvent = float | Start | Wait | Until
 def events_of(step: StepGraph, simulation: Simulation) -> list[TimedEvent]:
     """The step as ``simulation`` has run it; what is started has the name of its node."""
     events: list[TimedEvent] = []
+    copied, updated = dict[fx.Node, str](), dict[fx.Node, str]()  # what has written each storage last
     computing = 0.0
     for node in step.calls():
         timing = simulation.timings[node]
         if node.target in ops.COLLECTIVES:
             event: TimedEvent = Start(node.name, ((stream_of(node), timing.seconds),))
         elif node.target in ops.TRANSFERS:
-            event = Start(node.name, tuple((leg.stream, leg.seconds) for leg in timing.legs))
+            ends = [storage_source(end)[0] for end in node.all_input_nodes]
+            after = tuple(updated[end] for end in ends if end in updated)
+            event = Start(node.name, tuple((leg.stream, leg.seconds) for leg in timing.legs), after)
+            copied |= dict.fromkeys(ends, node.name)
         elif node.target is ops.wait:
             pending = node.args[0]
             assert isinstance(pending, fx.Node)
@@ -63,6 +70,11 @@ def events_of(step: StepGraph, simulation: Simulation) -> list[TimedEvent]:
             event = Until(timing.start_seconds if timing.exposed_seconds else 0.0)
         elif delayed_bucket(node) is not None:
             continue  # during the next step
+        elif runs_on_host(node):
+            sources = [storage_source(source)[0] for source in node.all_input_nodes]
+            after = tuple(copied[source] for source in sources if source in copied)
+            event = Start(node.name, ((HOST, timing.seconds),), after)
+            updated |= dict.fromkeys(sources, node.name)
         else:
             computing += timing.seconds
             continue
@@ -78,16 +90,35 @@ def end_seconds(events: Iterable[TimedEvent]) -> float:
     now = 0.0
     free: dict[str, float] = {}  # by stream
     done: dict[str, float] = {}  # by name
+    held_back: list[tuple[float, Start]] = []  # what may start then, the earliest first
+
+    def run(start: Start, ready: float) -> None:
+        for stream, seconds in start.legs:
+            ready = free[stream] = max(ready, free.get(stream, 0.0)) + seconds
+        done[start.name] = ready
+
+    def run_all(until: float) -> None:
+        while held_back and held_back[0][0] <= until:
+            ready, start = held_back.pop(0)
+            run(start, ready)
+
     for event in events:
         if isinstance(event, float):
             now += event
         elif isinstance(event, Until):
             now = max(now, event.seconds)
         elif isinstance(event, Wait):
+            if event.name not in done:
+                run_all(next(ready for ready, start in held_back if start.name == event.name))
             now = max(now, done[event.name]) + event.seconds
         else:
-            ready = now
-            for stream, seconds in event.legs:
-                ready = free[stream] = max(ready, free.get(stream, 0.0)) + seconds
-            done[event.name] = ready
+            ready = max([now, *(done.get(name, 0.0) for name in event.after)])
+            if event.legs[0][0] == HOST:
+                run(event, ready)
+                continue
+            held_back.append((ready, event))
+            held_back.sort(key=lambda entry: entry[0])
+            if ready <= now:
+                run_all(now)
+    run_all(float("inf"))
     return max([now, *done.values()])

@@ -2,9 +2,10 @@
 
 Computation runs in the graph's order on one stream, collectives in theirs on another, and the copies between tiers on
 one for each link and direction. What is started begins when its stream is free and computation has reached it, a second
-leg when the first is done; a wait holds computation until then, and so does an update on the host. What computation
-waits for is *exposed*. A delayed update on the host holds nothing: it begins when the host is free and its copies are
-there, and where it ends beyond the step, the next step begins with it under way. (The emitted step behaves so; see
+leg when the first is done; a wait holds computation until then. What computation waits for is *exposed*. Updates on the
+host run on a lane of their own: one begins when the host is free and its copies are there, and copies of what it writes
+when it is done; where a delayed one ends beyond the step, the next step begins with it under way. A copy that waits for
+the host leaves its link to others meanwhile. (The emitted step behaves so; see
 ``zerofx/runtime/comm/gloo.py``, ``zerofx/runtime/comm/nccl.py`` and ``zerofx/runtime/tiers/tiers.py``.)
 """
 
@@ -18,7 +19,7 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_bytes, storage_source
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.facts import Role, delayed_bucket, tensor
+from zerofx.ir.facts import Role, delayed_bucket, host_bucket, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of, times_run
 from zerofx.ir.streams import LINKS, hops_of, num_gathers_after, runs_on_host, stream_of
@@ -187,6 +188,9 @@ class _Clocks:
         self._links = dict.fromkeys(LINKS, 0.0)
         self._done: dict[fx.Node, float] = {}  # when what was started is done
         self._landed: dict[fx.Node, float] = {}  # when what is kept in a slower tier was last copied
+        self._updated: dict[fx.Node, float] = {}  # when it was last updated on the host
+        self._settled: dict[int, float] = {}  # when a bucket's update on the host is done
+        self._held_back: list[tuple[fx.Node, float]] = []  # copies that begin once the host is done, with when that is
         self._together: list[fx.Node] = []  # gathers that start with the next one
 
     def skip(self, seconds: float) -> None:
@@ -207,7 +211,7 @@ class _Clocks:
         elif node.target is ops.settle:
             bucket = node.args[0]
             assert isinstance(bucket, int)
-            self._hold(node, until=self._before.get(bucket, 0.0))
+            self._hold(node, until=self._settled.get(bucket, self._before.get(bucket, 0.0)))
         elif node.target is ops.second_shard:
             size = storage_bytes(tensor(node))
             self._computes(node, copy_seconds(size, "device", "device", self._machine), size, size, 0)
@@ -246,15 +250,27 @@ class _Clocks:
         self._together = []
 
     def _copy(self, node: fx.Node) -> None:
-        legs = self._legs(node)
-        done = self._done[node] = legs[-1].start_seconds + legs[-1].seconds
-        self._landed.update(dict.fromkeys((storage_source(end)[0] for end in node.all_input_nodes), done))
-        start, size = legs[0].start_seconds, legs[0].num_bytes
-        self.timings[node] = NodeTiming(start, done - start, 0.0, size, size, 0, 0, legs)
+        updated = (self._updated.get(storage_source(end)[0], 0.0) for end in node.all_input_nodes)
+        ready = max(self.compute, *updated)
+        self._held_back.append((node, ready))
+        if ready <= self.compute:
+            self._place(node)
 
-    def _legs(self, node: fx.Node) -> tuple[Leg, ...]:
-        """The legs of a copy that computation has reached."""
-        num_bytes, reached = storage_bytes(tensor(node)), self.compute
+    def _place(self, node: fx.Node) -> None:
+        """Put a copy on its links, after those that are ready before it."""
+        ready = next(ready for held, ready in self._held_back if held is node)
+        due = [entry for entry in self._held_back if entry[1] <= ready]
+        self._held_back = [entry for entry in self._held_back if entry not in due]
+        for copy, begin in sorted(due, key=lambda entry: entry[1]):
+            legs = self._legs(copy, begin)
+            done = self._done[copy] = legs[-1].start_seconds + legs[-1].seconds
+            self._landed.update(dict.fromkeys((storage_source(end)[0] for end in copy.all_input_nodes), done))
+            start, size = legs[0].start_seconds, legs[0].num_bytes
+            self.timings[copy] = NodeTiming(start, done - start, 0.0, size, size, 0, 0, legs)
+
+    def _legs(self, node: fx.Node, reached: float) -> tuple[Leg, ...]:
+        """The legs of a copy that may begin when ``reached``."""
+        num_bytes = storage_bytes(tensor(node))
         legs = []
         for hop in hops_of(node):
             start = max(reached, self._links[hop.stream])
@@ -266,19 +282,22 @@ class _Clocks:
     def _wait(self, node: fx.Node) -> None:
         pending = node.args[0]
         assert isinstance(pending, fx.Node)
+        if pending not in self._done:
+            self._place(pending)
         self._hold(node, until=self._done[pending], seconds=_sum_seconds(pending, self._machine))
 
     def _update_on_host(self, node: fx.Node) -> None:
-        """Computation waits for it, unless it is delayed: it begins when the host is free and its copies are there."""
+        """It begins when the host is free and its copies are there; computation goes on."""
         cost = node_cost(node, self._machine)
         seconds = self._machine.host_seconds(cost.flops, cost.bytes_read + cost.bytes_written)
-        start, exposed = self.compute, seconds
-        if delayed_bucket(node) is not None:
-            ready = (self._landed.get(storage_source(source)[0], 0.0) for source in node.all_input_nodes)
-            start, exposed = max(self.compute, self._host, *ready), 0.0
-            self._host = start + seconds
-        self.timings[node] = NodeTiming(start, seconds, exposed, cost.bytes_read, cost.bytes_written, 0, cost.flops)
-        self.compute += exposed
+        sources = [storage_source(source)[0] for source in node.all_input_nodes]
+        start = max(self.compute, self._host, *(self._landed.get(source, 0.0) for source in sources))
+        self._host = start + seconds
+        bucket = host_bucket(node)
+        assert bucket is not None, "what the host computes is some bucket's update"
+        self._settled[bucket] = self._host
+        self._updated.update(dict.fromkeys(sources, self._host))
+        self.timings[node] = NodeTiming(start, seconds, 0.0, cost.bytes_read, cost.bytes_written, 0, cost.flops)
 
 
 def predict(step: StepGraph, plan: Plan, layout: BucketLayout, simulation: Simulation) -> Prediction:

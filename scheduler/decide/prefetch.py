@@ -149,7 +149,7 @@ def place_arrivals(
             size, tier = bucket.shard_bytes, tiers[gather.bucket]
             gathers.append((number, Arrival(size, tier, "device", run, run, at.begin_of_body(run))))
     states: list[tuple[int, Arrival]] = []
-    updated = _updates(plan, step, layout, at)
+    updated = updates_of(plan, step, layout, at)
     for number, decision in enumerate(plan.states):
         size = state_bytes.get(decision.bucket, 0)
         if decision.bucket in tiers and not layout.buckets[decision.bucket].has_master:
@@ -202,7 +202,7 @@ def _state(decision: StateDecision, start: CopyStart, names: Sequence[str]) -> S
     return replace(decision, reload=names[start.copy], read=read)
 
 
-def _updates(plan: Plan, step: StepGraph, layout: BucketLayout, at: Positions) -> dict[int, int]:
+def updates_of(plan: Plan, step: StepGraph, layout: BucketLayout, at: Positions) -> dict[int, int]:
     """The run after which each trained bucket is updated."""
     readers = {bucket.index: nodes[-1] for bucket, nodes in parameter_uses(step, layout)}
     updates = {}

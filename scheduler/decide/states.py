@@ -3,7 +3,8 @@
 A bucket's states and fp32 masters come up for its update and go down again (``update="device"``): copies that overlap
 with the backward computation of the bucket's layer, of which the longer is exposed as far as it takes longer. Or the
 update runs on the host (``update="host"``; ZeRO-Offload, 2101.06840): the gradient goes down, the host computes, and
-computation on the device waits for both; the updated parameters come up during what follows.
+the updated parameters come up, all while computation goes on. Either is priced here as if it were the only one; which
+buckets go which way is balanced once it is known how many leave the device (``update_sides.py``).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class StateLevel:
 
     def decision(self, bucket: Bucket, freed_bytes: int) -> StateDecision:
         """The decision, with its reason."""
-        side = "update on the host: gradients down, parameters up" if self.update == "host" else "states up and down"
+        side = "updated on the host: gradients down, parameters up" if self.update == "host" else "states up and down"
         reason = f"frees {format_bytes(freed_bytes)} for {format_seconds(self.seconds)} exposed; {side}"
         return StateDecision(bucket.index, self.tier, self.update, reason)
 
@@ -64,7 +65,7 @@ def state_menus(
     *,
     clipped: bool = False,
 ) -> dict[Bucket, tuple[StateLevel, StateLevel]]:
-    """For each bucket with states: on the device, and off it.
+    """For each bucket with states, the last layers first: on the device, and off it.
 
     Args:
         layout: the buckets.
@@ -78,7 +79,8 @@ def state_menus(
             are updated on the host wait there.
     """
     ways = {}
-    for bucket in layout.buckets:
+    # Gradients of the last layers are complete first, and the rest of backward hides most of their updates.
+    for bucket in reversed(layout.buckets):
         num_bytes = state_bytes.get(bucket.index, 0)
         if num_bytes:
             local = bucket.updated_numel(stage)
@@ -129,27 +131,39 @@ def _off_the_device(
     """
     gradient_bytes = numel * bucket.reduce_dtype.itemsize
     through = max(0.0, _through_device(num_bytes, tier, machine) - overlapping)
-    on_host = _on_host(num_bytes, gradient_bytes, numel, tier, machine)
+    on_host = max(0.0, _on_host(bucket, num_bytes, numel, tier, machine) - overlapping)
     if through <= on_host:
         return StateLevel(0, through, tier, "device", num_bytes, num_bytes if tier == "nvme" else 0)
     # What is updated on the host has its parameters there, and takes gradients and gives parameters back.
     parameter_bytes = 0 if bucket.has_master else numel * bucket.dtype.itemsize
-    stored = num_bytes + parameter_bytes
-    passing = gradient_bytes + numel * bucket.compute_dtype.itemsize + (stored if tier == "nvme" else 0)
-    waiting = gradient_bytes if clipped else 0
-    return StateLevel(0, on_host, tier, "host", stored, passing, waiting, parameter_bytes)
+    stored, new_bytes = num_bytes + parameter_bytes, numel * bucket.compute_dtype.itemsize
+    if tier == "nvme":
+        passing, waiting = gradient_bytes + new_bytes + stored, gradient_bytes if clipped else 0
+        return StateLevel(0, on_host, tier, "host", stored, passing, waiting, parameter_bytes)
+    # They are there until the step ends.
+    stored += gradient_bytes + (new_bytes if bucket.has_master else 0)
+    return StateLevel(0, on_host, tier, "host", stored, parameter_bytes=parameter_bytes)
 
 
 def _through_device(num_bytes: int, tier: Tier, machine: Machine) -> float:
     return max(copy_seconds(num_bytes, tier, "device", machine), copy_seconds(num_bytes, "device", tier, machine))
 
 
-def _on_host(num_bytes: int, gradient_bytes: int, numel: int, tier: Tier, machine: Machine) -> float:
-    waits = copy_seconds(gradient_bytes, "device", "host", machine)
-    waits += machine.host_seconds(_FLOPS * numel, 2 * num_bytes + gradient_bytes)
+def _on_host(bucket: Bucket, num_bytes: int, numel: int, tier: Tier, machine: Machine) -> float:
+    seconds = copy_seconds(numel * bucket.reduce_dtype.itemsize, "device", "host", machine)
+    seconds += host_seconds(bucket, num_bytes, numel, machine)
     if tier == "nvme":
-        waits += copy_seconds(num_bytes, "nvme", "host", machine)
-    return waits
+        seconds += copy_seconds(num_bytes, "nvme", "host", machine)
+    return seconds
+
+
+def host_seconds(bucket: Bucket, num_bytes: int, numel: int, machine: Machine) -> float:
+    """Seconds of the host's for an update of ``numel`` elements in one pass over its memory: it reads the gradient,
+    reads and writes ``num_bytes`` of states and what it updates, and writes new parameters where they are a cast."""
+    updated = 0 if bucket.has_master else numel * bucket.dtype.itemsize
+    new = numel * bucket.compute_dtype.itemsize if bucket.has_master else 0
+    touched = 2 * (num_bytes + updated) + numel * bucket.reduce_dtype.itemsize + new
+    return machine.host_seconds(_FLOPS * numel, touched)
 
 
 def delayed_levels(layout: BucketLayout, state_bytes: Mapping[int, int], stage: int) -> dict[Bucket, StateLevel]:

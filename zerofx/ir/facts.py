@@ -115,7 +115,10 @@ known_origin, set_origin = _fact("origin", Origin)
 """Where a node comes from."""
 
 delayed_bucket, set_delayed = _fact("delayed", int)
-"""The bucket whose delayed update a node on the host is of; None for what computation waits for."""
+"""The bucket whose delayed update a node on the host is of; None for one whose result this step waits for."""
+
+host_bucket, set_host_bucket = _fact("host_bucket", int)
+"""The bucket whose update a node on the host is of."""
 
 tile_of, set_tile = _fact("tile", str)
 """The tile that a node is of; tiles of one chain have names of their own."""
@@ -190,7 +193,8 @@ def set_tier(node: fx.Node, tier: str) -> fx.Node:
 
 # Facts that are words and numbers, which files have as they are.
 _PLAIN = (
-    "zerofx_tier", "zerofx_delayed", "zerofx_tile", "zerofx_slice", "zerofx_piece", "zerofx_copy_of", "zerofx_alike",
+    "zerofx_tier", "zerofx_delayed", "zerofx_host_bucket", "zerofx_tile", "zerofx_slice", "zerofx_piece",
+    "zerofx_copy_of", "zerofx_alike",
 )  # fmt: skip
 
 

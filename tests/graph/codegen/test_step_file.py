@@ -60,7 +60,7 @@ def _file(call: list[Any] | None = None, **changed: Any) -> list[Any]:
     given = {
         "header": "", "regions": [["ab", "region", 1, [call or _call()], ["y"]]], "state": [],
         "batch": [["a", "a", "x"]],
-        "body": [["region", "region", ["a"], ["y"], [], "", None, "note"]], "outputs": ["y"],
+        "body": [["region", "region", ["a"], ["y"], [], None, "note"]], "outputs": ["y"],
     } | changed  # fmt: skip
     return list(given.values())
 
@@ -68,7 +68,7 @@ def _file(call: list[Any] | None = None, **changed: Any) -> list[Any]:
 def _loop(**changed: Any) -> list[Any]:
     given = {
         "num_rounds": 2, "batch": [["b", "b", ""]],
-        "body": [["region", "region", ["b"], ["y"], [], "", None, "note"]], "lists": [["ys", "y"]],
+        "body": [["region", "region", ["b"], ["y"], [], None, "note"]], "lists": [["ys", "y"]],
         "carried": [["a", "y"]],
     } | changed  # fmt: skip
     return _file(body=[["loop", *given.values()]])
@@ -94,12 +94,11 @@ HOSTILE: dict[str, list[Any]] = {
     "a region that is the step": _file(regions=[["ab", "step", 1, [], []]], body=[]),
     "two regions of one name": _file(regions=[["ab", "a", 1, [], []], ["cd", "a", 1, [], []]], body=[]),
     "a region's key": _file(regions=[["../ab", "region", 1, [_call()], ["y"]]]),
-    "a region that is none": _file(body=[["region", "exec", ["a"], ["y"], [], "", None, "note"]]),
-    "another method of the runtime": _file(body=[["region", "region", ["a"], ["y"], [], "close", None, ""]]),
-    "a bucket": _file(body=[["region", "region", ["a"], ["y"], [], "host_later", CODE, ""]]),
+    "a region that is none": _file(body=[["region", "exec", ["a"], ["y"], [], None, "note"]]),
+    "a bucket": _file(body=[["region", "region", ["a"], ["y"], [], CODE, ""]]),
     "a number of rounds": _loop(num_rounds=CODE),
     "a name of a round's batch": _loop(batch=[[f"a={CODE};b", "b", ""]]),
-    "a line of a round": _loop(body=[["region", "exec", ["a"], ["y"], [], "", None, "note"]]),
+    "a line of a round": _loop(body=[["region", "exec", ["a"], ["y"], [], None, "note"]]),
     "a loop in a loop": _loop(body=_loop()[4]),
     "a list": _loop(lists=[[CODE, "y"]]),
     "what is carried": _loop(carried=[["a", CODE]]),
@@ -107,7 +106,7 @@ HOSTILE: dict[str, list[Any]] = {
     "a name of the state": _file(state=[[f"a={CODE};b", "b", ""]]),
     "a builtin as an argument": _file(_call(args=[{"name": "open"}])),
     "a builtin in a list": _file(_call(args=[[{"name": "open"}]])),
-    "a builtin as an input": _file(body=[["region", "region", ["open"], ["y"], [], "", None, "note"]]),
+    "a builtin as an input": _file(body=[["region", "region", ["open"], ["y"], [], None, "note"]]),
     "a builtin that is returned": _file(outputs=["open"]),
     "a builtin of a round": _loop(lists=[["ys", "open"]]),
     "what each value is made with": _file(_call(args=[{"slice": [{"name": "x0"}, None, None]}])),
@@ -118,7 +117,7 @@ HOSTILE: dict[str, list[Any]] = {
     "an item of nothing": _file(_call(function="getitem")),
     "no text": _file(header=["a"]),
     "too little": _file()[:3],
-    "something else": ["region"] * 6,
+    "something else": ["region"] * 5,
 }
 
 
@@ -143,7 +142,7 @@ def _with_text(text: str, *, argument: str, args: int) -> StepFile:
     call = CallLine(
         "aten.relu.default", (Name("x0"), *[argument] * args), (), ("y", "y_of_each"), dead=("x0",), note=text
     )
-    host = RegionCall("region", ("a",) * args, ("y",), (), "host", None, text)
+    host = RegionCall("region", ("a",) * args, ("y",), (), 0, text)
     region = RegionText("region", 1, (call,), ("y",))
     taken = (("a", argument, text),)
     loop = Repeated(2, (("b", argument, text),), (text, call, host), (("ys", "y"),), (("a", "y"),))
@@ -168,7 +167,7 @@ def test_a_note_is_one_that_is_written(text: str) -> None:
         with pytest.raises(ValueError, match="expected a note"):
             step_file_of(json.loads(json.dumps(file)))
     with pytest.raises(ValueError, match="expected a note"):
-        step_file_of(_file(body=[["region", "region", ["a"], ["y"], [], "", None, text]]))
+        step_file_of(_file(body=[["region", "region", ["a"], ["y"], [], None, text]]))
 
 
 def _called(node: ast.Call) -> str:
@@ -197,7 +196,7 @@ def _does_what_a_step_may(file: StepFile) -> bool:
                     name in {"inputs.clear", "torch.device", "float", "range"}
                     or name in functions
                     or (owner in own and method == "append")
-                    or (owner == "runtime" and (name in EVENTS or method in ("host", "host_later")))
+                    or (owner == "runtime" and (name in EVENTS or method == "host"))
                     or name.startswith(("aten.", "torch.ops.prims.", "torch.ops.zerofx."))
                 ), name
     return True

@@ -50,12 +50,20 @@ def test_delayed_updates_are_accepted(stage: int, num_ranks: int, precision: str
     assert {delayed_bucket(node) for node in late} == {one.bucket for one in prepared.plan.states}
 
 
+def test_an_update_that_is_not_awaited_is_refused() -> None:
+    step = placed("host", "host").run().step
+    settled = calls(step, ops.settle)[0]
+    step.graph.erase_node(settled)
+    with pytest.raises(InvalidGraphError, match=rf"is of bucket {settled.args[0]}, the update of which is not"):
+        verify(step, "test")
+
+
 def test_an_update_that_begins_before_the_last_one_is_done_is_refused() -> None:
     prepared = delaying(3).run()
     settled = calls(prepared.step, ops.settle)[0]
     late = [node for node in prepared.step.calls() if delayed_bucket(node) == settled.args[0]]
     late[-1].append(settled)
-    with pytest.raises(InvalidGraphError, match=r"delayed: .*last update of bucket"):
+    with pytest.raises(InvalidGraphError, match=r"host: .* is of bucket \d, the last update of which"):
         verify(prepared.step, "test")
 
 
@@ -91,11 +99,10 @@ def test_hops_lead_from_tier_to_tier() -> None:
     assert found["host", "device", ops.reload] == {("to_device",)}
     assert found["host", "device", ops.copy_into] == {("to_host",)}
     assert found["host", "host", ops.reload] == set()
-    assert found["host", "host", ops.offload] == {("to_host",)}
-    assert found["host", "host", ops.copy_into] == {("to_device",)}
+    assert found["host", "host", ops.copy_into] == {("to_host",), ("to_device",)}
     assert (found["nvme", "device", ops.reload], found["nvme", "device", ops.copy_into]) == ({up}, {down})
     assert found["nvme", "host", ops.reload] == {("nvme_read",)}
-    assert found["nvme", "host", ops.copy_into] == {("nvme_write",), ("to_device",)}
+    assert found["nvme", "host", ops.copy_into] == {("to_host",), ("nvme_write",), ("to_device",)}
 
 
 @pytest.mark.parametrize("wrong", [("device", "device"), ("tape", "host"), ("host", "nvme")])

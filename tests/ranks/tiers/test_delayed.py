@@ -141,7 +141,7 @@ def test_a_step_does_not_wait_for_its_update() -> None:
     assert tiers is not None
     tiers._host_worker().submit(free.wait)
     before = step(*args)  # returns while the host has not begun with its update
-    assert torch.isfinite(before) and not any(one.done() for one in tiers._later.values())
+    assert torch.isfinite(before) and not any(one.done() for one in tiers._updates.values())
     second = threading.Thread(target=step, args=args)
     second.start()
     second.join(0.5)
@@ -239,9 +239,11 @@ def test_the_update_is_predicted_to_be_off_the_critical_path() -> None:
     step.prepare(*args)
     busy = simulation.busy_by_stream["host"]
     assert busy > 0
-    # Without delay computation stands still for all of it; with delay for what the rest of a step does not take.
-    waits = _waits_for_host(simulation)
-    assert _waits_for_host(step.compiled.lowered.simulation) == pytest.approx(busy)
+    # Without delay a step ends when the host is done, and the new parameters are up; with delay computation stands
+    # still for what the rest of a step does not take.
+    waits, undelayed = _waits_for_host(simulation), step.compiled.lowered.simulation
+    assert undelayed.busy_by_stream["host"] == pytest.approx(busy)
+    assert undelayed.exposed_seconds > waits + busy / len(step.plan.states)
     assert waits == pytest.approx(max(0.0, busy - (simulation.step_seconds - waits)), rel=0.5, abs=busy / 4)
     assert delayed.plan.step_seconds < step.plan.step_seconds
     assert "during the next step" in str(delayed.plan)

@@ -38,7 +38,8 @@ def overwrite(tiers: Tiers, place: Place, how: str) -> None:
         tiers.keep([place], in_place=True)
         place.fill_(-1)
     elif how == "on the host":
-        tiers.on_host(lambda tensors: tensors[0].sub_(100), [place])
+        tiers.on_host(lambda tensors: tensors[0].sub_(100), [place], 0)
+        tiers.settle_host(0)
     else:
         values = torch.full((NUMEL,), -1.0)
         tiers.copy_into(place, values).finish(values)

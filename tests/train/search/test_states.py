@@ -59,8 +59,10 @@ def test_states_that_do_not_all_fit_the_host_leave_room_for_activations() -> Non
         assert len(found) == len(held)
         return sum(leave.stored_bytes for _, leave in found.values() if leave.tier == "host")
 
-    total, largest = sum(held.values()), max(held.values())
-    assert on_host(2 * total, total) == total
+    # With what an update on the host is handed, and hands back.
+    total = on_host(1 << 50, 0)
+    largest = total * max(held.values()) // sum(held.values())
+    assert total >= sum(held.values()) and on_host(2 * total, total) == total
     scarce = total * 3 // 4
     without, some, most = (on_host(scarce, num) for num in (0, scarce // 4, 10 * total))
     assert 0 < without < total

@@ -294,16 +294,12 @@ class _TimedRuntime:
         with self._waits.running("wait"):
             return self._runtime.wait(pending, source)
 
-    def host(self, function: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
-        return self._runtime.host(function.on_host if isinstance(function, _TimedRegion) else function, inputs)
+    def host(self, function: Callable[[list[Any]], Any], inputs: list[Any], bucket: int) -> None:
+        self._runtime.host(function.on_host if isinstance(function, _TimedRegion) else function, inputs, bucket)
 
-    def host_later(self, function: Callable[[list[Any]], Any], inputs: list[Any], bucket: int) -> None:
-        timed = function.on_host if isinstance(function, _TimedRegion) else function
-        self._runtime.host_later(timed, inputs, bucket)
-
-    def settle(self, bucket: int) -> None:
+    def settle(self, bucket: int, held: Sequence[object] = ()) -> None:
         with self._waits.running("settle"):
-            self._runtime.settle(bucket)
+            self._runtime.settle(bucket, held)
 
     def broadcast(self, buffers: list[torch.Tensor]) -> None:
         with self._waits.running("broadcast"):

@@ -64,10 +64,11 @@ class Workers:
 
 
 class ThreadCopies:
-    """Copies on a CPU machine: a thread for each direction."""
+    """Copies on a CPU machine: a thread for each direction, and one for what has to wait before it is given to them."""
 
     def __init__(self, log: SpanLog) -> None:
         self._log = log
+        self._launcher = Workers("launch")
         self._workers = {stream: Workers(stream) for stream in (TO_HOST, TO_DEVICE)}
 
     def start(
@@ -75,27 +76,36 @@ class ThreadCopies:
     ) -> Copy:
         def run() -> None:
             # It lets go of the tensors before it is known to be done, so that computation frees their memory.
-            nonlocal source, destination, after
+            nonlocal source, destination
             try:
-                if after is not None:
-                    after()
                 with self._log.span(stream, source.nbytes):
                     destination.copy_(source)
             finally:
-                del source, destination, after
+                del source, destination
 
-        return _ThreadCopy(self._workers[stream].submit(run))
+        def launch() -> None:
+            nonlocal after
+            assert after is not None
+            try:
+                after()
+            finally:
+                del after
+            self._workers[stream].submit(run).result()
+
+        return FutureCopy(self._workers[stream].submit(run) if after is None else self._launcher.submit(launch))
 
     def settle(self) -> None:
-        for workers in self._workers.values():
+        for workers in (self._launcher, *self._workers.values()):
             workers.settle()
 
     def close(self) -> None:
-        for workers in self._workers.values():
+        for workers in (self._launcher, *self._workers.values()):
             workers.close()
 
 
-class _ThreadCopy:
+class FutureCopy:
+    """A copy that a future stands for, or an update on the host, which reads and writes its memory as copies do."""
+
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
@@ -113,8 +123,8 @@ class CudaCopies:
     """Copies between a CUDA device and pinned memory: a CUDA stream for each direction.
 
     A copy starts after what the compute stream has been given when it is issued. A copy to the device whose source is
-    still to be read from a file is launched by a thread, once it has been. Threads begin on device 0, where what they
-    do would make a context (some hundred MB) that no plan has: they say which device they are for.
+    still to be read from a file, or to be updated, is launched by a thread, once it has been. Threads begin on device
+    0, where what they do would make a context (some hundred MB) that no plan has: they say which device they are for.
     """
 
     def __init__(self, device: torch.device, log: SpanLog) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Generic, TypeAlias, TypeVar
 
 import torch
@@ -29,9 +30,14 @@ class Lease(Generic[P]):
         self._copies = [*(earlier for earlier in self._copies if earlier.under_way), copy]
 
     def landed(self) -> None:
-        """Block until no copy reads or writes the place any more."""
+        """Block until nothing reads or writes the place any more."""
         for copy in self._copies:
             copy.landed()
+
+    @property
+    def users(self) -> Sequence[Copy]:
+        """Copies, and updates on the host, that read or write the place."""
+        return [copy for copy in self._copies if copy.under_way]
 
     def end(self) -> None:
         give_back, self._give_back = self._give_back, None
@@ -50,8 +56,9 @@ class Stored:
         self.dtype: torch.dtype = like.dtype
         self.stride: tuple[int, ...] = like.stride() if isinstance(like, torch.Tensor) else like.stride
         self.lease: Lease[torch.Tensor] | Lease[NvmeFile] = lease
-        self.landed: Callable[[], None] | None = None  # blocks until the host may read what was last copied here
-        self.num_writes = 0  # copies over it, and delayed updates of it, that have been started
+        self.landed: Callable[[], None] | None = None  # blocks until the host may read what was last written here
+        self.updated: Future[None] | None = None  # the last update on the host that reads or writes it
+        self.num_writes = 0  # copies over it, and updates of it on the host, that have been started
 
     @property
     def version(self) -> int:
@@ -60,11 +67,23 @@ class Stored:
         return self.num_writes + (version_of(place) if isinstance(place, torch.Tensor) else 0)
 
     @property
+    def after_update(self) -> Callable[[], None] | None:
+        """Blocks until the last update on the host that reads or writes it is done, and raises what went wrong there;
+        None where there is nothing to wait for."""
+        update = self.updated
+        return None if update is None or (update.done() and update.exception() is None) else update.result
+
+    @property
     def tensor(self) -> torch.Tensor:
-        """The tensor itself, on the host. It must not outlive the ``Stored``."""
-        place = self.lease.place
-        assert isinstance(place, torch.Tensor), "what is in a file has to be copied to the host first"
+        """The tensor itself, on the host, once it is there. It must not outlive the ``Stored``."""
         if self.landed is not None:
             self.landed()
             self.landed = None
+        return self.memory
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The tensor's memory on the host, whatever is there by now."""
+        place = self.lease.place
+        assert isinstance(place, torch.Tensor), "what is in a file has to be copied to the host first"
         return place[: self.lease.num_bytes].view(self.dtype).as_strided(self.shape, self.stride)

@@ -20,7 +20,7 @@ from zerofx.ir.facts import DEVICE
 from zerofx.ir.streams import LINKS, NVME_READ, NVME_WRITE, TO_DEVICE, TO_HOST
 from zerofx.runtime.comm.transport import Pending
 from zerofx.runtime.measure.spans import SpanLog
-from zerofx.runtime.tiers.copies import Copies, Copy, CudaCopies, ThreadCopies
+from zerofx.runtime.tiers.copies import Copies, Copy, CudaCopies, FutureCopy, ThreadCopies
 from zerofx.runtime.tiers.host_memory import HostMemory
 from zerofx.runtime.tiers.nvme import NvmeFile, NvmeFiles
 from zerofx.runtime.tiers.nvme_folders import check_folders
@@ -45,7 +45,7 @@ class Tiers:
         self._copies: Copies | None = None
         self._files: NvmeFiles | None = None
         self._host_thread: ThreadPoolExecutor | None = None
-        self._later: dict[int, Future[None]] = {}  # what the host has been given to do by itself, by bucket
+        self._updates: dict[int, Future[None]] = {}  # on the host, by bucket, until they are settled
         self._held = {"host": 0, "nvme": 0}
         self._peak = dict(self._held)
         self.moved_bytes = dict.fromkeys(LINKS, 0)
@@ -157,36 +157,35 @@ class Tiers:
         assert isinstance(loaded, torch.Tensor)
         return loaded
 
-    def on_host(self, function: Callable[[list[Any]], object], inputs: list[Any]) -> Any:
-        """Run ``function`` on the host, with the tensors themselves in the place of what is stored; empties ``inputs``.
+    def on_host(self, function: Callable[[list[Any]], object], inputs: list[Any], bucket: int) -> None:
+        """Have the host run an update, with the tensors themselves in the place of what is stored; empties ``inputs``.
 
-        It runs on a thread of its own, so that what it allocates does not count as the device's on a CPU machine.
-        """
-        self.keep(inputs, in_place=True)
-        tensors = [value.tensor if isinstance(value, Stored) else value for value in inputs]
-        try:
-            return self._host_worker().submit(_without_gradients, function, tensors).result()
-        finally:
-            inputs.clear()
-
-    def on_host_later(self, function: Callable[[list[Any]], object], inputs: list[Any], bucket: int) -> None:
-        """Have ``function`` run on the host, as ``on_host`` does, and do not wait for it: ``settle_host`` does.
-
-        It begins once the copies that read or write what it is given have landed. ``inputs`` is emptied.
+        Updates run one after the other on a thread of their own, so that what they allocate does not count as the
+        device's on a CPU machine. Each begins once nothing else reads or writes what it is given, and what is copied
+        from there later waits for it. What went wrong is raised by those copies, and by ``settle_host``.
         """
         held = list(inputs)
         inputs.clear()
         self.keep(held, in_place=True)
-        for value in held:
-            if isinstance(value, Stored):
-                value.num_writes += 1
-        self._later[bucket] = self._host_worker().submit(_when_landed, function, held)
+        stored = [value for value in held if isinstance(value, Stored)]
+        awaited = [copy.landed for value in stored for copy in value.lease.users]
+        awaited += [after for value in stored if (after := value.after_update) is not None]
+        tensors = [value.memory if isinstance(value, Stored) else value for value in held]
+        update = self._host_worker().submit(_run_update, function, tensors, awaited)
+        for value in stored:
+            value.num_writes += 1
+            value.updated, value.landed = update, update.result
+            value.lease.used_by(FutureCopy(update))
+        self._updates[bucket] = update
 
-    def settle_host(self, bucket: int) -> None:
-        """Block until what the host was given to do later for ``bucket`` is done; raises what went wrong there."""
-        under_way = self._later.pop(bucket, None)
-        if under_way is not None:
-            under_way.result()
+    def settle_host(self, bucket: int, held: Sequence[object] = ()) -> None:
+        """Block until the last update of ``bucket`` on the host, which may read what is ``held``, is done.
+
+        Raises what went wrong in it.
+        """
+        update = self._updates.pop(bucket, None)
+        if update is not None:
+            update.result()
 
     def _host_worker(self) -> ThreadPoolExecutor:
         if self._host_thread is None:
@@ -211,7 +210,8 @@ class Tiers:
             return self._start_write(into, block.place, copy.landed, copy.finish, then=block.end)
         if isinstance(place, NvmeFile):
             assert isinstance(source.lease.place, torch.Tensor), "a copy is between two tiers"
-            return self._start_write(into, source.lease.place, _nothing, _nothing, then=_nothing)
+            after = source.after_update or _nothing
+            return self._start_write(into, source.lease.place, after, _nothing, then=_nothing)
         assert isinstance(source.lease.place, NvmeFile), "a copy is between two tiers"
         read = source.lease.place.read(place)  # which may be another step's
         self.moved_bytes[NVME_READ] += num_bytes
@@ -235,7 +235,7 @@ class Tiers:
         num_bytes, place = source.lease.num_bytes, source.lease.place
         self.moved_bytes[TO_DEVICE] += num_bytes
         if isinstance(place, torch.Tensor):
-            copy = self._running().start(TO_DEVICE, place[:num_bytes], _bytes_of(into))
+            copy = self._running().start(TO_DEVICE, place[:num_bytes], _bytes_of(into), after=source.after_update)
             source.lease.used_by(copy)
             return Pending.after(into, copy.finish)
         block = self._lease("host", num_bytes)
@@ -248,7 +248,7 @@ class Tiers:
 
     def settle(self) -> None:
         """Block until nothing is under way: after a step that failed."""
-        concurrent.futures.wait(self._later.values())
+        concurrent.futures.wait(self._updates.values())
         if self._files is not None:
             self._files.settle()
         if self._copies is not None:
@@ -295,18 +295,13 @@ class Tiers:
         self._peak[tier] = max(self._peak[tier], self._held[tier])
 
 
-def _without_gradients(function: Callable[[list[Any]], object], inputs: list[Any]) -> object:
+def _run_update(
+    function: Callable[[list[Any]], object], tensors: list[Any], awaited: Sequence[Callable[[], None]]
+) -> None:
+    for await_one in awaited:
+        await_one()
     with torch.no_grad():  # which holds for one thread
-        return function(inputs)
-
-
-def _when_landed(function: Callable[[list[Any]], object], inputs: list[Any]) -> None:
-    for value in inputs:
-        if isinstance(value, Stored):
-            value.lease.landed()
-    tensors = [value.tensor if isinstance(value, Stored) else value for value in inputs]
-    inputs.clear()
-    _without_gradients(function, tensors)
+        function(tensors)
 
 
 def _nothing() -> None:
