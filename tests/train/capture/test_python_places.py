@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from zerofx.capture.python_state.reads import put, value_at
+from zerofx.capture.python_state.columns import value_at
+from zerofx.capture.python_state.reads import put
 
 
 class _Slotted:
