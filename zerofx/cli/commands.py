@@ -236,7 +236,7 @@ def export_command(checkpoint: Path, out: Path, form: str, dtype: str | None, sh
 def machines_command(measure: bool, nvme: str | None) -> None:
     """List the built-in machines: datasheet numbers, of one device unless it says otherwise.
 
-    With --measure the machine at hand, of as many ranks as torchrun has started, in some five seconds.
+    With --measure the machine at hand, of as many ranks as torchrun has started, in some ten seconds.
     """
     if nvme is not None and not measure:
         raise click.UsageError(
