@@ -11,7 +11,7 @@ from torch import nn
 
 import zerofx
 from zerofx.codegen.kernels.current_device import on_device
-from zerofx.session import step as step_module
+from zerofx.session import life
 
 
 def test_a_cpu_has_no_current_device() -> None:
@@ -26,7 +26,7 @@ def test_a_step_is_built_and_runs_with_its_own_device_as_the_current_one(monkeyp
         entered.append(device)
         return nullcontext()
 
-    monkeypatch.setattr(step_module, "on_device", noted)
+    monkeypatch.setattr(life, "on_device", noted)
     model = nn.Linear(2, 1)
     step = zerofx.compile(
         model, torch.optim.SGD(model.parameters()), 0, loss_fn=lambda y, x: y.sum(), backend="eager",
