@@ -261,20 +261,21 @@ class _Updates:
         """Have the host run the update once the gradient is there; the copies of its results wait for it."""
         step, bucket, low, where = self._step, updated.bucket, updated.low, updated.where
         tensors, grad = placed.await_reloads(), step.reduced[bucket.index]
-        stays = tier_of(low) == HOST
         held = []
         if tier_of(grad) == DEVICE:
-            reduced, grad = grad, empty_on_host(step, grad, where, f"{grad.name}_host")
+            reduced, grad = grad, empty_on_host(step, grad, where, grad.name + "_host")
             self._leave([copy_into(step, bucket, grad, reduced)], at_once=at_once)
         held.append(grad)
-        master = tensors.get("param", low)
-        new = low if stays else master
-        if not stays and tensor(low).dtype != tensor(master).dtype:
+        new = stored = tensors.get("param", low)
+        comes_up = updated.master is not None and tier_of(low) == DEVICE
+        if updated.master is not None and tier_of(low) == HOST:
+            new = low
+        elif comes_up and tensor(low).dtype != tensor(stored).dtype:
             new = empty_on_host(step, low, where, f"low_{bucket.index}")
             held.append(new)
         program, known = updated.program, {"param": low, **tensors, **updated.scalars, "grad": grad}
         _update_on_host(step, bucket, program, known, where, factors=self._factors.get(HOST, ()), new=new)
-        up = [] if stays else [copy_into(step, bucket, low, new)]
+        up = [copy_into(step, bucket, low, new)] if comes_up else []
         back = placed.write_back(tensors)
         to_nvme = [copy for copy in back if leads_to_nvme(copy)]
         # What comes from nvme has a few buffers on the host, and other ranks wait no longer than they need to.

@@ -163,7 +163,11 @@ def _schedule_by_rank() -> str:
 def test_a_learning_rate_that_differs_by_rank_is_an_error_on_all_with_both_values() -> None:
     zero, one = run_ranks(_schedule_by_rank, 2)
     assert zero == one
-    assert "lr=0.1," in zero and "lr=0.2," in zero and "mean of all ranks' losses" in zero
+    assert (
+        "lr of param group 0: 0.1" in zero
+        and "rank 1: lr of param group 0: 0.2" in zero
+        and "mean of all ranks' losses" in zero
+    )
 
 
 def _num_descriptors() -> int:

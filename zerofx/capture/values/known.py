@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerofx.capture.python_state.executed import unwatched
 from zerofx.ir.operators.operator import OperatorKind, Traffic
 from zerofx.ir.operators.table import facts_of
 from zerofx.torch_private.dispatch import TorchDispatchMode, without_modes
@@ -43,7 +42,6 @@ class KnownValues(TorchDispatchMode):
         self._overwritten: list[torch.Tensor] = []  # values whose memory has been given something unknown
         self._most_elements = MOST_ELEMENTS
 
-    @unwatched
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         flat, spec = pytree.tree_flatten((args, kwargs))
