@@ -247,11 +247,8 @@ class _Updates:
         """Run the update on the device, where it stands."""
         step, bucket, low, where = self._step, updated.bucket, updated.low, updated.where
         tensors, grad = placed.await_reloads(), step.reduced[updated.bucket.index]
-        if tensor(grad).dtype != bucket.dtype:
-            grad = insert_call(step.graph, _aten._to_copy.default, (grad,), where, {"dtype": bucket.dtype})
-        for factor in self._factors[DEVICE]:
-            insert_call(step.graph, _aten.mul_.Tensor, (grad, factor), where)
-        _inline(step, updated.program, {"param": low, **tensors, **updated.scalars, "grad": grad}, where, DEVICE)
+        known = {"param": low, **tensors, **updated.scalars, "grad": grad}
+        _insert_update(step, bucket, updated.program, known, where, DEVICE, self._factors[DEVICE])
         up = [] if updated.master is None else new_values(step, bucket, low, tensors["param"])
         self._leave(up, at_once=bool(updated.levels))  # the gather below reads it
         self._leave(placed.write_back(tensors), at_once=placed.at_once)
@@ -348,18 +345,33 @@ def _update_on_host(
 ) -> None:
     """Insert the update that the host runs by itself, with the cast of the gradient before it and, where ``new`` is
     another tensor than what is updated, that of the new values after it."""
-    grad, added = known["grad"], []
-    if tensor(grad).dtype != bucket.dtype:
-        grad = insert_call(step.graph, _aten._to_copy.default, (grad,), where, {"dtype": bucket.dtype})
-        added.append(grad)
-    added += [insert_call(step.graph, _aten.mul_.Tensor, (grad, factor), where) for factor in factors]
-    added += _inline(step, program, {**known, "grad": grad}, where, HOST)
+    added = _insert_update(step, bucket, program, known, where, HOST, factors)
     if new is not known["param"]:
         added.append(insert_call(step.graph, _aten.copy_.default, (new, known["param"]), where))
     for node in added:
         set_host_bucket(set_tier(node, HOST), bucket.index)
         if delayed:
             set_delayed(node, bucket.index)
+
+
+def _insert_update(
+    step: StepGraph,
+    bucket: Bucket,
+    program: UpdateProgram,
+    known: Mapping[str, fx.Node],
+    where: Origin,
+    tier: str,
+    factors: Sequence[fx.Node],
+) -> list[fx.Node]:
+    """Insert an update, to run where ``tier`` is, after the gradient's cast and its ``factors``; returns the nodes."""
+    grad, added = known["grad"], []
+    if tensor(grad).dtype != bucket.dtype:
+        grad = insert_call(step.graph, _aten._to_copy.default, (grad,), where, {"dtype": bucket.dtype})
+        added.append(grad)
+    added += [insert_call(step.graph, _aten.mul_.Tensor, (grad, factor), where) for factor in factors]
+    for node in added:
+        set_tier(node, tier)
+    return added + _inline(step, program, {**known, "grad": grad}, where, tier)
 
 
 def _inline(
