@@ -232,7 +232,10 @@ def test_what_the_longest_has_on_the_host_stays_there_for_all() -> None:
     budget = int(0.5 * free.plan.peak_bytes["device"])
     step = compile_eager(model, adamw(model), lengths=(8, 32), memory_budget=budget, offload="host")
     step.prepare(x, y)
-    homes = [sorted((d.bucket, d.tier) for d in (*rung.plan.states, *rung.plan.parameters)) for rung in step.rungs]
+    homes = [
+        sorted((found.bucket, found.tier) for decisions in (plan.states, plan.parameters) for found in decisions)
+        for plan in (rung.plan for rung in step.rungs)
+    ]
     assert homes[0] == homes[1] != []
     for length in (32, 5, 30, 8):
         batch = x[:, :length].contiguous(), y[:, :length].contiguous()
