@@ -30,8 +30,8 @@ from zerofx.ir.aliasing import is_view
 from zerofx.ir.facts import origin
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
+from zerofx.ir.ops import gather_values
 from zerofx.ir.sharding.rule import results_of
-from zerofx.ir.value_ops import gather_values
 from zerofx.passes.activations.recompute import recompute
 from zerofx.passes.prepare.partition import partition
 from zerofx.scheduler.analysis.saved_values import crossing_storages, storage_size, value_node

@@ -1,8 +1,8 @@
-"""Facts about a step's distinct regions, enough to compile and run them without the graph."""
+"""Facts about a step's distinct regions, enough to compile and run them without the graph; a region's own graph."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,3 +74,17 @@ def _readers(node: fx.Node) -> list[fx.Node]:
         if storage_source(reader) == source:  # it writes there, and hands on the same memory
             readers.extend(further for further in consumers(reader) if further not in readers)
     return readers
+
+
+RegionFunction = Callable[[list[Any]], Any]
+
+
+def trace_region(function: RegionFunction, num_inputs: int) -> tuple[fx.Graph, object]:
+    """The operators that ``function`` calls, and what it returns; a placeholder's ``meta["number"]`` is its input's."""
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    nodes = [graph.placeholder(f"x{number}") for number in range(num_inputs)]
+    for number, node in enumerate(nodes):
+        node.meta["number"] = number
+    result = function([fx.Proxy(node, tracer) for node in nodes])
+    return graph, result

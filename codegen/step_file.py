@@ -6,6 +6,7 @@ put after that, and never broken: whatever it says, it ends where its line does.
 
 from __future__ import annotations
 
+import linecache
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from zerofx.errors import PlanError
 from zerofx.ir.serialise import Name
 
 ITEM = "getitem"  # the function of a call that takes one value out of several
@@ -244,3 +246,20 @@ def wrapped(code: str, note: str = "") -> list[str]:
         brackets = re.sub(_TEXT, "", word)
         depth += sum(map(brackets.count, "([")) - sum(map(brackets.count, ")]"))
     return [*lines, current.rstrip() + _comment(note)]
+
+
+def load_source(source: str, filename: str) -> dict[str, Any]:
+    """Execute an emitted file; tracebacks and debuggers show its lines under ``filename``.
+
+    Raises:
+        PlanError: the text does not run, or has no function ``step``.
+    """
+    namespace: dict[str, Any] = {"__name__": "zerofx_generated", "__file__": filename}
+    try:
+        exec(compile(source, filename, "exec"), namespace)
+    except Exception as error:
+        raise PlanError(f"expected an emitted step that Python can load, found {error!r} in {filename}") from error
+    if not callable(namespace.get("step")):
+        raise PlanError(f"expected a function step(runtime, state, batch) in {filename}, found none")
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    return namespace

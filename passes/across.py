@@ -39,8 +39,7 @@ from zerofx.ir.collective_axes import over
 from zerofx.ir.edit import after, end_of_unit, insert_call, named, past_what_goes_first
 from zerofx.ir.facts import Job, Origin, Phase, Task, set_task, tensor
 from zerofx.ir.graph import StepGraph
-from zerofx.passes.lib.averages import divisors
-from zerofx.passes.lib.own_slice import own_slice
+from zerofx.passes.lib.reduced_gradients import divisors, own_slice
 from zerofx.scheduler.plan.decisions import ReduceDecision
 from zerofx.scheduler.plan.plan import Plan
 

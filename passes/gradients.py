@@ -33,8 +33,8 @@ from zerofx.ir.facts import DEVICE, Origin, Phase, set_tier
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import borders, hand_on
 from zerofx.scheduler.plan.decisions import GradientDecision
+from zerofx.scheduler.plan.facts import TIERS
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.tiers import TIERS
 
 
 @dataclass(frozen=True)

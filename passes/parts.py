@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zerofx.ir import ops, value_ops
+from zerofx.ir import ops
 from zerofx.ir.aliasing import is_view
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Role, origin, placeholder, tensor
@@ -34,7 +34,7 @@ class Parts:
 
     def run(self, step: StepGraph, plan: Plan) -> None:
         for node in list(step.calls()):
-            if node.target in value_ops.VALUE_COLLECTIVES:
+            if node.target in ops.VALUE_COLLECTIVES:
                 (read,) = node.all_input_nodes
                 _give_part(step, read, node, *node.users)
         for handed_out in step.output.all_input_nodes:

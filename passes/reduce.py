@@ -62,7 +62,7 @@ from zerofx.ir.edit import after, consumers, end_of_unit, insert_call, named, pa
 from zerofx.ir.facts import Job, Origin, Phase, Task, is_random, origin, set_task
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import borders
-from zerofx.passes.lib.averages import divisors
+from zerofx.passes.lib.reduced_gradients import divisors
 from zerofx.scheduler.analysis.saved_values import outputs_of, storage_size
 from zerofx.scheduler.plan.decisions import ReduceDecision, of_bucket
 from zerofx.scheduler.plan.plan import Plan

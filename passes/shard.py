@@ -30,8 +30,8 @@ from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import DEVICE, Origin, Phase, Placeholder, Role, placeholder, set_tier, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.decisions import of_bucket
+from zerofx.scheduler.plan.facts import TIERS, Tier
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.tiers import TIERS, Tier
 
 
 @dataclass(frozen=True)

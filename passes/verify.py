@@ -52,9 +52,9 @@ from zerofx.ir.facts import (
 )
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of
+from zerofx.ir.ops import VALUE_COLLECTIVES
 from zerofx.ir.streams import num_gathers_after, runs_on_host
 from zerofx.ir.text import target_name
-from zerofx.ir.value_ops import VALUE_COLLECTIVES
 from zerofx.passes.in_place import gathers_of_lasting_slices
 from zerofx.passes.lib.plan_check import GATHERS, differences, is_reduction, parameter_gathers
 from zerofx.scheduler.plan.plan import Plan

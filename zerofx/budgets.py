@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from zerofx.choices import OffloadOption
 from zerofx.errors import UsageError
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.plan.tiers import Tier
+from zerofx.scheduler.plan.facts import Tier
 
 GRADIENTS = "gradients"  # what can be offloaded by name
 

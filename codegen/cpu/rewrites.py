@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from zerofx.codegen.cpu.extras import PRODUCTS
-from zerofx.codegen.inductor.traced import TracedRegion, as_node, call
+from zerofx.codegen.inductor.region_rewrites import TracedRegion, as_node, call
 from zerofx.ir import ops
 from zerofx.ir.facts import value
 from zerofx.ir.op_kernels.products import has_kernel

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.codegen.traced_region import RegionFunction, trace_region
+from zerofx.codegen.region_facts import RegionFunction, trace_region
 from zerofx.ir.aliasing import mutated_inputs
 from zerofx.optimizers.blocks import blocks
 from zerofx.optimizers.elementwise import is_creation, why_not_elementwise

@@ -23,8 +23,8 @@ from zerofx.codegen.inductor.decompositions import with_own
 from zerofx.codegen.inductor.kernel_passes import KERNEL_PASSES
 from zerofx.codegen.inductor.memory_record import memory_record
 from zerofx.codegen.inductor.phase import REGION_REWRITES
+from zerofx.codegen.inductor.region_rewrites import RegionRewrite, TracedRegion
 from zerofx.codegen.inductor.shared_kernels import FileKernels, shared_kernels
-from zerofx.codegen.inductor.traced import RegionRewrite, TracedRegion
 from zerofx.errors import CompilerError
 from zerofx.ir import ops
 from zerofx.scheduler.cost.liveness import MemoryEvent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zerofx.scheduler.cost.overwriting import overwriting_order, overwritten
+from zerofx.scheduler.cost.fusion import overwriting_order, overwritten
 from zerofx.torch_private.inductor.scheduler import (
     BaseSchedulerNode,
     CustomSchedulerPass,

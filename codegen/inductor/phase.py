@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from zerofx.codegen.cpu.rewrites import TakeProducts
-from zerofx.codegen.inductor.hoist_views import HoistViews
-from zerofx.codegen.inductor.keep_copies import KeepCopies
-from zerofx.codegen.inductor.planned_strides import PlannedStrides
-from zerofx.codegen.inductor.traced import RegionRewrite
+from zerofx.codegen.inductor.region_rewrites import HoistViews, KeepCopies, PlannedStrides, RegionRewrite
 
 REGION_REWRITES: tuple[RegionRewrite, ...] = (
     PlannedStrides(),  # operators taken apart, values in the strides that were planned

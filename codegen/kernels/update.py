@@ -26,7 +26,7 @@ from torch import fx
 from zerofx.codegen.kernels.current_device import on_device
 from zerofx.codegen.kernels.update_operators import write_operator
 from zerofx.codegen.kernels.update_writer import COMPUTED, HOST_FUNCTIONS, Buffer, HostScalar, NoKernelError, Writer
-from zerofx.codegen.traced_region import trace_region
+from zerofx.codegen.region_facts import trace_region
 
 BLOCK = 512  # elements of a program: 4 of a thread, so that float32 is moved 16 bytes at a time
 # Products are rounded with the sums they go into, as Triton 3.9 does by default and 3.10 does not.

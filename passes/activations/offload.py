@@ -44,8 +44,8 @@ from zerofx.ir.facts import DEVICE, Origin, Phase, origin, set_tier, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.analysis.saved_values import value_node
 from zerofx.scheduler.plan.decisions import OffloadDecision
+from zerofx.scheduler.plan.facts import TIERS
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.tiers import TIERS
 
 
 @dataclass(frozen=True)

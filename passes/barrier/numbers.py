@@ -11,7 +11,7 @@ from zerofx.ir.collective_axes import over
 from zerofx.ir.edit import consumers, end_of_unit, insert_call
 from zerofx.ir.facts import Origin, Phase
 from zerofx.ir.graph import StepGraph
-from zerofx.passes.lib.own_slice import own_slice
+from zerofx.passes.lib.reduced_gradients import own_slice
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.torch_private.operators import OpOverload
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.ir import ops, value_ops
+from zerofx.ir import ops
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, is_random, set_piece, tensor
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
@@ -55,10 +55,10 @@ class LocalGraph:
         return node
 
     def all_reduced(self, node: fx.Node, reduction: str = "sum") -> fx.Node:
-        return self._sent(value_ops.all_reduce_values, self._dense(node), reduction)
+        return self._sent(ops.all_reduce_values, self._dense(node), reduction)
 
     def handing_on(self, node: fx.Node) -> fx.Node:
-        return self.call(value_ops.shift_values, self._dense(node), self.num_ranks, over=AXIS)
+        return self.call(ops.shift_values, self._dense(node), self.num_ranks, over=AXIS)
 
     def handed_on(self, pending: fx.Node) -> fx.Node:
         sent = pending.args[0]
@@ -157,16 +157,16 @@ class LocalGraph:
         return self._shaped(picked, shape)
 
     def _gathered(self, node: fx.Node, placement: Sharded) -> fx.Node:
-        return self._from_ranks(self._sent(value_ops.gather_values, self._dense(node)), placement)
+        return self._from_ranks(self._sent(ops.gather_values, self._dense(node)), placement)
 
     def _scattered(self, node: fx.Node, placement: Sharded) -> fx.Node:
-        return self._sent(value_ops.reduce_scatter_values, self._dense(self._ranks_first(node, placement)))
+        return self._sent(ops.reduce_scatter_values, self._dense(self._ranks_first(node, placement)))
 
     def _exchanged(self, node: fx.Node, source: Sharded, target: Sharded) -> fx.Node:
         if source.dim == target.dim:  # other groups: whole first, as parts of parts would have to be named
             return self._own_part(self._gathered(node, source), target)
         parts = self._dense(self._ranks_first(node, target))
-        return self._from_ranks(self._sent(value_ops.exchange_values, parts), source)
+        return self._from_ranks(self._sent(ops.exchange_values, parts), source)
 
     def _sent(self, target: OpOverload[..., Any], value: fx.Node, *more: Any) -> fx.Node:
         """What a collective makes of a value, awaited; the value, which it reads, is held until then."""

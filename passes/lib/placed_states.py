@@ -52,8 +52,8 @@ from zerofx.ir.facts import DEVICE, Origin, Phase, set_tier, tensor, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import ends_of
 from zerofx.scheduler.plan.decisions import StateDecision, of_bucket
+from zerofx.scheduler.plan.facts import TIERS
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.tiers import TIERS
 
 _aten = torch.ops.aten
 

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from torch import Tensor, fx
 
 from zerofx.errors import InvalidGraphError
-from zerofx.ir import ops, value_ops
+from zerofx.ir import ops
 from zerofx.ir.facts import Role, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.operators.table import facts_of
@@ -99,10 +99,10 @@ class _Check:
         if any(kinds is None for kinds in read):
             return None
         kinds = [kinds[0] for kinds in read if kinds is not None]
-        if node.target is value_ops.shift_values or self._attends_to_some(node):
+        if node.target is ops.shift_values or self._attends_to_some(node):
             self.unknown.append(node)
             return None
-        if node.target in value_ops.VALUE_COLLECTIVES:
+        if node.target in ops.VALUE_COLLECTIVES:
             return (self._sent(node, kinds[0]),)
         if node.target is ops.wait:
             return (kinds[0],)
@@ -119,15 +119,15 @@ class _Check:
 
     def _sent(self, node: fx.Node, kinds: Kinds) -> Kinds:
         """What a collective gives."""
-        if node.target is value_ops.gather_values:
+        if node.target is ops.gather_values:
             return self._if(node, kinds, Sharded, frozenset({REPLICATED}), "parts")
-        if node.target is value_ops.all_reduce_values:
+        if node.target is ops.all_reduce_values:
             asked = Partial(node.args[1])  # type: ignore[arg-type]  # as the operator takes it
             return self._if(node, kinds, asked, frozenset({REPLICATED}), f"terms ({asked})")
         parts = node.args[0]
         assert isinstance(parts, fx.Node)
         received = of_ranks_first(parts, self.num_ranks)
-        if node.target is value_ops.reduce_scatter_values:
+        if node.target is ops.reduce_scatter_values:
             return self._if(node, kinds, SUM, received, f"terms ({SUM})")
         from_each = frozenset(Sharded(k.dim + 1, k.groups) for k in received if isinstance(k, Sharded))
         return self._if(node, kinds, Sharded, from_each, "parts")

@@ -33,7 +33,7 @@ class ScaleLoss:
     name: str = "scale_loss"
 
     def run(self, step: StepGraph) -> None:
-        # Backward begins where the capture has put the loss's own gradient (``capture/normalise/begin_backward.py``).
+        # Backward begins where the capture has put the loss's own gradient (``BeginBackward``).
         seed = next(node for node in step.calls() if origin(node).phase is Phase.BACKWARD)
         assert seed.target is _aten.full.default and seed.args == ([], 1.0), f"{seed.name} is no gradient of a loss"
         dtypes = dict.fromkeys((torch.float32, tensor(seed).dtype))

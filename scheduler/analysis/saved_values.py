@@ -11,7 +11,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import Storage, storage_bytes, storage_source
 from zerofx.ir.facts import Phase, origin
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.value_ops import VALUE_COLLECTIVES
+from zerofx.ir.ops import VALUE_COLLECTIVES
 
 
 def crossing_storages(step: StepGraph) -> dict[Storage, None]:

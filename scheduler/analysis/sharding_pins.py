@@ -23,8 +23,8 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.sharding.rule import Rule, read_tensors, results_of
 from zerofx.ir.text import target_name
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, slot_of
+from zerofx.scheduler.plan.facts import is_within
 from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, Replicated, Sharded
-from zerofx.scheduler.plan.units import is_within
 
 _NEAREST = 3  # names in a message
 

@@ -26,7 +26,7 @@ from zerofx.ir.text import target_name
 from zerofx.scheduler.analysis.loss_heads import find_heads
 from zerofx.scheduler.analysis.tile_chains import find_chains
 from zerofx.scheduler.plan.decisions import SliceDecision
-from zerofx.scheduler.plan.units import unit_of
+from zerofx.scheduler.plan.facts import unit_of
 from zerofx.units import format_bytes
 
 _aten = torch.ops.aten

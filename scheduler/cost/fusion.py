@@ -2,7 +2,7 @@
 
 Inductor inlines pointwise operators and normalisations into their readers: such a value takes memory only where an
 operator with a kernel of its own (a matrix product, attention), or another region, reads it; and it is written over an
-operand of the same size that dies there (``scheduler/cost/overwriting.py``). Once a region is compiled, its real record
+operand of the same size that dies there (``scheduler/cost/fusion.py``). Once a region is compiled, its real record
 takes the estimate's place (``scheduler.cost.liveness.with_profiles``), and a plan that it makes too tight is made
 again.
 """
@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import fx
 
-from zerofx.ir.aliasing import Storage, aliased_input, is_view, mutated_inputs, storage_source
+from zerofx.ir.aliasing import Storage, aliased_input, is_view, mutated_inputs, storage_source, tensors_of
 from zerofx.ir.operators.operator import Inductor
 from zerofx.ir.operators.table import facts_of
 from zerofx.scheduler.analysis.saved_values import storage_size
 from zerofx.scheduler.cost.cpu.workspace import compiled_workspace_bytes
 from zerofx.scheduler.cost.liveness import MemoryEvent, RegionLike
-from zerofx.scheduler.cost.overwriting import overwriting_order, overwritten
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.roofline import node_cost, node_flops, touched_bytes
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def fuse(region: RegionLike) -> Fused:
     order = [node for node in region.own if not is_view(node) and node.target is not operator.getitem]
     members = set(region.own)
     stored = _stored(order, members)
-    reads = {node: _read(node, members, stored) for node in order}
+    reads = {node: _storages_read(node, members, stored) for node in order}
     needs = {node: {storage[0] for storage in reads[node] if storage[0] in reads} for node in order}
     ancestors = _ancestors(order, needs)
     kernels = _kernels([n for n in _together(order, reads, needs, ancestors, stored) if _runs(n, stored)], reads, needs)
@@ -230,7 +233,7 @@ def _runs(node: fx.Node, stored: set[Storage]) -> bool:
     return not is_inlined(node) or any(storage in stored for storage in outputs_of(node))
 
 
-def _read(node: fx.Node, members: set[fx.Node], stored: set[Storage]) -> set[Storage]:
+def _storages_read(node: fx.Node, members: set[fx.Node], stored: set[Storage]) -> set[Storage]:
     """The storages in memory that are read to compute ``node``, through ``members`` that are inlined into it."""
     storages: set[Storage] = set()
     seen: set[fx.Node] = set()
@@ -273,3 +276,83 @@ def outputs_of(node: fx.Node) -> list[Storage]:
     used = {user.args[1] for user in node.users if user.target is operator.getitem}
     indices = [i for i, output in enumerate(result) if isinstance(output, torch.Tensor)]
     return [(node, i) for i in indices if i in used or not is_inlined(node)]
+
+
+def fused_seconds(region: RegionLike, machine: Machine) -> float:
+    """Seconds that the kernels of a compiled region take on a GPU: each a roofline of its traffic with memory.
+
+    Loops that Inductor fuses read what is outside their kernel once, and write what is read outside it; what is inlined
+    into its readers moves nothing. All else takes what it takes alone (``roofline.py``).
+
+    Not covered: a kernel that moves less than the device's bandwidth, because it has few elements or reads them out of
+    order. On CPUs loops are bound by their arithmetic, which this would leave out.
+    """
+    fused = fuse(region)
+    return sum(_seconds(kernel, fused, machine) for kernel in fused.kernels)
+
+
+def _seconds(kernel: list[fx.Node], fused: Fused, machine: Machine) -> float:
+    if len(kernel) == 1 and not is_loop(kernel[0]):
+        return node_cost(kernel[0], machine).seconds
+    read, computed = _kernel_reads(kernel, fused)
+    own = set(kernel)
+    num_bytes = sum(size for storage, size in read.items() if storage[0] not in own)
+    num_bytes += sum(storage_size(s) for node in kernel for s in outputs_of(node) if s in fused.stored)
+    dtype = tensors_of(kernel[-1])[0].dtype
+    arithmetic = sum(map(node_flops, computed)) / machine.vector_flops(dtype)
+    return max(arithmetic, num_bytes / machine.memory_bandwidth) + machine.device.launch_latency
+
+
+def _kernel_reads(kernel: Iterable[fx.Node], fused: Fused) -> tuple[dict[Storage, int], set[fx.Node]]:
+    """Bytes of each storage in memory that a kernel reads, and all that it computes, what is inlined included."""
+    read: dict[Storage, int] = {}
+    computed = set(kernel)
+    pending = list(computed)
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            storage = storage_source(source)
+            owner = storage[0]
+            if storage in fused.stored or owner not in fused.members or not is_inlined(owner):
+                size = sum(map(touched_bytes, tensors_of(source)))
+                read[storage] = max(read.get(storage, 0), min(size, storage_size(storage)))
+            elif owner not in computed:
+                computed.add(owner)
+                pending.append(owner)
+    return read, computed
+
+
+Loop = TypeVar("Loop")
+Value = TypeVar("Value")
+
+
+def overwriting_order(
+    loops: Sequence[Loop], ends: Mapping[Loop, AbstractSet[Value]], needs: Mapping[Loop, AbstractSet[Loop]]
+) -> list[Loop]:
+    """An order of the loops of one kernel in which many are the last to read a value, which they can be written over.
+
+    From the last on, the loop comes that reads the fewest values which no later one reads, but one at least. Where that
+    is no better than the order as it is, that stays.
+
+    Args:
+        ends: the values of the size of its result that a loop reads, and that nothing reads after the kernel.
+        needs: the loops whose results a loop needs, directly or not; others than the kernel's may be among them.
+    """
+    rest, order, claimed = list(loops), list[Loop](), set[Value]()
+    while rest:
+        free = [entry for entry in rest if not any(entry in needs[other] for other in rest)]
+        numbers = {element: len(ends[element] - claimed) for element in free}
+        taken = min(reversed(free), key=lambda loop: (not numbers[loop], numbers[loop]))
+        rest.remove(taken)
+        order.insert(0, taken)
+        claimed |= ends[taken]
+    return order if len(overwritten(order, ends)) > len(overwritten(loops, ends)) else list(loops)
+
+
+def overwritten(order: Sequence[Loop], ends: Mapping[Loop, AbstractSet[Value]]) -> dict[Loop, set[Value]]:
+    """The values that each loop, in this order, is the last to read, for the loops that have some."""
+    last_reads, later = dict[Loop, set[Value]](), set[Value]()
+    for loop in reversed(order):
+        if last := ends[loop] - later:
+            last_reads[loop] = set(last)
+        later |= ends[loop]
+    return last_reads

@@ -17,8 +17,8 @@ from zerofx.errors import PlanError
 from zerofx.ir.streams import LINKS, NVME_READ, NVME_WRITE, TO_DEVICE, TO_HOST, axes_of_stream
 from zerofx.scheduler.cost.machine import Link, Machine
 from zerofx.scheduler.cost.transfers import collective_latency, collective_seconds, copy_seconds, wire_bytes
+from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.mesh import Mesh
-from zerofx.scheduler.plan.tiers import Tier
 
 _APART = 2.0  # sizes differ enough to tell latency from bandwidth if the largest is as many times the smallest
 _PROBE_BYTES = 1 << 30

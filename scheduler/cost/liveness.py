@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import fx
 
-from zerofx.ir import ops, value_ops
+from zerofx.ir import ops
 from zerofx.ir.aliasing import Storage, aliased_input, is_view, storage_bytes, storage_source, tensors_of
 from zerofx.ir.facts import DEVICE, placeholder, tier_of
 from zerofx.ir.graph import StepGraph
@@ -28,7 +28,7 @@ from zerofx.ir.operators.table import facts_of
 from zerofx.ir.streams import hops_of, runs_on_host
 from zerofx.scheduler.cost.blocks import size_class
 from zerofx.scheduler.cost.cpu.workspace import memories
-from zerofx.scheduler.plan.tiers import TIERS
+from zerofx.scheduler.plan.facts import TIERS
 
 
 class RegionLike(Protocol):
@@ -123,7 +123,7 @@ def liveness(step: StepGraph, on_cpu: bool, *, compiles_regions: bool = False) -
         else {node: entry.excess for node, entry in taken.items() if entry is not None and any(entry.excess)}
     )
     if on_cpu:
-        excess |= {node: (_padding(node),) for node in step.calls() if node.target is value_ops.all_reduce_values}
+        excess |= {node: (_padding(node),) for node in step.calls() if node.target is ops.all_reduce_values}
     last_use, owned = _last_uses(step, excess, calls_kernels=not compiles_regions)
     here = {node: storages for node, storages in owned.items() if tier_of(node) == DEVICE}
     last_here = {storage: reader for storage, reader in last_use.items() if storage[0] in here}
@@ -313,6 +313,4 @@ def _held_by_pending(node: fx.Node) -> int:
 
 
 # Reductions whose parts are received apart, and where their numbers of ranks stand among their arguments.
-_RECEIVING: Mapping[object, int] = MappingProxyType(
-    {**dict.fromkeys(ops.REDUCTIONS, 2), value_ops.reduce_scatter_values: 1}
-)
+_RECEIVING: Mapping[object, int] = MappingProxyType({**dict.fromkeys(ops.REDUCTIONS, 2), ops.reduce_scatter_values: 1})

@@ -5,7 +5,7 @@ bandwidth, plus the launch of a kernel. FLOPs come from `torch.utils.flop_counte
 operator, so they equal what `FlopCounterMode` counts; of those that it does not know, the table of operators has them
 per element (``zerofx/ir/operators/table.py``).
 
-Not covered: fusion (a region of pointwise nodes costs the sum of its parts here; ``fused_time.py`` has what it takes
+Not covered: fusion (a region of pointwise nodes costs the sum of its parts here; ``fused_seconds`` has what it takes
 when it is compiled for a GPU; an update on the host is one pass over its memory), causal attention (counted as full,
 as the registry does), and collectives, whose time depends on the group: see ``scheduler/cost/transfers.py``.
 """
@@ -29,8 +29,7 @@ from zerofx.ir.operators.operator import Traffic
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.streams import runs_on_host
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.torch_private.flops import flop_count
-from zerofx.torch_private.operators import OpOverload, is_out, schema_of
+from zerofx.torch_private.operators import OpOverload, flop_count, is_out, schema_of
 
 _CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 

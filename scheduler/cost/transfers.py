@@ -15,7 +15,7 @@ from typing import Literal
 
 from zerofx.errors import UsageError
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.plan.tiers import Tier
+from zerofx.scheduler.plan.facts import Tier
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "shift"]
 

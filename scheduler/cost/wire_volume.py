@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from torch import fx
 
-from zerofx.ir import ops, value_ops
+from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_bytes, tensors_of
 from zerofx.ir.collective_axes import axes_of
 from zerofx.ir.facts import tensor
@@ -24,11 +24,11 @@ from zerofx.scheduler.plan.mesh import Axes, Mesh
 WITHIN, ACROSS = "within", "across"
 _OF_VALUES: Mapping[object, CollectiveKind] = MappingProxyType(
     {
-        value_ops.gather_values: "all_gather",
-        value_ops.reduce_scatter_values: "reduce_scatter",
-        value_ops.all_reduce_values: "all_reduce",
-        value_ops.exchange_values: "all_to_all",
-        value_ops.shift_values: "shift",
+        ops.gather_values: "all_gather",
+        ops.reduce_scatter_values: "reduce_scatter",
+        ops.all_reduce_values: "all_reduce",
+        ops.exchange_values: "all_to_all",
+        ops.shift_values: "shift",
     }
 )
 
@@ -58,7 +58,7 @@ def value_collective_seconds(node: fx.Node, machine: Machine) -> float:
 def _value_bytes(node: fx.Node, num_ranks: int) -> int:
     """Bytes of the whole of what a collective on a value is about: the larger of what it is given and gives."""
     given, gives = storage_bytes(tensor(node.all_input_nodes[0])), storage_bytes(tensor(node))
-    return max(given, gives) * (num_ranks if node.target is value_ops.shift_values else 1)
+    return max(given, gives) * (num_ranks if node.target is ops.shift_values else 1)
 
 
 def collective_of(node: fx.Node, mesh: Mesh, ranks_per_node: int) -> Collective:

@@ -20,8 +20,8 @@ from torch import fx
 from zerofx.ir.aliasing import Storage, is_view, storage_source, tensors_of
 from zerofx.ir.facts import is_random
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.ops import VALUE_COLLECTIVES
 from zerofx.ir.text import target_name
-from zerofx.ir.value_ops import VALUE_COLLECTIVES
 from zerofx.scheduler.analysis.pieces import ForwardRun, forward_runs
 from zerofx.scheduler.analysis.saved_values import crossing_storages, is_forward_call, outputs_of, storage_size
 from zerofx.scheduler.cost.machine import Machine

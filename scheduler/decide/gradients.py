@@ -22,7 +22,7 @@ from zerofx.scheduler.cost.timeline import Positions, UnitPhase, UnitRun, runs
 from zerofx.scheduler.cost.transfers import copy_seconds, first_with_room
 from zerofx.scheduler.cost.wire_volume import seconds_along
 from zerofx.scheduler.plan.decisions import GradientDecision
-from zerofx.scheduler.plan.tiers import Tier
+from zerofx.scheduler.plan.facts import Tier
 from zerofx.units import format_bytes, format_seconds
 
 

@@ -32,7 +32,7 @@ from zerofx.scheduler.cost.timeline import UnitPhase, UnitRun, runs
 from zerofx.scheduler.cost.transfers import copy_seconds, first_with_room
 from zerofx.scheduler.decide.activations import ActivationLevel, Segment, at_prices, cheapest, keep_all, menu
 from zerofx.scheduler.plan.decisions import OffloadDecision
-from zerofx.scheduler.plan.tiers import Tier
+from zerofx.scheduler.plan.facts import Tier
 from zerofx.units import format_seconds
 
 _LINK_PRICES = (0.0, 0.25, 0.5, 1.0, float("inf"))  # seconds that a second of copying costs

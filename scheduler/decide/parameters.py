@@ -22,7 +22,7 @@ from zerofx.scheduler.decide.gathers import CollectiveLevel
 from zerofx.scheduler.decide.residency import Residency
 from zerofx.scheduler.decide.states import StateLevel
 from zerofx.scheduler.plan.decisions import ParameterDecision
-from zerofx.scheduler.plan.tiers import Tier
+from zerofx.scheduler.plan.facts import Tier
 from zerofx.units import format_bytes, format_seconds
 
 

@@ -28,8 +28,8 @@ from zerofx.scheduler.cost.timeline import Positions, UnitPhase, runs
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.residency import parameter_uses
 from zerofx.scheduler.plan.decisions import GatherDecision, ReduceDecision, StateDecision
+from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.tiers import Tier
 
 NUM_BUFFERS = 3  # buckets whose states are on their way from and to nvme: read, updated, written back
 _ROUNDING = 1e-9  # of the step's seconds: sums of the same numbers in another order may differ by as much

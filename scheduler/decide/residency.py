@@ -22,8 +22,8 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_bodies
 from zerofx.scheduler.decide.overlap import awaited_later, crossed, gathered_later, issued_ahead
 from zerofx.scheduler.plan.decisions import GatherDecision, ParameterDecision, ReduceDecision
+from zerofx.scheduler.plan.facts import unit_of
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.units import unit_of
 
 
 @dataclass(frozen=True)

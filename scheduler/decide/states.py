@@ -20,7 +20,7 @@ from zerofx.scheduler.cost.timeline import UnitPhase
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.prefetch import NUM_BUFFERS
 from zerofx.scheduler.plan.decisions import StateDecision
-from zerofx.scheduler.plan.tiers import Tier
+from zerofx.scheduler.plan.facts import Tier
 from zerofx.units import format_bytes, format_seconds
 
 _FLOPS = OPERATORS["_fused_adam_"].per_element

@@ -11,7 +11,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.analysis.loss_heads import ForwardHead, find_forward_heads, find_heads
 from zerofx.scheduler.analysis.tile_chains import Chain, find_chains
 from zerofx.scheduler.plan.decisions import TileDecision
-from zerofx.scheduler.plan.units import is_within
+from zerofx.scheduler.plan.facts import is_within
 from zerofx.units import format_bytes
 
 Tiles = tuple[TileDecision, ...]

@@ -23,7 +23,7 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.states import StateLevel, host_seconds
 from zerofx.scheduler.plan.decisions import StateDecision
-from zerofx.scheduler.plan.tiers import Tier
+from zerofx.scheduler.plan.facts import Tier
 from zerofx.units import format_seconds
 
 

@@ -26,7 +26,7 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.facts import Phase, origin
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.value_ops import VALUE_COLLECTIVES
+from zerofx.ir.ops import VALUE_COLLECTIVES
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.wire_volume import value_collective_seconds

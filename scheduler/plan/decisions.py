@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from zerofx.json_format import ONLY_IF_SET
-from zerofx.scheduler.plan.tiers import Tier
+from zerofx.scheduler.plan.facts import Tier
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import typing
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Literal
 
 from zerofx.json_format import ONLY_IF_SET
 from zerofx.scheduler.plan.mesh import SHARD, Axes
@@ -66,3 +69,19 @@ class GraphSummary:
 
     placeholders: dict[str, str]
     operators: dict[str, int]
+
+
+def is_within(inner: str, outer: str) -> bool:
+    """Whether a dotted path is ``outer``, or that of something in it."""
+    return inner == outer or inner.startswith(f"{outer}.")
+
+
+def unit_of(layer: str, units: Collection[str]) -> str:
+    """The unit whose dotted path is ``layer`` or a prefix of it, or ``""``; units do not nest."""
+    while layer and layer not in units:
+        layer = layer.rpartition(".")[0]
+    return layer
+
+
+Tier = Literal["device", "host", "nvme"]
+TIERS: tuple[Tier, ...] = typing.get_args(Tier)  # the fastest first

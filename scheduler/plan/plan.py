@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from zerofx.disk.named_files import read_named, write_named
+from zerofx.disk.own_files import read_named, write_named
 from zerofx.errors import PlanError
 from zerofx.json_format import ONLY_IF_SET, as_data, typed
 from zerofx.scheduler.plan.decisions import (

@@ -27,8 +27,8 @@ from zerofx.scheduler.plan.decisions import (
     RecomputeDecision,
     StateDecision,
 )
+from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.tiers import Tier
 from zerofx.scheduler.search.order import Move, Priced, reached
 from zerofx.scheduler.search.question import Question
 

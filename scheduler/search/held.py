@@ -13,7 +13,7 @@ from zerofx.ir.facts import copied_from
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.operators.operator import Traffic
 from zerofx.ir.operators.table import facts_of
-from zerofx.ir.value_ops import gather_values
+from zerofx.ir.ops import gather_values
 from zerofx.scheduler.cost.liveness import Liveness
 
 _BRINGING: Final = frozenset({ops.reload, ops.all_gather, ops.gather_on_node, gather_values})

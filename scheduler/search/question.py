@@ -14,8 +14,8 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.residency import PolicyOptions
 from zerofx.scheduler.decide.states import StateLevel, state_menus
 from zerofx.scheduler.plan.decisions import GradientDecision, Locations, TileDecision
+from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.tiers import Tier
 from zerofx.scheduler.search.graph_facts import GraphFacts
 
 Leaning = Literal["recompute", "offload", "joint"]

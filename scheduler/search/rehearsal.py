@@ -14,8 +14,7 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
 from zerofx.pipeline import run_quietly
-from zerofx.scheduler.cost.fused_time import fused_seconds
-from zerofx.scheduler.cost.fusion import estimated_memory
+from zerofx.scheduler.cost.fusion import estimated_memory, fused_seconds
 from zerofx.scheduler.cost.liveness import Liveness, liveness, with_profiles
 from zerofx.scheduler.cost.simulate import Simulation, predict, simulate
 from zerofx.scheduler.plan.facts import Prediction

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zerofx.ir import ops, value_ops
+from zerofx.ir import ops
 from zerofx.ir.batch import Batch
 from zerofx.ir.facts import Role, is_random, placeholder
 from zerofx.ir.graph import StepGraph
@@ -58,15 +58,15 @@ def _called(target: Any, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) ->
     first = [args[0] for args, _ in calls]
     if target is ops.wait:
         return first
-    if target is value_ops.gather_values:
+    if target is ops.gather_values:
         return [torch.stack(first)] * len(calls)
-    if target is value_ops.all_reduce_values:
+    if target is ops.all_reduce_values:
         return [reduced(first, Partial(calls[0][0][1]))] * len(calls)
-    if target is value_ops.reduce_scatter_values:
+    if target is ops.reduce_scatter_values:
         return list(torch.stack(first).sum(0))
-    if target is value_ops.exchange_values:
+    if target is ops.exchange_values:
         return [torch.stack([parts[rank] for parts in first]) for rank in range(len(calls))]
-    if target is value_ops.shift_values:
+    if target is ops.shift_values:
         return [first[-1], *first[:-1]]
     return [target(*args, **kwargs) for args, kwargs in calls]
 

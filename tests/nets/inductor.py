@@ -23,7 +23,7 @@ import zerofx
 from tests.nets.cases.random_graphs import Graph, GraphCase
 from tests.nets.records import Record, results_path, write_records
 from tests.nets.workers import WorkerError, run_in_workers
-from zerofx.codegen.inductor.traced import TracedRegion
+from zerofx.codegen.inductor.region_rewrites import TracedRegion
 from zerofx.torch_private.operators import OpOverload
 
 NET, NUM_CASES = "inductor", 2000

@@ -1,4 +1,4 @@
-"""Find a model's repeated layers by structure, never by name.
+"""Repeated layers: found by structure, and named in the annotations of traced nodes, next to the user's line.
 
 A *unit* is what is gathered and released together. Walking down from the model, a module becomes a unit when it owns
 parameters and stands in a list of modules (``ModuleList``, ``Sequential``, ``ModuleDict``); the outermost such module
@@ -9,9 +9,88 @@ a unit when its parent has another child of the same class, unless it holds unit
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
-from torch import nn
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from zerofx.capture.blame import running_line
+from zerofx.capture.values.watched_calls import METADATA_READS
+from zerofx.torch_private.modules import annotated, annotations_of, keeping_annotations, running_annotation
+
+LAYER_KEY = "zerofx_layer"
+LINE_KEY = "zerofx_line"
+LOSS_LAYER = "loss"
+_AGAIN_KEY = "zerofx_again"
+
+
+def in_layer(layer: str) -> AbstractContextManager[None]:
+    """While open, traced nodes are of ``layer``."""
+    return annotated(LAYER_KEY, layer)
+
+
+def running_layer() -> str:
+    """The dotted path of the module whose forward is running, inside ``traceable``."""
+    return running_annotation(LAYER_KEY)
+
+
+def run_again() -> AbstractContextManager[None]:
+    """While open, traced nodes are ``is_run_again``: a second time, for what they write to buffers."""
+    return annotated(_AGAIN_KEY, _AGAIN_KEY)
+
+
+def is_run_again(node: fx.Node) -> bool:
+    """Whether a traced node is one of those."""
+    return _AGAIN_KEY in annotations_of(node)
+
+
+@contextlib.contextmanager
+def layer_annotations(models: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
+    """While open, every traced node is annotated with the path of the module that runs; each model has what the paths
+    in it begin with."""
+    open_scopes: list[Any] = []
+    handles = []
+    for path, module in (named for root, model in models for named in model.named_modules(prefix=root)):
+
+        def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
+            scope = in_layer(path)
+            scope.__enter__()
+            open_scopes.append(scope)
+
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+            open_scopes.pop().__exit__(None, None, None)
+
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        with keeping_annotations():
+            try:
+                yield
+            finally:
+                # Modules whose forward raised have not left: while tracing, torch passes such hooks by.
+                while open_scopes:
+                    open_scopes.pop().__exit__(None, None, None)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class SourceLines(TorchFunctionMode):
+    """While open, traced nodes have the user's line that runs under ``LINE_KEY``."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in METADATA_READS:
+            return func(*args, **(kwargs or {}))
+        with annotated(LINE_KEY, running_line(inspect.currentframe())):
+            return func(*args, **(kwargs or {}))
+
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from zerofx.capture.blame import explain
 from zerofx.capture.compat.decompositions import eager_decompositions
-from zerofx.capture.for_gpu.retarget import retarget
-from zerofx.capture.layer_annotations import SourceLines
+from zerofx.capture.for_gpu.gpu import retarget
+from zerofx.capture.layers import SourceLines
 from zerofx.capture.normalise.joint import Joint, Normalisation
 from zerofx.capture.normalise.phase import NORMALISATIONS
 from zerofx.capture.objective.loss import LossModule

@@ -21,9 +21,8 @@ from zerofx.capture.blame import depends_on_values, reads_what_was_left, user_li
 from zerofx.capture.compat.decompositions import dropouts_that_may_drop_nothing
 from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.kept_modules import computing_in_float32
-from zerofx.capture.layer_annotations import LOSS_LAYER, in_layer, layer_annotations
-from zerofx.capture.layers import find_units
-from zerofx.capture.memoised import learn_caches
+from zerofx.capture.layers import LOSS_LAYER, find_units, in_layer, layer_annotations
+from zerofx.capture.leaked_tensors import learn_caches
 from zerofx.capture.objective.loss import Loss, LossModule, Objective
 from zerofx.capture.outside.lent import Lent
 from zerofx.capture.outside.outside import StandInMaker

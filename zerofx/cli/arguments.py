@@ -25,7 +25,7 @@ from zerofx.choices import (
     StateDtype,
     WireOption,
 )
-from zerofx.disk.named_files import read_named
+from zerofx.disk.own_files import read_named
 from zerofx.errors import UsageError
 from zerofx.scheduler.cost.machine import Machine
 

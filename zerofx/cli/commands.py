@@ -21,7 +21,7 @@ from zerofx.cli.arguments import (
     training_options,
     world,
 )
-from zerofx.disk.named_files import as_utf8
+from zerofx.disk.own_files import as_utf8
 from zerofx.errors import UsageError, ZeroFXError
 from zerofx.scheduler.cost.catalog import built_in_machines
 from zerofx.scheduler.cost.machine import Link, Machine

@@ -17,10 +17,10 @@ from zerofx.capture.normalise.joint import Joint
 from zerofx.capture.normalise.phase import NORMALISATIONS
 from zerofx.capture.trace import capture
 from zerofx.codegen.emit import emit
-from zerofx.codegen.inductor.traced import TracedRegion
+from zerofx.codegen.inductor.region_rewrites import TracedRegion
 from zerofx.codegen.kernels.table import kernels_in_use
 from zerofx.codegen.regions import cut, regions_of
-from zerofx.codegen.source import load_source
+from zerofx.codegen.step_file import load_source
 from zerofx.disk.cache import MALFORMED
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.errors import PlanError, UsageError, ZeroFXError

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from zerofx.disk.cache import MALFORMED
-from zerofx.disk.named_files import read_named, write_named
+from zerofx.disk.own_files import read_named, write_named
 from zerofx.driver.captures import Captures
 from zerofx.driver.kept.step import layout_data, read_layout
 from zerofx.errors import UsageError

@@ -13,8 +13,8 @@ from zerofx.ir.buckets import ALIGNMENT_BYTES, Bucket, BucketLayout, Slot
 from zerofx.ir.facts import Role, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.parameters import ParameterInfo
+from zerofx.scheduler.plan.facts import unit_of
 from zerofx.scheduler.plan.mesh import MODEL, SHARD, Mesh
-from zerofx.scheduler.plan.units import unit_of
 
 
 class LayoutOptions(TypedDict, total=False):

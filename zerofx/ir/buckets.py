@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.mesh import MODEL, SHARD, Axes, Mesh
 from zerofx.scheduler.plan.placements import REPLICATED, Placement, Sharded
-from zerofx.scheduler.plan.tiers import Tier
 
 ALIGNMENT_BYTES = 64
 

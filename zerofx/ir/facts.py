@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from zerofx.scheduler.plan.tiers import Tier
+from zerofx.scheduler.plan.facts import Tier
 from zerofx.torch_private.operators import OpOverload, schema_of
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.ir.text import node_text
 from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision, SliceDecision
-from zerofx.scheduler.plan.units import unit_of
+from zerofx.scheduler.plan.facts import unit_of
 from zerofx.torch_private.tensors import empty_like_fake
 
 _MOST_BODIES = 3  # micro-batches that a graph has written out: the first, those in between as a loop, and the last

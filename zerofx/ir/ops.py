@@ -56,6 +56,12 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``gather_on_node``    start gathering the parts of a bucket that the ranks of this node hold, into a fresh full buffer
 ``exchange``          start sending part i to the group's rank i, and receiving one part from each: an all-to-all.
                       Groups are ``"all"`` ranks, those of a ``"node"``, and those ``"across"`` nodes in the same place
+``gather_values``     start gathering every rank's tensor, a value of the step: a first dimension of ranks
+``reduce_scatter_values``  start summing, of a tensor with a first dimension of ranks, this rank's part
+``all_reduce_values``  start reducing a tensor over the ranks: ``"sum"``, ``"max"`` or ``"min"``
+``exchange_values``   start sending part i of a first dimension to rank i, and receiving one from each
+``shift_values``      start sending a tensor to the next rank, the last one's to the first, and receiving one; these
+                      five are for ranks that share one computation, and ``over`` names their axis of the mesh
 ``second_shard``      this rank's part, of as many as its node has ranks, of a gathered bucket, copied
 ``attention``         attention in float32 on a CPU, and its gradients: kernels of ours in the place of ATen's, where a
                       compiled region has them (``zerofx/ir/op_kernels/attention.py``)
@@ -73,9 +79,9 @@ from zerofx.ir.op_kernels import as_aten, fakes, norms, recurrent, softmax, valu
 from zerofx.ir.op_kernels import onednn_lstm as _onednn_lstm
 from zerofx.ir.op_kernels import quantise as _quantise
 from zerofx.ir.op_kernels.attention import empty_results
+from zerofx.ir.op_kernels.fakes import dense
 from zerofx.ir.op_kernels.own_operator import launched, own_operator
 from zerofx.ir.op_kernels.products import empty_result
-from zerofx.ir.value_ops import VALUE_COLLECTIVES
 
 NO_BUCKET = -1  # in the place of a bucket's index: a collective that is about all of them
 
@@ -217,6 +223,26 @@ def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:
     """The scalars of bucket ``bucket``'s update; as a fake value, ``num_scalars`` zeros."""
     return (0.0,) * num_scalars
 
+
+def _gather_fake(part: torch.Tensor, num_ranks: int, *, over: str) -> torch.Tensor:
+    return part.new_empty(num_ranks, *part.shape)
+
+
+def _scatter_fake(parts: torch.Tensor, num_ranks: int, *, over: str) -> torch.Tensor:
+    return parts.new_empty(parts.shape[1:])
+
+
+gather_values = own_operator("gather_values(Tensor part, int num_ranks, *, str over) -> Tensor", _gather_fake)
+reduce_scatter_values = own_operator(
+    "reduce_scatter_values(Tensor parts, int num_ranks, *, str over) -> Tensor", _scatter_fake
+)
+all_reduce_values = own_operator(
+    "all_reduce_values(Tensor value, str reduction, int num_ranks, *, str over) -> Tensor", dense
+)
+exchange_values = own_operator("exchange_values(Tensor parts, int num_ranks, *, str over) -> Tensor", dense)
+shift_values = own_operator("shift_values(Tensor value, int num_ranks, *, str over) -> Tensor", dense)
+
+VALUE_COLLECTIVES = frozenset({gather_values, reduce_scatter_values, all_reduce_values, exchange_values, shift_values})
 
 REDUCTIONS = frozenset({reduce_scatter, reduce_scatter_into})
 OVER_AXES = frozenset(

@@ -11,8 +11,8 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_source
 from zerofx.ir.collective_axes import axes_named, axes_text
 from zerofx.ir.facts import DEVICE, Role, placeholder, tier_of
+from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.mesh import SHARD, Axes
-from zerofx.scheduler.plan.tiers import Tier
 
 COMPUTE, COLLECTIVE, HOST = "compute", "collective", "host"
 TO_HOST, TO_DEVICE, NVME_READ, NVME_WRITE = "to_host", "to_device", "nvme_read", "nvme_write"

@@ -19,8 +19,8 @@ from zerofx.garbage import collecting_recent_garbage_only
 from zerofx.ir.batch import Batch
 from zerofx.ladder import AUTO, Ladder, ladder_up_to
 from zerofx.lengths.axes import BatchAxes
-from zerofx.lengths.evaluated import PaddedEvaluation
 from zerofx.lengths.filling import Filling, resized
+from zerofx.lengths.outputs import PaddedEvaluation
 from zerofx.lengths.trial import PaddingTrial, masked_axes
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.control import Control

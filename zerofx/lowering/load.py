@@ -19,7 +19,7 @@ from zerofx.codegen.kernels.choose import UpdateKernels, kernels_of_facts
 from zerofx.codegen.kernels.table import UPDATE
 from zerofx.codegen.region_facts import RegionFacts, region_facts
 from zerofx.codegen.regions import regions_of
-from zerofx.codegen.source import load_source
+from zerofx.codegen.step_file import load_source
 from zerofx.disk import dumps
 from zerofx.errors import PlanError
 from zerofx.ir.buckets import BucketLayout

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from zerofx.disk.named_files import read_named, write_named
+from zerofx.disk.own_files import read_named, write_named
 from zerofx.errors import PlanError
 from zerofx.json_format import typed
 from zerofx.lowering.lower import LoweredStep

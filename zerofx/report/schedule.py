@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import fx
 
 from zerofx.codegen.regions import Event, Instruction
-from zerofx.disk.named_files import write_named
+from zerofx.disk.own_files import write_named
 from zerofx.ir import ops
 from zerofx.ir.aliasing import bound_arguments, is_view, storage_bytes, storage_source, tensors_of
 from zerofx.ir.facts import copied_from, origin, tier_of

@@ -8,7 +8,7 @@ from html import escape
 
 from torch import fx
 
-from zerofx.ir import ops, value_ops
+from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_source, tensors_of
 from zerofx.ir.facts import Phase, copied_from, origin
 from zerofx.ir.text import call_name
@@ -56,7 +56,7 @@ def shared_layer(lowered: LoweredStep, rows: Mapping[fx.Node, ScheduleRow]) -> S
     if plan.model == 1:
         return None
     nodes = [node for node in graph.calls() if _is_forward(node) and graph.unit_of(node)]
-    shared = dict.fromkeys(graph.unit_of(node) for node in nodes if node.target in value_ops.VALUE_COLLECTIVES)
+    shared = dict.fromkeys(graph.unit_of(node) for node in nodes if node.target in ops.VALUE_COLLECTIVES)
     if not shared:
         return None
     layer = list(shared)[len(shared) // 2]
@@ -78,7 +78,7 @@ def _steps(
         if node not in rows:
             continue
         row = rows[node]
-        if node.target in value_ops.VALUE_COLLECTIVES:
+        if node.target in ops.VALUE_COLLECTIVES:
             source, _ = storage_source(node.all_input_nodes[0])
             moved = "weights" if source.op == "placeholder" or source.target in ops.EVENTS else _name(source)
             name = f"{_name(node)} of {moved}"

@@ -12,7 +12,7 @@ import torch
 from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError
 from zerofx.ir.buckets import BucketLayout
 from zerofx.runtime.comm.collectives import JointGathers
-from zerofx.runtime.comm.communicators import Communicators
+from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.comm.transport import Group, LostRankError, Pending, Transport
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.plan.mesh import Mesh

@@ -15,7 +15,7 @@ from zerofx.driver.driver import build_step
 from zerofx.driver.evaluation import request_to_evaluate, untrained
 from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch
-from zerofx.lengths.evaluated import PaddedEvaluation
+from zerofx.lengths.outputs import PaddedEvaluation
 from zerofx.lengths.padded_batches import Size
 from zerofx.lowering.load import CompiledStep
 from zerofx.runtime.cuda_graphs.graphed import GraphedSteps

@@ -16,7 +16,7 @@ from zerofx.budgets import budget_bytes, host_budget_bytes
 from zerofx.capture.absent_gradients import AbsentGradients
 from zerofx.capture.by_size import KnownSizes
 from zerofx.capture.checks import check_batch, device_of
-from zerofx.capture.kept_tensors import tell_kept_tensors
+from zerofx.capture.leaked_tensors import tell_kept_tensors
 from zerofx.capture.objective.counted import counted
 from zerofx.capture.objective.loss import Objective
 from zerofx.capture.objective.module_state import Change

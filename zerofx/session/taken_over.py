@@ -21,7 +21,7 @@ from zerofx.errors import notify
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.collectives import make_transport
-from zerofx.runtime.comm.communicators import Communicators
+from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.cuda_graphs.recording import own_memory
 from zerofx.runtime.executor import Runtime
 from zerofx.runtime.measure.measure import persistent_bytes
@@ -32,8 +32,8 @@ from zerofx.runtime.state.optimizer_state import OptimizerState
 from zerofx.runtime.state.state import TrainingState
 from zerofx.runtime.state.values import Values
 from zerofx.runtime.tiers.tiers import Tiers
+from zerofx.scheduler.plan.facts import unit_of
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.units import unit_of
 from zerofx.session.guards import ParameterWatch, guard_model
 from zerofx.session.lending.lenders import Lenders
 from zerofx.session.life import Life

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
+from torch.fx import traceback
 from torch.nn.modules import module as global_modules
 from torch.utils.hooks import RemovableHandle
 
@@ -114,3 +116,26 @@ def hook_tables_of_all() -> tuple[dict[int, Callable[..., Any]], ...]:
 def number_of_next_hook() -> int:
     """A number that grows with each hook that is added to anything."""
     return RemovableHandle.next_id
+
+
+_ENTRIES = "custom"
+
+keeping_annotations = traceback.preserve_node_meta
+"""A context in which traced nodes are told what has been ``annotated``."""
+
+
+def annotated(key: str, text: str) -> AbstractContextManager[None]:
+    """While open, traced nodes have ``text`` under ``key``."""
+    return traceback.annotate({key: text})
+
+
+def running_annotation(key: str) -> str:
+    """What nodes that are traced now have under ``key``."""
+    annotation = traceback.current_meta.get(_ENTRIES, {}).get(key, "")
+    assert isinstance(annotation, str)
+    return annotation
+
+
+def annotations_of(node: fx.Node) -> Mapping[str, Any]:
+    """What a node of a traced graph has."""
+    return node.meta.get(_ENTRIES) or {}

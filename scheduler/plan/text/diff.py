@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 from zerofx.scheduler.plan.decisions import GatherDecision, OffloadDecision, ReduceDecision
+from zerofx.scheduler.plan.facts import TIERS
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
 from zerofx.scheduler.plan.text.overview import D, by_unit, count_values, tiles_words, wire_words
-from zerofx.scheduler.plan.tiers import TIERS
 from zerofx.units import format_bytes, format_count, format_seconds
 
 SAME = "the plans are the same"

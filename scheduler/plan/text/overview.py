@@ -17,13 +17,12 @@ from zerofx.scheduler.plan.decisions import (
     TileDecision,
     WireDecision,
 )
-from zerofx.scheduler.plan.facts import BucketSummary
+from zerofx.scheduler.plan.facts import BucketSummary, unit_of
 from zerofx.scheduler.plan.mesh import SHARD
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
 from zerofx.scheduler.plan.text.reasons import OF_VALUES, reasons
 from zerofx.scheduler.plan.text.shared import shared_lines
-from zerofx.scheduler.plan.units import unit_of
 from zerofx.units import format_bytes, format_count, format_seconds, on_tiers
 
 AboutValue = RecomputeDecision | OffloadDecision | SpreadDecision

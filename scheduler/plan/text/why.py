@@ -16,10 +16,10 @@ from zerofx.scheduler.plan.decisions import (
     TileDecision,
     of_bucket,
 )
+from zerofx.scheduler.plan.facts import is_within
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.overview import AboutValue, count_values, itemsize, tiles_words
 from zerofx.scheduler.plan.text.shared import placement_words
-from zerofx.scheduler.plan.units import is_within
 from zerofx.units import format_bytes
 
 _NEAREST = 5  # names that an error suggests

@@ -15,7 +15,7 @@ from tests.lib.graphs import DIM, Prepared, prepare
 from zerofx.codegen.emit import emit
 from zerofx.codegen.inductor.background import Background
 from zerofx.codegen.regions import Region, cut
-from zerofx.codegen.source import load_source
+from zerofx.codegen.step_file import load_source
 from zerofx.errors import CompilerError
 from zerofx.ir.aliasing import storage_bytes
 from zerofx.ir.facts import Phase, tensor, value

@@ -76,7 +76,7 @@ def written(options: dict[str, Any]) -> dict[str, Any]:
     from zerofx.codegen.kernels.table import kernels_in_use
     from zerofx.codegen.region_facts import region_facts
     from zerofx.codegen.regions import regions_of
-    from zerofx.codegen.source import load_source
+    from zerofx.codegen.step_file import load_source
     from zerofx.lowering.load import with_memory
 
     planned = plan(0, **options)

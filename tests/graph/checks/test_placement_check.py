@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from tests.lib.models.parameters import Regression
 from zerofx.capture.trace import Batch, capture
 from zerofx.errors import InvalidGraphError
-from zerofx.ir import ops, value_ops
+from zerofx.ir import ops
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase
 from zerofx.ir.graph import StepGraph
@@ -140,7 +140,7 @@ def of(name: str) -> Shared:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_graph_that_is_right_is_right(name: str) -> None:
     step, whole = of(name)
-    assert any(node.target in value_ops.VALUE_COLLECTIVES for node in step.calls())
+    assert any(node.target in ops.VALUE_COLLECTIVES for node in step.calls())
     assert check_placements(step, whole, 2) == []
 
 
@@ -160,7 +160,7 @@ def found(shared: Shared, match: str) -> None:
 
 def reductions(step: StepGraph) -> list[fx.Node]:
     """What gives sums of terms."""
-    return [node for node in calls(step, ops.wait) if node.all_input_nodes[0].target is value_ops.all_reduce_values]
+    return [node for node in calls(step, ops.wait) if node.all_input_nodes[0].target is ops.all_reduce_values]
 
 
 def started(wait: fx.Node) -> fx.Node:
@@ -171,7 +171,7 @@ def with_sum(step: StepGraph, terms: fx.Node, place: fx.Node) -> fx.Node:
     """A sum over the ranks, made in front of ``place``."""
     where = Origin("", Phase.FORWARD)
     with step.graph.inserting_before(place):
-        pending = insert_call(step.graph, value_ops.all_reduce_values, (terms, "sum", 2), where, {"over": "model"})
+        pending = insert_call(step.graph, ops.all_reduce_values, (terms, "sum", 2), where, {"over": "model"})
         return insert_call(step.graph, ops.wait, (pending, terms), where)
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from zerofx.ir.bucketing import make_layout
 from zerofx.ir.buckets import ALIGNMENT_BYTES, Bucket, BucketLayout
 from zerofx.ir.parameters import ParameterInfo
+from zerofx.scheduler.plan.facts import unit_of
 from zerofx.scheduler.plan.mesh import Mesh
-from zerofx.scheduler.plan.units import unit_of
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple) | st.sampled_from([(), (1,), (0,), (3, 0), (53,), (13, 7)])

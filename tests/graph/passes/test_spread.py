@@ -9,7 +9,7 @@ from torch import fx
 from tests.graph.passes.prepare.test_partition import captured
 from tests.lib.virtual_ranks import feeds_of, run
 from zerofx.errors import PlanError
-from zerofx.ir import value_ops
+from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_bytes
 from zerofx.ir.facts import Phase, origin, tensor
 from zerofx.ir.graph import StepGraph
@@ -40,7 +40,7 @@ def test_what_is_gathered_is_what_was_kept(name: str, num_ranks: int) -> None:
     before = sum(decision.num_bytes for decision in decisions)
     spread(step, decisions, num_ranks)
     step.graph.lint()
-    gathers = [node for node in step.calls() if node.target is value_ops.gather_values]
+    gathers = [node for node in step.calls() if node.target is ops.gather_values]
     assert len(gathers) == len(decisions) > 5
     assert {origin(node).phase for node in gathers} == {Phase.BACKWARD}
     # Between forward and backward there is a part of each.

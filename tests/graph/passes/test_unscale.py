@@ -14,7 +14,7 @@ from zerofx.errors import InvalidGraphError, PlanError
 from zerofx.ir import ops
 from zerofx.ir.facts import Phase, given, origin
 from zerofx.ir.streams import runs_on_host
-from zerofx.passes.lib.averages import divisors
+from zerofx.passes.lib.reduced_gradients import divisors
 from zerofx.passes.verify import verify
 
 aten = torch.ops.aten

@@ -24,7 +24,7 @@ OPERATOR = r"(torch\.ops\.|_)?aten\.\w+\.\w+"
 ELSEWHERE = {
     "codegen/inductor/decompositions.py": "what regions have in the place of Inductor's decompositions, as functions",
     "codegen/inductor/mends.py": "what regions have in the place of operators that Inductor gets wrong, as functions",
-    "codegen/inductor/keep_copies.py": "which argument of two operators is copied, for one rewrite",
+    "codegen/inductor/region_rewrites.py": "which argument of two operators is copied, for one rewrite",
 }
 
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tests.lib.checkout import ROOT
 from zerofx.errors import UsageError
-from zerofx.torch_private import capture, distributed, flops, grouped_products, operators, optimizers
+from zerofx.torch_private import capture, distributed, grouped_products, operators, optimizers
 from zerofx.torch_private.versions import TORCH, left_out
 
 aten = torch.ops.aten
@@ -96,10 +96,10 @@ def test_attention_of_grouped_heads_is_counted() -> None:
     """The registry of torch 2.11 refuses it; later ones count every head of the queries."""
     packet = aten._scaled_dot_product_flash_attention
     query, key = torch.empty(2, 8, 16, 4, device="meta"), torch.empty(2, 2, 16, 4, device="meta")
-    assert flops.flop_count(packet, (query, key, key), {}, query) == 2 * (2 * 2 * 8 * 16 * 16 * 4)
+    assert operators.flop_count(packet, (query, key, key), {}, query) == 2 * (2 * 2 * 8 * 16 * 16 * 4)
     backward = aten._scaled_dot_product_flash_attention_backward
-    assert flops.flop_count(backward, (query, query, key, key), {}, query) == 5 * (2 * 2 * 8 * 16 * 16 * 4)
-    refusal = pytest.raises(AssertionError) if flops.refuses_grouped_heads() else contextlib.nullcontext()
+    assert operators.flop_count(backward, (query, query, key, key), {}, query) == 5 * (2 * 2 * 8 * 16 * 16 * 4)
+    refusal = pytest.raises(AssertionError) if operators.refuses_grouped_heads() else contextlib.nullcontext()
     with refusal:
         flop_registry[packet](query, key, key, out_val=query)
 

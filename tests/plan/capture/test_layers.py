@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.lib.models import CASES, DIM, Layer, Stack
 from zerofx.capture.layers import find_units
-from zerofx.scheduler.plan.units import unit_of
+from zerofx.scheduler.plan.facts import unit_of
 
 
 class _Nested(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import zerofx
 from tests.lib.chains import Stack
 from zerofx.codegen.regions import regions_of
-from zerofx.scheduler.cost.fused_time import fused_seconds
+from zerofx.scheduler.cost.fusion import fused_seconds
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 

@@ -7,7 +7,7 @@ from itertools import permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerofx.scheduler.cost.overwriting import overwriting_order, overwritten
+from zerofx.scheduler.cost.fusion import overwriting_order, overwritten
 
 NUM_LOOPS = 5
 Kernel = tuple[dict[int, set[str]], dict[int, set[int]]]

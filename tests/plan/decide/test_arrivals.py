@@ -23,8 +23,8 @@ from zerofx.scheduler.decide.prefetch import Arrival, place_arrivals, starts_of
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.decisions import ParameterDecision, StateDecision
+from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.tiers import Tier
 
 
 def machine(link: float, drive: float) -> Machine:

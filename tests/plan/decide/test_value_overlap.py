@@ -14,7 +14,7 @@ from torch import fx
 from tests.lib.models.huggingface import llama
 from tests.plan.decide.test_shardings import captured
 from zerofx import Machine
-from zerofx.ir import ops, value_ops
+from zerofx.ir import ops
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase, Placeholder, Role, origin, set_placeholder, set_value
 from zerofx.ir.graph import StepGraph
@@ -98,7 +98,7 @@ def backwards(draw: st.DrawFn) -> StepGraph:
     for is_sent in draw(st.lists(st.booleans(), min_size=2, max_size=24)):
         read = draw(st.sampled_from(values))
         if is_sent:
-            sent = insert_call(graph, value_ops.all_reduce_values, (read, "sum", 2), where, {"over": "model"})
+            sent = insert_call(graph, ops.all_reduce_values, (read, "sum", 2), where, {"over": "model"})
             values.append(insert_call(graph, ops.wait, (sent,), where))
         else:
             other = draw(st.sampled_from(values))

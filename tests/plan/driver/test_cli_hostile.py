@@ -16,7 +16,7 @@ from torch import nn
 import zerofx
 from zerofx import UsageError
 from zerofx.cli.commands import main
-from zerofx.disk.named_files import read_named, write_named
+from zerofx.disk.own_files import read_named, write_named
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.units import parse_bytes
 
@@ -100,7 +100,7 @@ def test_files_without_end_are_not_read_and_what_is_written_is_whole(
     file = tmp_path / "text"
     write_named(file, "half a pair: \udc80")
     assert read_named(file) == r"half a pair: \udc80"
-    monkeypatch.setattr("zerofx.disk.named_files._MOST_BYTES", 4)
+    monkeypatch.setattr("zerofx.disk.own_files._MOST_BYTES", 4)
     with pytest.raises(OSError, match="more than 4 bytes"):
         read_named(file)
     for path in (tmp_path / "none" / "text", tmp_path, "a\0b"):

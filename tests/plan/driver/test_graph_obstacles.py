@@ -12,7 +12,7 @@ import zerofx
 from gpt import GPT
 from tests.lib.runs.sharing import SHARING
 from tests.lib.runs.training import plan_of
-from zerofx.ir.value_ops import VALUE_COLLECTIVES
+from zerofx.ir.ops import VALUE_COLLECTIVES
 from zerofx.runtime.cuda_graphs.obstacles import batch_bytes, machine_obstacle, step_obstacle
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

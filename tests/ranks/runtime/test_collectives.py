@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.lib.distributed import run_ranks
 from zerofx.ir.buckets import BucketLayout
 from zerofx.runtime.comm.collectives import make_transport
-from zerofx.runtime.comm.communicators import Communicators
+from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.comm.transport import Pending
 from zerofx.runtime.executor import Runtime
 from zerofx.runtime.measure.spans import SpanLog

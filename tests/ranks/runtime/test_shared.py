@@ -19,8 +19,8 @@ from tests.lib.models import CASES, batches
 from tests.lib.runs.training import build, differences, train_compiled, train_plain
 from zerofx.ir.buckets import BucketLayout
 from zerofx.runtime.comm.collectives import make_transport
-from zerofx.runtime.comm.communicators import Communicators
 from zerofx.runtime.comm.gloo import PointToPoint
+from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.comm.same_host import channels, shared
 from zerofx.runtime.comm.transport import Transport
 from zerofx.runtime.executor import Runtime

@@ -23,8 +23,8 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import seconds_by_place
 from zerofx.scheduler.decide.gradients import place_gradients
 from zerofx.scheduler.plan.decisions import GradientDecision
+from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.tiers import Tier
 
 pytestmark = pytest.mark.usefixtures("drive", "verified")
 

@@ -26,8 +26,8 @@ from tests.lib.runs.offloads import (
 )
 from tests.lib.runs.training import differences, step_of, train_compiled, train_plain
 from zerofx.scheduler.plan.decisions import ParameterDecision
+from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.tiers import Tier
 
 pytestmark = pytest.mark.usefixtures("drive", "verified")
 

@@ -22,7 +22,7 @@ from tests.lib.checkout import ROOT
 from tests.lib.graphs import DIM, Prepared, TwoBlocks, adagrad, prepare
 from tests.lib.plans import merged
 from tests.lib.runs.offloads import offloading, parameters_away, recomputing
-from zerofx.codegen.source import load_source
+from zerofx.codegen.step_file import load_source
 from zerofx.errors import InvalidGraphError
 from zerofx.passes.verify import verify
 from zerofx.scheduler.search.problem import BudgetMissedError

@@ -21,8 +21,7 @@ from tests.lib.graphs import DIM, Averaging, Normed, Prepared, Tied, TwoBlocks, 
 from tests.lib.runs.offloads import offloading
 from zerofx.codegen.emit import EmittedStep, emit
 from zerofx.codegen.regions import cut
-from zerofx.codegen.source import load_source
-from zerofx.codegen.step_file import literal, wrapped
+from zerofx.codegen.step_file import literal, load_source, wrapped
 from zerofx.errors import PlanError
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import Role, placeholder
@@ -30,7 +29,7 @@ from zerofx.runtime.executor import StepFunction
 from zerofx.scheduler.cost.cpu.workspace import workspace_bytes
 from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.plan.decisions import StateDecision
-from zerofx.scheduler.plan.tiers import Tier
+from zerofx.scheduler.plan.facts import Tier
 
 
 def _emit(prepared: Prepared) -> EmittedStep:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from zerofx.capture.layer_annotations import LAYER_KEY
+from zerofx.capture.layers import LAYER_KEY
 from zerofx.capture.normalise.set_origins import set_origins
 from zerofx.capture.trace import Batch, capture
 from zerofx.errors import InternalError
@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 
 def test_layers_that_no_node_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zerofx.torch_private.annotations._ENTRIES", "renamed")
+    monkeypatch.setattr("zerofx.torch_private.modules._ENTRIES", "renamed")
     with pytest.raises(InternalError, match=f"none of the forward .* torch {VERSION}"):
         capture(Net(), Batch.of((torch.ones(2, 4),), {}))
 

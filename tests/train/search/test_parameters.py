@@ -18,8 +18,8 @@ from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.parameters import ParameterLevel, copies_menu, parameter_menus
 from zerofx.scheduler.decide.residency import PolicyOptions, residencies
 from zerofx.scheduler.decide.states import StateLevel
+from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.tiers import Tier
 
 H100 = Machine.named("h100-sxm")
 

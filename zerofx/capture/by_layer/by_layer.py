@@ -27,7 +27,7 @@ from zerofx.capture.by_layer.replicate import (
 )
 from zerofx.capture.by_size import KnownSizes
 from zerofx.capture.cache import KeptCapture
-from zerofx.capture.normalise.name_inputs import placeholder_name
+from zerofx.capture.normalise.inputs import placeholder_name
 from zerofx.capture.trace import capture_forward, check_calls
 from zerofx.capture.traceable import Forward
 from zerofx.disk.cache import NOT_KEPT, DiskCache

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +20,15 @@ from torch.autograd.function import BackwardCFunction
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
-from zerofx.capture.by_layer.record_lines import NO_VALUE, Line, graph_of, text_of
 from zerofx.capture.by_layer.replicate import NotRepeatedError
-from zerofx.capture.layer_annotations import running_layer
-from zerofx.capture.memoised import learn_caches
+from zerofx.capture.layers import running_layer
+from zerofx.capture.leaked_tensors import learn_caches
 from zerofx.capture.objective.loss import LossModule
 from zerofx.capture.python_state.executed import unwatched
 from zerofx.capture.traceable import Forward, as_in_eager_mode_first, traceable
 from zerofx.capture.values.recurrent import RecurrentCalls, is_of_steps
-from zerofx.ir.canonical import Number
-from zerofx.ir.facts import Origin, Phase, Placeholder, Role
+from zerofx.ir.canonical import Number, canonical_line
+from zerofx.ir.facts import Origin, Phase, Placeholder, Role, set_origin, set_placeholder, set_value
 from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.ir.serialise import LARGEST_LITERAL, NAMESPACES
 from zerofx.torch_private.capture import fake_device, saves_by_hook
@@ -258,3 +257,43 @@ def _call_text(line: Line) -> str:
 
 def _text(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.device} {tensor.requires_grad}"
+
+
+NO_VALUE = type(None).__name__  # as ``canonical`` writes it
+
+
+@dataclass(slots=True)
+class Line:
+    """A node: its arguments have others as ``Number``; ``value`` is the text of what it gives."""
+
+    op: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    what: Placeholder | Origin
+    value: str = ""
+
+
+def text_of(lines: Iterable[Line]) -> str:
+    """What ``canonical`` gives for ``graph_of(lines)``."""
+    return "\n".join(
+        canonical_line(line.op, line.target, (line.args, line.kwargs), line.what, line.value) for line in lines
+    )
+
+
+def graph_of(lines: Sequence[Line]) -> fx.Graph:
+    """The lines as a graph, whose values are texts."""
+    graph, nodes = fx.Graph(), list[fx.Node]()
+    for line in lines:
+        args, kwargs = map_aggregate(
+            (line.args, line.kwargs), lambda leaf: nodes[leaf.place] if isinstance(leaf, Number) else leaf
+        )
+        if isinstance(line.what, Placeholder):
+            node = set_placeholder(set_value(graph.placeholder("given"), line.value), line.what)
+        elif line.op == "output":
+            node = graph.output(args[0])
+        else:
+            node = set_value(graph.create_node(line.op, line.target, args, kwargs), line.value)
+            set_origin(node, line.what)
+        nodes.append(node)
+    return graph

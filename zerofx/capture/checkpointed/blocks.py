@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx.node import map_aggregate
 
-from zerofx.capture.layer_annotations import in_layer, run_again, running_layer
+from zerofx.capture.layers import in_layer, run_again, running_layer
 from zerofx.errors import warn
 from zerofx.torch_private.activation_checkpoints import Kind, saves_tensors, without_checkpoints
 from zerofx.torch_private.dispatch import TorchDispatchMode

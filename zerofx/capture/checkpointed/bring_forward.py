@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerofx.capture.layer_annotations import is_run_again
+from zerofx.capture.layers import is_run_again
 from zerofx.capture.normalise.joint import Joint
 
 

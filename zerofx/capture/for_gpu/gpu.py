@@ -1,7 +1,7 @@
 """What a model's forward sees of a GPU that is not here, while it is traced on a CPU's fake tensors.
 
 Tensors say that they are on the GPU, what is made there is made on the CPU, and where torch composes an operator of
-others by the device, it is composed as on the GPU. The traced graph is then moved to the GPU (``retarget.py``).
+others by the device, it is composed as on the GPU. The traced graph is then moved to the GPU (``retarget``).
 
 Does not handle: a tensor that is made on the CPU in a forward and moved to the GPU, whose copy leaves no trace; batch
 norm, which cuDNN has an operator for, and recurrent layers; group norm of images in channels_last, whose gradient
@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.for_gpu.attention import Attention, attend, kernel_of
+from zerofx.torch_private.capture import FakeTensorMode, fake_tensor
 from zerofx.torch_private.dispatch import called_instead, python_dispatcher
 from zerofx.torch_private.tensors import is_traced
 
@@ -88,3 +90,34 @@ class _Disguise(TorchFunctionMode):
         if isinstance(value, torch.device):
             return _CPU if value.type == self._device.type else value
         return _CPU if isinstance(value, str) and value.partition(":")[0] == self._device.type else value
+
+
+def retarget(graph_module: fx.GraphModule, device: torch.device, mode: FakeTensorMode) -> None:
+    """Move a joint graph's nodes to ``device``; ``mode`` is that of its fake tensors.
+
+        arange(8, device="cpu")            strides and dtypes of a CPU's kernels
+          ->  arange(8, device="cuda:0")   those of the GPU's
+
+    Operators are run again on fake tensors of the GPU, one by one, because some say of their results what depends on
+    the device: statistics of a norm in another dtype, an image in another memory format.
+
+    Raises:
+        RuntimeError: an operator does not work on what others give on ``device``, as torch says it.
+    """
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device == _CPU:
+            return fake_tensor(mode, value.shape, value.stride(), value.dtype, device)
+        return value
+
+    def renamed(arg: Any) -> Any:
+        return device if isinstance(arg, torch.device) and arg == _CPU else arg
+
+    with mode, torch.no_grad():
+        for node in graph_module.graph.nodes:
+            if node.op == "placeholder" or node.op == "get_attr":
+                node.meta["val"] = map_aggregate(node.meta["val"], moved)
+            elif node.op == "call_function":
+                node.args, node.kwargs = map_aggregate(node.args, renamed), map_aggregate(node.kwargs, renamed)
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+                node.meta["val"] = node.target(*args, **kwargs)

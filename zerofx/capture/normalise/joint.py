@@ -34,7 +34,7 @@ class Joint:
 
     ``step`` has the graph. ``traced`` is the module that holds its constants, ``lossy`` the module that was traced, and
     ``watcher`` knows its in-place calls. ``unread`` are placeholders of what is outside of the model that nothing
-    reads. ``outputs`` are there once they are sorted (``sort_outputs.py``).
+    reads. ``outputs`` are there once they are sorted (``SortOutputs``).
     """
 
     step: StepGraph

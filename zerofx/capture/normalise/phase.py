@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from zerofx.capture.checkpointed.bring_forward import BringForward
-from zerofx.capture.normalise.begin_backward import BeginBackward
-from zerofx.capture.normalise.check_first import CheckFirst
-from zerofx.capture.normalise.check_results import CheckResults
-from zerofx.capture.normalise.hand_out import HandOut
+from zerofx.capture.normalise.checks import CheckResults, Refuse
+from zerofx.capture.normalise.gradients import BeginBackward, RealGradients, SumGradients
+from zerofx.capture.normalise.inputs import LiftConstants, NameDevices, NameInputs, RealParameters
 from zerofx.capture.normalise.joint import Normalisation
-from zerofx.capture.normalise.lift_constants import LiftConstants
-from zerofx.capture.normalise.name_devices import NameDevices
-from zerofx.capture.normalise.name_inputs import NameInputs
-from zerofx.capture.normalise.own_loss import OwnLoss
-from zerofx.capture.normalise.real_gradients import RealGradients
-from zerofx.capture.normalise.real_parameters import RealParameters
-from zerofx.capture.normalise.refuse import Refuse
+from zerofx.capture.normalise.outputs import CheckFirst, HandOut, OwnLoss, SortOutputs, WriteOutputs
 from zerofx.capture.normalise.set_origins import SetOrigins
-from zerofx.capture.normalise.sort_outputs import SortOutputs
-from zerofx.capture.normalise.sum_gradients import SumGradients
-from zerofx.capture.normalise.write_outputs import WriteOutputs
 
 NORMALISATIONS: tuple[Normalisation, ...] = (
     CheckResults(),  # results of linear algebra are read after their check

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zerofx.capture.layer_annotations import LAYER_KEY, LINE_KEY
+from zerofx.capture.layers import LAYER_KEY, LINE_KEY
 from zerofx.capture.normalise.joint import Joint
 from zerofx.errors import InternalError
 from zerofx.ir.facts import Origin, Phase, origin, set_origin, set_source_line
-from zerofx.torch_private.annotations import annotations_of
 from zerofx.torch_private.capture import is_tangent
+from zerofx.torch_private.modules import annotations_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zerofx.capture.checkpointed.blocks import CheckpointedBlocks
-from zerofx.capture.memoised import forget_traced
+from zerofx.capture.leaked_tensors import forget_traced
 from zerofx.capture.objective.calling import call_model, check_forward_call, divided_call, listed
 from zerofx.capture.objective.counted import counts_of, weighed
 from zerofx.capture.objective.module_state import Change, as_before, rebound_buffers, shape_text

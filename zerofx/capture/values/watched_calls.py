@@ -6,13 +6,13 @@ import contextlib
 import inspect
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.blame import user_line, user_lines
-from zerofx.capture.values.metadata_reads import METADATA_READS
 from zerofx.capture.values.raising_branches import answer_without_raising
 from zerofx.capture.values.recurrent import RecurrentCalls
 from zerofx.capture.values.value_dependent import with_one_backward
@@ -124,3 +124,11 @@ class CallWatcher(TorchFunctionMode):
             if name not in _BY_PYTHON:
                 stack.enter_context(without_python_dispatcher())
             return func(*args, **(kwargs or {}))
+
+
+_ATTRIBUTES = ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "is_quantized", "ndim")
+_METHODS = ("dim", "numel", "size", "storage_offset", "stride", "untyped_storage")
+
+METADATA_READS: Final[frozenset[Any]] = frozenset(
+    [getattr(Tensor, name).__get__ for name in _ATTRIBUTES] + [getattr(Tensor, name) for name in _METHODS]
+)

@@ -13,8 +13,8 @@ from zerofx.ir.aliasing import storage_bytes, tensors_of
 from zerofx.ir.facts import DEVICE, Role, origin, tier_of, value
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
+from zerofx.ir.ops import VALUE_COLLECTIVES
 from zerofx.ir.text import target_name
-from zerofx.ir.value_ops import VALUE_COLLECTIVES
 from zerofx.lowering.lower import LoweredStep
 from zerofx.units import format_bytes
 

@@ -10,7 +10,7 @@ import torch
 from zerofx.ir.facts import DEVICE, Role
 from zerofx.runtime.tiers.stored import Stored
 from zerofx.scheduler.plan.decisions import StateDecision
-from zerofx.scheduler.plan.tiers import Tier
+from zerofx.scheduler.plan.facts import Tier
 from zerofx.torch_private.tensors import version_of
 
 

@@ -14,8 +14,8 @@ from zerofx.deferred import DeferredTensor
 from zerofx.errors import UsageError
 from zerofx.ir.buckets import Bucket, Slot
 from zerofx.precision import dtype_name
-from zerofx.runtime.comm.communicators import Communicators
 from zerofx.runtime.comm.control import Control
+from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.state.weights import copy_overlap, in_order_of
 from zerofx.torch_private.modules import buffer_table
 

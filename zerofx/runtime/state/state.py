@@ -11,14 +11,14 @@ from torch import nn
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import DEVICE
 from zerofx.optimizers import UpdateProgram
-from zerofx.runtime.comm.communicators import Communicators
+from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.weights import Weights
 from zerofx.runtime.state.whole_buckets import WholeBuckets
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.plan.decisions import Locations, ParameterDecision, StateDecision
+from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.tiers import Tier
 
 
 class TrainingState(WholeBuckets):

@@ -11,8 +11,8 @@ from torch import nn
 
 from zerofx.capture.checks import device_of
 from zerofx.deferred import adopt_meta, check_recipes, make_buffers
-from zerofx.runtime.comm.communicators import Communicators
 from zerofx.runtime.comm.control import Control
+from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.state.loaded_weights import LoadedWeights, describe, match
 from zerofx.runtime.state.weights import ModelWeights, Weights
 

@@ -11,7 +11,7 @@ from torch import nn
 from zerofx.ir.buckets import Bucket, BucketLayout, Slot
 from zerofx.ir.facts import DEVICE
 from zerofx.ir.parameters import Strides
-from zerofx.runtime.comm.communicators import Communicators
+from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.held import hold
 from zerofx.runtime.state.weights import whole_bucket

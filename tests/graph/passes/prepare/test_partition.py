@@ -19,9 +19,9 @@ from zerofx.ir import ops
 from zerofx.ir.facts import Phase, Role, origin, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.own_rows import own_rows, whole_rows
+from zerofx.ir.ops import gather_values
 from zerofx.ir.sharding.attention import is_attention
 from zerofx.ir.sharding.rule import Rule
-from zerofx.ir.value_ops import gather_values
 from zerofx.passes.lib.placement_check import check_placements, whole_calls
 from zerofx.passes.prepare.partition import partition
 from zerofx.passes.prepare.simplify import simplify

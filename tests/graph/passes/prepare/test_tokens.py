@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from tests.graph.passes.prepare.test_partition import compare, decision
 from zerofx.capture.trace import Batch, capture
+from zerofx.ir.ops import shift_values
 from zerofx.ir.sharding.rule import Rule
-from zerofx.ir.value_ops import shift_values
 from zerofx.passes.prepare.simplify import simplify
 from zerofx.scheduler.analysis.sharding_ways import sharding_ways
 from zerofx.scheduler.plan.decisions import ShardingDecision

@@ -1,11 +1,16 @@
-"""Find traced tensors that a forward leaves in user objects: a list of features, a hook's notes.
+"""Traced tensors that outlive their trace: in user objects, where they are told of, and in caches of functools.
 
 They have no values, and no step adds others. Attributes of modules are put back and named
-(``objective/module_state.py``), and buffers are part of the step.
+(``objective/module_state.py``), and buffers are part of the step. A cache of functools (a table that a function makes
+once) is reached through any function that a forward calls, so that nobody can be asked for it: it is looked for where
+a traced tensor outlives its trace, and emptied after each later trace.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +18,9 @@ from torch import nn
 
 from zerofx.capture.outside.outside import Outside
 from zerofx.errors import warn
+from zerofx.garbage import all_objects
 from zerofx.torch_private.modules import OF_RNNS
+from zerofx.torch_private.operators import pytree
 from zerofx.torch_private.tensors import is_traced
 from zerofx.units import first_few
 
@@ -35,3 +42,23 @@ def _places(model: nn.Module, objective: Callable[..., Any] | None) -> Iterator[
                 place = path.rpartition("[")[0] if path.endswith("]") else path
                 if is_traced(reached) and not place.endswith(f".{OF_RNNS}"):
                     yield place
+
+
+_CACHE = type(functools.cache(lambda: None))
+_known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def learn_caches() -> bool:
+    """Empty all caches that have traced tensors, which takes some 0.2 s; whether one had not been known."""
+    caches = [entry for entry in all_objects() if type(entry) is _CACHE and entry.cache_info().currsize]
+    holding = [cache for cache in caches if any(map(is_traced, pytree.tree_leaves(gc.get_referents(cache))))]
+    is_new = any(cache not in _known for cache in holding)
+    _known.update(holding)
+    forget_traced()
+    return is_new
+
+
+def forget_traced() -> None:
+    """Empty the caches that are known to have had traced tensors."""
+    for cache in _known:
+        cache.cache_clear()

@@ -1,8 +1,13 @@
-"""What a sum over ranks is divided by for an average, before it is taken and after."""
+"""Gradients that are summed over ranks: their divisors, and the slice that is this rank's alone."""
 
 from __future__ import annotations
 
 import torch
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.buckets import Bucket
+from zerofx.ir.graph import StepGraph
 
 
 def divisors(dtype: torch.dtype, num_ranks: int) -> tuple[int, float]:
@@ -18,3 +23,12 @@ def divisors(dtype: torch.dtype, num_ranks: int) -> tuple[int, float]:
         first *= 2
     rest = num_ranks / first
     return first, int(rest) if rest.is_integer() else rest
+
+
+def own_slice(step: StepGraph, bucket: Bucket) -> fx.Node:
+    """What no other rank has of a bucket's reduced gradient, which at stage 0 is gathered from all ranks again."""
+    own = step.reduced[bucket.index]
+    while isinstance(gather := own.args[0], fx.Node) and gather.target is ops.all_gather_into:
+        assert isinstance(gather.args[1], fx.Node)
+        own = gather.args[1]
+    return own
