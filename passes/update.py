@@ -268,7 +268,7 @@ class _Updates:
         if updated.master is not None and tier_of(low) == HOST:
             new = low
         elif comes_up and tensor(low).dtype != tensor(stored).dtype:
-            new = empty_on_host(step, low, where, f"low_{bucket.index}")
+            new = empty_on_host(step, low, where, low.name + "_host")
             held.append(new)
         program, known = updated.program, {"param": low, **tensors, **updated.scalars, "grad": grad}
         _update_on_host(step, bucket, program, known, where, factors=self._factors.get(HOST, ()), new=new)
