@@ -72,12 +72,14 @@ def guard_model(model: nn.Module, is_open: Callable[[], bool], instead: str = ""
 
 
 class ParameterWatch:
-    """Notices parameters that were replaced, moved or given hooks after the step's back, and modules replaced."""
+    """Notices parameters that were added, replaced, moved or given hooks after the step's back, and modules replaced."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.named_modules())
         self._parameters, self._names = _column((path, parameter_table(module)) for path, module in modules)
         self._modules, self._paths = _column((path, child_table(module)) for path, module in modules)
+        self._tables = [parameter_table(module) for _, module in modules]
+        self._sizes, self._owners = list(map(len, self._tables)), [path for path, _ in modules]
         self._tensors = {
             name: tensor
             for name, tensor in zip(self._names, self._parameters.values, strict=True)
@@ -100,6 +102,14 @@ class ParameterWatch:
             raise UsageError(
                 f"expected the modules that the step was built with, found that {self._paths[position]} was replaced "
                 f"since: call step.close() before, and compile after"
+            )
+        sizes = list(map(len, self._tables))
+        if sizes != self._sizes:
+            position = next(compress(range(len(sizes)), map(operator.ne, sizes, self._sizes)))
+            raise UsageError(
+                f"expected the parameters that the step was built with, found {sizes[position]} where there were "
+                f"{self._sizes[position]} of its own in {self._owners[position] or 'the model'}: call step.close() before parameters are "
+                f"registered or deleted, and compile after"
             )
         changed = [self._names[position] for position, _ in self._parameters.changed()]
         addresses = _addresses(self._tensors.values())

@@ -24,7 +24,15 @@ from torch import nn
 from zerofx.capture.python_state.columns import MISSING, value_at
 from zerofx.capture.python_state.executed import ExecutedCode, is_opaque, names_read
 from zerofx.capture.python_state.reads import OF_FUNCTION, State, is_plain
-from zerofx.torch_private.modules import HOOKS_AND_PARTS, OF_RNNS, TABLES, child_table, hook_tables, hook_tables_of_all
+from zerofx.torch_private.modules import (
+    HOOKS_AND_PARTS,
+    OF_RNNS,
+    TABLES,
+    buffer_table,
+    child_table,
+    hook_tables,
+    hook_tables_of_all,
+)
 
 MOST_ITEMS = 1000
 """Items of a container up to which each is looked at, beyond which their number is: data sets have millions."""
@@ -235,9 +243,10 @@ class _Walk:
         self.state.sizes.append(len(table))
         self._hidden(path, module, table)
         children = child_table(module)
-        self.state.sized.append(children)
-        self.state.sizes.append(len(children))
-        self.state.facts[f"{path} (modules)"] = tuple(children)
+        for kind, entries in (("modules", children), ("buffers", buffer_table(module))):
+            self.state.sized.append(entries)
+            self.state.sizes.append(len(entries))
+            self.state.facts[f"{path} ({kind})"] = tuple(entries)
         for name, child in children.items():
             self._reach(f"{path}.{name}", child)
         self._hooks(path, hook_tables(module))

@@ -269,3 +269,28 @@ def listed_module() -> Script:
         return F.mse_loss(model(x) + chosen[0](x), y)
 
     return Script(Small(), lambda count: chosen.__setitem__(0, heads[count % 2]), forward)
+
+
+@case("parameter that is registered under a name that no code reads", "list")
+def added_parameter() -> Script:
+    class Model(Losing):
+        def weigh(self, loss: Tensor) -> Tensor:
+            return loss + sum(p.square().sum() for p in self.parameters())
+
+    model = Model()
+
+    def change(count: int) -> None:
+        model.second.register_parameter("scale", nn.Parameter(torch.ones(2), requires_grad=False))
+
+    return Script(model, change)
+
+
+@case("buffer that is registered under a name that no code reads", "list")
+def added_buffer() -> Script:
+    class Model(Losing):
+        def weigh(self, loss: Tensor) -> Tensor:
+            return loss + sum(b.square().sum() for b in self.buffers())
+
+    model = Model()
+    model.first.register_buffer("shift", torch.ones(2))
+    return Script(model, lambda count: model.second.register_buffer("shift", torch.full((2,), float(1 + count % 2))))
