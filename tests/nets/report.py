@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from tests.lib.checkout import ROOT
 from tests.nets.records import Record, read_records, results_path
 
 PAGE = ROOT / "docs" / "coverage.md"
+_COLUMNS = 120
+_REASON_COLUMNS = 90
+_NAMES_COLUMNS = 40
 PUBLIC_REPORTS = ROOT / "tests" / "nets" / "public_reports.md"  # tried by hand
 
 NETS = {
@@ -65,7 +70,8 @@ Nets are cast over code that nobody here wrote. Each case has one of three outco
 - **wrong**: anything else: other bits, another peak, an exception that is not zerofx's own, a crash, a hang.
 
 A part of each net that a seed picks runs in CI; `python -m tests.nets.<net>` runs the whole of it and writes
-`benchmarks/results/coverage_<net>.json`, from which `python -m tests.nets.report` writes this page.
+`benchmarks/results/coverage_<net>.json`, with each case and its reason in full; `python -m tests.nets.report` writes
+this page from them.
 """
 
 
@@ -74,7 +80,7 @@ def page(records: Mapping[str, Sequence[Record]]) -> str:
     lines = [_HEAD, "| net | cases | exact | refused | wrong |", "|---|---:|---:|---:|---:|"]
     lines += [_row(net, records.get(net, ())) for net in NETS]
     for net, text in NETS.items():
-        lines += ["", f"## {net.capitalize()}", "", text]
+        lines += ["", f"## {net.capitalize()}", "", *textwrap.wrap(text, _COLUMNS, break_long_words=False)]
         of_net = records.get(net, ())
         if of_net:
             lines += _by_variant(of_net)
@@ -109,13 +115,20 @@ def _by_detail(records: Sequence[Record], outcome: str) -> list[str]:
         return []
     lines = ["", f"### {outcome.capitalize()}", "", "| cases | reason | which |", "|---:|---|---|"]
     for detail, of_reason in sorted(names.items(), key=lambda item: (-len(item[1]), item[0])):
-        which = ", ".join(f"`{name}`" for name in dict.fromkeys(of_reason))
-        lines.append(f"| {len(of_reason)} | {_cell(detail)} | {which} |")
+        lines.append(f"| {len(of_reason)} | {_cell(detail)} | {_first_names(list(dict.fromkeys(of_reason)))} |")
     return lines
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return textwrap.shorten(" ".join(text.split()), _REASON_COLUMNS, placeholder=" ...").replace("|", "\\|")
+
+
+def _first_names(names: Sequence[str]) -> str:
+    """As many names as a cell has room for, at least one, and the number of the others."""
+    lengths = accumulate(len(name) + 4 for name in names)
+    num_shown = max(1, sum(length <= _NAMES_COLUMNS for length in lengths))
+    shown = ", ".join(f"`{name}`" for name in names[:num_shown])
+    return shown if num_shown == len(names) else f"{shown} and {len(names) - num_shown} more"
 
 
 def main() -> None:

@@ -44,6 +44,12 @@ def test_the_page_counts_by_net_and_by_variant_and_lists_reasons() -> None:
     assert "| models | not run | | | |" in text
 
 
+def test_a_row_has_the_first_of_many_names_and_the_beginning_of_a_long_reason() -> None:
+    records = [Record(f"operator_{number}", "float32", "refused", "values " * 50) for number in range(9)]
+    row = next(line for line in page({"operators": records}).splitlines() if line.startswith("| 9 | values"))
+    assert row.endswith("values ... | `operator_0`, `operator_1` and 7 more |") and len(row) <= 160
+
+
 def test_the_page_in_docs_is_that_of_the_results() -> None:
     if not PAGE.exists():
         pytest.skip("python -m tests.nets.report writes the page")

@@ -72,7 +72,7 @@ def guard_model(model: nn.Module, is_open: Callable[[], bool], instead: str = ""
 
 
 class ParameterWatch:
-    """Notices parameters that were added, replaced, moved or given hooks after the step's back, and modules replaced."""
+    """Notices parameters that were registered, replaced, moved or given hooks meanwhile, and modules replaced."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.named_modules())
@@ -105,10 +105,11 @@ class ParameterWatch:
             )
         sizes = list(map(len, self._tables))
         if sizes != self._sizes:
-            position = next(compress(range(len(sizes)), map(operator.ne, sizes, self._sizes)))
+            differ = map(operator.ne, sizes, self._sizes)
+            now, before, owner = next(compress(zip(sizes, self._sizes, self._owners, strict=True), differ))
             raise UsageError(
-                f"expected the parameters that the step was built with, found {sizes[position]} where there were "
-                f"{self._sizes[position]} of its own in {self._owners[position] or 'the model'}: call step.close() before parameters are "
+                f"expected the parameters that the step was built with, found {now} of its own in "
+                f"{owner or 'the model'}, where there were {before}: call step.close() before parameters are "
                 f"registered or deleted, and compile after"
             )
         changed = [self._names[position] for position, _ in self._parameters.changed()]
