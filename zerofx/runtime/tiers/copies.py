@@ -136,7 +136,8 @@ class CudaCopies:
         self, stream: str, source: torch.Tensor, destination: torch.Tensor, after: Callable[[], None] | None = None
     ) -> Copy:
         timed = self._log.running
-        reached, done = torch.cuda.Event(), torch.cuda.Event(enable_timing=timed)
+        # Who waits for it is a thread of the host's, which would spin on a core that updates there need.
+        reached, done = torch.cuda.Event(), torch.cuda.Event(enable_timing=timed, blocking=True)
         reached.record(torch.cuda.current_stream(self._device))
 
         def launch() -> None:
