@@ -326,7 +326,7 @@ class Steps:
             return compiled, self.taken
         taken = TakenOver(
             self.model, built, self.options, self.values, tiers, self.life,
-            reads_memory=CHANNELS not in self._settings.disable, scaler=self.scaler, lenders=self.lenders,
+            reads_memory=CHANNELS not in self._settings.disable, scaler=self.scaler, read_lent=self.lenders.read,
         )  # fmt: skip
         self._owner.keep()
         if self._awaited is not None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from tabulate import tabulate
+from torch import nn
 
 from zerofx.codegen.regions import Event
 from zerofx.ir.facts import origin
 from zerofx.ir.text import target_name
+from zerofx.lengths.padded_batches import Rung
+from zerofx.lowering.load import CompiledStep
+from zerofx.options import CompileOptions
+from zerofx.runtime.cuda_graphs.graphed import Launches
 from zerofx.runtime.measure.measure import Measurement
 from zerofx.scheduler.cost.categories import Category, peak_memory
 from zerofx.scheduler.cost.cpu.workspace import is_unknown
@@ -21,14 +26,25 @@ from zerofx.scheduler.plan.text.overview import bucket_table, heading
 from zerofx.scheduler.plan.text.reasons import one_line, reasons
 from zerofx.units import first_few, format_bytes, format_count, format_seconds
 
-if TYPE_CHECKING:
-    from zerofx.lowering.load import CompiledStep
-    from zerofx.session.reported import Reported
-
 _NEAR = 0.15  # of a predicted time: plans that differ by more are told apart
 
 
-def summary(step: Reported, compiled: CompiledStep | None, measured: Measurement | None) -> str:
+class Summarised(Protocol):
+    """What a summary says of a step besides what ran last."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    options: CompileOptions
+
+    @property
+    def rungs(self) -> Sequence[Rung]: ...
+    @property
+    def launches(self) -> Launches: ...
+    @property
+    def notice(self) -> str: ...
+
+
+def summary(step: Summarised, compiled: CompiledStep | None, measured: Measurement | None) -> str:
     """The summary of a step.
 
     Args:
@@ -98,7 +114,7 @@ def _predictions(plan: Plan, measured: Measurement | None) -> str:
     return tabulate(lines, headers, colalign=align, disable_numparse=True, tablefmt="simple")
 
 
-def _rungs(step: Reported) -> Iterator[str]:
+def _rungs(step: Summarised) -> Iterator[str]:
     """A line for each length that batches are padded to, and which fits the budget."""
     lines = [
         [

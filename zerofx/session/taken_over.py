@@ -25,7 +25,7 @@ from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.cuda_graphs.recording import own_memory
 from zerofx.runtime.executor import Runtime
 from zerofx.runtime.measure.measure import persistent_bytes
-from zerofx.runtime.state.arguments import StepArguments, state_tensors
+from zerofx.runtime.state.arguments import Loans, StepArguments, state_tensors
 from zerofx.runtime.state.loss_scaler import LossScaler
 from zerofx.runtime.state.optimizer import Advance
 from zerofx.runtime.state.optimizer_state import OptimizerState
@@ -35,7 +35,6 @@ from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.plan.facts import unit_of
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.session.guards import ParameterWatch, guard_model
-from zerofx.session.lending.lenders import Lenders
 from zerofx.session.life import Life
 from zerofx.torch_private.dispatch import without_torch_functions
 from zerofx.torch_private.optimizers import note_step
@@ -48,8 +47,8 @@ class TakenOver:
     """What a step holds of a model and an optimizer, from its first build on. Collective to make.
 
     ``values`` are what the parameters begin with. ``reads_memory``: whether ranks of a host
-    may read each other's memory. ``scaler`` has the loss's scale, if it is scaled. ``lenders`` are other steps whose
-    models are read.
+    may read each other's memory. ``scaler`` has the loss's scale, if it is scaled. ``read_lent`` gives what is read of
+    other steps' models.
     """
 
     def __init__(
@@ -63,13 +62,13 @@ class TakenOver:
         *,
         reads_memory: bool,
         scaler: LossScaler | None,
-        lenders: Lenders,
+        read_lent: Callable[[], Loans],
     ) -> None:
         compiled, control = built.compiled, life.control
         device = compiled.device
         self.model, self.layout, self.binding, self.device = model, built.layout, built.binding, device
         self._life, self._tiers, self._outside = life, tiers, options.objective.outside
-        self.scaler, self._lenders, self._shared = scaler, lenders, built.shared
+        self.scaler, self._read_lent, self._shared = scaler, read_lent, built.shared
         with control.together("take the model over"):
             transport = make_transport(
                 life.group, device, control.patience_seconds, tiers.log, reads_memory=reads_memory
@@ -131,7 +130,7 @@ class TakenOver:
 
     def tensors(self, arguments: StepArguments) -> dict[str, torch.Tensor]:
         """What a step reads and writes besides its batch, by name."""
-        return state_tensors(arguments, self.model, self.state, self._outside, self.scaler, self._lenders.read())
+        return state_tensors(arguments, self.model, self.state, self._outside, self.scaler, self._read_lent())
 
     def held_bytes(self, arguments: StepArguments) -> dict[str, int]:
         """Bytes that this rank holds between steps, by tier: the device's, and others' that are used now."""

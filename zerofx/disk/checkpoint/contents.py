@@ -10,26 +10,42 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zerofx.disk.checkpoint.boxes import Box
 from zerofx.disk.checkpoint.file_names import BUFFER, MODEL, RANDOM, STATE, USER, file_name, state_name
+from zerofx.disk.checkpoint.marker import Marker, OptimizerInfo, read_content
 from zerofx.disk.checkpoint.plain import from_plain
 from zerofx.disk.checkpoint.shard_file import Entry, ShardFile
 from zerofx.errors import CheckpointError
+from zerofx.json_format import typed
 from zerofx.precision import dtype_named
-
-if TYPE_CHECKING:
-    from zerofx.disk.checkpoint.marker import Marker, OptimizerInfo
 
 _TOO_LARGE = 1 << 63
 _PRIME = (1 << 61) - 1  # random numbers below it tell two covers apart but once in about 2^58 times
 _HASH = re.compile(r"[0-9a-f]{32}")
 
 
-def check_marker(marker: Marker) -> None:
+def parse_marker(text: str, path: Path) -> Marker:
+    """The marker that ``Marker.to_json`` has made ``text`` of, checked; ``path`` is for the error.
+
+    Raises:
+        CheckpointError: it is none, damaged, of another version, or says what cannot be.
+    """
+    content = read_content(text, path)
+    try:
+        marker = typed(Marker, content, "checkpoint")
+        _check_marker(marker)
+    except (CheckpointError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"expected {path} to be the marker of a checkpoint, found that it is not like one: {error}"
+        ) from error
+    return marker
+
+
+def _check_marker(marker: Marker) -> None:
     """Check all that a marker says by itself, beyond the types of its fields.
 
     Raises:

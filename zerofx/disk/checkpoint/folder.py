@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from zerofx.disk.checkpoint.contents import parse_marker
 from zerofx.disk.checkpoint.file_names import MARKER
 from zerofx.disk.checkpoint.marker import MOST_MARKER_BYTES, Marker
 from zerofx.disk.own_files import open_plain, read_plain
@@ -258,7 +259,7 @@ def marker_in(folder: int, place: Path) -> Marker:
         text = read_plain(folder, MARKER, MOST_MARKER_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(place, error) from error
-    return Marker.from_json(text, place / MARKER)
+    return parse_marker(text, place / MARKER)
 
 
 def _unreadable(place: Path, error: Exception) -> CheckpointError:

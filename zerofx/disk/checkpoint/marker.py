@@ -16,9 +16,7 @@ from typing import Any
 import torch
 import xxhash
 
-from zerofx.disk.checkpoint.contents import check_marker
 from zerofx.errors import CheckpointError
-from zerofx.json_format import typed
 from zerofx.precision import dtype_name, dtype_named
 
 _FORMAT = "zerofx checkpoint 1"
@@ -106,32 +104,25 @@ class Marker:
         content = _canonical(asdict(self))
         return f'{{"format":"{_FORMAT}","xxh3_128":"{_hash(content)}","checkpoint":{content}}}\n'
 
-    @classmethod
-    def from_json(cls, text: str, path: Path) -> Marker:
-        """The marker that ``to_json`` has made ``text`` of; ``path`` is for the error.
 
-        Raises:
-            CheckpointError: it is none, damaged, or of another version.
-        """
-        damaged = f"expected {path} to be the marker of a checkpoint, found"
-        try:
-            read = json.loads(text)
-            form, content, digest = read["format"], read["checkpoint"], read["xxh3_128"]
-            digest_now = _hash(_canonical(content))
-        except (KeyError, RecursionError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{damaged} that it cannot be read ({type(error).__name__}: {error})") from error
-        if form != _FORMAT:
-            raise CheckpointError(f"{damaged} {form!r:.80} where this version reads {_FORMAT!r}")
-        if digest_now != digest:
-            raise CheckpointError(
-                f"{damaged} that it was changed since: its hash is not {digest!r:.40}; load another one"
-            )
-        try:
-            marker = typed(cls, content, "checkpoint")
-            check_marker(marker)
-        except (CheckpointError, RecursionError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{damaged} that it is not like one: {error}") from error
-        return marker
+def read_content(text: str, path: Path) -> Any:
+    """The plain data that ``Marker.to_json`` has made ``text`` of; ``path`` is for the error.
+
+    Raises:
+        CheckpointError: it is no marker, damaged, or of another version.
+    """
+    damaged = f"expected {path} to be the marker of a checkpoint, found"
+    try:
+        read = json.loads(text)
+        form, content, digest = read["format"], read["checkpoint"], read["xxh3_128"]
+        digest_now = _hash(_canonical(content))
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{damaged} that it cannot be read ({type(error).__name__}: {error})") from error
+    if form != _FORMAT:
+        raise CheckpointError(f"{damaged} {form!r:.80} where this version reads {_FORMAT!r}")
+    if digest_now != digest:
+        raise CheckpointError(f"{damaged} that it was changed since: its hash is not {digest!r:.40}; load another one")
+    return content
 
 
 def _canonical(content: Any) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,11 +18,8 @@ from zerofx.ir.casts import Casts, ComputeDtype
 from zerofx.options import CompileOptions
 from zerofx.runtime.state.arguments import Loans
 from zerofx.runtime.state.state import TrainingState
-from zerofx.session.lending.owners import Owner, owner_of
+from zerofx.session.lending.owners import LendingSteps, Owner, owner_of
 from zerofx.session.life import Life
-
-if TYPE_CHECKING:
-    from zerofx.session.steps import Steps
 
 
 class Lenders:
@@ -137,7 +133,7 @@ class Lenders:
             tuple(lent.values()), tuple(steps.taken.state for steps in used.values() if steps.taken is not None)
         )
 
-    def _used(self) -> Mapping[str, Steps]:
+    def _used(self) -> Mapping[str, LendingSteps]:
         return {name: steps for name, steps in self._all.items() if name in self._names}
 
     @property
@@ -146,11 +142,11 @@ class Lenders:
         return [lender.name for lender in self._outside.lent]
 
     @property
-    def _all(self) -> Mapping[str, Steps]:
+    def _all(self) -> Mapping[str, LendingSteps]:
         return {name: owner.steps for name, owner in self._owners.items() if owner.steps is not None}
 
 
-def _lent(name: str, steps: Steps, compute_dtype: torch.dtype | None, life: Life) -> Lent:
+def _lent(name: str, steps: LendingSteps, compute_dtype: torch.dtype | None, life: Life) -> Lent:
     """The model of another step, for one that computes in ``compute_dtype``."""
     taken, held_in = steps.taken, steps.options.casts(steps.model)
     what, refusal = f"{name}, which another open step trains", ""

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from zerofx.deferred import DeferredTensor
 from zerofx.errors import UsageError
-
-if TYPE_CHECKING:
-    from zerofx.session.steps import Steps
+from zerofx.options import CompileOptions
+from zerofx.session.life import Life
+from zerofx.session.taken_over import TakenOver
 
 _MARK = "_zerofx_owner"
+
+
+class LendingSteps(Protocol):
+    """The steps of a model, as other steps see them that read it: ``taken`` once they have its values in buckets."""
+
+    model: nn.Module
+    options: CompileOptions
+    life: Life
+    taken: TakenOver | None
+    num_made: int
+
+    def capturable(self) -> AbstractContextManager[None]:
+        """While open, the model is as one that no step trains."""
 
 
 class Owner:
@@ -23,18 +37,18 @@ class Owner:
     def __init__(self, step: object) -> None:
         self._step = weakref.ref(step)
         self._kept: object | None = None
-        self._steps: weakref.ref[Steps] | None = None
+        self._steps: weakref.ref[LendingSteps] | None = None
 
     @property
     def is_gone(self) -> bool:
         return self._step() is None
 
-    def lend(self, steps: Steps) -> None:
+    def lend(self, steps: LendingSteps) -> None:
         """From now on other steps may read the model where ``steps`` have it."""
         self._steps = weakref.ref(steps)
 
     @property
-    def steps(self) -> Steps | None:
+    def steps(self) -> LendingSteps | None:
         """Where the model is read; None once its step is gone."""
         return None if self.is_gone or self._steps is None else self._steps()
 
