@@ -68,6 +68,7 @@ from zerofx.passes.lib.placed_states import (
     descend_early,
     empty_on_host,
     leads_to_nvme,
+    may_run_on,
     new_values,
     state_decision,
 )
@@ -93,14 +94,39 @@ class Update:
             descend_early(step, plan, self.layout)
             factors |= _on_host(step, plan, factors[DEVICE])
         updates = _Updates(step, plan, factors)
-        for decision in plan.reduces:
-            bucket, last = self.layout.buckets[decision.bucket], step.output.prev
+        for bucket in self._in_order(step, plan):
+            last = step.output.prev
             updates.add(bucket, self.programs[bucket.index], begin)
-            begin = None if begin is None else last.next
+            if begin is not None and state_decision(plan, bucket) is not None:
+                begin = last.next
         for index in sorted(self.programs.keys() - {decision.bucket for decision in plan.reduces}):
             bucket = self.layout.buckets[index]
             add_stored(step, plan, bucket, self.programs[index], updates.known.of(Role.MASTER, bucket))
         updates.finish()
+
+    def _in_order(self, step: StepGraph, plan: Plan) -> list[Bucket]:
+        """The buckets in the order of their updates: that of their reductions.
+
+        Where all updates stand at the step's end, what the host may go on with in the next one comes first, as that
+        needs it, and what is on the device before what has to come up, which it hides.
+        """
+        buckets = [self.layout.buckets[decision.bucket] for decision in plan.reduces]
+        if step.updates_begin is None:
+            return buckets
+        order, uses = step.positions(), dict[int | None, int]()
+        for node in step.placeholders():
+            facts, readers = placeholder(node), consumers(node)
+            if facts.role in (Role.FULL, Role.SHARD) and readers:
+                uses[facts.bucket] = min([uses.get(facts.bucket, len(order)), *map(order.__getitem__, readers)])
+
+        def turn(bucket: Bucket) -> tuple[int, int]:
+            decision = state_decision(plan, bucket)
+            if decision is None:
+                return 1, 0
+            runs_on = (decision.tier, decision.update) == (HOST, HOST) and may_run_on(plan, bucket)
+            return (0, uses.get(bucket.index, 0)) if runs_on else (2, 0)
+
+        return sorted(buckets, key=turn)
 
 
 @dataclass(frozen=True)
@@ -206,7 +232,10 @@ class _Updates:
         with self._step.graph.inserting_before(self._step.output):
             await_copies(self._step, self._copies)
             for update in self._on_host:
-                self._settle(update)
+                if update.num_ahead is None and may_run_on(self._plan, update.bucket):
+                    self._run_on(update)
+                else:
+                    self._settle(update)
         finish(self._step, self._rising)
 
     def _updated(self, bucket: Bucket, program: UpdateProgram, full: fx.Node | None) -> _Updated:
@@ -299,6 +328,13 @@ class _Updates:
         where = Origin(update.bucket.name, Phase.UPDATE)
         insert_call(self._step.graph, ops.settle, args, where, name=f"settled_{update.bucket.index}")
         self._rising += start(self._step, update.bucket, update.levels)
+
+    def _run_on(self, update: _OnHost) -> None:
+        """Let an update on the host, and what is copied of it, run on into the next step (``passes/settle.py``)."""
+        sources = [copy.source for copy in update.copies if copy.source.op != "placeholder"]
+        copies, held = [copy.node for copy in update.copies], list(dict.fromkeys([*update.held, *sources]))
+        where, index = Origin(update.bucket.name, Phase.UPDATE), update.bucket.index
+        insert_call(self._step.graph, ops.run_on, (index, copies, held), where, name=f"run_on_{index}")
 
     def _await(self, copies: Sequence[Started]) -> None:
         self._written |= await_copies(self._step, copies)

@@ -19,7 +19,8 @@ loop                   a round of a loop over micro-batches reads what is there 
 random operators       none is run twice
 clipping               nothing is updated before the factors that gradients are multiplied by are known
 scaling                nothing is updated before all gradients are known to be finite
-host                   an update on the host is awaited in its step, or where it is delayed before the next one of it
+host                   an update on the host is awaited in its step, or where it is delayed before the next one of it,
+                       or where it runs on before what needs it in the next step
                        begins
 states                 what lives in a slower tier is only copied, or read where it lives
 offload                what is stored in a slower tier is reloaded, and read by nothing else; a value is not read on the
@@ -57,6 +58,7 @@ from zerofx.ir.streams import num_gathers_after, runs_on_host
 from zerofx.ir.text import target_name
 from zerofx.passes.in_place import gathers_of_lasting_slices
 from zerofx.passes.lib.plan_check import GATHERS, differences, is_reduction, parameter_gathers
+from zerofx.passes.settle import readers_next
 from zerofx.scheduler.plan.plan import Plan
 
 _NEIGHBOURS = 6
@@ -86,7 +88,7 @@ def verify(step: StepGraph, after: str, plan: Plan | None = None) -> None:
             _check_offload(step, after, node, order)
     _check_launches(step, after)
     _check_placed(step, after)
-    _check_on_host(step, after, order)
+    _check_on_host(step, after, order, is_last=plan is not None)
     _check_residencies(step, after)
     _check_reductions(step, after)
     _check_updates(step, after, order)
@@ -100,8 +102,8 @@ def verify(step: StepGraph, after: str, plan: Plan | None = None) -> None:
 
 
 def _check_started(step: StepGraph, after: str, node: fx.Node) -> None:
-    waits = [user for user in node.users if user.target is ops.wait]
-    others = [user.name for user in node.users if user.target is not ops.wait]
+    waits = [user for user in node.users if user.target in (ops.wait, ops.run_on)]
+    others = [user.name for user in node.users if user not in waits]
     if len(waits) != 1 or others:
         _fail(step, after, node, f"waits: {node.name} has {len(waits)} waits and is read by {others}")
     if node.target in VALUE_COLLECTIVES and waits[0].args != (node, node.args[0]):
@@ -145,7 +147,7 @@ def _check_offload(step: StepGraph, after: str, node: fx.Node, order: dict[fx.No
         reader.name
         for reader in readers
         if reader not in reloads
-        and reader.target not in (ops.next_micro_batch, ops.settle)
+        and reader.target not in (ops.next_micro_batch, ops.settle, ops.run_on)
         and not (reader.target is ops.wait and reader.args[0] in reloads)
         and not runs_on_host(reader)
     ]
@@ -167,13 +169,21 @@ def _check_placed(step: StepGraph, after: str) -> None:
                 _fail(step, after, reader, f"states: {reader.name} reads {node.name} on {tier_of(node)}")
 
 
-def _check_on_host(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
+def _check_on_host(step: StepGraph, after: str, order: dict[fx.Node, int], *, is_last: bool) -> None:
     settled = {node.args[0]: order[node] for node in step.calls() if node.target is ops.settle}
+    runs_on = {node.args[0]: node for node in step.calls() if node.target is ops.run_on}
     for node in filter(runs_on_host, step.calls()):
         bucket, begins_after = host_bucket(node), order[node] > settled.get(host_bucket(node), len(order))
+        if bucket in runs_on and order[node] < order[runs_on[bucket]]:
+            continue
         if bucket not in settled or begins_after != (delayed_bucket(node) is not None):
             which = "the last update" if delayed_bucket(node) is not None else "the update"
             _fail(step, after, node, f"host: {node.name} is of bucket {bucket}, {which} of which is not awaited")
+    for bucket, node in runs_on.items() if settled.keys() & runs_on.keys() or is_last else ():
+        for reader in readers_next(step, node):
+            if order[reader] < settled.get(bucket, len(order)):
+                what = f"host: {reader.name} reads what {node.name} has let run on in the step before, not awaited"
+                _fail(step, after, reader, what)
 
 
 def _check_residencies(step: StepGraph, after: str) -> None:

@@ -48,6 +48,7 @@ from zerofx.passes.prepare.scale_loss import ScaleLoss
 from zerofx.passes.prepare.simplify import Simplify
 from zerofx.passes.prepare.slice import Slice
 from zerofx.passes.reduce import Reduce
+from zerofx.passes.settle import Settle
 from zerofx.passes.shard import Shard
 from zerofx.passes.tile import Tile
 from zerofx.passes.update import Update
@@ -162,6 +163,8 @@ PLAN = (
     Listed(Prefetch, {"gathers": ("issue", "reload", "read")}, optional=True),  # gathers issued ahead of their use
     # Several gathers as one collective.
     Listed(Merge, {"gathers": ("merged",)}, lambda plan, _: any(gather.merged for gather in plan.gathers)),
+    # What runs on from the step before, awaited where it is needed.
+    Listed(Settle, when=lambda plan, _: plan.states),
     # What is not sent exactly as it is: in few bits, or from second shards on each node.
     Listed(QuantiseGathers, {"wires": ("bucket", "gather", "second_shard")}, lambda plan, _: plan.wires),
     Listed(QuantiseReductions, {"wires": ("reduce", "hop_after")}, lambda plan, _: plan.wires),

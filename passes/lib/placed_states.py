@@ -51,6 +51,7 @@ from zerofx.ir.edit import consumers, insert_call, named, start_of_unit
 from zerofx.ir.facts import DEVICE, Origin, Phase, set_tier, tensor, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import ends_of
+from zerofx.passes.shard import parameter_tier
 from zerofx.scheduler.plan.decisions import StateDecision, of_bucket
 from zerofx.scheduler.plan.facts import TIERS
 from zerofx.scheduler.plan.plan import Plan
@@ -97,6 +98,14 @@ def state_decision(plan: Plan, bucket: Bucket) -> StateDecision | None:
             f"{away[0].tier if away else DEVICE}: make the plan anew"
         )
     return decision
+
+
+def may_run_on(plan: Plan, bucket: Bucket) -> bool:
+    """Whether a step may end before the host is done with a bucket's update: no other rank waits for new values, and
+    users see none, as they do of parameters that stay whole on the device in their own dtype."""
+    is_shared = bucket.is_cut(plan.stage) and not (bucket.is_gathered(plan.stage) and bucket.num_parts == 1)
+    is_hidden = bucket.is_gathered(plan.stage) or bucket.has_master or parameter_tier(plan, bucket) != DEVICE
+    return is_hidden and not is_shared
 
 
 class PlacedStates:

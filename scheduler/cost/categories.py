@@ -66,6 +66,8 @@ def memory_curve(step: StepGraph, live: Liveness) -> Iterator[Moment]:
     held = _persistent(step)
     dying: dict[fx.Node, list[tuple[Category, int]]] = {}
     taken: dict[fx.Node, list[tuple[Category, int]]] = {}
+    for storage in live.running_on:
+        held[category_of(storage[0])] += live.sizes[storage]
     for storage, size in live.sizes.items():
         owner = storage[0]
         entry = (category_of(owner), size)

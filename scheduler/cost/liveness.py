@@ -2,8 +2,9 @@
 
 A value's storage is allocated when the node that owns it runs, and freed after the last node that reads it, itself or
 through views: exactly where the emitted step deletes the last name that holds it. Placeholders (parameters, states,
-buffers, the batch) live throughout. A copy between tiers holds its source and its result from its start to its wait;
-one that leads to or comes from nvme passes through a buffer of its size on the host.
+buffers, the batch) live throughout. What runs on into the next step (``ops.run_on``) is there until that settles it,
+and so where a step begins, which is one among steps like it. A copy between tiers holds its source and its result from
+its start to its wait; one that leads to or comes from nvme passes through a buffer of its size on the host.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class Liveness:
     """Bytes on the device by node: live while it runs (``during``, outputs and workspace included) and after it
     (``after``).
 
-    ``last_use`` and ``sizes`` are the last reader and the bytes of each storage on the device that a call owns.
+    ``last_use`` and ``sizes`` are the last reader and the bytes of each storage on the device that a call owns. Of
+    ``running_on``, which are there as the step begins, the reader is what settles them, in the next step.
     ``slower`` has the other tiers that the step uses, the faster first. ``compiled`` are the compiled regions: what
     ``after`` says inside one of them holds for its nodes run one by one.
     """
@@ -86,6 +88,7 @@ class Liveness:
     sizes: dict[Storage, int]
     slower: dict[str, TierUse] = field(default_factory=dict)
     compiled: dict[tuple[fx.Node, ...], FusedRegion] = field(default_factory=dict)
+    running_on: tuple[Storage, ...] = ()
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -125,12 +128,16 @@ def liveness(step: StepGraph, on_cpu: bool, *, compiles_regions: bool = False) -
     if on_cpu:
         excess |= {node: (_padding(node),) for node in step.calls() if node.target is ops.all_reduce_values}
     last_use, owned = _last_uses(step, excess, calls_kernels=not compiles_regions)
+    settled_by = _settled_by(step)
+    running_on = [storage for storage, reader in last_use.items() if reader in settled_by]
+    last_use |= {storage: settled_by[last_use[storage]] for storage in running_on}
     here = {node: storages for node, storages in owned.items() if tier_of(node) == DEVICE}
     last_here = {storage: reader for storage, reader in last_use.items() if storage[0] in here}
     dying = _by_reader(last_here)
     persistent = _persistent_bytes(step, DEVICE)
     sizes = {(node, index): size for node, storages in here.items() for index, size in storages}
-    live, during, after = persistent, {}, {}
+    running_here = tuple(storage for storage in running_on if storage in sizes)
+    live, during, after = persistent + sum(sizes[storage] for storage in running_here), {}, {}
     loop = loop_of(step)
     for node in step.calls():
         live += sum(size for _, size in here.get(node, ()))
@@ -144,9 +151,16 @@ def liveness(step: StepGraph, on_cpu: bool, *, compiles_regions: bool = False) -
         after[node] = live
     away = any(tier_of(node) != DEVICE for node in step.graph.nodes)
     tiers = [tier for tier in TIERS if tier != DEVICE] if away else []
-    slower: dict[str, TierUse] = {tier: _tier_use(step, tier, last_use, owned) for tier in tiers}
+    slower: dict[str, TierUse] = {tier: _tier_use(step, tier, last_use, owned, running_on) for tier in tiers}
     used = {tier: use for tier, use in slower.items() if use.peak_bytes}
-    return Liveness(during, after, persistent, last_here, sizes, used)
+    return Liveness(during, after, persistent, last_here, sizes, used, running_on=running_here)
+
+
+def _settled_by(step: StepGraph) -> dict[fx.Node, fx.Node]:
+    """The node that awaits, in the next step, what each ``run_on`` has let run on."""
+    runs_on = {node.args[0]: node for node in step.calls() if node.target is ops.run_on}
+    settled = (node for node in step.calls() if node.target is ops.settle)
+    return {runs_on[node.args[0]]: node for node in settled if node.args[0] in runs_on}
 
 
 def _handed_out_bytes(
@@ -162,13 +176,15 @@ def _tier_use(
     tier: str,
     last_use: Mapping[Storage, fx.Node],
     owned: Mapping[fx.Node, list[tuple[int, int]]],
+    running_on: Sequence[Storage],
 ) -> TierUse:
     """Bytes on a slower tier: what is kept and copied there, without what operators on the host hold inside."""
     held = {node for node in owned if node.target in ops.EVENTS and tier_of(node) == tier}
     dying = _by_reader({storage: reader for storage, reader in last_use.items() if storage[0] in held})
     persistent = _persistent_bytes(step, tier)
-    live, during, after = persistent, {}, {}
-    blocks = most_blocks = _persistent_bytes(step, tier, size_class)
+    there = [size for node, i in running_on if node in held for index, size in owned[node] if index == i]
+    live, during, after = persistent + sum(there), {}, {}
+    blocks = most_blocks = _persistent_bytes(step, tier, size_class) + sum(map(size_class, there))
     for node in step.calls():
         passing = _passing_through(node) if tier == "host" else 0
         if not passing and node not in held and node not in dying:  # most nodes

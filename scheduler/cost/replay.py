@@ -13,7 +13,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_source
-from zerofx.ir.facts import delayed_bucket
+from zerofx.ir.facts import delayed_bucket, host_bucket
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import HOST, runs_on_host, stream_of
 from zerofx.scheduler.cost.simulate import Simulation
@@ -22,11 +22,12 @@ from zerofx.scheduler.cost.simulate import Simulation
 @dataclass(frozen=True)
 class Start:
     """Something starts, once what it comes ``after`` is done: the seconds that it takes on each stream, one leg after
-    the other. Until then its streams are left to others."""
+    the other. Until then its streams are left to others. ``runs_on``: the step may end before it is done."""
 
     name: str
     legs: tuple[tuple[str, float], ...]
     after: tuple[str, ...] = ()
+    runs_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ TimedEvent = float | Start | Wait | Until
 def events_of(step: StepGraph, simulation: Simulation) -> list[TimedEvent]:
     """The step as ``simulation`` has run it; what is started has the name of its node."""
     events: list[TimedEvent] = []
+    runs_on = [node for node in step.calls() if node.target is ops.run_on]
+    buckets = {node.args[0] for node in runs_on}
+    left = {copy for node in runs_on for copy in node.all_input_nodes}
     copied, updated = dict[fx.Node, str](), dict[fx.Node, str]()  # what has written each storage last
     computing = 0.0
     for node in step.calls():
@@ -60,7 +64,7 @@ def events_of(step: StepGraph, simulation: Simulation) -> list[TimedEvent]:
         elif node.target in ops.TRANSFERS:
             ends = [storage_source(end)[0] for end in node.all_input_nodes]
             after = tuple(updated[end] for end in ends if end in updated)
-            event = Start(node.name, tuple((leg.stream, leg.seconds) for leg in timing.legs), after)
+            event = Start(node.name, tuple((leg.stream, leg.seconds) for leg in timing.legs), after, node in left)
             copied |= dict.fromkeys(ends, node.name)
         elif node.target is ops.wait:
             pending = node.args[0]
@@ -73,7 +77,7 @@ def events_of(step: StepGraph, simulation: Simulation) -> list[TimedEvent]:
         elif runs_on_host(node):
             sources = [storage_source(source)[0] for source in node.all_input_nodes]
             after = tuple(copied[source] for source in sources if source in copied)
-            event = Start(node.name, ((HOST, timing.seconds),), after)
+            event = Start(node.name, ((HOST, timing.seconds),), after, host_bucket(node) in buckets)
             updated |= dict.fromkeys(sources, node.name)
         else:
             computing += timing.seconds
@@ -90,12 +94,16 @@ def end_seconds(events: Iterable[TimedEvent]) -> float:
     now = 0.0
     free: dict[str, float] = {}  # by stream
     done: dict[str, float] = {}  # by name
+    ends = 0.0  # when all is done that the step waits for
     held_back: list[tuple[float, Start]] = []  # what may start then, the earliest first
 
     def run(start: Start, ready: float) -> None:
+        nonlocal ends
         for stream, seconds in start.legs:
             ready = free[stream] = max(ready, free.get(stream, 0.0)) + seconds
         done[start.name] = ready
+        if not start.runs_on:
+            ends = max(ends, ready)
 
     def run_all(until: float) -> None:
         while held_back and held_back[0][0] <= until:
@@ -121,4 +129,4 @@ def end_seconds(events: Iterable[TimedEvent]) -> float:
             if ready <= now:
                 run_all(now)
     run_all(float("inf"))
-    return max([now, *done.values()])
+    return max(now, ends)

@@ -4,22 +4,24 @@ Computation runs in the graph's order on one stream, collectives in theirs on an
 one for each link and direction. What is started begins when its stream is free and computation has reached it, a second
 leg when the first is done; a wait holds computation until then. What computation waits for is *exposed*. Updates on the
 host run on a lane of their own: one begins when the host is free and its copies are there, and copies of what it writes
-when it is done; where a delayed one ends beyond the step, the next step begins with it under way. A copy that waits for
-the host leaves its link to others meanwhile. (The emitted step behaves so; see
-``zerofx/runtime/comm/gloo.py``, ``zerofx/runtime/comm/nccl.py`` and ``zerofx/runtime/tiers/tiers.py``.)
+when it is done. A copy that waits for the host leaves its link to others meanwhile. What is delayed or runs on ends
+beyond the step, and the next one begins with it under way: a step is simulated as one among steps like it, and takes as
+long as from its begin to that of the next. (The emitted step behaves so; see ``zerofx/runtime/comm/gloo.py``,
+``zerofx/runtime/comm/nccl.py`` and ``zerofx/runtime/tiers/tiers.py``.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_bytes, storage_source
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.facts import Role, delayed_bucket, host_bucket, tensor
+from zerofx.ir.facts import Role, host_bucket, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of, times_run
 from zerofx.ir.streams import LINKS, hops_of, num_gathers_after, runs_on_host, stream_of
@@ -33,7 +35,10 @@ from zerofx.scheduler.plan.facts import Prediction
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 
-_STEPS_TO_SETTLE = 8  # simulated steps until each begins with the same delayed updates under way; two, as a rule
+T = TypeVar("T")
+
+_STEPS_TO_SETTLE = 8  # simulated steps until each begins with the same under way; two, as a rule
+_SAME_SECONDS = 1e-9  # what two steps like each other differ by, as their seconds are rounded
 
 
 @dataclass(frozen=True)
@@ -69,18 +74,14 @@ class NodeTiming:
 class Simulation:
     """A simulated step, per rank: a timing for each call of the graph in order, and its live bytes.
 
+    ``step_seconds``: until computation ends, and the next step begins, with what is delayed or runs on under way.
     ``node_wire_bytes``: what the ranks of the first node send together, ``"within"`` it and ``"across"`` nodes.
     """
 
     timings: dict[fx.Node, NodeTiming]
     live: Liveness
+    step_seconds: float
     node_wire_bytes: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def step_seconds(self) -> float:
-        """Until the last node ends, but for those that run during the next step."""
-        ends = (t.start_seconds + t.seconds for n, t in self.timings.items() if delayed_bucket(n) is None)
-        return max(ends, default=0.0)
 
     @property
     def exposed_seconds(self) -> float:
@@ -130,34 +131,71 @@ def simulate(
     ``measured``: seconds by node name that replace what ``machine`` predicts (``MeasuredCosts.of_nodes``). With delayed
     updates it is a step among steps like it.
     """
-    live, before = liveness(step, on_cpu, compiles_regions=compiles_regions), dict[int, float]()
+    live = liveness(step, on_cpu, compiles_regions=compiles_regions)
     collectives = [
         node for node, times in times_run(step).items() for _ in range(times) if node.target in ops.COLLECTIVES
     ]
     sent = node_wire_bytes(collectives, mesh, machine.ranks_per_node, pairwise=on_cpu)
-    for _ in range(_STEPS_TO_SETTLE):
-        simulation = Simulation(_timings(step, machine, mesh, measured, before), live, sent)
-        left = _under_way(simulation)
-        if left == before:
+    slowest, before = None, _UnderWay()
+    for number in range(_STEPS_TO_SETTLE):
+        clocks = _run(step, machine, mesh, measured, before)
+        # Where steps take turns at being longer, the longest of them is what is said of all.
+        if slowest is None or number < 2 or clocks.compute > slowest.compute:
+            slowest = clocks
+        left = clocks.under_way()
+        if left.is_like(before):
+            slowest = clocks
             break
         before = left
-    return simulation
+    assert slowest is not None
+    return Simulation(_timings(step, slowest), live, slowest.compute, sent)
 
 
-def _under_way(simulation: Simulation) -> dict[int, float]:
-    """Seconds from the step's end to that of each delayed update that ends beyond it, by bucket."""
-    end, under_way = simulation.step_seconds, dict[int, float]()
-    for node, timing in simulation.timings.items():
-        bucket, done = delayed_bucket(node), timing.start_seconds + timing.seconds
-        if bucket is not None and done > end:
-            under_way[bucket] = done - end
-    return under_way
+@dataclass(frozen=True)
+class _UnderWay:
+    """What goes on as a step begins, in seconds from there.
+
+    Until when the ``host`` and ``links`` are busy; when updates on the host are done, by bucket (``settled``), and by
+    what is kept in a slower tier (``updated``), and when that was copied last (``landed``); which copies run on, by
+    bucket, when they are ``done``, and when those may begin that wait for the host (``held_back``).
+    """
+
+    host: float = 0.0
+    links: Mapping[str, float] = field(default_factory=dict)
+    settled: Mapping[int, float] = field(default_factory=dict)
+    updated: Mapping[fx.Node, float] = field(default_factory=dict)
+    landed: Mapping[fx.Node, float] = field(default_factory=dict)
+    runs_on: Mapping[int, tuple[fx.Node, ...]] = field(default_factory=dict)
+    done: Mapping[fx.Node, float] = field(default_factory=dict)
+    held_back: Mapping[fx.Node, float] = field(default_factory=dict)
+
+    def is_like(self, other: _UnderWay) -> bool:
+        """Whether all that is under way is so in the other too, at the same time."""
+        if abs(self.host - other.host) > _SAME_SECONDS:
+            return False
+        for name in ("links", "settled", "updated", "landed", "done", "held_back"):
+            mine, others = getattr(self, name), getattr(other, name)
+            if mine.keys() != others.keys() or any(abs(mine[k] - others[k]) > _SAME_SECONDS for k in mine):
+                return False
+        return True
 
 
-def _timings(
-    step: StepGraph, machine: Machine, mesh: Mesh, measured: Mapping[str, float] | None, before: Mapping[int, float]
-) -> dict[fx.Node, NodeTiming]:
-    """A timing for each call; ``before`` are the seconds that delayed updates of the last step still take."""
+def _timings(step: StepGraph, clocks: _Clocks) -> dict[fx.Node, NodeTiming]:
+    """A timing for each call, in order; of those copies that run on, as they did in the step before."""
+    loop = loop_of(step)
+    inside = () if loop is None else set(loop.inside())
+    return {
+        node: replace(clocks.timings[node], num_runs=loop.num_rounds)
+        if loop and node in inside
+        else clocks.timings[node]
+        for node in step.calls()
+    }
+
+
+def _run(
+    step: StepGraph, machine: Machine, mesh: Mesh, measured: Mapping[str, float] | None, before: _UnderWay
+) -> _Clocks:
+    """The clocks at the end of a step that begins with what is under way ``before``."""
     clocks, loop, loop_begun = _Clocks(machine, mesh, measured, before), loop_of(step), 0.0
     for node in step.calls():
         if loop is not None and node is loop.begin:
@@ -166,31 +204,29 @@ def _timings(
             # The rounds after the first take as long as it.
             clocks.skip((loop.num_rounds - 1) * (clocks.compute - loop_begun))
         clocks.run(node)
-    if loop is None:
-        return clocks.timings
-    return clocks.timings | {node: replace(clocks.timings[node], num_runs=loop.num_rounds) for node in loop.inside()}
+    clocks.end()
+    return clocks
 
 
 class _Clocks:
     """When computation (``compute``), the host and each other stream are free as calls run in order, and their timings.
 
-    ``before``: the seconds that delayed updates of the last step still take, by bucket.
+    ``before``: what goes on as they begin.
     """
 
-    def __init__(
-        self, machine: Machine, mesh: Mesh, measured: Mapping[str, float] | None, before: Mapping[int, float]
-    ) -> None:
+    def __init__(self, machine: Machine, mesh: Mesh, measured: Mapping[str, float] | None, before: _UnderWay) -> None:
         self._machine, self._mesh, self._measured, self._before = machine, mesh, measured or {}, before
         self.timings: dict[fx.Node, NodeTiming] = {}
         self.compute = 0.0
-        self._host = max(before.values(), default=0.0)
+        self._host = before.host
         self._collectives: dict[str, float] = {}  # by stream: one for each communicator
-        self._links = dict.fromkeys(LINKS, 0.0)
-        self._done: dict[fx.Node, float] = {}  # when what was started is done
-        self._landed: dict[fx.Node, float] = {}  # when what is kept in a slower tier was last copied
-        self._updated: dict[fx.Node, float] = {}  # when it was last updated on the host
-        self._settled: dict[int, float] = {}  # when a bucket's update on the host is done
-        self._held_back: list[tuple[fx.Node, float]] = []  # copies that begin once the host is done, with when that is
+        self._links = dict.fromkeys(LINKS, 0.0) | before.links
+        self._done = dict(before.done)  # when what was started is done
+        self._landed = dict(before.landed)  # when what is kept in a slower tier was last copied
+        self._updated = dict(before.updated)  # when it was last updated on the host
+        self._settled = dict(before.settled)  # when a bucket's update on the host is done
+        self._held_back = dict(before.held_back)  # copies that begin once the host is done, with when that is
+        self._runs_on: dict[int, tuple[fx.Node, ...]] = {}  # copies that nothing in their step waits for, by bucket
         self._together: list[fx.Node] = []  # gathers that start with the next one
 
     def skip(self, seconds: float) -> None:
@@ -199,6 +235,33 @@ class _Clocks:
         self._collectives = {stream: free + seconds for stream, free in self._collectives.items()}
         self._links = {stream: free + seconds for stream, free in self._links.items()}
         self._done = {node: done + seconds for node, done in self._done.items()}
+
+    def end(self) -> None:
+        """The step is over: copies that the host has held back until now begin, and others in the next one."""
+        for copy, ready in list(self._held_back.items()):
+            if copy in self._held_back and ready <= self.compute:
+                self._place(copy)
+        for copy in self._held_back.keys() & self.timings.keys():
+            timing = self.timings[copy]
+            legs = tuple(replace(leg, start_seconds=leg.start_seconds + self.compute) for leg in timing.legs)
+            self.timings[copy] = replace(timing, start_seconds=timing.start_seconds + self.compute, legs=legs)
+
+    def under_way(self) -> _UnderWay:
+        """What goes on at the step's end, in seconds from there."""
+
+        def left(ends: Mapping[T, float]) -> dict[T, float]:
+            return {key: end - self.compute for key, end in ends.items() if end > self.compute}
+
+        updated, landed = (
+            left({node: end for node, end in ends.items() if node.op == "placeholder"})
+            for ends in (self._updated, self._landed)
+        )
+        copies = {copy for copies in self._runs_on.values() for copy in copies}
+        return _UnderWay(
+            max(0.0, self._host - self.compute), left(self._links), left(self._settled), updated, landed,
+            self._runs_on, left({node: end for node, end in self._done.items() if node in copies}),
+            {copy: ready - self.compute for copy, ready in self._held_back.items()},
+        )  # fmt: skip
 
     def run(self, node: fx.Node) -> None:
         """Run the next call."""
@@ -209,9 +272,9 @@ class _Clocks:
         elif node.target is ops.wait:
             self._wait(node)
         elif node.target is ops.settle:
-            bucket = node.args[0]
-            assert isinstance(bucket, int)
-            self._hold(node, until=self._settled.get(bucket, self._before.get(bucket, 0.0)))
+            self._settle(node)
+        elif node.target is ops.run_on:
+            self._run_on(node)
         elif node.target is ops.second_shard:
             size = storage_bytes(tensor(node))
             self._computes(node, copy_seconds(size, "device", "device", self._machine), size, size, 0)
@@ -252,16 +315,19 @@ class _Clocks:
     def _copy(self, node: fx.Node) -> None:
         updated = (self._updated.get(storage_source(end)[0], 0.0) for end in node.all_input_nodes)
         ready = max(self.compute, *updated)
-        self._held_back.append((node, ready))
+        self._held_back[node] = ready
+        self._done.pop(node, None)  # of the step before
         if ready <= self.compute:
             self._place(node)
 
     def _place(self, node: fx.Node) -> None:
         """Put a copy on its links, after those that are ready before it."""
-        ready = next(ready for held, ready in self._held_back if held is node)
-        due = [entry for entry in self._held_back if entry[1] <= ready]
-        self._held_back = [entry for entry in self._held_back if entry not in due]
-        for copy, begin in sorted(due, key=lambda entry: entry[1]):
+        until = self._held_back[node]
+        due = sorted((ready, number) for number, ready in enumerate(self._held_back.values()) if ready <= until)
+        copies = list(self._held_back)
+        for begin, number in due:
+            copy = copies[number]
+            del self._held_back[copy]
             legs = self._legs(copy, begin)
             done = self._done[copy] = legs[-1].start_seconds + legs[-1].seconds
             self._landed.update(dict.fromkeys((storage_source(end)[0] for end in copy.all_input_nodes), done))
@@ -285,6 +351,22 @@ class _Clocks:
         if pending not in self._done:
             self._place(pending)
         self._hold(node, until=self._done[pending], seconds=_sum_seconds(pending, self._machine))
+
+    def _settle(self, node: fx.Node) -> None:
+        bucket = node.args[0]
+        assert isinstance(bucket, int)
+        copies = self._before.runs_on.get(bucket, ())
+        for copy in copies:
+            if copy in self._held_back:
+                self._place(copy)
+        done = (self._done.get(copy, 0.0) for copy in copies)
+        self._hold(node, until=max([self._settled.get(bucket, 0.0), *done]))
+
+    def _run_on(self, node: fx.Node) -> None:
+        bucket, copies, _ = node.args
+        assert isinstance(bucket, int) and isinstance(copies, list | tuple)
+        self._runs_on[bucket] = tuple(copy for copy in copies if isinstance(copy, fx.Node))
+        self._hold(node, until=self.compute)
 
     def _update_on_host(self, node: fx.Node) -> None:
         """It begins when the host is free and its copies are there; computation goes on."""

@@ -9,12 +9,14 @@ step the shortest on a timeline of links, host and computation.
     host way      gradient down -> update on the host -> parameters up
     device way    states up -> update on the device -> states down
 
-Where gradients are clipped all updates are after the last reduction, and the timeline begins there.
+Where gradients are clipped all updates are after the last reduction, those on the host first, in the order in which the
+next step needs them: what it needs late may be updated while it runs.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,22 +31,26 @@ from zerofx.units import format_seconds
 
 @dataclass(frozen=True)
 class Ready:
-    """A bucket whose states are on the host, and when its gradient is complete, in seconds from the step's begin."""
+    """A bucket whose states are on the host; when its gradient is complete, and when the next step needs what was
+    updated on the host, in seconds from the step's begin."""
 
     bucket: Bucket
     num_state_bytes: int
     seconds: float
+    use_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Timeline:
     """What is known of a step before its updates: when it has computed all, and from when on states may come up, after
     the activations that links bring back; ``ahead``: whether they come up, and go down, while something else computes.
+    No update begins before ``begin_seconds``.
     """
 
     end_seconds: float
     up_seconds: float
     ahead: bool = True
+    begin_seconds: float = 0.0
 
 
 def balance_updates(
@@ -67,7 +73,7 @@ def balance_updates(
         stage: the ZeRO stage.
         machine: its links and its host.
     """
-    in_order = sorted(ready, key=lambda entry: entry.seconds)
+    in_order = sorted(ready, key=lambda entry: (entry.seconds, -entry.use_seconds))
     costs = [_Costs.of(entry, stage, machine) for entry in in_order]
     needed = [0 if levels[e.bucket].update == "host" else c.handed_bytes for e, c in zip(in_order, costs, strict=True)]
     fitting = [ways for ways in _ways(len(costs)) if sum(itertools.compress(needed, ways)) <= spare_bytes]
@@ -97,6 +103,7 @@ class _Costs:
     """Seconds of one bucket's update on each link and on the host, either way, and when its gradient is complete."""
 
     ready: float
+    use: float
     states_up: float
     states_down: float
     gradient_down: float
@@ -110,6 +117,7 @@ class _Costs:
         gradient, new = numel * entry.bucket.reduce_dtype.itemsize, numel * entry.bucket.compute_dtype.itemsize
         return _Costs(
             entry.seconds,
+            entry.use_seconds,
             copy_seconds(states, "host", "device", machine),
             copy_seconds(states, "device", "host", machine),
             copy_seconds(gradient, "device", "host", machine),
@@ -120,24 +128,50 @@ class _Costs:
 
 
 def _end(costs: Sequence[_Costs], on_host: Sequence[bool], timeline: Timeline) -> float:
-    """When a step ends of whose updates these run ``on_host``.
+    """The seconds of a step of whose updates these run ``on_host``, to the begin of the next one, which runs next to
+    what they leave under way.
 
     An update on the device holds computation until its states are there, and those of the update before are down.
     """
-    up, down, host, new, held = timeline.up_seconds, 0.0, 0.0, 0.0, 0.0
-    for cost, is_on_host in zip(costs, on_host, strict=True):
-        now = cost.ready + held
+    begins, ends, up = timeline.begin_seconds, timeline.end_seconds, timeline.up_seconds
+    down = host = held = 0.0
+    given: list[tuple[float, float, _Costs]] = []  # to the host, and when the gradient has landed
+    updated: list[tuple[float, _Costs]] = []  # when the host is done with each
+
+    def update_given() -> None:
+        nonlocal host
+        for _, landed, cost in sorted(given, key=lambda entry: (entry[0], entry[2].use)):
+            host = max(host, landed) + cost.host
+            updated.append((host, cost))
+        given.clear()
+
+    def bring_up(until: float) -> None:
+        nonlocal up, ends
+        while updated and updated[0][0] <= until:
+            done, cost = updated.pop(0)
+            up = max(up, done) + cost.parameters_up
+            ends = max(ends, up - cost.use)
+
+    sides = zip(costs, on_host, strict=True)
+    for cost, is_on_host in sorted(
+        sides, key=lambda entry: entry[0].ready if entry[1] else max(entry[0].ready, begins)
+    ):
         if is_on_host:
-            down = max(down, now) + cost.gradient_down
-            host = max(host, down) + cost.host
-            new += cost.parameters_up
-        elif not timeline.ahead:
-            updated = max(now, up, down) + cost.states_up
-            up = down = updated + cost.states_down
+            down = max(down, cost.ready + held) + cost.gradient_down
+            given.append((max(cost.ready, begins), max(down, begins), cost))
+            continue
+        now = max(cost.ready, begins) + held
+        update_given()
+        bring_up(up)
+        if not timeline.ahead:
+            done = max(now, up, down) + cost.states_up
+            up = down = done + cost.states_down
             held += down - now
         else:
             up += cost.states_up
-            updated = max(now, up, down)
-            held += updated - now
-            down = updated + cost.states_down
-    return max(timeline.end_seconds + held, up + new, down, host + new / max(1, sum(on_host)))
+            done = max(now, up, down)
+            held += done - now
+            down = done + cost.states_down
+    update_given()
+    bring_up(math.inf)
+    return max(timeline.end_seconds + held, ends, down)

@@ -12,12 +12,13 @@ from zerofx.ir.graph import StepGraph
 from zerofx.passes.activations.recompute import put_off, recompute
 from zerofx.passes.activations.spread import spread
 from zerofx.passes.divide import end_regions_at
+from zerofx.passes.lib.placed_states import may_run_on
 from zerofx.scheduler.cost.timeline import Positions, UnitPhase, runs
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.gradients import place_gradients
 from zerofx.scheduler.decide.offload import Capacity, OffloadRequest, place
 from zerofx.scheduler.decide.prefetch import NUM_BUFFERS, place_arrivals, updates_of
-from zerofx.scheduler.decide.residency import PolicyOptions, decide
+from zerofx.scheduler.decide.residency import PolicyOptions, decide, parameter_uses
 from zerofx.scheduler.decide.spread import spreads_of
 from zerofx.scheduler.decide.states import StateLevel, decisions_of
 from zerofx.scheduler.decide.update_sides import Ready, Timeline, balance_updates
@@ -116,19 +117,27 @@ def _balance(
 ) -> tuple[StateDecision, ...]:
     """Where states are, each with the side of its update that leaves the step the shortest."""
     spans = runs(step, chosen.seconds)
-    end, last_runs = spans[-1].end_seconds, updates_of(plan, step, question.layout, Positions(step, spans))
+    at, end = Positions(step, spans), spans[-1].end_seconds
+    last_runs = updates_of(plan, step, question.layout, at)
+    uses = {
+        bucket.index: spans[at.run_of(nodes[0])].start_seconds
+        for bucket, nodes in parameter_uses(step, question.layout)
+        if may_run_on(plan, bucket)
+    }
     ready = [
         Ready(
             question.layout.buckets[decision.bucket],
             question.state_bytes[decision.bucket],
-            end if plan.updates_wait else spans[last_runs[decision.bucket]].end_seconds,
+            spans[last_runs[decision.bucket]].end_seconds,
+            uses.get(decision.bucket, 0.0),
         )
         for decision in plan.states
         if decision.tier == "host" and not decision.delayed and decision.bucket in last_runs
     ]
     back = next((run.start_seconds for run in spans if run.phase is Phase.BACKWARD), 0.0)
     back += sum(copy_seconds(decision.num_bytes, "host", "device", question.machine) for decision in plan.offloads)
-    timeline = Timeline(end, max(back, end) if plan.updates_wait else back, chosen.prefetch > 0)
+    begin = end if plan.updates_wait else 0.0
+    timeline = Timeline(end, max(back, begin), chosen.prefetch > 0, begin)
     return balance_updates(
         plan.states, chosen.state_levels, ready, timeline, spare_bytes, question.stage, question.machine
     )

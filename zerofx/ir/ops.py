@@ -26,8 +26,10 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``next_micro_batch``  a micro-batch is over, and the next one begins; ``carried`` is what it hands on
 ``check_gradients``   end the step before its updates where a gradient is not finite: where ``largest`` is not, which is
                       the same on all ranks; ``outcome`` is what the step gives then
-``settle``            hold until the host is done with the update of a bucket, of this step, or of the one before where
-                      that is delayed; ``held`` is what it reads until then
+``run_on``            a step may end before the host is done with a bucket's update, and before ``copies`` of it are;
+                      ``held`` is what they read until then
+``settle``            hold until the host is done with the update of a bucket, and copies of it that run on: of this
+                      step, or of the one before; ``held`` is what the host reads until then
 ``part``              a view of some elements of a tensor that enters a region as it stands: one serves them all
 ``mm_into``           a matrix product written over a tensor: ``mm(..., out=)`` for compiled regions, and their kernel
 ``product``           a matrix product in float32 on a CPU by other means than ATen's BLAS, plus a bias if there is one,
@@ -112,6 +114,7 @@ second_shard = own_operator(
 broadcast = own_operator("broadcast(Tensor(a!)[] buffers) -> ()", fakes.nothing)
 wait = own_operator("wait(Tensor(a) pending, Tensor? source=None) -> Tensor(a)", fakes.first)
 release = own_operator("release(Tensor full) -> ()", fakes.nothing)
+run_on = own_operator("run_on(int bucket, Tensor[] copies, Tensor[] held) -> ()", fakes.nothing)
 settle = own_operator("settle(int bucket, Tensor[]? held=None) -> ()", fakes.nothing)
 empty_gradients = own_operator(
     "empty_gradients(int bucket, int numel, *, ScalarType dtype, Device device) -> Tensor", fakes.gradients
@@ -256,6 +259,7 @@ EVENTS = frozenset(
         *TRANSFERS,
         wait,
         release,
+        run_on,
         settle,
         check_finite,
         next_micro_batch,

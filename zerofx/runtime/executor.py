@@ -35,7 +35,7 @@ class Runtime:
         # What is between tiers is theirs; a step's file asks the runtime for all that it does.
         self.offload, self.reload, self.copy_into = tiers.offload, tiers.reload, tiers.copy_into
         self.empty_stored, self.settle = tiers.empty_stored, tiers.settle_host
-        self.host = tiers.on_host
+        self.host, self.run_on = tiers.on_host, tiers.run_on
         # What the step that was ended last has given: ``check_finite`` has its loss, ``check_gradients`` all of it.
         self.stopped: list[torch.Tensor] | None = None
         self._last_step: object = None

@@ -134,6 +134,7 @@ class Evaluations:
 
     def _run(self, compiled: CompiledStep, batch: Batch, taken: TakenOver, agreed: Agreed) -> list[torch.Tensor]:
         """The tensors that an evaluation gives."""
+        taken.runtime.tiers.finish_updates()
         seeds, mesh = self._steps.seeds, self._steps.mesh
         if compiled.draws_together:
             seeds.begin(taken.device, mesh, agreed, draws_together=True)

@@ -105,8 +105,8 @@ def _finish_updates(taken: TakenOver, error: BaseException) -> None:
         taken.state.flush()
     except (ZeroFXError, RuntimeError) as failed:
         error.add_note(
-            f"zerofx: a delayed update failed too ({type(failed).__name__}: {failed}): restore a checkpoint before "
-            f"training on"
+            f"zerofx: an update that was under way failed too ({type(failed).__name__}: {failed}): restore a checkpoint "
+            f"before training on"
         )
 
 

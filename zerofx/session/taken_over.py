@@ -134,11 +134,18 @@ class TakenOver:
 
     def held_bytes(self, arguments: StepArguments) -> dict[str, int]:
         """Bytes that this rank holds between steps, by tier: the device's, and others' that are used now."""
+        self._tiers.finish_updates()
         slower = {tier: size for tier, size in self._tiers.held_bytes.items() if size}
         return {"device": persistent_bytes(self.tensors(arguments).values()), **slower}
 
-    def place(self, plan: Plan) -> None:
-        """Move states and parameters to where ``plan`` has them between steps."""
+    def place(self, plan: Plan, agreed: Callable[[], object]) -> None:
+        """Move states and parameters to where ``plan`` has them between steps. Collective, once all have ``agreed`` to
+        run it, where it is another plan than that of the last step."""
+        if self.state.is_placed(plan):
+            return
+        agreed()
+        with self._life.control.together("finish the updates of the last step"):
+            self._tiers.finish_updates()
         if self.state.place(plan):
             self.state.hide_parameters()
             self.watch_parameters()

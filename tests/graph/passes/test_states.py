@@ -13,7 +13,7 @@ from tests.lib.plans import delaying, placed
 from zerofx.codegen.regions import Region, cut
 from zerofx.errors import InvalidGraphError, PlanError
 from zerofx.ir import ops
-from zerofx.ir.edit import insert_call
+from zerofx.ir.edit import consumers, insert_call
 from zerofx.ir.facts import Role, delayed_bucket, origin, placeholder, tier_of
 from zerofx.ir.streams import hops_of, runs_on_host
 from zerofx.passes.verify import verify
@@ -52,10 +52,35 @@ def test_delayed_updates_are_accepted(stage: int, num_ranks: int, precision: str
 
 def test_an_update_that_is_not_awaited_is_refused() -> None:
     step = placed("host", "host").run().step
+    left = calls(step, ops.run_on)[0]
+    step.graph.erase_node(left)
+    with pytest.raises(InvalidGraphError, match=r"waits: shard_\d_copy has 0 waits"):
+        verify(step, "test")
+    step = placed("host", "host", num_ranks=1).run().step  # whose parameters users see between steps
     settled = calls(step, ops.settle)[0]
     step.graph.erase_node(settled)
     with pytest.raises(InvalidGraphError, match=rf"is of bucket {settled.args[0]}, the update of which is not"):
         verify(step, "test")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_runs_on_is_awaited_before_the_next_step_reads_it(num_ranks: int) -> None:
+    prepared = placed("host", "host", num_ranks=num_ranks, precision="bf16")
+    prepared.run_pipeline()
+    step, order = prepared.step, prepared.step.positions()
+    left, settled = calls(step, ops.run_on), {node.args[0]: node for node in calls(step, ops.settle)}
+    assert {node.args[0] for node in left} == settled.keys() == {decision.bucket for decision in prepared.plan.states}
+    for node in step.placeholders():
+        if placeholder(node).role in (Role.SHARD, Role.FULL, Role.MASTER):
+            for reader in consumers(node):
+                assert order[reader] > order[settled[placeholder(node).bucket]], reader
+    late = settled[left[0].args[0]]
+    step.output.prepend(late)
+    with pytest.raises(InvalidGraphError, match=r"host: .* has let run on in the step before, not awaited"):
+        verify(step, "all", prepared.plan)
+    step.graph.erase_node(late)
+    with pytest.raises(InvalidGraphError, match=r"host: .* has let run on in the step before, not awaited"):
+        verify(step, "all", prepared.plan)
 
 
 def test_an_update_that_begins_before_the_last_one_is_done_is_refused() -> None:

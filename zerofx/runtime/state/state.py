@@ -46,13 +46,15 @@ class TrainingState(WholeBuckets):
                 self._share(bucket, self.buckets[-1])
         self.hide_parameters()
 
+    def is_placed(self, plan: Plan) -> bool:
+        """Whether all buckets are where ``plan`` says."""
+        return plan is self._placed
+
     def place(self, plan: Plan) -> bool:
         """Have parameters, master copies and optimizer states where ``plan`` says.
 
         Returns whether parameters have moved: the model then has to be shown them anew (``hide_parameters``).
         """
-        if plan is self._placed:
-            return False
         self._placed = None
         if any(self._is_elsewhere(plan, *pair) for pair in zip(self.layout.buckets, self.buckets, strict=True)):
             self.flush()
@@ -90,7 +92,13 @@ class TrainingState(WholeBuckets):
                 self._tiers.settle_host(bucket.index)
 
     def flush(self) -> None:
-        """Finish delayed updates, and bring the parameters on the device up to date. Collective at stages 1 and 2."""
+        """Finish what runs on after the last step, and delayed updates: parameters on the device are up to date then.
+        Collective at stages 1 and 2 where updates are delayed.
+
+        Raises:
+            TierError: an update on the host has failed.
+        """
+        self._tiers.finish_updates()
         if not self._is_stale:
             return
         self.settle()

@@ -10,11 +10,13 @@ from __future__ import annotations
 import concurrent.futures
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zerofx.errors import TierError
 from zerofx.ir.aliasing import storage_bytes
 from zerofx.ir.facts import DEVICE
 from zerofx.ir.streams import LINKS, NVME_READ, NVME_WRITE, TO_DEVICE, TO_HOST
@@ -46,6 +48,7 @@ class Tiers:
         self._files: NvmeFiles | None = None
         self._host_thread: ThreadPoolExecutor | None = None
         self._updates: dict[int, Future[None]] = {}  # on the host, by bucket, until they are settled
+        self._running_on: dict[int, _RunningOn] = {}  # beyond the step that began it, by bucket, likewise
         self._held = {"host": 0, "nvme": 0}
         self._peak = dict(self._held)
         self.moved_bytes = dict.fromkeys(LINKS, 0)
@@ -171,21 +174,39 @@ class Tiers:
         awaited = [copy.landed for value in stored for copy in value.lease.users]
         awaited += [after for value in stored if (after := value.after_update) is not None]
         tensors = [value.memory if isinstance(value, Stored) else value for value in held]
-        update = self._host_worker().submit(_run_update, function, tensors, awaited)
+        update = self._host_worker().submit(_run_update, bucket, function, tensors, awaited)
         for value in stored:
             value.num_writes += 1
             value.updated, value.landed = update, update.result
             value.lease.used_by(FutureCopy(update))
         self._updates[bucket] = update
 
+    def run_on(self, bucket: int, copies: Sequence[Pending[Any]], held: Sequence[object]) -> None:
+        """Let a step end before the host is done with the update of ``bucket``, and before ``copies`` of it are, which
+        read what is ``held``: the next ``settle_host`` of the bucket, or ``finish_updates``, waits for them."""
+        self._running_on[bucket] = _RunningOn(tuple(copies), tuple(held), self._updates.pop(bucket, None))
+
     def settle_host(self, bucket: int, held: Sequence[object] = ()) -> None:
         """Block until the last update of ``bucket`` on the host, which may read what is ``held``, is done.
 
-        Raises what went wrong in it.
+        Raises:
+            TierError: it has failed; again in every later call, where it has run on after its step.
         """
+        if (earlier := self._running_on.get(bucket)) is not None:
+            earlier.finish()
+            del self._running_on[bucket]
         update = self._updates.pop(bucket, None)
         if update is not None:
             update.result()
+
+    def finish_updates(self) -> None:
+        """Block until all that runs on after the last step is done, and the device may read it.
+
+        Raises:
+            TierError: an update has failed.
+        """
+        for bucket in list(self._running_on):
+            self.settle_host(bucket)
 
     def _host_worker(self) -> ThreadPoolExecutor:
         if self._host_thread is None:
@@ -248,7 +269,8 @@ class Tiers:
 
     def settle(self) -> None:
         """Block until nothing is under way: after a step that failed."""
-        concurrent.futures.wait(self._updates.values())
+        running_on = [each.update for each in self._running_on.values() if each.update is not None]
+        concurrent.futures.wait([*self._updates.values(), *running_on])
         if self._files is not None:
             self._files.settle()
         if self._copies is not None:
@@ -263,6 +285,7 @@ class Tiers:
             self._copies.close()
         if self._host_thread is not None:
             self._host_thread.shutdown()
+        self._running_on.clear()
         self._host.clear()
         self._files = self._copies = self._host_thread = None
 
@@ -295,13 +318,34 @@ class Tiers:
         self._peak[tier] = max(self._peak[tier], self._held[tier])
 
 
+@dataclass(frozen=True)
+class _RunningOn:
+    """A bucket's ``update`` on the host, if it has one, and ``copies``, which go on after the step that began them."""
+
+    copies: tuple[Pending[Any], ...]
+    held: tuple[object, ...]
+    update: Future[None] | None
+
+    def finish(self) -> None:
+        if self.update is not None:
+            self.update.result()
+        for copy in self.copies:
+            copy.finish(None)
+
+
 def _run_update(
-    function: Callable[[list[Any]], object], tensors: list[Any], awaited: Sequence[Callable[[], None]]
+    bucket: int, function: Callable[[list[Any]], object], tensors: list[Any], awaited: Sequence[Callable[[], None]]
 ) -> None:
     for await_one in awaited:
         await_one()
-    with torch.no_grad():  # which holds for one thread
-        function(tensors)
+    try:
+        with torch.no_grad():  # which holds for one thread
+            function(tensors)
+    except Exception as error:
+        raise TierError(
+            f"expected the update of bucket {bucket} on the host to be done, found that it failed "
+            f"({type(error).__name__}: {error}): restore a checkpoint before training on"
+        ) from error
 
 
 def _nothing() -> None:

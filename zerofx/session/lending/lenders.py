@@ -98,11 +98,12 @@ class Lenders:
     def settle(self, agreed: Callable[[], object]) -> None:
         """Wait for updates that other steps have left to the host, once all ranks have ``agreed`` to read the models.
 
-        Collective at stages 1 and 2.
+        Collective at stages 1 and 2 where they are delayed.
         """
         for steps in self._used().values():
-            if steps.taken is not None and steps.options.delayed_update is not None:
-                agreed()
+            if steps.taken is not None:
+                if steps.options.delayed_update is not None:
+                    agreed()
                 steps.taken.state.flush()
 
     @contextlib.contextmanager

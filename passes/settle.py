@@ -1,0 +1,60 @@
+"""Await what runs on from the step before, where this step needs it first.
+
+                                        settled_0 = settle(0)
+    gather_0 = all_gather(shard_0)      gather_0 = all_gather(shard_0)
+    ...                                 ...
+    run_on(0, [shard_0_copy])           run_on(0, [shard_0_copy])
+
+Gathers are where they are to be issued by then: what waits is the first node that reads what a copy writes, or what the
+host updates. A copy from the host's memory waits for the host by itself, and so only its wait does here. In the first
+step, and after whatever has finished updates since, there is nothing to wait for.
+
+Does not handle: a loop over micro-batches by itself: all that is read in it is read in the first micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.aliasing import mutated_inputs, storage_source
+from zerofx.ir.edit import consumers, insert_call, start_of_unit
+from zerofx.ir.facts import host_bucket, origin, tier_of
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.streams import num_gathers_after, runs_on_host
+from zerofx.scheduler.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Settle:
+    """Put a ``settle`` in front of what needs each bucket that runs on."""
+
+    name: str = "settle"
+
+    def run(self, step: StepGraph, plan: Plan) -> None:
+        order = step.positions()
+        for run_on in [node for node in step.calls() if node.target is ops.run_on]:
+            first = min(readers_next(step, run_on), key=order.__getitem__)
+            while num_gathers_after(first.prev):
+                first = first.prev
+            bucket = run_on.args[0]
+            with step.graph.inserting_before(first if first.target in ops.EVENTS else start_of_unit(step, first)):
+                insert_call(step.graph, ops.settle, (bucket, []), origin(run_on), name=f"settled_{bucket}")
+
+
+def readers_next(step: StepGraph, run_on: fx.Node) -> list[fx.Node]:
+    """What of a step may run only once what ``run_on`` has let run on in the step before is done."""
+    bucket, copies, _ = run_on.args
+    assert isinstance(copies, list | tuple)
+    copied = {storage_source(copy)[0] for copy in copies if isinstance(copy, fx.Node)}
+    on_host = [node for node in step.calls() if runs_on_host(node) and host_bucket(node) == bucket]
+    updated = {storage_source(node)[0] for update in on_host for node in mutated_inputs(update)}
+    return [
+        reader
+        for place in copied | updated
+        if place.op == "placeholder"
+        for reader in consumers(place)
+        if place in copied or tier_of(place) != "host" or reader.target not in ops.TRANSFERS
+    ]
