@@ -9,15 +9,15 @@
     mul_(exp_avg_0_up, ...); addcdiv_(shard_0, ...)   copy_(low_0, master_0)                          # in bf16
     exp_avg_0_down = copy_into(exp_avg_0, ...)        shard_0_copy = copy_into(shard_0, low_0)
     ...                                               ...
-    wait(exp_avg_0_down, exp_avg_0_up)                wait(shard_0_copy, low_0)                       # the step ends
-                                                      settle(0, [grad_0_host, low_0])
+    wait(exp_avg_0_down, exp_avg_0_up)                run_on(0, [shard_0_copy], [grad_0_host, low_0])  # the step ends
 
 The host runs updates on a lane of its own: one begins when its gradient has landed, and the copy of the new parameters
-when it is done; computation waits for neither until the step ends.
+when it is done; computation waits for both in the next step (``passes/settle.py``), or where that is not to be
+(``may_run_on``) at the end of this one, with ``settle(0, [grad_0_host, low_0])``.
 
 Where gradients are clipped all updates are after the last reduction. A bucket's states then start on their way where
-the bucket before it is updated. A gradient that the host updates with goes down as soon as it is reduced and its
-squares are summed, is awaited after the next bucket's reduction, and waits on the host.
+the one before it of those whose states are elsewhere is updated. A gradient that the host updates with goes down as
+soon as it is reduced and its squares are summed, is awaited after the next bucket's reduction, and waits on the host.
 
 The last copies of a bucket that is updated on the device are awaited where the next one is updated, so that they run
 meanwhile, or where the step ends. States on nvme whose update runs on the host are read into its memory and written

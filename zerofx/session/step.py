@@ -42,9 +42,9 @@ from zerofx.settings import read_settings
 class Step(Whole, Reported):
     """A training step: ``loss = step(*batch, **kwargs)`` runs forward, backward, reduction and update.
 
-    It returns this rank's loss, detached, shape ``[]``: the update has been done, and ``loss.backward()`` is neither
-    needed nor possible. The first call with a batch of some shape captures and plans a step for it; further calls with
-    that shape run it. Ranks call it together.
+    It returns this rank's loss, detached, shape ``[]``: the update has been done, or runs on where the host does it
+    until something reads what it changes, and ``loss.backward()`` is neither needed nor possible. The first call with a
+    batch of some shape captures and plans a step for it; further calls with that shape run it. Ranks call it together.
 
     Where ``forward`` returns a pair, so does the step: ``loss, extras = step(*batch)``. The tensors of ``extras`` are
     this rank's, detached, on their device; with ``accumulate`` other than 1, ``extras`` is a list of what each

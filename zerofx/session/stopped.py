@@ -105,8 +105,8 @@ def _finish_updates(taken: TakenOver, error: BaseException) -> None:
         taken.state.flush()
     except (ZeroFXError, RuntimeError) as failed:
         error.add_note(
-            f"zerofx: an update that was under way failed too ({type(failed).__name__}: {failed}): restore a checkpoint "
-            f"before training on"
+            f"zerofx: an update that was under way failed too ({type(failed).__name__}: {failed}): restore a "
+            f"checkpoint before training on"
         )
 
 

@@ -28,11 +28,12 @@ class Whole(Checkpointed):
     _gradients: Mapping[int, torch.Tensor]
 
     def flush(self) -> None:
-        """Finish delayed updates, so that the parameters are those after all steps so far. Collective.
+        """Finish updates that are delayed or under way on the host, so that the parameters are those after all steps so
+        far. Collective.
 
         Whatever shows parameters or states does so by itself: ``full_parameters``, ``full_state_dict``,
         ``optimizer.state_dict`` and ``close``. The step after a flush computes with parameters that are up to date, as
-        the first one after the warm-up does. Without ``delayed_update`` there is nothing to finish.
+        the first one after the warm-up does.
         """
         with self._life.alone("flush the step"):
             self._life.check_open("flush the step")

@@ -1,4 +1,4 @@
-"""Updates on the host run on after their step: what reads parameters or states waits for them, and hears of failures."""
+"""Updates on the host run on after their step: what reads parameters or states waits for them, or hears of failures."""
 
 from __future__ import annotations
 
