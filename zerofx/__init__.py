@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from zerofx.deferred import empty_init
     from zerofx.driver.plan_only import PlannedStep, plan
     from zerofx.ladder import fitted_lengths
-    from zerofx.precision import LossScale
+    from zerofx.precision import LossScale, Precision
     from zerofx.scheduler.cost.machine import Machine
     from zerofx.scheduler.cost.measured import MeasuredCosts
     from zerofx.scheduler.plan.mesh import Mesh
@@ -61,6 +61,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlannedStep",
+    "Precision",
     "RankMismatchError",
     "Run",
     "SearchResult",
@@ -91,6 +92,7 @@ if not TYPE_CHECKING:  # a type checker is to see the names above, and no others
         "Mesh": "zerofx.scheduler.plan.mesh",
         "Plan": "zerofx.scheduler.plan.plan",
         "PlannedStep": "zerofx.driver.plan_only",
+        "Precision": "zerofx.precision",
         "SearchResult": "zerofx.tuning.capacity",
         "Run": "zerofx.session.run",
         "Step": "zerofx.session.step",

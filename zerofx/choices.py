@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Backend = Literal["inductor", "eager"]
-Precision = Literal["bf16", "fp16"]
+PrecisionWord = Literal["bf16", "fp16"]
 ReduceDtype = Literal["fp32", "bf16"]
 StateDtype = Literal["bf16"]
 RecomputeOption = Literal["auto", "none", "full"]
@@ -16,6 +19,7 @@ AccumulateOption = int | Literal["auto"]
 ReduceOption = Literal["auto", "each", "once"]
 StatesOver = Literal["auto", "shard", "mesh"]
 WireOption = Literal["exact", "int8", "int4", "fp8"]
+Fp32Module: TypeAlias = type["nn.Module"] | str  # modules of a type, or whose dotted name matches a pattern
 CudaGraphs = bool | Literal["auto"]
 OnNonfinite = Literal["warn", "skip", "raise"]
 OutputsOption = Literal["numbers", "all", "none"]

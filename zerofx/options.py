@@ -1,187 +1,316 @@
-"""What the user asked of ``compile``, checked."""
+"""The options of ``compile``, ``plan`` and ``tune``: one table, and what users may give by name."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import TYPE_CHECKING, Final, Literal, TypedDict, Unpack
 
-import torch
-from torch import nn
-
-from zerofx.capture.checks import check_forward_function, check_loss_function
-from zerofx.capture.objective.counted import LossTerms
-from zerofx.capture.objective.loss import ForwardFunction, LossFunction, Objective
 from zerofx.choices import (
     AccumulateOption,
     Backend,
     CudaGraphs,
     OffloadOption,
+    OffloadWord,
     OnNonfinite,
     OutputsOption,
-    Precision,
+    PrecisionWord,
     RecomputeOption,
-    ReduceDtype,
     ReduceOption,
-    StateDtype,
     StatesOver,
     Tiling,
     WireOption,
 )
-from zerofx.ir.casts import Casts, ComputeDtype, Fp32Module
-from zerofx.ir.op_kernels.quantise import BLOCK
-from zerofx.ladder import Ladder, LengthsOption, checked_lengths
-from zerofx.mesh_option import MeshLike
+from zerofx.errors import UsageError, notify
+from zerofx.mesh_option import AUTO, MeshLike
 from zerofx.option_checks import (
-    check_accumulate,
-    check_count,
-    check_cuda_graphs,
-    check_delayed,
-    check_grad_norms,
-    check_kind,
-    check_lengths,
-    check_loss_terms,
-    check_max_grad_norm,
-    check_offload,
-    check_on_nonfinite,
-    check_outputs,
-    check_reduce,
-    check_stage,
-    check_texts,
-    check_tile,
-    check_wire,
-    check_words,
-    checked_budget,
-    checked_mesh,
-    checked_shardings,
-    warn_without_budget,
+    GRADIENTS_ALONE,
+    LENGTHS,
+    MACHINE,
+    MESH,
+    SHARDINGS,
+    TILES,
+    forward_function,
+    loss_function,
+    warn_of_ignored_shardings,
 )
-from zerofx.precision import LossScale, check_kept, dtype_of, loss_scale_of
+from zerofx.option_table import (
+    FLAG,
+    FUNCTION,
+    PATH,
+    POSITIVE,
+    SIZE,
+    Exclusion,
+    Kind,
+    Purpose,
+    any_of,
+    check_values,
+    count,
+    instances,
+    lines_for,
+    names,
+    one_of,
+    option,
+    words,
+)
+from zerofx.precision import PRECISION, LossScale, Precision, dtype_of, is_scaled
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.decide.residency import PolicyOptions
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 
-# What options are compared for: between ranks before anything else, and with those of a kept plan or a kept step.
-Purpose = Literal["ranks", "plan", "step"]
-_LEFT_OUT = "left out of"
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from zerofx.capture.objective.counted import LossTerms
+    from zerofx.capture.objective.loss import ForwardFunction, LossFunction, Objective
+    from zerofx.ir.casts import ComputeDtype
+    from zerofx.ladder import Ladder, LengthsOption
+    from zerofx.scheduler.decide.residency import PolicyOptions
 
 
-def _left_out_of(*purposes: Purpose) -> dict[str, tuple[Purpose, ...]]:
-    return {_LEFT_OUT: purposes}
+STOPPING = ("skip", "raise")  # what is done about a loss that is not finite which ends a step before its updates
+_IN_GRAPH: Final = (
+    "ranks",
+    "plan",
+    "step",
+)  # what follows from it is compared itself: the captured graph, or decisions
 
 
-class TuneOptions(TypedDict, total=False):
+class TuneKeywords(TypedDict, total=False):
     """Keywords that ``tune``, ``plan`` and ``compile`` have in common."""
 
     loss_fn: LossFunction | None
     forward: ForwardFunction | None
-    constant: Collection[str]
     outputs: OutputsOption
+    loss_terms: LossTerms | None
+    constant: Collection[str]
     memory_budget: int | float | str | None
     recompute: RecomputeOption
     offload: OffloadOption
+    precision: Precision | PrecisionWord | None
     accumulate: AccumulateOption
     reduce: ReduceOption
-    loss_terms: LossTerms | None
-    precision: Precision | None
-    backend: Backend
+    mesh: MeshLike | None
+    states_over: StatesOver
+    shardings: Mapping[str, str] | None
+    wire: WireOption
     prefetch: int
     keep_gathered: Collection[str] | Literal["all"]
-    wire: WireOption
     max_grad_norm: float | None
     grad_norms: bool
     keep_gradients: Collection[str]
-    loss_scale: LossScale | float | None
-    keep_fp32: Collection[Fp32Module]
-    reduce_dtype: ReduceDtype | None
-    state_dtype: StateDtype | None
-    mesh: MeshLike | None
-    states_over: StatesOver
-    shardings: Mapping[str, str]
+    backend: Backend
 
 
-class PlanOptions(TuneOptions, total=False):
+class PlanKeywords(TuneKeywords, total=False):
     """Keywords that ``plan`` and ``compile`` have in common."""
 
-    machine: Machine | str | None
     host_budget: int | float | str | None
     tile: Tiling
     delayed_update: int | None
+    machine: Machine | str | None
 
 
-def check_names(given: Mapping[str, object], kind: type, function: str) -> None:
-    """Check that a function was given no other keywords than those of ``kind``.
+class CompileKeywords(PlanKeywords, total=False):
+    """Keywords of ``compile``."""
 
-    Raises:
-        TypeError: it was, as Python says it of keywords that a signature spells out.
-    """
-    for name in given:
-        if name not in kind.__annotations__:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    plan: Plan | str | Path | None
+    lengths: LengthsOption | None
+    max_shapes: int
+    on_nonfinite: OnNonfinite | None
+    weights: str | Path | None
+    cuda_graphs: CudaGraphs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CompileOptions:
-    """All options of one compiled step. ``plan`` is one that was given, or the file that it is in.
+    """All options of one compiled step, checked, in the types that they are kept in, each with its documentation.
 
-    Every option is part of every comparison (see ``Purpose``) unless its metadata leaves it out: because it has no
-    consequence there, or because the consequence itself is compared.
+    An option matters to every purpose (``Purpose``) that it is not ``not_for``.
     """
 
-    stage: int
-    objective: Objective = field(metadata=_left_out_of("ranks", "plan", "step"))  # the captured graph has it
-    precision: Precision | None
-    backend: Backend
-    machine: Machine | None = field(metadata=_left_out_of("ranks", "plan", "step"))  # None for the one at hand
-    plan: Plan | Path | None = field(metadata=_left_out_of("ranks", "plan", "step"))  # by its decisions
-    policy: PolicyOptions = field(metadata=_left_out_of("ranks"))  # rank 0 makes the plan
-    max_shapes: int = field(metadata=_left_out_of("plan", "step"))
-    memory_budget: int | float | None = None
-    recompute: RecomputeOption = "auto"
-    offload: OffloadOption = "auto"
-    accumulate: AccumulateOption = field(
-        default=1, metadata=_left_out_of("plan")
-    )  # its graph has as many micro-batches
-    reduce: ReduceOption = "auto"
-    loss_terms: LossTerms | None = field(
-        default=None, metadata=_left_out_of("ranks", "plan", "step")
-    )  # its graph has it
-    tile: Tiling = "auto"
-    host_budget: int | float | None = None
-    weights: Path | None = field(default=None, metadata=_left_out_of("ranks", "plan", "step"))
-    delayed_update: int | None = None
-    wire: WireOption = "exact"
-    cuda_graphs: CudaGraphs = field(default=False, metadata=_left_out_of("ranks", "plan", "step"))
-    max_grad_norm: float | None = None
-    grad_norms: bool = False
-    keep_gradients: tuple[str, ...] = ()
-    on_nonfinite: OnNonfinite | None = None
-    constant: tuple[str, ...] = field(default=(), metadata=_left_out_of("plan", "step"))  # the batch has their values
-    outputs: OutputsOption = field(
-        default="numbers", metadata=_left_out_of("plan", "step")
-    )  # the captured graph has it
-    loss_scale: LossScale | None = None
-    keep_fp32: tuple[Fp32Module, ...] = ()
-    reduce_dtype: ReduceDtype | None = None
-    state_dtype: StateDtype | None = None
-    mesh: Mesh | Literal["auto"] | None = None
-    states_over: StatesOver = "auto"
-    shardings: Mapping[str, str] = field(default_factory=dict)
-    lengths: Ladder | int | Literal["auto"] | None = field(default=None, metadata=_left_out_of("plan", "step"))
+    stage: int = option(3, count(0, 3), not_for=("sharing",))
+    """0 replicates, 1 shards optimizer states, 2 also gradients, 3 also parameters (ZeRO, 1910.02054)."""
+
+    loss_fn: LossFunction | None = option(
+        None, Kind("a function, or a module without parameters to train", callable, loss_function), not_for=_IN_GRAPH
+    )
+    """``loss_fn(outputs, *rest)`` for a model that does not return its loss. Forward gets as many leading positional
+    arguments as it requires, and the keywords that it names; ``loss_fn`` gets the other positional ones, and the
+    keywords that it names."""
+
+    forward: ForwardFunction | None = option(
+        None,
+        Kind("a function forward(model, *batch)", callable, forward_function),
+        Exclusion("loss_fn", "forward computes the loss"),
+        Exclusion("outputs", "what forward returns after its loss is handed out, and nothing else"),
+        not_for=_IN_GRAPH,
+    )
+    """``forward(model, *batch, **kwargs)`` that is called instead of the model; it returns the loss, or ``(loss,
+    extras)``."""
+
+    outputs: OutputsOption = option("numbers", words(OutputsOption), not_for=("plan", "step"))
+    """what ``step.outputs`` has of what the model, or ``loss_fn``, returns with its loss: its ``"numbers"``, ``"all"``
+    of it, or ``"none"``."""
+
+    loss_terms: LossTerms | None = option(None, FUNCTION, not_for=(*_IN_GRAPH, "evaluation"))
+    """``loss_terms(*batch)`` gives how many terms of the loss (valid tokens, say) each sample has, as in ``lambda ids,
+    labels: (labels != -100).sum(-1)``: the step's loss is then the mean over those of all micro-batches and ranks."""
+
+    constant: tuple[str, ...] = option((), names("('edge_index',)"), not_for=("plan", "step"))
+    """names of arguments with the same values in every step, which a forward may read."""
+
+    memory_budget: int | float | None = option(None, SIZE, not_for=("sharing",))
+    """the most bytes on the device at any moment of a step: ``"24GiB"``, a number, or a fraction of the device; None
+    for no limit. A budget that no plan meets is refused."""
+
+    host_budget: int | float | None = option(None, SIZE, not_for=("sharing",))
+    """the most bytes of host memory that a rank's pool may take; None for the rank's share of the host."""
+
+    recompute: RecomputeOption = option("auto", words(RecomputeOption), not_for=("sharing",))
+    """``"auto"`` as the budget asks, ``"none"``, or ``"full"`` for as many activations as possible."""
+
+    offload: OffloadOption = option("auto", any_of(words(OffloadWord), GRADIENTS_ALONE), not_for=("sharing",))
+    """``"auto"`` as the budget asks, ``"none"``, ``"host"``, ``"nvme"``, or ``{"gradients": "host"}`` (or ``"nvme"``)
+    for gradients between micro-batches alone."""
+
+    tile: Tiling = option("auto", any_of(words(Literal["auto", "none"]), TILES))
+    """what runs a few rows at a time: ``"auto"`` where no other plan fits, ``"none"``, or numbers of tiles, 2 or more,
+    by names of modules, or of slices by names of parameters. Sums are then taken in another order."""
+
+    precision: Precision = option(None, PRECISION)
+    """None for the model's dtypes; ``"bf16"`` or ``"fp16"`` computes and communicates so, with float32 masters; a
+    ``zerofx.Precision`` also says what is reduced and stored in which dtype, and how the loss is scaled."""
+
+    accumulate: AccumulateOption = option(1, any_of(count(1), words(Literal["auto"])), not_for=("plan", "evaluation"))
+    """how many equal micro-batches a batch is divided into, whose losses are averaged; ``"auto"`` for the number whose
+    plan is fastest within the budget."""
+
+    reduce: ReduceOption = option(
+        "auto",
+        words(ReduceOption),
+        Exclusion("stage", "every rank has all gradients for its update at stage 0", one_of("each"), one_of(0)),
+        Exclusion("offload", "no whole gradients wait for the next micro-batch", one_of("each"), instances(Mapping)),
+        not_for=("evaluation",),
+    )
+    """``"each"`` reduces the gradients of each micro-batch and adds up slices, ``"once"`` adds up whole ones, and
+    reduces those; ``"auto"`` is the first at stages 2 and 3, and with a budget what that has room for."""
+
+    mesh: Mesh | Literal["auto"] | None = option(None, MESH)
+    """the axes that ranks lie along, outer to inner ``replicate``, ``shard`` and ``model``, by numbers of ranks
+    (``{"replicate": 2, "shard": 4}``) or a ``DeviceMesh`` with these names; None for all along ``shard``, ``"auto"``
+    for the mesh that is fastest for a sample, of those that fit, where a batch is one of all ranks along ``model``."""
+
+    states_over: StatesOver = option("auto", words(StatesOver), not_for=("sharing",))
+    """``"mesh"`` for optimizer states in parts of slices, one on each replica, ``"shard"`` for slices that every
+    replica has, ``"auto"`` for what is faster."""
+
+    shardings: Mapping[str, str] = option(None, SHARDINGS)
+    """how modules or parameters lie on the axis ``model``, by names or patterns of names: ``"column"``, ``"row"``,
+    ``"sequence"`` or ``"replicated"``, or a ``tp_plan`` of ``transformers``; the rest is the plan's."""
+
+    wire: WireOption = option(
+        "exact",
+        words(WireOption),
+        Exclusion("stage", "whole gradients are reduced and gathered at stage 0, exactly", theirs=one_of(0)),
+        Exclusion("mesh", "meshes are compared as they send everything exactly, by zerofx.plan", theirs=one_of(AUTO)),
+        not_for=("evaluation",),
+    )
+    """``"exact"``, or ``"int8"``, ``"int4"`` (ZeRO++, 2306.10209) or ``"fp8"`` for buckets with which rounded values
+    make the step faster."""
+
+    prefetch: int = option(1, count(0), not_for=("ranks", "sharing"))
+    """how many units ahead of their use gathers are issued."""
+
+    keep_gathered: Collection[str] | Literal["all"] = option(
+        (), any_of(words(Literal["all"]), names("('layers.0',)")), not_for=("ranks", "sharing", "evaluation")
+    )
+    """names of buckets that stay gathered from forward to backward, or ``"all"``."""
+
+    delayed_update: int | None = option(
+        None,
+        count(0),
+        Exclusion("offload", "the optimizer's states are in the host's memory", theirs=one_of("none", "nvme")),
+        Exclusion(
+            "precision", "all gradients of a scaled loss have to be finite before updates begin", theirs=is_scaled
+        ),
+        Exclusion("max_grad_norm", "the norm of all gradients has to be known before updates begin"),
+        Exclusion("on_nonfinite", "updates are under way when a loss is known", theirs=one_of(*STOPPING)),
+        not_for=("sharing", "evaluation"),
+    )
+    """None, or how many exact steps come before updates that run on the host next to the following step, one step late
+    (ZeRO-Offload, 2101.06840, section 5)."""
+
+    max_grad_norm: float | None = option(None, POSITIVE, not_for=("evaluation",))
+    """the 2-norm that gradients are clipped to, as by ``clip_grad_norm_``; see ``step.grad_norm``."""
+
+    grad_norms: bool = option(False, FLAG, not_for=("evaluation",))
+    """whether ``step.metrics`` has the norm of each layer's gradients, as ``"grad_norm/layers.0"``."""
+
+    keep_gradients: tuple[str, ...] = option((), names("('layers.0.weight', '*.bias')"), not_for=("evaluation",))
+    """names of trained parameters, or patterns of names, whose reduced gradients ``step.full(name, "grad")`` reads
+    after each step."""
+
+    on_nonfinite: OnNonfinite | None = option(None, words(OnNonfinite), not_for=("evaluation",))
+    """what a loss that is NaN or infinite on any rank does: None or ``"warn"`` goes on, ``"skip"`` leaves the state as
+    it was, ``"raise"`` raises ``NonFiniteLossError`` on all ranks."""
+
+    machine: Machine | None = option(None, MACHINE, not_for=_IN_GRAPH)
+    """what predictions are for: a ``Machine``, the name of a built-in one, or None for the machine at hand."""
+
+    plan: Plan | Path | None = option(
+        None,
+        any_of(Kind("a Plan", instances(Plan)), PATH),
+        Exclusion("lengths", "a plan is for one length"),
+        not_for=(*_IN_GRAPH, "evaluation"),
+    )
+    """a plan made earlier, or the path of one; refused where it was made for something else."""
+
+    lengths: Ladder | int | Literal["auto"] | None = option(None, LENGTHS, not_for=("plan", "step"))
+    """the numbers of tokens that batches of any length are padded to; for each, a step is built: ``(128, 256, 512)``,
+    ``{128: 32, 512: 8}`` with the samples of a batch of each, ``512`` for a ladder up to it, or ``"auto"`` for one up
+    to the first batch's length; None for batches as they are."""
+
+    max_shapes: int = option(8, count(1), not_for=("plan", "step"))
+    """how many batch shapes may be captured before another is an error; with ``lengths`` those that differ in numbers
+    of tokens and samples count once."""
+
+    weights: Path | None = option(None, PATH, not_for=(*_IN_GRAPH, "evaluation"))
+    """``.safetensors`` files, their index, or a folder of ``torch.distributed.checkpoint`` to read parameters and
+    persistent buffers from."""
+
+    backend: Backend = option("inductor", words(Backend))
+    """``"inductor"`` compiles each distinct region once; ``"eager"`` has DistributedDataParallel's bits."""
+
+    cuda_graphs: CudaGraphs = option(False, any_of(FLAG, words(Literal["auto"])), not_for=_IN_GRAPH)
+    """whether kernels are launched as CUDA graphs: False, ``"auto"`` where they can be, or True."""
+
+    objective: Objective = field(default=None, compare=False)  # type: ignore[assignment]  # made of the options
+
+    def __post_init__(self) -> None:
+        from zerofx.capture.objective.loss import Objective  # needs torch, which the command line's help does without
+
+        if self.objective is None:
+            object.__setattr__(self, "objective", Objective(self.loss_fn, self.forward, self.outputs))
 
     def texts(self, purpose: Purpose) -> list[str]:
         """The options that are compared for ``purpose``, a line each."""
-        return [
-            f"{option.name}: {_text(getattr(self, option.name))}"
-            for option in fields(self)
-            if purpose not in option.metadata.get(_LEFT_OUT, ())
-        ]
+        return lines_for(self, purpose)
+
+    @property
+    def policy(self) -> PolicyOptions:
+        """When buckets are gathered."""
+        from zerofx.scheduler.decide.residency import PolicyOptions  # as above
+
+        return PolicyOptions(self.prefetch, self.keep_gathered)
 
     @property
     def block(self) -> int:
         """Elements that a slice of a bucket is a multiple of: what is quantised together is one rank's."""
+        from zerofx.ir.op_kernels.quantise import BLOCK  # as above
+
         return 1 if self.wire == "exact" else BLOCK
 
     @property
@@ -191,17 +320,22 @@ class CompileOptions:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        return None if self.precision is None else dtype_of(self.precision)
+        return None if self.precision.compute is None else dtype_of(self.precision.compute)
 
     @property
     def reduced_in(self) -> torch.dtype | None:
         """What gradients are reduced in, None for what they are computed in."""
-        return None if self.reduce_dtype is None else dtype_of(self.reduce_dtype)
+        return None if self.precision.reduce_dtype is None else dtype_of(self.precision.reduce_dtype)
 
     @property
     def states_in(self) -> torch.dtype | None:
         """What optimizer states are stored in, None for what the optimizer has them in."""
-        return None if self.state_dtype is None else dtype_of(self.state_dtype)
+        return None if self.precision.state_dtype is None else dtype_of(self.precision.state_dtype)
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """How the loss is scaled, where anything is trained."""
+        return self.precision.scaling if self.objective.trains else None
 
     def casts(self, model: nn.Module) -> ComputeDtype:
         """What a model computes in, and which of its modules keep float32.
@@ -209,143 +343,42 @@ class CompileOptions:
         Raises:
             UsageError: it has none of those that are to.
         """
-        return Casts.of(model, self.compute_dtype, self.keep_fp32)
+        from zerofx.ir.casts import Casts  # as above
+
+        return Casts.of(model, self.compute_dtype, self.precision.keep_fp32)
 
 
-def _text(given: object) -> str:
-    """A text that does not depend on the order of names; that of a mapping counts."""
-    if isinstance(given, PolicyOptions):
-        return ", ".join(f"{option.name} {_text(getattr(given, option.name))}" for option in fields(given))
-    if isinstance(given, Mapping):
-        return repr(list(given.items()))
-    if isinstance(given, type):
-        return f"{given.__module__}.{given.__qualname__}"
-    return (
-        repr(sorted(map(_text, given))) if isinstance(given, Collection) and not isinstance(given, str) else str(given)
-    )
-
-
-def check_options(
-    *,
-    stage: int,
-    loss_fn: LossFunction | None = None,
-    precision: Precision | None = None,
-    backend: Backend = "inductor",
-    machine: Machine | str | None = None,
-    plan: Plan | str | Path | None = None,
-    prefetch: int = 1,
-    keep_gathered: Collection[str] | Literal["all"] = (),
-    max_shapes: int = 1,
-    memory_budget: int | float | str | None = None,
-    recompute: RecomputeOption = "auto",
-    offload: OffloadOption = "auto",
-    accumulate: AccumulateOption = 1,
-    reduce: ReduceOption = "auto",
-    loss_terms: LossTerms | None = None,
-    tile: Tiling = "auto",
-    host_budget: int | float | str | None = None,
-    weights: str | Path | None = None,
-    delayed_update: int | None = None,
-    wire: WireOption = "exact",
-    cuda_graphs: CudaGraphs = False,
-    max_grad_norm: float | None = None,
-    grad_norms: bool = False,
-    keep_gradients: Collection[str] = (),
-    forward: ForwardFunction | None = None,
-    on_nonfinite: OnNonfinite | None = None,
-    constant: Collection[str] = (),
-    outputs: OutputsOption = "numbers",
-    loss_scale: LossScale | float | None = None,
-    keep_fp32: Collection[Fp32Module] = (),
-    reduce_dtype: ReduceDtype | None = None,
-    state_dtype: StateDtype | None = None,
-    mesh: MeshLike | None = None,
-    states_over: StatesOver = "auto",
-    shardings: Mapping[str, str] | None = None,
-    lengths: LengthsOption | None = None,
-) -> CompileOptions:
+def check_options(stage: int = 3, **given: Unpack[CompileKeywords]) -> CompileOptions:
     """The options as one object.
 
     Raises:
-        UsageError: one of them cannot be; the message says what it can be.
+        UsageError: one of them cannot be, or two exclude each other; the message says what can be.
     """
-    check_stage(stage)
-    check_words(
-        backend=backend, precision=precision, recompute=recompute, reduce=reduce, wire=wire, on_nonfinite=on_nonfinite,
-        outputs=outputs, reduce_dtype=reduce_dtype, state_dtype=state_dtype, states_over=states_over,
-    )  # fmt: skip
-    check_count("prefetch", prefetch, 0, "to be a number of gathers to issue ahead, 0 or more")
-    if keep_gathered != "all":
-        check_texts("keep_gathered", keep_gathered, "buckets, or 'all'")
-    check_count("max_shapes", max_shapes, 1, "to be at least 1")
-    check_kind("plan", plan, (Plan, str, Path), "a Plan or the path of a file with one")
-    check_kind("machine", machine, (str, Machine), "a Machine or the name of one")
-    check_loss_function(loss_fn)
-    check_forward_function(forward, loss_fn)
-    check_offload(offload, accumulate, given=plan is not None, budget=memory_budget is not None)
-    check_accumulate(accumulate, plan)
-    check_reduce(reduce, stage, offload)
-    check_loss_terms(loss_terms)
-    check_tile(tile)
-    check_delayed(delayed_update, offload)
-    check_wire(wire, stage)
-    check_cuda_graphs(cuda_graphs)
-    check_max_grad_norm(max_grad_norm, delayed_update)
-    check_grad_norms(grad_norms)
-    check_on_nonfinite(on_nonfinite, delayed_update)
-    check_outputs(outputs, forward)
-    check_kept(keep_fp32, precision)
-    check_texts("keep_gradients", keep_gradients, "trained parameters, such as ('layers.0.weight', '*.bias')")
-    scaling = loss_scale_of(loss_scale, precision, delayed_update)
-    check_texts("constant", constant, "arguments, such as ('edge_index',)")
-    budget = checked_budget("memory_budget", memory_budget, "the device")
-    limit = checked_budget("host_budget", host_budget, "a rank's share of the host's memory")
-    if budget is None and delayed_update is None:
-        warn_without_budget(offload, limit, given=plan is not None)
-    check_kind("weights", weights, (str, Path), "the path of a file or folder")
-    check_lengths(lengths, given=plan is not None)
-    planned_for = Machine.named(machine) if isinstance(machine, str) else machine
-    # Containers are copied: what their owner does with them later changes no options.
-    if isinstance(keep_gathered, Mapping):
-        keep_gathered = dict(keep_gathered)
-    elif not isinstance(keep_gathered, str):
-        keep_gathered = tuple(keep_gathered)
-    policy = PolicyOptions(prefetch, keep_gathered)
-    given = Path(plan) if isinstance(plan, str) else plan
-    mesh_asked = checked_mesh(mesh, wire)
-    return CompileOptions(
-        stage=stage,
-        objective=Objective(loss_fn, forward, outputs),
-        outputs=outputs,
-        precision=precision,
-        backend=backend,
-        machine=planned_for,
-        plan=given,
-        policy=policy,
-        max_shapes=max_shapes,
-        memory_budget=budget,
-        recompute=recompute,
-        offload=dict(offload) if isinstance(offload, Mapping) else offload,
-        accumulate=accumulate,
-        reduce=reduce,
-        loss_terms=loss_terms,
-        tile=dict(tile) if isinstance(tile, Mapping) else tile,
-        host_budget=limit,
-        weights=None if weights is None else Path(weights),
-        delayed_update=delayed_update,
-        wire=wire,
-        cuda_graphs=cuda_graphs,
-        max_grad_norm=None if max_grad_norm is None else float(max_grad_norm),
-        grad_norms=grad_norms,
-        keep_gradients=tuple(keep_gradients),
-        on_nonfinite=on_nonfinite,
-        constant=tuple(constant),
-        loss_scale=scaling,
-        keep_fp32=tuple(keep_fp32),
-        reduce_dtype=reduce_dtype,
-        state_dtype=state_dtype,
-        mesh=mesh_asked,
-        states_over=states_over,
-        shardings=checked_shardings(shardings, mesh_asked),
-        lengths=checked_lengths(lengths),
-    )
+    options = CompileOptions(**check_values(CompileOptions, {"stage": stage, **given}))
+    plan = options.plan
+    if isinstance(plan, Plan) and options.accumulate not in (1, "auto", plan.num_micro_batches):
+        raise UsageError(
+            f"expected accumulate={plan.num_micro_batches}, which the plan was made for, found {options.accumulate}: "
+            f"leave it out, or make the plan anew"
+        )
+    _warn_of_ignored(options)
+    return options
+
+
+def _warn_of_ignored(options: CompileOptions) -> None:
+    """Warn of options without effect."""
+    offload, accumulate, is_given = options.offload, options.accumulate, options.plan is not None
+    has_budget = options.memory_budget is not None
+    if isinstance(offload, Mapping):
+        if not is_given and (accumulate == 1 or (accumulate == "auto" and not has_budget)):
+            notify(
+                f"offload={offload!r} is ignored with accumulate={accumulate!r}, which is one micro-batch: its "
+                f"gradients wait for no other's"
+            )
+    elif not has_budget and options.delayed_update is None:
+        if offload in ("host", "nvme"):
+            notify(f"offload={offload!r} is ignored without a memory_budget: nothing has to leave the device")
+        if options.host_budget is not None and not is_given:
+            notify("host_budget is ignored without a memory_budget or a plan: nothing has to leave the device")
+    if options.shardings and options.mesh != AUTO:
+        warn_of_ignored_shardings(options.mesh)

@@ -1,14 +1,14 @@
-"""What is computed in which dtype, what dtypes are called, and how a loss is scaled: the words of options, checked."""
+"""The option ``precision``: what is computed, reduced and stored in which dtype, and how a loss is scaled."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Final, get_args
 
-from zerofx.choices import Precision, ReduceDtype, StateDtype
-from zerofx.errors import UsageError
+from zerofx.choices import Fp32Module, PrecisionWord, ReduceDtype, StateDtype
+from zerofx.option_table import POSITIVE, Exclusion, Kind, check_values, option, words
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +33,101 @@ class LossScale:
         return LossScale(scale, growth_factor=1.0, backoff_factor=1.0)
 
 
-def dtype_of(word: Precision | ReduceDtype | StateDtype) -> torch.dtype:
+def _is_scale(asked: object) -> bool:
+    if not isinstance(asked, LossScale):
+        return False
+    numbers = (asked.init_scale, asked.growth_factor, asked.backoff_factor)
+    return (
+        all(map(_is_number, numbers))
+        and asked.growth_factor >= 1
+        and asked.backoff_factor <= 1
+        and type(asked.growth_interval) is int
+        and asked.growth_interval >= 1
+    )
+
+
+def _is_number(asked: object) -> bool:
+    return POSITIVE.accepts(asked) and asked != math.inf
+
+
+def _are_modules(asked: object) -> bool:
+    """Whether it is a collection of types of modules and of names."""
+    from torch import nn  # the command line knows precisions without it
+
+    return (
+        isinstance(asked, Collection)
+        and not isinstance(asked, str)
+        and all(isinstance(each, str) or (isinstance(each, type) and issubclass(each, nn.Module)) for each in asked)
+    )
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What is computed, reduced and stored in which dtype: ``precision=`` of ``zerofx.compile``.
+
+    Raises:
+        UsageError: a field cannot be; says what it can be.
+    """
+
+    compute: PrecisionWord | None = option(None, words(PrecisionWord))
+    """None for the model's dtypes; ``"bf16"`` or ``"fp16"`` computes and communicates so, with float32 masters."""
+
+    keep_fp32: Collection[Fp32Module] = option(
+        (),
+        Kind("types of modules and names, as in (nn.LayerNorm, '*.router')", _are_modules, tuple),
+        Exclusion("compute", "it says what is not in bf16 or fp16", theirs=lambda word: word is None),
+    )
+    """modules that compute in float32 all the same, by type, name or pattern of names."""
+
+    reduce_dtype: ReduceDtype | None = option(None, words(ReduceDtype))
+    """``"fp32"`` or ``"bf16"`` for what gradients are summed over ranks and micro-batches in; None for what they are
+    computed in."""
+
+    state_dtype: StateDtype | None = option(None, words(StateDtype))
+    """``"bf16"`` stores the optimizer's states so between steps, and computes with them in the dtype of the masters;
+    None stores them as the optimizer has them."""
+
+    loss_scale: LossScale | float | None = option(
+        None,
+        Kind("a finite number above 0, or a LossScale of such", lambda asked: _is_number(asked) or _is_scale(asked)),
+    )
+    """what the loss is multiplied by before backward: a ``LossScale``, as ``torch.amp.GradScaler`` has it, with a
+    growth_factor of at least 1 and a backoff_factor of at most 1, or a number that stays; None for the defaults of the
+    former with ``"fp16"``, and else for none."""
+
+    def __post_init__(self) -> None:
+        for name, value in check_values(Precision, vars(self)).items():
+            object.__setattr__(self, name, value)
+
+    @staticmethod
+    def of(asked: Precision | PrecisionWord | None) -> Precision:
+        """That which one word stands for."""
+        return asked if isinstance(asked, Precision) else Precision(asked)
+
+    @property
+    def scaling(self) -> LossScale | None:
+        """How the loss is scaled: as asked, or as ``GradScaler`` does by default where gradients are in float16."""
+        if self.loss_scale is None:
+            return LossScale() if self.compute == "fp16" else None
+        return self.loss_scale if isinstance(self.loss_scale, LossScale) else LossScale.fixed(float(self.loss_scale))
+
+
+def is_scaled(asked: Precision) -> bool:
+    """Whether the loss is."""
+    return asked.scaling is not None
+
+
+PRECISION: Final = Kind(
+    "'bf16', 'fp16' or a zerofx.Precision",
+    lambda asked: isinstance(asked, Precision) or asked in get_args(PrecisionWord),
+    Precision.of,
+    get_args(PrecisionWord),
+)
+
+
+def dtype_of(word: PrecisionWord | ReduceDtype | StateDtype) -> torch.dtype:
     """What a precision computes in, and others that options call so."""
-    import torch  # the command line knows precisions without it
+    import torch  # as above
 
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[word]
 
@@ -57,70 +149,3 @@ def dtype_named(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"expected the name of a dtype, found {name!r}")
     return dtype
-
-
-def loss_scale_of(asked: object, precision: Precision | None, delayed_update: int | None) -> LossScale | None:
-    """How the loss is scaled: as asked, or as ``GradScaler`` does by default where gradients are in float16.
-
-    Raises:
-        UsageError: what is asked for is no scale, or updates are delayed.
-    """
-    if asked is None:
-        scaling: object = LossScale() if precision == "fp16" else None
-    else:
-        scaling = LossScale.fixed(float(asked)) if _is_number(asked) else asked
-    if scaling is None:
-        return None
-    if not isinstance(scaling, LossScale) or not _is_scale(scaling):
-        raise UsageError(
-            f"expected loss_scale to be a number above 0 that stays, or a LossScale with an init_scale above 0, a "
-            f"growth_factor of at least 1, a backoff_factor above 0 and up to 1 and a growth_interval of at least 1, "
-            f"found {asked!r}"
-        )
-    if delayed_update is not None:
-        raise UsageError(
-            f"expected no loss scaling with delayed_update, whose updates are handed to the host before all gradients "
-            f"are known to be finite, found precision={precision!r} and loss_scale={asked!r}: leave one of them out, "
-            f"or give precision='bf16'"
-        )
-    return scaling
-
-
-def check_kept(asked: object, precision: Precision | None) -> None:
-    """Check what says which modules keep float32.
-
-    Raises:
-        UsageError: it is no collection of types and names, or there is nothing else than float32.
-    """
-    from torch import nn  # as above
-
-    if (
-        not isinstance(asked, Collection)
-        or isinstance(asked, str)
-        or not all(isinstance(each, str) or (isinstance(each, type) and issubclass(each, nn.Module)) for each in asked)
-    ):
-        raise UsageError(
-            f"expected keep_fp32 to be types of modules and names or patterns of names, such as (nn.LayerNorm, "
-            f"'*.router'), found {asked!r}"
-        )
-    if asked and precision is None:
-        raise UsageError(
-            f"expected precision='bf16' or 'fp16' with keep_fp32, which says what is not in it, found precision=None "
-            f"and {asked!r}: give a precision, or leave keep_fp32 out"
-        )
-
-
-def _is_number(asked: object) -> TypeGuard[int | float]:
-    return isinstance(asked, int | float) and not isinstance(asked, bool)
-
-
-def _is_scale(scaling: LossScale) -> bool:
-    numbers = (scaling.init_scale, scaling.growth_factor, scaling.backoff_factor)
-    return (
-        all(_is_number(number) and math.isfinite(number) for number in numbers)
-        and scaling.init_scale > 0
-        and scaling.growth_factor >= 1
-        and 0 < scaling.backoff_factor <= 1
-        and type(scaling.growth_interval) is int
-        and scaling.growth_interval >= 1
-    )

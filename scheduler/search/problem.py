@@ -185,7 +185,7 @@ class Problem:
         """The plan in which nothing is decided yet."""
         options = self.options
         return replace(
-            undecided(self.captured, self.layout, options.stage, options.precision, self.machine.name),
+            undecided(self.captured, self.layout, options.stage, options.precision.compute, self.machine.name),
             memory_budget=self.memory_budget,
             max_grad_norm=options.max_grad_norm,
             grad_norms=options.grad_norms,

@@ -203,8 +203,6 @@ def check_loss_function(loss_fn: LossFunction | None) -> None:
     Raises:
         UsageError: names them.
     """
-    if loss_fn is not None and not callable(loss_fn):
-        raise UsageError(f"expected loss_fn(outputs, *rest) to be callable, found {type(loss_fn).__name__}")
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         raise UsageError(f"expected loss_fn to be a module or a function, found a class: give {loss_fn.__name__}()")
     if isinstance(loss_fn, nn.Module):
@@ -216,22 +214,18 @@ def check_loss_function(loss_fn: LossFunction | None) -> None:
             )
 
 
-def check_forward_function(forward: ForwardFunction | None, loss_fn: LossFunction | None) -> None:
-    """Check that ``forward`` can be called, and gives the loss alone.
+def check_forward_function(forward: ForwardFunction | None) -> None:
+    """Refuse a module or a class in the place of a function.
 
     Raises:
-        UsageError: it is none, or there is a ``loss_fn`` too.
+        UsageError: says what it is.
     """
-    if forward is None:
-        return
-    if not callable(forward) or isinstance(forward, nn.Module | type):
+    if isinstance(forward, nn.Module | type):
         raise UsageError(
             f"expected forward to be a function forward(model, *batch) that gives the loss, found "
             f"{forward.__name__ if isinstance(forward, type) else 'a ' + type(forward).__name__}: the model itself is "
             f"the first argument of compile"
         )
-    if loss_fn is not None:
-        raise UsageError("expected loss_fn or forward, found both: compute the loss in forward, and leave loss_fn out")
 
 
 def check_batch(model: nn.Module, batch: Batch) -> None:

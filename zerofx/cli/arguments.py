@@ -9,24 +9,19 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import click
 
-from zerofx.choices import (
-    AccumulateOption,
-    OffloadOption,
-    Precision,
-    RecomputeOption,
-    ReduceDtype,
-    ReduceOption,
-    StateDtype,
-    WireOption,
-)
+from zerofx.choices import AccumulateOption, OffloadOption
 from zerofx.disk.own_files import read_named
 from zerofx.errors import UsageError
+from zerofx.option_table import FLAG, POSITIVE, SIZE, Entry, Kind, entries, texts
+from zerofx.options import CompileOptions
+from zerofx.precision import Precision
 from zerofx.scheduler.cost.machine import Machine
 
 if TYPE_CHECKING:
@@ -127,7 +122,7 @@ def read_machine(name: str) -> Machine:
         raise UsageError(f"expected the JSON of a machine in {name}, found no text: {error}") from error
 
 
-def parse_budget(_context: click.Context, _option: click.Parameter, text: str | None) -> str | float | None:
+def _parse_budget(_context: click.Context, _option: click.Parameter, text: str | None) -> str | float | None:
     """A fraction is a bare number up to one; everything else is a size."""
     try:
         fraction = float(text or "")
@@ -136,7 +131,7 @@ def parse_budget(_context: click.Context, _option: click.Parameter, text: str | 
     return fraction if 0 < fraction <= 1 else text
 
 
-def parse_mesh(
+def _parse_mesh(
     _context: click.Context, _option: click.Parameter, text: str | None
 ) -> dict[str, int] | Literal["auto"] | None:
     """Numbers of ranks by axis, from ``replicate=2,shard=8``."""
@@ -153,7 +148,7 @@ def parse_mesh(
     return sizes
 
 
-def parse_shardings(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> dict[str, str]:
+def _parse_shardings(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> dict[str, str]:
     """Words by names, from ``layers.*.up=column``, one for each option."""
     entries = [text.rpartition("=") for text in texts]
     for (name, _, word), text in zip(entries, texts, strict=True):
@@ -175,47 +170,58 @@ def _parse_accumulate(_context: click.Context, _option: click.Parameter, text: s
     return int(text)
 
 
-_TRAINING_OPTIONS = (
-    click.option(
-        "--memory-budget", metavar="SIZE", callback=parse_budget,
-        help="On the device: '24GiB', '80GB', or a fraction such as 0.9.",
-    ),
-    click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True, help="What is sharded (ZeRO)."),
-    click.option("--precision", type=click.Choice(get_args(Precision)), help="Computed in; else as the model is."),
-    click.option(
-        "--reduce-dtype", type=click.Choice(get_args(ReduceDtype)),
-        help="Sum gradients over ranks in it; else in what they are computed in.",
-    ),
-    click.option(
-        "--state-dtype", type=click.Choice(get_args(StateDtype)),
-        help="Store optimizer states in it; else as the optimizer has them.",
-    ),
-    click.option("--prefetch", type=click.IntRange(min=0), default=1, show_default=True, help="Gathers issued ahead."),
-    click.option("--recompute", type=click.Choice(get_args(RecomputeOption)), default="auto", show_default=True),
-    click.option(
-        "--offload", default="auto", show_default=True, metavar="TIER", callback=_parse_offload,
-        help="auto, none, host or nvme; or gradients=host (nvme): of gradients between micro-batches.",
-    ),
-    click.option(
-        "--accumulate", default="1", show_default=True, metavar="N", callback=_parse_accumulate,
-        help="Micro-batches before each update, or 'auto'.",
-    ),
-    click.option(
-        "--reduce", type=click.Choice(get_args(ReduceOption)), default="auto", show_default=True,
-        help="Reduce gradients in each micro-batch, or once after the last.",
-    ),
-    click.option(
-        "--wire", type=click.Choice(get_args(WireOption)), default="exact", show_default=True, help="Bits to send."
-    ),
-    click.option("--max-grad-norm", type=float, help="Clip gradients to this norm of all of them; else none are."),
-)  # fmt: skip
+# How options are written of which a value is no single word or number: the callback that reads them, and its form.
+_WRITTEN: Mapping[str, Mapping[str, Any]] = {
+    "offload": {"callback": _parse_offload, "metavar": "TIER|gradients=TIER"},
+    "accumulate": {"type": str, "callback": _parse_accumulate, "metavar": "N|auto"},
+    "mesh": {"callback": _parse_mesh, "metavar": "AXIS=N,...|auto"},
+    "shardings": {"callback": _parse_shardings, "metavar": "NAME=WORD", "multiple": True},
+}
 
 
-def training_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that ``zerofx.plan`` and ``zerofx.tune`` have in common, by their names there."""
-    for option in reversed(_TRAINING_OPTIONS):
-        command = option(command)
-    return command
+def _written(name: str, entry: Entry) -> Mapping[str, Any] | None:
+    """How the command line has an option; None if it does not."""
+    kind = entry.kind
+    if name in _WRITTEN:
+        return _WRITTEN[name]
+    if kind.words:
+        return {"type": click.Choice(kind.words)}
+    if kind.least is not None:
+        return {"type": click.IntRange(kind.least, kind.most)}
+    forms: Mapping[Kind, Mapping[str, Any]] = {
+        SIZE: {"callback": _parse_budget, "metavar": "SIZE"},
+        POSITIVE: {"type": float},
+        FLAG: {"is_flag": True},
+    }
+    return forms.get(kind)
+
+
+def training_options(keywords: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options that a function with these keywords has, by their names there."""
+    known, of_each = entries(CompileOptions), {**texts(Precision), **texts(CompileOptions)}
+    taken = {"stage": known["stage"]}
+    for name in keywords.__annotations__:
+        taken[name] = known[name]
+        if name == "precision":  # the words that say more of it
+            taken |= {field: entry for field, entry in entries(Precision).items() if field != "compute"}
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def called(**given: Any) -> None:
+            of_precision = {name: given.pop(name) for name in entries(Precision) if name in given}
+            given["precision"] = Precision(given["precision"], **of_precision)
+            command(**given)
+
+        for name, entry in reversed(taken.items()):
+            written = _written(name, entry)
+            if written is not None:
+                text = of_each[name]
+                settings = {"default": entry.default, "help": text[0].upper() + text[1:], **written}
+                flag, shown = f"--{name.replace('_', '-')}", entry.default not in (None, False)
+                called = click.option(flag, name, show_default=shown, **settings)(called)
+        return called
+
+    return add
 
 
 def _device_named(name: str) -> str:

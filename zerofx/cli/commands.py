@@ -5,24 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 from tabulate import tabulate
 
 import zerofx
-from zerofx.choices import Backend, StatesOver
-from zerofx.cli.arguments import (
-    make_training,
-    parse_budget,
-    parse_mesh,
-    parse_shardings,
-    read_machine,
-    training_options,
-    world,
-)
+from zerofx.cli.arguments import make_training, read_machine, training_options, world
 from zerofx.disk.own_files import as_utf8
 from zerofx.errors import UsageError, ZeroFXError
+from zerofx.options import PlanKeywords, TuneKeywords
 from zerofx.scheduler.cost.catalog import built_in_machines
 from zerofx.scheduler.cost.machine import Link, Machine
 from zerofx.units import format_bytes, format_seconds, parse_bytes
@@ -54,23 +46,9 @@ def main() -> None:
 @click.argument("where", metavar="MODULE:FUNCTION")
 @click.option("--world-size", type=click.IntRange(min=1), help="Number of ranks; else those of the mesh, or one.")
 @click.option(
-    "--states-over", type=click.Choice(get_args(StatesOver)), default="auto", show_default=True,
-    help="Axes that optimizer states are sliced over, where there are replicas.",
-)  # fmt: skip
-@click.option("--mesh", metavar="AXES", callback=parse_mesh, help="Ranks by axis: replicate=2,shard=8, or 'auto'.")
-@click.option(
-    "--sharding", "shardings", multiple=True, metavar="NAME=WORD", callback=parse_shardings,
-    help="How modules or parameters of a name or pattern lie on the axis model: column, row, sequence or replicated.",
-)  # fmt: skip
-@click.option(
     "--machine", default="h100-sxm", show_default=True, help="See `zerofx machines`; or a .json of a Machine."
 )
-@click.option("--host-budget", metavar="SIZE", callback=parse_budget, help="Of host memory, as there, by rank.")
-@training_options
-@click.option(
-    "--delayed-update", type=click.IntRange(min=0), metavar="STEPS",
-    help="Steps of exact training before updates run on the host during the next step; else none do.",
-)  # fmt: skip
+@training_options(PlanKeywords)
 @click.option("--full", is_flag=True, help="Write out every layer of the schedule, not one of those that are alike.")
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan, for compile(plan=...).")
 @click.option("--save-graph", type=click.Path(dir_okay=False, path_type=Path), help="Write the graph, for zerofx opt.")
@@ -119,8 +97,7 @@ def plan_command(
 @main.command("tune")
 @click.argument("where", metavar="MODULE:FUNCTION")
 @click.option("--device", help="Where the model is made and run; else the GPU if there is one.")
-@training_options
-@click.option("--backend", type=click.Choice(get_args(Backend)), default="inductor", show_default=True)
+@training_options(TuneKeywords)
 @click.option("--num-steps", type=click.IntRange(min=2), default=5, show_default=True, help="Steps of each candidate.")
 @click.option("--num-candidates", type=click.IntRange(min=1), default=4, show_default=True, help="Plans run at first.")
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the best, for compile(plan=...).")

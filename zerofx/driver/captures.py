@@ -20,8 +20,7 @@ from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch, micro_batch
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.parameters import Strides
-from zerofx.option_checks import STOPPING
-from zerofx.options import CompileOptions
+from zerofx.options import STOPPING, CompileOptions
 from zerofx.passes.prepare.overlap import overlap
 from zerofx.pipeline import run_preparations
 from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision, SliceDecision

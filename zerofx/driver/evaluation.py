@@ -7,8 +7,8 @@ from dataclasses import replace
 from zerofx.capture.objective.evaluation import Evaluation
 from zerofx.driver.prepared import Earlier, Request
 from zerofx.ir.batch import Batch
+from zerofx.option_table import defaults_for
 from zerofx.options import CompileOptions
-from zerofx.scheduler.decide.residency import PolicyOptions
 from zerofx.scheduler.plan.decisions import Locations
 
 
@@ -26,24 +26,11 @@ def untrained(earlier: Earlier) -> Earlier:
 
 
 def _options(options: CompileOptions) -> CompileOptions:
-    return replace(
-        options,
-        objective=Evaluation(options.objective),
-        plan=None,
-        policy=PolicyOptions(options.policy.prefetch),
-        recompute="none",
-        offload="none",
-        accumulate=1,
-        reduce="auto",
-        loss_terms=None,
-        tile="none" if options.tile == "none" else "auto",
-        weights=None,
-        delayed_update=None,
-        wire="exact",
-        max_grad_norm=None,
-        grad_norms=False,
-        keep_gradients=(),
-        on_nonfinite=None,
-        loss_scale=None,
-        reduce_dtype=None,
-    )
+    changed = defaults_for(CompileOptions, "evaluation") | {
+        "objective": Evaluation(options.objective),
+        "recompute": "none",
+        "offload": "none",
+        "tile": "none" if options.tile == "none" else "auto",
+        "precision": replace(options.precision, reduce_dtype=None),
+    }
+    return replace(options, **changed)

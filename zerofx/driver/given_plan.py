@@ -43,7 +43,7 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
     plan = control.share("read the plan", lambda: Plan.load(given)) if isinstance(given, Path) else given
     settings = {
         "stage": (str(plan.stage), str(options.stage)),
-        "precision": (_precision(plan.precision), _precision(options.precision)),
+        "precision": (_precision(plan.precision), _precision(options.precision.compute)),
         "micro-batches": (str(plan.num_micro_batches), _micro_batches(options, plan)),
         "wire": (plan.wire, options.wire),
         "max_grad_norm": (str(plan.max_grad_norm), str(options.max_grad_norm)),
@@ -71,8 +71,7 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
         )
     _check_gradients(plan, options)
     _check_delayed(plan, options)
-    default = PolicyOptions()
-    if control.rank == 0 and (options.policy.prefetch, tuple(options.policy.keep)) != (default.prefetch, default.keep):
+    if control.rank == 0 and options.policy != PolicyOptions():
         notify("prefetch and keep_gathered have no effect with a plan: it says when every bucket is gathered")
     if control.rank == 0 and options.shardings and plan.model > 1:
         notify("shardings has no effect with a plan: it says how every value lies on the axis 'model'")

@@ -16,7 +16,7 @@ from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.objective.counted import counted
 from zerofx.capture.objective.loss import ForwardFunction, LossFunction
 from zerofx.capture.values.constant_arguments import ConstantArguments
-from zerofx.choices import Backend, Precision
+from zerofx.choices import Backend, PrecisionWord
 from zerofx.deferred import make_buffers
 from zerofx.driver.captures import Captures
 from zerofx.driver.driver import lower_step
@@ -31,8 +31,10 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.lowering.lower import LoweredStep
 from zerofx.mesh_option import AUTO, mesh_for
 from zerofx.option_checks import check_batch_form, check_count
-from zerofx.options import CompileOptions, PlanOptions, check_names, check_options
+from zerofx.option_table import check_names, document_options
+from zerofx.options import CompileOptions, PlanKeywords, check_options
 from zerofx.pipeline import check_disabled
+from zerofx.precision import Precision
 from zerofx.progress import watched
 from zerofx.report.meshes import MeshComparison
 from zerofx.report.saved import SavedPlan
@@ -118,6 +120,7 @@ class PlannedStep:
         return text if self.comparison is None else f"{self.comparison}\n{text}"
 
 
+@document_options(PlanKeywords, CompileOptions)
 def plan(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -125,7 +128,7 @@ def plan(
     stage: int = 3,
     *,
     world_size: int | None = None,
-    **options: Unpack[PlanOptions],
+    **options: Unpack[PlanKeywords],
 ) -> PlannedStep:
     """Plan a training step without hardware.
 
@@ -137,19 +140,15 @@ def plan(
             arguments, or a dict of keywords; ``meta`` tensors will do.
         stage: as for ``zerofx.compile``.
         world_size: number of ranks; None for those of ``mesh``, or one.
-        options: ``machine``, a ``Machine`` or the name of a built-in one, by default ``"h100-sxm"``, and as for
-            ``zerofx.compile`` ``loss_fn``, ``forward``, ``constant`` (what it names needs values), ``outputs``,
-            ``memory_budget``, ``host_budget``, ``recompute``, ``offload``, ``tile``, ``accumulate``, ``reduce``,
-            ``loss_terms``, ``delayed_update``, ``precision``, ``backend``, ``prefetch``, ``keep_gathered``, ``wire``,
-            ``max_grad_norm``, ``grad_norms``, ``keep_gradients``, ``loss_scale``, ``keep_fp32``, ``reduce_dtype``,
-            ``state_dtype``, ``mesh``, ``states_over`` and ``shardings``. What a compiled region holds inside is
-            estimated (``scheduler/cost/fusion.py``), an eager one is simulated node by node, to the byte. Times are
-            those of single operators either way.
+        options: as for ``zerofx.compile``, but that ``machine`` is ``"h100-sxm"`` where it is left out, and what
+            ``constant`` names needs values. What a compiled region holds inside is estimated
+            (``scheduler/cost/fusion.py``), an eager one is simulated node by node, to the byte. Times are those of
+            single operators either way.
 
     Raises:
         ZeroFXError: as ``zerofx.compile`` would.
     """
-    check_names(options, PlanOptions, "plan")
+    check_names(options, PlanKeywords, "plan")
     if options.get("machine") is None:
         options["machine"] = "h100-sxm"
     checked = check_options(stage=stage, **options)
@@ -263,16 +262,16 @@ def captured_graph(
         ZeroFXError: the model cannot be captured, or the optimizer is not the model's.
     """
     options = check_options(
-        stage=plan.stage, loss_fn=loss_fn, forward=forward, precision=_precision(plan),
-        loss_scale=1.0 if plan.loss_scaled else None, machine=machine, accumulate=plan.num_micro_batches,
-        backend=backend,
+        stage=plan.stage, loss_fn=loss_fn, forward=forward, machine=machine,
+        precision=Precision(_precision(plan), loss_scale=1.0 if plan.loss_scaled else None),
+        accumulate=plan.num_micro_batches, backend=backend,
     )  # fmt: skip
     captures = _captures(model, batch_to_capture(model, batch, options), options, read_settings())
     return SavedGraph.of(model, optimizer, captures, plan.num_micro_batches, prefer_fused=options.compiles_regions)
 
 
-def _precision(plan: Plan) -> Precision | None:
-    return next((known for known in get_args(Precision) if known == plan.precision), None)
+def _precision(plan: Plan) -> PrecisionWord | None:
+    return next((known for known in get_args(PrecisionWord) if known == plan.precision), None)
 
 
 def batch_to_capture(model: nn.Module, batch: tuple[Any, ...] | Mapping[str, Any], options: CompileOptions) -> Batch:

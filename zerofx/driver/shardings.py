@@ -15,13 +15,13 @@ from zerofx.driver.prepared import Earlier, Request, Shared
 from zerofx.errors import RankMismatchError, UsageError, notify
 from zerofx.ir.batch import Batch, hash_of
 from zerofx.ir.facts import Role, placeholder
+from zerofx.option_table import defaults_for
 from zerofx.options import CompileOptions
 from zerofx.progress import watched
 from zerofx.runtime.state.optimizer import hyperparameter_texts
 from zerofx.scheduler.analysis.sharding_pins import pinned, pins_of
 from zerofx.scheduler.analysis.sharding_ways import sharding_ways
 from zerofx.scheduler.cost.sharding_seconds import Prices
-from zerofx.scheduler.decide.residency import PolicyOptions
 from zerofx.scheduler.decide.shardings import decide_shardings
 from zerofx.scheduler.decide.value_overlap import decide_overlaps
 from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision
@@ -42,8 +42,8 @@ def with_best_layout(
 ) -> T:
     """What ``plan`` makes of the step as one rank of the model axis runs it, or of ``captures`` without such an axis.
 
-    It is shared in one way whatever else a plan does (``_of_any_plan``), so that all have the same bits. Where no such
-    plan fits the budget, it is shared in the way that takes less memory.
+    It is shared in one way whatever else a plan does (options that are not for "sharing"), so that all have the same
+    bits. Where no such plan fits the budget, it is shared in the way that takes less memory.
 
     Raises:
         BudgetMissedError: no plan of either fits; the one that misses the budget by less.
@@ -215,7 +215,7 @@ def _decided(
 
     simulated = explained and request.locations is None and (earlier is None or within_budget)
     if not within_budget:
-        request = replace(request, options=_of_any_plan(request.options))
+        request = replace(request, options=replace(request.options, **defaults_for(CompileOptions, "sharing")))
     said = [repr(sorted(request.options.shardings.items())), repr(sorted(given.items())), str(explained)]
     if simulated:  # which follows from all that a plan does
         said += [*request.options.texts("plan"), str(hyperparameter_texts(request.optimizer))]
@@ -231,15 +231,6 @@ def _given(request: Request, captures: Captures) -> str:
 
 def _lent(request: Request) -> dict[str, Placement]:
     return {name: lies for borrowed in request.borrowed for name, lies in borrowed.placements().items()}
-
-
-def _of_any_plan(options: CompileOptions) -> CompileOptions:
-    """``options`` without what leaves the bits as they are: the stage, and what is computed again, moved or issued
-    ahead, or has to fit."""
-    return replace(
-        options, stage=3, memory_budget=None, host_budget=None, recompute="auto", offload="auto",
-        policy=PolicyOptions(), states_over="auto", delayed_update=None,
-    )  # fmt: skip
 
 
 def _overlaps(request: Request, one_rank: Captures) -> tuple[OverlapDecision, ...]:

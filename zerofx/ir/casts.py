@@ -10,10 +10,9 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from zerofx.choices import Fp32Module
 from zerofx.errors import UsageError
 from zerofx.units import first_few
-
-Fp32Module: TypeAlias = type[nn.Module] | str  # modules of a type, or whose dotted name matches a pattern
 
 
 @dataclass(frozen=True)

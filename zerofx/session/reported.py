@@ -141,7 +141,7 @@ class Reported:
         """
         if self._steps.scaler is None:
             raise UsageError(
-                "expected precision='fp16' or loss_scale to be given to zerofx.compile, found neither, with which no "
+                "expected precision='fp16' or a loss_scale to be given to zerofx.compile, found neither, with which no "
                 "loss is scaled"
             )
         return self._steps.scaler.scale

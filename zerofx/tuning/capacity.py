@@ -26,7 +26,8 @@ from zerofx.driver.plan_only import (
 )
 from zerofx.errors import MemoryBudgetError, UsageError
 from zerofx.option_checks import check_count
-from zerofx.options import CompileOptions, PlanOptions, check_names, check_options
+from zerofx.option_table import check_names
+from zerofx.options import CompileOptions, PlanKeywords, check_options
 from zerofx.progress import watched
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.search.problem import BudgetMissedError
@@ -83,7 +84,7 @@ def largest_micro_batch(
     *,
     limit: int = 4096,
     world_size: int | None = None,
-    **plan_options: Unpack[PlanOptions],
+    **plan_options: Unpack[PlanKeywords],
 ) -> SearchResult:
     """The most samples that one rank can take in one step.
 
@@ -131,7 +132,7 @@ def smallest_world(
     stage: int = 3,
     *,
     limit: int = 65536,
-    **plan_options: Unpack[PlanOptions],
+    **plan_options: Unpack[PlanKeywords],
 ) -> SearchResult:
     """The fewest ranks on which a step fits: any number in one node of the machine, whole nodes beyond.
 
@@ -242,11 +243,15 @@ def _most(captured: CapturedStep, limit: int) -> str:
     return f"up to {last} rank{'s' if last > 1 else ''} of {machine.name} at stage {captured.request.options.stage}"
 
 
-def _options(stage: int, plan_options: PlanOptions, function: str) -> CompileOptions:
+def _options(stage: int, plan_options: PlanKeywords, function: str) -> CompileOptions:
     """The options of ``zerofx.plan`` with its defaults, but for the budget: without one it is the whole device."""
-    check_names(plan_options, PlanOptions, function)
+    check_names(plan_options, PlanKeywords, function)
     budget = plan_options.get("memory_budget")
-    completed: PlanOptions = {"machine": "h100-sxm", **plan_options, "memory_budget": 1.0 if budget is None else budget}
+    completed: PlanKeywords = {
+        "machine": "h100-sxm",
+        **plan_options,
+        "memory_budget": 1.0 if budget is None else budget,
+    }
     return check_options(stage=stage, **completed)
 
 

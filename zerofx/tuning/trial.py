@@ -18,7 +18,6 @@ from zerofx.errors import UsageError, ZeroFXError, in_short
 from zerofx.ir.streams import axes_of_stream
 from zerofx.optimizers import copy_optimizer
 from zerofx.options import CompileOptions
-from zerofx.precision import LossScale
 from zerofx.runtime.measure.measure import Measurement
 from zerofx.scheduler.cost.links import Transfer
 from zerofx.scheduler.plan.mesh import Mesh
@@ -92,8 +91,9 @@ def run_trial(
         try:
             # Without a budget: what the peak is, is to be found out.
             # And at a scale with which no step is left out.
-            scaling = None if own.loss_scale is None else LossScale.fixed(1.0)
-            alone = replace(own, plan=plan, memory_budget=None, loss_scale=scaling)
+            scale = None if own.loss_scale is None else 1.0
+            precision = replace(own.precision, loss_scale=scale)
+            alone = replace(own, plan=plan, memory_budget=None, precision=precision)
             step = Step(copied.model, copied.optimizer, alone)
             undo.callback(step.abandon)  # a step that has run cannot be: all ranks close it together, if they can
             step.prepare(*args, **keywords)

@@ -32,8 +32,9 @@ from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.ir.batch import Batch
 from zerofx.lowering.lower import lower
 from zerofx.mesh_option import AUTO, mesh_for
-from zerofx.option_checks import check_batch_form, check_count, check_kind
-from zerofx.options import CompileOptions, TuneOptions, check_names, check_options
+from zerofx.option_checks import check_batch_form, check_count
+from zerofx.option_table import check_names, document_options
+from zerofx.options import CompileOptions, TuneKeywords, check_options
 from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan
 from zerofx.runtime.comm.control import Control
@@ -53,6 +54,7 @@ from zerofx.units import format_bytes
 _ROUNDS = 2  # plans to make anew from corrected costs, and run, at most
 
 
+@document_options(TuneKeywords, CompileOptions)
 def tune(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -63,7 +65,7 @@ def tune(
     num_steps: int = 5,
     num_candidates: int = 4,
     save: str | Path | None = None,
-    **options: Unpack[TuneOptions],
+    **options: Unpack[TuneKeywords],
 ) -> TuneResult:
     """Measure plans on the device at hand, and keep the fastest whose measured peak is within the budget.
 
@@ -80,12 +82,8 @@ def tune(
         num_candidates: how many plans to run at first; a few more may follow once costs are corrected.
         save: a file for the best plan with its schedule, written by rank 0: for ``zerofx.compile(plan=...)`` and
             ``zerofx report``.
-        options: ``memory_budget``, which is the copy's alone, and ``loss_fn``, ``forward``, ``constant``, ``outputs``,
-            ``recompute``, ``offload``, ``accumulate``, ``reduce``, ``loss_terms``, ``precision``, ``backend``,
-            ``prefetch``, ``keep_gathered``, ``wire``, ``max_grad_norm``, ``grad_norms``, ``keep_gradients``,
-            ``loss_scale``, ``keep_fp32``, ``reduce_dtype``, ``state_dtype``, ``mesh``, ``states_over`` and
-            ``shardings`` as for ``zerofx.compile``: they say what the first candidate is, and what the others may
-            change.
+        options: as for ``zerofx.compile``: they say what the first candidate is, and what the others may change.
+            ``memory_budget`` is the copy's alone.
 
     Raises:
         MemoryBudgetError: no plan fits, as predicted or as measured; says what became of each.
@@ -93,7 +91,7 @@ def tune(
         UsageError: on CPU, a profiler runs on some rank.
         ZeroFXError: as ``zerofx.compile`` would.
     """
-    check_names(options, TuneOptions, "tune")
+    check_names(options, TuneKeywords, "tune")
     checked = check_options(stage=stage, machine=machine, **options)
     if checked.mesh == AUTO:
         raise UsageError(
@@ -104,7 +102,8 @@ def tune(
     make_buffers(model)
     for name, number, least in (("num_steps", num_steps, 2), ("num_candidates", num_candidates, 1)):
         check_count(name, number, least, f"to be at least {least}")
-    check_kind("save", save, (str, Path), "the path of a file")
+    if not isinstance(save, str | Path | None):
+        raise UsageError(f"expected save to be the path of a file, found {type(save).__name__}")
     check_batch_form(batch)
     args, keywords = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
     tuner = _Tuner(TunedTraining(model, optimizer, args, keywords), checked, num_steps, num_candidates)

@@ -45,11 +45,10 @@ def _offloading(options: CompileOptions) -> Iterator[Variation]:
 
 
 def _gathering(options: CompileOptions) -> Iterator[Variation]:
-    policy = options.policy
     for ahead in _PREFETCHES:
-        if ahead != policy.prefetch:
-            yield Variation(f"prefetch {ahead}", replace(options, policy=replace(policy, prefetch=ahead)))
-    if policy.keep != "all":
-        yield Variation("keep all gathered", replace(options, policy=replace(policy, keep="all")))
-    if policy.keep:
-        yield Variation("keep none gathered", replace(options, policy=replace(policy, keep=())))
+        if ahead != options.prefetch:
+            yield Variation(f"prefetch {ahead}", replace(options, prefetch=ahead))
+    if options.keep_gathered != "all":
+        yield Variation("keep all gathered", replace(options, keep_gathered="all"))
+    if options.keep_gathered:
+        yield Variation("keep none gathered", replace(options, keep_gathered=()))

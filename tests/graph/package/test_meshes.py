@@ -88,8 +88,8 @@ def test_a_plan_of_one_axis_says_nothing_of_it() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mesh": "auto", "wire": "int8"}, "expected wire='exact' with mesh='auto'.*found wire='int8'"),
-        ({"states_over": "all"}, "expected states_over 'mesh' .* found 'all'"),
+        ({"mesh": "auto", "wire": "int8"}, "found wire='int8' and mesh='auto': meshes are compared"),
+        ({"states_over": "all"}, "expected states_over to be 'auto', 'shard' or 'mesh', found 'all'"),
     ],
 )
 def test_what_meshes_do_not_do_is_refused(options: dict[str, Any], message: str) -> None:

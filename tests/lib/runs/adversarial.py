@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.lib.runs.training import world
-from zerofx.choices import Precision
+from zerofx.choices import PrecisionWord
 from zerofx.precision import dtype_of
 
 Dtypes: TypeAlias = tuple[torch.dtype | None, torch.dtype | None]
@@ -158,7 +158,8 @@ def unlike_eager_mode(
     norm: bool = False,
     freezes: bool = False,
     away: Mapping[str, Any] | None = None,
-    precisions: tuple[Precision | None, Precision | None] = (None, None),
+    precisions: tuple[PrecisionWord | None, PrecisionWord | None] = (None, None),
+    loss_scale: float | None = None,
     **options: Any,
 ) -> list[str]:
     """What of a training is not as in eager mode, in words: losses, parameters, buffers, and the peak of both steps.
@@ -170,9 +171,10 @@ def unlike_eager_mode(
     sharing = options.get("mesh", {}).get("model", 1)
     expected, *plain = in_eager_mode(steps, norm=norm, freezes=freezes, dtypes=(first, second), sharing=sharing)
     generator, discriminator = models(norm=norm)
-    of_generator = generator_step(generator, discriminator, stages[0], precision=precisions[0], **options)
+    own, others = (zerofx.Precision(word, loss_scale=loss_scale) for word in precisions)
+    of_generator = generator_step(generator, discriminator, stages[0], precision=own, **options)
     of_discriminator = discriminator_step(
-        discriminator, generator, stages[1], precision=precisions[1], **options, **(away or {})
+        discriminator, generator, stages[1], precision=others, **options, **(away or {})
     )
     losses = []
     for number, (real, noise) in enumerate(batches(steps, sharing=sharing)):

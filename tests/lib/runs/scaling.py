@@ -15,9 +15,11 @@ from torch import Tensor, nn
 import zerofx
 from tests.lib.models import CASES, Case, batches
 from tests.lib.runs.training import Trained, build, differences, parts, world
+from zerofx.choices import PrecisionWord, ReduceDtype
 
 # Small intervals, so that a few steps see growth and back-off.
 QUICK: Mapping[str, Any] = {"init_scale": 1024.0, "growth_interval": 4}
+SCALE = zerofx.LossScale(**QUICK)
 
 
 class Spiky(nn.Module):
@@ -134,24 +136,25 @@ def _average(model: nn.Module) -> None:
             dist.all_reduce(parameter.grad)
 
 
-def train_scaled(name: str, stage: int, steps: int, **options: Any) -> Scaled:
+def train_scaled(
+    name: str, stage: int, steps: int, precision: PrecisionWord | None = "fp16",
+    loss_scale: zerofx.LossScale | float | None = SCALE, reduce_dtype: ReduceDtype | None = None, **options: Any,
+) -> Scaled:
     """The same through ``zerofx.compile``, on the eager backend unless ``options`` say otherwise.
 
     Without a precision the step is called under autocast.
     """
     case = case_of(name)
     model = build(case)
-    given = {
-        "backend": "eager", "precision": "fp16", "loss_scale": zerofx.LossScale(**QUICK), "loss_fn": case.loss_fn,
-        **options,
-    }  # fmt: skip
+    given = {"backend": "eager", "loss_fn": case.loss_fn, **options}
+    given["precision"] = zerofx.Precision(precision, reduce_dtype=reduce_dtype, loss_scale=loss_scale)
     torch.manual_seed(world()[0])
     step = zerofx.compile(model, case.optimizer(model), stage, **given)
     losses, norms, scales, skipped = [], [], [], []
     for number, (args, kwargs) in enumerate(case_batches(name, steps)):
         scales.append(step.loss_scale)
         num_skipped = step.num_skipped
-        with torch.autocast("cpu", torch.float16, enabled=given["precision"] is None):
+        with torch.autocast("cpu", torch.float16, enabled=precision is None):
             losses.append(step(*args, **kwargs).clone())
         skipped += [number] if step.num_skipped > num_skipped else []
         if given.get("max_grad_norm") is not None:

@@ -140,8 +140,13 @@ class _Deep(nn.Module):
         {"stage": 0, "max_grad_norm": 1.0},
         {"stage": 1, "precision": "fp16", "accumulate": 2},
         {"stage": 3, "precision": "fp16", "max_grad_norm": 1.0},
-        {"stage": 2, "precision": "bf16", "accumulate": 2, "offload": {"gradients": "host"}, "reduce_dtype": "fp32"},
-        {"stage": 1, "precision": "bf16", "state_dtype": "bf16"},
+        {
+            "stage": 2,
+            "precision": zerofx.Precision("bf16", reduce_dtype="fp32"),
+            "accumulate": 2,
+            "offload": {"gradients": "host"},
+        },
+        {"stage": 1, "precision": zerofx.Precision("bf16", state_dtype="bf16")},
         {"stage": 3, "memory_budget": 200_000, "backend": "eager", "machine": "h100-sxm"},
         {"stage": 3, "memory_budget": 165_000, "backend": "eager", "machine": "h100-sxm"},
         {"stage": 3, "wire": "int4", "world_size": 4},
@@ -186,7 +191,14 @@ def test_a_graph_comes_back_from_its_file_after_any_pass(tmp_path: Path) -> None
     model, batch, path = _Deep(), (torch.zeros(8, 16, dtype=torch.long),), tmp_path / "graph.json"
     optimizer = torch.optim.AdamW(model.parameters())
     planned = zerofx.plan(
-        model, optimizer, batch, world_size=2, memory_budget=165_000, backend="eager", max_grad_norm=1.0, loss_scale=1.0
+        model,
+        optimizer,
+        batch,
+        world_size=2,
+        memory_budget=165_000,
+        backend="eager",
+        max_grad_norm=1.0,
+        precision=zerofx.Precision(loss_scale=1.0),
     )
     plan, saved = (
         planned.plan,

@@ -14,9 +14,9 @@ from tests.lib.runs.checkpoints import Outcome, Way, resume, train_and_save
 
 TIERS = [("device", "host", "host"), ("device", "nvme", "device"), ("nvme", "nvme", "device"), ("host", "nvme", "host")]
 # A scale that has grown, has been lowered, and is some steps old where it is saved.
-GROWING = {"loss_scale": zerofx.LossScale(init_scale=2.0**22, growth_interval=4)}
+GROWING = {"precision": zerofx.Precision("fp16", loss_scale=zerofx.LossScale(2.0**22, growth_interval=4))}
 QUICK = [
-    Way(0, "bf16", 4, options={"state_dtype": "bf16", "reduce_dtype": "fp32"}),
+    Way(0, "bf16", 4, options={"precision": zerofx.Precision("bf16", reduce_dtype="fp32", state_dtype="bf16")}),
     Way(1, None, 1, ("device", "nvme", "host")),
     Way(2, "bf16", 1, ("device", "host", "host")),
     Way(3, "fp16", 4, options=GROWING),

@@ -15,7 +15,7 @@ from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES
 from tests.lib.runs.scaling import case_batches
 from tests.lib.runs.training import Trained, build, differences, step_of, train_compiled
-from zerofx import UsageError
+from zerofx import Precision, UsageError
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -89,16 +89,16 @@ KEPT: dict[str, tuple[Any, list[str]]] = {
         ]
     ],
 )  # fmt: skip
-def test_modules_that_keep_float32_are_as_by_hand(kept: Any, names: list[str], precision: str) -> None:
+def test_modules_that_keep_float32_are_as_by_hand(kept: Any, names: list[str], precision: Any) -> None:
     expected = _by_hand("gpt", names, precision, 6)
     for stage in (0, 3):
-        found = train_compiled(CASES["gpt"], stage, 6, precision=precision, keep_fp32=kept)
+        found = train_compiled(CASES["gpt"], stage, 6, precision=Precision(precision, kept))
         assert differences(expected, found) == [], stage
     assert differences(expected, train_compiled(CASES["gpt"], 3, 6, precision=precision)) != []
 
 
 def test_their_parameters_are_in_buckets_of_their_own_without_masters() -> None:
-    step, args = step_of("gpt", 3, precision="bf16", keep_fp32=(nn.LayerNorm,))
+    step, args = step_of("gpt", 3, precision=Precision("bf16", (nn.LayerNorm,)))
     step(*args)
     dtypes = {(bucket.dtype, bucket.compute_dtype) for bucket in step.plan.buckets}
     assert dtypes == {("torch.float32", "torch.float32"), ("torch.float32", "torch.bfloat16")}
@@ -121,17 +121,15 @@ class _WithLoss(nn.Module):
 def test_a_loss_that_is_kept_in_float32_stays_so() -> None:
     model = _WithLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = zerofx.compile(model, optimizer, backend="eager", precision="fp16", keep_fp32=(nn.CrossEntropyLoss,))
+    step = zerofx.compile(model, optimizer, backend="eager", precision=Precision("fp16", (nn.CrossEntropyLoss,)))
     assert step(torch.randn(5, 4), torch.randint(3, (5,))).dtype is torch.float32
     assert step.num_skipped == 0  # float32 has the scale that float16 has not
 
 
 def _compare_stages() -> list[list[str]]:
     options: dict[str, Any] = {
-        "precision": "fp16",
-        "keep_fp32": (nn.LayerNorm, "layers.1.mlp"),
+        "precision": Precision("fp16", (nn.LayerNorm, "layers.1.mlp"), loss_scale=64.0),
         "max_grad_norm": 0.5,
-        "loss_scale": 64.0,
     }
     first, *others = (train_compiled(CASES["gpt"], stage, 4, **options) for stage in (0, 2, 3))
     return [differences(first, other) for other in others]
@@ -144,32 +142,33 @@ def test_two_ranks_train_the_same_at_every_stage() -> None:
 # ------------------------------------------------------------------------------------------------ refusals
 
 
-def refused(model: nn.Module, **options: Any) -> None:
-    zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager", **options)
+def refused(model: nn.Module, kept: Any, precision: Any = "bf16") -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zerofx.compile(model, optimizer, backend="eager", precision=Precision(precision, kept))
 
 
 @pytest.mark.parametrize("wrong", ["norm", (3,), (nn.Linear(1, 1),), (int,), None])
 def test_what_names_no_modules_is_refused(wrong: Any) -> None:
     with pytest.raises(UsageError, match="expected keep_fp32 to be types of modules and names"):
-        refused(_WithLoss(), precision="bf16", keep_fp32=wrong)
+        refused(_WithLoss(), wrong)
 
 
 @pytest.mark.parametrize("absent", ["norm", "*.layer", nn.Conv2d])
 def test_a_name_that_is_none_is_refused_with_some_that_are(absent: Any) -> None:
     with pytest.raises(UsageError, match=r"expected keep_fp32 to name modules inside the model.*\(layer, loss\)"):
-        refused(_WithLoss(), precision="bf16", keep_fp32=("layer", absent))
+        refused(_WithLoss(), ("layer", absent))
 
 
 def test_keeping_float32_without_a_precision_is_refused() -> None:
-    with pytest.raises(UsageError, match="expected precision='bf16' or 'fp16' with keep_fp32"):
-        refused(_WithLoss(), keep_fp32=("layer",))
+    with pytest.raises(UsageError, match=r"keep_fp32=.*and compute=None: it says what is not in bf16 or fp16"):
+        refused(_WithLoss(), ("layer",), None)
 
 
 def test_a_parameter_that_others_have_too_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     with pytest.raises(UsageError, match=r"expected parameters of keep_fp32 that no other module has, found 0\.weight"):
-        refused(model, precision="bf16", keep_fp32=("1",))
+        refused(model, ("1",))
 
 
 def test_parameters_that_are_stored_in_less_are_refused() -> None:
@@ -177,12 +176,12 @@ def test_parameters_that_are_stored_in_less_are_refused() -> None:
     with pytest.raises(
         UsageError, match=r"expected parameters of keep_fp32 that are stored in float32, found 1\.weight"
     ):
-        refused(model, precision="bf16", keep_fp32=("1",))
+        refused(model, ("1",))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # as Inductor is imported
 @pytest.mark.slow
 def test_compiled_regions_keep_float32_too() -> None:
-    options: dict[str, Any] = {"precision": "bf16", "keep_fp32": ("*.norm", "layers.1")}
+    options: dict[str, Any] = {"precision": Precision("bf16", ("*.norm", "layers.1"))}
     expected, found = (train_compiled(CASES["stack"], 3, 3, backend=one, **options) for one in ("eager", "inductor"))
     assert differences(expected, found, 2e-2) == []

@@ -19,7 +19,7 @@ from tests.lib.models import CASES
 from tests.lib.runs.offloads import check_measured, placing, prepare_case
 from tests.lib.runs.scaling import Spiky, spiky_batches, train_by_hand, train_scaled, unlike
 from tests.lib.runs.training import build, plan_of, step_of
-from zerofx import LossScale, UsageError
+from zerofx import LossScale, Precision, UsageError
 
 pytestmark = pytest.mark.usefixtures("drive")
 
@@ -127,7 +127,9 @@ def test_large_gradients_that_are_finite_are_no_overflow() -> None:
     for clip in (None, 1.0):
         model = Large()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
-        step = zerofx.compile(model, optimizer, backend="eager", loss_scale=1.0, max_grad_norm=clip)
+        step = zerofx.compile(
+            model, optimizer, backend="eager", precision=Precision(loss_scale=1.0), max_grad_norm=clip
+        )
         step(torch.full((4,), 1e25))  # the square is beyond float32
         assert (step.num_steps, step.num_skipped) == (1, 0), clip
 
@@ -169,10 +171,9 @@ def test_a_step_that_is_left_out_gives_all_it_has_and_changes_no_bit() -> None:
         optimizer,
         3,
         backend="eager",
-        precision="fp16",
+        precision=Precision("fp16", loss_scale=LossScale(4096.0)),
         forward=_extras,
         max_grad_norm=1.0,
-        loss_scale=LossScale(4096.0),
     )
     x, calm, spike = torch.randn(4, 6), torch.zeros(()), torch.tensor(6e4)
     step(x, calm)
@@ -198,8 +199,8 @@ def test_a_step_of_micro_batches_that_is_left_out_gives_what_each_has(accumulate
     model = Spiky()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     step = zerofx.compile(
-        model, optimizer, 0, backend="eager", precision="fp16", forward=forward, accumulate=accumulate,
-        loss_scale=LossScale(4096.0),
+        model, optimizer, 0, backend="eager", forward=forward, accumulate=accumulate,
+        precision=Precision("fp16", loss_scale=LossScale(4096.0)),
     )  # fmt: skip
     x = torch.randn(30, 6)
     (calm, each), (skipped, each_skipped) = (step(x, torch.full((30,), spike)) for spike in (0.0, 6e4))
@@ -210,7 +211,7 @@ def test_a_step_of_micro_batches_that_is_left_out_gives_what_each_has(accumulate
 def test_a_scale_below_one_says_that_no_scale_will_do() -> None:
     model = Large()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = zerofx.compile(model, optimizer, backend="eager", loss_scale=LossScale(1.0))
+    step = zerofx.compile(model, optimizer, backend="eager", precision=Precision(loss_scale=LossScale(1.0)))
     with pytest.warns(zerofx.ZeroFXWarning, match="expected gradients that are finite at some scale of the loss"):
         step(torch.full((4,), math.inf))
 
@@ -225,7 +226,8 @@ def test_a_loss_that_is_not_finite_is_left_out_as_any_other(worst: float) -> Non
     def run(**options: Any) -> zerofx.Step:
         model = Spiky()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = zerofx.compile(model, optimizer, backend="eager", precision="fp16", loss_scale=LossScale(8.0), **options)
+        precision = Precision("fp16", loss_scale=LossScale(8.0))
+        step = zerofx.compile(model, optimizer, backend="eager", precision=precision, **options)
         assert not step(torch.full((4, 6), worst), torch.zeros(())).isfinite()
         return step
 
@@ -296,10 +298,10 @@ def test_a_plan_says_that_the_loss_is_scaled_and_is_for_nothing_else() -> None:
     assert zerofx.Plan.from_json(plan.to_json()) == plan and "loss_scaled" not in free.to_json()
     assert "loss: as it is -> scaled" in free.diff(plan)
     case = CASES["stack"]
-    model = build(case)
+    model, scaled = build(case), Precision(loss_scale=1.0)
     with pytest.raises(zerofx.PlanError, match="loss: expected as it is, found scaled"):
         zerofx.compile(
-            model, case.optimizer(model), plan=planned().plan, machine="cpu", loss_scale=1.0, backend="eager"
+            model, case.optimizer(model), plan=planned().plan, machine="cpu", precision=scaled, backend="eager"
         )
 
 
@@ -322,25 +324,25 @@ def test_tune_runs_plans_at_a_scale_with_which_none_is_left_out() -> None:
      LossScale(backoff_factor=1.5), LossScale(growth_interval=0), torch.tensor(1.0)],
 )  # fmt: skip
 def test_what_is_no_scale_is_refused(wrong: Any) -> None:
-    with pytest.raises(UsageError, match="expected loss_scale to be a number above 0 that stays, or a LossScale"):
-        planned(loss_scale=wrong)
+    with pytest.raises(UsageError, match="expected loss_scale to be a finite number above 0, or a LossScale"):
+        Precision(loss_scale=wrong)
 
 
 def test_delayed_updates_are_refused_with_a_scaled_loss() -> None:
-    with pytest.raises(UsageError, match="expected no loss scaling with delayed_update"):
+    with pytest.raises(UsageError, match="found delayed_update=2 and precision='fp16': all gradients of a scaled loss"):
         planned(precision="fp16", delayed_update=2)
 
 
 def test_parameters_in_float16_are_refused_as_grad_scaler_refuses_them() -> None:
-    model = Spiky().half()
+    model, scaled = Spiky().half(), Precision(loss_scale=1.0)
     with pytest.raises(UsageError, match="expected parameters that are stored in float32 where the loss is scaled"):
-        zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager", loss_scale=1.0)
+        zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager", precision=scaled)
 
 
 def test_a_step_whose_loss_is_not_scaled_has_no_scale() -> None:
     model = Spiky()
     step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
-    with pytest.raises(UsageError, match="expected precision='fp16' or loss_scale to be given"):
+    with pytest.raises(UsageError, match="expected precision='fp16' or a loss_scale to be given"):
         _ = step.loss_scale
 
 

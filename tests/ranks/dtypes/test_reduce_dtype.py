@@ -19,7 +19,7 @@ from tests.lib.runs.offloads import check_measured, placing, prepare_case
 from tests.lib.runs.scaling import QUICK, train_scaled
 from tests.lib.runs.training import Trained, build, differences, parts, step_of, train_compiled, train_plain, world
 from tests.ranks.tiers.test_gradients import waiting
-from zerofx import PlanError, UsageError
+from zerofx import PlanError, Precision, UsageError
 from zerofx.precision import dtype_of
 
 pytestmark = pytest.mark.usefixtures("drive", "verified")
@@ -57,13 +57,14 @@ def _compare(
 ) -> dict[str, list[str]]:
     wrong = {}
     for policy, (accumulate, each) in itertools.product(policies, micro_batches):
-        options = {"precision": policy[0], "accumulate": accumulate, "reduce": "each" if each else "once"}
+        options = {"accumulate": accumulate, "reduce": "each" if each else "once"}
+        reduced = Precision(policy[0], reduce_dtype=policy[1])
         expected = _fsdp2(name, 3, policy, accumulate, each=each)
         for stage in stages if not each else [stage for stage in stages if stage]:
-            found = train_compiled(CASES[name], stage, 3, reduce_dtype=policy[1], **options)
+            found = train_compiled(CASES[name], stage, 3, precision=reduced, **options)
             wrong[f"{policy} {accumulate} {each} at {stage}"] = differences(expected, found)
         rounds = policy[1] == "bf16" or accumulate > 1 or world()[1] > 1
-        if rounds and not differences(expected, train_compiled(CASES[name], 3, 3, **options)):
+        if rounds and not differences(expected, train_compiled(CASES[name], 3, 3, precision=policy[0], **options)):
             wrong[f"{policy} {accumulate} {each}"] = ["nothing differs without it"]
     return {label: differ for label, differ in wrong.items() if differ}
 
@@ -86,7 +87,7 @@ def test_all_stages_train_as_fsdp2() -> None:
 def _compare_ways() -> dict[str, list[str]]:
     """Ways to train that have the same bits as others."""
     wrong: dict[str, list[str]] = {}
-    case, common = CASES["stack"], {"precision": "bf16", "reduce_dtype": "fp32"}
+    case, common = CASES["stack"], {"precision": Precision("bf16", reduce_dtype="fp32")}
     expected = train_compiled(case, 3, 3, accumulate=4, reduce="once", **common)
     for tier in ("host", "nvme"):
         prepared = prepare_case(case, 3, 2, 4, "bf16", reduce_dtype=torch.float32)
@@ -104,10 +105,8 @@ def _compare_ways() -> dict[str, list[str]]:
     # A norm above all others: float32 is clipped as it is, whatever it was computed in.
     clipped = train_compiled(case, 2, 3, max_grad_norm=1e6, **common)
     wrong["clipped"] = differences(expected, Trained(clipped.losses, clipped.state))
-    kept = {"keep_fp32": (nn.LayerNorm,), "precision": "bf16"}
-    wrong["kept"] = differences(
-        train_compiled(case, 0, 3, reduce_dtype="fp32", **kept), train_compiled(case, 3, 3, reduce_dtype="fp32", **kept)
-    )
+    kept = {"precision": Precision("bf16", (nn.LayerNorm,), "fp32")}
+    wrong["kept"] = differences(train_compiled(case, 0, 3, **kept), train_compiled(case, 3, 3, **kept))
     step, args = step_of("stack", 3, **common)
     check_measured(step.measure(*args, num_steps=2), step.plan, 4096, share=0.01)
     plain, _ = step_of("stack", 3, precision="bf16")
@@ -136,7 +135,7 @@ def test_one_process_rounds_what_it_would_reduce() -> None:
 
     expected = train_plain(dataclasses.replace(case, optimizer=rounding), 3)
     for stage in (0, 3):
-        assert differences(expected, train_compiled(case, stage, 3, reduce_dtype="bf16")) == []
+        assert differences(expected, train_compiled(case, stage, 3, precision=Precision(reduce_dtype="bf16"))) == []
 
 
 def test_scaled_losses_overflow_where_float16_does_and_not_where_sums_do() -> None:
@@ -148,8 +147,10 @@ def test_scaled_losses_overflow_where_float16_does_and_not_where_sums_do() -> No
 
 @pytest.mark.parametrize("wrong", ["fp16", "float32", torch.bfloat16, 1])
 def test_another_dtype_is_refused(wrong: Any) -> None:
-    with pytest.raises(UsageError, match=r"expected reduce_dtype None .* 'fp32' or 'bf16', found"):
-        step_of("gpt", reduce_dtype=wrong)
+    with pytest.raises(
+        UsageError, match=r"expected reduce_dtype to be 'fp32' or 'bf16', or None, found .* gradients are summed"
+    ):
+        Precision(reduce_dtype=wrong)
 
 
 def test_a_plan_for_another_dtype_is_refused() -> None:
@@ -165,7 +166,7 @@ def test_a_plan_for_another_dtype_is_refused() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_compiled_regions_reduce_in_it_too() -> None:
     for precision, word in POLICIES:
-        options = {"precision": precision, "reduce_dtype": word}
+        options = {"precision": Precision(precision, reduce_dtype=word)}
         expected, found = (
             train_compiled(CASES["stack"], 3, 3, backend=one, **options) for one in ("eager", "inductor")
         )

@@ -21,7 +21,8 @@ from tests.lib.runs.offloads import check_measured, check_saved_and_loaded, plac
 from tests.lib.runs.training import Trained, build, differences, step_of, train_compiled, train_plain
 from tests.ranks.tiers.test_delayed import train_delayed
 from tests.ranks.tiers.test_states import PLACES
-from zerofx import PlanError, UsageError
+from zerofx import PlanError, Precision, UsageError
+from zerofx.choices import StateDtype
 
 pytestmark = pytest.mark.usefixtures("drive", "verified")
 
@@ -33,7 +34,7 @@ def slowly(*cases: Any) -> list[Any]:
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
 
 
-BF16: dict[str, Any] = {"state_dtype": "bf16"}
+BF16: dict[str, Any] = {"precision": Precision(state_dtype="bf16")}
 
 
 def _round(optimizer: torch.optim.Optimizer) -> None:
@@ -92,7 +93,7 @@ def test_states_in_other_tiers_have_the_same_bits_and_take_the_bytes_predicted(t
 
 
 def test_bytes_on_the_device_are_those_predicted() -> None:
-    step, args = step_of("gpt", 3, precision="bf16", **BF16)
+    step, args = step_of("gpt", 3, precision=Precision("bf16", state_dtype="bf16"))
     found = step.measure(*args, num_steps=2)
     numel = sum(bucket.shard_numel for bucket in step.plan.buckets)
     # 12 bytes for each parameter, not 16: in bf16 the parameter and its gradient, and two states; a master.
@@ -187,16 +188,16 @@ def test_states_of_a_plain_loop_are_loaded_and_rounded() -> None:
 
 
 @pytest.mark.parametrize("before", ["bf16", *slowly(None)])
-def test_checkpoints_are_loaded_into_another_dtype(before: str | None, tmp_path: Path) -> None:
-    after = None if before else "bf16"
-    step, args = step_of("gpt", state_dtype=before)
+def test_checkpoints_are_loaded_into_another_dtype(before: StateDtype | None, tmp_path: Path) -> None:
+    after: StateDtype | None = None if before else "bf16"
+    step, args = step_of("gpt", precision=Precision(state_dtype=before))
     step(*args)
     step(*args)
     step.save_checkpoint(tmp_path)
     saved = step.optimizer.state_dict()["state"]
     step.close()
     for fresh in (True, False):
-        other, _ = step_of("gpt", 3, state_dtype=after)
+        other, _ = step_of("gpt", 3, precision=Precision(state_dtype=after))
         if not fresh:
             other(*args)
         other.load_checkpoint(tmp_path)
@@ -235,8 +236,10 @@ def test_states_of_complex_parameters_and_of_low_ones_stay_as_they_are() -> None
 
 @pytest.mark.parametrize("wrong", ["fp16", "fp32", "bfloat16", LOW, 1])
 def test_another_dtype_is_refused(wrong: Any) -> None:
-    with pytest.raises(UsageError, match=r"expected state_dtype None .* or 'bf16', found"):
-        step_of("gpt", state_dtype=wrong)
+    with pytest.raises(
+        UsageError, match=r"expected state_dtype to be 'bf16', or None, found .* stores the optimizer's states"
+    ):
+        Precision(state_dtype=wrong)
 
 
 def test_a_plan_for_another_dtype_is_refused() -> None:

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 import zerofx
 from gpt import GPT
 from tests.lib.distributed import run_ranks
-from zerofx.choices import Precision
+from zerofx.choices import PrecisionWord
 from zerofx.runtime.measure.measure import Measurement, persistent_bytes
 
 # Small things that operators keep to themselves are not predicted; with these shapes there is next to nothing.
 TOLERANCE = 0.001
 
 
-def gpt_step(stage: int, precision: Precision | None = None) -> tuple[zerofx.Step, tuple[Tensor, ...]]:
+def gpt_step(stage: int, precision: PrecisionWord | None = None) -> tuple[zerofx.Step, tuple[Tensor, ...]]:
     torch.manual_seed(0)
     model = GPT(vocab=64, dim=32, depth=3, heads=4, block=16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

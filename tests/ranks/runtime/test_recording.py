@@ -64,7 +64,8 @@ def test_a_step_that_clips_is_recorded_with_its_norm(emulated: EmulatedCapturer)
 
 
 def test_a_step_whose_loss_is_scaled_is_recorded_and_skips_as_it_does(emulated: EmulatedCapturer) -> None:
-    for options in ({}, {"max_grad_norm": 1e6}):
+    cases: list[dict[str, Any]] = [{}, {"max_grad_norm": 1e6}]
+    for options in cases:
         plain = train_scaled("spiky", 0, 40, **options)
         assert len(plain.skipped) > 3 and plain.skipped[-1] > NUM_WARM_UP_STEPS
         assert unlike(plain, train_scaled("spiky", 0, 40, cuda_graphs=True, **options)) == []
@@ -233,7 +234,7 @@ def test_on_a_cpu_kernels_are_launched_one_by_one() -> None:
     assert "not as CUDA graphs: the model is on cpu" in str(pair.step)
     with pytest.raises(UsageError, match="since cuda_graphs=True, found that the model is on cpu"):
         Pair(momentum, stage=0, cuda_graphs=True).train(1)
-    with pytest.raises(UsageError, match="expected cuda_graphs 'auto'"):
+    with pytest.raises(UsageError, match="expected cuda_graphs to be True or False, or 'auto'"):
         Pair(momentum, stage=0, cuda_graphs="always")
     off = Pair(momentum, stage=0)
     off.train(1)

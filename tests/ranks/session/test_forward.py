@@ -240,7 +240,7 @@ def test_a_forward_that_gives_something_else_is_told_what_to_give(given: Callabl
 
 def test_forward_is_a_function_and_comes_alone() -> None:
     model = Net()
-    with pytest.raises(zerofx.UsageError, match="expected loss_fn or forward, found both"):
+    with pytest.raises(zerofx.UsageError, match="expected forward or loss_fn, which exclude each other so"):
         _sgd(model, lambda model, x: model(x).mean(), loss_fn=nn.MSELoss())
     with pytest.raises(zerofx.UsageError, match=r"function forward\(model, \*batch\).*found a Net"):
         _sgd(model, Net())

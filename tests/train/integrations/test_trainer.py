@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, EvalPrediction, Trainer
 
 from tests.lib.runs.trainers import apart, arguments, bert, history, llama, shapes_may_differ, trainer
-from zerofx import LossScale
+from zerofx import LossScale, Precision
 from zerofx.integrations.transformers import ZeroFXTrainer
 
 LOGGED = ("loss", "learning_rate", "eval_loss", "train_loss")
@@ -178,8 +178,8 @@ def test_what_calls_the_model_itself_does_so_with_whole_parameters(tmp_path: Pat
 def test_a_step_that_is_left_out_leaves_the_schedule_where_it_is(tmp_path: Path) -> None:
     scale = LossScale(init_scale=2.0**60, backoff_factor=2.0**-20)
     one = trained(
-        ZeroFXTrainer, llama(1), tmp_path, own={"precision": "fp16", "loss_scale": scale}, max_steps=6, warmup_steps=6,
-        eval_strategy="no",
+        ZeroFXTrainer, llama(1), tmp_path, own={"precision": Precision("fp16", loss_scale=scale)},
+        max_steps=6, warmup_steps=6, eval_strategy="no",
     )  # fmt: skip
     skipped, rates = one.step.num_skipped, history(one, "learning_rate")["learning_rate"]
     assert 0 < skipped < 6 and rates[:skipped] == [0.0] * skipped

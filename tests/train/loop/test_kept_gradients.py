@@ -9,14 +9,14 @@ import pytest
 import zerofx
 from tests.lib.runs.kept_gradients import unlike_eager_mode
 from tests.lib.users import adamw, ids, tiny
-from zerofx import UsageError
+from zerofx import Precision, UsageError
 
 
 @pytest.mark.parametrize(
     ("stage", "bound", "options"),
     [
         (3, 0.0, {"max_grad_norm": 0.5, "grad_norms": True}),
-        (2, 0.0, {"loss_scale": 1024.0}),
+        (2, 0.0, {"precision": Precision(loss_scale=1024.0)}),
         pytest.param(0, 1e-6, {"accumulate": 2}, marks=pytest.mark.slow),
         pytest.param(3, 1e-6, {"tile": {"layers.0.mlp.up.weight": 4}}, marks=pytest.mark.slow),
     ],
@@ -49,11 +49,14 @@ def test_one_is_kept_until_the_next_step_and_not_written() -> None:
     ("asked", "message"),
     [
         (("layers.0.wieght",), "found 'layers.0.wieght', which is none of"),
-        ("layers.0.weight", r"found 'layers.0.weight': give keep_gradients=\('layers.0.weight',\)"),
-        ((0,), r"found \(0,\): give a tuple of texts"),
+        (
+            "layers.0.weight",
+            r"as in \('layers.0.weight', '\*.bias'\), found 'layers.0.weight': names of trained parameters",
+        ),
+        ((0,), r"found \(0,\): names of"),
     ],
 )
 def test_names_of_what_is_not_trained_are_refused(asked: Any, message: str) -> None:
     model = tiny()
-    with pytest.raises(UsageError, match=rf"expected keep_gradients to be names of trained parameters.*{message}"):
+    with pytest.raises(UsageError, match=rf"expected keep_gradients to .*{message}"):
         zerofx.compile(model, adamw(model), keep_gradients=asked)

@@ -24,8 +24,8 @@ from tests.lib.runs.adversarial import (
     unlike_eager_mode,
     unlike_eager_mode_with_slices,
 )
-from zerofx import UsageError
-from zerofx.choices import Precision
+from zerofx import Precision, UsageError
+from zerofx.choices import PrecisionWord
 from zerofx.precision import dtype_of
 
 
@@ -202,7 +202,7 @@ def test_one_parameter_has_one_step() -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("precisions", [("bf16", None), (None, "bf16"), ("fp16", "bf16")], ids=str)
 def test_a_step_computes_in_its_own_precision_with_what_another_computes_with(
-    precisions: tuple[Precision | None, Precision | None], stage: int
+    precisions: tuple[PrecisionWord | None, PrecisionWord | None], stage: int
 ) -> None:
     """The reference casts whole models in front of each step."""
     scale = 1.0 if "fp16" in precisions else None
@@ -240,7 +240,7 @@ class _Normed(nn.Module):
 
 
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
-def test_modules_that_their_own_step_keeps_in_float32_are_read_so(precision: Precision | None) -> None:
+def test_modules_that_their_own_step_keeps_in_float32_are_read_so(precision: PrecisionWord | None) -> None:
     torch.manual_seed(0)
     student, teacher = _Normed(), _Normed()
     nn.init.normal_(teacher.norm.weight)
@@ -249,7 +249,7 @@ def test_modules_that_their_own_step_keeps_in_float32_are_read_so(precision: Pre
     for layer in (read.first, read.last):
         layer.bfloat16().to(dtype)
     other = zerofx.compile(
-        teacher, optimizer_of(teacher), 3, precision="bf16", keep_fp32=(nn.LayerNorm,), backend="eager",
+        teacher, optimizer_of(teacher), 3, precision=Precision("bf16", (nn.LayerNorm,)), backend="eager",
         forward=lambda model, x: model(x).square().mean(),
     )  # fmt: skip
     step = zerofx.compile(

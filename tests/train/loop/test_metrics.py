@@ -59,7 +59,7 @@ def test_steps_that_are_left_out_are_counted() -> None:
 
     model = Bursting()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = compile_eager(model, optimizer, loss_scale=8.0, on_nonfinite="skip")
+    step = compile_eager(model, optimizer, precision=zerofx.Precision(loss_scale=8.0), on_nonfinite="skip")
     step(torch.ones(2, 2))
     with pytest.warns(zerofx.ZeroFXWarning, match="finite loss"):
         step(torch.full((2, 2), math.inf))

@@ -179,10 +179,10 @@ def test_averages_are_of_numbers() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"outputs": "some"}, "expected outputs 'numbers'"),
+        ({"outputs": "some"}, "expected outputs to be 'numbers', 'all' or 'none', found 'some'"),
         (
             {"outputs": "all", "forward": lambda model, *batch: model(*batch)["loss"]},
-            "expected no outputs with forward",
+            "expected forward or outputs, which exclude each other so",
         ),
     ],
 )

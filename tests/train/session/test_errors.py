@@ -80,7 +80,7 @@ def test_a_budget_that_is_none_is_refused(budget: Any) -> None:
 @pytest.mark.parametrize("stage", [-1, 4, True, "3", 3.0, None, torch.tensor(3)])
 def test_a_stage_that_is_none_is_refused(stage: Any) -> None:
     model = tiny()
-    with untouched(model), pytest.raises(UsageError, match="expected stage 0"):
+    with untouched(model), pytest.raises(UsageError, match="expected stage to be a whole number, 0 to 3, found"):
         compile_eager(model, adamw(model), stage=stage)
 
 
@@ -88,9 +88,9 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "backend": ("cuda", "'inductor' or 'eager'"),
     "precision": ("fp8", "'bf16'"),
     "prefetch": (-1, "0 or more"),
-    "max_shapes": (True, "at least 1"),
-    "keep_gathered": ("head", "names of buckets, or 'all'"),
-    "loss_fn": (3, "callable"),
+    "max_shapes": (True, "a whole number, 1 or more"),
+    "keep_gathered": ("head", "'all', or names.*: names of buckets"),
+    "loss_fn": (3, "to be a function, or a module"),
     "machine": ("abacus", "abacus"),
     "plan": ({}, "expected plan to be a Plan"),
     "recompute": ("some", "'full'"),

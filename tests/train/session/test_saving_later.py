@@ -23,7 +23,7 @@ from zerofx.disk.checkpoint.marker import Marker
 from zerofx.disk.checkpoint.shard_file import ShardWriter
 
 QUICK = [
-    Way(3, "fp16", options={"loss_scale": 2.0**8, "max_grad_norm": 0.1}),
+    Way(3, "fp16", options={"precision": zerofx.Precision("fp16", loss_scale=2.0**8), "max_grad_norm": 0.1}),
     Way(1, "bf16", 1, ("device", "nvme", "device")),
     Way(3, "bf16", 1, ("host", "nvme", "host")),
 ]

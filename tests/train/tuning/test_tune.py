@@ -112,7 +112,7 @@ def test_a_model_that_a_step_trains_is_refused() -> None:
         ({"num_steps": 1}, "num_steps to be at least 2, found 1"),
         ({"num_candidates": 0}, "num_candidates to be at least 1, found 0"),
         ({"batch": torch.zeros(1)}, "batch to be a tuple or a dict of keywords, found Tensor"),
-        ({"stage": 4}, "expected stage 0"),
+        ({"stage": 4}, "expected stage to be a whole number, 0 to 3"),
         ({"save": "no_such_folder/plan.json"}, "found that no_such_folder is none"),
         ({"save": 3}, "save to be the path of a file, found int"),
         ({"mesh": "auto"}, "found mesh=.auto.: give the one that zerofx.plan"),
