@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -18,24 +18,11 @@ from torch import fx, nn
 from zerofx.disk.cache import MALFORMED
 from zerofx.disk.own_files import read_named, write_named
 from zerofx.driver.captures import Captures
-from zerofx.driver.kept.step import layout_data, read_layout
 from zerofx.errors import UsageError
 from zerofx.ir.bucketing import layout_of
 from zerofx.ir.buckets import BucketLayout
-from zerofx.ir.facts import (
-    Job,
-    Placeholder,
-    Role,
-    Task,
-    placeholder,
-    plain_facts,
-    set_placeholder,
-    set_plain_facts,
-    set_task,
-    task_of,
-)
-from zerofx.ir.graph import Clipping, StepGraph, Unscaling
-from zerofx.ir.parameters import ParameterInfo
+from zerofx.ir.facts import placeholder, plain_facts, set_placeholder, set_plain_facts, set_task, task_of
+from zerofx.ir.graph import StepGraph
 from zerofx.ir.serialise import (
     NAMESPACES,
     NotStorableError,
@@ -50,11 +37,8 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.optimizers.program import ScalarStateSpec, StateSpec
 from zerofx.runtime.state.optimizer import OptimizerBinding
 from zerofx.runtime.state.parameter_groups import group_of_parameters
-from zerofx.scheduler.plan.decisions import SliceDecision
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.torch_private.capture import fake_mode
-
-T = TypeVar("T")
 
 _FORMAT = 1
 
@@ -128,30 +112,27 @@ class SavedGraph:
             ) from error
 
     def _text(self) -> str:
-        step, layout = self.step, self.layout
-        programs = list({id(other_program): other_program for other_program in self.programs.values()}.values())
-        place = {id(program): number for number, program in enumerate(programs)}
+        step, places = self.step, {node: place for place, node in enumerate(self.step.graph.nodes)}
+        programs = list({id(program): program for program in self.programs.values()}.values())
+        place_of = {id(program): place for place, program in enumerate(programs)}
         return json.dumps({
             "format": _FORMAT,
             "graph": json.loads(to_json(step, NAMESPACES)),
-            "facts": {node.name: data for node in step.graph.nodes if (data := _facts(node))},
-            "parameters": [_fields(parameter) for parameter in step.parameters],
-            "units": sorted(step.units),
-            "num_micro_batches": step.num_micro_batches,
-            "slices": [asdict(entry) for entry in step.slices],
-            "cut_pieces": sorted(step.cut_pieces),
-            "reduced": {str(bucket): node.name for bucket, node in step.reduced.items()},
-            "layer_squares": None if step.layer_squares is None else step.layer_squares.name,
-            "kept_gradients": [node.name for node in step.kept_gradients],
-            "clipping": _node_names(step.clipping),
-            "unscaling": _node_names(step.unscaling),
-            "guarded": step.guarded,
+            "facts": [encoded(_facts(node)) for node in places],
+            "step": {name: encoded(getattr(step, name), places) for name in _OF_STEP},
             "groups": dict(self.groups),
-            "programs": [_program_data(element) for element in programs],
-            "program_of": {name: place[id(item)] for name, item in self.programs.items()},
+            "programs": [_program_data(program) for program in programs],
+            "program_of": {name: place_of[id(program)] for name, program in self.programs.items()},
             "divided": sorted(self.divided),
-            "layout": None if layout is None else layout_data(layout),
+            "layout": encoded(self.layout),
         })  # fmt: skip
+
+
+# Fields of a step's graph that the graph's own text leaves to the model.
+_OF_STEP = (
+    "parameters", "units", "num_micro_batches", "slices", "cut_pieces", "reduced", "layer_squares", "kept_gradients",
+    "clipping", "unscaling", "guarded",
+)  # fmt: skip
 
 
 def _read(text: str) -> SavedGraph:
@@ -160,101 +141,39 @@ def _read(text: str) -> SavedGraph:
         raise ValueError("it was written by another version of zerofx, or is no graph")
     if not isinstance(data["graph"], dict):
         raise ValueError("it is a plan, not a graph")
-    parameters = tuple(ParameterInfo(**_decoded_fields(element)) for element in data["parameters"])
-    blank = StepGraph(fx.Graph(), torch.device("cpu"), parameters, frozenset(data["units"]))
+    blank = StepGraph(fx.Graph(), torch.device("cpu"), decoded(data["step"]["parameters"]))
     step = from_json(json.dumps(data["graph"]), blank, fake_mode(), NAMESPACES)
-    by_name = step.by_name()
-    for name, facts in data["facts"].items():
-        _set_facts(by_name[name], facts)
-    step = replace(
-        step,
-        num_micro_batches=int(data["num_micro_batches"]),
-        slices=tuple(SliceDecision(**item) for item in data["slices"]),
-        cut_pieces=frozenset(data["cut_pieces"]),
-        reduced={int(bucket): by_name[name] for bucket, name in data["reduced"].items()},
-        clipping=_of_nodes(Clipping, data["clipping"], by_name),
-        layer_squares=None if data["layer_squares"] is None else by_name[data["layer_squares"]],
-        kept_gradients=tuple(by_name[name] for name in data["kept_gradients"]),
-        unscaling=_of_nodes(Unscaling, data["unscaling"], by_name),
-        guarded=bool(data["guarded"]),
-    )
-    programs = [_program(entry) for entry in data["programs"]]
-    layout = data["layout"]
-    return SavedGraph(
-        step,
-        data["groups"],
-        {name: programs[number] for name, number in data["program_of"].items()},
-        frozenset(data["divided"]),
-        None if layout is None else read_layout(layout),
-    )
+    nodes = list(step.graph.nodes)
+    for node, facts in zip(nodes, data["facts"], strict=True):
+        plain, task, given = decoded(facts)
+        set_plain_facts(node, plain)
+        if task is not None:
+            set_task(node, task)
+        if given is not None:
+            set_placeholder(node, given)
+    step = replace(step, **{name: decoded(data["step"][name], nodes) for name in _OF_STEP})
+    programs = [_program(nodes, values) for nodes, values in data["programs"]]
+    program_of = {name: programs[place] for name, place in data["program_of"].items()}
+    return SavedGraph(step, data["groups"], program_of, frozenset(data["divided"]), decoded(data["layout"]))
 
 
-def _node_names(record: Clipping | Unscaling | None) -> list[str | None] | None:
-    """The nodes that are the fields of a dataclass, by their names."""
-    if record is None:
-        return None
-    nodes = [getattr(record, each.name) for each in fields(record)]
-    return [None if node is None else node.name for node in nodes]
-
-
-def _of_nodes(kind: type[T], names: list[str | None] | None, by_name: Mapping[str, fx.Node]) -> T | None:
-    if names is None:
-        return None
-    return kind(*(None if name is None else by_name[name] for name in names))
-
-
-def _facts(node: fx.Node) -> dict[str, Any]:
+def _facts(node: fx.Node) -> tuple[Any, ...]:
     """What the graph's own text leaves out."""
-    facts: dict[str, Any] = {}
-    if plain := plain_facts(node):
-        facts["plain"] = plain
-    if (task := task_of(node)) is not None:
-        facts["task"] = [task.job, task.index]
-    if node.op == "placeholder":
-        facts["placeholder"] = asdict(placeholder(node))
-    return facts
+    return plain_facts(node), task_of(node), placeholder(node) if node.op == "placeholder" else None
 
 
-def _set_facts(node: fx.Node, facts: Mapping[str, Any]) -> None:
-    set_plain_facts(node, facts.get("plain", {}))
-    if "task" in facts:
-        job, index = facts["task"]
-        set_task(node, Task(Job(job), index))
-    if "placeholder" in facts:
-        given = facts["placeholder"]
-        set_placeholder(node, Placeholder(**{**given, "role": Role(given["role"])}))
+def _program_data(program: UpdateProgram) -> list[Any]:
+    """The graph of an update, and its other fields but for its code."""
+    values = {each.name: getattr(program, each.name) for each in fields(program)} | {"graph": None, "host_source": ""}
+    for name, kind in _SPECS.items():
+        values[name] = tuple(tuple(getattr(spec, field.name) for field in fields(kind)) for spec in values[name])
+    return [encoded_nodes(program.graph, NAMESPACES), encoded(values)]
 
 
-def _fields(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass as JSON has them."""
-    return {each.name: encoded(getattr(record, each.name)) for each in fields(record)}
+def _program(nodes: list[list[Any]], data: Any) -> UpdateProgram:
+    values = decoded(data)
+    specs = {name: tuple(kind(*spec) for spec in values[name]) for name, kind in _SPECS.items()}
+    return UpdateProgram(**{**values, **specs, "graph": decoded_nodes(nodes, NAMESPACES)[0].graph})
 
 
-def _decoded_fields(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: decoded(entry) for name, entry in data.items()}
-
-
-def _program_data(program: UpdateProgram) -> dict[str, Any]:
-    return {
-        "nodes": encoded_nodes(program.graph, NAMESPACES),
-        "states": [_fields(state) for state in program.states],
-        "scalar_states": [_fields(entry) for entry in program.scalar_states],
-        "before": sorted(program.state_before),
-        "after": sorted(program.state_after),
-        **{name: encoded(getattr(program, name)) for name in _PLAIN_FIELDS},
-    }
-
-
-_PLAIN_FIELDS = ("optimizer", "tensor_scalars", "num_scalars", "host_name", "dtype", "fused", "first_step_only")
-
-
-def _program(data: Mapping[str, Any]) -> UpdateProgram:
-    return UpdateProgram(
-        graph=decoded_nodes(data["nodes"], NAMESPACES)[0].graph,
-        host_source="",
-        states=tuple(StateSpec(**_decoded_fields(entry)) for entry in data["states"]),
-        scalar_states=tuple(ScalarStateSpec(**_decoded_fields(element)) for element in data["scalar_states"]),
-        state_before=frozenset(data["before"]),
-        state_after=frozenset(data["after"]),
-        **{name: decoded(data[name]) for name in _PLAIN_FIELDS},
-    )
+_SPECS: Mapping[str, type[Any]] = {"states": StateSpec, "scalar_states": ScalarStateSpec}

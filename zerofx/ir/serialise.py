@@ -9,7 +9,8 @@ import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from enum import Enum
 from keyword import iskeyword
 from types import MappingProxyType
 from typing import Any
@@ -18,12 +19,15 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
+from zerofx.ir.buckets import Bucket, BucketLayout, Slot
 from zerofx.ir.canonical import graph_parts
 from zerofx.ir.facts import (
+    Job,
     Origin,
     Phase,
     Placeholder,
     Role,
+    Task,
     known_origin,
     placeholder,
     set_origin,
@@ -32,9 +36,13 @@ from zerofx.ir.facts import (
     set_value,
     source_line,
 )
-from zerofx.ir.graph import StepGraph
+from zerofx.ir.graph import Clipping, StepGraph, Unscaling
+from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.returned import Returned
 from zerofx.precision import dtype_name, dtype_named
+from zerofx.scheduler.plan.decisions import SliceDecision
+from zerofx.scheduler.plan.mesh import Mesh
+from zerofx.scheduler.plan.placements import Sharded
 from zerofx.torch_private.operators import OpOverload, schema_of
 
 LARGEST_LITERAL = 64  # elements of a constant that is kept by its values
@@ -44,7 +52,17 @@ NAMESPACES = TORCH_NAMESPACES | {OWN_NAMESPACE}  # of those of a step after pass
 _TARGET, _VALUE = 2, 5  # the places of a target, and of a value's number, among what is written of a node
 _PLAIN = (type(None), bool, int, float, str)
 _NAMED: dict[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
-_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "size": torch.Size, "slice": lambda a: slice(*a)}
+# Facts that come with a graph: fields that equality compares, in order, or an enum's word.
+_RECORDS: dict[str, Callable[..., Any]] = {
+    kind.__name__: kind
+    for kind in (
+        Bucket, BucketLayout, Clipping, Job, Mesh, ParameterInfo, Placeholder, Role, Sharded, SliceDecision, Slot, Task,
+        Unscaling,
+    )
+}  # fmt: skip
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple, "size": torch.Size, "slice": lambda bounds: slice(*bounds), "set": frozenset, "dict": dict,
+}  # fmt: skip
 
 
 class NotStorableError(Exception):
@@ -270,7 +288,7 @@ def named_operator(text: str, namespaces: frozenset[str]) -> OpOverload:
 
 
 def encoded(argument: Any, places: Mapping[fx.Node, int] = MappingProxyType({})) -> Any:
-    """An argument, or a fake value, as JSON has it; ``places`` are those of nodes.
+    """An argument, a fake value or a fact as JSON has it; ``places`` are those of nodes.
 
     Raises:
         NotStorableError: it has no text.
@@ -291,10 +309,20 @@ def encoded(argument: Any, places: Mapping[fx.Node, int] = MappingProxyType({}))
         items = [encoded(item, places) for item in argument]
         kind = "size" if isinstance(argument, torch.Size) else "tuple"
         return items if isinstance(argument, list) else {kind: items}
+    if isinstance(argument, frozenset | dict):
+        entries = sorted(argument) if isinstance(argument, frozenset) else map(list, argument.items())
+        return {"set" if isinstance(argument, frozenset) else "dict": [encoded(entry, places) for entry in entries]}
+    if (name := type(argument).__name__) in _RECORDS and type(argument) is _RECORDS[name]:
+        values = [argument.value] if isinstance(argument, Enum) else map(argument.__getattribute__, _fields(argument))
+        return {name: [encoded(value, places) for value in values]}
     for name, kind_of in _NAMED.items():
         if isinstance(argument, kind_of):
             return {name: str(argument).removeprefix("torch.")}
     raise NotStorableError(f"an argument of type {type(argument).__name__}")
+
+
+def _fields(record: Any) -> list[str]:
+    return [entry.name for entry in fields(record) if entry.compare]
 
 
 def decoded(data: Any, nodes: Sequence[fx.Node] = ()) -> Any:
@@ -314,7 +342,8 @@ def decoded(data: Any, nodes: Sequence[fx.Node] = ()) -> Any:
         return torch.device(content)
     if kind in _NAMED:
         return _named(kind, content)
-    return _SEQUENCES[kind]([decoded(item, nodes) for item in content])
+    items = [decoded(item, nodes) for item in content]
+    return _RECORDS[kind](*items) if kind in _RECORDS else _SEQUENCES[kind](items)
 
 
 def _named(kind: str, text: str) -> Any:

@@ -13,15 +13,12 @@ import torch
 from zerofx.codegen.emit import EmittedStep
 from zerofx.codegen.region_facts import RegionFacts
 from zerofx.codegen.step_file_data import as_data, step_file_of
-from zerofx.ir.buckets import Bucket, BucketLayout, Slot
-from zerofx.ir.facts import Placeholder, Role
+from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.returned import Returned
 from zerofx.ir.serialise import decoded, decoded_constant, encoded, encoded_constant
 from zerofx.lowering.load import StepProgram
 from zerofx.runtime.state.arguments import StepArguments
 from zerofx.scheduler.cost.liveness import MemoryEvent
-from zerofx.scheduler.plan.mesh import Mesh
-from zerofx.scheduler.plan.placements import Sharded, placement_of
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import RegionMemory
 from zerofx.torch_private.capture import fake_mode
@@ -77,16 +74,13 @@ class KeptStep:
         return json.dumps({
             "plan": self.plan_text,
             "decisions_hash": self.decisions_hash,
-            "layout": layout_data(self.layout),
+            "layout": encoded(self.layout),
             "gradients": self.gradients,
             "variant": self.variant,
             "memory": _memory_data(self.memory),
             "measured": _memory_data(self.measured),
             "file": as_data(program.emitted.file),
-            "placeholders": {
-                name: [what.role, what.name, what.bucket, what.alias_of, what.part, what.is_lent]
-                for name, what in program.arguments.placeholders.items()
-            },
+            "placeholders": encoded(dict(program.arguments.placeholders)),
             "constants": {name: encoded_constant(constant) for name, constant in program.arguments.constants.items()},
             "num_micro_batches": program.arguments.num_micro_batches,
             "regions": [
@@ -114,7 +108,7 @@ class KeptStep:
                 for key, inputs, num_nodes, num_outputs, is_update, on_host, dying in data["regions"]
             )
         arguments = StepArguments(
-            {name: Placeholder(Role(role), *rest) for name, (role, *rest) in data["placeholders"].items()},
+            decoded(data["placeholders"]),
             {name: decoded_constant(*constant) for name, constant in data["constants"].items()},
             data["num_micro_batches"],
         )
@@ -123,7 +117,7 @@ class KeptStep:
                 Plan.from_json(data["plan"]), EmittedStep("", file), arguments, regions,
                 data["num_regions"], torch.device(data["device"]), Returned(whole=frozenset(data["whole"])),
             ),
-            data["plan"], data["decisions_hash"], read_layout(data["layout"]),
+            data["plan"], data["decisions_hash"], decoded(data["layout"]),
             tuple(data["gradients"]), data["variant"], _memory(data["memory"]), _memory(data["measured"]),
         )  # fmt: skip
 
@@ -134,48 +128,3 @@ def _memory_data(memory: RegionMemory) -> dict[str, list[tuple[int, int | None]]
 
 def _memory(data: Mapping[str, list[list[Any]]]) -> RegionMemory:
     return {key: tuple(MemoryEvent(*event) for event in events) for key, events in data.items()}
-
-
-def layout_data(layout: BucketLayout) -> list[Any]:
-    """Buckets, and the axes of the mesh that they are for, as JSON has them."""
-    mesh = layout.mesh
-    return [[mesh.replicate, mesh.shard, mesh.model], [_bucket_data(bucket) for bucket in layout.buckets]]
-
-
-def read_layout(data: list[Any]) -> BucketLayout:
-    """What ``layout_data`` was given."""
-    mesh = Mesh(*data[0])
-    return BucketLayout(tuple(_bucket_of(bucket, mesh) for bucket in data[1]), mesh)
-
-
-def _bucket_data(bucket: Bucket) -> list[Any]:
-    slots = [
-        [
-            slot.name, slot.shape, slot.stride, slot.offset, slot.numel, slot.whole, slot.first_row, slot.is_complex,
-            None if slot.part is None else str(slot.part), slot.num_parts,
-        ]
-        for slot in bucket.slots
-    ]  # fmt: skip
-    dtypes = [encoded(dtype) for dtype in (bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype, bucket.state_dtype)]
-    axes = [bucket.gathered_over, bucket.states_over, bucket.crossed_over]
-    lent = [bucket.lent_at, bucket.lent_tier]
-    return [bucket.index, bucket.name, bucket.unit, bucket.group, *dtypes, slots, bucket.shard_numel, axes, lent]
-
-
-def _bucket_of(data: list[Any], mesh: Mesh) -> Bucket:
-    index, name, unit, group, *named, slots, shard_numel, axes, lent = data
-    dtype, compute_dtype, reduce_dtype, state_dtype = map(decoded, named)
-    of_bucket, (gathered, states, crossed) = tuple(map(_slot_of, slots)), axes
-    return Bucket(
-        index, name, unit, group, dtype, compute_dtype, reduce_dtype, state_dtype, of_bucket, shard_numel, mesh,
-        tuple(gathered), tuple(states), tuple(crossed), *lent,
-    )  # fmt: skip
-
-
-def _slot_of(data: list[Any]) -> Slot:
-    name, shape, stride, offset, numel, whole, first_row, is_complex, part, num_parts = data
-    placement = None if part is None else placement_of(part)
-    assert placement is None or isinstance(placement, Sharded)
-    return Slot(
-        name, tuple(shape), tuple(stride), offset, numel, whole, first_row, is_complex, placement, num_parts
-    )  # fmt: skip
