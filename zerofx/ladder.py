@@ -5,11 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Literal
 
 from zerofx.errors import UsageError
+from zerofx.option_table import is_count
+
+if TYPE_CHECKING:
+    pass
 
 LengthsOption = Sequence[int] | Mapping[int, int] | int | Literal["auto"]
 AUTO: Literal["auto"] = "auto"
@@ -89,6 +91,8 @@ def fitted_lengths(lengths: Iterable[int], num_rungs: int = 8, *, multiple: int 
     Raises:
         UsageError: there are no lengths, or no rungs.
     """
+    import numpy as np  # which the command line's help does without
+
     observed = np.sort(np.fromiter(lengths, np.int64))
     if not observed.size or observed[0] < 1 or num_rungs < 1 or multiple < 1:
         raise UsageError(
@@ -118,19 +122,15 @@ def checked_lengths(asked: object) -> Ladder | int | Literal["auto"] | None:
     """
     if asked is None or asked == AUTO:
         return AUTO if asked == AUTO else None
-    if _is_count(asked):
-        return asked  # type: ignore[return-value]  # a count is a whole number
-    if isinstance(asked, Mapping) and asked and all(_is_count(n) for item in asked.items() for n in item):
+    if isinstance(asked, int) and is_count(asked, 1):
+        return asked
+    if isinstance(asked, Mapping) and asked and all(is_count(n, 1) for item in asked.items() for n in item):
         ordered = sorted(asked.items())
         return Ladder(tuple(rung for rung, _ in ordered), tuple(samples for _, samples in ordered))
-    if isinstance(asked, Sequence) and not isinstance(asked, str) and asked and all(map(_is_count, asked)):
+    if isinstance(asked, Sequence) and not isinstance(asked, str) and asked and all(is_count(n, 1) for n in asked):
         return Ladder(tuple(sorted(set(asked))))
     raise UsageError(
         f"expected lengths to be numbers of tokens that batches are padded to, such as (128, 256, 512), or with the "
         f"samples of a batch of each, {{128: 32, 512: 8}}, or the longest alone, 512, for a ladder up to it, or 'auto' "
         f"for one up to the first batch's length, found {asked!r}"
     )
-
-
-def _is_count(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number > 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final, get_args
+from collections.abc import Collection, Mapping
+from typing import Final, get_args
 
 from zerofx.budgets import GRADIENTS
 from zerofx.choices import TP_STYLES, ShardingWord
 from zerofx.errors import UsageError, notify
+from zerofx.ladder import checked_lengths
 from zerofx.mesh_option import AUTO, mesh_of
 from zerofx.option_table import Kind, instances, is_count, is_names
 from zerofx.scheduler.cost.machine import Machine
@@ -42,28 +43,6 @@ def check_bucket_names(asked: Collection[str] | str, buckets: Collection[str]) -
         raise UsageError(
             f"expected keep_gathered to name buckets, found {first_few(unknown)}: the buckets are {first_few(buckets)}"
         )
-
-
-def loss_function(given: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """A loss function that trains no parameters of its own."""
-    from zerofx.capture.checks import check_loss_function  # needs torch, which the command line's help does without
-
-    check_loss_function(given)
-    return given
-
-
-def forward_function(given: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """What is called instead of the model."""
-    from zerofx.capture.checks import check_forward_function  # as above
-
-    check_forward_function(given)
-    return given
-
-
-def _ladder(given: object) -> Any:
-    from zerofx.ladder import checked_lengths  # needs NumPy, as above
-
-    return checked_lengths(given)
 
 
 def _words_by_name(asked: Mapping[str, str] | None) -> dict[str, str]:
@@ -109,4 +88,4 @@ MACHINE: Final = Kind(
 )
 # What these two cannot be, their own errors say.
 MESH: Final = Kind("a mesh", lambda _: True, lambda given: AUTO if given == AUTO else mesh_of(given))
-LENGTHS: Final = Kind("numbers of tokens", lambda _: True, _ladder)
+LENGTHS: Final = Kind("numbers of tokens", lambda _: True, checked_lengths)

@@ -31,8 +31,6 @@ from zerofx.option_checks import (
     MESH,
     SHARDINGS,
     TILES,
-    forward_function,
-    loss_function,
     warn_of_ignored_shardings,
 )
 from zerofx.option_table import (
@@ -54,7 +52,7 @@ from zerofx.option_table import (
     option,
     words,
 )
-from zerofx.precision import PRECISION, LossScale, Precision, dtype_of, is_scaled
+from zerofx.precision import PRECISION, LossScale, Precision, dtype_of
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
@@ -135,7 +133,7 @@ class CompileOptions:
     """0 replicates, 1 shards optimizer states, 2 also gradients, 3 also parameters (ZeRO, 1910.02054)."""
 
     loss_fn: LossFunction | None = option(
-        None, Kind("a function, or a module without parameters to train", callable, loss_function), not_for=_IN_GRAPH
+        None, Kind("a function, or a module without parameters to train", callable), not_for=_IN_GRAPH
     )
     """``loss_fn(outputs, *rest)`` for a model that does not return its loss. Forward gets as many leading positional
     arguments as it requires, and the keywords that it names; ``loss_fn`` gets the other positional ones, and the
@@ -143,7 +141,7 @@ class CompileOptions:
 
     forward: ForwardFunction | None = option(
         None,
-        Kind("a function forward(model, *batch)", callable, forward_function),
+        FUNCTION,
         Exclusion("loss_fn", "forward computes the loss"),
         Exclusion("outputs", "what forward returns after its loss is handed out, and nothing else"),
         not_for=_IN_GRAPH,
@@ -234,7 +232,9 @@ class CompileOptions:
         count(0),
         Exclusion("offload", "the optimizer's states are in the host's memory", theirs=one_of("none", "nvme")),
         Exclusion(
-            "precision", "all gradients of a scaled loss have to be finite before updates begin", theirs=is_scaled
+            "precision",
+            "all gradients of a scaled loss have to be finite before updates begin",
+            theirs=lambda given: given.scaling is not None,
         ),
         Exclusion("max_grad_norm", "the norm of all gradients has to be known before updates begin"),
         Exclusion("on_nonfinite", "updates are under way when a loss is known", theirs=one_of(*STOPPING)),
@@ -354,7 +354,11 @@ def check_options(stage: int = 3, **given: Unpack[CompileKeywords]) -> CompileOp
     Raises:
         UsageError: one of them cannot be, or two exclude each other; the message says what can be.
     """
+    from zerofx.capture.checks import check_forward_function, check_loss_function  # as above
+
     options = CompileOptions(**check_values(CompileOptions, {"stage": stage, **given}))
+    check_loss_function(options.loss_fn)
+    check_forward_function(options.forward)
     plan = options.plan
     if isinstance(plan, Plan) and options.accumulate not in (1, "auto", plan.num_micro_batches):
         raise UsageError(

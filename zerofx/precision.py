@@ -112,11 +112,6 @@ class Precision:
         return self.loss_scale if isinstance(self.loss_scale, LossScale) else LossScale.fixed(float(self.loss_scale))
 
 
-def is_scaled(asked: Precision) -> bool:
-    """Whether the loss is."""
-    return asked.scaling is not None
-
-
 PRECISION: Final = Kind(
     "'bf16', 'fp16' or a zerofx.Precision",
     lambda asked: isinstance(asked, Precision) or asked in get_args(PrecisionWord),

@@ -55,22 +55,12 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
         "machine": (plan.machine.removesuffix(MEASURED), machine.name.removesuffix(MEASURED)),
     }
     _refuse(_changed(settings), "Give the options that the plan was made with, or leave plan out to have one made.")
-    _check_states(plan, options)
     check_budget(plan, options, machine)
-    if options.recompute == "none" and plan.recomputes:
+    for option, expected, what in _contradicted(plan, options):
         raise UsageError(
-            f"expected recompute='auto' with a plan that computes {len(plan.recomputes)} values again, found "
-            f"recompute='none': leave it out, or leave plan out to have another made"
+            f"expected {option}={expected} with a plan that {what}, found {option}={getattr(options, option)!r}: give "
+            f"it so, or leave plan out to have another made"
         )
-    if options.offload == "none" and (plan.offloads or plan.states or plan.parameters or plan.gradients):
-        raise UsageError(
-            f"expected offload='auto' with a plan that has {len(plan.offloads)} values, the states of "
-            f"{len(plan.states)} buckets, the parameters of {len(plan.parameters)} and the gradients of "
-            f"{len(plan.gradients)} off the device, found offload='none': leave it out, or leave plan out to have "
-            f"another made"
-        )
-    _check_gradients(plan, options)
-    _check_delayed(plan, options)
     if control.rank == 0 and options.policy != PolicyOptions():
         notify("prefetch and keep_gathered have no effect with a plan: it says when every bucket is gathered")
     if control.rank == 0 and options.shardings and plan.model > 1:
@@ -83,38 +73,30 @@ def _axes(plan: Plan, options: CompileOptions, num_ranks: int) -> str:
     return plan.mesh.axes_text if options.mesh == AUTO else mesh_for(options.mesh, num_ranks).axes_text
 
 
-def _check_states(plan: Plan, options: CompileOptions) -> None:
-    """Check that a plan has states over the axes that they are asked to be over."""
+def _contradicted(plan: Plan, options: CompileOptions) -> Iterator[tuple[str, str, str]]:
+    """Options that are at odds with a plan: the name of each, what it should be, and what the plan does."""
     planned = "mesh" if plan.has_parts else "shard"
     if options.states_over not in ("auto", planned) and plan.mesh.replicate > 1:
-        raise UsageError(
-            f"expected states_over={planned!r} with a plan that has optimizer states so, found "
-            f"{options.states_over!r}: leave it out, or leave plan out to have another made"
+        yield "states_over", repr(planned), "has optimizer states so"
+    if options.recompute == "none" and plan.recomputes:
+        yield "recompute", "'auto'", f"computes {len(plan.recomputes)} values again"
+    if options.offload == "none" and (plan.offloads or plan.states or plan.parameters or plan.gradients):
+        yield (
+            "offload",
+            "'auto'",
+            (
+                f"has {len(plan.offloads)} values, the states of {len(plan.states)} buckets, the parameters of "
+                f"{len(plan.parameters)} and the gradients of {len(plan.gradients)} off the device"
+            ),
         )
-
-
-def _check_gradients(plan: Plan, options: CompileOptions) -> None:
-    """Check that a plan has gradients between micro-batches where they are asked to be by name."""
-    if not isinstance(options.offload, Mapping) or plan.num_micro_batches == 1:
-        return
-    wanted, planned = options.offload[GRADIENTS], {decision.tier for decision in plan.gradients}
-    if planned != {wanted}:
-        where = f"on {' and '.join(sorted(planned))}" if planned else "on the device"
-        raise UsageError(
-            f"expected a plan whose gradients wait on {wanted} between micro-batches with "
-            f"offload={options.offload!r}, found one that has them {where}: leave offload out, or leave plan out to "
-            f"have another made"
-        )
-
-
-def _check_delayed(plan: Plan, options: CompileOptions) -> None:
+    tiers = sorted({decision.tier for decision in plan.gradients})
+    if isinstance(options.offload, Mapping) and plan.num_micro_batches > 1 and tiers != [options.offload[GRADIENTS]]:
+        where = f"on {' and '.join(tiers)}" if tiers else "on the device"
+        yield "offload", "'auto'", f"has gradients wait {where} between micro-batches"
     delayed = [decision for decision in plan.states if decision.delayed]
     if bool(delayed) != (options.delayed_update is not None):
-        wanted, given = ("a number of steps", "None") if delayed else ("None", f"{options.delayed_update}")
-        raise UsageError(
-            f"expected delayed_update={wanted} with a plan that delays the updates of {len(delayed)} buckets, found "
-            f"{given}: give it so, or leave plan out to have another made"
-        )
+        number = "a number of steps" if delayed else "None"
+        yield "delayed_update", number, f"delays the updates of {len(delayed)} buckets"
 
 
 def check_budget(plan: Plan, options: CompileOptions, machine: Machine) -> None:

@@ -11,7 +11,6 @@ from tests.lib.graphs import TwoBlocks, prepare
 from zerofx.errors import UsageError
 from zerofx.ir.buckets import Bucket
 from zerofx.mesh_option import mesh_for, mesh_of
-from zerofx.options import check_options
 from zerofx.scheduler.plan.mesh import AXES, Axes, Mesh
 from zerofx.scheduler.plan.plan import Plan
 
@@ -83,15 +82,3 @@ def test_a_plan_of_one_axis_says_nothing_of_it() -> None:
     assert not {"replicate", "model", "gathered_over", "states_over"} & set(text.split('"'))
     hybrid = prepare(TwoBlocks(), mesh=Mesh(replicate=2, shard=2)).plan
     assert Plan.from_json(hybrid.to_json()) == hybrid and hybrid.mesh == Mesh(replicate=2, shard=2)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mesh": "auto", "wire": "int8"}, "found wire='int8' and mesh='auto': meshes are compared"),
-        ({"states_over": "all"}, "expected states_over to be 'auto', 'shard' or 'mesh', found 'all'"),
-    ],
-)
-def test_what_meshes_do_not_do_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        check_options(stage=3, **options)

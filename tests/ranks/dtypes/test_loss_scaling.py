@@ -328,11 +328,6 @@ def test_what_is_no_scale_is_refused(wrong: Any) -> None:
         Precision(loss_scale=wrong)
 
 
-def test_delayed_updates_are_refused_with_a_scaled_loss() -> None:
-    with pytest.raises(UsageError, match="found delayed_update=2 and precision='fp16': all gradients of a scaled loss"):
-        planned(precision="fp16", delayed_update=2)
-
-
 def test_parameters_in_float16_are_refused_as_grad_scaler_refuses_them() -> None:
     model, scaled = Spiky().half(), Precision(loss_scale=1.0)
     with pytest.raises(UsageError, match="expected parameters that are stored in float32 where the loss is scaled"):

@@ -238,10 +238,8 @@ def test_a_forward_that_gives_something_else_is_told_what_to_give(given: Callabl
         _sgd(Net(), given)(X)
 
 
-def test_forward_is_a_function_and_comes_alone() -> None:
+def test_forward_is_a_function() -> None:
     model = Net()
-    with pytest.raises(zerofx.UsageError, match="expected forward or loss_fn, which exclude each other so"):
-        _sgd(model, lambda model, x: model(x).mean(), loss_fn=nn.MSELoss())
     with pytest.raises(zerofx.UsageError, match=r"function forward\(model, \*batch\).*found a Net"):
         _sgd(model, Net())
 

@@ -191,7 +191,7 @@ def test_files_that_hold_no_plan(tmp_path: Path) -> None:
     assert f"expected a plan in the file {path}, found none" in refusal(plan=path)
     path.write_text("{}")
     assert "expected the JSON of a zerofx plan" in refusal(plan=str(path))
-    assert "found int" in refusal(UsageError, plan=3)
+    assert "a Plan, or a path, or None, found 3" in refusal(UsageError, plan=3)
 
 
 def use_files(folder: str) -> dict[str, str]:

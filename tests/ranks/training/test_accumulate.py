@@ -211,19 +211,6 @@ def test_a_budget_takes_slices_of_gradients_before_anything_is_computed_again() 
     assert not plan.recomputes and any(decision.earlier for decision in plan.reduces)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"stage": 0, "reduce": "each"}, "found reduce='each' and stage=0"),
-        ({"reduce": "twice"}, "expected reduce to be 'auto', 'each' or 'once', found 'twice': "),
-        ({"reduce": "each", "offload": {"gradients": "host"}}, "leave one of them out"),
-    ],
-)
-def test_what_cannot_be_reduced_so_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        planned(2, **options)
-
-
 def test_auto_without_a_budget_is_one() -> None:
     assert planned("auto").plan == planned(1).plan
 

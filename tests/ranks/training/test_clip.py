@@ -293,8 +293,3 @@ def test_a_plan_says_what_it_clips_to_and_is_for_nothing_else() -> None:
 def test_what_is_no_norm_is_refused(wrong: Any) -> None:
     with pytest.raises(UsageError, match="expected max_grad_norm to be a number above 0"):
         planned(max_grad_norm=wrong)
-
-
-def test_delayed_updates_are_refused_beside_it() -> None:
-    with pytest.raises(UsageError, match="and max_grad_norm=1: the norm of all"):
-        planned(max_grad_norm=1, delayed_update=2)

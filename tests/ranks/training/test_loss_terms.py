@@ -156,8 +156,3 @@ def test_what_counts_no_terms_is_refused(loss_terms: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         step(*batch())
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
-def test_what_is_no_function_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"found 'labels': .* how many terms of the loss"):
-        _step(0, 1, loss_terms="labels")

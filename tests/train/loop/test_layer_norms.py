@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-import zerofx
 from tests.lib.runs.layer_norms import unlike_eager_mode
-from tests.lib.users import adamw, tiny
-from zerofx import Precision, UsageError
+from zerofx import Precision
 
 
 @pytest.mark.parametrize(
@@ -25,9 +23,3 @@ from zerofx import Precision, UsageError
 )
 def test_norms_are_those_of_eager_mode(stage: int, options: dict[str, Any]) -> None:
     assert unlike_eager_mode("gpt", stage, **options) == []
-
-
-def test_it_is_asked_for_by_a_flag() -> None:
-    model = tiny()
-    with pytest.raises(UsageError, match=r"expected grad_norms to be True or False, found 'layers'"):
-        zerofx.compile(model, adamw(model), grad_norms="layers")  # type: ignore[arg-type]  # what is tested

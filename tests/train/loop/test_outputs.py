@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import zerofx
 from tests.lib.runs.pairs import compile_eager
 from tests.lib.users import Tiny, adamw, ids, same_parameters
-from zerofx import UsageError
 
 
 class Telling(Tiny):
@@ -174,19 +173,3 @@ def test_averages_are_of_numbers() -> None:
                      "of": (step.outputs["of"][0].item(), "norm")}  # fmt: skip
     assert step.average(torch.tensor(2.0)) == 2.0
     assert step.average([1, "word", True]) == [1.0, "word", True]
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"outputs": "some"}, "expected outputs to be 'numbers', 'all' or 'none', found 'some'"),
-        (
-            {"outputs": "all", "forward": lambda model, *batch: model(*batch)["loss"]},
-            "expected forward or outputs, which exclude each other so",
-        ),
-    ],
-)
-def test_what_cannot_be_asked_for_is_refused(options: dict[str, Any], text: str) -> None:
-    model = telling()
-    with pytest.raises(UsageError, match=text):
-        compile_eager(model, adamw(model), **options)

@@ -17,7 +17,7 @@ from tests.lib.graphs import calls, captured, check_same_results, sgd
 from tests.lib.virtual_ranks import feeds_of, run
 from zerofx.capture.trace import Batch, capture
 from zerofx.choices import Tiling
-from zerofx.errors import PlanError, UsageError
+from zerofx.errors import PlanError
 from zerofx.ir.facts import tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.prepare.partition import partition
@@ -182,12 +182,6 @@ def test_a_plan_for_other_logits_is_refused() -> None:
     model, batch = gpt()
     with pytest.raises(PlanError, match="logits of this graph"):
         tile(captured(model, *batch), [TileDecision("mm_1", 4, 0, "asked")])
-
-
-def test_an_unknown_way_to_tile_is_refused() -> None:
-    model, _ = gpt()
-    with pytest.raises(UsageError, match="expected tile"):
-        zerofx.compile(model, torch.optim.SGD(model.parameters()), tile="always")  # type: ignore[arg-type]  # what is tested
 
 
 @pytest.mark.parametrize("num_tiles", [2, 3, 4])
