@@ -54,13 +54,13 @@ class LocalGraph:
             set_piece(node, self.piece)
         return node
 
-    def all_reduced(self, node: fx.Node, reduction: str = "sum") -> fx.Node:
+    def all_reduce(self, node: fx.Node, reduction: str = "sum") -> fx.Node:
         return self._sent(ops.all_reduce_values, self._dense(node), reduction)
 
-    def handing_on(self, node: fx.Node) -> fx.Node:
+    def start_shift(self, node: fx.Node) -> fx.Node:
         return self.call(ops.shift_values, self._dense(node), self.num_ranks, over=AXIS)
 
-    def handed_on(self, pending: fx.Node) -> fx.Node:
+    def wait_shift(self, pending: fx.Node) -> fx.Node:
         sent = pending.args[0]
         return self.call(ops.wait, pending, sent)
 
@@ -76,11 +76,11 @@ class LocalGraph:
             case Sharded(), Sharded():
                 return self._exchanged(node, source, target)
             case Partial(), Replicated():
-                return self.all_reduced(node, source.reduction)
+                return self.all_reduce(node, source.reduction)
             case Partial("sum"), Sharded():
                 return self._scattered(node, target)
             case Partial(), Sharded():
-                return self._own_part(self.all_reduced(node, source.reduction), target)
+                return self._own_part(self.all_reduce(node, source.reduction), target)
             case Replicated(), Partial("sum"):
                 return self._on_first_rank(node)
             case Replicated(), Partial():
@@ -207,11 +207,11 @@ class LocalCallOf:
     def rank(self) -> fx.Node:
         return self.graph.rank
 
-    def all_reduced(self, node: fx.Node, reduction: str = "sum") -> fx.Node:
-        return self.graph.all_reduced(node, reduction)
+    def all_reduce(self, node: fx.Node, reduction: str = "sum") -> fx.Node:
+        return self.graph.all_reduce(node, reduction)
 
-    def handing_on(self, node: fx.Node) -> fx.Node:
-        return self.graph.handing_on(node)
+    def start_shift(self, node: fx.Node) -> fx.Node:
+        return self.graph.start_shift(node)
 
-    def handed_on(self, pending: fx.Node) -> fx.Node:
-        return self.graph.handed_on(pending)
+    def wait_shift(self, pending: fx.Node) -> fx.Node:
+        return self.graph.wait_shift(pending)

@@ -37,7 +37,7 @@ from zerofx.ir.operators.table import facts_of
 from zerofx.ir.sharding.attention import is_attention
 from zerofx.ir.sharding.kinds import Kind, Kinds, Own
 from zerofx.ir.sharding.placed_calls import kinds_of_call
-from zerofx.ir.sharding.placed_moves import of_ranks_first
+from zerofx.ir.sharding.placed_moves import chunk_placements
 from zerofx.ir.sharding.rule import read_tensors, results_of
 from zerofx.ir.text import node_text
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Sharded, local_shape
@@ -126,7 +126,7 @@ class _Check:
             return self._if(node, kinds, asked, frozenset({REPLICATED}), f"terms ({asked})")
         parts = node.args[0]
         assert isinstance(parts, fx.Node)
-        received = of_ranks_first(parts, self.num_ranks)
+        received = chunk_placements(parts, self.num_ranks)
         if node.target is ops.reduce_scatter_values:
             return self._if(node, kinds, SUM, received, f"terms ({SUM})")
         from_each = frozenset(Sharded(k.dim + 1, k.groups) for k in received if isinstance(k, Sharded))

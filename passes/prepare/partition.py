@@ -45,8 +45,8 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.parameters import ParameterInfo
-from zerofx.ir.sharding.rule import Rule, results_of, rules_follow_from
-from zerofx.ir.sharding.rules import replicated, rule_for
+from zerofx.ir.sharding.rule import Rule, results_of, sharing_key
+from zerofx.ir.sharding.rules import replication_rule, rule_for
 from zerofx.passes.lib.local_graph import AXIS, LocalCallOf, LocalGraph
 from zerofx.scheduler.analysis.saved_values import value_node
 from zerofx.scheduler.analysis.sharding_ways import slot_of
@@ -215,9 +215,9 @@ class _Partitioning:
     def _rule(self, node: fx.Node) -> Rule:
         decision = self._decided.get(node.name)
         if decision is None:
-            return replicated(node)
+            return replication_rule(node)
         outputs = tuple(None if text is None else placement_of(text) for text in decision.outputs)
-        key = (rules_follow_from(node), decision.outputs, decision.inputs)
+        key = (sharing_key(node), decision.outputs, decision.inputs)
         if key not in self._rules:  # calls of layers that are alike have one
             self._rules[key] = rule_for(node, outputs, tuple(map(placement_of, decision.inputs)), self._num_parts)
         rule = self._rules[key]

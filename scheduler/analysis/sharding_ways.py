@@ -88,7 +88,7 @@ def sharding_ways(step: StepGraph, num_ranks: int, marks: Mapping[fx.Node, str] 
         (node, index): set() for node in firsts for index in range(len(results_of(node)))
     }
     readers: dict[Result, set[fx.Node]] = {}
-    calls = {node: Ways.of(node) for node in firsts if node.op == "call_function"}
+    calls = {node: Ways.from_node(node) for node in firsts if node.op == "call_function"}
     sources = {node: _sources(ways, node) for node in calls}
     for node, read in sources.items():
         for slots in read:

@@ -32,7 +32,7 @@ from zerofx.ir.facts import Phase, Role, is_random, origin, slice_of, tensor, va
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.operators import row_rules
 from zerofx.ir.operators.operator import Given, OperatorKind
-from zerofx.ir.operators.rows import OWN, Kind, RowKinds, Rows, grouped
+from zerofx.ir.operators.rows import OWN, Kind, RowKinds, Rows, group_rows
 from zerofx.ir.operators.table import facts_of
 from zerofx.scheduler.analysis.loss_heads import MIN_ROWS
 from zerofx.torch_private.operators import OpOverload
@@ -207,7 +207,7 @@ class _Labels:
         fake = value(node)
         if node in self._weights or not isinstance(fake, torch.Tensor):
             return None
-        return grouped(tuple(fake.shape), 0, self._num_rows)
+        return group_rows(tuple(fake.shape), 0, self._num_rows)
 
     def _label(self, node: fx.Node) -> None:
         if slice_of(node) is not None:

@@ -16,7 +16,7 @@ from zerofx.errors import UsageError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.op_kernels.quantise import ENCODINGS, packed_bytes
+from zerofx.ir.op_kernels.quantise import ENCODINGS, bytes_of_values
 from zerofx.ir.streams import slice_gathered, stream_of
 from zerofx.passes.lib.plan_check import is_reduction
 from zerofx.passes.wire.reductions import is_two_hops
@@ -153,7 +153,7 @@ class _Sends:
 
     def gather(self, bucket: Bucket) -> tuple[float, float, float]:
         """Before, during and after a gather in 8 bits."""
-        small = packed_bytes(bucket.shard_numel, ENCODINGS[self.plan.wire].gathers)
+        small = bytes_of_values(bucket.shard_numel, ENCODINGS[self.plan.wire].gathers)
         total = small * bucket.num_ranks
         during = seconds_along("all_gather", total, bucket.mesh, bucket.gathered_over, self.machine)
         return self.compute(bucket.shard_bytes + small), during, self.compute(total + bucket.full_bytes)
@@ -175,14 +175,14 @@ class _Sends:
 
     def across_replicas(self, bucket: Bucket) -> tuple[float, tuple[tuple[float, float], ...]]:
         """The same as ``reduction``, of the hop across replicas."""
-        small = packed_bytes(bucket.shard_numel, self.plan.wire)
+        small = bytes_of_values(bucket.shard_numel, self.plan.wire)
         during = seconds_along("all_to_all", small, bucket.mesh, bucket.crossed_over, self.machine)
         part = bucket.gradient_slice_bytes // bucket.mesh.size(bucket.crossed_over)
         return self.compute(bucket.gradient_slice_bytes + small), ((during, self.compute(small + part)),)
 
     def reduction(self, bucket: Bucket) -> tuple[float, tuple[tuple[float, float], ...]]:
         """Seconds before the first hop, and of each hop on the wire and after it."""
-        small = packed_bytes(bucket.numel, self.plan.wire)
+        small = bytes_of_values(bucket.numel, self.plan.wire)
         before = self.compute(bucket.gradient_bytes + small)
         num_nodes, local = self.plan.nodes_along(bucket.reduced_over)
         if not is_two_hops(num_nodes, local):

@@ -30,7 +30,7 @@ from zerofx.errors import PlanError
 from zerofx.ir.aliasing import is_view
 from zerofx.ir.facts import Phase, Role, origin, placeholder, tensor
 from zerofx.ir.sharding.rule import Rule, num_bytes, read_tensors, results_of
-from zerofx.ir.sharding.rules import replicated
+from zerofx.ir.sharding.rules import replication_rule
 from zerofx.ir.text import target_name
 from zerofx.scheduler.analysis.sharding_ways import Result, ShardingWays
 from zerofx.scheduler.cost.machine import Machine
@@ -217,7 +217,7 @@ class _Nodes:
             second = max((entry for entry in taken if entry[0] != name), key=lambda entry: other.values[entry[0]])
             more = max(other.seconds - answer.seconds, 0.0)
             return f"as {second[1].outputs[0]}, the next best, a step takes {format_seconds(more)} more, or longer"
-        by_all, rule = replicated(node), dict(taken)[name]
+        by_all, rule = replication_rule(node), dict(taken)[name]
         whole, own = (times * self._seconds(node, each) for each in (by_all, rule))
         if len(taken) == 1 and rule == by_all:
             return f"{target_name(node)} cannot be shared: every rank does it whole, {format_seconds(whole)} a step"

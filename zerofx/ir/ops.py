@@ -82,7 +82,7 @@ from zerofx.ir.op_kernels import onednn_lstm as _onednn_lstm
 from zerofx.ir.op_kernels import quantise as _quantise
 from zerofx.ir.op_kernels.attention import empty_results
 from zerofx.ir.op_kernels.fakes import dense
-from zerofx.ir.op_kernels.own_operator import launched, own_operator
+from zerofx.ir.op_kernels.own_operator import launcher, own_operator
 from zerofx.ir.op_kernels.products import empty_result
 
 NO_BUCKET = -1  # in the place of a bucket's index: a collective that is about all of them
@@ -90,7 +90,7 @@ NO_BUCKET = -1  # in the place of a bucket's index: a collective that is about a
 all_gather = own_operator(
     "all_gather(Tensor shard, int bucket, int num_ranks, int more=0, *, bool in_place=False, str over='shard') "
     "-> Tensor",
-    fakes.gathered,
+    fakes.whole_bucket,
 )
 all_gather_into = own_operator(
     "all_gather_into(Tensor(a!) full, Tensor shard, int bucket, *, str over='shard') -> Tensor(a!)", fakes.first
@@ -103,49 +103,51 @@ reduce_scatter_into = own_operator(
     fakes.slice_within,
 )
 gather_on_node = own_operator(
-    "gather_on_node(Tensor part, int bucket, int num_ranks, *, str over='shard') -> Tensor", fakes.gathered
+    "gather_on_node(Tensor part, int bucket, int num_ranks, *, str over='shard') -> Tensor", fakes.whole_bucket
 )
 exchange = own_operator(
-    "exchange(Tensor parts, int bucket, int num_ranks, str group, *, str over='shard') -> Tensor", fakes.alike
+    "exchange(Tensor parts, int bucket, int num_ranks, str group, *, str over='shard') -> Tensor", fakes.like_first
 )
 second_shard = own_operator(
     "second_shard(Tensor full, int bucket, int num_ranks, *, str over='shard') -> Tensor", fakes.slice_apart
 )
-broadcast = own_operator("broadcast(Tensor(a!)[] buffers) -> ()", fakes.nothing)
+broadcast = own_operator("broadcast(Tensor(a!)[] buffers) -> ()", fakes.no_result)
 wait = own_operator("wait(Tensor(a) pending, Tensor? source=None) -> Tensor(a)", fakes.first)
-release = own_operator("release(Tensor full) -> ()", fakes.nothing)
-run_on = own_operator("run_on(int bucket, Tensor[] copies, Tensor[] held) -> ()", fakes.nothing)
-settle = own_operator("settle(int bucket, Tensor[]? held=None) -> ()", fakes.nothing)
+release = own_operator("release(Tensor full) -> ()", fakes.no_result)
+run_on = own_operator("run_on(int bucket, Tensor[] copies, Tensor[] held) -> ()", fakes.no_result)
+settle = own_operator("settle(int bucket, Tensor[]? held=None) -> ()", fakes.no_result)
 empty_gradients = own_operator(
     "empty_gradients(int bucket, int numel, *, ScalarType dtype, Device device) -> Tensor", fakes.gradients
 )
-offload = own_operator("offload(Tensor value, str tier) -> Tensor", fakes.alike)
-reload = own_operator("reload(Tensor stored, str tier='device') -> Tensor", fakes.alike)
+offload = own_operator("offload(Tensor value, str tier) -> Tensor", fakes.like_first)
+reload = own_operator("reload(Tensor stored, str tier='device') -> Tensor", fakes.like_first)
 copy_into = own_operator("copy_into(Tensor(a!) into, Tensor source) -> Tensor(a!)", fakes.first)
 empty_stored = own_operator(
-    "empty_stored(int numel, ScalarType dtype, str tier, *, Device device) -> Tensor", fakes.stored
+    "empty_stored(int numel, ScalarType dtype, str tier, *, Device device) -> Tensor", fakes.flat_tensor
 )
-check_finite = own_operator("check_finite(Tensor loss) -> ()", fakes.nothing)
-check_gradients = own_operator("check_gradients(Tensor largest, Tensor[] outcome) -> ()", fakes.nothing)
-next_micro_batch = own_operator("next_micro_batch(int number, Tensor[] carried) -> ()", fakes.nothing)
+check_finite = own_operator("check_finite(Tensor loss) -> ()", fakes.no_result)
+check_gradients = own_operator("check_gradients(Tensor largest, Tensor[] outcome) -> ()", fakes.no_result)
+next_micro_batch = own_operator("next_micro_batch(int number, Tensor[] carried) -> ()", fakes.no_result)
 part = own_operator(
     "part(Tensor(a) whole, int[] size, int[] stride, int offset) -> Tensor(a)", as_aten.part, kernel=as_aten.part
 )
-mm_into = own_operator("mm_into(Tensor(a!) into, Tensor a, Tensor b) -> ()", fakes.nothing, kernel=as_aten.mm_into)
+mm_into = own_operator("mm_into(Tensor(a!) into, Tensor a, Tensor b) -> ()", fakes.no_result, kernel=as_aten.mm_into)
 bernoulli_into = own_operator(
-    "bernoulli_into(Tensor(a!) into, Tensor? chances, float p) -> ()", fakes.nothing, kernel=as_aten.bernoulli_into,
+    "bernoulli_into(Tensor(a!) into, Tensor? chances, float p) -> ()", fakes.no_result, kernel=as_aten.bernoulli_into,
     tags=(torch.Tag.nondeterministic_seeded,),
 )  # fmt: skip
 checked = own_operator(
-    "checked(Tensor value, Tensor info, str name, bool is_matrix) -> Tensor", fakes.copied, kernel=as_aten.checked,
+    "checked(Tensor value, Tensor info, str name, bool is_matrix) -> Tensor", fakes.clone, kernel=as_aten.check_linalg,
     tags=(torch.Tag.cudagraph_unsafe,),
 )  # fmt: skip
 asserted = own_operator(
-    "asserted(Tensor value, Tensor holds, str text) -> Tensor", fakes.copied, kernel=as_aten.asserted,
+    "asserted(Tensor value, Tensor holds, str text) -> Tensor", fakes.clone, kernel=as_aten.assert_holds,
     tags=(torch.Tag.cudagraph_unsafe,),
 )  # fmt: skip
 masked_sum = own_operator(
-    "masked_sum(Tensor values, Tensor mask, int[] size) -> Tensor", fakes.of_size, kernel=value_gradients.masked_sum
+    "masked_sum(Tensor values, Tensor mask, int[] size) -> Tensor",
+    fakes.tensor_of_size,
+    kernel=value_gradients.sum_where,
 )
 prod_gradient = own_operator(
     "prod_gradient(Tensor gradient, Tensor x, Tensor result, int? dim, bool keepdim) -> Tensor", fakes.factors,
@@ -158,20 +160,20 @@ embedding_gradient = own_operator(
 )  # fmt: skip
 product = own_operator(
     "product(Tensor left, Tensor right, Tensor? bias) -> Tensor", empty_result,
-    cpu=launched("cpu.products", "product"),
+    cpu=launcher("cpu.products", "product"),
 )  # fmt: skip
 product_into = own_operator(
-    "product_into(Tensor(a!) into, Tensor left, Tensor right) -> ()", fakes.nothing,
-    cpu=launched("cpu.products", "product_into"),
+    "product_into(Tensor(a!) into, Tensor left, Tensor right) -> ()", fakes.no_result,
+    cpu=launcher("cpu.products", "product_into"),
 )  # fmt: skip
 attention = own_operator(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale) -> (Tensor, Tensor)",
-    empty_results, cpu=launched("cpu.attention", "attention"),
+    empty_results, cpu=launcher("cpu.attention", "attention"),
 )  # fmt: skip
 attention_backward = own_operator(
     "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor result, Tensor log_sums, "
     "Tensor? mask, bool is_causal, float? scale) -> (Tensor, Tensor, Tensor)",
-    fakes.attention_gradients, cpu=launched("cpu.attention", "attention_backward"),
+    fakes.attention_gradients, cpu=launcher("cpu.attention", "attention_backward"),
 )  # fmt: skip
 onednn_lstm = own_operator(
     "onednn_lstm(Tensor x, Tensor w_ih, Tensor w_hh, Tensor b_ih, Tensor b_hh, Tensor h, Tensor c, bool reverse, "
@@ -197,27 +199,27 @@ recurrent_steps_backward = own_operator(
 )  # fmt: skip
 softmax_chunk = own_operator(
     "softmax_chunk(Tensor logits, Tensor target, int first_class, Tensor? stats) -> Tensor", fakes.softmax_stats,
-    cpu=softmax.softmax_chunk, cuda=launched("kernels.softmax", "softmax_chunk"),
+    cpu=softmax.softmax_chunk, cuda=launcher("kernels.softmax", "softmax_chunk"),
 )  # fmt: skip
 softmax_gradient = own_operator(
     "softmax_gradient(Tensor(a!) logits, Tensor target, int first_class, Tensor log_sums, Tensor scale, "
     "int ignore_index) -> ()",
-    fakes.nothing, cpu=softmax.softmax_gradient, cuda=launched("kernels.softmax", "softmax_gradient"),
+    fakes.no_result, cpu=softmax.softmax_gradient, cuda=launcher("kernels.softmax", "softmax_gradient"),
 )  # fmt: skip
 largest = own_operator("largest(Tensor values) -> Tensor", fakes.one_number, kernel=norms.largest)
 
 
 quantise = own_operator(
     "quantise(Tensor values, int num_parts, str encoding, int interleave=1) -> Tensor",
-    fakes.packed, kernel=_quantise.quantise,
+    fakes.pack, kernel=_quantise.quantise,
 )  # fmt: skip
 dequantise = own_operator(
     "dequantise(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor",
-    fakes.unpacked, kernel=_quantise.dequantise,
+    fakes.unpack, kernel=_quantise.dequantise,
 )  # fmt: skip
 dequantise_sum = own_operator(
     "dequantise_sum(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor",
-    fakes.unpacked_sum, kernel=_quantise.dequantise_sum,
+    fakes.unpack_sum, kernel=_quantise.dequantise_sum,
 )  # fmt: skip
 square_sum = own_operator("square_sum(Tensor values) -> Tensor", fakes.one_number, kernel=norms.square_sum)
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase, set_value, value
 from zerofx.ir.operators.operator import Given
-from zerofx.ir.operators.rows import SUM, Rows, grouped, tile_shape
+from zerofx.ir.operators.rows import SUM, Rows, group_rows, tile_shape
 from zerofx.ir.operators.table import facts_of
 from zerofx.scheduler.analysis.tile_chains import rows_of_result
 
@@ -163,4 +163,4 @@ def test_a_norms_gradients_are_split_and_summed() -> None:
     ("shape", "rows"), [((4, 3), FIRST), ((2, 2, 3), SPREAD), ((8, 3), PAIRS), ((3, 4), Rows(0, 2, 3)), ((3,), None)]
 )
 def test_rows_are_looked_for_in_the_first_dimensions(shape: tuple[int, ...], rows: Rows | None) -> None:
-    assert grouped(shape, 0, NUM_ROWS) == rows
+    assert group_rows(shape, 0, NUM_ROWS) == rows

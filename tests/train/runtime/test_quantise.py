@@ -9,11 +9,11 @@ from zerofx.ir import ops
 from zerofx.ir.op_kernels.quantise import (
     BLOCK,
     ENCODINGS,
+    bytes_of_values,
     dequantise_at_once,
     dequantise_sum_at_once,
-    packed_bytes,
     quantise_at_once,
-    unpacked_numel,
+    value_numel,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,7 +50,7 @@ def stored_values(encoding: str) -> torch.Tensor:
 def test_values_come_back_within_half_a_step_of_their_block(dtype: torch.dtype, encoding: str) -> None:
     given = values(12 * BLOCK, dtype)
     packed = ops.quantise(given, 3, encoding)
-    assert packed.dtype == torch.uint8 and packed.numel() == 3 * packed_bytes(4 * BLOCK, encoding)
+    assert packed.dtype == torch.uint8 and packed.numel() == 3 * bytes_of_values(4 * BLOCK, encoding)
     back = ops.dequantise(packed, 3, encoding, dtype)
     error = (back.double() - given.double()).abs()
     assert (error <= bound(given, encoding)).all()
@@ -132,7 +132,7 @@ def test_what_is_packed_is_as_long_as_fake_tensors_say(encoding: str) -> None:
         packed = ops.quantise(given, num_parts, encoding, interleave)
         fake = ops.quantise(given.to("meta"), num_parts, encoding, interleave)
         assert (fake.shape, fake.dtype) == (packed.shape, packed.dtype)
-        assert num_parts * unpacked_numel(packed.numel() // num_parts, encoding) == given.numel()
+        assert num_parts * value_numel(packed.numel() // num_parts, encoding) == given.numel()
         for op in (ops.dequantise, ops.dequantise_sum):
             shape = op(packed, num_parts, encoding, torch.bfloat16).shape
             assert op(fake, num_parts, encoding, torch.bfloat16).shape == shape

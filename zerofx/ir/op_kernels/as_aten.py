@@ -18,8 +18,8 @@ def bernoulli_into(into: Tensor, chances: Tensor | None, p: float) -> None:
     into.bernoulli_(p if chances is None else chances)
 
 
-def checked(value: Tensor, info: Tensor, name: str, is_matrix: bool) -> Tensor:
-    """What linear algebra gave, copied.
+def check_linalg(value: Tensor, info: Tensor, name: str, is_matrix: bool) -> Tensor:
+    """Copy a result of linear algebra.
 
     Raises:
         RuntimeError: ``info`` says that it failed.
@@ -28,11 +28,11 @@ def checked(value: Tensor, info: Tensor, name: str, is_matrix: bool) -> Tensor:
     return value.clone()
 
 
-def asserted(value: Tensor, holds: Tensor, text: str) -> Tensor:
-    """What is given, copied.
+def assert_holds(value: Tensor, holds: Tensor, text: str) -> Tensor:
+    """Copy a tensor for which a check holds.
 
     Raises:
-        RuntimeError: with ``text``, where it does not hold.
+        RuntimeError: with ``text``, if it does not hold.
     """
     if not holds:
         raise RuntimeError(text)

@@ -1,4 +1,4 @@
-"""Attention in float32 on CPUs: which calls of torch's operator have a kernel of ours, and the memory that one holds.
+"""Attention in float32 on CPUs: the calls of torch's operator that our kernel takes, and the memory that it holds.
 
 The kernel (``codegen/cpu/attention.cpp``) goes through scores in blocks of ``QUERIES`` by ``KEYS``, and through
 ``SPAN`` queries of a head before it packs other keys.
@@ -28,8 +28,8 @@ def backward_scratch_numel(dim: int) -> int:
 
 
 def mask_rows(mask: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """The rows of ``num_keys`` that a mask has, ``[1 | samples, 1 | heads, 1 | queries, num_keys]``: a view of it in
-    which what it repeats along a dimension of rows is there once."""
+    """The rows of ``num_keys`` that a mask has, ``[1 | samples, 1 | heads, 1 | queries, num_keys]``: a view without the
+    repetitions of broadcast dimensions."""
     rows = mask if mask.dim() == 4 else mask[None, None]
     for dim in range(3):
         rows = rows.narrow(dim, 0, 1) if rows.stride(dim) == 0 else rows
@@ -37,16 +37,16 @@ def mask_rows(mask: torch.Tensor, num_keys: int) -> torch.Tensor:
 
 
 def mask_scratch_numel(mask: torch.Tensor, num_keys: int) -> int:
-    """Elements of four bytes that all threads hold together for a mask: where each row ends in each block of keys."""
+    """Elements of four bytes that all threads hold together for a mask: the end of each row in each block of keys."""
     return mask_rows(mask, num_keys)[..., 0].numel() * -(-num_keys // KEYS)
 
 
 def has_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float
 ) -> bool:
-    """Whether the kernel computes this call: float32 on a CPU, no dropout, as many heads of keys and values, of one
-    width, as of queries, each row's elements next to each other, and no mask but one that is added and has no gradient,
-    which ATen would have to compute."""
+    """True if the kernel computes this call: float32 on a CPU, no dropout, as many heads of keys and values, of one
+    width, as of queries, rows with contiguous elements, and no mask but an additive one without a gradient, which ATen
+    would have to compute."""
     return (
         dropout == 0.0
         and query.dim() == 4
@@ -98,7 +98,7 @@ def backward_bytes(
 
 
 def _sizes_bytes(num_tensors: int) -> int:
-    """What the kernel is told: 15 sizes and strides, and three strides of each tensor but the mask."""
+    """Bytes of the kernel's parameters: 15 sizes and strides, and three strides of each tensor but the mask."""
     return 8 * (15 + 3 * num_tensors)
 
 

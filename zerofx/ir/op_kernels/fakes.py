@@ -1,15 +1,15 @@
-"""What the operators of ``zerofx/ir/ops.py`` give for fake tensors: results of the right shapes, strides and dtypes."""
+"""Fake kernels of the operators of ``zerofx/ir/ops.py``: results of the right shapes, strides and dtypes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from zerofx.ir.op_kernels.quantise import packed_bytes, unpacked_numel
+from zerofx.ir.op_kernels.quantise import bytes_of_values, value_numel
 
 
-def nothing(*_args: object) -> None:
-    """Of what has no result."""
+def no_result(*_args: object) -> None:
+    """The fake of an operator without results."""
 
 
 def first(given: Tensor, *_args: object, **_options: object) -> Tensor:
@@ -17,18 +17,18 @@ def first(given: Tensor, *_args: object, **_options: object) -> Tensor:
     return given
 
 
-def copied(value: Tensor, *_args: object) -> Tensor:
+def clone(value: Tensor, *_args: object) -> Tensor:
     """A copy of the first argument."""
     return value.clone()
 
 
-def alike(given: Tensor, *_args: object, **_options: object) -> Tensor:
-    """As what is given, strides included."""
+def like_first(given: Tensor, *_args: object, **_options: object) -> Tensor:
+    """A tensor like the first argument, with its strides."""
     return given.new_empty_strided(given.shape, given.stride())
 
 
 def dense(given: Tensor, *_args: object, **_options: object) -> Tensor:
-    """As large as what is given, without its strides."""
+    """A dense tensor of the first argument's shape."""
     return given.new_empty(given.shape)
 
 
@@ -37,7 +37,7 @@ def one_number(values: Tensor) -> Tensor:
     return values.new_empty(1, dtype=torch.float64)
 
 
-def gathered(shard: Tensor, bucket: int, num_ranks: int, *_args: object, **_options: object) -> Tensor:
+def whole_bucket(shard: Tensor, bucket: int, num_ranks: int, *_args: object, **_options: object) -> Tensor:
     """The slices of all ranks."""
     return shard.new_empty(shard.numel() * num_ranks)
 
@@ -57,39 +57,39 @@ def gradients(bucket: int, numel: int, *, dtype: torch.dtype, device: torch.devi
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-def stored(numel: int, dtype: torch.dtype, tier: str, *, device: torch.device) -> Tensor:
+def flat_tensor(numel: int, dtype: torch.dtype, tier: str, *, device: torch.device) -> Tensor:
     """A flat tensor, whatever tier it is on."""
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-def of_size(values: Tensor, mask: Tensor, size: list[int]) -> Tensor:
-    """A tensor of the size that is asked for."""
+def tensor_of_size(values: Tensor, mask: Tensor, size: list[int]) -> Tensor:
+    """A tensor of the given size."""
     return values.new_empty(size)
 
 
 def factors(gradient: Tensor, x: Tensor, *_args: object) -> Tensor:
-    """As large as the factors of a product."""
+    """A tensor of the shape of a product's factors."""
     return x.new_empty(x.shape)
 
 
 def embedding(grad: Tensor, indices: Tensor, num_weights: int, *_args: object) -> Tensor:
-    """As large as an embedding's weight."""
+    """A tensor of the shape of an embedding's weight."""
     return grad.new_empty(num_weights, grad.shape[-1])
 
 
-def packed(values: Tensor, num_parts: int, encoding: str, interleave: int = 1) -> Tensor:
+def pack(values: Tensor, num_parts: int, encoding: str, interleave: int = 1) -> Tensor:
     """Bytes of quantised values."""
-    return values.new_empty(num_parts * packed_bytes(values.numel() // num_parts, encoding), dtype=torch.uint8)
+    return values.new_empty(num_parts * bytes_of_values(values.numel() // num_parts, encoding), dtype=torch.uint8)
 
 
-def unpacked(quantised: Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> Tensor:
+def unpack(quantised: Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> Tensor:
     """The values of all parts."""
-    return quantised.new_empty(num_parts * unpacked_numel(quantised.numel() // num_parts, encoding), dtype=dtype)
+    return quantised.new_empty(num_parts * value_numel(quantised.numel() // num_parts, encoding), dtype=dtype)
 
 
-def unpacked_sum(quantised: Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> Tensor:
+def unpack_sum(quantised: Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> Tensor:
     """The values of one part."""
-    return quantised.new_empty(unpacked_numel(quantised.numel() // num_parts, encoding), dtype=dtype)
+    return quantised.new_empty(value_numel(quantised.numel() // num_parts, encoding), dtype=dtype)
 
 
 def softmax_stats(logits: Tensor, *_args: object) -> Tensor:
@@ -100,5 +100,5 @@ def softmax_stats(logits: Tensor, *_args: object) -> Tensor:
 def attention_gradients(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_args: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the three inputs are."""
+    """Gradients like the three inputs."""
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

@@ -1,8 +1,8 @@
-"""What is asked of many gradients: the sum of their squares, ``square_sum``, and the largest of them, ``largest``.
+"""Norms of many gradients: the sum of their squares, ``square_sum``, and the largest magnitude, ``largest``.
 
 Norms of rows of ``ROW`` values are taken in float32, as torch takes norms, and their squares added up in float64. So
-the error is that of a row, less than 1e-5 of the sum, however many values there are; ``torch.linalg.vector_norm`` of
-three million values in float32 was off by 6e-5. The order of the sum depends on the number of values alone.
+the error is that of a row, less than 1e-5 of the sum, for any number of values; ``torch.linalg.vector_norm`` of three
+million values in float32 was off by 6e-5. The order of the sum depends on the number of values alone.
 """
 
 from __future__ import annotations

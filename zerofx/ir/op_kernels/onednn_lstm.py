@@ -40,7 +40,7 @@ def lstm_layer(
     y, last_h, last_c, workspace = _layer(*given, with_backward=num_bytes > 0)
     if workspace is None:
         return y, last_h, last_c, x.new_empty(0, dtype=torch.uint8)
-    _kept()[_key(x, h.shape[-1], has_biases)] = workspace.numel()
+    _cache()[_key(x, h.shape[-1], has_biases)] = workspace.numel()
     if workspace.numel() != num_bytes:
         raise InternalError(
             f"expected oneDNN to keep {num_bytes} bytes of an LSTM's layer, as it did when the step was captured, "
@@ -52,9 +52,9 @@ def lstm_layer(
 def workspace_bytes(x: Any, hidden: int, has_biases: bool) -> int:
     """Bytes that oneDNN keeps of a layer on this processor, of which ``x``, without values, is the input."""
     key = _key(x, hidden, has_biases)
-    if key not in _kept():
-        _kept()[key] = _asked(*key)
-    return _kept()[key]
+    if key not in _cache():
+        _cache()[key] = _measure(*key)
+    return _cache()[key]
 
 
 def lstm_layer_backward(
@@ -81,7 +81,7 @@ def empty_layer(
     x: Tensor, _w_ih: Tensor, _w_hh: Tensor, _b_ih: Tensor, _b_hh: Tensor, h: Tensor, c: Tensor, _reverse: bool,
     _has_biases: bool, num_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """What ``lstm_layer`` gives, without values."""
+    """Empty results of ``lstm_layer``."""
     y = x.new_empty(*x.shape[:2], h.shape[-1])
     return y, h.new_empty(h.shape), c.new_empty(c.shape), x.new_empty(num_bytes, dtype=torch.uint8)
 
@@ -89,7 +89,7 @@ def empty_layer(
 def empty_gradients(
     x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, _b_hh: Tensor, h: Tensor, c: Tensor, *_: Any
 ) -> tuple[Tensor, ...]:
-    """What ``lstm_layer_backward`` gives, without values."""
+    """Empty results of ``lstm_layer_backward``."""
     shapes = (x.shape, w_ih.shape, w_hh.shape, b_ih.shape[:1], h.shape, c.shape)
     return tuple(x.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
@@ -113,12 +113,12 @@ def _key(x: Any, hidden: int, has_biases: bool) -> _Key:
 
 
 @functools.cache
-def _kept() -> dict[_Key, int]:
+def _cache() -> dict[_Key, int]:
     """Bytes that oneDNN keeps of layers, as far as this process knows."""
     return {}
 
 
-def _asked(shape: tuple[int, ...], hidden: int, dtype: torch.dtype, has_biases: bool) -> int:
+def _measure(shape: tuple[int, ...], hidden: int, dtype: torch.dtype, has_biases: bool) -> int:
     def zeros(*size: int) -> Tensor:
         return torch.zeros(size, dtype=dtype, device="cpu")
 

@@ -63,21 +63,21 @@ def _own_stream(device: torch.device, rank: torch.Tensor) -> Iterator[None]:
 
 
 def _kernel(target: OpOverload[..., Any]) -> Callable[..., Any]:
-    def drawn(first: torch.Tensor, *args: Any, rank: torch.Tensor, **kwargs: Any) -> Any:
+    def draw(first: torch.Tensor, *args: Any, rank: torch.Tensor, **kwargs: Any) -> Any:
         with _own_stream(first.device, rank):
             return target(first, *args, **kwargs)
 
-    return drawn
+    return draw
 
 
 def _fake(target: OpOverload[..., Any]) -> Callable[..., Any]:
-    def shaped(*args: Any, rank: torch.Tensor, **kwargs: Any) -> Any:
+    def fake(*args: Any, rank: torch.Tensor, **kwargs: Any) -> Any:
         return target(*args, **kwargs)
 
-    return shaped
+    return fake
 
 
-def _defined(target: OpOverload[..., Any]) -> OpOverload[..., Any]:
+def _define(target: OpOverload[..., Any]) -> OpOverload[..., Any]:
     """The own form of an operator: its arguments, and the rank's number as a tensor on the host, int64, shape []."""
     arguments, results = str(schema_of(target)).partition("::")[2].rsplit(") -> ", 1)
     keywords = arguments if "*, " in arguments else f"{arguments}, *"
@@ -88,6 +88,6 @@ def _defined(target: OpOverload[..., Any]) -> OpOverload[..., Any]:
 
 
 OWN_DRAWS: Mapping[OpOverload[..., Any], OpOverload[..., Any]] = MappingProxyType(
-    {target: _defined(target) for target in _DRAWN}
+    {target: _define(target) for target in _DRAWN}
 )
 """Random operators, and the own form of each."""

@@ -37,7 +37,7 @@ def own_operator(
     return operator
 
 
-def launched(module: str, name: str) -> Callable[..., Any]:
+def launcher(module: str, name: str) -> Callable[..., Any]:
     """A kernel's launch, of a module of ``codegen``; what it takes to build kernels is imported with the first."""
 
     def launch(*args: Any) -> Any:

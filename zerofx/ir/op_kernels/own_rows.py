@@ -18,7 +18,7 @@ from zerofx.ir.op_kernels.own_operator import own_operator
 
 
 def _bounds(ends: Tensor, rank: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """Where the rows of a rank begin and end, of shape [1]; ``rank``: int64, shape [1]."""
+    """Start and end of a rank's rows, of shape [1]; ``rank``: int64, shape [1]."""
     starts = torch.cat([ends.new_zeros(1), ends])
     size = ends.shape[0] // num_ranks
     return starts.index_select(0, rank * size), starts.index_select(0, (rank + 1) * size)

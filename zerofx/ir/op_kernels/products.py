@@ -22,21 +22,21 @@ _ONEDNN_ROWS, _ONEDNN_COLUMNS, _ONEDNN_WIDTH, _ONEDNN_REST_BYTES = 64, 1024, 16,
 
 
 def is_worth_it() -> bool:
-    """Whether that is faster than the BLAS on this machine's processor."""
+    """True if that is faster than the BLAS on this machine's processor."""
     capabilities = torch.cpu.get_capabilities()
     is_slow = bool(capabilities.get("avx512_f")) and str(capabilities.get("cpu_name", "")).startswith("AMD")
     return is_slow and torch.backends.mkl.is_available() and can_multiply()
 
 
 def can_multiply() -> bool:
-    """Whether torch has oneDNN here, and may use it."""
+    """True if torch has oneDNN here, and may use it."""
     return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
 def has_kernel(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, *, into: bool = False) -> bool:
-    """Whether ``left @ right (+ bias)`` is taken: matrices of float32 on a CPU, of some size, that fill their memory
-    row by row; the right one may lie column by column (it must for sums over more than ``LONGEST``), and, where it does
-    not and there is no bias, the left one. ``into``: whether it is written over a tensor, as oneDNN's are not."""
+    """True if ``left @ right (+ bias)`` is taken: matrices of float32 on a CPU, of some size, that are dense and
+    row-major; the right one may be column-major (it must be for sums over more than ``LONGEST``), and, where it is not
+    and there is no bias, the left one. ``into``: whether it is written over a tensor, as oneDNN's are not."""
     sizes = (*left.shape, right.shape[1])
     return (
         all(
@@ -62,7 +62,7 @@ def _is_transposed(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def scratch_bytes(left: torch.Tensor) -> int:
-    """The most that is held while ``left`` is multiplied: by oneDNN, a block of it for each thread."""
+    """Peak memory of a product with ``left``: of oneDNN, a block of it for each thread."""
     if not left.is_contiguous():
         return scratch_numel(left.shape[1]) * left.element_size() + _SIZES_BYTES
     columns = min(-(-left.shape[1] // _ONEDNN_WIDTH) * _ONEDNN_WIDTH, _ONEDNN_COLUMNS)

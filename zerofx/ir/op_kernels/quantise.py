@@ -24,7 +24,7 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Encoding:
-    """How values are stored: ``bits`` of each, and ``largest``, what the largest magnitude of a block becomes.
+    """Format of quantised values: ``bits`` of each, and ``largest``, the code of the largest magnitude in a block.
 
     ``dtype`` is that of a code. ``gathers`` names the encoding that parameters are gathered in where gradients are
     reduced in this one.
@@ -45,17 +45,17 @@ _SCALE_BYTES = 4
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
-def packed_bytes(numel: int, encoding: str) -> int:
+def bytes_of_values(numel: int, encoding: str) -> int:
     """Bytes of ``numel`` values, a whole number of blocks, with their scales."""
     return numel * ENCODINGS[encoding].bits // 8 + numel // BLOCK * _SCALE_BYTES
 
 
-def unpacked_numel(num_bytes: int, encoding: str) -> int:
-    """How many values ``packed_bytes`` gives ``num_bytes`` for."""
-    return num_bytes // packed_bytes(BLOCK, encoding) * BLOCK
+def value_numel(num_bytes: int, encoding: str) -> int:
+    """The number of values that ``num_bytes`` hold; the inverse of ``bytes_of_values``."""
+    return num_bytes // bytes_of_values(BLOCK, encoding) * BLOCK
 
 
-def in_blocks(values: torch.Tensor, num_parts: int, interleave: int) -> torch.Tensor:
+def split_blocks(values: torch.Tensor, num_parts: int, interleave: int) -> torch.Tensor:
     """Flat values as a view of shape ``[num_parts, interleave, blocks, BLOCK]``.
 
     Of ``interleave * num_parts`` equal slices, part p has every ``num_parts``-th from slice p on.
@@ -80,9 +80,9 @@ def pack(blocks: torch.Tensor, encoding: str) -> torch.Tensor:
 
 
 def unpack(rows: torch.Tensor, encoding: str) -> torch.Tensor:
-    """What ``pack`` has made, as float32 of shape ``[parts, values of a part]``."""
+    """The values of packed rows, as float32 of shape ``[parts, values of a part]``."""
     kind = ENCODINGS[encoding]
-    num_parts, numel = rows.shape[0], unpacked_numel(rows.shape[1], encoding)
+    num_parts, numel = rows.shape[0], value_numel(rows.shape[1], encoding)
     num_stored = numel * kind.bits // 8
     scales = rows[:, num_stored:].view(torch.float32).unsqueeze(-1)
     stored = rows[:, :num_stored].view(num_parts, -1, BLOCK * kind.bits // 8)
@@ -95,8 +95,8 @@ def unpack(rows: torch.Tensor, encoding: str) -> torch.Tensor:
 
 def quantise(values: torch.Tensor, num_parts: int, encoding: str, interleave: int = 1) -> torch.Tensor:
     """``zerofx.quantise``: flat values to flat bytes, a part at a time, which holds one part's intermediate values."""
-    blocks = in_blocks(values, num_parts, interleave)
-    packed = values.new_empty(num_parts, packed_bytes(values.numel() // num_parts, encoding), dtype=torch.uint8)
+    blocks = split_blocks(values, num_parts, interleave)
+    packed = values.new_empty(num_parts, bytes_of_values(values.numel() // num_parts, encoding), dtype=torch.uint8)
     for part in range(num_parts):
         packed[part].copy_(pack(blocks[part : part + 1], encoding)[0])
     return packed.view(-1)
@@ -105,7 +105,7 @@ def quantise(values: torch.Tensor, num_parts: int, encoding: str, interleave: in
 def dequantise(packed: torch.Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> torch.Tensor:
     """``zerofx.dequantise``: the values of all parts, in order."""
     rows = packed.view(num_parts, -1)
-    values = packed.new_empty(num_parts, unpacked_numel(rows.shape[1], encoding), dtype=dtype)
+    values = packed.new_empty(num_parts, value_numel(rows.shape[1], encoding), dtype=dtype)
     for part in range(num_parts):
         values[part].copy_(unpack(rows[part : part + 1], encoding)[0])
     return values.view(-1)
@@ -122,7 +122,7 @@ def dequantise_sum(packed: torch.Tensor, num_parts: int, encoding: str, dtype: t
 
 def quantise_at_once(values: torch.Tensor, num_parts: int, encoding: str, interleave: int = 1) -> torch.Tensor:
     """``quantise`` for a compiler that fuses it: all parts in the same operators."""
-    return pack(in_blocks(values, num_parts, interleave), encoding).view(-1)
+    return pack(split_blocks(values, num_parts, interleave), encoding).view(-1)
 
 
 def dequantise_at_once(packed: torch.Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> torch.Tensor:
@@ -136,8 +136,8 @@ def dequantise_sum_at_once(packed: torch.Tensor, num_parts: int, encoding: str, 
 
 
 def quantise_inside(values: torch.Tensor, num_parts: int, encoding: str, interleave: int = 1) -> int:
-    """Bytes that ``quantise`` holds on a CPU beyond its result: of one part, quotients (in float64 of values in that)
-    next to the values in float32 or to what they are rounded to, scales, and what these are made of."""
+    """Bytes that ``quantise`` holds on a CPU beyond its result: of one part, quotients (in float64 for values in that)
+    next to the values in float32 or to their rounded values, scales, and the inputs of these."""
     numel, dtype = values.numel() // num_parts, ENCODINGS[encoding].dtype
     wide = torch.promote_types(values.dtype, torch.float32)
     rounded = dtype if dtype.is_floating_point and values.dtype == wide else wide
@@ -150,12 +150,12 @@ def quantise_inside(values: torch.Tensor, num_parts: int, encoding: str, interle
 
 def dequantise_inside(packed: torch.Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> int:
     """The same of ``dequantise``: codes and values of one part in float32."""
-    return unpacked_numel(packed.numel() // num_parts, encoding) * 8 + _offset_bytes(encoding)
+    return value_numel(packed.numel() // num_parts, encoding) * 8 + _offset_bytes(encoding)
 
 
 def dequantise_sum_inside(packed: torch.Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> int:
     """The same next to the sum in float32; the result is made when they are gone."""
-    numel = unpacked_numel(packed.numel() // num_parts, encoding)
+    numel = value_numel(packed.numel() // num_parts, encoding)
     return dequantise_inside(packed, num_parts, encoding, dtype) + numel * (4 - dtype.itemsize)
 
 

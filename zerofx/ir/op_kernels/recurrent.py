@@ -73,7 +73,7 @@ def steps_backward(
     of_w_hr: Tensor | None, h: Tensor, c: Tensor | None, w_hh: Tensor, w_hr: Tensor | None, saved: Tensor, cell: str,
     reverse: bool, has_bias: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients of ``x``, ``h``, ``c``, ``w_hh``, ``b_hh`` and ``w_hr``; what there is none of is empty.
+    """The gradients of ``x``, ``h``, ``c``, ``w_hh``, ``b_hh`` and ``w_hr``; missing ones are empty.
 
     ``of_w_hh``, ``of_b_hh``, ``of_w_hr``: sums that those of the weights go on from.
     """
@@ -129,17 +129,17 @@ def steps_backward(
         sums[0].add(of_gates.t().mm(h_before))
     nothing = h.new_empty(0)
     first_c = nothing if of_c is None else of_c
-    return grad_x, _sum(of_h, like=h), first_c, *(each.of(nothing) for each in sums)
+    return grad_x, _sum(of_h, like=h), first_c, *(each.value(nothing) for each in sums)
 
 
 def empty_steps(
     x: Tensor, h: Tensor, c: Tensor | None, w_hh: Tensor, _b_hh: Tensor | None, w_hr: Tensor | None, cell: str,
     _reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """What ``steps`` gives, without values."""
+    """Empty results of ``steps``."""
     layout = _layout(h, cell, len(w_hh), projects=w_hr is not None)
     last_c = x.new_empty(0) if c is None else x.new_empty(c.shape)
-    width = sum(_padded(h, columns) for columns in layout.values())
+    width = sum(_aligned_numel(h, columns) for columns in layout.values())
     return x.new_empty(len(x), *h.shape), x.new_empty(h.shape), last_c, x.new_empty(len(x), width)
 
 
@@ -148,7 +148,7 @@ def empty_gradients(
     _of_b_hh: Tensor | None, _of_w_hr: Tensor | None, h: Tensor, c: Tensor | None, w_hh: Tensor, w_hr: Tensor | None,
     saved: Tensor, _cell: str, _reverse: bool, has_bias: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """What ``steps_backward`` gives, without values."""
+    """Empty results of ``steps_backward``."""
     nothing: Sequence[int] = (0,)
     return tuple(
         h.new_empty(shape)
@@ -164,7 +164,7 @@ def _order(num: int, reverse: bool) -> Sequence[int]:
 
 
 def _layout(h: Tensor, cell: str, num_gates: int, *, projects: bool) -> dict[str, int]:
-    """What is kept of a time step, by name, with its columns; it has as many rows as ``h``."""
+    """The saved values of a time step, by name, with their columns; they have as many rows as ``h``."""
     columns = {"h": h.shape[1]}
     hidden = num_gates // _GATES[cell]
     if cell == "lstm":
@@ -175,22 +175,22 @@ def _layout(h: Tensor, cell: str, num_gates: int, *, projects: bool) -> dict[str
 
 
 def _parts(saved: Tensor, h: Tensor, cell: str, num_gates: int, *, projects: bool) -> dict[str, tuple[Tensor, ...]]:
-    """What is kept, by name: a view for each time step."""
+    """The saved values, by name: a view for each time step."""
     parts, begin = {}, 0
     for name, columns in _layout(h, cell, num_gates, projects=projects).items():
         parts[name] = saved.narrow(1, begin, len(h) * columns).unflatten(1, (len(h), columns)).unbind(0)
-        begin += _padded(h, columns)
+        begin += _aligned_numel(h, columns)
     return parts
 
 
-def _padded(h: Tensor, columns: int) -> int:
-    """Elements of as many rows as ``h``, up to where the next ones begin."""
+def _aligned_numel(h: Tensor, columns: int) -> int:
+    """Elements of as many rows as ``h``, rounded up to the alignment."""
     each = _ALIGNMENT // h.element_size()
     return math.ceil(len(h) * columns / each) * each
 
 
 def _sum(terms: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The sum of what there is, in order; zeros where there is nothing."""
+    """The sum of the terms, in order; zeros if there are none."""
     if not terms:
         return torch.zeros_like(like)
     total, *others = terms
@@ -200,7 +200,7 @@ def _sum(terms: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 class _Sum:
-    """A sum in memory of its own, of terms that are, too."""
+    """A sum with memory of its own, of terms with memory of their own."""
 
     def __init__(self, first: Tensor | None) -> None:
         self._first = first
@@ -212,5 +212,5 @@ class _Sum:
         else:
             self._total.add_(term)
 
-    def of(self, nothing: Tensor) -> Tensor:
+    def value(self, nothing: Tensor) -> Tensor:
         return nothing if self._total is None else self._total

@@ -11,7 +11,7 @@ import math
 import torch
 
 
-def masked_sum(values: torch.Tensor, mask: torch.Tensor, size: list[int]) -> torch.Tensor:
+def sum_where(values: torch.Tensor, mask: torch.Tensor, size: list[int]) -> torch.Tensor:
     """``values[mask].sum_to_size(size)``."""
     # What a mask that names all rows takes, with the result: the rows, next to their places and then to the result.
     rows = values.numel() * values.itemsize

@@ -1,1 +1,1 @@
-"""What is known of each operator beyond its schema and tags: one table, an entry an operator."""
+"""The table of operators: facts beyond their schemas and tags, an entry an operator."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerofx.ir.op_kernels import attention
 from zerofx.ir.operators.operator import Operator, OwnKernel, Smaller, SmallerCall
-from zerofx.ir.operators.row_rules import of_samples
+from zerofx.ir.operators.row_rules import sample_attention
 
 # ATen's kernel on CPUs has tiles of as many queries for all numbers of them from this one on, and of as many keys
 # (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp), and holds one for each thread.
@@ -19,7 +19,8 @@ _QUERIES, _KEYS = 768, 512
 
 
 def _steps(given: Sequence[Any], _made: Sequence[Any]) -> int:
-    """Each element of the queries, or of the result's gradient, meets all keys, or values: the third tensor."""
+    """Each element of the queries, or of the result's gradient, is multiplied with all keys, or values: the third
+    tensor."""
     return int(math.prod(given[0].shape) * given[2].shape[-2])
 
 
@@ -61,14 +62,14 @@ def _cut(value: Any, sizes: Sequence[int]) -> Any:
 
 
 def _cut_mask(value: Any, sizes: Sequence[int]) -> Any:
-    """A mask of such sizes, but where it has one place for all."""
+    """Cut a mask to such sizes, except broadcast dimensions."""
     if not hasattr(value, "shape"):
         return value
     whole = zip(value.shape, sizes[-len(value.shape) :], strict=True)
     return value.cut({dim: few for dim, (size, few) in enumerate(whole) if size != 1})
 
 
-def _inside(
+def _forward_bytes(
     query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, is_causal: bool = False,
     *, attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> int | None:  # fmt: skip
@@ -77,7 +78,7 @@ def _inside(
     return attention.forward_bytes(query, key, value, attn_mask, is_causal, scale)
 
 
-def _inside_backward(
+def _backward_bytes(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, result: Tensor, log_sums: Tensor, dropout: float,
     is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> int | None:  # fmt: skip
@@ -91,26 +92,26 @@ _FORWARD, _BACKWARD = "_scaled_dot_product_flash_attention", "_scaled_dot_produc
 OPERATORS: dict[str, Operator] = {
     "_scaled_dot_product_flash_attention_for_cpu": Operator(
         counted_as=_FORWARD,
-        rows=of_samples(range(3), 2),
+        rows=sample_attention(range(3), 2),
         steps=_steps,
         smaller=_smaller(0),
-        own_kernel=OwnKernel(attention.KERNEL, _inside),
+        own_kernel=OwnKernel(attention.KERNEL, _forward_bytes),
     ),
     "_scaled_dot_product_flash_attention_for_cpu_backward": Operator(
         counted_as=_BACKWARD,
-        rows=of_samples(range(6), 3),
+        rows=sample_attention(range(6), 3),
         steps=_steps,
         smaller=_smaller(1),
-        own_kernel=OwnKernel(attention.KERNEL, _inside_backward),
+        own_kernel=OwnKernel(attention.KERNEL, _backward_bytes),
     ),
-    "_scaled_dot_product_flash_attention": Operator(rows=of_samples(range(3), 2, 7)),
-    "_scaled_dot_product_flash_attention_backward": Operator(rows=of_samples(range(6), 3, own_at=(12, 13))),
-    "_scaled_dot_product_efficient_attention": Operator(rows=of_samples(range(3), 2, 2)),
+    "_scaled_dot_product_flash_attention": Operator(rows=sample_attention(range(3), 2, 7)),
+    "_scaled_dot_product_flash_attention_backward": Operator(rows=sample_attention(range(6), 3, own_at=(12, 13))),
+    "_scaled_dot_product_efficient_attention": Operator(rows=sample_attention(range(3), 2, 2)),
     "_scaled_dot_product_efficient_attention_backward": Operator(
-        rows=of_samples((0, 1, 2, 3, 5, 6), 3, 1, own_at=(7, 8))
+        rows=sample_attention((0, 1, 2, 3, 5, 6), 3, 1, own_at=(7, 8))
     ),
-    "_scaled_dot_product_cudnn_attention": Operator(rows=of_samples(range(3), 2, 7)),
-    "_scaled_dot_product_cudnn_attention_backward": Operator(rows=of_samples(range(6), 3, own_at=(6, 7))),
+    "_scaled_dot_product_cudnn_attention": Operator(rows=sample_attention(range(3), 2, 7)),
+    "_scaled_dot_product_cudnn_attention_backward": Operator(rows=sample_attention(range(6), 3, own_at=(6, 7))),
     "_scaled_dot_product_*": Operator(steps=_steps),
     "_scaled_dot_product_fused_attention_overrideable": Operator(counted_as=_FORWARD),
     "_scaled_dot_product_fused_attention_overrideable_backward": Operator(counted_as=_BACKWARD),

@@ -19,7 +19,7 @@ _FEWEST_ROWS = 8  # of an image that is made smaller
 _ALIKE = 16  # images from which on ATen hands all convolutions to oneDNN, on one thread
 
 
-def _of_format(argument: int) -> Operator:
+def _image_operator(argument: int) -> Operator:
     return Operator(layout=ResultLayout.OF_FORMAT, layout_arguments=(argument,))
 
 
@@ -34,7 +34,7 @@ def _backward_steps(given: Sequence[Any], _results: Sequence[Any]) -> int:
 def _smaller(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Smaller:
     """Fewer images, of fewer rows."""
     images, *rest = args
-    return _paired([SmallerCall(n * rows, [images.cut({0: n, 2: rows}), *rest], kwargs) for n, rows in _sizes(images)])
+    return _pairs([SmallerCall(n * rows, [images.cut({0: n, 2: rows}), *rest], kwargs) for n, rows in _sizes(images)])
 
 
 def _smaller_backward(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Smaller:
@@ -43,11 +43,11 @@ def _smaller_backward(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Smaller
     for batch, rows in _sizes(images):
         cut = grad.cut({0: batch, 2: _rows_of_result(rows, filters.shape[2], *how)})
         parts.append(SmallerCall(batch * rows, [cut, images.cut({0: batch, 2: rows}), filters, bias, *how], kwargs))
-    return _paired(parts)
+    return _pairs(parts)
 
 
-def _paired(parts: Sequence[SmallerCall]) -> Smaller:
-    """The whole call if it can be made, else the largest two of the others."""
+def _pairs(parts: Sequence[SmallerCall]) -> Smaller:
+    """The whole call if it can be made, else the two largest of the others."""
     return Smaller(parts[0].num_parts, [(parts[0], parts[0]), *pairwise(parts[1:])])
 
 
@@ -60,8 +60,8 @@ def _rows_of_result(
 
 
 def _sizes(images: Any) -> Iterator[tuple[int, int]]:
-    """Images and their rows: all, and then half as many in each. That other kernels take them is put off; a single
-    image is dense where several of them are not."""
+    """Numbers of images and of their rows: all, then half as many in each. Sizes at which other kernels are used come
+    last; a single image is dense where several are not."""
     batch, rows = images.shape[0], images.shape[2]
     yield batch, rows
     for fewest_images, fewest_rows in ((_ALIKE, rows), (_ALIKE, _FEWEST_ROWS), (2, _FEWEST_ROWS)):
@@ -76,12 +76,12 @@ def _sizes(images: Any) -> Iterator[tuple[int, int]]:
 OPERATORS: dict[str, Operator] = {
     "convolution": Operator(steps=_steps, smaller=_smaller, copied_by_inductor=(0,)),
     "convolution_backward": Operator(steps=_backward_steps, smaller=_smaller_backward, copied_by_inductor=(0, 1)),
-    "channel_shuffle": _of_format(0),
-    "max_unpool2d": _of_format(0),
-    "reflection_pad2d_backward": _of_format(1),
-    "reflection_pad3d": _of_format(0),
-    "reflection_pad3d_backward": _of_format(1),
-    "replication_pad2d_backward": _of_format(1),
-    "replication_pad3d": _of_format(0),
-    "replication_pad3d_backward": _of_format(1),
+    "channel_shuffle": _image_operator(0),
+    "max_unpool2d": _image_operator(0),
+    "reflection_pad2d_backward": _image_operator(1),
+    "reflection_pad3d": _image_operator(0),
+    "reflection_pad3d_backward": _image_operator(1),
+    "replication_pad2d_backward": _image_operator(1),
+    "replication_pad3d": _image_operator(0),
+    "replication_pad3d_backward": _image_operator(1),
 }

@@ -7,14 +7,13 @@ from zerofx.ir.operators.operator import Inductor, Operator, ResultLayout, Traff
 _IN_ORDER = Operator(layout=ResultLayout.IN_ORDER)
 
 
-def _of_operands(*arguments: int, is_pointwise: bool = False) -> Operator:
+def _elementwise(*arguments: int, is_pointwise: bool = False) -> Operator:
     return Operator(layout=ResultLayout.OF_OPERANDS, layout_arguments=arguments, is_pointwise=is_pointwise)
 
 
-def _of_images(*arguments: int) -> Operator:
-    """Fakes of images have the strides of a memory format, kernels those of the operands' order. They differ where a
-    dimension has one place, and not in memory; but for it a tensor suggests another memory format, which is what others
-    are laid out in."""
+def _image_elementwise(*arguments: int) -> Operator:
+    """Fakes of images have the strides of a memory format, kernels those of the operands' order. They differ only in
+    dimensions of size 1, not in memory; but from these strides later tensors take their memory format."""
     return Operator(layout=ResultLayout.OF_IMAGES, layout_arguments=arguments)
 
 
@@ -29,45 +28,45 @@ OPERATORS: dict[str, Operator] = {
     "smooth_l1_loss_backward": _IN_ORDER,
     "huber_loss_backward": _IN_ORDER,
     "log_sigmoid_backward": Operator(is_pointwise=True),
-    "softplus_backward": _of_operands(0, 1, is_pointwise=True),
-    "elu_backward": _of_operands(0, 5, is_pointwise=True),
-    "hardswish_backward": _of_operands(0, 1, is_pointwise=True),
-    "hardsigmoid_backward": _of_operands(0, 1),
-    "hardtanh_backward": _of_operands(0, 1, is_pointwise=True),
-    "logit_backward": _of_operands(0, 1),
-    "leaky_relu_backward": _of_operands(1, 0, is_pointwise=True),
-    "rrelu_with_noise_backward": _of_operands(2, 0),
-    "binary_cross_entropy": _of_operands(0),
-    "binary_cross_entropy_backward": _of_operands(1),
+    "softplus_backward": _elementwise(0, 1, is_pointwise=True),
+    "elu_backward": _elementwise(0, 5, is_pointwise=True),
+    "hardswish_backward": _elementwise(0, 1, is_pointwise=True),
+    "hardsigmoid_backward": _elementwise(0, 1),
+    "hardtanh_backward": _elementwise(0, 1, is_pointwise=True),
+    "logit_backward": _elementwise(0, 1),
+    "leaky_relu_backward": _elementwise(1, 0, is_pointwise=True),
+    "rrelu_with_noise_backward": _elementwise(2, 0),
+    "binary_cross_entropy": _elementwise(0),
+    "binary_cross_entropy_backward": _elementwise(1),
     # Of two operands.
     "pow.Scalar": _IN_ORDER,
-    "div.Tensor_mode": _of_operands(0, 1),
-    "floor_divide": _of_operands(0, 1),
-    "copysign.Tensor": _of_operands(0, 1),
-    "heaviside": _of_operands(0, 1),
-    "logaddexp": _of_operands(0, 1),
-    "logaddexp2": _of_operands(0, 1),
-    "logical_and": _of_operands(0, 1),
-    "logical_or": _of_operands(0, 1),
-    "logical_xor": _of_operands(0, 1),
-    "special_xlog1py": _of_operands(0, 1),
-    "xlogy.Tensor": _of_operands(0, 1),
-    "add.Tensor": _of_images(0, 1),
-    "sub.Tensor": _of_images(0, 1),
-    "mul.Tensor": _of_images(0, 1),
-    "div.Tensor": _of_images(0, 1),
-    "rsub.Scalar": _of_images(0, 1),
-    "fmod.Scalar": _of_images(0, 1),
-    "remainder.Scalar": _of_images(0, 1),
-    "where.self": _of_images(0, 1, 2),
-    "clamp.Tensor": _of_images(0, 1, 2),
-    "hardtanh": _of_images(0, 1),
-    "eq.Scalar": _of_images(0, 1),
-    "ne.Scalar": _of_images(0, 1),
-    "lt.Scalar": _of_images(0, 1),
-    "le.Scalar": _of_images(0, 1),
-    "gt.Scalar": _of_images(0, 1),
-    "ge.Scalar": _of_images(0, 1),
+    "div.Tensor_mode": _elementwise(0, 1),
+    "floor_divide": _elementwise(0, 1),
+    "copysign.Tensor": _elementwise(0, 1),
+    "heaviside": _elementwise(0, 1),
+    "logaddexp": _elementwise(0, 1),
+    "logaddexp2": _elementwise(0, 1),
+    "logical_and": _elementwise(0, 1),
+    "logical_or": _elementwise(0, 1),
+    "logical_xor": _elementwise(0, 1),
+    "special_xlog1py": _elementwise(0, 1),
+    "xlogy.Tensor": _elementwise(0, 1),
+    "add.Tensor": _image_elementwise(0, 1),
+    "sub.Tensor": _image_elementwise(0, 1),
+    "mul.Tensor": _image_elementwise(0, 1),
+    "div.Tensor": _image_elementwise(0, 1),
+    "rsub.Scalar": _image_elementwise(0, 1),
+    "fmod.Scalar": _image_elementwise(0, 1),
+    "remainder.Scalar": _image_elementwise(0, 1),
+    "where.self": _image_elementwise(0, 1, 2),
+    "clamp.Tensor": _image_elementwise(0, 1, 2),
+    "hardtanh": _image_elementwise(0, 1),
+    "eq.Scalar": _image_elementwise(0, 1),
+    "ne.Scalar": _image_elementwise(0, 1),
+    "lt.Scalar": _image_elementwise(0, 1),
+    "le.Scalar": _image_elementwise(0, 1),
+    "gt.Scalar": _image_elementwise(0, 1),
+    "ge.Scalar": _image_elementwise(0, 1),
     # Values that are drawn over others.
     "bernoulli": Operator(per_element=0),
     "bernoulli_": Operator(traffic=Traffic.OVERWRITES),

@@ -13,8 +13,8 @@ _INDEXED = Operator(per_element=0, kind=OperatorKind.INDEXED)
 
 OPERATORS: dict[str, Operator] = {
     # Picking
-    "embedding": replace(_PICKS, inductor=Inductor.LOOP, rows=row_rules.looked_up),
-    "embedding_dense_backward": Operator(rows=row_rules.looked_up_backward),
+    "embedding": replace(_PICKS, inductor=Inductor.LOOP, rows=row_rules.lookup),
+    "embedding_dense_backward": Operator(rows=row_rules.lookup_backward),
     "gather": _PICKS,
     "index": replace(_PICKS, kind=OperatorKind.INDEXED),
     "_unsafe_index": replace(_PICKS, kind=OperatorKind.INDEXED),
@@ -36,13 +36,13 @@ OPERATORS: dict[str, Operator] = {
     "select_scatter": replace(_MOVES, kind=OperatorKind.SCATTER),
     "diagonal_scatter": replace(_MOVES, kind=OperatorKind.SCATTER),
     "as_strided_scatter": replace(_MOVES, kind=OperatorKind.SCATTER),
-    "slice_backward": replace(_MOVES, inductor=Inductor.LOOP, rows=row_rules.along(2), takes_shape=True),
-    "select_backward": replace(_MOVES, inductor=Inductor.LOOP, rows=row_rules.with_dim(2), takes_shape=True),
+    "slice_backward": replace(_MOVES, inductor=Inductor.LOOP, rows=row_rules.work_along(2), takes_shape=True),
+    "select_backward": replace(_MOVES, inductor=Inductor.LOOP, rows=row_rules.insert_dim(2), takes_shape=True),
     "diagonal_backward": _MOVES,
     "unfold_backward": _MOVES,
     # Putting together, and moving about
-    "cat": replace(_MOVES, inductor=Inductor.LOOP, rows=row_rules.joined(0)),
-    "stack": replace(_MOVES, inductor=Inductor.LOOP, rows=row_rules.joined(1)),
+    "cat": replace(_MOVES, inductor=Inductor.LOOP, rows=row_rules.concatenation(0)),
+    "stack": replace(_MOVES, inductor=Inductor.LOOP, rows=row_rules.concatenation(1)),
     "constant_pad_nd": _MOVES,
     "flip": _MOVES,
     "repeat": _MOVES,

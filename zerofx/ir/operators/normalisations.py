@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerofx.ir.operators.operator import Inductor, Operator, ResultLayout
-from zerofx.ir.operators.row_rules import along, normalised, normalised_backward
+from zerofx.ir.operators.row_rules import normalisation, normalisation_backward, work_along
 
 
 def _batch_norm(per_element: int, argument: int = 0) -> Operator:
@@ -12,24 +12,24 @@ def _batch_norm(per_element: int, argument: int = 0) -> Operator:
 
 OPERATORS: dict[str, Operator] = {
     # max, subtract, exp, sum, divide
-    "_softmax": Operator(per_element=5, inductor=Inductor.ROW_LOOP, rows=along(1)),
+    "_softmax": Operator(per_element=5, inductor=Inductor.ROW_LOOP, rows=work_along(1)),
     # multiply, sum, multiply, subtract
-    "_softmax_backward_data": Operator(per_element=4, inductor=Inductor.ROW_LOOP, rows=along(2)),
+    "_softmax_backward_data": Operator(per_element=4, inductor=Inductor.ROW_LOOP, rows=work_along(2)),
     # max, subtract, exp, sum, subtract
-    "_log_softmax": Operator(per_element=5, inductor=Inductor.ROW_LOOP, rows=along(1)),
+    "_log_softmax": Operator(per_element=5, inductor=Inductor.ROW_LOOP, rows=work_along(1)),
     # sum, exp, multiply, subtract
     "_log_softmax_backward_data": Operator(
-        per_element=4, inductor=Inductor.ROW_LOOP, rows=along(2), layout=ResultLayout.OF_GRADIENT
+        per_element=4, inductor=Inductor.ROW_LOOP, rows=work_along(2), layout=ResultLayout.OF_GRADIENT
     ),
     # mean; subtract, square, sum; subtract, multiply; affine multiply, add
-    "native_layer_norm": Operator(per_element=8, inductor=Inductor.ROW_LOOP, rows=normalised(3)),
+    "native_layer_norm": Operator(per_element=8, inductor=Inductor.ROW_LOOP, rows=normalisation(3)),
     # normalise again (2), weight (3) and bias (1) sums, input (8)
     "native_layer_norm_backward": Operator(
-        per_element=14, inductor=Inductor.ROW_LOOPS, rows=normalised_backward(4, 2), layout=ResultLayout.OF_GRADIENT
+        per_element=14, inductor=Inductor.ROW_LOOPS, rows=normalisation_backward(4, 2), layout=ResultLayout.OF_GRADIENT
     ),
     # square, sum; multiply by the root, by the weight
-    "_fused_rms_norm": Operator(per_element=4, inductor=Inductor.ROW_LOOP, rows=normalised(2)),
-    "_fused_rms_norm_backward": Operator(per_element=10, rows=normalised_backward(3, 1)),
+    "_fused_rms_norm": Operator(per_element=4, inductor=Inductor.ROW_LOOP, rows=normalisation(2)),
+    "_fused_rms_norm_backward": Operator(per_element=10, rows=normalisation_backward(3, 1)),
     "native_group_norm": Operator(per_element=8, takes_dense=True),
     "native_group_norm_backward": Operator(per_element=14, takes_dense=True),
     "native_batch_norm": _batch_norm(8),

@@ -1,7 +1,7 @@
-"""What can be said of an operator: the fields of the table's entries (``zerofx/ir/operators/table.py``).
+"""Fields of the operator table's entries (``zerofx/ir/operators/table.py``).
 
-What torch says itself is not repeated: which arguments are written or shared stands in an operator's schema, that it is
-pointwise or random in its tags, and FLOPs of products in ``torch.utils.flop_counter``.
+Facts that torch has are not repeated: an operator's schema says which arguments are written or aliased, its tags that
+it is pointwise or random, and ``torch.utils.flop_counter`` has the FLOPs of products.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RowRule = Callable[[fx.Node, Given], RowKinds]
 
 
 class OperatorKind(Enum):
-    """What passes and analyses ask for by kind, not by name."""
+    """Kinds of operators, by which passes and analyses ask for them instead of by name."""
 
     PRODUCT = auto()  # of matrices of one dtype
     CUBIC = auto()  # other products and linear algebra: more time than to read and to write
@@ -32,7 +32,7 @@ class OperatorKind(Enum):
 
 
 class Traffic(Enum):
-    """What a call reads and writes."""
+    """Memory traffic of a call."""
 
     ALL = auto()  # reads its inputs, writes its outputs
     ALLOCATES = auto()  # neither: what it gives is whatever the memory holds
@@ -42,7 +42,7 @@ class Traffic(Enum):
 
 
 class Inductor(Enum):
-    """What Inductor makes of an operator in a compiled region."""
+    """Inductor's lowering of an operator in a compiled region."""
 
     KERNEL = auto()  # a call of a kernel, of ATen's or Inductor's own: inputs and results lie in memory
     LOOP = auto()  # a loop over elements, which is inlined into its readers
@@ -52,7 +52,7 @@ class Inductor(Enum):
 
 
 class View(Enum):
-    """Where a schema does not say whether a result shares its first argument's memory."""
+    """Aliasing of a result with its first argument, where the schema does not tell."""
 
     ALWAYS = auto()  # without an annotation: autograd is not to track it
     WHERE_STRIDES_ALLOW = auto()  # annotated, but a copy where the strides permit no such view
@@ -60,7 +60,7 @@ class View(Enum):
 
 
 class ResultLayout(Enum):
-    """How a kernel lays out a result for which torch's fakes have other strides (torch 2.13)."""
+    """A kernel's layout of a result for which torch's fakes have other strides (torch 2.13)."""
 
     IN_ORDER = auto()  # of the dimensions
     OF_GRADIENT = auto()  # as the gradient, its first argument, of which it makes a copy in order if it is not
@@ -91,7 +91,8 @@ class SmallerCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Smaller:
-    """Calls to make in the place of one that takes long, where what that holds on a CPU is linear in its ``num_parts``.
+    """Calls to measure instead of one that takes long, where the memory that it holds on a CPU is linear in
+    ``num_parts``.
 
     ``pairs``: to be tried in order. Two calls of different numbers of parts, of which a line follows; or the same call
     twice, where the whole holds as much as that one.
@@ -157,10 +158,10 @@ class Operator:
 
     @property
     def is_cubic(self) -> bool:
-        """Whether it takes more time than to read and to write: products and linear algebra."""
+        """True if it takes more time than reading and writing: products and linear algebra."""
         return self.kind in (OperatorKind.PRODUCT, OperatorKind.CUBIC)
 
     @property
     def is_loop(self) -> bool:
-        """Whether Inductor inlines it into what reads it."""
+        """True if Inductor inlines it into its readers."""
         return self.inductor in (Inductor.LOOP, Inductor.ROW_LOOP, Inductor.ROW_LOOPS)

@@ -15,14 +15,14 @@ _COUNTED_FROM_ONE = Operator(kind=OperatorKind.CUBIC, counts_from_one=True)
 _MATRIX_VECTOR = Operator(per_element=2)  # every element of the matrix is multiplied and added once
 
 
-def _grouped_flops(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
-    """Every row of the ragged operand meets one matrix: rows x columns x inner size."""
+def _group_flops(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+    """Every row of the ragged operand is multiplied with one matrix: rows x columns x inner size."""
     left, right = inputs[:2]
     columns = right.shape[-1] if left.dim() == right.dim() == 2 else outputs[0].numel() // left.shape[-2]
     return 2 * int(left.numel()) * int(columns)
 
 
-def _grouped_gradient_flops(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+def _group_gradient_flops(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
     """A product for the gradient of each operand: of rows with matrices, and of rows with rows."""
     return 4 * int(outputs[0].numel()) * int(inputs[-1].shape[-1])
 
@@ -44,9 +44,9 @@ OPERATORS: dict[str, Operator] = {
         kind=OperatorKind.PRODUCT, rows=row_rules.product, own_kernel=OwnKernel(products.KERNEL, _mm_inside)
     ),
     "addmm": Operator(
-        kind=OperatorKind.PRODUCT, rows=row_rules.added_product, own_kernel=OwnKernel(products.KERNEL, _addmm_inside)
+        kind=OperatorKind.PRODUCT, rows=row_rules.addmm, own_kernel=OwnKernel(products.KERNEL, _addmm_inside)
     ),
-    "bmm": Operator(kind=OperatorKind.PRODUCT, rows=row_rules.batched_product),
+    "bmm": Operator(kind=OperatorKind.PRODUCT, rows=row_rules.batch_product),
     "baddbmm": Operator(kind=OperatorKind.PRODUCT),
     "addmm_": _CUBIC,
     "baddbmm_": _CUBIC,
@@ -55,10 +55,10 @@ OPERATORS: dict[str, Operator] = {
     "linear": _CUBIC,
     "_int_mm": Operator(kind=OperatorKind.CUBIC, counted_as="mm"),
     "_scaled_mm": _CUBIC,
-    "_grouped_mm": Operator(kind=OperatorKind.CUBIC, flops=_grouped_flops),
+    "_grouped_mm": Operator(kind=OperatorKind.CUBIC, flops=_group_flops),
     # Where there is no kernel: one product for each group (transformers).
-    "transformers::grouped_mm_fallback": Operator(kind=OperatorKind.CUBIC, flops=_grouped_flops),
-    "transformers::grouped_mm_fallback_backward": Operator(kind=OperatorKind.CUBIC, flops=_grouped_gradient_flops),
+    "transformers::grouped_mm_fallback": Operator(kind=OperatorKind.CUBIC, flops=_group_flops),
+    "transformers::grouped_mm_fallback_backward": Operator(kind=OperatorKind.CUBIC, flops=_group_gradient_flops),
     "mv": _MATRIX_VECTOR,
     "addmv": _MATRIX_VECTOR,
     "dot": _MATRIX_VECTOR,

@@ -21,7 +21,7 @@ _PRODUCTS_A_STEP = 8  # of numbers: a product of matrices takes less time for on
 
 
 def _layer_products(given: Sequence[Any]) -> int:
-    """Of all time steps of a layer by oneDNN, forward: each row meets both weights."""
+    """Multiplications of all time steps of a layer by oneDNN, forward: each row with both weights."""
     x, w_ih, w_hh = given[:3]
     return int(math.prod(x.shape[:2]) * (math.prod(w_ih.shape) + math.prod(w_hh.shape)))
 
@@ -39,7 +39,7 @@ def _lstm_steps(given: Sequence[Any], _results: Sequence[Any]) -> int:
 
 
 def _steps_flops(inputs: Sequence[Tensor], _outputs: Sequence[Tensor]) -> int:
-    """Each state meets the weights of all gates, which are as many as columns of what is given."""
+    """FLOPs of each state times the weights of all gates, which are as many as the columns of the input."""
     return 2 * inputs[0].numel() * inputs[1].shape[-1]
 
 
@@ -69,40 +69,40 @@ def _fewer(of: Callable[[Sequence[Any], int], list[Any]], first: int) -> Callabl
     return smaller
 
 
-def _with_lstm_steps(args: Sequence[Any], num: int) -> list[Any]:
+def _cut_lstm(args: Sequence[Any], num: int) -> list[Any]:
     x = args[0].cut({0: num})
     num_bytes = args[9] and workspace_bytes(x, args[5].shape[-1], args[8])
     return [x, *args[1:9], num_bytes]
 
 
-def _with_lstm_gradient_steps(args: Sequence[Any], num: int) -> list[Any]:
+def _cut_lstm_gradient(args: Sequence[Any], num: int) -> list[Any]:
     x, y, grad_y = (args[place] and args[place].cut({0: num}) for place in (0, 7, 10))
     workspace = args[15].cut({0: workspace_bytes(x, args[5].shape[-1], args[14])})
     return [x, *args[1:7], y, *args[8:10], grad_y, *args[11:15], workspace]
 
 
-def _with_steps(args: Sequence[Any], num: int) -> list[Any]:
+def _cut_steps(args: Sequence[Any], num: int) -> list[Any]:
     return [args[0].cut({0: num}), *args[1:]]
 
 
-def _with_gradient_steps(args: Sequence[Any], num: int) -> list[Any]:
+def _cut_gradient_steps(args: Sequence[Any], num: int) -> list[Any]:
     grad_y = args[0] and args[0].cut({0: num})
     return [grad_y, *args[1:10], args[10].cut({0: num}), *args[11:]]
 
 
 OPERATORS: dict[str, Operator] = {
     "zerofx::onednn_lstm": Operator(
-        kind=OperatorKind.CUBIC, flops=_lstm_flops, steps=_lstm_steps, smaller=_fewer(_with_lstm_steps, 0)
+        kind=OperatorKind.CUBIC, flops=_lstm_flops, steps=_lstm_steps, smaller=_fewer(_cut_lstm, 0)
     ),
     "zerofx::onednn_lstm_backward": Operator(
         kind=OperatorKind.CUBIC, flops=_lstm_gradient_flops, steps=_lstm_steps,
-        smaller=_fewer(_with_lstm_gradient_steps, 0),
+        smaller=_fewer(_cut_lstm_gradient, 0),
     ),
     "zerofx::recurrent_steps": Operator(
-        kind=OperatorKind.CUBIC, flops=_steps_flops, steps=_steps, smaller=_fewer(_with_steps, 0)
+        kind=OperatorKind.CUBIC, flops=_steps_flops, steps=_steps, smaller=_fewer(_cut_steps, 0)
     ),
     "zerofx::recurrent_steps_backward": Operator(
         kind=OperatorKind.CUBIC, flops=_steps_gradient_flops, steps=_gradient_steps,
-        smaller=_fewer(_with_gradient_steps, 10),
+        smaller=_fewer(_cut_gradient_steps, 10),
     ),
 }  # fmt: skip

@@ -1,8 +1,8 @@
-"""Where the rows lie in an operator's result, given where they lie in what it reads.
+"""Rules that map the rows of an operator's inputs to those of its result.
 
-Every rule is a plain truth about its operator: on the same rows of its inputs it gives those rows of its result
-(``Rows``), or a part of it that has to be summed up over the rows (``SUM``). So whatever rules lead to may be carried
-out tile by tile. ``None``: it needs all rows at once.
+Every rule holds for its operator in general: the same rows of its inputs give those rows of its result (``Rows``), or a
+part of it that has to be summed over the rows (``SUM``). So any chain of rules can be computed tile by tile. ``None``:
+the operator needs all rows at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import fx
 
 from zerofx.ir.facts import tensor, value
 from zerofx.ir.operators.operator import Given, RowRule
-from zerofx.ir.operators.rows import OWN, SUM, RowKinds, Rows, grouped
+from zerofx.ir.operators.rows import OWN, SUM, RowKinds, Rows, group_rows
 
 
 def _read(node: fx.Node, index: int) -> fx.Node:
@@ -30,14 +30,14 @@ def _dim(node: fx.Node, index: int, rank: int) -> int:
 
 
 def elementwise(node: fx.Node, given: Given) -> RowKinds:
-    """Of operators whose result has, at each place, what follows from its inputs at that place."""
+    """The rule of operators that work element by element, with broadcasting."""
     shape = tuple(tensor(node).shape)
     common: Rows | None = None
     for source, rows in given.items():
         if rows is None:
             continue
         read = tuple(tensor(source).shape)
-        moved = rows.moved(len(shape) - len(read))
+        moved = rows.shift(len(shape) - len(read))
         if common not in (None, moved) or [shape[d] for d in moved.dims] != [read[d] for d in rows.dims]:
             return None
         common = moved
@@ -51,87 +51,87 @@ def elementwise(node: fx.Node, given: Given) -> RowKinds:
     return common
 
 
-def reshaped(node: fx.Node, given: Given) -> RowKinds:
-    """Of the same elements in the same order under another shape."""
+def reshape(node: fx.Node, given: Given) -> RowKinds:
+    """The rule of a reshape: the same elements in the same order."""
     rows, old, new = given[_read(node, 0)], tuple(tensor(_read(node, 0)).shape), tuple(tensor(node).shape)
     if rows is None:
         return None
     before, num_rows = prod(old[: rows.first]), prod(old[d] for d in rows.dims) // rows.each
     first = next((d for d in range(len(new)) if prod(new[:d]) == before), None)
-    return None if first is None else grouped(new, first, num_rows)
+    return None if first is None else group_rows(new, first, num_rows)
 
 
-def expanded(node: fx.Node, given: Given) -> RowKinds:
-    """Of values repeated along dimensions of one place, and along others put in front."""
+def expand(node: fx.Node, given: Given) -> RowKinds:
+    """The rule of values repeated along dimensions of size 1, and along others in front."""
     source = _read(node, 0)
     rows, old, new = given[source], tensor(source).shape, tensor(node).shape
     if rows is None:
         return None
-    moved = rows.moved(len(new) - len(old))
+    moved = rows.shift(len(new) - len(old))
     return moved if [old[d] for d in rows.dims] == [new[d] for d in moved.dims] else None
 
 
-def _permuted(rows: Rows, order: Sequence[int]) -> RowKinds:
-    """``order`` has, for each dimension of the result, that of the source."""
+def _reorder(rows: Rows, order: Sequence[int]) -> RowKinds:
+    """Rows after a permutation; ``order`` has, for each dimension of the result, that of the source."""
     first = order.index(rows.first)
     return Rows(first, rows.span, rows.each) if list(order[first : first + rows.span]) == list(rows.dims) else None
 
 
-def transposed_matrix(node: fx.Node, given: Given) -> RowKinds:
-    """Of ``t``, which leaves vectors as they are."""
+def matrix_transpose(node: fx.Node, given: Given) -> RowKinds:
+    """The rule of ``t``, which leaves vectors as they are."""
     rows = given[_read(node, 0)]
-    return _permuted(rows, [1, 0]) if rows is not None and tensor(node).dim() == 2 else rows
+    return _reorder(rows, [1, 0]) if rows is not None and tensor(node).dim() == 2 else rows
 
 
-def transposed(node: fx.Node, given: Given) -> RowKinds:
-    """Of two dimensions, given as arguments, that change places."""
+def transpose(node: fx.Node, given: Given) -> RowKinds:
+    """The rule of an operator that swaps two dimensions, its arguments."""
     rows, rank = given[_read(node, 0)], tensor(node).dim()
     order = list(range(rank))
     first, second = _dim(node, 1, rank), _dim(node, 2, rank)
     order[first], order[second] = order[second], order[first]
-    return _permuted(rows, order) if rows is not None else None
+    return _reorder(rows, order) if rows is not None else None
 
 
-def permuted(node: fx.Node, given: Given) -> RowKinds:
-    """Of dimensions in the order of the second argument."""
+def permute(node: fx.Node, given: Given) -> RowKinds:
+    """The rule of dimensions in the order of the second argument."""
     rows, order = given[_read(node, 0)], node.args[1]
     assert isinstance(order, list | tuple)
-    return _permuted(rows, [int(str(d)) % len(order) for d in order]) if rows is not None else None
+    return _reorder(rows, [int(str(d)) % len(order) for d in order]) if rows is not None else None
 
 
-def with_dim(index: int) -> RowRule:
-    """Of operators that put one dimension in, given as an argument."""
+def insert_dim(index: int) -> RowRule:
+    """The rule of operators that insert one dimension, an argument."""
 
     def rule(node: fx.Node, given: Given) -> RowKinds:
         rows, dim = given[_read(node, 0)], _dim(node, index, tensor(node).dim())
         if rows is None or rows.first < dim < rows.first + rows.span:
             return None
-        return rows.moved(1) if dim <= rows.first else rows
+        return rows.shift(1) if dim <= rows.first else rows
 
     return rule
 
 
-def without_dim(node: fx.Node, given: Given) -> RowKinds:
-    """Of operators that take one dimension out."""
+def remove_dim(node: fx.Node, given: Given) -> RowKinds:
+    """The rule of operators that remove one dimension."""
     rows, dim = given[_read(node, 0)], _dim(node, 1, tensor(_read(node, 0)).dim())
     if rows is None or dim in rows.dims:
         return None
-    left = rows.moved(-1) if dim < rows.first else rows
+    left = rows.shift(-1) if dim < rows.first else rows
     return tuple(left for _ in value(node)) if isinstance(value(node), list | tuple) else left
 
 
-def squeezed(node: fx.Node, given: Given) -> RowKinds:
-    """Of dimensions, given as an argument, that are taken out where they have one place."""
+def squeeze(node: fx.Node, given: Given) -> RowKinds:
+    """The rule of dimensions, an argument, that are removed where they have size 1."""
     source, dims = _read(node, 0), node.args[1]
     rows, shape = given[source], tuple(tensor(source).shape)
     listed = [int(str(d)) % len(shape) for d in (dims if isinstance(dims, list | tuple) else [dims])]
     if rows is None or any(d in rows.dims for d in listed):
         return None
-    return rows.moved(-sum(1 for d in listed if d < rows.first and shape[d] == 1))
+    return rows.shift(-sum(1 for d in listed if d < rows.first and shape[d] == 1))
 
 
-def along(index: int) -> RowRule:
-    """Of operators that work along the dimension given as an argument, and leave the others where they are."""
+def work_along(index: int) -> RowRule:
+    """The rule of operators that work along a dimension, an argument, and leave the others unchanged."""
 
     def rule(node: fx.Node, given: Given) -> RowKinds:
         rows, dim = given[_read(node, 0)], _dim(node, index, tensor(_read(node, 0)).dim())
@@ -144,8 +144,8 @@ def along(index: int) -> RowRule:
     return rule
 
 
-def joined(by: int) -> RowRule:
-    """Of ``cat`` (``by`` 0) and ``stack`` (1)."""
+def concatenation(by: int) -> RowRule:
+    """The rule of ``cat`` (``by`` 0) and ``stack`` (1)."""
 
     def rule(node: fx.Node, given: Given) -> RowKinds:
         kinds = set(given.values())
@@ -154,18 +154,18 @@ def joined(by: int) -> RowRule:
             return None
         dim = _dim(node, 1, tensor(node).dim())
         inside = rows.first < dim < rows.first + rows.span if by else dim in rows.dims
-        return None if inside else rows.moved(by if dim <= rows.first else 0)
+        return None if inside else rows.shift(by if dim <= rows.first else 0)
 
     return rule
 
 
 def product(node: fx.Node, given: Given) -> RowKinds:
-    """Of two matrices."""
+    """The rule of a product of two matrices."""
     return _product(given[_read(node, 0)], given[_read(node, 1)], 0)
 
 
-def batched_product(node: fx.Node, given: Given) -> RowKinds:
-    """Of as many matrices on either side."""
+def batch_product(node: fx.Node, given: Given) -> RowKinds:
+    """The rule of a batched product."""
     left, right = given[_read(node, 0)], given[_read(node, 1)]
     if left is not None and left == right and left.first == 0 and left.span == 1:
         return left
@@ -173,7 +173,7 @@ def batched_product(node: fx.Node, given: Given) -> RowKinds:
 
 
 def _product(left: Rows | None, right: Rows | None, at: int) -> RowKinds:
-    """Of matrices that lie in dimensions ``at`` and the one after."""
+    """Rows of a product of matrices in dimensions ``at`` and the one after."""
     match left, right:
         case Rows(first, 1, _), None if first == at:
             return left
@@ -184,8 +184,8 @@ def _product(left: Rows | None, right: Rows | None, at: int) -> RowKinds:
     return None
 
 
-def added_product(node: fx.Node, given: Given) -> RowKinds:
-    """Of two matrices and a bias for each column."""
+def addmm(node: fx.Node, given: Given) -> RowKinds:
+    """The rule of a product of two matrices, with a bias for each column."""
     if given[_read(node, 0)] is not None or tensor(_read(node, 0)).dim() != 1:
         return None
     left, right = given[_read(node, 1)], given[_read(node, 2)]
@@ -193,8 +193,8 @@ def added_product(node: fx.Node, given: Given) -> RowKinds:
     return rows if rows == left else None
 
 
-def summed(node: fx.Node, given: Given) -> RowKinds:
-    """Of sums over the dimensions that the second argument lists."""
+def sum_over(node: fx.Node, given: Given) -> RowKinds:
+    """The rule of sums over the dimensions that the second argument lists."""
     source, dims = _read(node, 0), node.args[1]
     rows, rank = given[source], tensor(source).dim()
     if rows is None or not isinstance(dims, list | tuple):
@@ -205,17 +205,17 @@ def summed(node: fx.Node, given: Given) -> RowKinds:
     if set(rows.dims) & listed:
         return None
     keeps = len(node.args) > 2 and bool(node.args[2])
-    return rows if keeps else rows.moved(-sum(d < rows.first for d in listed))
+    return rows if keeps else rows.shift(-sum(d < rows.first for d in listed))
 
 
-def reduced(node: fx.Node, given: Given) -> RowKinds:
-    """Of other reductions, whose parts do not add up."""
-    rows = summed(node, given)
+def reduce_over(node: fx.Node, given: Given) -> RowKinds:
+    """The rule of other reductions, whose partial results cannot be summed."""
+    rows = sum_over(node, given)
     return None if rows is SUM else rows
 
 
-def normalised(num_outputs: int) -> RowRule:
-    """Of normalisations over the last dimensions: their weights are whole."""
+def normalisation(num_outputs: int) -> RowRule:
+    """The rule of normalisations over the last dimensions: their weights are whole."""
 
     def rule(node: fx.Node, given: Given) -> RowKinds:
         source, normalised = _read(node, 0), node.args[1]
@@ -228,8 +228,8 @@ def normalised(num_outputs: int) -> RowRule:
     return rule
 
 
-def normalised_backward(num_rowed: int, num_summed: int) -> RowRule:
-    """Of their gradients: the first arguments, but for the shape, have rows, and so has the first result."""
+def normalisation_backward(num_rowed: int, num_summed: int) -> RowRule:
+    """The rule of their gradients: the first arguments, but for the shape, have rows, and so has the first result."""
 
     def rule(node: fx.Node, given: Given) -> RowKinds:
         read = [a for a in node.args[: num_rowed + 1] if isinstance(a, fx.Node)]
@@ -245,8 +245,8 @@ def normalised_backward(num_rowed: int, num_summed: int) -> RowRule:
     return rule
 
 
-def of_samples(read_at: Sequence[int], num_outputs: int, num_own: int = 0, own_at: Sequence[int] = ()) -> RowRule:
-    """Of attention kernels: samples are independent. A mask is whole where it is the same for each sample.
+def sample_attention(read_at: Sequence[int], num_outputs: int, num_own: int = 0, own_at: Sequence[int] = ()) -> RowRule:
+    """The rule of attention kernels: samples are independent. A mask is whole if it is broadcast over the samples.
 
     ``read_at`` are the arguments with rows, and ``num_outputs`` the first results, which have them. CUDA's kernels also
     give ``num_own`` values about their generator, sizes and debugging, some of which gradients read, as ``own_at``.
@@ -268,12 +268,12 @@ def of_samples(read_at: Sequence[int], num_outputs: int, num_own: int = 0, own_a
     return rule
 
 
-def looked_up(node: fx.Node, given: Given) -> RowKinds:
-    """Of rows of a table, by indices."""
+def lookup(node: fx.Node, given: Given) -> RowKinds:
+    """The rule of rows of a table, by indices."""
     return given[_read(node, 1)] if given[_read(node, 0)] is None else None
 
 
-def looked_up_backward(node: fx.Node, given: Given) -> RowKinds:
-    """Of the gradient of that table."""
+def lookup_backward(node: fx.Node, given: Given) -> RowKinds:
+    """The rule of the gradient of that table."""
     rows = given[_read(node, 0)]
     return SUM if rows is not None and rows == given[_read(node, 1)] else None

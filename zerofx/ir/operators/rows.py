@@ -1,10 +1,10 @@
-"""Which dimension of a value holds its rows.
+"""Rows of values: the dimensions that hold them.
 
-A *row* is whatever a caller counts: a token, a sample, a head of a sample. ``Rows`` says where in a value the rows lie;
-``zerofx/ir/operators/row_rules.py`` says where they lie in an operator's result, given where they lie in what it reads.
+A *row* is whatever a caller counts: a token, a sample, a head of a sample. ``Rows`` gives the dimensions of a value
+that hold the rows; ``zerofx/ir/operators/row_rules.py`` maps those of an operator's inputs to those of its result.
 
-A tile of a value has as many dimensions as the value: where rows are spread over several (batch and sequence), the
-first has all of a tile's and the others one. Arguments that count dimensions then hold for tiles as they stand.
+A tile of a value has as many dimensions as the value: where rows span several (batch and sequence), the first has all
+of a tile's and the others have size 1. So arguments that count dimensions hold for tiles unchanged.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class Rows:
     def dims(self) -> range:
         return range(self.first, self.first + self.span)
 
-    def moved(self, by: int) -> Rows:
+    def shift(self, by: int) -> Rows:
         """The same rows after ``by`` more dimensions."""
         return Rows(self.first + by, self.span, self.each)
 
 
 class Summed(Enum):
-    """What becomes of the rows in a result that has none.
+    """Results without rows.
 
-    ``SUM``: its parts are summed up. ``OWN``: it says nothing of rows, and each tile has one: the state of a generator
-    that nothing is drawn from.
+    ``SUM``: partial results of the tiles are summed. ``OWN``: independent of rows, one for each tile: the state of a
+    generator that nothing is drawn from.
     """
 
     SUM = "sum"
@@ -53,7 +53,7 @@ def tile_shape(shape: Sequence[int], rows: Rows, num_rows: int) -> list[int]:
     return [*shape[: rows.first], *block, *shape[rows.first + rows.span :]]
 
 
-def grouped(shape: tuple[int, ...], first: int, num_rows: int) -> Rows | None:
+def group_rows(shape: tuple[int, ...], first: int, num_rows: int) -> Rows | None:
     """The fewest dimensions from ``first`` on that hold whole rows."""
     block = 1
     for end in range(first, len(shape)):

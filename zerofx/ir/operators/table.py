@@ -1,8 +1,8 @@
-"""The table: what is known of each operator, by its name.
+"""The table of operators, by name.
 
-A key is an operator's name, without ``aten::``, for all its overloads; one with an overload (``sum.dim_IntList``)
-stands in the place of that for this one; one that ends in ``*`` is for all names that begin so and have no entry. A
-draw of a rank's own has the facts of ATen's. To add an operator is to add an entry to the file of its family.
+A key is an operator's name, without ``aten::``, for all its overloads; a key with an overload (``sum.dim_IntList``) has
+priority for this one; one that ends in ``*`` is for all names with this prefix and no entry. A draw of a rank's own has
+the facts of ATen's. To add an operator is to add an entry to the file of its family.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DRAWN = {own: drawn for drawn, own in OWN_DRAWS.items()}
 
 
 def facts_of(target: object) -> Operator:
-    """What is known of what a node calls; of what is no operator, nothing."""
+    """Facts of a node's target; defaults for one that is no operator."""
     return _facts(target) if isinstance(target, OpOverload) else _UNNAMED
 
 

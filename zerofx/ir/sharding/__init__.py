@@ -1,1 +1,1 @@
-"""How the ranks of one axis may share the work of each operator."""
+"""Sharding rules: the ways in which the ranks of one axis may share the work of each operator."""

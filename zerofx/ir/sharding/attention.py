@@ -15,17 +15,17 @@ from zerofx.ir.sharding.attention_call import is_backward, named_argument, place
 from zerofx.ir.sharding.pattern import Pattern
 from zerofx.ir.sharding.rule import Local, read_tensors, results_of, shape_of
 from zerofx.ir.sharding.shapes import PatternsOf
-from zerofx.ir.sharding.tokens import by_tokens
+from zerofx.ir.sharding.tokens import token_patterns
 from zerofx.torch_private.operators import OpOverload, base_name
 
 _aten = torch.ops.aten
 
 
 def _attention(node: fx.Node) -> list[Pattern]:
-    """Samples and heads, the first two dimensions of everything; a mask may be the same for all of them.
+    """Patterns by samples and by heads, the first two dimensions of every tensor; a mask may be broadcast over both.
 
-    Where there are fewer heads of keys and values than of queries, each serves as many queries in turn. If there are
-    fewer of them than ranks, every rank has all of them, and picks the one that its queries ask for.
+    With grouped-query attention, each head of keys and values serves several consecutive heads of queries. With fewer
+    of them than ranks, every rank keeps all keys and values and selects the head that its queries use.
     """
     tensors, outputs = read_tensors(node), results_of(node)
     queries, keys, _ = (shape_of(source) for source in queries_and_keys(node))
@@ -55,11 +55,11 @@ def _attention(node: fx.Node) -> list[Pattern]:
         in_groups=False,
         allowed=lambda num_ranks: num_ranks % keys[1] == 0,
     )
-    return [pattern(0), by_head, *([shared] if keys[1] < queries[1] else []), *by_tokens(node)]
+    return [pattern(0), by_head, *([shared] if keys[1] < queries[1] else []), *token_patterns(node)]
 
 
 def _own_keys(rank: Local) -> Any:
-    """With those heads of whole keys and values that this rank's queries ask for."""
+    """Attend with the heads of keys and values that this rank's queries use, selected from whole tensors."""
     node = rank.node
     args, place = list(rank.args), places(node)
     heads = shape_of(queries_and_keys(node)[1])[1]
@@ -89,7 +89,7 @@ _ATTENTION = (
 
 
 def is_attention(target: object) -> bool:
-    """Whether an operator is fused attention, or gives its gradients."""
+    """True if an operator is fused attention or its backward."""
     return isinstance(target, OpOverload) and base_name(target) in PATTERNS
 
 

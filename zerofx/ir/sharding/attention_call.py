@@ -1,4 +1,4 @@
-"""What a call of fused attention is given, by name: its operators have their arguments in different places."""
+"""Arguments of fused attention by name: its operators have them at different positions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from zerofx.torch_private.operators import OpOverload, schema_of
 
 
 def places(node: fx.Node) -> dict[str, int]:
-    """The place of each argument of a call's operator, by name."""
+    """The position of each argument of a call's operator, by name."""
     assert isinstance(node.target, OpOverload)
     return {argument.name: number for number, argument in enumerate(schema_of(node.target).arguments)}
 
 
 def named_argument(node: fx.Node, name: str) -> Any:
-    """An argument of a call; None where it is not given, or its operator has none of this name."""
+    """An argument of a call; None if it is not passed or its operator has none of this name."""
     place = places(node)
     return argument(node, place[name], name) if name in place else None
 
@@ -30,12 +30,12 @@ def queries_and_keys(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Whether a call gives gradients."""
+    """True for a call of a backward operator."""
     return not places(node).keys().isdisjoint(("grad_out", "grad_out_"))
 
 
 def mask_name(node: fx.Node) -> str | None:
-    """What a call's operator calls what is added to its scores; None where it takes nothing of the kind."""
+    """The name of the operator's argument that is added to the scores; None if it takes none."""
     return next((name for name in ("attn_mask", "attn_bias") if name in places(node)), None)
 
 
@@ -47,7 +47,7 @@ def tensor_names(node: fx.Node) -> list[str]:
 
 
 def arguments(node: fx.Node, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``given`` by name as a call's operator takes it; what is left out is as it is by default."""
+    """Arrange ``given``, arguments by name, as args and kwargs of a call's operator; the rest have their defaults."""
     assert isinstance(node.target, OpOverload)
     args, kwargs = [], {}
     for entry in schema_of(node.target).arguments:

@@ -1,8 +1,8 @@
-"""Products of rows in groups, each with a matrix of its group: experts, whose tokens lie one after the other.
+"""Grouped matrix products (mixture of experts): rows sorted by group, each group multiplied by its own matrix.
 
-``sk,ekn->sn``: rows ``s``, of which each of the groups ``e`` has some, meet its matrix. What is shared may be the
-columns of all matrices, their rows, or the groups: then each rank has the matrices of its groups, and makes their rows
-(``zerofx/ir/op_kernels/own_rows.py``). Whose rows these are, calls that follow keep, which treat each row for itself.
+``sk,ekn->sn``: rows ``s``, each in one of the groups ``e``, are multiplied by the group's matrix. Ranks can share the
+columns of all matrices, their rows, or the groups: then each rank has the matrices of its groups and computes the rows
+of these (``zerofx/ir/op_kernels/own_rows.py``). Later calls that are row-wise keep this distribution of the rows.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ def _patterns(node: fx.Node) -> list[Pattern]:
     ends = argument(node, _ENDS, "offs")
     in_groups = {"s", "e"} if isinstance(ends, fx.Node) else set()
 
-    def along(letter: str) -> Pattern:
-        """What a result does not have, it is a sum over."""
+    def share_letter(letter: str) -> Pattern:
+        """Shard the dimension of this letter; results without it are partial sums."""
         return Pattern(
             tuple(names.index(letter) if letter in names else "sum" for names in outputs),
             tuple(names.index(letter) if letter in names else None for names in inputs),
             is_tried=True,
         )
 
-    patterns = [along(letter) for letter in sorted(set("".join(inputs)) - in_groups)]
+    patterns = [share_letter(letter) for letter in sorted(set("".join(inputs)) - in_groups)]
     if isinstance(ends, fx.Node):
         num_groups = shape_of(ends)[0]
-        given, read = by_group(node, ends.name)
+        given, read = group_placements(node, ends.name)
         patterns.append(
             Pattern(given, read, _own_groups, in_groups=False, allowed=lambda ranks: num_groups % ranks == 0)
         )
     return [*patterns, *_linear(inputs, outputs)]
 
 
-def by_group(node: fx.Node, ends: str) -> tuple[tuple[Lies, ...], tuple[Lies, ...]]:
-    """How results and tensor arguments lie where each rank has some groups, whose rows end at ``ends``."""
+def group_placements(node: fx.Node, ends: str) -> tuple[tuple[Lies, ...], tuple[Lies, ...]]:
+    """Placements of results and of tensor arguments if each rank has some of the groups, whose rows end at ``ends``."""
 
     def lies(names: str) -> Lies:
         if "s" in names:
@@ -62,7 +62,7 @@ def by_group(node: fx.Node, ends: str) -> tuple[tuple[Lies, ...], tuple[Lies, ..
 
 
 def _letters(node: fx.Node) -> tuple[list[str], list[str]]:
-    """The dimensions of a call's tensor arguments and results, by letters; none of what says where groups end."""
+    """The dimensions of a call's tensor arguments and results as letters; the ends of the groups have no letters."""
     name = base_name(node.target)  # type: ignore[arg-type]  # an operator
     tensors = read_tensors(node)
     dims = tuple(len(shape_of(source)) for source in tensors[:2])
@@ -74,7 +74,7 @@ def _letters(node: fx.Node) -> tuple[list[str], list[str]]:
 
 
 def _linear(inputs: list[str], outputs: list[str]) -> list[Pattern]:
-    """Terms of a tensor that all results are products of, with others that are whole."""
+    """Patterns in which one operand is a partial sum and the others are whole, where the call is linear in it."""
     everywhere = [number for number, names in enumerate(inputs) if names and len(outputs) == 1]
     if len(outputs) > 1:
         everywhere = [len(inputs) - 1]  # a gradient: those of both operands are its products
@@ -100,6 +100,6 @@ GROUPED: Mapping[str, str] = MappingProxyType(
         "transformers::grouped_mm_fallback_backward": "sk,ekn,sn->sk,ekn",
     }
 )
-"""Products of rows in groups, by their names, and the dimensions of what they read and give."""
+"""Grouped products by operator name, with the dimensions of their operands and results."""
 
 PATTERNS: Mapping[str, PatternsOf] = MappingProxyType(dict.fromkeys(GROUPED, _patterns))

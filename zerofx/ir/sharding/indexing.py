@@ -1,4 +1,4 @@
-"""Rows picked by indices: a table that is sharded by rows gives parts that add up."""
+"""Lookups by index: a table that is sharded by rows gives partial sums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 
 def own_indices(rank: Local, indices: fx.Node, size: int) -> tuple[fx.Node, fx.Node]:
-    """Indices into this rank's part of ``size`` places, 0 for those of other ranks, and which are its own."""
+    """Indices into this rank's ``size`` rows, 0 in place of those of other ranks, and a mask of its own indices."""
     first = rank.call(_aten.mul.Scalar, rank.rank(), size)
     shifted = rank.call(_aten.sub.Tensor, indices, first)
     inside = rank.call(
@@ -30,8 +30,8 @@ def own_indices(rank: Local, indices: fx.Node, size: int) -> tuple[fx.Node, fx.N
     return rank.call(_aten.masked_fill.Scalar, shifted, rank.call(_aten.logical_not.default, inside), 0), inside
 
 
-def elsewhere_zero(rank: Local, values: fx.Node, inside: fx.Node) -> fx.Node:
-    """``values`` where they are this rank's, else zero."""
+def zero_elsewhere(rank: Local, values: fx.Node, inside: fx.Node) -> fx.Node:
+    """``values`` where ``inside``, a mask of what is this rank's, is true; else zero."""
     return rank.call(_aten.masked_fill.Scalar, values, rank.call(_aten.logical_not.default, inside), 0)
 
 
@@ -48,7 +48,7 @@ def _rows_here(rank: Local) -> Any:
     assert size is not None
     own, inside = own_indices(rank, indices, size.shape[0])
     rows = rank.call(rank.node.target, table, own)
-    return elsewhere_zero(rank, rows, rank.call(_aten.unsqueeze.default, inside, -1))
+    return zero_elsewhere(rank, rows, rank.call(_aten.unsqueeze.default, inside, -1))
 
 
 def _embedding_backward(node: fx.Node) -> list[Pattern]:
@@ -66,18 +66,18 @@ def _gradient_of_rows_here(rank: Local) -> Any:
     own, inside = own_indices(rank, indices, size)
     if padding >= 0:
         inside = rank.call(_aten.bitwise_and.Tensor, inside, rank.call(_aten.ne.Scalar, indices, padding))
-    masked = elsewhere_zero(rank, gradient, rank.call(_aten.unsqueeze.default, inside, -1))
+    masked = zero_elsewhere(rank, gradient, rank.call(_aten.unsqueeze.default, inside, -1))
     return rank.call(rank.node.target, masked, own, size, -1, by_frequency)
 
 
 def has_mask(node: fx.Node) -> bool:
-    """Whether a call that is indexed by a list has a mask among its indices."""
+    """True if one of the indices of an indexing call is a mask."""
     indices = (index for index in argument(node, 1, "indices") if index is not None)
     return any(tensor(index).dtype in (torch.bool, torch.uint8) for index in indices)
 
 
-def masked(node: fx.Node) -> list[Pattern]:
-    """The patterns of a call that puts one value where a mask is true, which takes as many dimensions as it has."""
+def mask_patterns(node: fx.Node) -> list[Pattern]:
+    """Patterns of a call that writes one value where a mask is true; the mask may index several dimensions."""
     indices, read = argument(node, 1, "indices"), read_tensors(node)
     if len(read) != 3 or math.prod(shape_of(read[-1])) != 1:  # else how many are true says which value goes where
         return []

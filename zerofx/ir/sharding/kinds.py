@@ -1,4 +1,4 @@
-"""How one value of a rank's graph may lie on the axis: what the check of placements infers."""
+"""Kinds of values in one rank's graph: the placements on the axis that the placement check infers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerofx.scheduler.plan.placements import REPLICATED, Placement, Sharded
 
 @dataclass(frozen=True)
 class Own:
-    """What follows from this rank's number: ``what`` says how, ``size`` is that of its part of a dimension."""
+    """A value computed from this rank's number: ``what`` names it, ``size`` is that of its part of a dimension."""
 
     what: str
     size: int = 0
@@ -31,7 +31,7 @@ class Averaged:
 
 Kind = Placement | Own | Averaged
 Kinds = frozenset[Kind]
-"""How one value may lie: of some calls several ways are right as far as shapes tell. None of them: no way is."""
+"""Possible kinds of one value: shapes alone may leave several. Empty: none is possible."""
 
 KindsRule = Callable[[fx.Node, Sequence[Kinds], int], Kinds | tuple[Kinds, ...] | None]
 """Kinds of a call's result, or of each of several, by those of its tensor arguments and the number of ranks; None where
@@ -42,5 +42,5 @@ WHOLE: Kinds = frozenset({REPLICATED})
 
 
 def parts_of(kinds: Kinds) -> frozenset[Sharded]:
-    """The ways in which the value is a part."""
+    """The kinds in which a rank has a part of the value."""
     return frozenset(kind for kind in kinds if isinstance(kind, Sharded))

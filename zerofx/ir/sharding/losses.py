@@ -1,4 +1,4 @@
-"""Losses of classes: by rows, or by classes, of which each rank has some."""
+"""Classification losses, sharded by rows or by classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from zerofx.ir.facts import tensor
-from zerofx.ir.sharding.indexing import elsewhere_zero, own_indices
+from zerofx.ir.sharding.indexing import own_indices, zero_elsewhere
 from zerofx.ir.sharding.pattern import Pattern
 from zerofx.ir.sharding.rule import Local, ShareCost, argument, read_tensors, shape_of
 from zerofx.ir.sharding.shapes import PatternsOf
@@ -21,9 +21,9 @@ _NONE, _MEAN, _SUM = range(3)  # how torch counts reductions
 
 
 def _nll(node: fx.Node) -> list[Pattern]:
-    """The sum of the ranks' losses, over the number of all rows that count where it is a mean.
+    """The sum of the ranks' losses, divided by the number of targets of all ranks for a mean.
 
-    Weighted classes, and images of them, are not shared.
+    Losses with class weights, or of images, are not shared.
     """
     if argument(node, 2, "weight") is not None or len(shape_of(read_tensors(node)[0])) != 2:
         return []
@@ -40,7 +40,7 @@ def _loss_of_rows(rank: Local) -> Any:
     scores, target, weight, reduction, ignored = rank.args
     both = rank.call(rank.node.target, scores, target, weight, _SUM, ignored)
     loss, num = (rank.call(operator.getitem, both, index) for index in range(2))
-    total = rank.all_reduced(num)
+    total = rank.all_reduce(num)
     return (rank.call(_aten.div.Tensor, loss, total) if reduction == _MEAN else loss), total
 
 
@@ -50,14 +50,14 @@ def _loss_of_classes(rank: Local) -> Any:
     counted = rank.call(_aten.ne.Scalar, target, ignored)
     inside = rank.call(_aten.bitwise_and.Tensor, inside, counted)
     picked = rank.call(_aten.gather.default, scores, 1, rank.call(_aten.unsqueeze.default, own, 1))
-    picked = elsewhere_zero(rank, rank.call(_aten.squeeze.dim, picked, 1), inside)
+    picked = zero_elsewhere(rank, rank.call(_aten.squeeze.dim, picked, 1), inside)
     loss = rank.call(_aten.neg.default, rank.call(_aten.sum.default, picked))
     total = rank.call(_aten.sum.default, rank.call(_aten._to_copy.default, counted, dtype=tensor(scores).dtype))
     return (rank.call(_aten.div.Tensor, loss, total) if reduction == _MEAN else loss), total
 
 
 def _nll_backward(node: fx.Node) -> list[Pattern]:
-    """Tensor arguments: the loss's gradient, scores, target, the number of rows that count."""
+    """Tensor arguments: the loss's gradient, scores, target, the number of targets that are not ignored."""
     if argument(node, 3, "weight") is not None or len(shape_of(node)) != 2:
         return []
     if argument(node, 4, "reduction") == _NONE:

@@ -1,4 +1,4 @@
-"""Ways to share a call's work before it is said in how many groups a dimension is sharded."""
+"""Patterns: ways to share a call's work, for any number of groups that a dimension is sharded in."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ the value."""
 
 @dataclass(frozen=True)
 class Pattern:
-    """How outputs and tensor arguments lie; ``local`` as in ``Rule``.
+    """Sharded dimensions of a call's outputs and tensor arguments; ``local`` as in ``Rule``.
 
-    Every dimension is sharded in as many groups as the others: any number that its neighbours' have, and those in
-    ``groups``; ``extra`` has ``Rule.extra`` for a number of them. ``allowed`` says for which numbers of ranks it holds.
-    ``is_tried``: the call is tried on tensors of local shapes first, as what others say of operators may be wrong.
+    All of them are sharded in the same number of groups: any number that a neighbour has, and those in ``groups``.
+    ``extra`` gives ``Rule.extra`` for a number of groups; ``allowed`` is true for the numbers of ranks it is valid for.
+    ``is_tried``: the call is first tried on meta tensors of local shapes, as rules from elsewhere may be wrong.
     """
 
     outputs: tuple[Lies, ...]
@@ -46,7 +46,7 @@ class Pattern:
 
     def rule(self, node: fx.Node, groups: int, num_ranks: int) -> Rule | None:
         """The rule for dimensions in ``groups``; None where one of them cannot be sharded so."""
-        if (groups > 1 and not (self.in_groups and self._alike(node))) or not self.allowed(num_ranks):
+        if (groups > 1 and not (self.in_groups and self._has_one_size(node))) or not self.allowed(num_ranks):
             return None
         outputs = tuple(
             None if tensor is None else _placement(lies, groups)
@@ -65,26 +65,26 @@ class Pattern:
         return rule if not self.is_tried or _gives_its_shapes(node, rule, num_ranks) else None
 
     def ragged_rule(self, node: fx.Node, ends: str) -> Rule | None:
-        """The rule where each rank has the rows of its groups; None unless the call treats each row for itself, and
-        all of them alike, and what it gives are numbers that nobody looks anything up by."""
+        """The rule if each rank has the rows of its groups; None unless the call is row-wise, treats all rows alike,
+        and reads and gives floating-point rows, which are never used as indices."""
         outputs, tensors = results_of(node), [*results_of(node), *map(value, read_tensors(node))]
         lies = (*self.outputs, *self.inputs)
         rows = [t for t, dim in zip(tensors, lies, strict=True) if t is not None and isinstance(dim, int)]
         if self.local is not None or not self.in_groups or not any(isinstance(dim, int) for dim in self.inputs):
             return None
-        if not all(dim is None or isinstance(dim, int) for dim in lies) or not self._alike(node):
+        if not all(dim is None or isinstance(dim, int) for dim in lies) or not self._has_one_size(node):
             return None
         if is_random(node) or not all(tensor.is_floating_point() for tensor in rows):
             return None
 
-        def placed(dim: Lies) -> Placement:
+        def place(dim: Lies) -> Placement:
             return Ragged(dim, ends) if isinstance(dim, int) else REPLICATED
 
-        given = tuple(None if tensor is None else placed(d) for tensor, d in zip(outputs, self.outputs, strict=True))
-        return Rule(given, tuple(map(placed, self.inputs)))
+        given = tuple(None if tensor is None else place(d) for tensor, d in zip(outputs, self.outputs, strict=True))
+        return Rule(given, tuple(map(place, self.inputs)))
 
-    def _alike(self, node: fx.Node) -> bool:
-        """Whether all dimensions that are sharded have one size, as they have where they are the same in the call."""
+    def _has_one_size(self, node: fx.Node) -> bool:
+        """True if all sharded dimensions have the same size, as they do if they are one dimension of the call."""
         outputs, inputs = results_of(node), read_tensors(node)
         sizes = {t.shape[d] for t, d in zip(outputs, self.outputs, strict=True) if t is not None and isinstance(d, int)}
         sizes |= {shape_of(n)[d] for n, d in zip(inputs, self.inputs, strict=True) if isinstance(d, int)}
@@ -92,7 +92,7 @@ class Pattern:
 
 
 def _gives_its_shapes(node: fx.Node, rule: Rule, num_ranks: int) -> bool:
-    """Whether the call makes, of one rank's parts, what the rule says, as far as shapes tell."""
+    """True if the call on one rank's parts gives results of the shapes that the rule implies."""
     read = iter(rule.inputs)
 
     def local(source: fx.Node) -> Tensor:
@@ -122,10 +122,10 @@ def _placement(lies: Lies, groups: int) -> Placement:
 
 
 @dataclass(frozen=True)
-class Moved:
-    """How a dimension in groups comes out of a call that moves elements alone, and the way back.
+class DimMap:
+    """Maps a sharded dimension through a call that only moves elements, from its arguments to its results and back.
 
-    All tensors that the call reads lie alike, and all that it gives do.
+    All arguments have the same placement, and so have all results.
     """
 
     forward: Callable[[Sharded], Sharded | None]
@@ -133,7 +133,7 @@ class Moved:
     local: LocalCall | None = None
 
     def rule(self, node: fx.Node, source: Sharded, num_ranks: int) -> Rule | None:
-        """The rule for arguments that lie as ``source``; None where the result would lie in no such way."""
+        """The rule for arguments placed as ``source``; None if the result would have no such placement."""
         target = self.forward(source)
         if target is None:
             return None
@@ -146,7 +146,7 @@ class Moved:
         return Rule((target,) * len(results_of(node)), (source,) * len(read), self.local)
 
     def rows(self, node: fx.Node) -> list[Pattern]:
-        """Dimensions that come through as they are, each with its rows."""
+        """Patterns of the dimensions that the call leaves unchanged."""
         num_outputs, shapes = len(results_of(node)), [shape_of(argument) for argument in read_tensors(node)]
         given = next(tuple(tensor.shape) for tensor in results_of(node) if tensor is not None)
         moved = {dim: self.forward(Sharded(dim)) for dim in range(len(shapes[0]))}
@@ -158,28 +158,28 @@ class Moved:
 
 
 def linear(node: fx.Node) -> Pattern:
-    """Parts that add up give parts that add up."""
-    return everywhere(node, "sum")
+    """The pattern of a linear call: partial sums in, partial sums out."""
+    return uniform_pattern(node, "sum")
 
 
-def everywhere(node: fx.Node, lies: Lies) -> Pattern:
-    """All tensors of a call lie alike."""
+def uniform_pattern(node: fx.Node, lies: Lies) -> Pattern:
+    """The pattern in which all tensors of a call have the same placement."""
     return Pattern((lies,) * len(results_of(node)), (lies,) * len(read_tensors(node)))
 
 
-def along(node: fx.Node, pairs: Iterable[tuple[int | None, int | None]]) -> list[Pattern]:
-    """For each pair, all outputs along its first dimension where all arguments are along its second."""
+def pair_patterns(node: fx.Node, pairs: Iterable[tuple[int | None, int | None]]) -> list[Pattern]:
+    """Patterns, one for each pair: outputs sharded in its first dimension, arguments in its second."""
     outputs, inputs = len(results_of(node)), len(read_tensors(node))
     return [Pattern((out,) * outputs, (read,) * inputs) for out, read in pairs]
 
 
 def same_dims(node: fx.Node, without: Sequence[int] = ()) -> list[Pattern]:
-    """Each dimension but those in ``without``, where every tensor of the call has it at the same place and size."""
+    """Patterns of each dimension but those in ``without`` that all tensors of the call have with the same size."""
     shapes = [tuple(tensor.shape) for tensor in results_of(node) if tensor is not None]
     shapes += [shape_of(source) for source in read_tensors(node)]
     rank = min(map(len, shapes), default=0)
     return [
-        everywhere(node, dim)
+        uniform_pattern(node, dim)
         for dim in range(rank)
         if dim not in without and len({shape[dim] for shape in shapes}) == 1
     ]

@@ -1,9 +1,9 @@
-"""How the result of one rank's call may lie, by how what it reads does: what the check of placements knows of calls.
+"""Infer the kinds of a call's results from those of its arguments, for the placement check.
 
-Three sources: how elements move through views, cuts and joins of local shapes; what a rank's number becomes on its way
-to a mask (``Own``); and of all other calls the rules of ``zerofx/ir/sharding`` whose share of the work is the call
-itself, asked of the call with whole sizes. What a rule writes in the place of a call is thus followed operator by
-operator, and not taken from it.
+Three sources: element moves (views, slices, concatenations) of local shapes; the values computed from a rank's number
+on the way to a mask (``Own``); and for all other calls the rules of ``zerofx/ir/sharding`` that run the call itself,
+matched against the call with global sizes. So the graph that a rule writes instead of a call is checked operator by
+operator, and not trusted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from zerofx.ir.facts import ints, is_random, set_value, value
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 from zerofx.ir.sharding.kinds import NOTHING, WHOLE, Averaged, Kind, Kinds, KindsRule, Own, parts_of
 from zerofx.ir.sharding.placed_moves import MOVES, any_part
-from zerofx.ir.sharding.placed_numbers import OF_OWN
-from zerofx.ir.sharding.rule import argument, read_tensors, results_of, rules_follow_from, shape_of
+from zerofx.ir.sharding.placed_numbers import RANK_NUMBER_RULES
+from zerofx.ir.sharding.rule import argument, read_tensors, results_of, shape_of, sharing_key
 from zerofx.ir.sharding.rules import Ways, rules_of
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Ragged, Sharded
 from zerofx.torch_private.operators import OpOverload, base_name, schema_of
@@ -36,7 +36,7 @@ _SUM_OF_LOSSES = 2  # as torch counts reductions
 def kinds_of_call(
     node: fx.Node, read: Sequence[Kinds], num_ranks: int, known: dict[Any, Any]
 ) -> tuple[Kinds, ...] | None:
-    """Kinds of each result; None where nothing is known of such a call. ``known`` remembers calls that are alike."""
+    """Kinds of each result; None for an unknown call. ``known`` caches equal calls."""
     target = node.target
     if not isinstance(target, OpOverload):
         return None
@@ -47,25 +47,27 @@ def kinds_of_call(
     name = base_name(target)
     rule = _RULES.get(name)
     if any(isinstance(kind, Own) for kinds in read for kind in kinds):
-        rule = OF_OWN.get(name)
+        rule = RANK_NUMBER_RULES.get(name)
         if rule is None:
             return None
     elif any(isinstance(kind, Ragged) for kinds in read for kind in kinds):
         rule = None  # by the rules: what treats each row for itself
-    possible = _by_rules(node, read, num_ranks, known) if rule is None else rule(node, read, num_ranks)
+    possible = _kinds_from_rules(node, read, num_ranks, known) if rule is None else rule(node, read, num_ranks)
     return (possible,) if isinstance(possible, frozenset) else possible
 
 
-def _by_rules(node: fx.Node, read: Sequence[Kinds], num_ranks: int, known: dict[Any, Any]) -> tuple[Kinds, ...] | None:
-    key = (rules_follow_from(node), tuple(read))
+def _kinds_from_rules(
+    node: fx.Node, read: Sequence[Kinds], num_ranks: int, known: dict[Any, Any]
+) -> tuple[Kinds, ...] | None:
+    key = (sharing_key(node), tuple(read))
     if key not in known:
-        known[key] = _asked(node, read, num_ranks)
+        known[key] = _query_rules(node, read, num_ranks)
     possible: tuple[Kinds, ...] | None = known[key]
     return possible
 
 
-def _asked(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds, ...] | None:
-    """For each way in which dimensions of arguments may be longer on all ranks together, the rules of that call."""
+def _query_rules(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds, ...] | None:
+    """Match the rules of the global call, for each combination of sharded dimensions of the arguments."""
     choices = [{k.dim if isinstance(k, Sharded) else None for k in kinds if _is_placement(k)} for kinds in read]
     combinations = list(itertools.product(*choices)) if prod(map(len, choices)) <= _MOST_COMBINATIONS else []
     # Of many, those in which arguments have the same dimension in parts, all that may.
@@ -87,7 +89,7 @@ def _asked(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds,
             for kinds, dim in zip(read, dims, strict=True)
         ]
         shards = [[k for k in kinds if isinstance(k, Sharded | Ragged)] for kinds in allowed]
-        for rule in rules_of(Ways.of(whole), num_ranks, shards, [()] * len(outputs), plain=False):
+        for rule in rules_of(Ways.from_node(whole), num_ranks, shards, [()] * len(outputs), plain=False):
             if any(placement not in kinds for placement, kinds in zip(rule.inputs, allowed, strict=True)):
                 continue
             is_mean = node.target in _MEANS and rule.local is not None
@@ -109,7 +111,7 @@ def _is_placement(kind: Kind) -> bool:
 
 
 def _whole_call(node: fx.Node, dims: Sequence[int | None], num_ranks: int) -> fx.Node | None:
-    """The call with arguments that are as long in ``dims`` as on all ranks together; None where it cannot be made."""
+    """The global call: each argument's dimension of ``dims`` as long as on all ranks together; None if invalid."""
     graph, longer = fx.Graph(), iter(dims)
 
     def whole(source: fx.Node) -> fx.Node:
@@ -134,10 +136,10 @@ def _whole_call(node: fx.Node, dims: Sequence[int | None], num_ranks: int) -> fx
         return None
 
 
-def _where(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds, ...] | None:
-    """The kinds of ``where``, of which torch has no rule with a number in the place of a tensor: it is elementwise."""
+def _where_kinds(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds, ...] | None:
+    """The kinds of ``where``; with a number instead of a tensor torch has no rule for it, but it is elementwise."""
     if node.target is not _aten.where.ScalarOther:
-        return _by_rules(node, read, num_ranks, {})
+        return _kinds_from_rules(node, read, num_ranks, {})
     shape, possible = shape_of(node), set[Kind]({REPLICATED} if all(REPLICATED in kinds for kinds in read) else ())
     for kind in any_part(shape, range(len(shape))):
         assert isinstance(kind, Sharded)
@@ -150,16 +152,16 @@ def _where(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds,
     return (frozenset(possible),)
 
 
-def _divided(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+def _div_kinds(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
     if Averaged() not in read[0]:
-        possible = _by_rules(node, read, num_ranks, {})
+        possible = _kinds_from_rules(node, read, num_ranks, {})
         return None if possible is None else possible[0]
     return frozenset({SUM}) if argument(node, 1, "other") == num_ranks else frozenset({Averaged()})
 
 
-def _nll(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds, ...] | None:
-    """Losses of this rank's rows, and how many count, add up; means of them do not."""
-    possible = _by_rules(node, read, num_ranks, {})
+def _nll_kinds(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds, ...] | None:
+    """Sums of this rank's losses, and their number, are partial sums; means are not."""
+    possible = _kinds_from_rules(node, read, num_ranks, {})
     is_sum = argument(node, 3, "reduction") == _SUM_OF_LOSSES and argument(node, 2, "weight") is None
     if (
         is_sum
@@ -171,5 +173,5 @@ def _nll(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds, .
 
 
 _RULES: Mapping[str, KindsRule] = MappingProxyType(
-    {**MOVES, "nll_loss_forward": _nll, "div": _divided, "where": _where}
+    {**MOVES, "nll_loss_forward": _nll_kinds, "div": _div_kinds, "where": _where_kinds}
 )

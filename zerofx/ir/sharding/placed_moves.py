@@ -1,4 +1,4 @@
-"""How parts of a value come through calls that move elements, cut and join them, or make them: of local shapes."""
+"""Kinds through calls that move, slice, concatenate or create elements, from local shapes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MOST_GROUPS = 64
 
 
 def same(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
-    """The kinds of a result that lies as its source does."""
+    """The kinds of the source: the result has its placement."""
     return read[0]
 
 
-def _viewed(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
-    """The same elements in the same order: those of this rank are as many runs of as many elements."""
+def _view(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
+    """The same elements in the same order: this rank's are the same number of equally long contiguous runs."""
     old, new = shape_of(read_tensors(node)[0]), shape_of(node)
     possible: set[Kind] = set()
     for kind in read[0]:
@@ -46,8 +46,8 @@ def _viewed(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
     return frozenset(possible)
 
 
-def of_ranks_first(parts: fx.Node, num_ranks: int) -> Kinds:
-    """Where what each rank is sent lies in the value that ``parts``, with a first dimension of ranks, was made of."""
+def chunk_placements(parts: fx.Node, num_ranks: int) -> Kinds:
+    """Placements of each rank's chunk in the tensor that was split into ``parts``, ranks first."""
     shape, kinds, node = shape_of(parts)[1:], {Sharded(0)}, parts
     while True:
         possible = {kind for kind in kinds if local_shape(shape_of(node), kind, num_ranks) == shape}
@@ -73,13 +73,13 @@ _MOVING = frozenset({_aten.clone.default, _aten.permute.default, _aten.view.defa
 
 
 def _runs(shape: Sequence[int], kind: Sharded, num_ranks: int) -> tuple[int, int]:
-    """How many runs of elements one rank has of a value of ``shape``, and how long they are, if all are alike."""
+    """The number of contiguous runs that one rank has of a value of ``shape``, and their length, if they are equal."""
     after = prod(shape[kind.dim + 1 :])
     size, rest = divmod(shape[kind.dim], kind.groups * num_ranks)
     return (0, 0) if rest else (prod(shape[: kind.dim]) * kind.groups, size * after)
 
 
-def _expanded(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
+def _expand(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
     source, shape = shape_of(read_tensors(node)[0]), shape_of(node)
     front = len(shape) - len(source)
     repeated = [d for d in range(len(shape)) if d < front or source[d - front] == 1]
@@ -95,7 +95,7 @@ def _expanded(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
 
 
 def any_part(shape: Sequence[int], dims: Sequence[int]) -> set[Kind]:
-    """Parts of a local ``shape`` along one of ``dims``."""
+    """All shardings along one of ``dims`` that a tensor of local ``shape`` can have."""
     return {
         Sharded(dim, groups)
         for dim in dims
@@ -104,8 +104,8 @@ def any_part(shape: Sequence[int], dims: Sequence[int]) -> set[Kind]:
     }
 
 
-def _filled(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
-    """The kinds of the same number everywhere: all of them; zeros add up to zeros, too."""
+def _fill(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
+    """The kinds of a constant tensor: all; zeros are a partial sum, too."""
     shape, target = shape_of(node), node.target
     name = base_name(target)  # type: ignore[arg-type]  # an operator
     numbers = [item for item in node.args if isinstance(item, int | float)]
@@ -118,12 +118,12 @@ def _whole_alone(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
 
 
 def dim_of(node: fx.Node, index: int) -> int:
-    """The dimension that a call's argument names, counted from the front."""
+    """The dimension in a call's argument, counted from the front."""
     return dims_of(argument(node, index, "dim", 0), len(shape_of(read_tensors(node)[0])))[0]
 
 
 def _cut(kinds: Kinds, dim: int, size: int, parts: Sequence[tuple[int, int]]) -> tuple[Kinds, ...]:
-    """The kinds of ``parts`` of a dimension of ``size``, each from its first place to its end."""
+    """The kinds of ``parts``, each a start and an end in a dimension of ``size``."""
     possible: list[set[Kind]] = [set() for _ in parts]
     for kind in kinds:
         for part, (start, end) in zip(possible, parts, strict=True):
@@ -146,7 +146,7 @@ def _bounds(node: fx.Node, first: int, size: int) -> tuple[int, int]:
     return (start % size if start < 0 else start), (end % size if end < 0 else end)
 
 
-def _sliced(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
+def _slice(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
     dim = dim_of(node, 1)
     size = shape_of(read_tensors(node)[0])[dim]
     if argument(node, 4, "step", 1) != 1:
@@ -167,7 +167,7 @@ def _slice_gradient(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kin
     return frozenset(possible)
 
 
-def _joined(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
+def _cat(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
     dim = dims_of(argument(node, 1, "dim", 0), len(shape_of(node)))[0]
     listed = [(k, shape_of(s)) for k, s in zip(read, read_tensors(node), strict=True) if shape_of(s) != (0,)]
     alike = frozenset.intersection(*(kinds for kinds, _ in listed))
@@ -181,7 +181,7 @@ def _joined(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
     return frozenset(possible)
 
 
-def _picked_gradient(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
+def _select_gradient(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
     dim = dims_of(argument(node, 2, "dim"), len(shape_of(node)))[0]
     return frozenset(
         Sharded(kind.dim + (kind.dim >= dim), kind.groups) if isinstance(kind, Sharded) else kind for kind in read[0]
@@ -191,21 +191,21 @@ def _picked_gradient(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Ki
 MOVES: Mapping[str, KindsRule] = MappingProxyType(
     {
         **dict.fromkeys(("clone", "_to_copy", "detach", "alias", "lift_fresh_copy"), same),
-        **dict.fromkeys(("view", "_unsafe_view", "reshape"), _viewed),
+        **dict.fromkeys(("view", "_unsafe_view", "reshape"), _view),
         **dict.fromkeys(
             (
                 "full", "zeros", "ones", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like",
                 "ones_like", "full_like", "empty_like",
             ),
-            _filled,
+            _fill,
         ),
         **dict.fromkeys(("arange", "scalar_tensor"), _whole_alone),
-        "expand": _expanded,
+        "expand": _expand,
         "split": _split,
         "split_with_sizes": _split,
-        "slice": _sliced,
+        "slice": _slice,
         "slice_backward": _slice_gradient,
-        "cat": _joined,
-        "select_backward": _picked_gradient,
+        "cat": _cat,
+        "select_backward": _select_gradient,
     }
 )  # fmt: skip

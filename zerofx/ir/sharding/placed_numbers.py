@@ -1,9 +1,10 @@
-"""What becomes of a rank's number on its way to a mask, an index, or its part of a dimension.
+"""Kinds of values computed from a rank's number: masks, indices, and the rank's part of a dimension.
 
     first = number * size; shifted = indices - first; inside = (shifted >= 0) & (shifted < size)
-    picked = embedding(part, masked_fill(shifted, ~inside, 0)); masked_fill(picked, ~inside, 0)      # terms of a sum
+    picked = embedding(part, masked_fill(shifted, ~inside, 0)); masked_fill(picked, ~inside, 0)      # a partial sum
 
-Each step has a name (``Own``), with the size of this rank's part: what does not follow from it is no mask.
+Each intermediate has a name (``Own``) and the size of this rank's part; only a value derived in exactly this way counts
+as a mask.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from zerofx.ir.sharding.grouped import GROUPED, by_group
+from zerofx.ir.sharding.grouped import GROUPED, group_placements
 from zerofx.ir.sharding.kinds import NOTHING, Kind, Kinds, KindsRule, Own
 from zerofx.ir.sharding.placed_moves import dim_of, same
 from zerofx.ir.sharding.rule import argument, read_tensors, shape_of
@@ -25,7 +26,7 @@ _ENDS = "ends in "
 
 
 def _index_select(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
-    """With a rank's number as the index: its part of a dimension that has one place for each."""
+    """Selection by the rank's number: its part of a dimension with one element for each rank."""
     dim = dim_of(node, 1)
     (index,) = read[1]
     is_own = isinstance(index, Own) and index.what in ("number", "head")
@@ -33,7 +34,7 @@ def _index_select(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds
     return frozenset({Sharded(dim)}) if is_own and fits and REPLICATED in read[0] else NOTHING
 
 
-def _only(kinds: Kinds) -> Own | None:
+def _sole(kinds: Kinds) -> Own | None:
     own = [kind for kind in kinds if isinstance(kind, Own)]
     return own[0] if len(own) == len(kinds) == 1 else None
 
@@ -48,25 +49,25 @@ def _product(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | No
 
 
 def _difference(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
-    first = _only(read[-1])
+    first = _sole(read[-1])
     is_place = first is not None and first.what == "first place" and REPLICATED in read[0]
     return _one("shifted index", first.size) if first is not None and is_place else None
 
 
-def _at_least(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
-    own = _only(read[0])
+def _greater_equal(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    own = _sole(read[0])
     is_bound = own is not None and own.what == "shifted index" and argument(node, 1, "other") == 0
     return _one("lower bound", own.size) if own is not None and is_bound else None
 
 
-def _below(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
-    own = _only(read[0])
+def _less(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    own = _sole(read[0])
     is_bound = own is not None and own.what == "shifted index" and argument(node, 1, "other") == own.size
     return _one("upper bound", own.size) if own is not None and is_bound else None
 
 
 def _both(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
-    own = {kind.what: kind.size for kinds in read if (kind := _only(kinds)) is not None}
+    own = {kind.what: kind.size for kinds in read if (kind := _sole(kinds)) is not None}
     if own.keys() == {"lower bound", "upper bound"} and len(set(own.values())) == 1:
         return _one("place inside", own["lower bound"])
     if own.keys() == {"place inside"} and REPLICATED in read[0] | read[1]:
@@ -77,7 +78,7 @@ def _both(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
 
 
 def _not(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
-    own = _only(read[0])
+    own = _sole(read[0])
     return _one("place elsewhere", own.size) if own is not None and own.what == "place inside" else None
 
 
@@ -86,15 +87,15 @@ def _unequal(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | No
 
 
 def _equal(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
-    """An index among this rank's places next to all of them."""
-    own, places = _only(read[0]), read_tensors(node)[-1]
+    """Comparison of this rank's indices with all of its positions (one-hot)."""
+    own, places = _sole(read[0]), read_tensors(node)[-1]
     is_hit = own is not None and own.what == "own index" and places.target is _aten.arange.default
     return _one("hit", own.size) if own is not None and is_hit and shape_of(places) == (own.size,) else None
 
 
-def _masked(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
-    """Zeros where another rank has the place: what is left adds up."""
-    mask, source = _only(read[1]), _only(read[0])
+def _fill_mask(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    """Zeros at other ranks' positions: the result is a partial sum."""
+    mask, source = _sole(read[1]), _sole(read[0])
     if mask is None or mask.what not in ("place elsewhere", "later rank") or argument(node, 2, "value") != 0:
         return None
     if source == Own("shifted index", mask.size):
@@ -104,20 +105,20 @@ def _masked(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | Non
 
 
 def _rows(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
-    own = _only(read[1])
+    own = _sole(read[1])
     table = read_tensors(node)[0]
     fits = own is not None and own.what == "own index" and shape_of(table)[0] == own.size and Sharded(0) in read[0]
     return _one("picked", own.size) if own is not None and fits else None
 
 
-def _gathered(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
-    own, dim = _only(read[1]), dim_of(node, 1)
+def _gather(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    own, dim = _sole(read[1]), dim_of(node, 1)
     fits = own is not None and own.what == "own index" and Sharded(dim) in read[0]
     return _one("picked", own.size) if own is not None and fits else None
 
 
 def _gradient_of_rows(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
-    own = _only(read[1])
+    own = _sole(read[1])
     fits = own is not None and own.what == "own index" and shape_of(node)[0] == own.size and SUM in read[0]
     return frozenset({Sharded(0)}) if fits else None
 
@@ -127,9 +128,9 @@ def _head(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
 
 
 def _put(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
-    """A rank's part among zeros, several ranks' in the same place, too."""
+    """A rank's part among zeros: a partial sum; several ranks may write to the same position."""
     dim, (zeros, index, part) = dim_of(node, 1), read
-    return frozenset({SUM}) if SUM in zeros and _only(index) == Own("head") and Sharded(dim) in part else None
+    return frozenset({SUM}) if SUM in zeros and _sole(index) == Own("head") and Sharded(dim) in part else None
 
 
 def _own_ends(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
@@ -140,25 +141,25 @@ def _own_ends(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | N
 def _own_rows(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
     rows, _, rank = read
     is_own = rank == _one("number") and argument(node, 3, "num_ranks") == num_ranks
-    return frozenset({_ragged(node)}) if is_own and REPLICATED in rows else NOTHING
+    return frozenset({_row_placement(node)}) if is_own and REPLICATED in rows else NOTHING
 
 
 def _whole_rows(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
     rows, _, rank = read
     is_own = rank == _one("number") and argument(node, 3, "num_ranks") == num_ranks
-    return frozenset({SUM}) if is_own and _ragged(node) in rows else NOTHING
+    return frozenset({SUM}) if is_own and _row_placement(node) in rows else NOTHING
 
 
-def _ragged(node: fx.Node) -> Ragged:
+def _row_placement(node: fx.Node) -> Ragged:
     return Ragged(dim_of(node, 4), read_tensors(node)[1].name)
 
 
-def _grouped(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds, ...] | None:
-    """Matrices of this rank's groups, and rows of these."""
-    ends = _only(read[2])
+def _group_product(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds, ...] | None:
+    """A grouped product of this rank's groups: their matrices and their rows."""
+    ends = _sole(read[2])
     if ends is None or not ends.what.startswith(_ENDS):
         return None
-    outputs, inputs = by_group(node, ends.what.removeprefix(_ENDS))
+    outputs, inputs = group_placements(node, ends.what.removeprefix(_ENDS))
     fits = all(lies is None or _kind(lies) in kinds for lies, kinds in zip(inputs, read, strict=True))
     return tuple(frozenset({_kind(lies)}) if fits else NOTHING for lies in outputs)
 
@@ -168,20 +169,20 @@ def _kind(lies: object) -> Kind:
     return Sharded(lies) if isinstance(lies, int) else lies
 
 
-OF_OWN: Mapping[str, KindsRule] = MappingProxyType(
+RANK_NUMBER_RULES: Mapping[str, KindsRule] = MappingProxyType(
     {
         **dict.fromkeys(("view", "expand", "clone", "unsqueeze", "squeeze", "_to_copy"), same),
         "mul": _product,
         "sub": _difference,
-        "ge": _at_least,
-        "lt": _below,
+        "ge": _greater_equal,
+        "lt": _less,
         "bitwise_and": _both,
         "logical_not": _not,
         "ne": _unequal,
         "eq": _equal,
-        "masked_fill": _masked,
+        "masked_fill": _fill_mask,
         "embedding": _rows,
-        "gather": _gathered,
+        "gather": _gather,
         "embedding_dense_backward": _gradient_of_rows,
         "floor_divide": _head,
         "index_select": _index_select,
@@ -189,6 +190,6 @@ OF_OWN: Mapping[str, KindsRule] = MappingProxyType(
         "zerofx::own_ends": _own_ends,
         "zerofx::own_rows": _own_rows,
         "zerofx::whole_rows": _whole_rows,
-        **dict.fromkeys(GROUPED, _grouped),
+        **dict.fromkeys(GROUPED, _group_product),
     }
 )

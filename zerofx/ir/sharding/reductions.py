@@ -1,4 +1,4 @@
-"""Reductions, and what needs whole rows: over a dimension that is sharded, parts that add up."""
+"""Reductions, which give partial results over a sharded dimension, and operators that need whole rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from zerofx.ir.facts import tensor
-from zerofx.ir.sharding.pattern import Lies, Pattern, everywhere, linear, same_dims
+from zerofx.ir.sharding.pattern import Lies, Pattern, linear, same_dims, uniform_pattern
 from zerofx.ir.sharding.rule import (
     Local,
     argument,
@@ -26,8 +26,8 @@ from zerofx.scheduler.plan.placements import Reduction
 _aten = torch.ops.aten
 
 
-def _reduced(over: Reduction, *, mean: bool = False) -> PatternsOf:
-    """The patterns of reductions over the dimensions of the second argument, or all, kept or not as the third says."""
+def _reduction(over: Reduction, *, mean: bool = False) -> PatternsOf:
+    """Patterns of reductions over the dimensions in the second argument, or all; the third is ``keepdim``."""
 
     def patterns(node: fx.Node) -> list[Pattern]:
         rank = len(shape_of(read_tensors(node)[0]))
@@ -54,27 +54,27 @@ def _log_softmax_backward(node: fx.Node) -> list[Pattern]:
 
 
 def _classes(node: fx.Node, local: Any, num_reductions: int, index: int = 1) -> list[Pattern]:
-    """The last dimension, the classes, sharded: numbers of each row are summed over the ranks."""
+    """The pattern that shards the last dimension, the classes: one number a row is all-reduced, or several."""
     shape = shape_of(node)
     dim = dims_of(argument(node, index, "dim"), len(shape))[0]
     if dim != len(shape) - 1:
         return []
     per_row = num_bytes(shape[:-1], tensor(node).dtype)
-    whole = everywhere(node, dim)
+    whole = uniform_pattern(node, dim)
     return [Pattern(whole.outputs, whole.inputs, local, (per_row,) * num_reductions)]
 
 
 def _log_softmax_of_classes(rank: Local) -> Any:
     logits, dim = rank.args[0], rank.args[1]
-    largest = rank.all_reduced(rank.call(_aten.amax.default, logits, [dim], True), "max")
+    largest = rank.all_reduce(rank.call(_aten.amax.default, logits, [dim], True), "max")
     shifted = rank.call(_aten.sub.Tensor, logits, largest)
     exponentials = rank.call(_aten.sum.dim_IntList, rank.call(_aten.exp.default, shifted), [dim], True)
-    return rank.call(_aten.sub.Tensor, shifted, rank.call(_aten.log.default, rank.all_reduced(exponentials)))
+    return rank.call(_aten.sub.Tensor, shifted, rank.call(_aten.log.default, rank.all_reduce(exponentials)))
 
 
 def _log_softmax_backward_of_classes(rank: Local) -> Any:
     gradient, output, dim = rank.args[0], rank.args[1], rank.args[2]
-    total = rank.all_reduced(rank.call(_aten.sum.dim_IntList, gradient, [dim], True))
+    total = rank.all_reduce(rank.call(_aten.sum.dim_IntList, gradient, [dim], True))
     return rank.call(
         _aten.sub.Tensor, gradient, rank.call(_aten.mul.Tensor, rank.call(_aten.exp.default, output), total)
     )
@@ -85,8 +85,8 @@ def _last_two_whole(node: fx.Node) -> list[Pattern]:
     return [*same_dims(node, (rank - 2, rank - 1)), linear(node)]
 
 
-def _without_input(node: fx.Node) -> list[Pattern]:
-    """Of operators that read a shape at most: what they make lies in any way, whatever lies there."""
+def _factory(node: fx.Node) -> list[Pattern]:
+    """Patterns of factories, which read at most a shape: any placement of the result, for any of the argument."""
     outputs, inputs = results_of(node), read_tensors(node)
     rank = len(outputs[0].shape) if outputs[0] is not None else 0
     reads: list[Lies] = [None, "sum"] if inputs else [None]
@@ -94,21 +94,21 @@ def _without_input(node: fx.Node) -> list[Pattern]:
     return [*makes, *([Pattern((None,), ("sum",))] if len(inputs) == 1 else [])]
 
 
-def _like_input(node: fx.Node) -> list[Pattern]:
-    """The patterns of operators that make something in the shape of their input."""
+def _like_factory(node: fx.Node) -> list[Pattern]:
+    """Patterns of factories with the shape of their input (``zeros_like``)."""
     return [*same_dims(node), Pattern((None,), ("sum",))]
 
 
 PATTERNS: Mapping[str, PatternsOf] = MappingProxyType(
     {
-        "sum.dim_IntList": _reduced("sum"),
-        "sum.default": _reduced("sum"),
-        "mean.dim": _reduced("sum", mean=True),
-        "mean.default": _reduced("sum", mean=True),
-        "amax": _reduced("max"),
-        "amin": _reduced("min"),
-        "max.default": _reduced("max"),
-        "min.default": _reduced("min"),
+        "sum.dim_IntList": _reduction("sum"),
+        "sum.default": _reduction("sum"),
+        "mean.dim": _reduction("sum", mean=True),
+        "mean.default": _reduction("sum", mean=True),
+        "amax": _reduction("max"),
+        "amin": _reduction("min"),
+        "max.default": _reduction("max"),
+        "min.default": _reduction("min"),
         "max.dim": whole_along(1),
         "min.dim": whole_along(1),
         "argmax": lambda node: [],
@@ -123,18 +123,18 @@ PATTERNS: Mapping[str, PatternsOf] = MappingProxyType(
         "topk": whole_along(2),
         "tril": _last_two_whole,
         "triu": _last_two_whole,
-        "full": _without_input,
-        "zeros": _without_input,
-        "ones": _without_input,
-        "empty": _without_input,
-        "new_zeros": _without_input,
-        "new_ones": _without_input,
-        "new_full": _without_input,
-        "new_empty": _without_input,
-        "zeros_like": _like_input,
-        "ones_like": _like_input,
-        "full_like": _like_input,
-        "empty_like": _like_input,
+        "full": _factory,
+        "zeros": _factory,
+        "ones": _factory,
+        "empty": _factory,
+        "new_zeros": _factory,
+        "new_ones": _factory,
+        "new_full": _factory,
+        "new_empty": _factory,
+        "zeros_like": _like_factory,
+        "ones_like": _like_factory,
+        "full_like": _like_factory,
+        "empty_like": _like_factory,
         "scalar_tensor": lambda node: [],
         "arange": lambda node: [],
     }

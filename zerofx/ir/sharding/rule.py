@@ -1,4 +1,4 @@
-"""A way to share a call's work: how what it reads lies on the ranks, and how what it gives then does."""
+"""Sharding rules of a call: the placements of its arguments, and those that its results then have."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ class Local(Protocol):
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """The call's arguments with one rank's values in the place of tensors."""
+        """The call's arguments, with one rank's values instead of tensors."""
         ...
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """Its keywords, likewise."""
+        """The call's keyword arguments, likewise."""
         ...
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Put a call in."""
+        """Insert a call."""
         ...
 
     def rank(self) -> fx.Node:
         """This rank's number on the axis: int64, shape ``[1]``."""
         ...
 
-    def all_reduced(self, node: fx.Node, reduction: str = "sum") -> fx.Node:
-        """The sum, or largest elements, over the ranks of the axis."""
+    def all_reduce(self, node: fx.Node, reduction: str = "sum") -> fx.Node:
+        """All-reduce over the ranks of the axis."""
         ...
 
-    def handing_on(self, node: fx.Node) -> fx.Node:
-        """Start sending a tensor to the next rank, and receiving the previous one's."""
+    def start_shift(self, node: fx.Node) -> fx.Node:
+        """Start to send a tensor to the next rank and to receive the previous rank's."""
         ...
 
-    def handed_on(self, pending: fx.Node) -> fx.Node:
-        """What comes from the previous rank, for what ``handing_on`` gave."""
+    def wait_shift(self, pending: fx.Node) -> fx.Node:
+        """Wait for the previous rank's tensor; ``pending`` is the result of ``start_shift``."""
         ...
 
 
@@ -62,11 +62,11 @@ LocalCall = Callable[[Local], Any]
 
 @dataclass(frozen=True)
 class ShareCost:
-    """What a way to share a call costs besides an equal part of its work and of what it reads and gives.
+    """Cost of a sharded call beyond an equal part of its work and of the bytes that it reads and writes.
 
-    ``reduced_bytes`` are summed over the ranks meanwhile, ``shifted_bytes`` are those of whole tensors whose parts go
-    around all ranks, ``traffic_bytes`` what a rank reads and writes in memory. ``work`` is how much of an equal part of
-    the arithmetic a rank does.
+    ``reduced_bytes``: all-reduced during the call. ``shifted_bytes``: whole tensors whose parts go around the ring of
+    ranks. ``traffic_bytes``: extra memory traffic of a rank. ``work``: a rank's arithmetic, as a multiple of an equal
+    part.
     """
 
     reduced_bytes: int = 0
@@ -77,10 +77,9 @@ class ShareCost:
 
 @dataclass(frozen=True)
 class Rule:
-    """``outputs`` and ``inputs`` are placements, those of tensor arguments in the order in which they are read.
+    """Placements of a call's outputs and of its tensor arguments, in the order of ``read_tensors``.
 
-    None stands in the place of an output that there is not. ``local`` writes one rank's share where that is not the
-    call itself with local sizes.
+    A missing output is None. ``local`` writes one rank's share if that is not the call itself with local sizes.
     """
 
     outputs: tuple[Placement | None, ...]
@@ -93,33 +92,33 @@ class Rule:
 
     @property
     def shards(self) -> bool:
-        """Whether each rank has its own part of some value."""
+        """True if each rank has its own part of some value."""
         return any(isinstance(placement, Sharded | Ragged) for placement in (*self.outputs, *self.inputs))
 
 
 def read_tensors(node: fx.Node) -> list[fx.Node]:
-    """The tensor arguments of a call in the order in which they are read, one that is read twice two times."""
+    """The tensor arguments of a call, in the order in which they are read, with repetitions."""
     nodes: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), lambda n: nodes.append(n))
     return [source for source in nodes if isinstance(value(source), Tensor)]
 
 
 def results_of(node: fx.Node) -> tuple[Tensor | None, ...]:
-    """What a call gives: one tensor, or several, or None in the place of one that is left out; of checks nothing."""
+    """The tensors that a call returns, None for each that is left out; empty for checks, which return nothing."""
     given = node.meta.get("val")
     if isinstance(given, Tensor):
         return (given,)
     return tuple(item if isinstance(item, Tensor) else None for item in given or ())
 
 
-def rules_follow_from(node: fx.Node) -> tuple[object, str]:
-    """What is the same of calls that are shared alike: the operator, and its arguments with what tensors are like."""
+def sharing_key(node: fx.Node) -> tuple[object, str]:
+    """A key that is equal for calls with the same rules: the operator and its arguments, tensors by their metadata."""
 
-    def like(source: fx.Node) -> str:
+    def describe(source: fx.Node) -> str:
         given = value(source)
         return f"{given.dtype}{tuple(given.shape)}{given.stride()}" if isinstance(given, Tensor) else str(given)
 
-    return node.target, repr(fx.map_arg((node.args, node.kwargs), like))
+    return node.target, repr(fx.map_arg((node.args, node.kwargs), describe))
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
@@ -135,7 +134,7 @@ def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
 
 
 def dims_of(given: Any, rank: int) -> tuple[int, ...]:
-    """The dimensions that an argument names, counted from the front; all where it names none."""
+    """The dimensions in an argument, counted from the front; all of them if it has none."""
     if given is None or given == []:
         return tuple(range(rank))
     listed: Sequence[int] = [given] if isinstance(given, int) else given

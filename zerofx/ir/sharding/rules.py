@@ -1,6 +1,6 @@
-"""The rules of an operator: its family's patterns, else DTensor's, else those of what is pointwise.
+"""The rules of an operator: from its family's patterns, else DTensor's, else, if it is pointwise, the elementwise ones.
 
-An operator of which nothing is known is run by every rank on whole values.
+Every rank runs an unknown operator on whole values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.sharding import attention, convolutions, grouped, indexing, losses, reductions, shapes
-from zerofx.ir.sharding.pattern import Lies, Moved, Pattern
+from zerofx.ir.sharding.pattern import DimMap, Lies, Pattern
 from zerofx.ir.sharding.rule import Rule, read_tensors, results_of, shape_of
 from zerofx.scheduler.plan.placements import REPLICATED, Placement, Ragged, Sharded
 from zerofx.torch_private.distributed import single_dim_rules
@@ -28,7 +28,7 @@ _OWN: Mapping[str, Callable[[fx.Node], list[Pattern]]] = {
 
 
 def patterns_of(node: fx.Node) -> list[Pattern]:
-    """The ways to share a call, but that every rank does all of it."""
+    """The ways to share a call, apart from replication."""
     target = node.target
     if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
         return []
@@ -37,7 +37,7 @@ def patterns_of(node: fx.Node) -> list[Pattern]:
     if own is not None:
         return own(node)
     if facts_of(target).kind is OperatorKind.INDEXED and indexing.has_mask(node):
-        return indexing.masked(node)
+        return indexing.mask_patterns(node)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     outputs, num = results_of(node), len(read_tensors(node))
     if torch.Tag.nondeterministic_seeded in target.tags:
@@ -47,8 +47,8 @@ def patterns_of(node: fx.Node) -> list[Pattern]:
         return _elementwise(node) if facts_of(target).is_pointwise else []
     return [
         Pattern(
-            tuple(_lies(dim) for dim in dims[: len(outputs)]),
-            tuple(_lies(dim) for dim in dims[len(outputs) :]),
+            tuple(_check_dim(dim) for dim in dims[: len(outputs)]),
+            tuple(_check_dim(dim) for dim in dims[len(outputs) :]),
             is_tried=True,
         )
         for dims in listed
@@ -56,21 +56,21 @@ def patterns_of(node: fx.Node) -> list[Pattern]:
     ]
 
 
-def moved_of(node: fx.Node) -> Moved | None:
-    """How dimensions in groups come through a call that moves elements alone."""
+def dim_map_of(node: fx.Node) -> DimMap | None:
+    """The map of sharded dimensions through a call that only moves elements; None for other calls."""
     if not isinstance(node.target, OpOverload):
         return None
-    moved = shapes.MOVED.get(base_name(node.target))
+    moved = shapes.DIM_MAPS.get(base_name(node.target))
     return None if moved is None else moved(node)
 
 
-def _lies(dim: object) -> Lies:
+def _check_dim(dim: object) -> Lies:
     assert dim is None or isinstance(dim, int) or dim == "sum"
     return dim
 
 
 def _elementwise(node: fx.Node) -> list[Pattern]:
-    """Of operators whose result has, at each place, what follows from its inputs at that place."""
+    """Patterns of elementwise operators: any dimension; broadcast inputs are whole."""
     outputs = results_of(node)
     shapes_read = [shape_of(source) for source in read_tensors(node)]
     if any(tensor is None or tensor.shape != outputs[0].shape for tensor in outputs if outputs[0] is not None):
@@ -89,23 +89,23 @@ def _elementwise(node: fx.Node) -> list[Pattern]:
     ]
 
 
-def replicated(node: fx.Node) -> Rule:
-    """Every rank does all of it."""
+def replication_rule(node: fx.Node) -> Rule:
+    """The rule by which every rank computes the whole call."""
     outputs = tuple(None if tensor is None else REPLICATED for tensor in results_of(node))
     return Rule(outputs, (REPLICATED,) * len(read_tensors(node)))
 
 
 @dataclass(frozen=True)
 class Ways:
-    """A call with its patterns: what its rules are made of."""
+    """A call with its patterns and its map of dimensions, from which its rules are made."""
 
     node: fx.Node
     patterns: tuple[Pattern, ...]
-    moved: Moved | None
+    dim_map: DimMap | None
 
     @staticmethod
-    def of(node: fx.Node) -> Ways:
-        return Ways(node, tuple(patterns_of(node)), moved_of(node))
+    def from_node(node: fx.Node) -> Ways:
+        return Ways(node, tuple(patterns_of(node)), dim_map_of(node))
 
 
 def rules_of(
@@ -116,11 +116,10 @@ def rules_of(
     *,
     plain: bool,
 ) -> list[Rule]:
-    """The rules of a call, that of doing all of it first.
+    """The rules of a call, replication first.
 
-    ``read`` has the ways in which each tensor argument may be sharded, ``given`` those of each output: a rule shards in
-    one of them, or, if ``plain``, in any dimension in one group. Rows of groups of which each rank has some come out
-    of all calls that treat each row for itself.
+    ``read`` has the possible shardings of each tensor argument, ``given`` those of each output: a rule uses one of
+    them, or, if ``plain``, any dimension in one group. Ragged rows (``Ragged``) pass through row-wise calls.
     """
     rules: dict[tuple[tuple[Placement | None, ...], tuple[Placement, ...]], Rule] = {}
 
@@ -128,7 +127,7 @@ def rules_of(
         if rule is not None:
             rules.setdefault((rule.outputs, rule.inputs), rule)
 
-    add(replicated(ways.node))
+    add(replication_rule(ways.node))
     for pattern in ways.patterns:
         pairs = [*zip(pattern.outputs, given, strict=True), *zip(pattern.inputs, read, strict=True)]
         groups = {p.groups for lies, shards in pairs for p in shards if isinstance(p, Sharded) and p.dim == lies}
@@ -136,24 +135,24 @@ def rules_of(
             groups.update((1, *pattern.groups))
         for number in sorted(groups):
             add(pattern.rule(ways.node, number, num_ranks))
-    if ways.moved is not None:
+    if ways.dim_map is not None:
         shards = {p for source in read for p in source if isinstance(p, Sharded)}
-        shards |= {back for p in given[0] if isinstance(p, Sharded) and (back := ways.moved.backward(p)) is not None}
+        shards |= {back for p in given[0] if isinstance(p, Sharded) and (back := ways.dim_map.backward(p)) is not None}
         for shard in sorted(shards):
-            add(ways.moved.rule(ways.node, shard, num_ranks))
-    for rule in _by_rows(ways, read, given):
+            add(ways.dim_map.rule(ways.node, shard, num_ranks))
+    for rule in _row_rules(ways, read, given):
         add(rule)
     return list(rules.values())
 
 
-def _by_rows(
+def _row_rules(
     ways: Ways, read: Sequence[Collection[Sharded | Ragged]], given: Sequence[Collection[Sharded | Ragged]]
 ) -> Iterator[Rule | None]:
-    """The rules of a call that treats each row for itself, for rows of which each rank has some."""
+    """The rules of a row-wise call for ragged rows."""
     ragged = {p for shards in (*given, *read) for p in shards if isinstance(p, Ragged)}
     if not ragged:
         return
-    moved = ways.moved.rows(ways.node) if ways.moved is not None else []
+    moved = ways.dim_map.rows(ways.node) if ways.dim_map is not None else []
     for pattern in (*ways.patterns, *moved):
         pairs = [*zip(pattern.outputs, given, strict=True), *zip(pattern.inputs, read, strict=True)]
         for ends in sorted({p.ends for p in ragged}):
@@ -164,8 +163,8 @@ def _by_rows(
 def rule_for(
     node: fx.Node, outputs: tuple[Placement | None, ...], inputs: tuple[Placement, ...], num_ranks: int
 ) -> Rule | None:
-    """The rule of a call whose outputs and tensor arguments lie so; None where there is none."""
+    """The rule of a call with these placements of outputs and tensor arguments; None if there is none."""
     read = [[p] if isinstance(p, Sharded | Ragged) else [] for p in inputs]
     given = [[p] if isinstance(p, Sharded | Ragged) else [] for p in outputs]
-    rules = rules_of(Ways.of(node), num_ranks, read, given, plain=False)
+    rules = rules_of(Ways.from_node(node), num_ranks, read, given, plain=False)
     return next((rule for rule in rules if (rule.outputs, rule.inputs) == (outputs, inputs)), None)

@@ -1,4 +1,4 @@
-"""Operators that move elements: which dimension of a result is which of the source."""
+"""Operators that move elements: maps between dimensions of the source and of the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from zerofx.ir.facts import value
-from zerofx.ir.sharding.pattern import Moved, Pattern, along, linear, same_dims
+from zerofx.ir.sharding.pattern import DimMap, Pattern, linear, pair_patterns, same_dims
 from zerofx.ir.sharding.rule import Local, argument, dims_of, read_tensors, shape_of
 from zerofx.scheduler.plan.placements import Sharded
 
@@ -25,88 +25,88 @@ def _source_shape(node: fx.Node) -> tuple[int, ...]:
     return shape_of(read_tensors(node)[0])
 
 
-def _permuted(node: fx.Node, order: list[int]) -> list[Pattern]:
-    """``order`` has, for each dimension of the result, that of the source."""
-    return [*along(node, enumerate(order)), linear(node)]
+def _reorder(node: fx.Node, order: list[int]) -> list[Pattern]:
+    """Patterns of a permutation; ``order`` has, for each dimension of the result, that of the source."""
+    return [*pair_patterns(node, enumerate(order)), linear(node)]
 
 
-def transposed_matrix(node: fx.Node) -> list[Pattern]:
+def matrix_transpose(node: fx.Node) -> list[Pattern]:
     """The patterns of ``t``, the transpose of a matrix."""
-    return _permuted(node, list(range(len(_source_shape(node))))[::-1])
+    return _reorder(node, list(range(len(_source_shape(node))))[::-1])
 
 
-def transposed(node: fx.Node) -> list[Pattern]:
-    """The patterns of an operator in which two dimensions change places."""
+def transpose(node: fx.Node) -> list[Pattern]:
+    """The patterns of an operator that swaps two dimensions."""
     order = list(range(len(_source_shape(node))))
     first, second = (dims_of(argument(node, 1 + i, f"dim{i}"), len(order))[0] for i in range(2))
     order[first], order[second] = order[second], order[first]
-    return _permuted(node, order)
+    return _reorder(node, order)
 
 
-def permuted(node: fx.Node) -> list[Pattern]:
-    """The patterns of an operator that puts dimensions in another order."""
-    return _permuted(node, list(dims_of(argument(node, 1, "dims"), len(_source_shape(node)))))
+def permute(node: fx.Node) -> list[Pattern]:
+    """The patterns of an operator that reorders dimensions."""
+    return _reorder(node, list(dims_of(argument(node, 1, "dims"), len(_source_shape(node)))))
 
 
-def expanded(node: fx.Node) -> list[Pattern]:
-    """The patterns of an expansion: ranks share a dimension that is repeated too, as each repeats its part."""
+def expand(node: fx.Node) -> list[Pattern]:
+    """The patterns of an expansion; a repeated dimension can be sharded too, as each rank repeats for its part."""
     source, shape = _source_shape(node), tuple(value(node).shape)
     front = len(shape) - len(source)
     pairs = [(d, d - front if d >= front and source[d - front] == shape[d] else None) for d in range(len(shape))]
-    return [*along(node, pairs), linear(node)]
+    return [*pair_patterns(node, pairs), linear(node)]
 
 
-def with_dim(node: fx.Node) -> list[Pattern]:
-    """The patterns of an operator that puts one dimension in."""
+def unsqueeze(node: fx.Node) -> list[Pattern]:
+    """The patterns of an operator that inserts a dimension of size 1."""
     rank = len(_source_shape(node))
     dim = dims_of(argument(node, 1, "dim"), rank + 1)[0]
-    return [*along(node, [(d + (d >= dim), d) for d in range(rank)]), linear(node)]
+    return [*pair_patterns(node, [(d + (d >= dim), d) for d in range(rank)]), linear(node)]
 
 
-def without_dims(node: fx.Node) -> list[Pattern]:
-    """The patterns of an operator that leaves out dimensions of one place; others that it names stay."""
+def squeeze(node: fx.Node) -> list[Pattern]:
+    """The patterns of an operator that removes dimensions of size 1; of those it names, longer ones stay."""
     source = _source_shape(node)
     named = dims_of(argument(node, 1, "dim"), len(source))
     left = [d for d in range(len(source)) if d not in named or source[d] != 1]
-    return [*along(node, enumerate(left)), linear(node)]
+    return [*pair_patterns(node, enumerate(left)), linear(node)]
 
 
 def same_places(node: fx.Node) -> list[Pattern]:
-    """The patterns of a tensor under other strides that moves nothing, as they differ in dimensions of one place."""
+    """The patterns of ``as_strided`` that is an identity: strides differ in dimensions of size 1 only."""
     source, given = value(read_tensors(node)[0]), value(node)
     pairs = zip(given.shape, source.stride(), given.stride(), strict=True) if source.shape == given.shape else ()
     stays = source.shape == given.shape and source.storage_offset() == given.storage_offset()
     if not stays or any(size > 1 and old != new for size, old, new in pairs):
         return []
-    return [replace(pattern, local=_as_it_is) for pattern in (*same_dims(node), linear(node))]
+    return [replace(pattern, local=_identity_view) for pattern in (*same_dims(node), linear(node))]
 
 
-def _as_it_is(rank: Local) -> Any:
+def _identity_view(rank: Local) -> Any:
     return rank.call(_aten.view.default, rank.args[0], list(shape_of(rank.args[0])))
 
 
-def picked(node: fx.Node) -> list[Pattern]:
-    """The patterns of an operator that picks one place of a dimension, or all of them one by one."""
+def select(node: fx.Node) -> list[Pattern]:
+    """The patterns of an operator that takes one index of a dimension, or each of them (``unbind``)."""
     rank = len(_source_shape(node))
     dim = dims_of(argument(node, 1, "dim", 0), rank)[0]
     left = [d for d in range(rank) if d != dim]
-    return [*along(node, enumerate(left)), linear(node)]
+    return [*pair_patterns(node, enumerate(left)), linear(node)]
 
 
 def put_along(index: int) -> PatternsOf:
-    """The patterns of tensors, or one among zeros, that are put along a dimension of their own, an argument."""
+    """The patterns of ``stack`` and ``select_backward``, which insert the dimension in argument ``index``."""
 
     def patterns(node: fx.Node) -> list[Pattern]:
         rank = len(value(node).shape)
         dim = dims_of(argument(node, index, "dim", 0), rank)[0]
         left = [d for d in range(rank) if d != dim]
-        return [*along(node, [(d, number) for number, d in enumerate(left)]), linear(node)]
+        return [*pair_patterns(node, [(d, number) for number, d in enumerate(left)]), linear(node)]
 
     return patterns
 
 
 def cut_along(index: int) -> PatternsOf:
-    """The patterns of an operator that cuts or joins a dimension, which is an argument: all others may be sharded."""
+    """The patterns of an operator that cuts or joins the dimension in argument ``index``: the others can be sharded."""
 
     def patterns(node: fx.Node) -> list[Pattern]:
         rank = len(_source_shape(node))
@@ -116,8 +116,8 @@ def cut_along(index: int) -> PatternsOf:
 
 
 def whole_along(index: int) -> PatternsOf:
-    """The patterns of an operator that needs all of a dimension, which is an argument, and nothing of other rows: the
-    others may be sharded, where all tensors have them."""
+    """The patterns of an operator that works along the dimension in argument ``index``, for each row independently: the
+    others can be sharded, if all tensors have them."""
 
     def patterns(node: fx.Node) -> list[Pattern]:
         rank = len(_source_shape(node))
@@ -126,8 +126,8 @@ def whole_along(index: int) -> PatternsOf:
     return patterns
 
 
-def joined_dims(node: fx.Node) -> list[Pattern]:
-    """The patterns of tensors that are joined. Empty ones without dimensions, as caches begin with, are none."""
+def cat(node: fx.Node) -> list[Pattern]:
+    """The patterns of ``cat``; empty tensors of shape ``[0]``, as initial caches are, do not count."""
     shape, parts = tuple(value(node).shape), read_tensors(node)
     dim = dims_of(argument(node, 1, "dim", 0), len(shape))[0]
     joined_parts = [part for part in parts if shape_of(part) != (0,)]
@@ -138,13 +138,16 @@ def joined_dims(node: fx.Node) -> list[Pattern]:
     ]
 
 
-def reshaped(node: fx.Node) -> Moved:
-    """The same elements in the same order: what is sharded has as many elements before it, and as many after."""
+def reshape_map(node: fx.Node) -> DimMap:
+    """The map of a reshape: the sharded dimension keeps the number of elements before it and after it."""
     old, new = _source_shape(node), tuple(value(node).shape)
-    return Moved(lambda placement: _moved(placement, old, new), lambda placement: _moved(placement, new, old))
+    return DimMap(
+        lambda placement: _reshape_placement(placement, old, new),
+        lambda placement: _reshape_placement(placement, new, old),
+    )
 
 
-def _moved(placement: Sharded, old: tuple[int, ...], new: tuple[int, ...]) -> Sharded | None:
+def _reshape_placement(placement: Sharded, old: tuple[int, ...], new: tuple[int, ...]) -> Sharded | None:
     before, after = prod(old[: placement.dim]) * placement.groups, prod(old[placement.dim + 1 :])
     inner = old[placement.dim] // placement.groups * after  # elements of one run, all ranks' parts of it
     for dim, size in enumerate(new):
@@ -158,18 +161,18 @@ def _moved(placement: Sharded, old: tuple[int, ...], new: tuple[int, ...]) -> Sh
     return None
 
 
-def joined(node: fx.Node) -> Moved | None:
-    """Equal parts joined along a dimension: as many times the groups."""
+def cat_map(node: fx.Node) -> DimMap | None:
+    """The map of ``cat`` of equal parts: the number of groups is multiplied by the number of parts."""
     parts = read_tensors(node)
     dim = dims_of(argument(node, 1, "dim", 0), len(value(node).shape))[0]
     if len({shape_of(part) for part in parts}) != 1:
         return None
     num = len(parts)
-    return Moved(lambda p: _times(p, dim, num), lambda p: _parts(p, dim, num))
+    return DimMap(lambda p: _times(p, dim, num), lambda p: _parts(p, dim, num))
 
 
-def split(node: fx.Node) -> Moved | None:
-    """A dimension cut into equal parts: each has its share of the groups."""
+def split_map(node: fx.Node) -> DimMap | None:
+    """The map of a split into equal parts: each has its share of the groups."""
     shape, sizes = _source_shape(node), argument(node, 1, "split_size")
     dim = dims_of(argument(node, 2, "dim", 0), len(shape))[0]
     num = len(value(node))
@@ -181,11 +184,11 @@ def split(node: fx.Node) -> Moved | None:
         part = value(whole).shape[dim] // num
         return rank.call(node.target, whole, part if isinstance(sizes, int) else [part] * num, dim)
 
-    return Moved(lambda p: _parts(p, dim, num), lambda p: _times(p, dim, num), local)
+    return DimMap(lambda p: _parts(p, dim, num), lambda p: _times(p, dim, num), local)
 
 
-def sliced(node: fx.Node) -> Moved | None:
-    """Whole groups of a dimension (``slice``), or put back among zeros (``slice_backward``)."""
+def slice_map(node: fx.Node) -> DimMap | None:
+    """The map of ``slice``, of whole groups of a dimension, or of ``slice_backward``, which pads them with zeros."""
     is_backward = node.target is _aten.slice_backward.default
     shape = tuple(value(node).shape) if is_backward else _source_shape(node)
     dim = dims_of(argument(node, 1 + is_backward, "dim", 0), len(shape))[0]
@@ -197,13 +200,13 @@ def sliced(node: fx.Node) -> Moved | None:
         return None
     part = end - start
 
-    def inwards(placement: Sharded) -> Sharded | None:
+    def to_part(placement: Sharded) -> Sharded | None:
         run = size // placement.groups
         if placement.dim != dim or start % run or end % run:
             return None
         return Sharded(dim, part // run)
 
-    def outwards(placement: Sharded) -> Sharded | None:
+    def to_whole(placement: Sharded) -> Sharded | None:
         run = part // placement.groups
         if placement.dim != dim or part % placement.groups or size % run or start % run:
             return None
@@ -219,7 +222,7 @@ def sliced(node: fx.Node) -> Moved | None:
             return rank.call(node.target, rank.args[0], whole, dim, first, last, 1)
         return rank.call(node.target, rank.args[0], dim, first, last)
 
-    return Moved(outwards, inwards, local) if is_backward else Moved(inwards, outwards, local)
+    return DimMap(to_whole, to_part, local) if is_backward else DimMap(to_part, to_whole, local)
 
 
 def _times(placement: Sharded, dim: int, num: int) -> Sharded:
@@ -234,20 +237,20 @@ def _parts(placement: Sharded, dim: int, num: int) -> Sharded | None:
 
 PATTERNS: Mapping[str, PatternsOf] = MappingProxyType(
     {
-        "t": transposed_matrix,
-        "transpose": transposed,
-        "permute": permuted,
-        "expand": expanded,
-        "unsqueeze": with_dim,
+        "t": matrix_transpose,
+        "transpose": transpose,
+        "permute": permute,
+        "expand": expand,
+        "unsqueeze": unsqueeze,
         "as_strided": same_places,
-        "squeeze": without_dims,
-        "select": picked,
-        "unbind": picked,
+        "squeeze": squeeze,
+        "select": select,
+        "unbind": select,
         "select_backward": put_along(2),
         "stack": put_along(1),
         "slice": cut_along(1),
         "slice_backward": cut_along(2),
-        "cat": joined_dims,
+        "cat": cat,
         "split": cut_along(2),
         "split_with_sizes": cut_along(2),
         "view": lambda node: [linear(node)],
@@ -255,15 +258,15 @@ PATTERNS: Mapping[str, PatternsOf] = MappingProxyType(
         "reshape": lambda node: [linear(node)],
     }
 )
-MOVED: Mapping[str, Callable[[fx.Node], Moved | None]] = MappingProxyType(
+DIM_MAPS: Mapping[str, Callable[[fx.Node], DimMap | None]] = MappingProxyType(
     {
-        "view": reshaped,
-        "_unsafe_view": reshaped,
-        "reshape": reshaped,
-        "cat": joined,
-        "split": split,
-        "split_with_sizes": split,
-        "slice": sliced,
-        "slice_backward": sliced,
+        "view": reshape_map,
+        "_unsafe_view": reshape_map,
+        "reshape": reshape_map,
+        "cat": cat_map,
+        "split": split_map,
+        "split_with_sizes": split_map,
+        "slice": slice_map,
+        "slice_backward": slice_map,
     }
 )

@@ -1,13 +1,13 @@
-"""Attention whose queries are shared by tokens.
+"""Attention with queries sharded by tokens: context parallelism.
 
-Keys and values are whole on every rank, or lie by tokens too and are handed around (ring attention: 2310.01889): each
-rank computes its queries' attention to the keys that it has, hands these on while it does, and joins what it computed
-by the sums of exponentials; gradients of keys and values travel with them, and come home after a last hand.
+Keys and values are whole on every rank, or sharded by tokens too and passed around (ring attention: 2310.01889): each
+rank attends from its queries to the keys that it has, sends these on meanwhile, and merges the results by their
+log-sum-exps. Gradients of keys and values travel with them and return to their rank with a last shift.
 
-Where tokens see only those before them, ranks at the end would have the most to do. A dimension in groups has tokens
-from all along the sequence on every rank: of g groups, a rank's first part sees the first g-th of keys at most, its
-second part two of them, and so on, so that all ranks do the same, (g + 1) / 2g of what all pairs would take. Which
-pairs see each other at the ends of these is said by a mask, of positions that follow from the rank's number.
+With a causal mask, the last ranks would have the most work. A dimension sharded in groups gives every rank tokens from
+all along the sequence: of g groups, a rank's first part attends to at most the first g-th of the keys, its second part
+to two g-ths, and so on. All ranks do the same work, (g + 1) / 2g of that of all pairs. A mask, of positions computed
+from the rank's number, decides at the boundaries.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _TOKENS = 2  # the dimension, of queries, keys, values, results and sums of expo
 _GROUPS = 4  # of a sequence whose tokens see those before them: 5/8 of all pairs are computed, where 1/2 are needed
 
 
-def by_tokens(node: fx.Node) -> list[Pattern]:
-    """The ways to share a call by its queries' tokens."""
+def token_patterns(node: fx.Node) -> list[Pattern]:
+    """The ways to shard a call by its queries' tokens."""
     queries, keys, _ = (shape_of(source) for source in queries_and_keys(node))
     names, sources, outputs = tensor_names(node), read_tensors(node), results_of(node)
     num_tokens, causal, mask = queries[_TOKENS], bool(named_argument(node, "is_causal")), mask_name(node)
@@ -103,7 +103,7 @@ def _work(causal: bool, groups: int) -> float:
 
 @dataclass(frozen=True)
 class _Share:
-    """One rank's share of a call: writes calls about some of its queries and some of the keys that it has."""
+    """One rank's share of a call: writes calls for some of its queries and some of the keys that it has."""
 
     rank: Local
     given: Mapping[str, Any]  # arguments by name
@@ -112,7 +112,7 @@ class _Share:
     causal: bool
 
     @staticmethod
-    def of(rank: Local) -> _Share:
+    def from_rank(rank: Local) -> _Share:
         names = tensor_names(rank.node)
         lies = dict(zip(names, rank.rule.inputs, strict=True))
         by_query = tuple(n for n in names if n not in ("key", "value") and isinstance(lies[n], Sharded))
@@ -127,11 +127,11 @@ class _Share:
         """Tokens of this rank."""
         return shape_of(self.given["query"])[_TOKENS]
 
-    def attended(self, key: fx.Node, value: fx.Node, positions: fx.Node, seen: Sequence[int]) -> list[fx.Node]:
+    def attend(self, key: fx.Node, value: fx.Node, positions: fx.Node, seen: Sequence[int]) -> list[fx.Node]:
         """The call's results for all of this rank's queries, and keys at ``positions``.
 
-        Of the n-th part of its queries, the first ``seen[n]`` keys are looked at. Gradients of keys and values are
-        zero where nobody looks.
+        The n-th part of its queries attends to the first ``seen[n]`` keys. Keys and values that no query attends to
+        have zero gradients.
         """
         own, size = self.positions(self.rank.rank(), self.groups), self.num_tokens // self.groups
         parts = []
@@ -142,17 +142,17 @@ class _Share:
             if self.causal:
                 rows, columns = self._run(own, 0, start, start + size), self._run(positions, 0, 0, num_keys)
                 given[str(mask_name(self.rank.node))] = self._mask(rows, columns)
-            parts.append(self._called(given, size, num_keys))
+            parts.append(self._call(given, size, num_keys))
         results = parts[-1]
         for number in (0,) if is_backward(self.rank.node) else (0, 1):
-            results[number] = self._joined([part[number] for part in parts])
+            results[number] = self._cat([part[number] for part in parts])
         if is_backward(self.rank.node):
             for number in (1, 2):
-                results[number] = self._summed([part[number] for part in parts], shape_of(key)[_TOKENS])
+                results[number] = self._sum([part[number] for part in parts], shape_of(key)[_TOKENS])
         return results
 
     def positions(self, owner: fx.Node, groups: int) -> fx.Node:
-        """Where in the sequence the tokens of a rank are: int64, shape [tokens of a rank]."""
+        """Positions in the sequence of the tokens of a rank: int64, shape [tokens of a rank]."""
         rank, size = self.rank, self.num_tokens // groups
         local = rank.call(_aten.arange.default, self.num_tokens, device=tensor(self.given["query"]).device)
         if groups > 1:
@@ -161,7 +161,7 @@ class _Share:
         return rank.call(_aten.add.Tensor, local, rank.call(_aten.mul.Tensor, owner, size))
 
     def _mask(self, rows: fx.Node, columns: fx.Node) -> fx.Node:
-        """What is added to scores: where a key comes after a query, what leaves nothing of its exponential."""
+        """The additive causal mask: where a key comes after a query, a number whose exponential is 0."""
         rank, query = self.rank, tensor(self.given["query"])
         later = rank.call(
             _aten.gt.Tensor,
@@ -177,7 +177,7 @@ class _Share:
             return mask
         return rank.call(_aten.expand.default, mask, [*query.shape[:_TOKENS], *shape_of(mask)])
 
-    def _called(self, given: Mapping[str, Any], num_queries: int, num_keys: int) -> list[fx.Node]:
+    def _call(self, given: Mapping[str, Any], num_queries: int, num_keys: int) -> list[fx.Node]:
         sizes = {"max_q": num_queries, "max_k": num_keys}
         known = {name: size for name, size in sizes.items() if name in self.given}
         args, kwargs = arguments(self.rank.node, {**self.given, **known, **given, "is_causal": False})
@@ -190,11 +190,11 @@ class _Share:
             return node
         return self.rank.call(_aten.slice.Tensor, node, dim, start, stop)
 
-    def _joined(self, parts: list[fx.Node]) -> fx.Node:
+    def _cat(self, parts: list[fx.Node]) -> fx.Node:
         return parts[0] if len(parts) == 1 else self.rank.call(_aten.cat.default, parts, _TOKENS)
 
-    def _summed(self, parts: list[fx.Node], num_keys: int) -> fx.Node:
-        """The sum of gradients of keys, of which each part is about the first ones."""
+    def _sum(self, parts: list[fx.Node], num_keys: int) -> fx.Node:
+        """The sum of gradients of keys; each part has those of the first keys, and is padded with zeros."""
         total: fx.Node | None = None
         for part in reversed(parts):
             missing = num_keys - shape_of(part)[_TOKENS]
@@ -205,47 +205,47 @@ class _Share:
 
 
 def _attend(rank: Local) -> Any:
-    """With whole keys and values, of which each part of the queries sees those of its group and of all before it."""
-    share = _Share.of(rank)
+    """Attend to whole keys and values: each part of the queries to the keys of its group and of all groups before."""
+    share = _Share.from_rank(rank)
     key, value = share.given["key"], share.given["value"]
     num_keys = shape_of(key)[_TOKENS]
     positions = rank.call(_aten.arange.default, num_keys, device=tensor(key).device)
     seen = [(number + 1) * num_keys // share.groups for number in range(share.groups)]
-    return tuple(share.attended(key, value, positions, seen))
+    return tuple(share.attend(key, value, positions, seen))
 
 
 def _attend_in_ring(rank: Local) -> Any:
-    """With the keys and values of one rank after the other, each handed on while it is looked at."""
-    share = _Share.of(rank)
+    """Attend to the keys and values of one rank after the other, sending them on meanwhile."""
+    share = _Share.from_rank(rank)
     key, value, size = share.given["key"], share.given["value"], share.num_tokens // share.groups
     seen = [(number + 1) * size for number in range(share.groups)]
     joined: list[fx.Node] = []
     for hand in range(rank.num_ranks):
         owner = rank.call(_aten.remainder.Scalar, rank.call(_aten.sub.Tensor, rank.rank(), hand), rank.num_ranks)
-        under_way = [rank.handing_on(source) for source in (key, value)] if hand < rank.num_ranks - 1 else []
+        pending = [rank.start_shift(source) for source in (key, value)] if hand < rank.num_ranks - 1 else []
         if joined and is_backward(rank.node):
-            joined[1:3] = [rank.handed_on(rank.handing_on(total)) for total in joined[1:3]]
-        results = share.attended(key, value, share.positions(owner, share.groups), seen)
-        joined = (_added if is_backward(rank.node) else _weighed)(rank, joined, results)
-        if under_way:
-            key, value = map(rank.handed_on, under_way)
+            joined[1:3] = [rank.wait_shift(rank.start_shift(total)) for total in joined[1:3]]
+        results = share.attend(key, value, share.positions(owner, share.groups), seen)
+        joined = (_add_gradients if is_backward(rank.node) else _merge_attention)(rank, joined, results)
+        if pending:
+            key, value = map(rank.wait_shift, pending)
     if is_backward(rank.node):
-        joined[1:3] = [rank.handed_on(rank.handing_on(total)) for total in joined[1:3]]
+        joined[1:3] = [rank.wait_shift(rank.start_shift(total)) for total in joined[1:3]]
     dtypes = [whole.dtype if whole is not None else None for whole in results_of(rank.node)]
-    return tuple(_as(rank, node, dtype) for node, dtype in zip(joined, dtypes, strict=True))
+    return tuple(_cast(rank, node, dtype) for node, dtype in zip(joined, dtypes, strict=True))
 
 
-def _added(rank: Local, joined: list[fx.Node], results: list[fx.Node]) -> list[fx.Node]:
-    """Gradients so far, and those of other keys: float32 at least, as many are added up."""
-    wide = [_as(rank, node, _wide(tensor(node).dtype)) for node in results[:3]]
+def _add_gradients(rank: Local, joined: list[fx.Node], results: list[fx.Node]) -> list[fx.Node]:
+    """Add the gradients from other keys to those so far, in float32 at least, as there are many terms."""
+    wide = [_cast(rank, node, _wide(tensor(node).dtype)) for node in results[:3]]
     if joined:
         wide = [rank.call(_aten.add.Tensor, *both) for both in zip(joined[:3], wide, strict=True)]
     return [*wide, *results[3:]]
 
 
-def _weighed(rank: Local, joined: list[fx.Node], results: list[fx.Node]) -> list[fx.Node]:
-    """Attention to keys so far, and to others, each by its part of the sum of all exponentials: float32 at least."""
-    results = [_as(rank, results[0], _wide(tensor(results[0]).dtype)), *results[1:]]
+def _merge_attention(rank: Local, joined: list[fx.Node], results: list[fx.Node]) -> list[fx.Node]:
+    """Merge attention to the keys so far with that to others, weighted by their log-sum-exps, in float32 at least."""
+    results = [_cast(rank, results[0], _wide(tensor(results[0]).dtype)), *results[1:]]
     if not joined:
         return results
     total = rank.call(_aten.logaddexp.default, joined[1], results[1])
@@ -259,11 +259,11 @@ def _weighed(rank: Local, joined: list[fx.Node], results: list[fx.Node]) -> list
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What values of ``dtype`` are added up in."""
+    """The dtype in which values of ``dtype`` are accumulated."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _as(rank: Local, node: fx.Node, dtype: torch.dtype | None) -> fx.Node:
+def _cast(rank: Local, node: fx.Node, dtype: torch.dtype | None) -> fx.Node:
     if dtype is None or tensor(node).dtype is dtype:
         return node
     return rank.call(_aten._to_copy.default, node, dtype=dtype)
