@@ -210,13 +210,13 @@ def _body(
         for border in (loop.begin, loop.end)
     )
     numbered = list(enumerate(instructions))
-    inside, given = set(loop.inside()), {before for before, _ in loop.carried}
+    inside, given = set(loop.body()), {before for before, _ in loop.carries}
     for index in range(begin, end):
         # What all rounds read is held until the last is over; what each is given, the one before has made for it.
         held = [node for node in last.get(index, ()) if node not in inside and (node not in given or index == begin)]
         last[index] = [node for node in last.get(index, ()) if node not in held]
         last.setdefault(end, []).extend(held)
-    after = {**names, **{after: names[before] for before, after in loop.carried}}
+    after = {**names, **{after: names[before] for before, after in loop.carries}}
     parts = [node for node in step.placeholders(Role.INPUT) if times_held(step, node) > 1]
     lists = dict.fromkeys(node for node in returned if node in inside or node in parts)
     list_names = {node: _unlike(f"{names[node]}_of_each", names.values()) for node in lists}
@@ -225,7 +225,7 @@ def _body(
         _taken(parts, names),
         tuple(_lines(step, numbered[begin + 1 : end], live, functions, names, last)),
         tuple((list_names[node], names[node]) for node in lists),
-        tuple((names[first], names[second]) for first, second in loop.carried),
+        tuple((names[first], names[second]) for first, second in loop.carries),
     )
     over = [after[node] for node in last.get(end, ())]
     after |= list_names  # what ends a step early gives what it would have given

@@ -68,7 +68,7 @@ class Repeated:
     """The lines of a loop: ``for turn in range(num_rounds):``, over the micro-batches between the first and the last.
 
     ``batch``: what each round takes from the step's arguments, as in ``StepFile``, from under the key with the round's
-    number. ``lists``: what each round appends to a list of its own, by the list's name. ``carried``: each round ends
+    number. ``lists``: what each round appends to a list of its own, by the list's name. ``carries``: each round ends
     with ``before = after; del after``, which the next one begins with.
     """
 

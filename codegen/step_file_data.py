@@ -17,7 +17,7 @@ import torch
 
 from zerofx.codegen.step_file import ITEM, RESERVED, RUNTIME, CallLine, Line, RegionCall, RegionText, Repeated, StepFile
 from zerofx.ir import ops
-from zerofx.ir.serialise import NAMESPACES, Name, decoded, encoded, named_operator
+from zerofx.ir.serialise import NAMESPACES, Name, decode, encode, find_operator
 
 # The methods of the runtime that a file may call.
 EVENTS = frozenset(RUNTIME + str(getattr(event, "__name__")).partition(".")[0] for event in ops.EVENTS)  # noqa: B009
@@ -106,8 +106,8 @@ def _names_in(arguments: Iterable[Any]) -> Iterator[str]:
 
 
 def _call_data(call: CallLine) -> list[Any]:
-    args = [encoded(argument) for argument in call.args]
-    keywords = [[key, encoded(argument)] for key, argument in call.keywords]
+    args = [encode(argument) for argument in call.args]
+    keywords = [[key, encode(argument)] for key, argument in call.keywords]
     return [call.function, args, keywords, call.targets, call.unpacks, call.dead, call.note]
 
 
@@ -152,10 +152,10 @@ def _call_of(data: list[Any]) -> CallLine:
     if (function == ITEM and len(args) != 2) or (not function and (args or keywords or targets)):
         raise ValueError(f"expected a call, found {data!r}")
     if function and function != ITEM and function not in EVENTS:
-        named_operator(function, NAMESPACES)
-    arguments = tuple((Name(key).text, decoded(argument)) for key, argument in keywords)
+        find_operator(function, NAMESPACES)
+    arguments = tuple((Name(key).text, decode(argument)) for key, argument in keywords)
     return CallLine(
-        function, tuple(map(decoded, args)), arguments, _names(targets), bool(unpacks), _names(dead), _note(note)
+        function, tuple(map(decode, args)), arguments, _names(targets), bool(unpacks), _names(dead), _note(note)
     )
 
 

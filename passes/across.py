@@ -35,8 +35,8 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.collective_axes import over
-from zerofx.ir.edit import after, end_of_unit, insert_call, named, past_what_goes_first
+from zerofx.ir.collective_axes import axes_argument
+from zerofx.ir.edit import end_of_unit, insert_call, node_named, skip_getitems, skip_releases
 from zerofx.ir.facts import Job, Origin, Phase, Task, set_task, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.lib.reduced_gradients import divisors, own_slice
@@ -54,7 +54,7 @@ class Across:
     name: str = "across"
 
     def run(self, step: StepGraph, plan: Plan) -> None:
-        by_name = step.by_name()
+        by_name = step.nodes_by_name()
         decided = [(self.layout.buckets[decision.bucket], decision) for decision in plan.reduces]
         for bucket, decision in decided:
             if bucket.crosses != (decision.crossed_after != ""):
@@ -71,7 +71,7 @@ class Across:
             cross = started[bucket.index]
 
             def place(name: str | None, cross: fx.Node = cross) -> fx.Node:
-                node = step.output.prev if name is None else end_of_unit(step, after(named(by_name, name)))
+                node = step.output.prev if name is None else end_of_unit(step, skip_getitems(node_named(by_name, name)))
                 return max(node, cross, started_after.get(name, cross))  # nodes compare by their place in the graph
 
             _finish(step, plan, bucket, sums[bucket.index], cross, decision, place)
@@ -95,7 +95,8 @@ def _start(step: StepGraph, plan: Plan, bucket: Bucket, total: fx.Node) -> fx.No
             insert_call(step.graph, _aten.div_.Tensor, (total, first), where)
         started = insert_call(
             step.graph, ops.reduce_scatter_into if in_slice else ops.reduce_scatter,
-            (total, bucket.index, num_replicas), where, dict(over(bucket.crossed_over)), name=f"cross_{bucket.index}",
+            (total, bucket.index, num_replicas), where, dict(axes_argument(bucket.crossed_over)),
+            name=f"cross_{bucket.index}",
             fake=step.fake_view(total, size, (1,), 0) if in_slice else step.fake(size, dtype),
         )  # fmt: skip
     return set_task(started, Task(Job.CROSSING, bucket.index))
@@ -114,17 +115,17 @@ def _finish(
     ``decision`` comes after."""
     graph, where, index = step.graph, Origin(bucket.name, Phase.UPDATE), bucket.index
     rest = divisors(tensor(total).dtype, bucket.mesh.size(bucket.crossed_over))[1]
-    with graph.inserting_before(past_what_goes_first(place(decision.crossed_after)).next):
+    with graph.inserting_before(skip_releases(place(decision.crossed_after)).next):
         result = part = insert_call(graph, ops.wait, (cross, total), where, name=f"part_grad_{index}")
         if rest != 1:
             insert_call(graph, _aten.div_.Tensor, (part, rest), where)
         if _stays_in_slice(plan, bucket):
-            args, how = (total, part, index), dict(over(bucket.crossed_over))
+            args, how = (total, part, index), dict(axes_argument(bucket.crossed_over))
             result = insert_call(graph, ops.all_gather_into, args, where, how, name=f"gather_cross_{index}")
     if result is not part:
         waits = bucket.is_cut(plan.stage) and decision.gathered_after != ""
         anchor = max(result, place(decision.gathered_after)) if waits else result
-        with graph.inserting_before(past_what_goes_first(anchor).next):
+        with graph.inserting_before(skip_releases(anchor).next):
             result = insert_call(graph, ops.wait, (result,), where, name=f"slice_grad_{index}")
     whole = step.reduced[index]
     if whole is total:

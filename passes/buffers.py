@@ -17,7 +17,7 @@ import torch
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs, storage_source
-from zerofx.ir.edit import after, consumers, insert_call
+from zerofx.ir.edit import consumers, insert_call, skip_getitems
 from zerofx.ir.facts import Origin, Phase, Role, origin, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.plan import Plan
@@ -39,7 +39,7 @@ class Buffers:
         for name, value in mutations.items():
             buffer = buffers[name]
             last = max([value, *consumers(buffer)], key=order.__getitem__)
-            with step.graph.inserting_before(after(last).next):
+            with step.graph.inserting_before(skip_getitems(last).next):
                 insert_call(step.graph, torch.ops.aten.copy_.default, (buffer, value), origin(value))
         if changed and plan.num_ranks > 1:
             with step.graph.inserting_after(step.last_placeholder()):

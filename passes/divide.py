@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.errors import PlanError
-from zerofx.ir.edit import after, named
+from zerofx.ir.edit import node_named, skip_getitems
 from zerofx.ir.facts import Phase, origin, set_piece
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.decisions import PieceDecision
@@ -41,9 +41,9 @@ def divide(step: StepGraph, pieces: Sequence[PieceDecision]) -> None:
     Raises:
         PlanError: the graph has no node of a name that a piece begins or ends with, or has them the other way round.
     """
-    by_name = step.by_name()
+    by_name = step.nodes_by_name()
     spans = [
-        (piece.name, phase, named(by_name, first), named(by_name, last))
+        (piece.name, phase, node_named(by_name, first), node_named(by_name, last))
         for piece in pieces
         for phase, first, last in (
             (Phase.FORWARD, piece.first, piece.last),
@@ -59,7 +59,7 @@ def divide(step: StepGraph, pieces: Sequence[PieceDecision]) -> None:
             )
     for name, phase, first, last in spans:
         node: fx.Node = first
-        end = after(last).next  # outputs stay with their operator, so that nothing is put between them
+        end = skip_getitems(last).next  # outputs stay with their operator, so that nothing is put between them
         while node is not end:
             if node.op == "call_function" and origin(node).phase is phase:
                 set_piece(node, name)

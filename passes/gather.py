@@ -33,8 +33,8 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.collective_axes import over
-from zerofx.ir.edit import after, consumers, end_of_unit, insert_call, named, read_instead, start_of_unit
+from zerofx.ir.collective_axes import axes_argument
+from zerofx.ir.edit import consumers, end_of_unit, insert_call, node_named, read_instead, skip_getitems, start_of_unit
 from zerofx.ir.facts import DEVICE, Job, Origin, Role, Task, origin, placeholder, set_task, set_tier, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.decisions import GatherDecision
@@ -50,7 +50,7 @@ class Gather:
 
     def run(self, step: StepGraph, plan: Plan) -> None:
         order = step.positions()
-        by_name = step.by_name()
+        by_name = step.nodes_by_name()
         whole: dict[int, fx.Node] = {}
         shards: dict[int, fx.Node] = {}
         for shard in step.placeholders(Role.SHARD):
@@ -64,7 +64,7 @@ class Gather:
                 raise PlanError(
                     f"the plan gives bucket {decision.bucket}, which is there whole, a residency: {decision}"
                 )
-            first, last = (named(by_name, name) for name in (decision.first, decision.last))
+            first, last = (node_named(by_name, name) for name in (decision.first, decision.last))
             inside = [n for n in reads[decision.bucket] if order[first] <= order[n] <= order[last]]
             reads[decision.bucket] = [n for n in reads[decision.bucket] if n not in inside]
             if not inside:
@@ -103,7 +103,8 @@ def _add_residency(
             full = _bring_up(graph, bucket, number, decision, shard, where)
         if bucket.num_ranks > 1:
             pending = insert_call(
-                graph, ops.all_gather, (full, bucket.index, bucket.num_ranks), where, dict(over(bucket.gathered_over)),
+                graph, ops.all_gather, (full, bucket.index, bucket.num_ranks), where,
+                dict(axes_argument(bucket.gathered_over)),
                 name=f"gather_{number}",
                 fake=step.fake((bucket.numel,), bucket.compute_dtype),
             )  # fmt: skip
@@ -114,7 +115,7 @@ def _add_residency(
     clones = {whole: full}
     for node in reads:
         read_instead(node, whole, clones)
-    with graph.inserting_after(end_of_unit(step, after(reads[-1]))):
+    with graph.inserting_after(end_of_unit(step, skip_getitems(reads[-1]))):
         insert_call(graph, ops.release, (full,), Origin(bucket.name, origin(reads[-1]).phase))
 
 

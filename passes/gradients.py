@@ -28,7 +28,7 @@ from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs
 from zerofx.ir.buckets import BucketLayout
-from zerofx.ir.edit import consumers, end_of_unit, insert_call, named, start_of_unit
+from zerofx.ir.edit import consumers, end_of_unit, insert_call, node_named, start_of_unit
 from zerofx.ir.facts import DEVICE, Origin, Phase, set_tier
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import borders, hand_on
@@ -45,7 +45,7 @@ class Gradients:
     name: str = "gradients"
 
     def run(self, step: StepGraph, plan: Plan) -> None:
-        by_name = step.by_name()
+        by_name = step.nodes_by_name()
         empty = {node.args[0]: node for node in step.calls() if node.target is ops.empty_gradients}
         for decision in plan.gradients:
             _check(step, decision, [index for index in empty if isinstance(index, int)])
@@ -69,12 +69,14 @@ class Gradients:
                 args = (current, decision.tier)
                 down = insert_call(step.graph, ops.offload, args, where, name=f"offload_{current.name}")
                 set_tier(down, decision.tier)
-            with step.graph.inserting_after(max(down, end_of_unit(step, named(by_name, free)))):
+            with step.graph.inserting_after(max(down, end_of_unit(step, node_named(by_name, free)))):
                 stored = insert_call(step.graph, ops.wait, (down, current), where, name=f"stored_{current.name}")
                 set_tier(stored, decision.tier)
             # A view may stand at the end of the run before its own, which an event of another bucket then ends.
             back = min(start_of_unit(step, first), *users)
-            with step.graph.inserting_before(min(back, max(stored.next, start_of_unit(step, named(by_name, reload))))):
+            with step.graph.inserting_before(
+                min(back, max(stored.next, start_of_unit(step, node_named(by_name, reload))))
+            ):
                 up = insert_call(step.graph, ops.reload, (stored,), where, name=f"reload_{current.name}")
             with step.graph.inserting_before(back):
                 again = insert_call(step.graph, ops.wait, (up, stored), where, name=f"{buffer.name}_again_{number}")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.edit import named, start_of_unit
+from zerofx.ir.edit import node_named, start_of_unit
 from zerofx.ir.facts import Job, Task
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.decisions import GatherDecision
@@ -34,14 +34,14 @@ class Prefetch:
     name: str = "prefetch"
 
     def run(self, step: StepGraph, plan: Plan) -> None:
-        by_name, tasks = step.by_name(), step.tasks()
+        by_name, tasks = step.nodes_by_name(), step.tasks()
         order = step.positions()
         for number, decision in enumerate(plan.gathers):
             for job, place in _places(decision):
                 node = tasks.get(Task(job, number))
                 if node is None:
                     continue
-                before = start_of_unit(step, named(by_name, place))
+                before = start_of_unit(step, node_named(by_name, place))
                 if order[before] < order[node]:
                     source = node.args[0]
                     assert isinstance(source, fx.Node)

@@ -57,8 +57,8 @@ from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.aliasing import aliased_input, is_view, storage_source
 from zerofx.ir.buckets import Bucket, BucketLayout, Slot
-from zerofx.ir.collective_axes import over
-from zerofx.ir.edit import after, consumers, end_of_unit, insert_call, named, past_what_goes_first, start_of_unit
+from zerofx.ir.collective_axes import axes_argument
+from zerofx.ir.edit import consumers, end_of_unit, insert_call, node_named, skip_getitems, skip_releases, start_of_unit
 from zerofx.ir.facts import Job, Origin, Phase, Task, is_random, origin, set_task
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import borders
@@ -81,7 +81,7 @@ class Reduce:
 
     def run(self, step: StepGraph, plan: Plan) -> None:
         order, shares = step.positions(), step.gradients_by_body
-        by_name, ends = step.by_name(), [*borders(step), step.output]
+        by_name, ends = step.nodes_by_name(), [*borders(step), step.output]
         tails = _Tails()
         decided = {decision.bucket: decision for decision in plan.reduces}
         buffers: dict[int, list[fx.Node]] = {}
@@ -110,7 +110,7 @@ class Reduce:
         }
 
         def place(node_name: str | None, body: int = -1) -> fx.Node:
-            return end_of_unit(step, tails.after(named(by_name, node_name))) if node_name else ends[body].prev
+            return end_of_unit(step, tails.after(node_named(by_name, node_name))) if node_name else ends[body].prev
 
         for decision in plan.reduces:
             bucket = self.layout.buckets[decision.bucket]
@@ -158,7 +158,7 @@ class _Tails:
     def after(self, node: fx.Node) -> fx.Node:
         anchor = node.args[0] if node.target is operator.getitem else node
         assert isinstance(anchor, fx.Node)
-        return self._last.setdefault(anchor, after(anchor))
+        return self._last.setdefault(anchor, skip_getitems(anchor))
 
     def add(self, node: fx.Node, added: fx.Node) -> None:
         anchor = node.args[0] if node.target is operator.getitem else node
@@ -235,7 +235,7 @@ def _put_off(step: StepGraph, gradient: fx.Node, others: list[fx.Node], buffer_b
     ):
         end.append(gradient)
     elif order[last] > order[gradient] and all(order[node] > order[last] for node in (*gradient.users, *others)):
-        after(last).append(gradient)
+        skip_getitems(last).append(gradient)
 
 
 def _held_and_left(nodes: list[fx.Node]) -> tuple[int, int]:
@@ -277,7 +277,7 @@ def _issue(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, body: i
         started = insert_call(
             step.graph, ops.reduce_scatter_into if in_buffer else ops.reduce_scatter,
             (buffer, bucket.index, bucket.num_reduced),
-            Origin(bucket.name, Phase.BACKWARD), dict(over(bucket.reduced_over)),
+            Origin(bucket.name, Phase.BACKWARD), dict(axes_argument(bucket.reduced_over)),
             name=_name(f"reduce_{bucket.index}", body or 0),
             fake=step.fake_view(buffer, size, (1,), 0) if in_buffer else step.fake(size, dtype),
         )  # fmt: skip
@@ -296,7 +296,7 @@ def _add(
 ) -> fx.Node:
     """Await a body's reduction after ``anchor``, and add it to the ``partial`` sum of this rank's slices, if any."""
     where = Origin(bucket.name, Phase.BACKWARD)
-    with step.graph.inserting_before(past_what_goes_first(max(anchor, started)).next):
+    with step.graph.inserting_before(skip_releases(max(anchor, started)).next):
         grad = _average(step, bucket, buffer, started, where, body)
         if partial is not None:
             insert_call(step.graph, _aten.add_.Tensor, (partial, grad), where)
@@ -329,10 +329,10 @@ def _finish(
     Returns the result, or where all ranks update with all of it the started gather of the sum.
     """
     where = Origin(bucket.name, Phase.UPDATE)
-    with step.graph.inserting_before(past_what_goes_first(max(anchor, started)).next):
+    with step.graph.inserting_before(skip_releases(max(anchor, started)).next):
         grad = set_task(_average(step, bucket, buffer, started, where), Task(Job.GRADIENT, bucket.index))
         if not bucket.is_cut(plan.stage):
-            args, how = (buffer, grad, bucket.index), dict(over(bucket.reduced_over))
+            args, how = (buffer, grad, bucket.index), dict(axes_argument(bucket.reduced_over))
             return insert_call(step.graph, ops.all_gather_into, args, where, how, name=f"gather_grad_{bucket.index}")
         return grad if partial is None else insert_call(step.graph, _aten.add_.Tensor, (partial, grad), where)
 
@@ -368,7 +368,7 @@ def _await_sums(step: StepGraph, plan: Plan, layout: BucketLayout, place: Callab
         elif decision.gathered_after != "":
             earlier.append(place(decision.gathered_after))
         bucket = layout.buckets[decision.bucket]
-        with step.graph.inserting_after(past_what_goes_first(max(earlier))):
+        with step.graph.inserting_after(skip_releases(max(earlier))):
             where = Origin(bucket.name, Phase.UPDATE)
             awaited.append(insert_call(step.graph, ops.wait, (gather,), where, name=f"full_grad_{bucket.index}"))
         step.reduced[bucket.index] = awaited[-1]

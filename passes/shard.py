@@ -25,7 +25,7 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.collective_axes import over
+from zerofx.ir.collective_axes import axes_argument
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import DEVICE, Origin, Phase, Placeholder, Role, placeholder, set_tier, tier_of
 from zerofx.ir.graph import StepGraph
@@ -77,10 +77,10 @@ def parameter_tier(plan: Plan, bucket: Bucket) -> Tier:
     """
     decisions = of_bucket(plan.parameters, bucket.index)
     tier = next((tier for tier in TIERS if decisions and tier == decisions[0].tier), DEVICE)
-    if decisions and (len(decisions) > 1 or tier == DEVICE or bucket.held_at(plan.stage) != 3):
+    if decisions and (len(decisions) > 1 or tier == DEVICE or bucket.effective_stage(plan.stage) != 3):
         raise PlanError(
             f"expected at most one decision about the parameters of {bucket.name}, with tier host or nvme and at stage "
-            f"3; found {decisions} at stage {bucket.held_at(plan.stage)}: make the plan anew"
+            f"3; found {decisions} at stage {bucket.effective_stage(plan.stage)}: make the plan anew"
         )
     return tier
 
@@ -110,6 +110,6 @@ def _gather_at_start(step: StepGraph, bucket: Bucket, shard: fx.Node) -> fx.Node
             if bucket.num_ranks == 1:
                 return up
 
-        args, how = (up, bucket.index, bucket.num_ranks), dict(over(bucket.gathered_over))
+        args, how = (up, bucket.index, bucket.num_ranks), dict(axes_argument(bucket.gathered_over))
         pending = insert_call(step.graph, ops.all_gather, args, where, how, fake=whole)
         return insert_call(step.graph, ops.wait, (pending,) if up is shard else (pending, up), where)

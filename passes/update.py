@@ -140,7 +140,7 @@ class _Known:
     def before(step: StepGraph) -> _Known:
         """Those of ``step`` as it is before the first update."""
         placeholders = {(placeholder(node).role, placeholder(node).bucket): node for node in step.placeholders()}
-        return _Known(step.by_name(), placeholders)
+        return _Known(step.nodes_by_name(), placeholders)
 
     def of(self, role: Role, bucket: Bucket) -> fx.Node | None:
         """A bucket's placeholder, if there is one."""

@@ -271,7 +271,7 @@ def _check_loop(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
     if loop is None:
         return
     begin, end = order[loop.begin], order[loop.end]
-    given, handed_on = ({storage_source(node)[0] for node in nodes} for nodes in zip(*loop.carried, strict=True))
+    given, handed_on = ({storage_source(node)[0] for node in nodes} for nodes in zip(*loop.carries, strict=True))
     for owner in {storage_source(source)[0] for node in step.calls() for source in node.all_input_nodes}:
         if owner.op != "call_function":
             continue

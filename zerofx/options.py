@@ -345,7 +345,7 @@ class CompileOptions:
         """
         from zerofx.ir.casts import Casts  # as above
 
-        return Casts.of(model, self.compute_dtype, self.precision.keep_fp32)
+        return Casts.from_model(model, self.compute_dtype, self.precision.keep_fp32)
 
 
 def check_options(stage: int = 3, **given: Unpack[CompileKeywords]) -> CompileOptions:

@@ -71,6 +71,6 @@ def traced(hidden: int, heads: int, batch: int, *, sequence: int, depth: int = 3
     with torch.device("meta"):
         model = Megatron(hidden, heads, sequence, depth, vocabulary)
         ids = torch.empty(sequence, batch, dtype=torch.long)
-    step = capture(model, Batch.of((ids,), {}), compute_dtype=torch.bfloat16)
+    step = capture(model, Batch.from_call((ids,), {}), compute_dtype=torch.bfloat16)
     simplify(step)
     return step

@@ -30,14 +30,14 @@ from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs, storage_source, tensors_of
 from zerofx.ir.edit import (
-    after,
     consumers,
     end_of_unit,
     erase_unread,
     insert_call,
     is_view_of,
-    named,
+    node_named,
     read_instead,
+    skip_getitems,
     start_of_unit,
 )
 from zerofx.ir.facts import DEVICE, Origin, Phase, origin, set_tier, tensor
@@ -86,7 +86,7 @@ def _places(step: StepGraph, decisions: Sequence[OffloadDecision]) -> list[_Plac
         PlanError: one cannot be carried out.
     """
     order = step.positions()
-    by_name = step.by_name()
+    by_name = step.nodes_by_name()
     places = [_place(step, decision, order, by_name) for decision in decisions]
     twice = {place.value for place in places}
     if len(twice) < len(places):
@@ -97,7 +97,7 @@ def _places(step: StepGraph, decisions: Sequence[OffloadDecision]) -> list[_Plac
 def _place(
     step: StepGraph, decision: OffloadDecision, order: dict[fx.Node, int], by_name: dict[str, fx.Node]
 ) -> _Place:
-    node = named(by_name, decision.value)
+    node = node_named(by_name, decision.value)
     if decision.tier == DEVICE or decision.tier not in TIERS:
         raise PlanError(
             f"expected {decision.value} to be offloaded to host or nvme, found tier {decision.tier!r}: make the plan "
@@ -115,9 +115,9 @@ def _place(
         decision,
         node,
         tuple(backward),
-        issue=end_of_unit(step, after(last), by_piece=True),
-        free=end_of_unit(step, after(named(by_name, decision.free_after)), by_piece=True),
-        reload=start_of_unit(step, named(by_name, decision.reload_before), by_piece=True),
+        issue=end_of_unit(step, skip_getitems(last), by_piece=True),
+        free=end_of_unit(step, skip_getitems(node_named(by_name, decision.free_after)), by_piece=True),
+        reload=start_of_unit(step, node_named(by_name, decision.reload_before), by_piece=True),
         first=start_of_unit(step, backward[0], by_piece=True),
     )
     if not order[place.issue] <= order[place.free] < order[place.reload] <= order[place.first]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.errors import PlanError
-from zerofx.ir.edit import after, consumers, erase_unread, named, read_instead, start_of_unit
+from zerofx.ir.edit import consumers, erase_unread, node_named, read_instead, skip_getitems, start_of_unit
 from zerofx.ir.facts import Origin, Phase, Role, is_alike, origin, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.activations.offload import refusal
@@ -49,8 +49,8 @@ def spread(step: StepGraph, decisions: Sequence[SpreadDecision], num_parts: int)
     Raises:
         PlanError: a value cannot be kept so.
     """
-    order, by_name = step.positions(), step.by_name()
-    values = [named(by_name, decision.value) for decision in decisions]
+    order, by_name = step.positions(), step.nodes_by_name()
+    values = [node_named(by_name, decision.value) for decision in decisions]
     for value in values:
         if not can_be_spread(value, num_parts):
             raise PlanError(
@@ -77,7 +77,7 @@ def _spread(step: StepGraph, value: fx.Node, num_parts: int, order: dict[fx.Node
     backward = [reader for reader in readers if origin(reader).phase is Phase.BACKWARD]
     last = next(reader for reader in reversed(readers) if origin(reader).phase is Phase.FORWARD)
     shape, graph = list(tensor(value).shape), step.graph
-    with graph.inserting_before(after(last).next):
+    with graph.inserting_before(skip_getitems(last).next):
         local = LocalGraph(graph, num_parts, rank, None, Origin(origin(last).layer, Phase.FORWARD))
         flat = local.viewed(value, [tensor(value).numel()])
         part = local.converted(flat, REPLICATED, Sharded(0))

@@ -7,7 +7,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.buckets import BucketLayout
-from zerofx.ir.collective_axes import over
+from zerofx.ir.collective_axes import axes_argument
 from zerofx.ir.edit import consumers, end_of_unit, insert_call
 from zerofx.ir.facts import Origin, Phase
 from zerofx.ir.graph import StepGraph
@@ -42,6 +42,6 @@ def of_all_ranks(step: StepGraph, plan: Plan, number: fx.Node, what: str) -> fx.
         return number
     where = Origin("", Phase.UPDATE)
     args = (number, ops.NO_BUCKET, plan.num_ranks)
-    how = dict(over(plan.mesh.world))
+    how = dict(axes_argument(plan.mesh.world))
     gather = insert_call(step.graph, ops.all_gather, args, where, how, name=f"gather_{what}")
     return insert_call(step.graph, ops.wait, (gather,), where, name=f"{what}_of_ranks")

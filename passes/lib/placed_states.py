@@ -47,7 +47,7 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.edit import consumers, insert_call, named, start_of_unit
+from zerofx.ir.edit import consumers, insert_call, node_named, start_of_unit
 from zerofx.ir.facts import DEVICE, Origin, Phase, set_tier, tensor, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import ends_of
@@ -138,13 +138,13 @@ class PlacedStates:
         if not away or self.at_once:
             return
         if decision is not None and decision.reload is not None:
-            start = start_of_unit(step, named(by_name, decision.reload))
+            start = start_of_unit(step, node_named(by_name, decision.reload))
         elif start is None:
             start = _start_of_reduction(step, bucket)
         if free is not None:
             start = max(start, free.next)  # nodes compare by their place in the graph
         if decision is not None and decision.read is not None and self._target == DEVICE:
-            first = start_of_unit(step, named(by_name, decision.read))
+            first = start_of_unit(step, node_named(by_name, decision.read))
             with step.graph.inserting_before(first if free is None else max(first, free.next)):
                 on_nvme = {name: node for name, node in away.items() if tier_of(node) == "nvme"}
                 reads = {name: self._copy(node, HOST, f"{node.name}_read") for name, node in on_nvme.items()}

@@ -9,7 +9,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket
-from zerofx.ir.collective_axes import over
+from zerofx.ir.collective_axes import axes_argument
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase, Placeholder, Role
 from zerofx.ir.graph import StepGraph
@@ -70,7 +70,7 @@ def start(step: StepGraph, bucket: Bucket, levels: Sequence[RisingGather]) -> li
         return []
     first, *rest = levels
     where, args = Origin(bucket.name, Phase.UPDATE), (first.into, first.own, bucket.index)
-    node = insert_call(step.graph, ops.all_gather_into, args, where, dict(over(first.axes)), name=first.name)
+    node = insert_call(step.graph, ops.all_gather_into, args, where, dict(axes_argument(first.axes)), name=first.name)
     return [Rising(bucket, node, tuple(rest))]
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.errors import PlanError
-from zerofx.ir.edit import named
+from zerofx.ir.edit import node_named
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.decisions import OverlapDecision
 
@@ -39,11 +39,11 @@ def overlap(step: StepGraph, overlaps: tuple[OverlapDecision, ...]) -> None:
     Raises:
         PlanError: a decision is about a node that the graph has not, or one would stand before what it reads.
     """
-    by_name = step.by_name()
+    by_name = step.nodes_by_name()
     for decision in overlaps:
-        place = named(by_name, decision.before)
+        place = node_named(by_name, decision.before)
         for name in decision.nodes:
-            place.prepend(named(by_name, name))
+            place.prepend(node_named(by_name, name))
     seen: set[fx.Node] = set()
     for node in step.graph.nodes:
         early = next((read for read in node.all_input_nodes if read not in seen), None)

@@ -77,7 +77,7 @@ def partition(step: StepGraph, shardings: tuple[ShardingDecision, ...], num_part
         PlanError: a decision is about a node that the graph has not, or is none that its operator allows.
     """
     decided = {decision.node: decision for decision in shardings}
-    missing = decided.keys() - step.by_name().keys()
+    missing = decided.keys() - step.nodes_by_name().keys()
     if missing:
         raise PlanError(f"the plan shards {min(missing)}, which this graph has not; make the plan anew for this model")
     with beside(tensor(step.loss)):
@@ -89,7 +89,7 @@ class _Partitioning:
 
     def __init__(self, step: StepGraph, decided: Mapping[str, ShardingDecision], num_parts: int) -> None:
         self._step, self._decided, self._num_parts = step, decided, num_parts
-        self._named = step.by_name()
+        self._named = step.nodes_by_name()
         self._graph, self._names = fx.Graph(), dict[fx.Node, str]()
         self._results: dict[fx.Node, tuple[Any, Rule]] = {}  # of calls: a node, or a tuple of nodes
         self._values: dict[fx.Node, tuple[fx.Node, Placement]] = {}

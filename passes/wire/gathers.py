@@ -26,7 +26,7 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.collective_axes import over
+from zerofx.ir.collective_axes import axes_argument
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import DEVICE, origin, set_value, task_of, tensor, tier_of
 from zerofx.ir.graph import StepGraph
@@ -135,7 +135,7 @@ def _gather_from_second_shard(
     step: StepGraph, plan: Plan, bucket: Bucket, first: fx.Node, gathers: Sequence[fx.Node]
 ) -> None:
     """Keep this rank's part of ``first``, a whole bucket, and let the other ``gathers`` begin with it."""
-    (_, local), how = plan.nodes_along(bucket.gathered_over), dict(over(bucket.gathered_over))
+    (_, local), how = plan.nodes_along(bucket.gathered_over), dict(axes_argument(bucket.gathered_over))
     args = (first, bucket.index, local)
     with step.graph.inserting_after(first):
         second = insert_call(step.graph, ops.second_shard, args, origin(first), how, name=f"second_{bucket.index}")

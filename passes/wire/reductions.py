@@ -46,8 +46,8 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.collective_axes import over
-from zerofx.ir.edit import after, end_of_unit, insert_call, named
+from zerofx.ir.collective_axes import axes_argument
+from zerofx.ir.edit import end_of_unit, insert_call, node_named, skip_getitems
 from zerofx.ir.facts import origin, set_value, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.quantise import ENCODINGS
@@ -72,7 +72,7 @@ class QuantiseReductions:
                     started.setdefault(node.args[1], []).append(node)
                 else:
                     crossing[node.args[1]] = node
-        by_name = step.by_name()
+        by_name = step.nodes_by_name()
         for decision in plan.wires:
             if decision.reduce == "exact":
                 continue
@@ -83,7 +83,7 @@ class QuantiseReductions:
                     f"expected reductions in {' or '.join(ENCODINGS)} of a bucket that is trained, at stages 1 to 3, "
                     f"found {decision.reduce!r} for {bucket.name} at stage {plan.stage}; make the plan anew"
                 )
-            hop = None if decision.hop_after is None else named(by_name, decision.hop_after)
+            hop = None if decision.hop_after is None else node_named(by_name, decision.hop_after)
             *earlier, last = started[bucket.index]
             for reduction in earlier:  # of micro-batches before the last, whose second hop begins where it is awaited
                 _quantise(step, plan, bucket, reduction, decision.reduce, None)
@@ -113,7 +113,7 @@ def _quantise(step: StepGraph, plan: Plan, bucket: Bucket, reduce: fx.Node, enco
             graph, ops.dequantise_sum, (received, local, encoding, torch.float32), where, name=f"node_sum_{index}"
         )
         small = insert_call(graph, ops.quantise, (summed, num_nodes, encoding), where, name=f"across_{index}")
-        args, how = (small, index, num_nodes, "across"), dict(over(bucket.reduced_over))
+        args, how = (small, index, num_nodes, "across"), dict(axes_argument(bucket.reduced_over))
         across = insert_call(graph, ops.exchange, args, where, how, name=f"reduce_across_{index}")
     _add_up(step, awaited, across, num_nodes, encoding, f"reduced_{index}")
 
@@ -156,7 +156,7 @@ def _add_up(step: StepGraph, awaited: fx.Node, sent: fx.Node, num_parts: int, en
 
 def _after(step: StepGraph, reduce: fx.Node, hop: fx.Node) -> fx.Node:
     """Where the second hop begins: after the unit's run that ``hop`` ends, and what is released and started there."""
-    anchor = max(end_of_unit(step, after(hop)), reduce)  # nodes compare by their place in the graph
+    anchor = max(end_of_unit(step, skip_getitems(hop)), reduce)  # nodes compare by their place in the graph
     while anchor.next.target in (ops.release, ops.quantise, ops.reduce_scatter, ops.exchange):
         anchor = anchor.next
     return anchor

@@ -50,7 +50,7 @@ class ShardingWays:
     @functools.cached_property
     def named(self) -> Mapping[str, fx.Node]:
         """The step's nodes by name."""
-        return self.step.by_name()
+        return self.step.nodes_by_name()
 
     def slot(self, node: fx.Node) -> Result:
         """The value of ``node``, of the first node of its class."""

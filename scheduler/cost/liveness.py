@@ -167,7 +167,7 @@ def _handed_out_bytes(
     loop: Loop, owned: Mapping[fx.Node, list[tuple[int, int]]], last_use: Mapping[Storage, fx.Node]
 ) -> int:
     """Bytes of what a step returns of each round: what the earlier ones have made is there in the last."""
-    storages = ((node, index, size) for node in loop.inside() for index, size in owned.get(node, ()))
+    storages = ((node, index, size) for node in loop.body() for index, size in owned.get(node, ()))
     return sum(size for node, index, size in storages if (node, index) not in last_use)
 
 

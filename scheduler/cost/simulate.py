@@ -183,7 +183,7 @@ class _UnderWay:
 def _timings(step: StepGraph, clocks: _Clocks) -> dict[fx.Node, NodeTiming]:
     """A timing for each call, in order; of those copies that run on, as they did in the step before."""
     loop = loop_of(step)
-    inside = () if loop is None else set(loop.inside())
+    inside = () if loop is None else set(loop.body())
     return {
         node: replace(clocks.timings[node], num_runs=loop.num_rounds)
         if loop and node in inside

@@ -55,7 +55,7 @@ class Positions:
 
     def __init__(self, step: StepGraph, spans: Sequence[UnitRun]) -> None:
         self.order = step.positions()
-        self._by_name = step.by_name()
+        self._by_name = step.nodes_by_name()
         self._starts = [self.order[run.first] for run in spans]
         bodies = loop_bodies(step)
         self._bodies = [bodies[run.first.name] for run in spans]

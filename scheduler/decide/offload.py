@@ -231,7 +231,7 @@ def _copies(
 ) -> list[_Copy]:
     order = step.positions()
     starts = [order[run.first] for run in spans]
-    by_name = step.by_name()
+    by_name = step.nodes_by_name()
     left = dict(capacity.tiers)
     sizes = [storage_bytes(tensors_of(by_name[request.value])[0]) for request in requests]
     if "host" in left and "nvme" in left and sum(sizes) > left["host"]:

@@ -155,7 +155,7 @@ class _Room:
 
     def __init__(self, step: StepGraph, simulation: Simulation, limit_bytes: int) -> None:
         calls, self._live = list(step.calls()), simulation.live
-        self._step, self._by_name, self._tasks = step, step.by_name(), step.tasks()
+        self._step, self._by_name, self._tasks = step, step.nodes_by_name(), step.tasks()
         self._order = {node: position for position, node in enumerate(calls)}
         self._left = [limit_bytes - self._live.during[node] for node in calls]
 

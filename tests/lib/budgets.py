@@ -76,7 +76,7 @@ def _captured_gpt(num_layers: int) -> StepGraph:
     with torch.device("meta"):
         model = GPT(512, 512, num_layers, 8, 128)
         ids = torch.zeros(1, 128, dtype=torch.long)
-    return capture(model, Batch.of((ids, ids), {}), compute_dtype=torch.bfloat16)
+    return capture(model, Batch.from_call((ids, ids), {}), compute_dtype=torch.bfloat16)
 
 
 def gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -279,7 +279,7 @@ def prepare(
     """
     model = TwoBlocks() if model is None else model
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[precision]
-    taken = Batch.of(features() if batch is None else batch, dict(keywords or {}))
+    taken = Batch.from_call(features() if batch is None else batch, dict(keywords or {}))
     step = captured_graph(Forward(model, taken, loss_fn, dtype, num_micro_batches))
     simplify(step)
     if loss_scaled:
@@ -301,14 +301,14 @@ def prepare(
 
 def captured(model: nn.Module, *batch: Tensor, precision: torch.dtype | None = None, **named: Tensor) -> StepGraph:
     """The graph of one micro-batch, before it is laid out."""
-    step = captured_graph(Forward(model, Batch.of(batch, named), compute_dtype=precision))
+    step = captured_graph(Forward(model, Batch.from_call(batch, named), compute_dtype=precision))
     simplify(step)
     return step
 
 
 def run_graph(step: StepGraph, model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and all gradients by name of a captured graph, before the passes that take parameters away."""
-    taken = Batch.of(batch, {})
+    taken = Batch.from_call(batch, {})
     inputs = dict(zip(taken.names, taken.tensors, strict=True))
     tensors, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     parameters = {

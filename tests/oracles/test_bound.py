@@ -103,7 +103,7 @@ class Case:
         stage: int = 3,
         num_micro_batches: int = 1,
     ) -> Case:
-        step = capture(model, Batch.of(batch, {}), num_micro_batches=num_micro_batches)
+        step = capture(model, Batch.from_call(batch, {}), num_micro_batches=num_micro_batches)
         simplify(step)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         groups = group_of_parameters(model, optimizer, step.parameters, set(step.gradients))

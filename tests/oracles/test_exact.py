@@ -280,7 +280,7 @@ class Layer(nn.Module):
 def test_plans_of_a_captured_step_are_at_or_above_the_optimum(depth: int) -> None:
     """Checkmate may compute anything again at any time, the planner only what its menus offer."""
     model, machine = Stack(*(Layer() for _ in range(depth))), Machine.named("cpu")
-    step = capture(model, Batch.of((torch.randn(64, 8),), {}))
+    step = capture(model, Batch.from_call((torch.randn(64, 8),), {}))
     simplify(step)
     problem = problem_of(step, machine)
     keeping = replay(problem, without_recomputation(problem))

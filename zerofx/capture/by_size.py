@@ -32,7 +32,7 @@ from zerofx.disk.cache import MALFORMED
 from zerofx.ir.aliasing import tensors_in
 from zerofx.ir.facts import value
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.serialise import NAMESPACES, NotStorableError, to_json, with_values_apart, with_values_together
+from zerofx.ir.serialise import NAMESPACES, NotStorableError, inline_values, share_values, to_json
 from zerofx.torch_private.capture import as_fake
 
 Numbers = tuple[int, ...]
@@ -81,7 +81,7 @@ class KnownSizes:
         if len(known) < 2 or any(entry.graph.rest != known[0].graph.rest for entry in known):
             return None
         numbers = _followed(text.numbers, known)
-        step = place.graph(with_values_together(known[0].graph.holding(numbers))) if numbers is not None else None
+        step = place.graph(share_values(known[0].graph.holding(numbers))) if numbers is not None else None
         return step if step is not None and _is_sound(step) else None
 
     def add(self, record: ForwardRecord, step: StepGraph, setting: str) -> None:
@@ -90,7 +90,7 @@ class KnownSizes:
         known = self._known.setdefault(_key(text, setting), [])
         if all(entry.record != text.numbers for entry in known):
             try:
-                known.append(_Captured(text.numbers, Text.of(with_values_apart(to_json(step, NAMESPACES)))))
+                known.append(_Captured(text.numbers, Text.of(inline_values(to_json(step, NAMESPACES)))))
             except NotStorableError:
                 return
 

@@ -40,7 +40,7 @@ class Training:
 
     def owned(self, bucket: Bucket) -> tuple[int, int]:
         """The first element of a bucket that this rank writes, and the one after the last."""
-        return bucket.owned(self.control.rank)
+        return bucket.saved_range(self.control.rank)
 
     def owned_pieces(self, bucket: Bucket) -> list[Piece]:
         """What this rank writes of a bucket. Rank 0 also writes parameters without elements, for their names."""

@@ -22,7 +22,7 @@ def request_to_evaluate(training: Request, batch: Batch, locations: Locations) -
 
 def untrained(earlier: Earlier) -> Earlier:
     """What the first step of a model has made, for an evaluation: the same buckets, of which none is trained."""
-    return replace(earlier, layout=earlier.layout.without_training())
+    return replace(earlier, layout=earlier.layout.freeze())
 
 
 def _options(options: CompileOptions) -> CompileOptions:

@@ -87,7 +87,7 @@ def with_borrowed(
     ]  # fmt: skip
     first = len(layout.buckets)
     programs = {first + number: program for number, (_, program) in enumerate(pairs) if program is not None}
-    return layout.with_lent(bucket for bucket, _ in pairs), programs
+    return layout.append_lent(bucket for bucket, _ in pairs), programs
 
 
 def own_part(

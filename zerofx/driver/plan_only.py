@@ -282,7 +282,7 @@ def batch_to_capture(model: nn.Module, batch: tuple[Any, ...] | Mapping[str, Any
     """
     make_buffers(model)
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
-    taken = Batch.of(args, counted(options.loss_terms, args, kwargs, num_ranks=1))
+    taken = Batch.from_call(args, counted(options.loss_terms, args, kwargs, num_ranks=1))
     return ConstantArguments(options.constant, model, options.objective.forward).of(taken)
 
 

@@ -26,10 +26,10 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.serialise import (
     NAMESPACES,
     NotStorableError,
-    decoded,
-    decoded_nodes,
-    encoded,
-    encoded_nodes,
+    decode,
+    decode_nodes,
+    encode,
+    encode_nodes,
     from_json,
     to_json,
 )
@@ -118,13 +118,13 @@ class SavedGraph:
         return json.dumps({
             "format": _FORMAT,
             "graph": json.loads(to_json(step, NAMESPACES)),
-            "facts": [encoded(_facts(node)) for node in places],
-            "step": {name: encoded(getattr(step, name), places) for name in _OF_STEP},
+            "facts": [encode(_facts(node)) for node in places],
+            "step": {name: encode(getattr(step, name), places) for name in _OF_STEP},
             "groups": dict(self.groups),
             "programs": [_program_data(program) for program in programs],
             "program_of": {name: place_of[id(program)] for name, program in self.programs.items()},
             "divided": sorted(self.divided),
-            "layout": encoded(self.layout),
+            "layout": encode(self.layout),
         })  # fmt: skip
 
 
@@ -141,20 +141,20 @@ def _read(text: str) -> SavedGraph:
         raise ValueError("it was written by another version of zerofx, or is no graph")
     if not isinstance(data["graph"], dict):
         raise ValueError("it is a plan, not a graph")
-    blank = StepGraph(fx.Graph(), torch.device("cpu"), decoded(data["step"]["parameters"]))
+    blank = StepGraph(fx.Graph(), torch.device("cpu"), decode(data["step"]["parameters"]))
     step = from_json(json.dumps(data["graph"]), blank, fake_mode(), NAMESPACES)
     nodes = list(step.graph.nodes)
     for node, facts in zip(nodes, data["facts"], strict=True):
-        plain, task, given = decoded(facts)
+        plain, task, given = decode(facts)
         set_plain_facts(node, plain)
         if task is not None:
             set_task(node, task)
         if given is not None:
             set_placeholder(node, given)
-    step = replace(step, **{name: decoded(data["step"][name], nodes) for name in _OF_STEP})
+    step = replace(step, **{name: decode(data["step"][name], nodes) for name in _OF_STEP})
     programs = [_program(nodes, values) for nodes, values in data["programs"]]
     program_of = {name: programs[place] for name, place in data["program_of"].items()}
-    return SavedGraph(step, data["groups"], program_of, frozenset(data["divided"]), decoded(data["layout"]))
+    return SavedGraph(step, data["groups"], program_of, frozenset(data["divided"]), decode(data["layout"]))
 
 
 def _facts(node: fx.Node) -> tuple[Any, ...]:
@@ -167,13 +167,13 @@ def _program_data(program: UpdateProgram) -> list[Any]:
     values = {each.name: getattr(program, each.name) for each in fields(program)} | {"graph": None, "host_source": ""}
     for name, kind in _SPECS.items():
         values[name] = tuple(tuple(getattr(spec, field.name) for field in fields(kind)) for spec in values[name])
-    return [encoded_nodes(program.graph, NAMESPACES), encoded(values)]
+    return [encode_nodes(program.graph, NAMESPACES), encode(values)]
 
 
 def _program(nodes: list[list[Any]], data: Any) -> UpdateProgram:
-    values = decoded(data)
+    values = decode(data)
     specs = {name: tuple(kind(*spec) for spec in values[name]) for name, kind in _SPECS.items()}
-    return UpdateProgram(**{**values, **specs, "graph": decoded_nodes(nodes, NAMESPACES)[0].graph})
+    return UpdateProgram(**{**values, **specs, "graph": decode_nodes(nodes, NAMESPACES)[0].graph})
 
 
 _SPECS: Mapping[str, type[Any]] = {"states": StateSpec, "scalar_states": ScalarStateSpec}

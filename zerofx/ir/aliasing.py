@@ -1,15 +1,15 @@
-"""Which storage each node's output lives in. Live bytes are counted by storage.
+"""Storages of nodes' outputs, from operators' schemas. Live bytes are counted by storage.
 
-An fx graph names *values*; memory is held by *storages*. Three facts tie the two together, and all three are read
-from the operator's schema, never from its name:
+An fx graph names *values*; memory is held by *storages*. Three facts tie the two together, and all three are read from
+the operator's schema, never from its name:
 
 - a return annotated ``Tensor(a)`` shares the storage of the argument annotated ``a`` (a view);
 - a return annotated ``Tensor(a!)`` *is* that argument (an in-place or out= operator), which the node mutates;
-- every other return is a storage of its own.
+- every other return has its own storage.
 
-A few operators share storage without saying so, or say so and copy nevertheless when strides do not permit a view:
-those the table of operators names (``zerofx/ir/operators/views.py``). Nodes carry fake or meta tensors in
-``node.meta["val"]``; nothing here reads their data.
+A few operators share storage without saying so, or say so and still copy when strides do not permit a view: the table
+of operators lists them (``zerofx/ir/operators/views.py``). Nodes carry fake or meta tensors in ``node.meta["val"]``;
+nothing here reads their data.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def storage_bytes(val: Tensor) -> int:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node yields only storage that existed before it, and writes nothing: it costs neither bytes nor time.
+    """True if the node yields only storage that existed before it, and writes nothing: it costs neither bytes nor time.
 
     True for views, for ``getitem`` (which names one output of its source) and for in-place changes of shape only
     (``squeeze_``). False for in-place and out= operators, and for a reshape that has to copy.
@@ -65,12 +65,12 @@ def is_view(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, OpOverload):
         return False
-    sharing = _sharing(node.target)
+    sharing = _alias_info(node.target)
     if not (sharing.shares or sharing.is_inplace_view) or not tensors_of(node):
         return False
     if sharing.is_inplace_view:
         return True
-    return _aliased(node, sharing) is not None and not (sharing.writes and mutated_inputs(node))
+    return _alias_of(node, sharing) is not None and not (sharing.writes and mutated_inputs(node))
 
 
 def aliased_input(node: fx.Node) -> fx.Node | None:
@@ -86,10 +86,10 @@ def aliased_input(node: fx.Node) -> fx.Node | None:
     if node.target is operator.getitem:
         source, index = node.args
         return _aliased_output(source, index) if isinstance(source, fx.Node) and isinstance(index, int) else None
-    return _aliased(node, _sharing(node.target)) if isinstance(node.target, OpOverload) else None
+    return _alias_of(node, _alias_info(node.target)) if isinstance(node.target, OpOverload) else None
 
 
-def _aliased(node: fx.Node, sharing: _Sharing) -> fx.Node | None:
+def _alias_of(node: fx.Node, sharing: _AliasInfo) -> fx.Node | None:
     """``aliased_input`` of an operator's call."""
     if not sharing.shares:
         return None
@@ -119,7 +119,7 @@ def storage_source(node: fx.Node) -> Storage:
 
 def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     """The input nodes that ``node`` writes to (schema ``a!``), lists flattened, each once, in schema order."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload) or not _sharing(node.target).writes:
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or not _alias_info(node.target).writes:
         return ()
     written: dict[fx.Node, None] = {}
     for argument, value in bound_arguments(node):
@@ -129,8 +129,8 @@ def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 @dataclass(frozen=True)
-class _Sharing:
-    """What an operator's schema says of memory; an operator takes longer to hash than this to make use of.
+class _AliasInfo:
+    """Aliasing facts of an operator's schema, cached, as hashing an operator costs more than using them.
 
     ``shares``: whether any output may share an input's storage. ``base``: which argument's storage the only output
     always shares; None where a call has to be looked at. ``writes``: whether it writes to any input.
@@ -144,9 +144,9 @@ class _Sharing:
 
 
 @functools.cache
-def _sharing(target: OpOverload) -> _Sharing:
+def _alias_info(target: OpOverload) -> _AliasInfo:
     schema = schema_of(target)
-    return _Sharing(
+    return _AliasInfo(
         shares=facts_of(target).view is View.ALWAYS or any(r.alias_info is not None for r in schema.returns),
         base=_position_of_base(target),
         writes=any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments),
@@ -156,7 +156,7 @@ def _sharing(target: OpOverload) -> _Sharing:
 
 
 def _position_of_base(target: OpOverload) -> int | None:
-    """Which argument's storage the only output of an operator always shares; None where a call has to be looked at."""
+    """Position of the argument whose storage the only output always shares; None where it depends on the call."""
     schema = schema_of(target)
     returned = schema.returns[0].alias_info if len(schema.returns) == 1 else None
     if returned is None or facts_of(target).view is not None:
@@ -189,7 +189,7 @@ def _aliased_output(node: fx.Node, index: int) -> fx.Node | None:
 
 
 def _matches(argument: Any, returned: Any) -> bool:
-    """Whether an argument's annotation names the same memory as a return's.
+    """True if an argument's annotation names the same memory as a return's.
 
     A list of views, ``split(Tensor(a -> *) self) -> Tensor(a)[]``, keeps its names on the items, where Python cannot
     see them; the argument is then the one whose memory goes into a list (``*``).
@@ -200,7 +200,7 @@ def _matches(argument: Any, returned: Any) -> bool:
 
 
 def _is_shared(view: View | None, base: fx.Node, node: fx.Node) -> bool:
-    """Whether an operator whose schema says "view" really gives one for these shapes and strides."""
+    """True if an operator whose schema says "view" returns one for these shapes and strides."""
     if view is None:
         return True
     before, after = tensors_of(base)[0], tensors_of(node)[0]

@@ -45,16 +45,16 @@ class Batch:
     hashes: Mapping[str, str] = field(default_factory=dict)  # of tensors with the same values in every step, by name
 
     @staticmethod
-    def of_extras(extras: Any) -> Batch:
+    def from_extras(extras: Any) -> Batch:
         """Take apart what ``forward`` returns after its loss, as one argument that is called ``extras``.
 
         Raises:
             UsageError: as ``of``.
         """
-        return Batch._taken_apart((extras,), {}, "what forward returns after its loss", "extras")
+        return Batch._flatten((extras,), {}, "what forward returns after its loss", "extras")
 
     @staticmethod
-    def of_outputs(outputs: Any, *, numbers_only: bool = False) -> tuple[Batch, tuple[str, ...]]:
+    def from_outputs(outputs: Any, *, numbers_only: bool = False) -> tuple[Batch, tuple[str, ...]]:
         """Take apart all that a forward returns, and describe what cannot be, in whose place there is None: a cache.
 
         ``numbers_only``: tensors of other than one element are left out, too.
@@ -73,20 +73,20 @@ class Batch:
             return None
 
         outputs = _map("", outputs, visit, [])
-        return Batch._taken_apart((outputs,), {}, "what forward returns", "outputs"), tuple(unknown)
+        return Batch._flatten((outputs,), {}, "what forward returns", "outputs"), tuple(unknown)
 
     @staticmethod
-    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
+    def from_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
         """Take ``step(*args, **kwargs)`` apart.
 
         Raises:
             UsageError: a leaf is neither a tensor nor a plain value, or what is static in a container cannot be
                 compared; names it.
         """
-        return Batch._taken_apart(args, kwargs, "a batch", "")
+        return Batch._flatten(args, kwargs, "a batch", "")
 
     @staticmethod
-    def _taken_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str, only: str) -> Batch:
+    def _flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str, only: str) -> Batch:
         """``only`` is what a single argument is called; empty for the names of a batch."""
         tensors: list[tuple[str, torch.Tensor]] = []
         constants: list[tuple[str, Any]] = []
@@ -107,7 +107,7 @@ class Batch:
                 )
             return leaf
 
-        for name, value in _named(args, kwargs):
+        for name, value in _names_and_values(args, kwargs):
             _map(only or name, value, visit, structure)
         return Batch(
             tensors=tuple(tensor for _, tensor in tensors),
@@ -117,11 +117,11 @@ class Batch:
             call=(args, dict(kwargs)),
         )
 
-    def holding(self, tensors: tuple[torch.Tensor, ...]) -> Batch:
-        """The same with other tensors in the places of its own."""
+    def replace_tensors(self, tensors: tuple[torch.Tensor, ...]) -> Batch:
+        """The same batch with other tensors."""
         return replace(self, tensors=tensors, call=self.rebuild(tensors))
 
-    def described(self) -> dict[str, str]:
+    def description(self) -> dict[str, str]:
         """Shapes, dtypes, kinds of devices and constants, by name: two batches described alike run the same step.
 
         Of a tensor that has the same values in every step also their hash.
@@ -155,8 +155,8 @@ class Batch:
         )
 
     def signature(self) -> str:
-        """``described`` as one line."""
-        return "; ".join(f"{name}: {text}" for name, text in self.described().items())
+        """``description`` as one line."""
+        return "; ".join(f"{name}: {text}" for name, text in self.description().items())
 
     def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``(args, kwargs)`` with ``tensors`` in the places of this batch's own."""
@@ -166,7 +166,7 @@ class Batch:
             return next(remaining) if isinstance(leaf, torch.Tensor) else leaf
 
         args, kwargs = self.call
-        built = [_map(name, value, visit, []) for name, value in _named(args, kwargs)]
+        built = [_map(name, value, visit, []) for name, value in _names_and_values(args, kwargs)]
         return tuple(built[: len(args)]), dict(zip(kwargs, built[len(args) :], strict=True))
 
 
@@ -176,7 +176,7 @@ def micro_batch(tensor: torch.Tensor, part: int, num_parts: int) -> torch.Tensor
     return tensor.narrow(0, part * length, length)
 
 
-def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _names_and_values(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for i, value in enumerate(args):
         yield f"batch[{i}]", value
     for keyword, value in kwargs.items():
@@ -195,8 +195,8 @@ def _map(name: str, value: Any, visit: Callable[[str, Any], Any], structure: lis
 
 
 def _open(name: str, value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any], str] | None:
-    """A container's children, each with how it is reached, what builds the like from other children, and a text for
-    what is static in it besides its class."""
+    """A container's children, each with its path, a function that rebuilds the container from other children, and a
+    text for its static content besides its class."""
     paths, spec = flattened_with_paths(value, is_leaf=lambda inner: inner is not value)
     if not (len(paths) == 1 and paths[0][0] == ()):
         children = [(pytree.keystr(path), child) for path, child in paths]
@@ -205,24 +205,24 @@ def _open(name: str, value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[
     if isinstance(value, MutableMapping):
         keys = list(value)
 
-        def like_mapping(items: list[Any]) -> Any:
+        def copy_mapping(items: list[Any]) -> Any:
             mapping = copy.copy(value)
             for key, item in zip(keys, items, strict=True):
                 mapping[key] = item
             return mapping
 
         children = [(f"[{key!r}]", value[key]) for key in keys]
-        return children, like_mapping, _suffixes(children)
+        return children, copy_mapping, _suffixes(children)
     if is_dataclass(value) and not isinstance(value, type):
         names = [entry.name for entry in fields(value) if hasattr(value, entry.name)]
 
-        def like_dataclass(items: list[Any]) -> Any:
+        def copy_dataclass(items: list[Any]) -> Any:
             instance = copy.copy(value)
             for field_name, item in zip(names, items, strict=True):
                 object.__setattr__(instance, field_name, item)  # also where the class is frozen
             return instance
 
-        return [(f".{field_name}", getattr(value, field_name)) for field_name in names], like_dataclass, ""
+        return [(f".{field_name}", getattr(value, field_name)) for field_name in names], copy_dataclass, ""
     return None
 
 
@@ -231,7 +231,7 @@ def _suffixes(children: list[tuple[str, Any]]) -> str:
 
 
 def _context_text(name: str, value: Any, context: Any) -> str:
-    """What pytree has of ``value`` besides its children, as a text that is equal on all ranks for what is alike."""
+    """Pytree's context of ``value``, besides its children, as a text that is equal on all ranks for equal contexts."""
     try:
         return "" if context is None else _text(context)
     except ValueError as error:

@@ -18,7 +18,7 @@ from zerofx.scheduler.plan.mesh import MODEL, SHARD, Mesh
 
 
 class LayoutOptions(TypedDict, total=False):
-    """What ``make_layout`` may be given besides what there is to divide."""
+    """Options of ``make_layout``."""
 
     block: int
     in_parts: bool
@@ -111,7 +111,7 @@ def make_layout(
 
 
 def _smaller(state_dtype: torch.dtype, dtype: torch.dtype, slots: Sequence[Slot]) -> torch.dtype:
-    """What states of parameters of ``dtype`` are stored in. Complex numbers have no dtype of so few bits."""
+    """The dtype in which states of parameters of ``dtype`` are stored. Complex numbers have no dtype of so few bits."""
     is_smaller = dtype.is_floating_point and state_dtype.itemsize < dtype.itemsize
     return state_dtype if is_smaller and not any(slot.is_complex for slot in slots) else dtype
 

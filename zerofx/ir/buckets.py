@@ -138,11 +138,11 @@ class Bucket:
 
     @property
     def is_lent(self) -> bool:
-        """Whether another step trains it, which alone decides where it lies."""
+        """True if another step trains it; that step alone decides on which tier it is."""
         return self.lent_at is not None
 
-    def held_at(self, stage: int) -> int:
-        """The stage at which it is held, in a step of ``stage``."""
+    def effective_stage(self, stage: int) -> int:
+        """The stage at which it is sharded, in a step of ``stage``."""
         return stage if self.lent_at is None else self.lent_at
 
     @property
@@ -162,12 +162,12 @@ class Bucket:
 
     @property
     def has_model_parts(self) -> bool:
-        """Whether some parameter lies in parts on the model axis."""
+        """True if some parameter is sharded on the model axis."""
         return any(slot.part is not None for slot in self.slots)
 
     @property
     def crosses(self) -> bool:
-        """Whether the sums of slices are summed again, along ``crossed_over``."""
+        """True if the sums of slices are summed again, along ``crossed_over``."""
         return self.num_ranks > 1 and self.mesh.size(self.crossed_over) > 1
 
     @property
@@ -193,29 +193,29 @@ class Bucket:
         """The first element of what a rank updates where states are cut."""
         return self.mesh.index(rank, self.states_over) * self.part_numel
 
-    def owned(self, rank: int) -> tuple[int, int]:
-        """The first element that this rank saves in a checkpoint, as no other rank does, and the one after the last:
-        ranks divide a bucket along all axes that its gradients are summed along, whatever is cut."""
+    def saved_range(self, rank: int) -> tuple[int, int]:
+        """The first element that this rank alone saves in a checkpoint, and the one after the last: ranks divide a
+        bucket along all axes that its gradients are summed along, whether or not it is cut along them."""
         axes = (*self.gathered_over, *self.crossed_over)
         each = self.numel // self.mesh.size(axes)
         first = self.mesh.index(rank, axes) * each
         return first, first + each
 
     def is_gathered(self, stage: int) -> bool:
-        """Whether ranks keep slices of its parameters, which are gathered for each use."""
-        return self.held_at(stage) == 3 and self.num_ranks > 1
+        """True if ranks keep slices of its parameters, which are gathered for each use."""
+        return self.effective_stage(stage) == 3 and self.num_ranks > 1
 
     def is_cut(self, stage: int) -> bool:
-        """Whether a rank updates a part of it, not all."""
-        return self.held_at(stage) >= 1 and self.num_ranks * self.num_parts > 1
+        """True if a rank updates a part of it, not all."""
+        return self.effective_stage(stage) >= 1 and self.num_ranks * self.num_parts > 1
 
     def may_reduce_each(self, stage: int) -> bool:
-        """Whether gradients of each micro-batch can be reduced by themselves, and added up as a rank updates them."""
+        """True if each micro-batch's gradients can be reduced separately, and added up as a rank updates them."""
         return self.is_cut(stage) and self.num_reduced > 1
 
     def updated_numel(self, stage: int) -> int:
         """Elements that a rank updates."""
-        return self.part_numel if self.held_at(stage) >= 1 else self.numel
+        return self.part_numel if self.effective_stage(stage) >= 1 else self.numel
 
     @property
     def numel(self) -> int:
@@ -233,12 +233,12 @@ class Bucket:
 
     @property
     def has_master(self) -> bool:
-        """Whether the stored values differ in dtype from those the graph computes with."""
+        """True if the stored values differ in dtype from those the graph computes with."""
         return self.dtype != self.compute_dtype
 
     @property
     def is_slice(self) -> bool:
-        """Whether this is a slice of a parameter."""
+        """True for a slice of a parameter."""
         return any(slot.whole is not None for slot in self.slots)
 
     @property
@@ -261,11 +261,11 @@ class Bucket:
         """Bytes of one rank's slice of reduced gradients."""
         return self.shard_numel * self.reduce_dtype.itemsize
 
-    def stored_as(self, dtype: torch.dtype) -> torch.dtype:
+    def storage_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a state that the optimizer has in ``dtype`` is stored."""
         return self.state_dtype if dtype == self.dtype else dtype
 
-    def computed_as(self, dtype: torch.dtype) -> torch.dtype:
+    def optimizer_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that the optimizer has a state in that is stored in ``dtype``."""
         return self.dtype if dtype == self.state_dtype else dtype
 
@@ -296,12 +296,12 @@ class BucketLayout:
 
     @property
     def has_parts(self) -> bool:
-        """Whether replicas update parts of a slice each."""
+        """True if replicas update parts of a slice each."""
         return any(bucket.trainable and bucket.num_parts > 1 for bucket in self.buckets)
 
     @property
     def placements(self) -> dict[str, Placement]:
-        """How each parameter lies on the axis model, by its name."""
+        """Each parameter's placement on the axis model, by its name."""
         slots = (slot for bucket in self.buckets for slot in bucket.slots)
         return {slot.name: REPLICATED if slot.part is None else slot.part for slot in slots}
 
@@ -319,19 +319,19 @@ class BucketLayout:
 
     @property
     def has_slices(self) -> bool:
-        """Whether some parameter lies in several buckets."""
+        """True if some parameter is in several buckets."""
         return any(bucket.is_slice for bucket in self.buckets)
 
     @property
     def has_model_parts(self) -> bool:
-        """Whether some parameter lies in parts on the model axis."""
+        """True if some parameter is sharded on the model axis."""
         return any(bucket.has_model_parts for bucket in self.buckets)
 
-    def without_training(self) -> BucketLayout:
-        """The layout as what computes no gradients has it: no bucket is trained."""
+    def freeze(self) -> BucketLayout:
+        """The layout for a graph without gradients: no bucket is trained."""
         return replace(self, buckets=tuple(replace(bucket, group=None) for bucket in self.buckets))
 
-    def with_lent(self, lent: Iterable[Bucket]) -> BucketLayout:
+    def append_lent(self, lent: Iterable[Bucket]) -> BucketLayout:
         """The layout with buckets of other steps after its own."""
         buckets = (*self.buckets, *lent)
         return replace(self, buckets=tuple(replace(bucket, index=index) for index, bucket in enumerate(buckets)))
@@ -341,7 +341,7 @@ class BucketLayout:
         """The layout without the buckets of other steps."""
         return replace(self, buckets=tuple(bucket for bucket in self.buckets if not bucket.is_lent))
 
-    def of_rank(self, rank: int) -> BucketLayout:
+    def local_to(self, rank: int) -> BucketLayout:
         """The layout with the parts of parameters that a rank has."""
         index = self.mesh.place(rank, "model")
         buckets = (

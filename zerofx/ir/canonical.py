@@ -1,4 +1,4 @@
-"""A step's graph as text: what follows from it, and without node names, to compare graphs by structure."""
+"""A step's graph as text: all that plans depend on, and a form without node names to compare graphs by structure."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def canonical(graph: fx.Graph) -> str:
     lines = []
     for node in graph.nodes:
         arguments = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
-        numbers[node] = Number.of(len(numbers))
+        numbers[node] = Number.from_place(len(numbers))
         facts = placeholder(node) if node.op == "placeholder" else origin(node)
-        lines.append(canonical_line(node.op, node.target, arguments, facts, described(node)))
+        lines.append(canonical_line(node.op, node.target, arguments, facts, describe_value(node)))
     return "\n".join(lines)
 
 
@@ -46,7 +46,7 @@ class Number(BareText):
     """A node by its place in a graph, ``%7``."""
 
     @staticmethod
-    def of(place: int) -> Number:
+    def from_place(place: int) -> Number:
         return Number(f"%{place}")
 
     @property
@@ -54,8 +54,8 @@ class Number(BareText):
         return int(self[1:])
 
 
-def described(node: fx.Node) -> str:
-    """Dtypes, shapes, strides and devices of what a node gives, as text."""
+def describe_value(node: fx.Node) -> str:
+    """Dtypes, shapes, strides and devices of a node's result, as text."""
 
     def describe(fake: Any) -> str:
         if isinstance(fake, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What a graph computes in: the dtype of parameters and batch tensors, and the modules that keep float32."""
+"""Compute dtypes of a graph: of parameters and batch tensors, and the modules that keep float32."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Casts:
     tensors: frozenset[int] = frozenset()
 
     @staticmethod
-    def of(model: nn.Module, dtype: torch.dtype | None, asked: Collection[Fp32Module]) -> ComputeDtype:
-        """Those of a model in which ``asked`` names the modules.
+    def from_model(model: nn.Module, dtype: torch.dtype | None, asked: Collection[Fp32Module]) -> ComputeDtype:
+        """The casts of a model in which ``asked`` names the float32 modules.
 
         Raises:
             UsageError: a name or type is none of a module's, or a parameter of one cannot be kept.
@@ -59,7 +59,7 @@ class Casts:
         return Casts(dtype, modules, frozenset(mine))
 
     def __str__(self) -> str:
-        """What differs is in the dtypes of parameters, and in what the forward does."""
+        """Short text; all differences are in the dtypes of parameters and in the forward."""
         return f"{self.dtype}, {len(self.modules)} modules in float32"
 
 

@@ -13,8 +13,8 @@ from zerofx.scheduler.plan.mesh import SHARD, Axes, Axis, Mesh
 _SEPARATOR = ","
 
 
-def over(axes: Axes) -> Mapping[str, str]:
-    """The keyword arguments of a collective's node that runs over ``axes``."""
+def axes_argument(axes: Axes) -> Mapping[str, str]:
+    """The keyword argument with the axes of a collective's node."""
     return {} if axes == SHARD else {"over": axes_text(axes)}
 
 
@@ -24,7 +24,7 @@ def axes_text(axes: Axes) -> str:
 
 
 def axes_named(text: str) -> Axes:
-    """What ``axes_text`` was given."""
+    """The axes in a text of ``axes_text``."""
     known: dict[str, Axis] = {axis: axis for axis in get_args(Axis)}
     return tuple(known[axis] for axis in text.split(_SEPARATOR))
 

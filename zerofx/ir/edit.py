@@ -1,4 +1,5 @@
-"""Rewrites of graphs: what one is, and what they share (calls, readers of nodes, copies of views, ends of units)."""
+"""Rewrites of graphs: their protocol, and the edits that they share (calls, readers of nodes, copies of views, ends of
+units)."""
 
 from __future__ import annotations
 
@@ -119,19 +120,19 @@ def erase_unread(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def named(by_name: Mapping[str, fx.Node], name: str) -> fx.Node:
-    """The node of the captured graph that a plan names, in ``StepGraph.by_name``.
+def node_named(by_name: Mapping[str, fx.Node], name: str) -> fx.Node:
+    """The node of the captured graph that a plan names, in ``StepGraph.nodes_by_name``.
 
     Raises:
         PlanError: the graph has none.
     """
     if name not in by_name:
-        raise PlanError(f"the plan names node {name}, which this graph has not; make the plan anew for this model")
+        raise PlanError(f"the plan names node {name}, which this graph has not; make the plan again for this model")
     return by_name[name]
 
 
 def is_view_of(node: fx.Node, root: fx.Node) -> bool:
-    """Whether ``node`` is ``root`` or a view of it; views have one tensor input."""
+    """True if ``node`` is ``root`` or a view of it; views have one tensor input."""
     while node is not root and is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node is root
@@ -158,23 +159,23 @@ def cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, where: Origin) -> f
 
 
 def read_instead(reader: fx.Node, whole: fx.Node, copies: dict[fx.Node, fx.Node], where: Origin | None = None) -> None:
-    """Have ``reader`` read what ``copies`` has in the place of ``whole``, and the same views of it (``view_again``)."""
+    """Make ``reader`` read ``copies``' value instead of ``whole``, and the same views of it (``view_again``)."""
     for source in list(reader.all_input_nodes):
         if is_view_of(source, whole):
             with reader.graph.inserting_before(reader):
                 reader.replace_input_with(source, view_again(reader.graph, source, copies, where))
 
 
-def after(node: fx.Node) -> fx.Node:
-    """The node after which a successor of ``node`` may be put: past the getitems that name its outputs."""
+def skip_getitems(node: fx.Node) -> fx.Node:
+    """The node after which a successor of ``node`` can be inserted: past the getitems that name its outputs."""
     while node.next.target is operator.getitem:
         node = node.next
     return node
 
 
-def past_what_goes_first(node: fx.Node) -> fx.Node:
-    """The last of what follows ``node`` and goes before an update in its place: a release frees memory, and what is
-    started runs next to the update."""
+def skip_releases(node: fx.Node) -> fx.Node:
+    """The node after which an update at ``node`` goes: past the releases and reductions that follow it, as a release
+    frees memory, and a reduction overlaps with the update."""
     while node.next.target in (ops.release, *ops.REDUCTIONS):
         node = node.next
     return node
@@ -203,7 +204,7 @@ def end_of_unit(step: StepGraph, node: fx.Node, *, by_piece: bool = False) -> fx
 
 
 def _continues(step: StepGraph, other: fx.Node, node: fx.Node, by_piece: bool) -> bool:
-    """Whether ``other`` runs in the unit and phase of ``node``; views are of no unit, as they run anywhere."""
+    """True if ``other`` runs in the unit and phase of ``node``; views belong to no unit, as they run anywhere."""
     if other.op != "call_function" or other.target in ops.EVENTS:
         return False
     if is_view(other) and other.target is not operator.getitem:

@@ -30,7 +30,7 @@ class Phase(StrEnum):
 
 
 class Role(StrEnum):
-    """What a placeholder of the step graph stands for."""
+    """Roles of the step graph's placeholders."""
 
     PARAMETER = "parameter"  # one tensor of the model; gone after the shard pass
     FULL = "full"  # a whole flat bucket that stays on the device
@@ -51,7 +51,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a node comes from: the dotted path of its module (``""`` is the model itself) and its phase."""
+    """A node's origin: the dotted path of its module (``""`` is the model itself) and its phase."""
 
     layer: str
     phase: Phase
@@ -59,7 +59,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Placeholder:
-    """What the runtime must pass for a placeholder: its role, the name there, and the bucket it is of, if any.
+    """The value that the runtime passes for a placeholder: its role, the name there, and its bucket, if any.
 
     ``alias_of`` names the placeholder whose storage this one is a slice of; it then takes no memory of its own.
     ``part`` is the micro-batch that a placeholder of a divided batch tensor stands for; None for the whole tensor.
@@ -75,7 +75,7 @@ class Placeholder:
 
 
 class Job(StrEnum):
-    """What a node does that a pass has put in, and that others ask for."""
+    """The job of a node that a pass has inserted, by which others find it."""
 
     READ = "read"  # starts the read of a slice from nvme into the host's memory; of a decision about a gather
     RELOAD = "reload"  # starts the copy of a slice to the device; of a decision about a gather
@@ -97,7 +97,7 @@ class Task:
 
 
 def _fact(name: str, kind: type[T]) -> tuple[Callable[[fx.Node], T | None], Callable[[fx.Node, T | None], fx.Node]]:
-    """What reads a fact about a node, None where it has none, and what records it and gives the node."""
+    """The reader of a fact about a node, None for nodes without it, and its recorder, which returns the node."""
     key = f"zerofx_{name}"
 
     def read(node: fx.Node) -> T | None:
@@ -162,7 +162,7 @@ def set_source_line(node: fx.Node, line: str) -> fx.Node:
 
 
 def placeholder(node: fx.Node) -> Placeholder:
-    """What a placeholder stands for."""
+    """The role and source of a placeholder."""
     entry = node.meta["zerofx_placeholder"]
     assert isinstance(entry, Placeholder)
     return entry
@@ -180,13 +180,13 @@ def set_value(node: fx.Node, fake: Any) -> fx.Node:
 
 
 def tier_of(node: fx.Node) -> Tier:
-    """Where the storage lives that ``node`` owns: ``"device"``, ``"host"`` or ``"nvme"``."""
+    """The tier of the storage that ``node`` owns: ``"device"``, ``"host"`` or ``"nvme"``."""
     tier: Tier = node.meta.get("zerofx_tier", DEVICE)
     return tier
 
 
 def set_tier(node: fx.Node, tier: str) -> fx.Node:
-    """Record where the storage of ``node`` lives; returns it."""
+    """Record the tier of the storage of ``node``; returns it."""
     node.meta["zerofx_tier"] = tier
     return node
 
@@ -222,7 +222,7 @@ def tensor(node: fx.Node) -> torch.Tensor:
     return result
 
 
-def given(node: fx.Node, index: int) -> torch.Tensor:
+def argument_value(node: fx.Node, index: int) -> torch.Tensor:
     """The fake tensor that is argument ``index`` of a call."""
     source = node.args[index]
     assert isinstance(source, fx.Node)
@@ -236,7 +236,7 @@ def ints(argument: object) -> tuple[int, ...]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the operator draws from a random generator. Attention without dropout does not, though it could."""
+    """True if the operator draws from a random generator. Attention without dropout does not, though it could."""
     target = node.target
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False

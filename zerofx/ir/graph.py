@@ -33,13 +33,13 @@ _MOST_BODIES = 3  # micro-batches that a graph has written out: the first, those
 
 
 def num_bodies(num_micro_batches: int) -> int:
-    """How many bodies a graph of so many micro-batches has (``zerofx/ir/micro_batches.py``)."""
+    """The number of bodies in a graph of ``num_micro_batches`` (``zerofx/ir/micro_batches.py``)."""
     return min(num_micro_batches, _MOST_BODIES)
 
 
 @dataclass(frozen=True)
 class Clipping:
-    """How gradients are clipped by the norm of all of them.
+    """Nodes that clip gradients by their global norm.
 
     ``norm`` and the ``factor`` that gradients are multiplied by are nodes of shape ``[]``. ``begin`` is the first node
     of their computation, where all reductions are done.
@@ -49,14 +49,14 @@ class Clipping:
     factor: fx.Node
     begin: fx.Node
 
-    def copied(self, copies: Mapping[fx.Node, fx.Node]) -> Clipping:
-        """The same in a copy of the graph."""
+    def remap(self, copies: Mapping[fx.Node, fx.Node]) -> Clipping:
+        """The same nodes in a copy of the graph."""
         return Clipping(copies[self.norm], copies[self.factor], copies[self.begin])
 
 
 @dataclass(frozen=True)
 class Unscaling:
-    """How gradients of a loss that is multiplied by a scale are freed of it, once they are known to be finite.
+    """Nodes that divide gradients by the loss scale, once they are known to be finite.
 
     ``inverse``, float32 of shape ``[]``, is what they are multiplied by. ``largest``, of shape ``[]``, is the largest
     magnitude among all of them on all ranks, which is not finite where one of them is not; None where their norm says
@@ -67,8 +67,8 @@ class Unscaling:
     largest: fx.Node | None
     begin: fx.Node
 
-    def copied(self, copies: Mapping[fx.Node, fx.Node]) -> Unscaling:
-        """The same in a copy of the graph."""
+    def remap(self, copies: Mapping[fx.Node, fx.Node]) -> Unscaling:
+        """The same nodes in a copy of the graph."""
         largest = None if self.largest is None else copies[self.largest]
         return Unscaling(copies[self.inverse], largest, copies[self.begin])
 
@@ -124,7 +124,7 @@ class StepGraph:
 
     @property
     def has_loop(self) -> bool:
-        """Whether the second body stands for several micro-batches."""
+        """True if the second body stands for several micro-batches."""
         return self.num_micro_batches > self.num_bodies
 
     @property
@@ -135,12 +135,12 @@ class StepGraph:
 
     @property
     def loss_scale(self) -> fx.Node | None:
-        """What the loss is multiplied by before backward, if it is: float32, shape ``[]``."""
+        """The factor of the loss before backward, if there is one: float32, shape ``[]``."""
         return next((node for node in self.placeholders(Role.LOSS_SCALE) if tensor(node).dtype is torch.float32), None)
 
     @property
     def updates_begin(self) -> fx.Node | None:
-        """Where updates that wait for all reductions begin: the first node of what is computed of all gradients."""
+        """The first node of the computation on all gradients, for which updates wait; None if there is none."""
         of_all = self.unscaling or self.clipping
         return None if of_all is None else of_all.begin
 
@@ -151,7 +151,7 @@ class StepGraph:
 
     @property
     def extras(self) -> tuple[fx.Node, ...]:
-        """What the step hands out besides its loss, body by body."""
+        """The step's results besides its loss, body by body."""
         return self._outputs()[1 : 1 + self.num_extras]
 
     @property
@@ -239,8 +239,8 @@ class StepGraph:
             mutation_names=list(self.mutation_names),
             gradient_names=list(self.gradient_names),
             reduced={bucket: copies[node] for bucket, node in self.reduced.items()},
-            clipping=None if self.clipping is None else self.clipping.copied(copies),
-            unscaling=None if self.unscaling is None else self.unscaling.copied(copies),
+            clipping=None if self.clipping is None else self.clipping.remap(copies),
+            unscaling=None if self.unscaling is None else self.unscaling.remap(copies),
             layer_squares=None if self.layer_squares is None else copies[self.layer_squares],
             kept_gradients=tuple(copies[node] for node in self.kept_gradients),
         )
@@ -249,10 +249,10 @@ class StepGraph:
         """All call_function nodes in order of execution."""
         return (node for node in self.graph.nodes if node.op == "call_function")
 
-    def by_name(self) -> dict[str, fx.Node]:
+    def nodes_by_name(self) -> dict[str, fx.Node]:
         """All nodes by name, to find those of the captured graph that a plan names: they keep their names.
 
-        What passes put in is called what is free then: it is found in ``tasks``, by what it is there for.
+        Nodes that passes insert have any free name: find them in ``tasks``, by their purpose.
         """
         return {node.name: node for node in self.graph.nodes}
 

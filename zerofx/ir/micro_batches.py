@@ -1,9 +1,9 @@
-"""The micro-batches of a step graph: where each begins, and how often it runs.
+"""The micro-batches of a step graph: their borders, and the number of times that each runs.
 
-A step of up to three micro-batches has a body for each. One of more has three bodies too: the first micro-batch, one
-that stands for all in between, and the last. That in between is a loop: it runs once for each micro-batch that it
-stands for, and leaves what it began with. ``ops.next_micro_batch`` stands between two bodies, and reads what the
-first hands on to the second: the loop's begin and end hand on the same things in the same order.
+A step of up to three micro-batches has a body for each. A step of more has three bodies too: the first micro-batch, one
+for all in between, and the last. The one in between is a loop: it runs once for each micro-batch that it stands for,
+and its end restores what it began with. ``ops.next_micro_batch`` separates two bodies, and reads the values that the
+first passes to the second: the loop's begin and end pass the same values in the same order.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Loop:
     num_rounds: int
 
     @property
-    def carried(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
-        """What a round begins with, and what it makes of that for the next one; without what stays the same."""
+    def carries(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
+        """Pairs of loop-carried values, at the start of a round and for the next one; loop invariants are left out."""
         (_, before), (_, after) = self.begin.args, self.end.args
         assert isinstance(before, list | tuple) and isinstance(after, list | tuple)
         pairs = dict.fromkeys(zip(before, after, strict=True))
         return tuple((first, second) for first, second in pairs if first is not second)
 
-    def inside(self) -> list[fx.Node]:
+    def body(self) -> list[fx.Node]:
         """The calls of a round, in order."""
         nodes, node = [], self.begin.next
         while node is not self.end:
@@ -51,12 +51,12 @@ def micro_batches_of(body: int, num_micro_batches: int) -> range:
 
 
 def borders(step: StepGraph) -> list[fx.Node]:
-    """What stands between two bodies, in order."""
+    """The nodes between two bodies, in order."""
     return sorted(step.graph.find_nodes(op="call_function", target=ops.next_micro_batch, sort=False))
 
 
 def hand_on(border: fx.Node, value: fx.Node) -> None:
-    """``value``, too, is handed on to the next body. Each border is told in the same order."""
+    """Pass ``value`` to the next body, too. Call it for each border in the same order."""
     number, carried = border.args
     assert isinstance(carried, list | tuple)
     border.args = (number, [*carried, value])
@@ -71,12 +71,12 @@ def loop_of(step: StepGraph) -> Loop | None:
 
 
 def num_rounds(step: StepGraph, number: int) -> int:
-    """How many micro-batches body ``number`` stands for."""
+    """The number of micro-batches that body ``number`` stands for."""
     return len(micro_batches_of(number, step.num_micro_batches))
 
 
 def times_run(step: StepGraph) -> dict[fx.Node, int]:
-    """How often each call runs."""
+    """The number of times that each call runs."""
     number, times = 0, {}
     for node in step.calls():
         number += node.target is ops.next_micro_batch
@@ -97,6 +97,6 @@ def loop_bodies(step: StepGraph) -> dict[str, int]:
 
 
 def times_held(step: StepGraph, node: fx.Node) -> int:
-    """How many tensors a placeholder stands for: one for each micro-batch of its body."""
+    """The number of tensors that a placeholder stands for: one for each micro-batch of its body."""
     what = placeholder(node)
     return 1 if what.role is not Role.INPUT or what.part is None else num_rounds(step, what.part)

@@ -13,7 +13,7 @@ from zerofx.ir.batch import Batch
 
 @dataclass(frozen=True)
 class Returned:
-    """What a micro-batch gives besides its loss.
+    """The structure of a micro-batch's results besides its loss.
 
     ``by_call``: whether the step returns its extras with its loss, as ``forward`` did; else they are its ``outputs``.
     ``extras`` is what ``forward`` returned after its loss, None where it returned its loss alone; what is no tensor in
@@ -31,36 +31,38 @@ class Returned:
     whole: frozenset[int] = frozenset()
 
     @staticmethod
-    def of_extras(extras: Any) -> tuple[Returned, tuple[torch.Tensor, ...]]:
+    def from_extras(extras: Any) -> tuple[Returned, tuple[torch.Tensor, ...]]:
         """The structure of extras, and their tensors.
 
         Raises:
             UsageError: one of them is neither a tensor nor a plain value.
         """
-        returned, tensors = Returned._of(Batch.of_extras(extras))
+        returned, tensors = Returned._from_batch(Batch.from_extras(extras))
         return replace(returned, by_call=True), tensors
 
     @staticmethod
-    def of_outputs(outputs: Any, *, numbers_only: bool = False) -> tuple[Returned, tuple[torch.Tensor, ...]]:
+    def from_outputs(outputs: Any, *, numbers_only: bool = False) -> tuple[Returned, tuple[torch.Tensor, ...]]:
         """The structure of all that a forward returns, and its tensors. What cannot be handed out is left out.
 
         ``numbers_only``: so are tensors of other than one element.
         """
-        flattened, left_out = Batch.of_outputs(outputs, numbers_only=numbers_only)
-        returned, tensors = Returned._of(flattened)
+        flattened, left_out = Batch.from_outputs(outputs, numbers_only=numbers_only)
+        returned, tensors = Returned._from_batch(flattened)
         return replace(returned, left_out=left_out), tensors
 
     @staticmethod
-    def _of(flattened: Batch) -> tuple[Returned, tuple[torch.Tensor, ...]]:
+    def _from_batch(flattened: Batch) -> tuple[Returned, tuple[torch.Tensor, ...]]:
         tensors = tuple(tensor.detach() for tensor in flattened.tensors)
         like = tuple(
             torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta") for tensor in tensors
         )
-        return Returned(flattened.holding(like), tuple(int(tensor.storage_offset()) for tensor in tensors)), tensors
+        return Returned(
+            flattened.replace_tensors(like), tuple(int(tensor.storage_offset()) for tensor in tensors)
+        ), tensors
 
     @property
     def num_tensors(self) -> int:
-        """How many tensors the extras of a micro-batch have."""
+        """The number of tensors in the extras of a micro-batch."""
         return 0 if self.extras is None else len(self.extras.tensors)
 
     def rebuilt(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -74,7 +76,7 @@ class Returned:
         return rebuilt
 
     def shows(self, index: int, whole: torch.Tensor, part: torch.Tensor) -> bool:
-        """Whether ``rebuilt`` makes ``part``, a view of the tensor ``whole``, of that: extra number ``index``."""
+        """True if ``rebuilt`` makes ``part``, a view of the tensor ``whole``, of extra number ``index``."""
         assert self.extras is not None
         like = self.extras.tensors[index]
         is_alike = part.shape == like.shape and part.stride() == like.stride()

@@ -66,7 +66,7 @@ _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
 
 
 class NotStorableError(Exception):
-    """The graph has what has no text; the message says what."""
+    """The graph has something without a text form; the message names it."""
 
 
 def normal_name(text: str) -> str:
@@ -101,11 +101,11 @@ def to_json(step: StepGraph, namespaces: frozenset[str] = TORCH_NAMESPACES) -> s
     """
     values: dict[str, int] = {}
     lines: dict[str, int] = {}
-    nodes = encoded_nodes(step.graph, namespaces)
+    nodes = encode_nodes(step.graph, namespaces)
     for node, row in zip(step.graph.nodes, nodes, strict=True):
         if node.op != "call_function":
             row[_TARGET] = [placeholder(node).role, placeholder(node).name] if node.op == "placeholder" else None
-        fake, where = json.dumps(encoded(node.meta.get("val"))), known_origin(node)
+        fake, where = json.dumps(encode(node.meta.get("val"))), known_origin(node)
         row += [
             values.setdefault(fake, len(values)),
             [where.layer, where.phase] if where is not None else None,
@@ -121,7 +121,7 @@ def to_json(step: StepGraph, namespaces: frozenset[str] = TORCH_NAMESPACES) -> s
             "whole": sorted(step.returned.whole),
             "mutations": step.mutation_names,
             "gradients": step.gradient_names,
-            "constants": {name: encoded_constant(constant) for name, constant in step.constants.items()},
+            "constants": {name: encode_constant(constant) for name, constant in step.constants.items()},
         }
     )
 
@@ -138,10 +138,10 @@ def from_json(
         Exception: one of ``zerofx.disk.cache.MALFORMED``, the text is nothing that ``to_json`` has written.
     """
     data = json.loads(text)
-    nodes = decoded_nodes(data["nodes"], namespaces)
+    nodes = decode_nodes(data["nodes"], namespaces)
     known = {parameter.name for parameter in like.parameters}
     with mode:
-        values = [decoded(fake, []) for fake in data["values"]]
+        values = [decode(fake, []) for fake in data["values"]]
     for node, (_, _, target, _, _, fake, where, line) in zip(nodes, data["nodes"], strict=True):
         if node.op != "output":
             set_value(node, values[fake])
@@ -161,21 +161,21 @@ def from_json(
         returned=Returned(whole=frozenset(map(int, data["whole"]))),
         mutation_names=list(data["mutations"]),
         gradient_names=list(data["gradients"]),
-        constants={name: decoded_constant(*constant) for name, constant in data["constants"].items()},
+        constants={name: decode_constant(*constant) for name, constant in data["constants"].items()},
     )
 
 
-def with_values_apart(text: str) -> str:
-    """What ``to_json`` has written, with each node's value written out where its number is: graphs of other sizes have
-    other values in common."""
+def inline_values(text: str) -> str:
+    """Rewrite ``to_json``'s text with each node's value instead of its number, as graphs of other sizes share other
+    values."""
     data = json.loads(text)
     for node in data["nodes"]:
         node[_VALUE] = data["values"][node[_VALUE]]
     return json.dumps({**data, "values": []})
 
 
-def with_values_together(text: str) -> str:
-    """What ``to_json`` would have written, of what ``with_values_apart`` has."""
+def share_values(text: str) -> str:
+    """Undo ``inline_values``."""
     data = json.loads(text)
     values: dict[str, int] = {}
     for node in data["nodes"]:
@@ -184,15 +184,15 @@ def with_values_together(text: str) -> str:
 
 
 def same_graph(first: StepGraph, other: StepGraph) -> bool:
-    """Whether two graphs are equal in all that plans and passes read, and in the values of their constants."""
+    """True if two graphs are equal in all that plans and passes read, and in the values of their constants."""
     constants = first.constants.keys() == other.constants.keys() and all(
         torch.equal(constant, other.constants[name]) for name, constant in first.constants.items()
     )
     return constants and graph_parts(first) == graph_parts(other)
 
 
-def encoded_constant(constant: torch.Tensor) -> list[Any]:
-    """A small tensor by its values.
+def encode_constant(constant: torch.Tensor) -> list[Any]:
+    """A small tensor as its values.
 
     Raises:
         NotStorableError: it is too large, or complex.
@@ -202,13 +202,13 @@ def encoded_constant(constant: torch.Tensor) -> list[Any]:
     return [dtype_name(constant.dtype), str(constant.device), list(constant.shape), constant.flatten().tolist()]
 
 
-def decoded_constant(dtype: str, device: str, shape: list[int], values: list[Any]) -> torch.Tensor:
-    """What ``encoded_constant`` was given."""
+def decode_constant(dtype: str, device: str, shape: list[int], values: list[Any]) -> torch.Tensor:
+    """The tensor of ``encode_constant``'s result."""
     return torch.tensor(values, dtype=dtype_named(dtype), device=device).reshape(shape)
 
 
-def encoded_nodes(graph: fx.Graph, namespaces: frozenset[str]) -> list[list[Any]]:
-    """What each node is, its name, its target and its arguments, as JSON has them.
+def encode_nodes(graph: fx.Graph, namespaces: frozenset[str]) -> list[list[Any]]:
+    """Kind, name, target and arguments of each node, for JSON.
 
     Raises:
         NotStorableError: a node calls no operator of ``namespaces``, or has an argument that has no text.
@@ -218,33 +218,33 @@ def encoded_nodes(graph: fx.Graph, namespaces: frozenset[str]) -> list[list[Any]
     for place, node in enumerate(graph.nodes):
         is_plain = node.op in ("placeholder", "output")
         target = str(node.target) if is_plain else operator_text(node.target, namespaces)
-        kwargs = {name: encoded(argument, places) for name, argument in node.kwargs.items()}
-        rows.append([node.op, node.name, target, encoded(tuple(node.args), places), kwargs])
+        kwargs = {name: encode(argument, places) for name, argument in node.kwargs.items()}
+        rows.append([node.op, node.name, target, encode(tuple(node.args), places), kwargs])
         places[node] = place
     return rows
 
 
-def decoded_nodes(rows: Sequence[Sequence[Any]], namespaces: frozenset[str]) -> list[fx.Node]:
-    """The nodes of a graph that ``encoded_nodes`` has written; a target that is no text is the node's name.
+def decode_nodes(rows: Sequence[Sequence[Any]], namespaces: frozenset[str]) -> list[fx.Node]:
+    """The nodes of a graph that ``encode_nodes`` has written; a target that is no text is the node's name.
 
     Raises:
-        Exception: one of ``zerofx.disk.cache.MALFORMED``, the rows are nothing that ``encoded_nodes`` has written.
+        Exception: one of ``zerofx.disk.cache.MALFORMED``, the rows are nothing that ``encode_nodes`` has written.
     """
     graph, nodes = fx.Graph(), list[fx.Node]()
     for op, name, target, args, kwargs, *_ in rows:
         if op not in ("placeholder", "call_function", "output"):
             raise ValueError(f"expected a node of a graph, found {op!r}")
-        given = {key: decoded(argument, nodes) for key, argument in kwargs.items()}
+        given = {key: decode(argument, nodes) for key, argument in kwargs.items()}
         plain = target if isinstance(target, str) else name
         called = operator_of(target, namespaces) if op == "call_function" else plain
-        node = graph.create_node(op, called, decoded(args, nodes), given, name=Name(name).text)
+        node = graph.create_node(op, called, decode(args, nodes), given, name=Name(name).text)
         node.name = name
         nodes.append(node)
     return nodes
 
 
 def operator_text(target: Any, namespaces: frozenset[str]) -> str:
-    """What ``operator_of`` reads.
+    """The text of an operator, for ``operator_of``.
 
     Raises:
         NotStorableError: it is no operator of one of ``namespaces``.
@@ -258,23 +258,23 @@ def operator_text(target: Any, namespaces: frozenset[str]) -> str:
 
 
 def operator_of(text: str, namespaces: frozenset[str]) -> Any:
-    """What a call in a file calls.
+    """The target of a call in a file.
 
     Raises:
         ValueError: there is no such operator in ``namespaces``.
     """
-    return _functions(namespaces).get(text) or named_operator(text, namespaces)
+    return _functions(namespaces).get(text) or find_operator(text, namespaces)
 
 
 def _functions(namespaces: frozenset[str]) -> dict[str, Callable[..., Any]]:
-    """What graphs call that is no operator of the dispatcher."""
+    """Targets of calls that are no operators of the dispatcher."""
     own = {"hyperparameters": ops.hyperparameters} if OWN_NAMESPACE in namespaces else {}
     return {"getitem": operator.getitem, **own}
 
 
 @functools.cache
-def named_operator(text: str, namespaces: frozenset[str]) -> OpOverload:
-    """The operator that ``str`` gives ``text`` for, of one of ``namespaces``.
+def find_operator(text: str, namespaces: frozenset[str]) -> OpOverload:
+    """The operator of one of ``namespaces`` whose ``str`` is ``text``.
 
     Raises:
         ValueError: there is none, or it reads or writes files.
@@ -287,7 +287,7 @@ def named_operator(text: str, namespaces: frozenset[str]) -> OpOverload:
     return overload
 
 
-def encoded(argument: Any, places: Mapping[fx.Node, int] = MappingProxyType({})) -> Any:
+def encode(argument: Any, places: Mapping[fx.Node, int] = MappingProxyType({})) -> Any:
     """An argument, a fake value or a fact as JSON has it; ``places`` are those of nodes.
 
     Raises:
@@ -304,17 +304,17 @@ def encoded(argument: Any, places: Mapping[fx.Node, int] = MappingProxyType({}))
     if isinstance(argument, torch.device):
         return {"device": str(argument)}
     if isinstance(argument, slice):
-        return {"slice": [encoded(bound, places) for bound in (argument.start, argument.stop, argument.step)]}
+        return {"slice": [encode(bound, places) for bound in (argument.start, argument.stop, argument.step)]}
     if isinstance(argument, list | tuple):
-        items = [encoded(item, places) for item in argument]
+        items = [encode(item, places) for item in argument]
         kind = "size" if isinstance(argument, torch.Size) else "tuple"
         return items if isinstance(argument, list) else {kind: items}
     if isinstance(argument, frozenset | dict):
         entries = sorted(argument) if isinstance(argument, frozenset) else map(list, argument.items())
-        return {"set" if isinstance(argument, frozenset) else "dict": [encoded(entry, places) for entry in entries]}
+        return {"set" if isinstance(argument, frozenset) else "dict": [encode(entry, places) for entry in entries]}
     if (name := type(argument).__name__) in _RECORDS and type(argument) is _RECORDS[name]:
         values = [argument.value] if isinstance(argument, Enum) else map(argument.__getattribute__, _fields(argument))
-        return {name: [encoded(value, places) for value in values]}
+        return {name: [encode(value, places) for value in values]}
     for name, kind_of in _NAMED.items():
         if isinstance(argument, kind_of):
             return {name: str(argument).removeprefix("torch.")}
@@ -325,10 +325,10 @@ def _fields(record: Any) -> list[str]:
     return [entry.name for entry in fields(record) if entry.compare]
 
 
-def decoded(data: Any, nodes: Sequence[fx.Node] = ()) -> Any:
-    """What ``encoded`` was given; ``nodes`` are the graph's."""
+def decode(data: Any, nodes: Sequence[fx.Node] = ()) -> Any:
+    """What ``encode`` was given; ``nodes`` are the graph's."""
     if isinstance(data, list):
-        return [decoded(item, nodes) for item in data]
+        return [decode(item, nodes) for item in data]
     if not isinstance(data, dict):
         return data
     ((kind, content),) = data.items()
@@ -341,13 +341,13 @@ def decoded(data: Any, nodes: Sequence[fx.Node] = ()) -> Any:
     if kind == "device":
         return torch.device(content)
     if kind in _NAMED:
-        return _named(kind, content)
-    items = [decoded(item, nodes) for item in content]
+        return _torch_constant(kind, content)
+    items = [decode(item, nodes) for item in content]
     return _RECORDS[kind](*items) if kind in _RECORDS else _SEQUENCES[kind](items)
 
 
-def _named(kind: str, text: str) -> Any:
-    """What torch has by this name, if it is of that kind."""
+def _torch_constant(kind: str, text: str) -> Any:
+    """Torch's constant of this name and kind."""
     constant = getattr(torch, text)
     if not isinstance(constant, _NAMED[kind]):
         raise ValueError(f"expected a {kind} of torch, found {text!r}")

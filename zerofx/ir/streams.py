@@ -64,7 +64,7 @@ def hops_of(node: fx.Node) -> tuple[Hop, ...]:
 
 
 def runs_on_host(node: fx.Node) -> bool:
-    """Whether a node computes on the host: an update whose states live there."""
+    """True if a node computes on the host: an update whose states are there."""
     return tier_of(node) == "host" and node.op == "call_function" and node.target not in ops.EVENTS
 
 
@@ -78,7 +78,8 @@ def slice_gathered(node: fx.Node) -> fx.Node | None:
 
 
 def num_gathers_after(node: fx.Node) -> int:
-    """How many gathers directly after a node start with it as one collective; 0 for the last of them, and others."""
+    """The number of gathers directly after a node that start with it as one collective; 0 for the last of them, and for
+    other nodes."""
     if node.target is not ops.all_gather or len(node.args) < 4:
         return 0
     more = node.args[3]
@@ -86,8 +87,8 @@ def num_gathers_after(node: fx.Node) -> int:
     return more
 
 
-def in_order(streams: Iterable[str]) -> list[str]:
-    """Distinct streams as reports have them; those of collectives along other axes follow the one of ``shard``."""
+def sort_streams(streams: Iterable[str]) -> list[str]:
+    """Distinct streams in the order of reports; those of collectives along other axes follow the one of ``shard``."""
     return sorted(set(streams), key=lambda stream: (STREAMS.index(stream.partition(" ")[0]), stream))
 
 

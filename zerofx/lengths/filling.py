@@ -41,7 +41,7 @@ class Filling:
         length, samples = axes.sizes(batch)
         args, kwargs = batch.call
         mask = torch.ones((samples, length), dtype=torch.long, device=batch.tensors[0].device)
-        masked = Batch.of(args, {**kwargs, MASK: mask})
+        masked = Batch.from_call(args, {**kwargs, MASK: mask})
         return replace(masked, hashes=batch.hashes)
 
     def padded(self, batch: Batch, axes: BatchAxes, length: int, samples: int) -> Batch:
@@ -52,7 +52,7 @@ class Filling:
         ]
         if all(padded is tensor for padded, tensor in zip(tensors, batch.tensors, strict=True)):
             return batch
-        return batch.holding(tuple(tensors))
+        return batch.replace_tensors(tuple(tensors))
 
     def _padded(self, name: str, tensor: torch.Tensor, axes: BatchAxes, length: int, samples: int) -> torch.Tensor:
         value = self.values.get(name, 0)
@@ -79,4 +79,4 @@ def cut(batch: Batch, axes: BatchAxes, length: int, samples: int) -> Batch:
         for dim in axes.along.get(name, ()):
             part = part.narrow(dim, 0, min(length, part.shape[dim]))
         tensors.append(part.clone(memory_format=torch.contiguous_format))
-    return batch.holding(tuple(tensors))
+    return batch.replace_tensors(tuple(tensors))

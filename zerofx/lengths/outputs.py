@@ -77,6 +77,6 @@ class PaddedEvaluation:
     def cut(self, outputs: Any, batch: Batch) -> Any:
         """The outputs of the batch that was padded, without what belongs to padding."""
         length, samples = self.axes.sizes(batch)
-        flattened, _ = Batch.of_outputs(outputs)
+        flattened, _ = Batch.from_outputs(outputs)
         cut = [follows.cut(out, length, samples) for follows, out in zip(self.follows, flattened.tensors, strict=True)]
-        return flattened.holding(tuple(cut)).call[0][0]
+        return flattened.replace_tensors(tuple(cut)).call[0][0]

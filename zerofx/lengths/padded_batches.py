@@ -275,7 +275,7 @@ class PaddedBatches:
         for name, tensor in zip(batch.names, batch.tensors, strict=True):
             dealt = tensor[index] if name in self.axes.samples else tensor
             tensors.append(dealt * keeps if name == COUNTS else dealt)
-        return batch.holding(tuple(tensors))
+        return batch.replace_tensors(tuple(tensors))
 
     def note(self, batch: Batch, plan: Plan, *, has_run: bool) -> None:
         """Keep what is run for a padded batch, and how often, for reports."""

@@ -48,7 +48,7 @@ class PaddingTrial:
         small = cut(batch, axes, self._length, self._samples)
         self._uses = self._run(small)[1]
         self._labels = self._labels_of(small)
-        self._small = small.holding(tuple(
+        self._small = small.replace_tensors(tuple(
             tensor.masked_fill(tensor == self._labels[name], 0) if name in self._labels else tensor
             for name, tensor in zip(small.names, small.tensors, strict=True)
         ))  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING
 
-from zerofx.ir.streams import in_order
+from zerofx.ir.streams import sort_streams
 from zerofx.report.page_style import SCRIPT, STYLE
 from zerofx.report.page_tables import decisions_table, layer_bars, peak_table, schedule_html
 from zerofx.report.pictures import KINDS, colour_of, legend, memory_data, memory_picture, tier_picture, timeline_picture
@@ -159,7 +159,7 @@ def _numbers(schedule: Schedule) -> str:
 
 def _about_streams(schedule: Schedule) -> str:
     used = {row.stream for instruction in schedule.instructions for row in legs_of(instruction)} | {"compute"}
-    about = {stream: _ABOUT_STREAMS[stream.partition(" ")[0]] for stream in in_order(used)}
+    about = {stream: _ABOUT_STREAMS[stream.partition(" ")[0]] for stream in sort_streams(used)}
     return ", ".join(f"<i>{stream}</i> ({text})" for stream, text in about.items())
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from zerofx.ir.streams import COMPUTE, HOST, in_order
+from zerofx.ir.streams import COMPUTE, HOST, sort_streams
 from zerofx.report.axes import LEFT, RIGHT, byte_axis, dashed_line, steps, svg_open, thinned, time_axis, x_of
 from zerofx.report.rows import ScheduleRow, legs_of
 from zerofx.scheduler.cost.categories import Category
@@ -129,7 +129,7 @@ def timeline_picture(instructions: Sequence[ScheduleRow], seconds: float) -> tup
     """A track a stream, and the kinds of slices in them. Hovering names the slice; neighbours under a pixel are one."""
     rows = [leg for row in instructions for leg in legs_of(row)]
     used = {COMPUTE, *(row.stream for row in rows)}
-    streams = in_order(used)
+    streams = sort_streams(used)
     bottom = len(streams) * (_TRACK + _GAP)
     parts = [svg_open(bottom + 26, "What each stream does when", "timeline")]
     kinds: set[str] = set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerofx.ir.streams import STREAMS, in_order
+from zerofx.ir.streams import STREAMS, sort_streams
 from zerofx.report.rows import ScheduleRow, legs_of
 
 _PROCESS = 0
@@ -30,7 +30,7 @@ def chrome_trace(
     events: list[dict[str, Any]] = [_named("process_name", 0, "zerofx step (predicted, one rank)")]
     used = {"compute", "collective", *(leg.stream for row in rows for leg in row.legs)}
     used |= {row.stream for row in rows if row.stream not in STREAMS}  # of collectives along other axes
-    tracks = {stream: number for number, stream in enumerate(in_order({*STREAMS, *used}), 1)}
+    tracks = {stream: number for number, stream in enumerate(sort_streams({*STREAMS, *used}), 1)}
     events += [_named("thread_name", track, stream) for stream, track in tracks.items() if stream in used]
     events += [_slice(row, row.region, tracks) for row in instructions if row.kind == "region" and row.seconds]
     events += [_slice(leg, row.name, tracks) for row in rows for leg in legs_of(row) if leg.seconds]

@@ -56,7 +56,7 @@ class Evaluations:
                     self(args, kwargs)
         finally:
             self._meter = None
-        return meter.result(compiled.lowered.graph, taken.layout.without_training(), compiled.plan.stage)
+        return meter.result(compiled.lowered.graph, taken.layout.freeze(), compiled.plan.stage)
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the model's forward returns for a batch, or ``loss_fn`` or ``forward=``, detached. Collective.
@@ -102,7 +102,7 @@ class Evaluations:
         """
         with in_evaluation_mode(self._model):
             setting = {"training mode": self._steps.modes.mode()} | passing_settings()
-        shape = batch.described()
+        shape = batch.description()
         described = shape | setting
         signature = lines(described)
         locations, lenders = taken.state.locations(), self._steps.lenders

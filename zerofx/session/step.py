@@ -125,7 +125,7 @@ class Step(Whole, Reported):
         """
         self._life.check_open("call step.micro(batch)")
         with self._life.alone("keep a micro-batch"), working("keep a micro-batch"):
-            self._micro_batches.add(Batch.of(args, kwargs))
+            self._micro_batches.add(Batch.from_call(args, kwargs))
 
     def update(self, *, partial: bool = False) -> Any:
         """Train on the micro-batches that ``micro`` has brought; returns what ``step(batch)`` does for all of them.

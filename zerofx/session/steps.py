@@ -129,7 +129,7 @@ class Steps:
             terms = self.options.loss_terms if counts else None
             added = () if self.lengths is None else self.lengths.filling.added
             named = counted(terms, args, kwargs, self._control.num_ranks, added)
-            batch = self._constant.of(Batch.of(args, named))
+            batch = self._constant.of(Batch.from_call(args, named))
             check_batch(self.model, batch)
             self.lenders.check()
             if self.lenders.has_changed():
@@ -150,7 +150,7 @@ class Steps:
         if num_micro_batches not in (None, options.accumulate):
             options = replace(options, accumulate=num_micro_batches, plan=None)
             setting |= {MICRO_BATCHES: str(num_micro_batches)}
-        shape = batch.described()
+        shape = batch.description()
         described = shape | setting
         signature = lines(described)
         form = signature if self.lengths is None else f"{self.lengths.form(batch)}; {setting}"

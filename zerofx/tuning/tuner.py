@@ -180,7 +180,7 @@ class _Tuner:
         training = self._training
         constant = ConstantArguments(self._options.constant, training.model, self._options.objective.forward)
         named = counted(self._options.loss_terms, training.args, training.keywords, self._control.num_ranks)
-        batch = constant.of(Batch.of(training.args, named))
+        batch = constant.of(Batch.from_call(training.args, named))
         check_batch(training.model, batch)
         asked = self._options.mesh
         assert asked != AUTO, "refused before"

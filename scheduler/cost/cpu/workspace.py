@@ -19,7 +19,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import is_view, storage_bytes, tensors_of
-from zerofx.ir.facts import given, value
+from zerofx.ir.facts import argument_value, value
 from zerofx.ir.operators.table import facts_of
 from zerofx.scheduler.cost.cpu.calls import KernelMemory, call_of
 from zerofx.scheduler.cost.cpu.kernel_memory import call_memories, kernel_memories
@@ -79,7 +79,7 @@ def _with_copied_images(node: fx.Node) -> Iterable[int]:
     """What a call holds if Inductor copies channels-last images, channel by channel; whether it does is known once the
     region is compiled. Nothing where it does not, or nothing is known."""
     places, call = facts_of(node.target).copied_by_inductor, call_of(node)
-    if not places or call is None or suggest_memory_format(given(node, places[-1])) is torch.contiguous_format:
+    if not places or call is None or suggest_memory_format(argument_value(node, places[-1])) is torch.contiguous_format:
         return
     args, kwargs = call.filled(lambda like: like)
     for place in places:
@@ -87,4 +87,4 @@ def _with_copied_images(node: fx.Node) -> Iterable[int]:
     copied = call.with_arguments(args, kwargs)
     taken = call_memories([copied]).get(copied)
     if taken is not None:
-        yield storage_bytes(given(node, places[-1])) + taken.inside
+        yield storage_bytes(argument_value(node, places[-1])) + taken.inside

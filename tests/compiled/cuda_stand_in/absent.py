@@ -44,10 +44,12 @@ if __name__ == "__main__":
             model = kind()
         is_text = kind is Model
         dtypes = (torch.long if is_text else torch.float32, torch.long)
-        meta = Batch.of(tuple(torch.empty(s, dtype=d, device="meta") for s, d in zip(shapes, dtypes, strict=True)), {})
+        meta = Batch.from_call(
+            tuple(torch.empty(s, dtype=d, device="meta") for s, d in zip(shapes, dtypes, strict=True)), {}
+        )
         with FakeTensorMode():
             there = tuple(torch.zeros(s, dtype=d, device="cuda:0") for s, d in zip(shapes, dtypes, strict=True))
-        on_gpu = capture(model, Batch.of(there, {}), compute_dtype=torch.bfloat16)
+        on_gpu = capture(model, Batch.from_call(there, {}), compute_dtype=torch.bfloat16)
         for_gpu = capture(model, meta, compute_dtype=torch.bfloat16, gpu=AbsentGpu((9, 0)))
         texts.append([(step.text(), step.fingerprint()) for step in (on_gpu, for_gpu)])
     print(json.dumps(texts))

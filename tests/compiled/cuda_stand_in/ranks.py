@@ -21,11 +21,11 @@ if __name__ == "__main__":
     for index in (0, 1):
         planned = plan(index, stage=3, world_size=2)
         with FakeTensorMode():
-            batch = Batch.of((torch.zeros(2, 3, device=f"cuda:{index}"),), {})
+            batch = Batch.from_call((torch.zeros(2, 3, device=f"cuda:{index}"),), {})
         regions = region_facts(regions_of(planned.lowered.instructions), with_updates=True)
         found.append(
             {
-                "batch": batch.described(),
+                "batch": batch.description(),
                 "captured graph": planned.lowered.stages[0].text,
                 "fingerprint of the graph": planned.plan.graph,
                 "plan": planned.plan.decisions_hash(),

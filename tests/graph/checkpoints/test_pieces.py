@@ -58,9 +58,9 @@ def test_what_ranks_own_are_boxes_of_the_models_parameters_each_element_once(dat
     layout = make_layout([info for info, _ in drawn], {}, (), {}, mesh)
     counts = {info.source: torch.zeros_like(whole) for info, whole in drawn}
     for rank in range(mesh.num_ranks):
-        for bucket in layout.of_rank(rank).buckets:
+        for bucket in layout.local_to(rank).buckets:
             flat = whole_bucket(bucket, tensors, torch.device("cpu"))
-            first, last = bucket.owned(rank)
+            first, last = bucket.saved_range(rank)
             for piece in pieces_of(bucket, first, last):
                 whole = tensors[piece.source]
                 assert first <= piece.start < piece.end <= last
@@ -79,7 +79,7 @@ def test_a_part_of_groups_is_a_box_for_each() -> None:
         "qkv", ("qkv",), (64, 24), (24, 1), torch.float32, torch.float32, requires_grad=True, part=Sharded(1, 3),
         num_parts=2,
     )  # fmt: skip
-    (bucket,) = make_layout([info], {}, (), {}, Mesh(model=2)).of_rank(1).buckets
+    (bucket,) = make_layout([info], {}, (), {}, Mesh(model=2)).local_to(1).buckets
     boxes = [piece.box for piece in pieces_of(bucket, 0, bucket.numel)]
     assert boxes == [Box((0, 8), (64, 8)), Box((0, 24), (64, 8)), Box((0, 40), (64, 8))]
     assert math.prod(info.shape) == sum(box.numel for box in boxes)

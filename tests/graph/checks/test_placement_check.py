@@ -125,7 +125,7 @@ def of(name: str) -> Shared:
     """One rank's graph of two, and what it is made of."""
     make, ways = MODELS[name]
     y = torch.zeros(ROWS, dtype=torch.int64) if name == "classes" else torch.zeros(ROWS, DIM)
-    step = capture(make(), Batch.of((torch.zeros(ROWS, DIM), y), {}))
+    step = capture(make(), Batch.from_call((torch.zeros(ROWS, DIM), y), {}))
     simplify(step)
     whole = whole_calls(step)
     decisions = [
@@ -149,7 +149,7 @@ def calls(step: StepGraph, *targets: Any) -> list[fx.Node]:
 
 
 def named(step: StepGraph, name: str) -> fx.Node:
-    return step.by_name()[name]
+    return step.nodes_by_name()[name]
 
 
 def found(shared: Shared, match: str) -> None:

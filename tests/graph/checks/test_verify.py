@@ -242,7 +242,7 @@ def _given_and_read_after_the_last_round(prepared: Prepared) -> None:
     loop = loop_of(prepared.step)
     assert loop is not None
     with prepared.step.graph.inserting_before(prepared.step.output):
-        insert_call(prepared.step.graph, aten.neg.default, (loop.carried[0][0],), _WHERE)
+        insert_call(prepared.step.graph, aten.neg.default, (loop.carries[0][0],), _WHERE)
 
 
 _BROKEN_LOOPS: dict[str, Callable[[Prepared], None]] = {

@@ -18,7 +18,7 @@ from zerofx.codegen.regions import cut
 from zerofx.codegen.step_file import CallLine, RegionCall, RegionText, Repeated, StepFile, region_text
 from zerofx.codegen.step_file_data import EVENTS, as_data, step_file_of
 from zerofx.disk.cache import MALFORMED
-from zerofx.ir.serialise import Name, decoded
+from zerofx.ir.serialise import Name, decode
 from zerofx.scheduler.cost.liveness import liveness
 
 CODE = "__import__('os').system('false')"
@@ -252,7 +252,7 @@ def test_the_key_of_a_rounds_batch_is_a_key(key: str) -> None:
 
 
 def test_a_name_is_one() -> None:
-    assert decoded({"name": "x0"}) == Name("x0")
+    assert decode({"name": "x0"}) == Name("x0")
     for text in ("", "a b", "a.b", "del", "1", "\ufb01", None, 1):
         with pytest.raises(ValueError, match="expected a name"):
             Name(text)  # type: ignore[arg-type]

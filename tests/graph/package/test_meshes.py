@@ -74,7 +74,7 @@ def test_parts_of_slices_fill_a_bucket_and_lie_in_the_ranks_own_slices(mesh: Mes
         for rank, (first, last) in enumerate(parts):
             start = bucket.first_of_slice(rank)
             assert start <= first and last <= start + bucket.shard_numel
-            assert bucket.owned(rank) == (first, last)
+            assert bucket.saved_range(rank) == (first, last)
 
 
 def test_a_plan_of_one_axis_says_nothing_of_it() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zerofx.capture.trace import Batch, capture
 from zerofx.codegen.regions import cut, is_free_view, regions_of
 from zerofx.errors import PlanError
-from zerofx.ir.edit import after, start_of_unit
+from zerofx.ir.edit import skip_getitems, start_of_unit
 from zerofx.ir.facts import piece_of
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.activations.recompute import recompute
@@ -39,7 +39,7 @@ class Normed(nn.Module):
 
 
 def captured() -> StepGraph:
-    step = capture(Unlike(), Batch.of((torch.zeros(2, 4),), {}))
+    step = capture(Unlike(), Batch.from_call((torch.zeros(2, 4),), {}))
     simplify(step)
     return step
 
@@ -81,12 +81,12 @@ def test_marks_change_no_node() -> None:
 
 
 def test_nothing_is_put_between_an_operator_that_ends_a_piece_and_its_outputs() -> None:
-    step = capture(Normed(), Batch.of((torch.zeros(2, 4),), {}))
+    step = capture(Normed(), Batch.from_call((torch.zeros(2, 4),), {}))
     simplify(step)
     first = PieceDecision("first", "mm", "native_layer_norm", None, None, ("mm",))
     divide(step, (first, PieceDecision("second", "tanh", "sum_1", None, None)))
-    nodes = step.by_name()
-    assert start_of_unit(step, nodes["tanh"]) is after(nodes["native_layer_norm"]).next
+    nodes = step.nodes_by_name()
+    assert start_of_unit(step, nodes["tanh"]) is skip_getitems(nodes["native_layer_norm"]).next
 
 
 def test_a_piece_of_another_graph_is_refused_before_anything_is_marked() -> None:

@@ -35,7 +35,7 @@ class Squashing(Dropping):
 
 
 def captured(model: nn.Module) -> StepGraph:
-    step = capture(model, Batch.of((torch.zeros(2, 4),), {}))
+    step = capture(model, Batch.from_call((torch.zeros(2, 4),), {}))
     simplify(step)
     return step
 

@@ -57,9 +57,9 @@ def test_what_ranks_have_parts_of_is_not_spread() -> None:
     (value, *_) = [node.name for node in step.calls() if node.target is torch.ops.aten.gelu.default]
     whole = step.clone()
     partition(whole, (), 2)
-    assert can_be_spread(whole.by_name()[value], 2)
+    assert can_be_spread(whole.nodes_by_name()[value], 2)
     partition(step, (ShardingDecision(value, ("S0",), ("S0",)),), 2)
-    assert not can_be_spread(step.by_name()[value], 2)
+    assert not can_be_spread(step.nodes_by_name()[value], 2)
     with pytest.raises(PlanError, match=f"expected to keep one part of {value} on each of 2 ranks"):
         spread(step, [SpreadDecision(value, 8, "a test")], 2)
 

@@ -12,7 +12,7 @@ from tests.lib.graphs import Prepared, TwoBlocks, adagrad, calls, prepare
 from tests.lib.runs.offloads import placing
 from zerofx.errors import InvalidGraphError, PlanError
 from zerofx.ir import ops
-from zerofx.ir.facts import Phase, given, origin
+from zerofx.ir.facts import Phase, argument_value, origin
 from zerofx.ir.streams import runs_on_host
 from zerofx.passes.lib.reduced_gradients import divisors
 from zerofx.passes.verify import verify
@@ -70,7 +70,7 @@ def test_what_the_passes_leave_is_accepted(
     assert len(freed) == len(prepared.plan.reduces)
     assert {runs_on_host(node) for node in freed} == {update == "host"}
     assert all(order[check] < order[node] for node in freed)
-    assert all(given(node, 0).dtype is torch.float32 for node in freed)
+    assert all(argument_value(node, 0).dtype is torch.float32 for node in freed)
     backward = [node for node in step.calls() if origin(node).phase is Phase.BACKWARD]
     assert max(map(order.__getitem__, backward)) < order[check]
 

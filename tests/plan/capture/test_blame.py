@@ -20,7 +20,7 @@ from zerofx.ir.graph import StepGraph
 def _capture(model: nn.Module) -> StepGraph:
     case = CASES["stack"]
     args, kwargs = next(batches(case, 0, 1))
-    return capture(model, Batch.of(args, kwargs), loss_fn=case.loss_fn)
+    return capture(model, Batch.from_call(args, kwargs), loss_fn=case.loss_fn)
 
 
 class _Item(Regression):
@@ -152,11 +152,11 @@ def test_a_dict_given_by_position_is_told_how_it_is_given_by_name() -> None:
     batch = {"x": torch.randn(ROWS, DIM), "y": torch.randn(ROWS, DIM)}
     model = _Keywords()
     with pytest.raises(CaptureError, match=r"step\(\*\*batch\) gives its entries by name"):
-        capture(model, Batch.of((batch,), {}))
+        capture(model, Batch.from_call((batch,), {}))
     with pytest.raises(CaptureError) as other:
-        capture(model, Batch.of((batch, batch), {}))
+        capture(model, Batch.from_call((batch, batch), {}))
     assert "by name" not in str(other.value)
-    capture(model, Batch.of((), batch))
+    capture(model, Batch.from_call((), batch))
 
 
 class _Decoded(Regression):

@@ -32,9 +32,9 @@ def compare(model: nn.Module, batch: tuple[Tensor, ...] = FEATURES, **options: A
     """Capture both ways, which has to give the same, and the model left as it was; returns what was said."""
     said: list[str] = []
     before = [(name, id(module)) for name, module in model.named_modules()]
-    found = capture_by_layer(Forward(model, Batch.of(batch, {}), **options), say=said.append)
+    found = capture_by_layer(Forward(model, Batch.from_call(batch, {}), **options), say=said.append)
     assert [(name, id(module)) for name, module in model.named_modules()] == before
-    check_equal(found, capture(model, Batch.of(batch, {}), **options))
+    check_equal(found, capture(model, Batch.from_call(batch, {}), **options))
     (text,) = said
     return text
 
@@ -148,7 +148,7 @@ def test_precision_micro_batches_and_a_loss_function() -> None:
 def test_modules_that_keep_float32() -> None:
     for kept, said in ((nn.LayerNorm, "captured 4 of"), ("layers.7", "captured layer by layer: NotRepeatedError")):
         model = Deep()
-        assert said in compare(model, compute_dtype=Casts.of(model, torch.bfloat16, (kept,)))
+        assert said in compare(model, compute_dtype=Casts.from_model(model, torch.bfloat16, (kept,)))
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_models_of_transformers(name: str) -> None:
         model = transformers.GPT2LMHeadModel(config).train()
     ids = torch.ones(2, 5, dtype=torch.long)
     said: list[str] = []
-    batch = Batch.of((), {"input_ids": ids, "labels": ids})
+    batch = Batch.from_call((), {"input_ids": ids, "labels": ids})
     check_equal(capture_by_layer(Forward(model, batch), say=said.append), capture(model, batch))
     assert said[0].startswith(f"captured 4 of {DEPTH} layers of ")
 
@@ -286,7 +286,7 @@ class Remembering(Deep):
 )
 def test_layers_that_differ_are_captured_one_by_one(model: Callable[[], nn.Module]) -> None:
     said: list[str] = []
-    found = capture_by_layer(Forward(model(), Batch.of(FEATURES, {})), say=said.append)
+    found = capture_by_layer(Forward(model(), Batch.from_call(FEATURES, {})), say=said.append)
     assert said[0].startswith("captured layer by layer: ") and len(said[0]) > 30
     layers = {origin(node).layer.partition(".norm")[0] for node in found.calls()}
     assert layers >= {f"layers.{index}" for index in range(DEPTH)}
@@ -309,7 +309,7 @@ def test_a_model_that_fails_is_left_as_it_was() -> None:
     layers = list(model.layers)
     model.layers[1].register_forward_hook(lambda *_: (_ for _ in ()).throw(ValueError("no")))
     with pytest.raises(Exception, match="no"):
-        capture_by_layer(Forward(model, Batch.of(FEATURES, {})))
+        capture_by_layer(Forward(model, Batch.from_call(FEATURES, {})))
     assert list(model.layers) == layers and all(not parameter.is_meta for parameter in model.parameters())
 
 
@@ -330,7 +330,7 @@ def test_the_step_is_the_same_and_says_how_it_was_captured(
 
 
 def test_what_is_stamped_out_is_checked_where_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = capture(Deep(depth=16), Batch.of(FEATURES, {}))
+    whole = capture(Deep(depth=16), Batch.from_call(FEATURES, {}))
     monkeypatch.setattr(by_layer, "_stamped", lambda *_: whole)
     with pytest.raises(AssertionError, match="stamped"):
-        capture_by_layer(Forward(Deep(), Batch.of(FEATURES, {})), check=True)
+        capture_by_layer(Forward(Deep(), Batch.from_call(FEATURES, {})), check=True)

@@ -83,8 +83,8 @@ def transformers_llama() -> nn.Module:
 def batch_of(model: nn.Module, size: Size) -> Batch:
     ids = torch.zeros(size, dtype=torch.long)
     if isinstance(model, GPT):
-        return Batch.of((ids, ids), {})
-    return Batch.of((), {"ids" if isinstance(model, Tokens) else "input_ids": ids, "labels": ids})
+        return Batch.from_call((ids, ids), {})
+    return Batch.from_call((), {"ids" if isinstance(model, Tokens) else "input_ids": ids, "labels": ids})
 
 
 def said_of_last(make: Callable[[], nn.Module], sizes: list[Size]) -> str:

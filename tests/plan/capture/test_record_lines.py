@@ -13,7 +13,7 @@ from zerofx.ir.batch import Batch
 from zerofx.ir.canonical import Number, canonical
 from zerofx.torch_private.capture import fake_device, fake_mode
 
-BATCH = Batch.of((torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM)), {})
+BATCH = Batch.from_call((torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM)), {})
 
 
 class Various(Regression):
@@ -40,8 +40,8 @@ def test_text_of_lines_is_that_of_their_graph() -> None:
 
 
 def test_a_number_is_a_place() -> None:
-    assert Number.of(12).place == 12
-    assert f"{(Number.of(12), 'x')}" == "(%12, 'x')"
+    assert Number.from_place(12).place == 12
+    assert f"{(Number.from_place(12), 'x')}" == "(%12, 'x')"
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])

@@ -45,7 +45,7 @@ def question(machine: Machine, layers: int = 6, num_micro_batches: int = 1) -> Q
     with torch.device("meta"):
         model = GPT(512, 512, layers, 8, 512)
         ids = torch.zeros(8, 512, dtype=torch.long)
-    batch = Batch.of((ids, ids), {})
+    batch = Batch.from_call((ids, ids), {})
     step = capture(model, batch, compute_dtype=torch.bfloat16, num_micro_batches=num_micro_batches)
     simplify(step)
     accumulate(step, num_micro_batches, batch.divided_names())

@@ -30,7 +30,7 @@ FAST = replace(Machine.named("h100-sxm"), intra_node=Link(bandwidth=1e12, latenc
 
 
 def captured(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> StepGraph:
-    step = capture(model, Batch.of(args, kwargs))
+    step = capture(model, Batch.from_call(args, kwargs))
     simplify(step)
     return step
 

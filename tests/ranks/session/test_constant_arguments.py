@@ -103,9 +103,9 @@ def test_other_values_are_captured_anew_until_there_are_too_many() -> None:
 
 def test_micro_batches_have_them_whole() -> None:
     constant = ConstantArguments(("edges",), Convolution(), None)
-    batch = constant.of(Batch.of((torch.zeros(2, 8), EDGES), {}))
+    batch = constant.of(Batch.from_call((torch.zeros(2, 8), EDGES), {}))
     assert batch.divided_names() == {"batch[0]"}
-    assert constant.of(Batch.of((), {"edges": EDGES, "x": torch.zeros(6, 8)})).size() == 6
+    assert constant.of(Batch.from_call((), {"edges": EDGES, "x": torch.zeros(6, 8)})).size() == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float64, torch.int16])
@@ -113,12 +113,13 @@ def test_a_hash_is_that_of_values_of_any_dtype_and_layout(dtype: torch.dtype) ->
     constant = ConstantArguments(("edges",), Convolution(), None)
     values = torch.arange(12).reshape(3, 4).to(dtype)
     one, other = (
-        constant.of(Batch.of((), {"edges": tensor})).hashes["edges"] for tensor in (values, values.t().contiguous().t())
+        constant.of(Batch.from_call((), {"edges": tensor})).hashes["edges"]
+        for tensor in (values, values.t().contiguous().t())
     )
     assert (
         one
         == other
-        != constant.of(Batch.of((), {"edges": ~values if dtype == torch.bool else values + 1})).hashes["edges"]
+        != constant.of(Batch.from_call((), {"edges": ~values if dtype == torch.bool else values + 1})).hashes["edges"]
     )
 
 

@@ -64,7 +64,7 @@ def captured(
 ) -> tuple[StepGraph, bool]:
     """The graph, and whether it was kept by an earlier call."""
     said: list[str] = []
-    forward = Forward(model, Batch.of(batch, {}), **options)
+    forward = Forward(model, Batch.from_call(batch, {}), **options)
     found = capture_by_layer(forward, check=check, say=said.append, cache=DiskCache(folder))
     return found, HIT in said
 
@@ -72,7 +72,7 @@ def captured(
 @pytest.mark.parametrize("case", ["tied", "batchnorm", "dropout", "frozen", "arguments"])
 def test_models_of_all_kinds(tmp_path: Path, case: str) -> None:
     args, kwargs = CASES[case].batch(torch.Generator().manual_seed(0))
-    model, batch = CASES[case].model(), Batch.of(args, kwargs)
+    model, batch = CASES[case].model(), Batch.from_call(args, kwargs)
     found = [capture_by_layer(Forward(model, batch, CASES[case].loss_fn), cache=DiskCache(tmp_path)) for _ in range(2)]
     assert all(same_graph(one, capture(model, batch, loss_fn=CASES[case].loss_fn)) for one in found)
     assert len(list(tmp_path.iterdir())) == 1
@@ -86,7 +86,7 @@ def test_a_kept_graph_is_not_captured_again(tmp_path: Path, captures: list[Any])
     again, hit = captured(tmp_path, GPT(11, 8, 5, 2, 4), ids)
     assert hit and not captures
     assert same_graph(first, again) and (first.parameters, first.units) == (again.parameters, again.units)
-    assert same_graph(first, capture(GPT(11, 8, 5, 2, 4), Batch.of(ids, {})))
+    assert same_graph(first, capture(GPT(11, 8, 5, 2, 4), Batch.from_call(ids, {})))
 
 
 def _frozen() -> nn.Module:
@@ -114,7 +114,7 @@ def test_what_differs_is_captured(
     captured(tmp_path, Fallible())
     found, hit = captured(tmp_path, model(), batch, **options)
     assert not hit
-    assert same_graph(found, capture(model(), Batch.of(batch, {}), **options))
+    assert same_graph(found, capture(model(), Batch.from_call(batch, {}), **options))
     assert captured(tmp_path, model(), batch, **options)[1]
 
 
@@ -123,7 +123,7 @@ def test_calls_that_are_composed_of_the_same_operators_are_told_apart(tmp_path: 
         lambda x: x + F.linear(x, x).sum(),
         lambda x: x + torch.mm(x, x.t()).sum(),
     ]
-    batch = Batch.of(FEATURES, {})
+    batch = Batch.from_call(FEATURES, {})
     records = [record_forward(Forward(Fallible(change), batch)) for change in changes]
     assert records[0].canonical() == records[1].canonical()
     captured(tmp_path, Fallible(changes[0]))
@@ -137,7 +137,7 @@ def test_constants_are_kept_by_value(tmp_path: Path) -> None:
     first, _ = captured(tmp_path, scaled(0.3))
     again, hit = captured(tmp_path, scaled(0.3))
     assert hit and first.constants and same_graph(first, again)
-    assert same_graph(again, capture(scaled(0.3), Batch.of(FEATURES, {})))
+    assert same_graph(again, capture(scaled(0.3), Batch.from_call(FEATURES, {})))
     assert not captured(tmp_path, scaled(0.4))[1]
 
 
@@ -212,10 +212,10 @@ def test_what_is_not_torch_s_own_is_never_kept_and_says_why(
     for _ in range(2):
         said: list[str] = []
         found = capture_by_layer(
-            Forward(Fallible(change), Batch.of(FEATURES, {})), say=said.append, cache=DiskCache(tmp_path)
+            Forward(Fallible(change), Batch.from_call(FEATURES, {})), say=said.append, cache=DiskCache(tmp_path)
         )
         assert [line for line in said if line.startswith("not kept for the next run") and reason in line]
-        assert same_graph(found, capture(Fallible(change), Batch.of(FEATURES, {})))
+        assert same_graph(found, capture(Fallible(change), Batch.from_call(FEATURES, {})))
     assert not list(tmp_path.iterdir())
 
 
@@ -296,7 +296,7 @@ def test_what_a_first_forward_remembers_does_not_keep_a_graph_from_being_kept(tm
 
 def test_a_kept_graph_is_checked_where_all_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     captured(tmp_path, Fallible())
-    other = capture(Fallible(torch.relu), Batch.of(FEATURES, {}))
+    other = capture(Fallible(torch.relu), Batch.from_call(FEATURES, {}))
     monkeypatch.setattr(capture_cache, "from_json", lambda *_: other)
     with pytest.raises(AssertionError, match="kept"):
         captured(tmp_path, Fallible(), check=True)

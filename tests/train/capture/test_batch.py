@@ -76,7 +76,7 @@ X = torch.arange(3.0)
 
 
 def test_the_first_tensor_with_a_dimension_says_how_many_samples_there_are() -> None:
-    batch = Batch.of(
+    batch = Batch.from_call(
         (torch.tensor(0.5), {"ids": torch.zeros(4, 2)}), {"mask": torch.zeros(2, 4), "labels": torch.zeros(4)}
     )
     assert batch.size() == 4
@@ -117,7 +117,7 @@ def found(value: Any) -> list[Tensor]:
 
 
 def test_children_without_names_have_numbers() -> None:
-    batch = Batch.of((Unnamed([X, 2 * X]),), {})
+    batch = Batch.from_call((Unnamed([X, 2 * X]),), {})
     assert batch.names == ("batch[0][0]", "batch[0][1]")
     ((again,), _) = doubled(batch)
     assert torch.equal(again.pair[1], 4 * X)
@@ -125,7 +125,7 @@ def test_children_without_names_have_numbers() -> None:
 
 @pytest.mark.parametrize(("given", "name"), CONTAINERS.values(), ids=CONTAINERS.keys())
 def test_containers_are_rebuilt_around_other_tensors(given: Any, name: str) -> None:
-    batch = Batch.of((given,), {"labels": X})
+    batch = Batch.from_call((given,), {"labels": X})
     assert batch.names == (name, "labels")
     (again,), keywords = doubled(batch)
     assert type(again) is type(given)
@@ -136,7 +136,7 @@ def test_containers_are_rebuilt_around_other_tensors(given: Any, name: str) -> N
 
 def test_batches_that_the_model_would_treat_alike_are_described_alike() -> None:
     def described(*args: Any, **kwargs: Any) -> str:
-        return Batch.of(args, kwargs).signature()
+        return Batch.from_call(args, kwargs).signature()
 
     assert described(X, a=1, b=X) == described(X + 1, b=X, a=1)
     different = [
@@ -169,9 +169,9 @@ def test_batches_that_the_model_would_treat_alike_are_described_alike() -> None:
 
 
 def test_no_two_leaves_have_one_name() -> None:
-    batch = Batch.of(([X],), {"batch": [X], "batch[0][0]": X, "x": X, "two words": X})
+    batch = Batch.from_call(([X],), {"batch": [X], "batch[0][0]": X, "x": X, "two words": X})
     assert batch.names == ("batch[0][0]", "**['batch'][0]", "**['batch[0][0]']", "x", "**['two words']")
-    assert Batch.of((), {"batch": [X]}).names == ("batch[0]",)
+    assert Batch.from_call((), {"batch": [X]}).names == ("batch[0]",)
 
 
 @pytest.mark.parametrize("keyword", ["mode", "structure", "training mode", "batch structure"])
@@ -242,7 +242,7 @@ def test_what_is_static_in_a_container_is_part_of_what_a_step_is_for() -> None:
 
 def test_static_parts_are_described_by_what_is_in_them() -> None:
     def described(static: Any) -> str:
-        return Batch.of((Flagged(X, static),), {}).signature()
+        return Batch.from_call((Flagged(X, static),), {}).signature()
 
     for kind in (
         lambda n: n,
@@ -270,7 +270,7 @@ def test_static_parts_are_described_by_what_is_in_them() -> None:
 )
 def test_what_is_static_and_has_no_text_is_refused(static: Any, match: str) -> None:
     with pytest.raises(zerofx.UsageError, match=match):
-        Batch.of((Flagged(X, static),), {})
+        Batch.from_call((Flagged(X, static),), {})
 
 
 def test_containers_of_libraries_are_described_alike_where_they_are_alike() -> None:
@@ -288,7 +288,7 @@ def test_containers_of_libraries_are_described_alike_where_they_are_alike() -> N
         lambda n: OrderedDict({Plain: torch.zeros(n)}),
         lambda n: torch.zeros(1, n).max(0),
     ):
-        one, again, other = (Batch.of((kind(n),), {}) for n in (1, 1, 2))
+        one, again, other = (Batch.from_call((kind(n),), {}) for n in (1, 1, 2))
         assert one.tensors and " at 0x" not in one.signature()
         assert one.signature() == again.signature() != other.signature()
         (rebuilt,), _ = doubled(one)

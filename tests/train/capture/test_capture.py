@@ -39,7 +39,7 @@ MODELS = [
 
 def _capture(case: Case, model: nn.Module | None = None) -> StepGraph:
     args, kwargs = next(batches(case, 0, 1))
-    return capture(model or case.model(), Batch.of(args, kwargs), loss_fn=case.loss_fn)
+    return capture(model or case.model(), Batch.from_call(args, kwargs), loss_fn=case.loss_fn)
 
 
 @pytest.mark.parametrize("name", [*MODELS, "loss function", "llama", "gpt2"])
@@ -60,7 +60,7 @@ def test_calls_know_the_users_line_in_forward_and_in_backward_and_after_a_round_
         return (scale * targets).sum()
 
     x, y = torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM)
-    step = capture(nn.Linear(DIM, DIM), Batch.of((x, y), {}), loss_fn=lambda outputs, _x, y: loss_fn(outputs, y))
+    step = capture(nn.Linear(DIM, DIM), Batch.from_call((x, y), {}), loss_fn=lambda outputs, _x, y: loss_fn(outputs, y))
     again = from_json(to_json(step), replace(step, graph=fx.Graph()), fake_mode())
     for graph in (step, again):
         lines = {node.name: (origin(node).phase, source_line(node)) for node in graph.calls()}
@@ -115,7 +115,7 @@ def test_outputs_of_a_backward_stay_with_it_where_gradients_are_summed() -> None
     tied.bias = tied.weight
     for layer, inputs in ((nn.Conv1d(3, 3, 1), torch.zeros(2, 3, 5)), (tied, torch.zeros(2, DIM))):
         twice = nn.Sequential(layer, layer)
-        step = capture(twice, Batch.of((inputs,), {}), loss_fn=lambda outputs: outputs.square().mean())
+        step = capture(twice, Batch.from_call((inputs,), {}), loss_fn=lambda outputs: outputs.square().mean())
         step.graph.lint()
         parts = [node for node in step.calls() if node.target is operator.getitem]
         assert all(node.prev is node.args[0] or node.prev.args[:1] == node.args[:1] for node in parts), step
@@ -222,7 +222,7 @@ def test_grouped_products_are_captured_in_all_dtypes_of_their_kernels(dtype: tor
             ends = torch.tensor([1, 4], dtype=torch.int32)
             return nn.functional.grouped_mm(y, self.weight, offs=ends).square().mean()
 
-    assert "aten.cos.default" in capture(Grouped(), Batch.of((torch.zeros(4, 16, dtype=dtype),), {})).text()
+    assert "aten.cos.default" in capture(Grouped(), Batch.from_call((torch.zeros(4, 16, dtype=dtype),), {})).text()
 
 
 def test_two_captures_of_a_model_are_the_same() -> None:

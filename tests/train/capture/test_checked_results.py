@@ -81,7 +81,7 @@ def test_a_matrix_without_an_inverse_ends_the_step_before_anything_is_updated(ba
 
 def test_backward_reads_what_was_checked_too() -> None:
     """So that what was not checked goes at once."""
-    step = capture(Inverted(), Batch.of((torch.randn(4, DIM), torch.randn(4, DIM)), {}))
+    step = capture(Inverted(), Batch.from_call((torch.randn(4, DIM), torch.randn(4, DIM)), {}))
     (check,) = step.graph.find_nodes(op="call_function", target=ops.checked)
     assert list(check.args[0].users) == [check]
     assert len(check.users) > 1

@@ -104,7 +104,7 @@ def _large(model: Reading, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("read", [_drawn, _overwritten, _weight, _empty, _large])
 def test_what_differs_from_step_to_step_is_not_read(read: Callable[[Reading, Tensor], Tensor]) -> None:
     with pytest.raises(CaptureError, match="reads a tensor's value"):
-        capture(Reading(read), Batch.of((torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM)), {}))
+        capture(Reading(read), Batch.from_call((torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM)), {}))
 
 
 def test_a_constant_of_the_models_is_left_as_it_is() -> None:
@@ -171,7 +171,7 @@ def test_a_branch_that_only_does_something_else_is_refused() -> None:
             return total
 
     with pytest.raises(CaptureError, match="reads a tensor's value"):
-        capture(Choosing(), Batch.of((torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM)), {}))
+        capture(Choosing(), Batch.from_call((torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM)), {}))
 
 
 class Checkpointed(Regression):

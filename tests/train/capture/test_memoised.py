@@ -34,7 +34,7 @@ class _Remembering(Regression):
 def _case(table: Callable[[int], Tensor]) -> tuple[Case, Batch]:
     case = Case(lambda: _Remembering(table), rows)
     args, keywords = next(batches(case, 1, 1))
-    return case, Batch.of(args, keywords)
+    return case, Batch.from_call(args, keywords)
 
 
 def test_a_table_that_a_function_remembers_is_made_in_each_step_and_remembered_with_values() -> None:

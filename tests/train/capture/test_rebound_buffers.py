@@ -18,7 +18,7 @@ from zerofx.ir.graph import StepGraph
 
 def _capture(model: nn.Module) -> StepGraph:
     args, keywords = next(batches(Case(lambda: model, rows), 0, 1))
-    return capture(model, Batch.of(args, keywords))
+    return capture(model, Batch.from_call(args, keywords))
 
 
 class _Rebinding(Regression):

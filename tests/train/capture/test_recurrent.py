@@ -159,7 +159,7 @@ def test_what_was_captured_is_kept_for_the_next_run(kind: str, tmp_path: Any) ->
 def _captured(one: Case, **options: Any) -> Any:
     model = build(one)
     args, kwargs = one.batch(torch.Generator())
-    return capture_by_layer(Forward(model, Batch.of(args, kwargs)), **options)
+    return capture_by_layer(Forward(model, Batch.from_call(args, kwargs)), **options)
 
 
 def test_a_workspace_of_another_layer_is_refused() -> None:

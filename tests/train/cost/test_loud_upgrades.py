@@ -35,7 +35,7 @@ class Net(nn.Module):
 def test_layers_that_no_node_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zerofx.torch_private.modules._ENTRIES", "renamed")
     with pytest.raises(InternalError, match=f"none of the forward .* torch {VERSION}"):
-        capture(Net(), Batch.of((torch.ones(2, 4),), {}))
+        capture(Net(), Batch.from_call((torch.ones(2, 4),), {}))
 
 
 def test_layers_that_no_node_of_the_backward_was_told() -> None:

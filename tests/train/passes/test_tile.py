@@ -194,7 +194,7 @@ def test_a_loss_in_bf16_is_summed_in_float32(num_tiles: int) -> None:
 
 def test_a_head_whose_backward_reads_what_is_brought_to_another_placement_there() -> None:
     model, batch = gpt(tied=False)
-    given = Batch.of(batch, {})
+    given = Batch.from_call(batch, {})
     step = capture(model, given)
     simplify(step)
     feeds = feeds_of(step, model, given)

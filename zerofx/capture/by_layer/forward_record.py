@@ -172,7 +172,7 @@ class _Recorder(TorchDispatchMode):
 
     def _add(self, line: Line) -> Number:
         self._lines.append(line)
-        return Number.of(len(self._lines) - 1)
+        return Number.from_place(len(self._lines) - 1)
 
     def _keep(self, number: Number, tensors: list[torch.Tensor]) -> None:
         self._kept += tensors

@@ -21,7 +21,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from zerofx.capture.by_layer.repeats import Repeat
-from zerofx.ir.canonical import described
+from zerofx.ir.canonical import describe_value
 from zerofx.ir.facts import Role, origin, placeholder, set_origin, set_placeholder
 from zerofx.ir.graph import StepGraph
 
@@ -152,13 +152,13 @@ class _Pair:
             here = (
                 of_second.op,
                 of_second.op == "placeholder" or of_second.target,
-                described(of_second),
+                describe_value(of_second),
                 _label(of_second)[len(units[1]) :],
             )
             there = (
                 other.op,
                 other.op == "placeholder" or other.target,
-                described(other),
+                describe_value(other),
                 _label(other)[len(units[2]) :],
             )
             if here != there:

@@ -10,7 +10,7 @@ from torch import fx
 
 from zerofx.capture.normalise.joint import Joint
 from zerofx.ir import ops
-from zerofx.ir.edit import after, insert_call
+from zerofx.ir.edit import insert_call, skip_getitems
 from zerofx.ir.facts import Origin, Phase, origin, value
 from zerofx.torch_private.capture import TangentAOTInput
 
@@ -42,7 +42,7 @@ def _sum(graph: fx.Graph, gradients: list[fx.Node]) -> fx.Node:
     terms = (term for gradient in gradients for term in _terms(gradient))
     total, *others = sorted(terms, key=order.__getitem__)
     for late in others:
-        with graph.inserting_after(max(after(late), total)):  # nodes compare by their place in the graph
+        with graph.inserting_after(max(skip_getitems(late), total)):  # nodes compare by their place in the graph
             total = insert_call(graph, torch.ops.aten.add.Tensor, (total, late), origin(late), fake=value(late))
     return total
 

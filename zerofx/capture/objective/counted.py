@@ -47,7 +47,7 @@ def counted(
         return dict(kwargs)
     with torch.no_grad():
         counts = loss_terms(*args, **{name: value for name, value in kwargs.items() if name not in added})
-    num_samples = Batch.of(args, kwargs).size()
+    num_samples = Batch.from_call(args, kwargs).size()
     if (
         not isinstance(counts, torch.Tensor)
         or counts.shape != (num_samples,)

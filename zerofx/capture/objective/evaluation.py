@@ -41,7 +41,7 @@ class Evaluation(Objective):
         Raises:
             CaptureError: nothing is returned that is a tensor.
         """
-        structure, tensors = Returned.of_outputs(returned)
+        structure, tensors = Returned.from_outputs(returned)
         if not tensors:
             raise CaptureError(
                 "expected a forward that returns a tensor to evaluate, or several, found none: return what is to "

@@ -165,12 +165,12 @@ class Objective:
                 f"{_describe(returned)}: pick the loss, and put all that step() is to give besides into "
                 f"one dict"
             )
-        return find_loss(returned[0], source="forward"), *Returned.of_extras(returned[1])
+        return find_loss(returned[0], source="forward"), *Returned.from_extras(returned[1])
 
     def _besides(self, returned: Any, loss: torch.Tensor) -> tuple[Returned, tuple[torch.Tensor, ...]]:
         """What is handed out of what was returned, with its tensors: nothing where the loss would be all of it."""
         if self.hands_out != "none" and not isinstance(returned, torch.Tensor):
-            structure, tensors = Returned.of_outputs(returned, numbers_only=self.hands_out == "numbers")
+            structure, tensors = Returned.from_outputs(returned, numbers_only=self.hands_out == "numbers")
             if len(tensors) > 1:
                 return structure, tensors
         return Returned(left_out=_left_out(returned, loss)), ()

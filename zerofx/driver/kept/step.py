@@ -15,7 +15,7 @@ from zerofx.codegen.region_facts import RegionFacts
 from zerofx.codegen.step_file_data import as_data, step_file_of
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.returned import Returned
-from zerofx.ir.serialise import decoded, decoded_constant, encoded, encoded_constant
+from zerofx.ir.serialise import decode, decode_constant, encode, encode_constant
 from zerofx.lowering.load import StepProgram
 from zerofx.runtime.state.arguments import StepArguments
 from zerofx.scheduler.cost.liveness import MemoryEvent
@@ -74,17 +74,17 @@ class KeptStep:
         return json.dumps({
             "plan": self.plan_text,
             "decisions_hash": self.decisions_hash,
-            "layout": encoded(self.layout),
+            "layout": encode(self.layout),
             "gradients": self.gradients,
             "variant": self.variant,
             "memory": _memory_data(self.memory),
             "measured": _memory_data(self.measured),
             "file": as_data(program.emitted.file),
-            "placeholders": encoded(dict(program.arguments.placeholders)),
-            "constants": {name: encoded_constant(constant) for name, constant in program.arguments.constants.items()},
+            "placeholders": encode(dict(program.arguments.placeholders)),
+            "constants": {name: encode_constant(constant) for name, constant in program.arguments.constants.items()},
             "num_micro_batches": program.arguments.num_micro_batches,
             "regions": [
-                [region.key, encoded(region.inputs), region.num_nodes, region.num_outputs, region.is_update,
+                [region.key, encode(region.inputs), region.num_nodes, region.num_outputs, region.is_update,
                  region.on_host, sorted(region.dying)]
                 for region in program.regions
             ],
@@ -104,12 +104,12 @@ class KeptStep:
         with fake_mode():
             file = step_file_of(data["file"])
             regions = tuple(
-                RegionFacts(key, decoded(inputs), num_nodes, num_outputs, is_update, on_host, frozenset(dying))
+                RegionFacts(key, decode(inputs), num_nodes, num_outputs, is_update, on_host, frozenset(dying))
                 for key, inputs, num_nodes, num_outputs, is_update, on_host, dying in data["regions"]
             )
         arguments = StepArguments(
-            decoded(data["placeholders"]),
-            {name: decoded_constant(*constant) for name, constant in data["constants"].items()},
+            decode(data["placeholders"]),
+            {name: decode_constant(*constant) for name, constant in data["constants"].items()},
             data["num_micro_batches"],
         )
         return KeptStep(
@@ -117,7 +117,7 @@ class KeptStep:
                 Plan.from_json(data["plan"]), EmittedStep("", file), arguments, regions,
                 data["num_regions"], torch.device(data["device"]), Returned(whole=frozenset(data["whole"])),
             ),
-            data["plan"], data["decisions_hash"], decoded(data["layout"]),
+            data["plan"], data["decisions_hash"], decode(data["layout"]),
             tuple(data["gradients"]), data["variant"], _memory(data["memory"]), _memory(data["measured"]),
         )  # fmt: skip
 

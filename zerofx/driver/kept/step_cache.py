@@ -66,7 +66,7 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
         repr(None if earlier is None else f"{earlier.layout} {earlier.binding.variant} {earlier.shared}"),
         repr(histories_of(model, optimizer) if earlier is None else None),
         repr(request.locations), repr(request.fixed), *(repr(entry.described()) for entry in request.borrowed),
-        repr(sorted(batch.described().items())),
+        repr(sorted(batch.description().items())),
         repr(request.machine), str(request.mesh), str(device),
         f"{torch.get_num_threads()} threads",  # each takes memory of its own
         *options.texts("step"),

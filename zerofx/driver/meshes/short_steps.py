@@ -131,7 +131,7 @@ class ShortSteps:
             shallow(step, self._rows),
             tuple(shallow(step, self._rows, row) for row in self._rows),
             shallow(step, self._rows, remaining=2 * KEPT) if gives_up else None,
-        ).each(lambda part: (captures.short(number, part), part.by_name()))
+        ).each(lambda part: (captures.short(number, part), part.nodes_by_name()))
         self._known: OptimizerBinding | None = None
         self._target = request.target(step.device, on_cpu=on_cpu, verbose=False)
 

@@ -237,7 +237,7 @@ class OptimizerBinding:
             self._own_dtypes[key] = flat_state_dtypes(
                 self.optimizer, bucket.group, dtype=bucket.dtype, fused=self._fused(bucket)
             )
-        return self._own_dtypes[key].get(name, bucket.computed_as(stored))
+        return self._own_dtypes[key].get(name, bucket.optimizer_dtype(stored))
 
     def held(self, parameters: Mapping[str, torch.Tensor]) -> dict[int, HeldState]:
         """The states that the optimizer holds per parameter, by bucket; ``parameters`` by name. Changes nothing.

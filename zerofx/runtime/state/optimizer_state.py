@@ -93,7 +93,7 @@ class OptimizerState:
                 n: self._state.gather(bucket, self._state.load(t)) for n, t in state.flat.items() if n in state.present
             }
             if as_computed:
-                flat = {n: whole.to(bucket.computed_as(whole.dtype)) for n, whole in flat.items()}
+                flat = {n: whole.to(bucket.optimizer_dtype(whole.dtype)) for n, whole in flat.items()}
             for slot in bucket.slots:
                 entry: dict[str, Any] = {n: _copied(v) for n, v in state.scalars.items() if n in state.present}
                 parameter = self._state.parameter(slot.source)

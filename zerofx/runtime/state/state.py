@@ -165,7 +165,7 @@ class TrainingState(WholeBuckets):
 
         Those of a bucket that is not trained now wait on the host.
         """
-        state, stored = self.buckets[bucket.index], values.to(bucket.stored_as(values.dtype))
+        state, stored = self.buckets[bucket.index], values.to(bucket.storage_dtype(values.dtype))
         state.flat[name] = self._put(state, stored) if bucket.trainable else self._tiers.hold(stored, "host")
 
     def new_states(self, bucket: Bucket, program: UpdateProgram, device: torch.device) -> None:

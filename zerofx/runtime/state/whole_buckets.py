@@ -26,7 +26,7 @@ class WholeBuckets:
     def __init__(
         self, model: nn.Module, layout: BucketLayout, stage: int, communicators: Communicators, tiers: Tiers
     ) -> None:
-        self.layout = layout.of_rank(communicators.world.rank if communicators.world is not None else 0)
+        self.layout = layout.local_to(communicators.world.rank if communicators.world is not None else 0)
         self.stage = stage
         self.model = model
         self.device = tiers.device

@@ -45,7 +45,7 @@ class MicroBatches:
                 f"expected step.update() after {self._wanted} micro-batches, as accumulate={self._wanted} says, found "
                 f"one more"
             )
-        if self._alike is None and self._waiting and self._waiting[0].described() != batch.described():
+        if self._alike is None and self._waiting and self._waiting[0].description() != batch.description():
             raise UsageError(
                 f"expected micro-batches of one form, found ({self._waiting[0].signature()}) and then "
                 f"({batch.signature()}): give those of one update the same shapes, for example by padding"

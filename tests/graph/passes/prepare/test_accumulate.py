@@ -163,7 +163,7 @@ def test_of_more_than_three_micro_batches_the_second_body_is_a_loop(count: int) 
     loop = loop_of(step)
     assert loop is not None and loop.num_rounds == count - 2
     assert step.num_bodies == len(step.gradients_by_body) == 3
-    assert [(before.name, after.name) for before, after in loop.carried] == [
+    assert [(before.name, after.name) for before, after in loop.carries] == [
         (step_loss, sum_of_losses) for step_loss, sum_of_losses in [("div", "add_tensor"), ("lerp", "micro1_lerp")]
     ]
     assert len(list(step.calls())) == len(list(in_micro_batches(3, Averaging()).step.calls()))
@@ -173,9 +173,9 @@ def test_of_more_than_three_micro_batches_the_second_body_is_a_loop(count: int) 
 def test_what_a_loop_hands_on_is_made_in_each_round() -> None:
     step = prepare(Swapping(), (torch.randn(2, 4),), num_micro_batches=4).step
     loop = loop_of(step)
-    assert loop is not None and len(loop.carried) == 3
-    inside = loop.inside()
-    assert all(before not in inside and after in inside for before, after in loop.carried)
+    assert loop is not None and len(loop.carries) == 3
+    inside = loop.body()
+    assert all(before not in inside and after in inside for before, after in loop.carries)
 
 
 def test_a_loop_is_planned_as_long_as_its_rounds() -> None:

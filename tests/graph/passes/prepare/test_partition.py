@@ -51,7 +51,7 @@ def captured(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, 
     case = CASES[name]
     torch.manual_seed(0)
     model = case.model().to(dtype)
-    batch = Batch.of(*next(batches(case, 0, 1)))
+    batch = Batch.from_call(*next(batches(case, 0, 1)))
     step = capture(model, batch, loss_fn=case.loss_fn)
     simplify(step)
     return model, batch, step
@@ -226,7 +226,7 @@ class Transposed(nn.Module):
 
 def test_what_is_copied_to_be_sent_is_held_until_it_is_there() -> None:
     torch.manual_seed(0)
-    model, batch = Transposed(), Batch.of((torch.randn(4, 8),), {})
+    model, batch = Transposed(), Batch.from_call((torch.randn(4, 8),), {})
     step = capture(model, batch)
     (weight,) = step.placeholders(Role.PARAMETER)
     product = next(node for node in step.calls() if node.target is torch.ops.aten.mm.default)
@@ -270,7 +270,7 @@ def test_what_kernels_take_for_granted_is_so_on_each_rank(
     make: Callable[[], nn.Module], shape: tuple[int, ...], seed: int
 ) -> None:
     torch.manual_seed(0)
-    model, batch = make(), Batch.of((torch.randn(shape),), {})
+    model, batch = make(), Batch.from_call((torch.randn(shape),), {})
     step = capture(model, batch)
     simplify(step)
     compare(model, batch, step, drawn(step, 2, random.Random(seed)), 2)

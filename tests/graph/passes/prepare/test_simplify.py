@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def _captured(model: nn.Module, *batch: Tensor) -> StepGraph:
-    return capture(model, Batch.of(batch, {}))
+    return capture(model, Batch.from_call(batch, {}))
 
 
 def test_detours_of_the_tiny_model_are_removed(golden: Callable[..., None]) -> None:

@@ -46,7 +46,7 @@ class Attention(nn.Module):
 def shared(model: nn.Module, num_ranks: int, groups: int, *, ring: bool) -> tuple[set[object], int]:
     """Compare with the whole graph what ranks give that share attention alone; targets, and how many calls."""
     torch.manual_seed(0)
-    batch = Batch.of((torch.randn(2, NUM_TOKENS, 8),), {})
+    batch = Batch.from_call((torch.randn(2, NUM_TOKENS, 8),), {})
     step = capture(model, batch)
     simplify(step)
     ways = sharding_ways(step, num_ranks)
