@@ -179,9 +179,9 @@ def _check_on_host(step: StepGraph, after: str, order: dict[fx.Node, int], *, is
         if bucket not in settled or begins_after != (delayed_bucket(node) is not None):
             which = "the last update" if delayed_bucket(node) is not None else "the update"
             _fail(step, after, node, f"host: {node.name} is of bucket {bucket}, {which} of which is not awaited")
-    for bucket, node in runs_on.items() if settled.keys() & runs_on.keys() or is_last else ():
+    for node in runs_on.values() if settled.keys() & runs_on.keys() or is_last else ():
         for reader in readers_next(step, node):
-            if order[reader] < settled.get(bucket, len(order)):
+            if order[reader] < settled.get(node.args[0], len(order)):
                 what = f"host: {reader.name} reads what {node.name} has let run on in the step before, not awaited"
                 _fail(step, after, reader, what)
 

@@ -220,7 +220,7 @@ class _Clocks:
         self.compute = 0.0
         self._host = before.host
         self._collectives: dict[str, float] = {}  # by stream: one for each communicator
-        self._links = dict.fromkeys(LINKS, 0.0) | before.links
+        self._links = {**dict.fromkeys(LINKS, 0.0), **before.links}
         self._done = dict(before.done)  # when what was started is done
         self._landed = dict(before.landed)  # when what is kept in a slower tier was last copied
         self._updated = dict(before.updated)  # when it was last updated on the host

@@ -1,0 +1,74 @@
+"""A step whose updates run on into the next one is predicted as one among steps like it: its seconds, and its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.lib.plans import placed
+from zerofx.ir import ops
+from zerofx.ir.aliasing import storage_bytes
+from zerofx.ir.facts import tensor
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.streams import HOST, LINKS, runs_on_host
+from zerofx.scheduler.cost.liveness import liveness
+from zerofx.scheduler.cost.machine import HostUpdate, Machine
+from zerofx.scheduler.cost.simulate import _run, _UnderWay, simulate
+from zerofx.scheduler.plan.mesh import Mesh
+
+RATES = [1e4, 1e5, 1e6, 1e9]  # bytes a second that the host updates
+
+
+def machine(rate: float) -> Machine:
+    row = Machine.named("h100-sxm").for_ranks(1)
+    return replace(row, host=replace(row.host, update=HostUpdate(16, rate, rate)))
+
+
+def running_on() -> StepGraph:
+    prepared = placed("host", "host", num_ranks=1, precision="bf16")
+    prepared.run_pipeline()
+    assert any(node.target is ops.run_on for node in prepared.step.calls())
+    return prepared.step
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_seconds_are_those_of_a_step_among_steps_like_it(rate: float) -> None:
+    step = running_on()
+    found = simulate(step, machine(rate), Mesh(), on_cpu=False)
+    before, took = _UnderWay(), []
+    for _ in range(12):
+        clocks = _run(step, machine(rate), Mesh(), None, before)
+        before = clocks.under_way()
+        took.append(clocks.compute)
+    assert took[0] < found.step_seconds, "nothing is under way as the first step begins"
+    assert took[2:] == pytest.approx([found.step_seconds] * 10)
+    # No lane has more to do in a step than the step takes.
+    busy = found.busy_by_stream
+    assert all(busy.get(stream, 0.0) <= found.step_seconds * (1 + 1e-9) for stream in (HOST, *LINKS))
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_what_runs_on_ends_after_the_step_and_before_the_next_one_needs_it(rate: float) -> None:
+    step = running_on()
+    found = simulate(step, machine(rate), Mesh(), on_cpu=False)
+    end = found.step_seconds
+    settled = {node.args[0]: node for node in step.calls() if node.target is ops.settle}
+    for node in (node for node in step.calls() if node.target is ops.run_on):
+        needed = end + found.timings[settled[node.args[0]]].start_seconds
+        for copy in node.args[1]:  # type: ignore[union-attr]  # a list of nodes
+            timing = found.timings[copy]  # type: ignore[index]
+            assert timing.start_seconds + timing.seconds <= needed + 1e-9
+    updates = [found.timings[node] for node in step.calls() if runs_on_host(node)]
+    assert max(timing.start_seconds + timing.seconds for timing in updates) > end
+
+
+def test_bytes_that_run_on_are_there_until_they_are_settled() -> None:
+    step = running_on()
+    host = liveness(step, on_cpu=False).slower["host"]
+    left = [node for node in step.calls() if node.target is ops.run_on]
+    held = sum(storage_bytes(tensor(value)) for node in left for value in node.args[2])  # type: ignore[union-attr, arg-type]
+    calls = list(step.calls())
+    assert held and host.after[calls[0]] == host.after[calls[-1]] == host.persistent_bytes + held
+    last = [node for node in calls if node.target is ops.settle][-1]
+    assert host.after[last] == host.persistent_bytes
