@@ -61,8 +61,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from zerofx.capture.objective.counted import LossTerms
     from zerofx.capture.objective.loss import ForwardFunction, LossFunction, Objective
+    from zerofx.capture.objective.token_weighted_loss import LossTerms
     from zerofx.ir.casts import ComputeDtype
     from zerofx.ladder import Ladder, LengthsOption
     from zerofx.scheduler.decide.residency import PolicyOptions

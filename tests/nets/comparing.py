@@ -31,7 +31,7 @@ COMPARES: tuple[tuple[Any, str], ...] = (
     (ModeWatch, "mode"),
     (ParameterWatch, "check"),
     (TakenOver, "changed"),
-    (zerofx.session.steps, "passing_settings"),
+    (zerofx.session.steps, "per_call_settings"),
 )
 """What a step calls to compare Python's state, and torch's settings; each gives the same when it is called again."""
 

@@ -1,1 +1,1 @@
-"""From a model, a batch and a loss to one graph of forward and backward."""
+"""Build one graph of forward and backward from a model, a batch and a loss."""

@@ -1,9 +1,9 @@
 """Stand-ins for ``p.grad`` while a step trains ``p``: gradients exist only within the step, and reading one raises.
 
-Scripts that clip, scale or log gradients between ``loss.backward()`` and ``optimizer.step()`` find none after
-``loss = step(batch)``. With ``p.grad = None`` they would do nothing, without a word (``clip_grad_norm_`` leaves out
-what has no gradient). An ``AbsentGradient`` has shape, dtype and device, no memory, and an error for whoever computes
-with it. ``zero_grad()`` is harmless and may stay, and a backward pass of the user's own accumulates as into ``None``.
+Scripts that clip, scale or log gradients between ``loss.backward()`` and ``optimizer.step()`` find none after ``loss =
+step(batch)``. With ``p.grad = None`` they would silently do nothing (``clip_grad_norm_`` skips parameters without a
+gradient). An ``AbsentGradient`` has shape, dtype and device, but no memory, and raises an error when it is computed
+with. ``zero_grad()`` is harmless and may stay, and a backward pass of the user's own accumulates as into ``None``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _HARMLESS = {_aten.zero_.default, _aten.detach.default, _aten.detach_.default, _
 
 
 class AbsentGradient(torch.Tensor):
-    """No gradient yet; once one has been added to it, that one."""
+    """A gradient that does not exist yet; once a gradient has been added to it, that gradient."""
 
     value: torch.Tensor | None
 
     @staticmethod
-    def of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> AbsentGradient:
+    def create(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> AbsentGradient:
         absent = without_memory(AbsentGradient, shape, dtype=dtype, device=device)
         absent.value = None
         return absent
@@ -61,7 +61,7 @@ class AbsentGradient(torch.Tensor):
             if func is _aten._to_copy.default:  # model.to(...)
                 options = kwargs or {}
                 dtype, device = options.get("dtype") or first.dtype, options.get("device") or first.device
-                return AbsentGradient.of(first.shape, dtype, torch.device(device))
+                return AbsentGradient.create(first.shape, dtype, torch.device(device))
             if func is _aten.add_.Tensor and not kwargs and not isinstance(args[1], (AbsentGradient, int, float)):
                 first.value = args[1].clone()  # a backward pass of the user's own
                 return first
@@ -92,23 +92,25 @@ def _value(gradient: AbsentGradient) -> torch.Tensor:
 
 
 class AbsentGradients:
-    """Those of a model's trained parameters."""
+    """The absent gradients of a model's trained parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._absent: dict[nn.Parameter, AbsentGradient] = {}
 
     def put(self) -> None:
-        """Have them where there is no gradient."""
+        """Put one wherever there is no gradient."""
         with without_torch_functions():  # which parameters that are held have
             for parameter in self._trained:
                 if parameter.grad is None:
                     # Made here, not earlier: a model without values gets its device with them.
-                    absent = AbsentGradient.of(parameter.shape, parameter.dtype, parameter.device)
+                    absent = AbsentGradient.create(parameter.shape, parameter.dtype, parameter.device)
                     parameter.grad = self._absent[parameter] = absent
 
     def remove(self) -> None:
-        """Leave parameters without a gradient, or with what a backward pass of the user's own has added."""
+        """Leave parameters without a gradient, or with the gradient that a backward pass of the user's own
+        has added.
+        """
         for parameter, absent in self._absent.items():
             if parameter.grad is absent:
                 parameter.grad = absent.value

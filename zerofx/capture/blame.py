@@ -36,19 +36,19 @@ def user_line(stack: traceback.StackSummary) -> str | None:
 
 
 def user_lines(stack: traceback.StackSummary) -> list[str]:
-    """Such lines within the model and its loss, the innermost first.
+    """All user lines within the model and its loss, the innermost first.
 
-    Of their files' names they have what is the same wherever those are installed.
+    File names are given without the part that depends on where they are installed.
     """
     called = max((i for i, frame in enumerate(stack) if frame.filename == _CALLER), default=-1)
     frames = [("/".join(Path(frame.filename).parts[-2:]), frame) for frame in _user_frames(stack[called + 1 :])]
     return [f"{file}:{frame.lineno}: {frame.line}" for file, frame in frames]
 
 
-def running_line(frame: FrameType | None) -> str:
-    """The innermost line of ``frame`` and its callers that is neither torch's nor zerofx's: file, function and code.
+def describe_user_line(frame: FrameType | None) -> str:
+    """Describe the innermost user line of ``frame`` and its callers: file, function and code.
 
-    It has no number: what it says holds as long as the line itself is as it was, wherever edits move it.
+    There is no line number: the text stays the same while the line does, wherever edits move it.
     """
     while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -70,7 +70,7 @@ def _user_frames(stack: Sequence[traceback.FrameSummary]) -> Iterator[traceback.
 
 
 def explain(error: Exception, batch: Batch) -> CaptureError:
-    """What to tell the user of an error that tracing a call with ``batch`` raised."""
+    """The error to show the user for ``error``, which tracing a call with ``batch`` raised."""
     line = user_line(traceback.extract_tb(error.__traceback__))
     kind = type(error).__name__
     if is_read_of_values(error):
@@ -108,7 +108,7 @@ def explain(error: Exception, batch: Batch) -> CaptureError:
             f"What numpy computes is no part of a graph, and has no gradient: compute it with torch, or where the "
             f"batch is made and pass it in the batch."
         )
-    if reads_what_was_left(error):
+    if reads_leaked_tensor(error):
         return CaptureError(
             f"expected a forward that reads no tensors of its earlier calls but those of its modules, found one that a "
             f"trace has left in a dict or the like{f', at {line}' if line else ''}: call the model once in a fresh "
@@ -142,29 +142,29 @@ _REFUSALS = frozenset({"RuntimeError", "ValueError", "IndexError", "TypeError", 
 
 
 def _is_theirs(error: Exception) -> bool:
-    """Whether it is a line of model or loss that raised an error, and not torch."""
+    """True if a line of the model or the loss raised the error, not torch."""
     stack = traceback.extract_tb(error.__traceback__)
     return bool(stack) and next(_user_frames(stack[-1:]), None) is not None
 
 
 def is_read_of_values(error: Exception) -> bool:
-    """Whether ``error`` is torch's answer to who reads a value of a tensor that has none while it is traced."""
+    """True if torch raised ``error`` because the forward reads the value of a traced tensor, which has none."""
     kind = type(error).__name__
     return "DataDependent" in kind or "UserError" in kind or "value out of a tracing tensor" in str(error)
 
 
-def reads_what_was_left(error: Exception) -> bool:
-    """Whether ``error`` is, or tells of, torch's answer to who reads a tensor that an earlier trace has left."""
+def reads_leaked_tensor(error: Exception) -> bool:
+    """True if torch raised ``error``, or its cause, because a tensor of an earlier trace was read."""
     return bool(re.search("Unexpected fake buffer|FunctionalTensor on its own", f"{error}{error.__cause__}"))
 
 
 def depends_on_values(error: Exception) -> bool:
-    """Whether ``error`` is torch's answer to who asks for a value, or for as many elements as values say."""
+    """True if torch raised ``error`` for a value, or for a shape that depends on values."""
     return is_read_of_values(error) or "DynamicOutputShape" in type(error).__name__
 
 
 def _reader(error: Exception, line: str | None) -> str:
-    """What to add where it is torch's own Python code that reads a value, or a layer is left out at random."""
+    """Advice for reads of values in torch's own Python code, and for layers that are skipped at random."""
     if re.search("layer_?drop|skip_the_layer", line or "", re.IGNORECASE):
         return "\nHere layers are left out at random: set the probability of that (layerdrop) to 0."
     files = {frame.filename.removeprefix(_TORCH_ROOT) for frame in traceback.extract_tb(error.__traceback__)}

@@ -1,14 +1,14 @@
-"""The graph of a batch of another size, made of those of two sizes: a further length costs no capture.
+"""Derive the graph of a batch of a third size from the graphs of two sizes: a further length costs no capture.
 
-The records of a forward (``by_layer/forward_record.py``) at two sizes are one text with other whole numbers, and so are
-their graphs. The record at a third size, which is taken too, says what becomes of each pair of numbers::
+The records of a forward (``by_layer/forward_record.py``) at two sizes are the same text with different whole numbers,
+and so are their graphs. The record at the third size, which is taken too, says what each pair of numbers becomes::
 
     record   view(x, [8, 512, 256])     view(x, [8, 448, 256])     view(x, [8, 384, 256])      (512, 448) -> 384
     graph    expand(y, [8, 1, 512])     expand(y, [8, 1, 448])     expand(y, [8, 1, 384])
 
 A number of the graphs that no record has is a multiple of one that it has, or of two, 8 * 512. No number is taken for a
-length because it equals one: it is what differs between the records where the lengths do. What comes of it is run on
-fake tensors: each operator has to give the shape, strides and dtype that stand in the graph.
+length because it equals one: lengths are the numbers that differ between the records. The result is run on fake
+tensors: each operator has to give the shape, strides and dtype that stand in the graph.
 
 Does not handle: sizes of 0 or 1, with which operators compute otherwise, graphs in which other numbers vary (a mean's
 divisor as a fraction), operators that are not torch's. Those are captured.
@@ -27,7 +27,7 @@ from torch import fx
 
 from zerofx.capture.by_layer.forward_record import ForwardRecord
 from zerofx.capture.cache import KeptCapture
-from zerofx.capture.tracing_settings import tracing_settings
+from zerofx.capture.trace_settings import trace_settings
 from zerofx.disk.cache import MALFORMED
 from zerofx.ir.aliasing import tensors_in
 from zerofx.ir.facts import value
@@ -43,17 +43,17 @@ _LEAST = 2  # below, sizes are special: they are broadcast, or there is nothing 
 
 @dataclass(frozen=True)
 class Text:
-    """A text, and the whole numbers in it apart."""
+    """A text split at its whole numbers."""
 
     rest: tuple[str, ...]
     numbers: Numbers
 
     @staticmethod
-    def of(text: str) -> Text:
+    def parse(text: str) -> Text:
         parts = _NUMBER.split(text)
         return Text(tuple(parts[::2]), tuple(map(int, parts[1::2])))
 
-    def holding(self, numbers: Sequence[int]) -> str:
+    def fill(self, numbers: Sequence[int]) -> str:
         """The text with other numbers."""
         pairs = zip(self.rest, (*map(str, numbers), ""), strict=True)
         return "".join(part for pair in pairs for part in pair)
@@ -66,41 +66,41 @@ class _Captured:
 
 
 class KnownSizes:
-    """What was captured at sizes that differ, by all else that a capture follows from."""
+    """Captures of one forward at several sizes, keyed by everything else that a capture follows from."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], list[_Captured]] = {}
 
     def graph(self, record: ForwardRecord, place: KeptCapture, setting: str) -> StepGraph | None:
-        """The graph of the forward that ``record`` was taken of, if it follows from what was captured.
+        """The graph of the forward that ``record`` was taken of, if it follows from earlier captures.
 
-        ``setting``: what else the graph follows from, as a text.
+        ``setting``: everything else the graph follows from, as a text.
         """
-        text = Text.of(record.text())
+        text = Text.parse(record.text())
         known = self._known.get(_key(text, setting), [])
         if len(known) < 2 or any(entry.graph.rest != known[0].graph.rest for entry in known):
             return None
-        numbers = _followed(text.numbers, known)
-        step = place.graph(share_values(known[0].graph.holding(numbers))) if numbers is not None else None
+        numbers = _derive_numbers(text.numbers, known)
+        step = place.graph(share_values(known[0].graph.fill(numbers))) if numbers is not None else None
         return step if step is not None and _is_sound(step) else None
 
     def add(self, record: ForwardRecord, step: StepGraph, setting: str) -> None:
-        """Remember a capture, unless its graph has no text."""
-        text = Text.of(record.text())
+        """Remember a capture, unless its graph cannot be written as a text."""
+        text = Text.parse(record.text())
         known = self._known.setdefault(_key(text, setting), [])
         if all(entry.record != text.numbers for entry in known):
             try:
-                known.append(_Captured(text.numbers, Text.of(inline_values(to_json(step, NAMESPACES)))))
+                known.append(_Captured(text.numbers, Text.parse(inline_values(to_json(step, NAMESPACES)))))
             except NotStorableError:
                 return
 
 
 def _key(text: Text, setting: str) -> tuple[Any, ...]:
-    return text.rest, setting, tracing_settings()
+    return text.rest, setting, trace_settings()
 
 
-def _followed(record: Numbers, known: Sequence[_Captured]) -> list[int] | None:
-    """The numbers of the graph whose record has these; None if they do not follow from what is known."""
+def _derive_numbers(record: Numbers, known: Sequence[_Captured]) -> list[int] | None:
+    """The numbers of the graph whose record has the numbers ``record``; None if they do not follow from ``known``."""
     becomes: dict[Numbers, int] = {}
     for column, wanted in zip(zip(*(entry.record for entry in known), strict=True), record, strict=True):
         varies = len(set(column)) > 1
@@ -122,7 +122,7 @@ def _followed(record: Numbers, known: Sequence[_Captured]) -> list[int] | None:
 
 
 def _products(column: tuple[Fraction, ...], varying: Mapping[Numbers, int], most: int) -> Iterator[Fraction]:
-    """What becomes of numbers that are a multiple of a product of known ones, at ``most`` so many, by each of those."""
+    """Candidates for numbers that are a multiple of a product of at most ``most`` known numbers."""
     for known, wanted in varying.items():
         rest = tuple(number / of for number, of in zip(column, known, strict=True))
         if len(set(rest)) == 1:
@@ -132,7 +132,7 @@ def _products(column: tuple[Fraction, ...], varying: Mapping[Numbers, int], most
 
 
 def _is_sound(step: StepGraph) -> bool:
-    """Whether each operator gives what stands in the graph, of the arguments that stand there."""
+    """True if running each operator on its arguments gives the value that stands in the graph."""
     fakes = (as_fake(entry) for node in step.calls() for entry in tensors_in(value(node)))
     with next(fakes).fake_mode, torch.no_grad():
         for node in step.calls():

@@ -1,10 +1,10 @@
-"""Captured graphs on disk, read where a record of the model's forward equals the one that a graph was written for.
+"""Captured graphs on disk, read back when the record of the model's forward equals the one of the written graph.
 
-Running the whole forward on fake tensors and recording it takes a fraction of a capture, and says what a joint graph
-follows from (``forward_record.py``). Its text is the key, so no change of code or of a global can give another model's
-graph. Not kept: what calls operators or backwards that are not torch's own, and what reads tensors that the model holds
-outside its parameters and buffers, or what is not the same once it is read. Those that the forward writes down,
-``torch.tensor(0.5)``, are kept by value. ``ZEROFX_DEBUG=1`` shows why a graph is not kept.
+Running the whole forward on fake tensors and recording it takes a fraction of a capture, and determines the joint graph
+(``forward_record.py``). The record's text is the key, so no change of code or of a global can give another model's
+graph. Not kept: graphs of forwards that call operators or backwards that are not torch's own, that read tensors the
+model holds outside its parameters and buffers, or graphs that would differ once read back. Tensors that the forward
+writes as literals, ``torch.tensor(0.5)``, are kept by value. ``ZEROFX_DEBUG=1`` shows why a graph is not kept.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from zerofx.capture.by_layer.forward_record import ForwardRecord
+from zerofx.capture.trace_settings import trace_settings
 from zerofx.capture.traceable import Forward
-from zerofx.capture.tracing_settings import tracing_settings
 from zerofx.disk.cache import MALFORMED, DiskCache, key_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.serialise import NAMESPACES, NotStorableError, from_json, same_graph, to_json
@@ -28,7 +28,7 @@ from zerofx.torch_private.capture import fake_mode
 class KeptCapture:
     """The place of one model's captured graph in the cache.
 
-    ``key`` is None where it can have none; ``reason`` says why, and is empty where nothing is kept at all.
+    ``key`` is None if the graph cannot be cached; ``reason`` says why, and is empty where nothing is kept at all.
     """
 
     cache: DiskCache
@@ -37,8 +37,8 @@ class KeptCapture:
     blank: StepGraph  # parameters and units of the model, and no node
 
     @staticmethod
-    def of(cache: DiskCache, record: ForwardRecord, forward: Forward) -> KeptCapture:
-        """The place for the model whose ``forward`` does what ``record`` says."""
+    def locate(cache: DiskCache, record: ForwardRecord, forward: Forward) -> KeptCapture:
+        """The place for the model whose ``forward`` has this ``record``."""
         parameters, units = forward.parameters(), forward.units()
         blank = StepGraph(fx.Graph(), torch.device("cpu"), parameters, units)
         if cache.folder is None:
@@ -47,7 +47,7 @@ class KeptCapture:
             reason = f"it calls {record.foreign}, which is not torch's own: in the next run that may be other code"
             return KeptCapture(cache, None, reason, blank)
         parts = (
-            *tracing_settings(), record.text(), repr(parameters), repr(sorted(units)), repr(forward.batch.names),
+            *trace_settings(), record.text(), repr(parameters), repr(sorted(units)), repr(forward.batch.names),
             str(forward.compute_dtype), repr(forward.gpu),
         )  # fmt: skip
         return KeptCapture(cache, key_of("capture", parts), "", blank)
@@ -57,16 +57,16 @@ class KeptCapture:
         return self.cache.read(self.key) if self.key is not None else None
 
     def graph(self, text: str) -> StepGraph | None:
-        """The graph that ``text`` was read for; None if it is none that ``keep`` has written."""
+        """The graph that ``text`` holds; None if ``keep`` has not written it."""
         try:
             return from_json(text, self.blank, fake_mode(), NAMESPACES)
         except MALFORMED:
             return None
 
     def keep(self, step: StepGraph, say: Callable[[str], object]) -> StepGraph:
-        """Write ``step`` for the next run, and give what that will read: the run that writes does nothing else.
+        """Write ``step`` for the next run, and return what that run will read, so that both continue alike.
 
-        What cannot be kept is given back as it is, and ``say`` is told why.
+        A graph that cannot be kept is returned as it is, and ``say`` is told why.
         """
         reason = self.reason
         if self.key is not None:

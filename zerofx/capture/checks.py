@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zerofx.capture.objective.loss import ForwardFunction, LossFunction
-from zerofx.capture.shared_memory import sharing
+from zerofx.capture.shared_memory import find_overlap
 from zerofx.deferred import DeferredTensor
 from zerofx.errors import OptimizerError, UsageError, warn
 from zerofx.ir.batch import Batch
@@ -25,7 +25,7 @@ _WRAPPERS = (
 
 
 def check_model(model: nn.Module, *, on_meta: bool = False) -> None:
-    """Refuse what cannot be captured as it stands. ``on_meta``: a model on ``meta`` is fine.
+    """Refuse a model that cannot be captured as it stands. ``on_meta``: a model on ``meta`` is fine.
 
     Raises:
         UsageError: the model is wrapped, compiled, sharded already, on ``meta``, on several devices, has nothing to
@@ -123,7 +123,7 @@ def _check_tensor(name: str, tensor: torch.Tensor, *, on_meta: bool) -> None:
 
 
 def _check_memory(model: nn.Module) -> None:
-    pair = sharing(model, {name for name, parameter in model.named_parameters() if parameter.requires_grad})
+    pair = find_overlap(model, {name for name, parameter in model.named_parameters() if parameter.requires_grad})
     if pair is not None:
         raise UsageError(
             f"expected parameters with memory of their own, found that {pair[0]} and {pair[1]} share some, of which a "
@@ -133,7 +133,7 @@ def _check_memory(model: nn.Module) -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model is trained: where its parameters are, or on the accelerator, if any, for those on ``meta``."""
+    """The device a model is trained on: that of its parameters, or for those on ``meta`` the accelerator, if any."""
     device = next(iter(model.parameters())).device
     if device.type != "meta":
         return device
@@ -144,7 +144,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer is one, over parameters of this model alone, and with values for the states it has.
+    """Check that this is an optimizer, over parameters of this model alone, and that its existing states have values.
 
     Raises:
         OptimizerError: it is not.
@@ -172,7 +172,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_step(*_: object) -> None:
-    """The hook that a step has on its optimizer.
+    """The hook that a step registers on its optimizer.
 
     Raises:
         UsageError: the optimizer is stepped by hand.
@@ -253,19 +253,19 @@ def check_batch(model: nn.Module, batch: Batch) -> None:
 
 
 def misfits(missing: Sequence[str], unexpected: Sequence[str], other: Sequence[str]) -> str:
-    """What of a model's tensors is not as it is saved, in words; empty where all is."""
+    """The differences between a model's tensors and the saved ones, in words; empty if there are none."""
     kinds = (("missing", missing), ("that the model has not", unexpected), ("of another shape", other))
     return ", ".join(f"{len(listed)} {what} ({first_few(listed)})" for what, listed in kinds if listed)
 
 
 def fits(shape: tuple[int, ...], dtype: torch.dtype, tensor: torch.Tensor) -> bool:
-    """Whether what is saved in this shape and dtype can be a tensor of a model's."""
+    """True if a saved tensor of this shape and dtype can be loaded into ``tensor``."""
     alike = dtype == tensor.dtype or (dtype.is_floating_point and tensor.is_floating_point())
     return shape == tuple(tensor.shape) and alike
 
 
 def warn_of_rounding(what: str, stored: Mapping[str, torch.dtype], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Warn where the dtypes of a model's ``tensors`` cannot hold what is ``stored``, both by the model's names."""
+    """Warn where the dtypes of a model's ``tensors`` cannot hold the ``stored`` values of the same names."""
     rounded: dict[tuple[torch.dtype, torch.dtype], str] = {}
     for name, dtype in stored.items():
         own = tensors[name].dtype

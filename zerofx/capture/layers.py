@@ -1,10 +1,10 @@
 """Repeated layers: found by structure, and named in the annotations of traced nodes, next to the user's line.
 
 A *unit* is what is gathered and released together. Walking down from the model, a module becomes a unit when it owns
-parameters and stands in a list of modules (``ModuleList``, ``Sequential``, ``ModuleDict``); the outermost such module
-wins, so a transformer block is one unit and the linears inside it are not. Outside lists, a module made of modules is
-a unit when its parent has another child of the same class, unless it holds units itself. ``layers.3``,
-``transformer.h.3`` and ``my_blocks.7`` are all found; so are blocks held as plain attributes.
+parameters and is in a list of modules (``ModuleList``, ``Sequential``, ``ModuleDict``); the outermost such module wins,
+so a transformer block is one unit and the linears inside it are not. Outside lists, a module made of modules is a unit
+when its parent has another child of the same class, unless it holds units itself. ``layers.3``, ``transformer.h.3`` and
+``my_blocks.7`` are all found; so are blocks held as plain attributes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from zerofx.capture.blame import running_line
+from zerofx.capture.blame import describe_user_line
 from zerofx.capture.values.watched_calls import METADATA_READS
 from zerofx.torch_private.modules import annotated, annotations_of, keeping_annotations, running_annotation
 
@@ -29,36 +29,35 @@ LOSS_LAYER = "loss"
 _AGAIN_KEY = "zerofx_again"
 
 
-def in_layer(layer: str) -> AbstractContextManager[None]:
-    """While open, traced nodes are of ``layer``."""
+def annotate_layer(layer: str) -> AbstractContextManager[None]:
+    """While open, traced nodes belong to ``layer``."""
     return annotated(LAYER_KEY, layer)
 
 
-def running_layer() -> str:
+def current_layer() -> str:
     """The dotted path of the module whose forward is running, inside ``traceable``."""
     return running_annotation(LAYER_KEY)
 
 
 def run_again() -> AbstractContextManager[None]:
-    """While open, traced nodes are ``is_run_again``: a second time, for what they write to buffers."""
+    """While open, traced nodes are ``is_run_again``: repeated for their writes to buffers."""
     return annotated(_AGAIN_KEY, _AGAIN_KEY)
 
 
 def is_run_again(node: fx.Node) -> bool:
-    """Whether a traced node is one of those."""
+    """True if a traced node was made under ``run_again``."""
     return _AGAIN_KEY in annotations_of(node)
 
 
 @contextlib.contextmanager
 def layer_annotations(models: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
-    """While open, every traced node is annotated with the path of the module that runs; each model has what the paths
-    in it begin with."""
+    """While open, every traced node is annotated with the path of the running module, with its model's prefix."""
     open_scopes: list[Any] = []
     handles = []
     for path, module in (named for root, model in models for named in model.named_modules(prefix=root)):
 
         def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
-            scope = in_layer(path)
+            scope = annotate_layer(path)
             scope.__enter__()
             open_scopes.append(scope)
 
@@ -81,14 +80,14 @@ def layer_annotations(models: Sequence[tuple[str, nn.Module]]) -> Iterator[None]
 
 
 class SourceLines(TorchFunctionMode):
-    """While open, traced nodes have the user's line that runs under ``LINE_KEY``."""
+    """While open, traced nodes carry the running user line under ``LINE_KEY``."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in METADATA_READS:
             return func(*args, **(kwargs or {}))
-        with annotated(LINE_KEY, running_line(inspect.currentframe())):
+        with annotated(LINE_KEY, describe_user_line(inspect.currentframe())):
             return func(*args, **(kwargs or {}))
 
 

@@ -1,9 +1,9 @@
-"""Traced tensors that outlive their trace: in user objects, where they are told of, and in caches of functools.
+"""Traced tensors that outlive their trace: in user objects, which are warned of, and in caches of functools.
 
-They have no values, and no step adds others. Attributes of modules are put back and named
+They have no values, and no step replaces them. Attributes of modules are restored and named
 (``objective/module_state.py``), and buffers are part of the step. A cache of functools (a table that a function makes
-once) is reached through any function that a forward calls, so that nobody can be asked for it: it is looked for where
-a traced tensor outlives its trace, and emptied after each later trace.
+once) is reachable from any function that a forward calls, too many to walk: it is looked for once a traced tensor
+outlives its trace, and emptied after each later trace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from zerofx.capture.outside.outside import Outside
+from zerofx.capture.free_tensors.free_tensors import FreeTensors
 from zerofx.errors import warn
 from zerofx.garbage import all_objects
 from zerofx.torch_private.modules import OF_RNNS
@@ -25,8 +25,8 @@ from zerofx.torch_private.tensors import is_traced
 from zerofx.units import first_few
 
 
-def tell_kept_tensors(model: nn.Module, objective: Callable[..., Any] | None) -> None:
-    """Warn where tensors of a trace can be reached from the model, its hooks, or the function that gives the loss."""
+def warn_of_leaked_tensors(model: nn.Module, objective: Callable[..., Any] | None) -> None:
+    """Warn where tensors of a trace can be reached from the model, its hooks, or the loss function."""
     if places := dict.fromkeys(_places(model, objective)):
         warn(
             f"expected a forward that puts no tensors aside, found some in {first_few(places)}, put there while the "
@@ -38,7 +38,7 @@ def tell_kept_tensors(model: nn.Module, objective: Callable[..., Any] | None) ->
 def _places(model: nn.Module, objective: Callable[..., Any] | None) -> Iterator[str]:
     for root, name in ((model, "model"), (objective, "loss_fn or forward")):
         if root is not None:
-            for path, reached in Outside(root, name).reachable():
+            for path, reached in FreeTensors(root, name).reachable():
                 place = path.rpartition("[")[0] if path.endswith("]") else path
                 if is_traced(reached) and not place.endswith(f".{OF_RNNS}"):
                     yield place
@@ -49,7 +49,7 @@ _known: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def learn_caches() -> bool:
-    """Empty all caches that have traced tensors, which takes some 0.2 s; whether one had not been known."""
+    """Empty all caches that hold traced tensors, which takes some 0.2 s; True if one of them was not known yet."""
     caches = [entry for entry in all_objects() if type(entry) is _CACHE and entry.cache_info().currsize]
     holding = [cache for cache in caches if any(map(is_traced, pytree.tree_leaves(gc.get_referents(cache))))]
     is_new = any(cache not in _known for cache in holding)
@@ -59,6 +59,6 @@ def learn_caches() -> bool:
 
 
 def forget_traced() -> None:
-    """Empty the caches that are known to have had traced tensors."""
+    """Empty the caches that have been found to hold traced tensors."""
     for cache in _known:
         cache.cache_clear()

@@ -14,22 +14,22 @@ from zerofx.errors import CaptureError
 
 
 @contextlib.contextmanager
-def kept_randomness(device: torch.device) -> Iterator[None]:
+def preserve_randomness(device: torch.device) -> Iterator[None]:
     """Leave the random generators of torch, numpy and Python as they were, bit for bit."""
-    with _kept(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with _preserve_python_and_numpy(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
 
 
 @contextlib.contextmanager
-def drawing_with_torch() -> Iterator[None]:
-    """Of what runs meanwhile, torch alone may draw at random: the rest would be drawn once, for all steps.
+def require_torch_randomness() -> Iterator[None]:
+    """While open, torch alone may draw at random: anything else would be drawn once, for all steps.
 
-    What is traced moves torch's generators no further; where it seeds them, they are put back.
+    Tracing does not advance torch's generators; if the forward seeds them, they are restored.
 
     Raises:
-        CaptureError: the generator of Python or of numpy has been drawn from; both are then as they were.
+        CaptureError: the generator of Python or of numpy has been drawn from; both are restored first.
     """
-    with _kept(), torch.random.fork_rng([]):
+    with _preserve_python_and_numpy(), torch.random.fork_rng([]):
         before = _states()
         yield
         drawn = [name for name, state in _states().items() if state != before[name]]
@@ -43,7 +43,7 @@ def drawing_with_torch() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _kept() -> Iterator[None]:
+def _preserve_python_and_numpy() -> Iterator[None]:
     plain, array = random.getstate(), np.random.get_state()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Find tensors that lie in the same memory, of which a step changes one: the other would stay as it was."""
+"""Find tensors that share memory, of which a step changes one: the other would keep its old values."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 
-def sharing(model: nn.Module, changed: Collection[str]) -> tuple[str, str] | None:
+def find_overlap(model: nn.Module, changed: Collection[str]) -> tuple[str, str] | None:
     """The names of two parameters or buffers that share memory, of which one is among those that are ``changed``.
 
-    One that is both counts as two.
+    A tensor that is both counts as two.
     """
     spans = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -30,7 +30,7 @@ def sharing(model: nn.Module, changed: Collection[str]) -> tuple[str, str] | Non
 
 
 def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether tensors that overlap have bytes in common; columns of one matrix have none."""
+    """True if tensors that overlap have bytes in common; columns of one matrix have none."""
     storage = a.untyped_storage()
     if storage.data_ptr() != b.untyped_storage().data_ptr():
         return True

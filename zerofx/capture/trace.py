@@ -1,7 +1,7 @@
 """Capture: one joint graph of forward, loss and backward of an unmodified module, on fake tensors.
 
-AOTAutograd's joint export gives the graph; hooks that stand on the modules for the time of the capture tell each node
-the module it came from, in forward *and* backward. Nothing of the model is computed or changed (``traceable.py``).
+AOTAutograd's joint export gives the graph; hooks that are on the modules during the capture tell each node the module
+it came from, in forward *and* backward. Nothing of the model is computed or changed (``traceable.py``).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import nn
 from zerofx.capture.blame import explain
 from zerofx.capture.compat.decompositions import eager_decompositions
 from zerofx.capture.for_gpu.gpu import retarget
+from zerofx.capture.free_tensors.free_tensors import FreeTensorFoundError
 from zerofx.capture.layers import SourceLines
 from zerofx.capture.normalise.joint import Joint, Normalisation
 from zerofx.capture.normalise.phase import NORMALISATIONS
 from zerofx.capture.objective.loss import LossModule
 from zerofx.capture.objective.two_calls import check_second_call
-from zerofx.capture.outside.outside import OutsideFoundError
-from zerofx.capture.traceable import CaptureOptions, Forward, as_in_eager_mode_first, traceable
+from zerofx.capture.traceable import CaptureOptions, Forward, traceable, try_eager_then_compiled
 from zerofx.capture.values.watched_calls import CallWatcher
 from zerofx.errors import ZeroFXError, warn, working
 from zerofx.ir.batch import Batch as Batch
@@ -62,17 +62,19 @@ def capture(
 
 
 def capture_forward(forward: Forward, rewrites: Sequence[Normalisation] = NORMALISATIONS) -> StepGraph:
-    """What ``capture`` gives for a ``Forward`` of the same arguments."""
-    return as_in_eager_mode_first(
-        lambda compiled: forward.objective.outside.traced(lambda: _captured(forward, rewrites, compiled))
+    """The result of ``capture`` for a ``Forward`` of the same arguments."""
+    return try_eager_then_compiled(
+        lambda compiled: forward.objective.free_tensors.trace_until_complete(
+            lambda: _capture(forward, rewrites, compiled)
+        )
     )
 
 
-def _captured(forward: Forward, rewrites: Sequence[Normalisation], compiled: bool) -> StepGraph:
-    """What ``capture`` gives of a forward that is told whether it is ``compiled``.
+def _capture(forward: Forward, rewrites: Sequence[Normalisation], compiled: bool) -> StepGraph:
+    """The result of ``capture`` for a forward that is told whether it is ``compiled``.
 
     Raises:
-        OutsideFoundError: the objective uses tensors that it had not been known to use.
+        FreeTensorFoundError: the objective uses free tensors that were not known.
     """
     watcher, batch, gpu = CallWatcher(), forward.batch, forward.gpu
     with traceable(forward, compiled=compiled) as traced, watcher, SourceLines():
@@ -81,7 +83,7 @@ def _captured(forward: Forward, rewrites: Sequence[Normalisation], compiled: boo
         try:
             joint = joint_graph(lossy, fakes, eager_decompositions(device))
             _check_calls(lossy, fakes, mode)
-        except (ZeroFXError, OutsideFoundError):
+        except (ZeroFXError, FreeTensorFoundError):
             raise
         except Exception as error:
             raise explain(error, batch) from error
@@ -99,23 +101,25 @@ def _captured(forward: Forward, rewrites: Sequence[Normalisation], compiled: boo
 
 
 def check_calls(forward: Forward) -> None:
-    """Say of a forward whose graph is known what ``capture_forward`` says of what it leaves on its modules.
+    """Give the errors and warnings of ``capture_forward`` about attributes left on modules, if the graph is known.
 
     Raises:
-        CaptureError: later calls are not as the first.
+        CaptureError: later calls differ from the first.
     """
 
-    def once(compiled: bool) -> None:
+    def call(compiled: bool) -> None:
         with traceable(forward, compiled=compiled) as (lossy, fakes, _, mode):
             with mode:
                 lossy(*fakes)
             _check_calls(lossy, fakes, mode)
 
-    as_in_eager_mode_first(lambda compiled: forward.objective.outside.traced(lambda: once(compiled)))
+    try_eager_then_compiled(
+        lambda compiled: forward.objective.free_tensors.trace_until_complete(lambda: call(compiled))
+    )
 
 
 def _check_calls(lossy: LossModule, fakes: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> None:
-    """See that a step can be the first call of a forward, again and again; ``lossy`` has been called."""
+    """Check that a step can be the first call of a forward, again and again; ``lossy`` has been called."""
     check_second_call(lossy, fakes, mode)
     if lossy.left:
         warn(

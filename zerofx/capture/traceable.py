@@ -1,6 +1,6 @@
-"""A model on fake tensors: what stands in for its parameters, buffers and batch while its forward runs or is traced.
+"""A model on fake tensors: the stand-ins for its parameters, buffers and batch while its forward runs or is traced.
 
-Nothing of the model is computed or changed: what stands in for its tensors is taken away again.
+Nothing of the model is computed or changed: the stand-ins are removed again.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any, TypedDict, TypeVar
 import torch
 from torch import nn
 
-from zerofx.capture.blame import depends_on_values, reads_what_was_left, user_line
+from zerofx.capture.blame import depends_on_values, reads_leaked_tensor, user_line
 from zerofx.capture.compat.decompositions import dropouts_that_may_drop_nothing
+from zerofx.capture.float32_modules import compute_in_float32
 from zerofx.capture.for_gpu.gpu import AbsentGpu
-from zerofx.capture.kept_modules import computing_in_float32
-from zerofx.capture.layers import LOSS_LAYER, find_units, in_layer, layer_annotations
+from zerofx.capture.free_tensors.free_tensors import StandInMaker
+from zerofx.capture.free_tensors.shared_model import SharedModel
+from zerofx.capture.layers import LOSS_LAYER, annotate_layer, find_units, layer_annotations
 from zerofx.capture.leaked_tensors import learn_caches
 from zerofx.capture.objective.loss import Loss, LossModule, Objective
-from zerofx.capture.outside.lent import Lent
-from zerofx.capture.outside.outside import StandInMaker
-from zerofx.capture.randomness import drawing_with_torch
+from zerofx.capture.randomness import require_torch_randomness
 from zerofx.capture.values.collective_calls import traceable_collectives
 from zerofx.capture.values.known import KnownValues
 from zerofx.errors import CaptureError, in_short, warn
@@ -41,13 +41,13 @@ from zerofx.torch_private.tensors import as_parameter
 T = TypeVar("T")
 
 
-def as_in_eager_mode_first(trace: Callable[[bool], T]) -> T:
-    """What ``trace`` gives for a forward that takes itself for eager mode's, or if that cannot be traced, for compiled.
+def try_eager_then_compiled(trace: Callable[[bool], T]) -> T:
+    """Trace a forward as eager mode would run it or, if that cannot be traced, as compiled.
 
     Libraries ask ``torch.compiler.is_compiling()`` before they look at values, and choose other kernels by what they
-    see: a mask that is only causal is a flag in eager mode. A trace knows the values that follow from constants; where
-    a forward reads another, it is told that it is compiled. It is told so, and a warning says it, where something else
-    cannot be traced. What caches have of an earlier trace is taken from them first.
+    see: a mask that is only causal is a flag in eager mode. A trace knows the values that follow from constants; a
+    forward that reads another value is told that it is compiled. So is one that cannot be traced for another reason,
+    with a warning. Tensors that caches keep from an earlier trace are removed first.
 
     Args:
         trace: whether to say so, to what is traced then.
@@ -57,8 +57,8 @@ def as_in_eager_mode_first(trace: Callable[[bool], T]) -> T:
         try:
             traced = trace(compiled)
         except Exception as error:
-            if reads_what_was_left(error) and learn_caches():
-                return as_in_eager_mode_first(trace)
+            if reads_leaked_tensor(error) and learn_caches():
+                return try_eager_then_compiled(trace)
             if compiled:
                 raise
             refusal = _refusal(error)
@@ -74,7 +74,7 @@ def as_in_eager_mode_first(trace: Callable[[bool], T]) -> T:
 
 
 def _refusal(error: Exception) -> str | None:
-    """Why a forward could not be traced, and where, if that is for something else than values it depends on."""
+    """The reason why a forward could not be traced, and where, unless it depends on values."""
     cause = error.__cause__ if isinstance(error, CaptureError) and isinstance(error.__cause__, Exception) else error
     if depends_on_values(cause):
         return None
@@ -83,7 +83,7 @@ def _refusal(error: Exception) -> str | None:
 
 
 class CaptureOptions(TypedDict, total=False):
-    """What ``capture`` may be told besides the model and the batch; the fields of ``Forward``."""
+    """Options of ``capture`` besides the model and the batch; the fields of ``Forward``."""
 
     loss_fn: Loss
     compute_dtype: ComputeDtype
@@ -94,7 +94,7 @@ class CaptureOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Forward:
-    """What is traced or recorded: a model's forward of a batch, and its loss; fields as arguments of ``capture``."""
+    """A model's forward of a batch, and its loss, to be traced or recorded; fields as arguments of ``capture``."""
 
     model: nn.Module
     batch: Batch
@@ -106,13 +106,13 @@ class Forward:
 
     @functools.cached_property
     def objective(self) -> Objective:
-        """What is computed of the batch."""
-        return Objective.of(self.loss_fn)
+        """The objective of the batch."""
+        return Objective.make(self.loss_fn)
 
     @property
-    def lent(self) -> tuple[Lent, ...]:
+    def lent(self) -> tuple[SharedModel, ...]:
         """The models of other steps that are known to be used."""
-        return self.objective.outside.lent
+        return self.objective.free_tensors.lent
 
     def parameters(self) -> tuple[ParameterInfo, ...]:
         """The model's parameters, and after them those of other steps that are read from buckets."""
@@ -128,14 +128,15 @@ class Forward:
 def traceable(
     forward: Forward, *, compiled: bool
 ) -> Iterator[tuple[LossModule, tuple[torch.Tensor, ...], torch.device, FakeTensorMode]]:
-    """While open, the model is on fake tensors, and what runs knows its layer (``running_layer``).
+    """While open, the model is on fake tensors, and running code knows its layer (``current_layer``).
 
-    Gives the module that makes the loss, the fake tensors of the batch to call it with, their device, and their mode.
-    For an absent GPU that device is the CPU. ``compiled``: whether a forward that asks is told that it is.
+    Gives the module that computes the loss, the fake tensors of the batch to call it with, their device, and their
+    mode. For an absent GPU that device is the CPU. ``compiled``: the answer to a forward that asks whether it is
+    compiled.
     """
     model, batch, compute_dtype, gpu = forward.model, forward.batch, forward.compute_dtype, forward.gpu
     lent = forward.lent
-    mode, device = fake_mode(), tracing_device(model, batch, gpu)
+    mode, device = fake_mode(), trace_device(model, batch, gpu)
     for lender in lent:
         lender.check()
     with (
@@ -145,35 +146,35 @@ def traceable(
         without_log_of_fakes(),
         _fake_state(model, mode, compute_dtype, device, forward.strides) as of_model,
         layer_annotations([("", model), *((lender.name, lender.model) for lender in lent)]),
-        computing_in_float32(compute_dtype),
+        compute_in_float32(compute_dtype),
         compiling() if compiled else contextlib.nullcontext(),
         dropouts_that_may_drop_nothing(),
         traceable_collectives(),
-        drawing_with_torch(),
-        gpu.seen() if gpu is not None else contextlib.nullcontext(),
+        require_torch_randomness(),
+        gpu.emulate() if gpu is not None else contextlib.nullcontext(),
     ):
         of_all = dict(of_model)
         for lender in lent:
             its = lender.compute_dtype
             state = _fake_state(lender.model, mode, its, device, lender.strides, trained=False)
             of_all |= stack.enter_context(state)
-            stack.enter_context(computing_in_float32(its))
+            stack.enter_context(compute_in_float32(its))
         fakes = tuple(fake_tensor(mode, t.shape, t.stride(), cast_of(t, compute_dtype), device) for t in batch.tensors)
-        loss_scope = partial(in_layer, LOSS_LAYER)
+        loss_scope = partial(annotate_layer, LOSS_LAYER)
 
-        def outside(real: torch.Tensor) -> torch.Tensor:
+        def make_fake(real: torch.Tensor) -> torch.Tensor:
             where = device if real.is_meta else real.device
             with without_modes():
                 fake = fake_tensor(mode, real.shape, real.stride(), real.dtype, where)
             return as_parameter(fake, requires_grad=True) if real.requires_grad else fake
 
-        maker = StandInMaker(outside, of_all)
+        maker = StandInMaker(make_fake, of_all)
         with KnownValues() as known:
             lossy = LossModule(model, batch, forward.objective, forward.num_micro_batches, loss_scope, known, maker)
             yield lossy, fakes, device, mode
 
 
-def tracing_device(model: nn.Module, batch: Batch, gpu: AbsentGpu | None = None) -> torch.device:
+def trace_device(model: nn.Module, batch: Batch, gpu: AbsentGpu | None = None) -> torch.device:
     """The device to trace on: the model's, or the batch's when the model is on ``meta``, or the CPU."""
     if gpu is not None:
         return torch.device("cpu")
@@ -193,9 +194,10 @@ def _fake_state(
     *,
     trained: bool = True,
 ) -> Iterator[Mapping[int, tuple[dict[str, Any], str]]]:
-    """Fake tensors in the places of the model's parameters and buffers, the same tensor where it was the same.
+    """Fake tensors instead of the model's parameters and buffers; shared tensors stay shared.
 
-    Gives where each real one's stand-in is, by its identity. Unless they are ``trained``, parameters get no gradient.
+    Gives the place of each real tensor's stand-in, by its identity. Unless they are ``trained``, parameters get no
+    gradient.
     """
     fakes: dict[int, torch.Tensor] = {}
     saved: list[tuple[dict[str, Any], str, torch.Tensor]] = []

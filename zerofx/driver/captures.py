@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from zerofx.capture.by_layer.by_layer import Recorded, capture_by_layer, recorded_forward
+from zerofx.capture.by_layer.by_layer import RecordedForward, capture_by_layer, record_and_look_up
 from zerofx.capture.by_layer.forward_record import ForwardRecord
 from zerofx.capture.by_size import KnownSizes
 from zerofx.capture.for_gpu.gpu import AbsentGpu
@@ -55,7 +55,7 @@ class Captures:
         self._captured: dict[int, StepGraph] = {}  # of one micro-batch each, before it is unrolled
         self._of_rank: dict[int, StepGraph] = {}  # likewise, of one rank of the model axis
         self._unrolled: dict[int, StepGraph] = {}
-        self._recorded: dict[int, Recorded] = {}
+        self._recorded: dict[int, RecordedForward] = {}
         self.candidates: Sequence[int] = _candidates(batch, options)
         self.slices: tuple[SliceDecision, ...] = ()
         self.shardings: tuple[ShardingDecision, ...] = ()
@@ -105,7 +105,7 @@ class Captures:
         short._of_rank, short._unrolled = {}, {}
         return short
 
-    def recorded(self) -> Recorded | None:
+    def recorded(self) -> RecordedForward | None:
         """What the forward does, and the place of its graph in the cache.
 
         None where nothing is kept, where the graph is to be compared with a capture, where more numbers of
@@ -117,7 +117,7 @@ class Captures:
         num = self.candidates[0]
         if num not in self._recorded:
             try:
-                self._recorded[num] = recorded_forward(self._forward(num), cache)
+                self._recorded[num] = record_and_look_up(self._forward(num), cache)
             except Exception:  # noqa: BLE001 - what the model's own code raises is explained where it is captured
                 return None
         return self._recorded[num]
@@ -206,7 +206,7 @@ class Captures:
 
     def _capture(self, num: int) -> StepGraph:
         step = self.as_captured(num)
-        lent = self._options.objective.outside.lent
+        lent = self._options.objective.free_tensors.lent
         held = {name: infos for lender in lent for name, infos in lender.held().items()}
         run_preparations(step, self._settings, loss_scaled=self._options.loss_scale is not None, held=held)
         return step

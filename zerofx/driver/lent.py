@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zerofx.capture.outside.lent import Lent
+from zerofx.capture.free_tensors.shared_model import SharedModel
 from zerofx.errors import UsageError
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import DEVICE
@@ -25,7 +25,7 @@ class Borrowed:
     What lies on the device of it counts in the plan of the step that reads it, which copies there what does not.
     """
 
-    lent: Lent
+    lent: SharedModel
     state: TrainingState
     programs: Mapping[int, UpdateProgram]
 

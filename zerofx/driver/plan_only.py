@@ -13,8 +13,8 @@ from torch import nn
 from zerofx.budgets import budget_bytes
 from zerofx.capture.checks import check_model, check_optimizer
 from zerofx.capture.for_gpu.gpu import AbsentGpu
-from zerofx.capture.objective.counted import counted
 from zerofx.capture.objective.loss import ForwardFunction, LossFunction
+from zerofx.capture.objective.token_weighted_loss import add_term_counts
 from zerofx.capture.values.constant_arguments import ConstantArguments
 from zerofx.choices import Backend, PrecisionWord
 from zerofx.deferred import make_buffers
@@ -282,8 +282,8 @@ def batch_to_capture(model: nn.Module, batch: tuple[Any, ...] | Mapping[str, Any
     """
     make_buffers(model)
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
-    taken = Batch.from_call(args, counted(options.loss_terms, args, kwargs, num_ranks=1))
-    return ConstantArguments(options.constant, model, options.objective.forward).of(taken)
+    taken = Batch.from_call(args, add_term_counts(options.loss_terms, args, kwargs, num_ranks=1))
+    return ConstantArguments(options.constant, model, options.objective.forward).add_hashes(taken)
 
 
 def plan_captured(captured: CapturedStep, mesh: Mesh, *, verbose: bool = True) -> PlannedStep:

@@ -61,7 +61,7 @@ class Request:
     @property
     def borrowed(self) -> tuple[Borrowed, ...]:
         """The models of other steps that are read, as far as captures have shown."""
-        used = {lent.name for lent in self.options.objective.outside.lent}
+        used = {lent.name for lent in self.options.objective.free_tensors.lent}
         return tuple(lender for lender in self.lenders if lender.lent.name in used)
 
     def target(self, device: torch.device, *, on_cpu: bool, verbose: bool = True) -> Target:

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from zerofx.capture.objective.counted import COUNTS
 from zerofx.capture.objective.evaluation import Evaluation
+from zerofx.capture.objective.token_weighted_loss import COUNTS
 from zerofx.errors import UsageError, notify
 from zerofx.garbage import collecting_recent_garbage_only
 from zerofx.ir.batch import Batch

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from zerofx.capture.checks import device_of
-from zerofx.capture.objective.counted import COUNTS, counts_of
-from zerofx.capture.objective.evaluation import in_evaluation_mode
+from zerofx.capture.objective.evaluation import evaluation_mode
 from zerofx.capture.objective.loss import Objective
-from zerofx.capture.randomness import kept_randomness
+from zerofx.capture.objective.token_weighted_loss import COUNTS, pop_term_counts
+from zerofx.capture.randomness import preserve_randomness
 from zerofx.ir.batch import Batch
 from zerofx.lengths.axes import BatchAxes
 from zerofx.lengths.filling import MASK, Filling, cut
@@ -141,13 +141,13 @@ class PaddingTrial:
     def _run(self, batch: Batch) -> tuple[tuple[torch.Tensor, ...], Uses]:
         """The loss of a batch, or its outputs, and what was seen of it. Buffers and generators are as before."""
         args, kwargs = batch.rebuild(batch.tensors)
-        counts_of(kwargs)
+        pop_term_counts(kwargs)
         uses = Uses(dict(zip(batch.names, batch.tensors, strict=True)), self._spread)
         model = self._model
         with (
-            kept_randomness(device_of(model)),
+            preserve_randomness(device_of(model)),
             _buffers_kept(model),
-            in_evaluation_mode(model),
+            evaluation_mode(model),
             torch.enable_grad(),
             uses,
         ):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.capture.objective.evaluation import Evaluation, in_evaluation_mode
-from zerofx.capture.tracing_settings import passing_settings
+from zerofx.capture.objective.evaluation import Evaluation, evaluation_mode
+from zerofx.capture.trace_settings import per_call_settings
 from zerofx.checkpoints.random_states import random_states, set_random_states
 from zerofx.driver.driver import build_step
 from zerofx.driver.evaluation import request_to_evaluate, untrained
@@ -100,8 +100,8 @@ class Evaluations:
 
         ``form``: what the batch has besides the sizes that vary, where it was padded.
         """
-        with in_evaluation_mode(self._model):
-            setting = {"training mode": self._steps.modes.mode()} | passing_settings()
+        with evaluation_mode(self._model):
+            setting = {"training mode": self._steps.modes.mode()} | per_call_settings()
         shape = batch.description()
         described = shape | setting
         signature = lines(described)

@@ -98,7 +98,7 @@ class ParameterWatch:
         Raises:
             UsageError: names the parameter or module.
         """
-        for position, _ in self._modules.changed():
+        for position, _ in self._modules.differences():
             raise UsageError(
                 f"expected the modules that the step was built with, found that {self._paths[position]} was replaced "
                 f"since: call step.close() before, and compile after"
@@ -112,7 +112,7 @@ class ParameterWatch:
                 f"{owner or 'the model'}, where there were {before}: call step.close() before parameters are "
                 f"registered or deleted, and compile after"
             )
-        changed = [self._names[position] for position, _ in self._parameters.changed()]
+        changed = [self._names[position] for position, _ in self._parameters.differences()]
         addresses = _addresses(self._tensors.values())
         if addresses != self._addresses:
             changed += compress(self._tensors, map(operator.ne, addresses, self._addresses))

@@ -16,13 +16,13 @@ from zerofx.budgets import budget_bytes, host_budget_bytes
 from zerofx.capture.absent_gradients import AbsentGradients
 from zerofx.capture.by_size import KnownSizes
 from zerofx.capture.checks import check_batch, device_of
-from zerofx.capture.leaked_tensors import tell_kept_tensors
-from zerofx.capture.objective.counted import counted
+from zerofx.capture.leaked_tensors import warn_of_leaked_tensors
 from zerofx.capture.objective.loss import Objective
 from zerofx.capture.objective.module_state import Change
+from zerofx.capture.objective.token_weighted_loss import add_term_counts
 from zerofx.capture.python_state.watch import PythonState
-from zerofx.capture.traceable import Forward, tracing_device
-from zerofx.capture.tracing_settings import passing_settings
+from zerofx.capture.trace_settings import per_call_settings
+from zerofx.capture.traceable import Forward, trace_device
 from zerofx.capture.values.constant_arguments import ConstantArguments
 from zerofx.codegen.cpu.extras import CHANNELS
 from zerofx.driver.asked import machine_at_hand
@@ -98,7 +98,7 @@ class Steps:
         self.device = device_of(model)
         self.gradients = AbsentGradients(model)
         self._constant = ConstantArguments(options.constant, model, options.objective.forward)
-        watched = options.objective.watched(model)
+        watched = options.objective.modules_by_prefix(model)
         self.modes = ModeWatch(watched)
         self.python = PythonState(model, options.objective, (Guard,))
         self.lenders = Lenders(model, options, life)
@@ -128,13 +128,13 @@ class Steps:
         with self._control.telling_errors():
             terms = self.options.loss_terms if counts else None
             added = () if self.lengths is None else self.lengths.filling.added
-            named = counted(terms, args, kwargs, self._control.num_ranks, added)
-            batch = self._constant.of(Batch.from_call(args, named))
+            named = add_term_counts(terms, args, kwargs, self._control.num_ranks, added)
+            batch = self._constant.add_hashes(Batch.from_call(args, named))
             check_batch(self.model, batch)
             self.lenders.check()
             if self.lenders.has_changed():
                 self.lenders.find()
-            self.options.objective.outside.check()
+            self.options.objective.free_tensors.check()
             if self.taken is not None:
                 self.taken.watch.check()
         return batch
@@ -146,7 +146,7 @@ class Steps:
 
         ``num_micro_batches``: how many the batch is divided into, where that is not what ``accumulate`` says.
         """
-        setting, options = {"training mode": self.modes.mode()} | passing_settings(), self.options
+        setting, options = {"training mode": self.modes.mode()} | per_call_settings(), self.options
         if num_micro_batches not in (None, options.accumulate):
             options = replace(options, accumulate=num_micro_batches, plan=None)
             setting |= {MICRO_BATCHES: str(num_micro_batches)}
@@ -278,7 +278,7 @@ class Steps:
     def request(self, batch: Batch, options: CompileOptions | None = None) -> Request:
         """The request for a step with a batch, by its own ``options`` if it has some."""
         # A capture has the same device.
-        machine = self.machine or machine_at_hand(tracing_device(self.model, batch), self.options, self._control)
+        machine = self.machine or machine_at_hand(trace_device(self.model, batch), self.options, self._control)
         stays = self.lengths is not None and self.taken is not None and self.options.delayed_update is None
         return Request(
             self.model, self._optimizer, batch, options or self.options, self._settings, self.mesh, machine,
@@ -290,7 +290,7 @@ class Steps:
     def capturing(self) -> Iterator[None]:
         """While open, the model may be captured: a capture looks at all that a parameter has."""
         self.lenders.find()
-        with self.python.capturing(), self.capturable(), self.lenders.unguarded():
+        with self.python.substitute_numbers(), self.capturable(), self.lenders.unguarded():
             yield
 
     @contextlib.contextmanager
@@ -317,7 +317,7 @@ class Steps:
             request = self.request(batch, options)
             built = build_step(request, self.taken.earlier if self.taken is not None else None, self._control)
         if self.shapes.is_empty:
-            tell_kept_tensors(self.model, self.options.objective.forward or self.options.objective.loss_fn)
+            warn_of_leaked_tensors(self.model, self.options.objective.forward or self.options.objective.loss_fn)
         self.machine, compiled = request.machine, built.compiled
         self.wait_for_kernels()
         self._check_built(compiled)

@@ -67,7 +67,7 @@ class TakenOver:
         compiled, control = built.compiled, life.control
         device = compiled.device
         self.model, self.layout, self.binding, self.device = model, built.layout, built.binding, device
-        self._life, self._tiers, self._outside = life, tiers, options.objective.outside
+        self._life, self._tiers, self._outside = life, tiers, options.objective.free_tensors
         self.scaler, self._read_lent, self._shared = scaler, read_lent, built.shared
         with control.together("take the model over"):
             transport = make_transport(

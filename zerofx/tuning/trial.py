@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.capture.randomness import kept_randomness
+from zerofx.capture.randomness import preserve_randomness
 from zerofx.codegen.regions import Region, regions_of
 from zerofx.errors import UsageError, ZeroFXError, in_short
 from zerofx.ir.streams import axes_of_stream
@@ -64,7 +64,7 @@ class TunedTraining:
         try:
             model = copy.deepcopy(self.model, memo)
             optimizer = copy_optimizer(self.optimizer, memo)
-            objective = options.objective.copied(memo)
+            objective = options.objective.copy_for(memo)
         except (TypeError, RuntimeError) as error:
             if isinstance(error, ZeroFXError):
                 raise
@@ -85,7 +85,7 @@ def run_trial(
     Raises:
         UsageError: the model cannot be copied, or the batch is none.
     """
-    with kept_randomness(training.device), ExitStack() as undo:
+    with preserve_randomness(training.device), ExitStack() as undo:
         copied, own = training.copied(options)
         args, keywords = copied.args, copied.keywords
         try:

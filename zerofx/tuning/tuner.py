@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from zerofx.budgets import budget_bytes
 from zerofx.capture.checks import check_batch
-from zerofx.capture.objective.counted import counted
+from zerofx.capture.objective.token_weighted_loss import add_term_counts
 from zerofx.capture.values.constant_arguments import ConstantArguments
 from zerofx.codegen.regions import Region
 from zerofx.deferred import make_buffers
@@ -179,8 +179,8 @@ class _Tuner:
     def _request(self) -> Request:
         training = self._training
         constant = ConstantArguments(self._options.constant, training.model, self._options.objective.forward)
-        named = counted(self._options.loss_terms, training.args, training.keywords, self._control.num_ranks)
-        batch = constant.of(Batch.from_call(training.args, named))
+        named = add_term_counts(self._options.loss_terms, training.args, training.keywords, self._control.num_ranks)
+        batch = constant.add_hashes(Batch.from_call(training.args, named))
         check_batch(training.model, batch)
         asked = self._options.mesh
         assert asked != AUTO, "refused before"

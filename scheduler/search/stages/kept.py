@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerofx.capture.tracing_settings import tracing_settings
+from zerofx.capture.trace_settings import trace_settings
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.ir.canonical import graph_parts
 from zerofx.optimizers import UpdateProgram
@@ -71,7 +71,7 @@ def _key(problem: Problem) -> str:
         repr(problem.layout), repr(problem.machine), repr(problem.memory_budget), repr(problem.locations),
         repr(problem.fixed),
         repr(sorted(target.settings.disable)),
-        *tracing_settings(),  # which library has an operator's kernel, and in vectors of which width
+        *trace_settings(),  # which library has an operator's kernel, and in vectors of which width
         f"{torch.get_num_threads()} threads",  # each takes memory of its own
         repr(sorted(target.kernels)),
         *problem.options.texts("plan"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
+from torch import fx
 
 from tests.lib.plans import placed
 from zerofx.ir import ops
@@ -67,7 +69,7 @@ def test_bytes_that_run_on_are_there_until_they_are_settled() -> None:
     step = running_on()
     host = liveness(step, on_cpu=False).slower["host"]
     left = [node for node in step.calls() if node.target is ops.run_on]
-    held = sum(storage_bytes(tensor(value)) for node in left for value in node.args[2])  # type: ignore[union-attr, arg-type]
+    held = sum(storage_bytes(tensor(value)) for node in left for value in cast("list[fx.Node]", node.args[2]))
     calls = list(step.calls())
     assert held and host.after[calls[0]] == host.after[calls[-1]] == host.persistent_bytes + held
     last = [node for node in calls if node.target is ops.settle][-1]

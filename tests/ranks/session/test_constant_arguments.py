@@ -103,24 +103,24 @@ def test_other_values_are_captured_anew_until_there_are_too_many() -> None:
 
 def test_micro_batches_have_them_whole() -> None:
     constant = ConstantArguments(("edges",), Convolution(), None)
-    batch = constant.of(Batch.from_call((torch.zeros(2, 8), EDGES), {}))
+    batch = constant.add_hashes(Batch.from_call((torch.zeros(2, 8), EDGES), {}))
     assert batch.divided_names() == {"batch[0]"}
-    assert constant.of(Batch.from_call((), {"edges": EDGES, "x": torch.zeros(6, 8)})).size() == 6
+    assert constant.add_hashes(Batch.from_call((), {"edges": EDGES, "x": torch.zeros(6, 8)})).size() == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float64, torch.int16])
 def test_a_hash_is_that_of_values_of_any_dtype_and_layout(dtype: torch.dtype) -> None:
     constant = ConstantArguments(("edges",), Convolution(), None)
     values = torch.arange(12).reshape(3, 4).to(dtype)
-    one, other = (
-        constant.of(Batch.from_call((), {"edges": tensor})).hashes["edges"]
-        for tensor in (values, values.t().contiguous().t())
+    one, transposed, other = (
+        constant.add_hashes(Batch.from_call((), {"edges": tensor})).hashes["edges"]
+        for tensor in (
+            values,
+            values.t().contiguous().t(),
+            ~values if dtype == torch.bool else values + 1,
+        )
     )
-    assert (
-        one
-        == other
-        != constant.of(Batch.from_call((), {"edges": ~values if dtype == torch.bool else values + 1})).hashes["edges"]
-    )
+    assert one == transposed != other
 
 
 def test_a_name_of_nothing_and_a_tensor_without_values_are_refused() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
-from zerofx.capture.python_state.executed import ExecutedCode, unwatched
+from zerofx.capture.python_state.executed import ExecutedCode, pause_recording
 from zerofx.capture.python_state.walk import walk as walk_through
 from zerofx.torch_private.dispatch import TorchDispatchMode
 
@@ -27,7 +27,7 @@ class Noting(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.traced_by: list[Any] = []
 
-    @unwatched
+    @pause_recording
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.traced_by.append(sys.gettrace())
         if func is torch.ops.aten.neg.default:

@@ -69,7 +69,7 @@ def test_python_computes_with_the_number_of_each_step() -> None:
     assert is_number(beta)
     assert all(assumption.holds() for assumption in tape.assumptions.values())
     source["value"] = 24
-    assert beta.now() == min(1.0, 24 / 1000) * 0.5 + round(24 % 7.5, 1) - np.sqrt(24)
+    assert beta.current() == min(1.0, 24 / 1000) * 0.5 + round(24 % 7.5, 1) - np.sqrt(24)
     assert all(assumption.holds() for assumption in tape.assumptions.values())
     source["value"] = 2000
     assert [str(a) for a in tape.assumptions.values() if not a.holds()] == ["lt(truediv(source, 1000), 1.0) == True"]

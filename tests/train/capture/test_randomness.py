@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zerofx
 from tests.lib.models import DIM, Case, Regression, rows
 from tests.lib.runs.training import differences, train_compiled, train_plain
-from zerofx.capture.randomness import kept_randomness
+from zerofx.capture.randomness import preserve_randomness
 from zerofx.errors import CaptureError
 
 
@@ -101,7 +101,7 @@ def test_what_does_not_touch_them_is_not_refused(draw: Callable[[], float]) -> N
 
 def test_generators_are_left_as_they_were() -> None:
     before, torch_before = _states(), torch.get_rng_state()
-    with kept_randomness(torch.device("cpu")):
+    with preserve_randomness(torch.device("cpu")):
         drawn = random.random(), np.random.rand(3), torch.rand(3)
     assert len(drawn) == 3
     assert _states() == before

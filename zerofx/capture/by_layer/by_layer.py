@@ -1,9 +1,9 @@
 """Capture a model with four of its repeated layers and copy the rest, so that the cost does not grow with depth.
 
-Nothing is taken on trust. The whole model's forward is run and recorded, operator by operator, and has to be what the
-shortened model's record gives when it is stamped; and the shortened model's joint graph, with one layer taken out, has
-to be the joint graph of a model with one layer less. Where anything differs, or the model cannot be shortened, all of
-it is captured as it is, and the reason is written where ``ZEROFX_DEBUG`` asks for passes.
+Nothing is taken on trust. The whole model's forward is run and recorded operator by operator, and has to equal the
+shortened model's record once that is stamped; and the shortened model's joint graph, with one layer taken out, has to
+be the joint graph of a model with one layer less. Where anything differs, or the model cannot be shortened, the whole
+model is captured, and the reason is written where ``ZEROFX_DEBUG`` asks for passes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from zerofx.capture.by_layer.forward_record import ForwardRecord, record_forward
-from zerofx.capture.by_layer.repeats import Repeat, find_repeats, shortened
+from zerofx.capture.by_layer.repeats import Repeat, find_repeats, shorten_lists
 from zerofx.capture.by_layer.replicate import (
     NotRepeatedError,
     Stamped,
+    add_outputs,
     erase,
-    same_outputs,
+    remove_outputs,
     shrink,
     stamp,
-    without_outputs,
 )
 from zerofx.capture.by_size import KnownSizes
 from zerofx.capture.cache import KeptCapture
@@ -44,25 +44,26 @@ def capture_by_layer(
     check: bool = False,
     say: Callable[[str], object] = lambda _: None,
     cache: DiskCache = NOT_KEPT,
-    recorded: Recorded | None = None,
+    recorded: RecordedForward | None = None,
     sizes: KnownSizes | None = None,
 ) -> StepGraph:
-    """What ``capture_forward`` gives, to the name, where layers repeat at a fraction of its cost.
+    """The result of ``capture_forward``, names included, at a fraction of its cost where layers repeat.
 
-    ``allowed``: whether layers may be stamped out. ``check``: whether what was stamped out, or read from ``cache``, is
-    compared with a whole capture. ``say`` is told which layers were stamped out, or why none were, of a model that has
-    enough, and of a graph that was read, or why it is not kept. ``recorded``: what ``recorded_forward`` has given.
-    ``sizes``: what was captured at other sizes, of which the graph may follow; it is told of what is captured here.
+    ``allowed``: whether layers may be stamped. ``check``: whether a stamped graph, or one read from ``cache``, is
+    compared with a whole capture. ``say`` is told which layers were stamped, or why none were although the model has
+    enough, and that a graph was read from the cache, or why it is not kept there. ``recorded``: the result of
+    ``record_and_look_up``. ``sizes``: captures at other sizes, from which the graph may follow; this capture is added
+    to it.
 
     Raises:
         CaptureError: as ``capture``.
     """
     # What a layer has of numbers that are inputs is not as other layers have it.
-    repeats = find_repeats(whole.model) if allowed and not whole.objective.outside.tape.is_open else ()
+    repeats = find_repeats(whole.model) if allowed and not whole.objective.free_tensors.tape.is_open else ()
     if not repeats and cache.folder is None and sizes is None:
         return capture_forward(whole)
     try:
-        recorded = recorded or recorded_forward(whole, cache)
+        recorded = recorded or record_and_look_up(whole, cache)
     except Exception as error:  # noqa: BLE001 - what the model's own code raises is explained where it is captured
         if repeats:
             say(f"captured layer by layer: {in_short(error)}")
@@ -102,34 +103,34 @@ def capture_by_layer(
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """What a model's forward does, and the place of its graph in the cache, with its text if an earlier run kept it."""
+class RecordedForward:
+    """The record of a model's forward, its place in the cache, and the text of its graph if an earlier run kept it."""
 
     record: ForwardRecord
     place: KeptCapture
     text: str | None
 
 
-def recorded_forward(forward: Forward, cache: DiskCache) -> Recorded:
+def record_and_look_up(forward: Forward, cache: DiskCache) -> RecordedForward:
     """Run and record a model's forward, and look for its graph in ``cache``.
 
     Raises:
-        CaptureError: there is a graph, of a first call that later ones are not like.
+        CaptureError: there is a cached graph, but later calls of the forward differ from the first.
         Exception: what the model's own code raises, and ``NotRepeatedError`` as ``record_forward``.
     """
 
-    def once() -> Recorded:
+    def run() -> RecordedForward:
         record = record_forward(forward)
-        place = KeptCapture.of(cache, record, forward)
-        return Recorded(record, place, place.read())
+        place = KeptCapture.locate(cache, record, forward)
+        return RecordedForward(record, place, place.read())
 
-    recorded = once()
+    recorded = run()
     objective = forward.objective
     if (recorded.text is None and recorded.place.key is not None) or (
         recorded.text is not None and not objective.num_watched and objective.executed.may_write()
     ):
         # What a first forward works out and the model remembers, no other does again.
-        recorded = once()
+        recorded = run()
     if recorded.text is not None and recorded.record.leaves_something:
         check_calls(forward)
     return recorded
@@ -139,23 +140,19 @@ def _try_to_stamp(
     whole: Forward, repeats: Sequence[Repeat], record: ForwardRecord, say: Callable[[str], object]
 ) -> StepGraph | None:
     try:
-        stamped = _stamped(whole, repeats, record.canonical())
+        stamped = _stamp_layers(whole, repeats, record.canonical())
     except Exception as error:  # noqa: BLE001 - what a shortened model raises says nothing of the whole one
         say(f"captured layer by layer: {in_short(error)}")
         return None
-    say(
-        ", ".join(
-            f"captured {len(repeat.captured)} of {len(repeat.keys)} layers of {repeat.path}" for repeat in repeats
-        )
-    )
+    say(", ".join(f"captured {len(repeat.sample)} of {len(repeat.keys)} layers of {repeat.path}" for repeat in repeats))
     return stamped
 
 
-def _stamped(whole: Forward, repeats: Sequence[Repeat], expected: str) -> StepGraph:
-    """The whole model's graph, whose forward's record is ``expected``."""
+def _stamp_layers(whole: Forward, repeats: Sequence[Repeat], expected: str) -> StepGraph:
+    """Capture the shortened model and stamp its layers. ``expected``: the record of the whole model's forward."""
     model = whole.model
-    shortening = [(repeat, repeat.captured) for repeat in repeats]
-    with shortened(model, shortening):
+    shortening = [(repeat, repeat.sample) for repeat in repeats]
+    with shorten_lists(model, shortening):
         record = record_forward(whole).graph()
         for repeat in repeats:
             stamp(record, repeat)
@@ -166,7 +163,7 @@ def _stamped(whole: Forward, repeats: Sequence[Repeat], expected: str) -> StepGr
         raise NotRepeatedError("the model has tensors that are neither parameters nor buffers")
     names = _Names(short)
     for entry in repeats:
-        with shortened(model, [(other, other.fewer if other is entry else other.captured) for other in repeats]):
+        with shorten_lists(model, [(other, other.fewer if other is entry else other.sample) for other in repeats]):
             names.learn(entry, short, capture_forward(whole))
     for element in repeats:
         Stamp(element, names).run(short)
@@ -178,7 +175,7 @@ def _stamped(whole: Forward, repeats: Sequence[Repeat], expected: str) -> StepGr
 
 @dataclass(frozen=True)
 class Stamp:
-    """Put the layers that were not traced into the graph of a model that has four of them. ``names`` learns theirs.
+    """Put the layers that were not traced into the graph of a model that has four of them, and tell ``names`` of them.
 
     0 1 2 3   ->   0 1 a b c 2 3        ``replicate.py`` says how, and what it does not handle
     """
@@ -189,16 +186,16 @@ class Stamp:
 
     def run(self, step: StepGraph) -> None:
         stamped = stamp(step.graph, self.repeat)
-        same_outputs(step, stamped)
+        add_outputs(step, stamped)
         self.names.extend(stamped)
 
 
 class _Names:
     """The names that nodes would have in the whole model's graph.
 
-    Tracing numbers the calls of an operator as they come, so that a number grows linearly with the layers that there
-    are, and with the layers that come before. The growth is read from two graphs; what comes of it is checked to be
-    unique, since nothing but texts depends on it.
+    Tracing numbers the calls of an operator in order, so a number grows linearly with the number of layers, and with
+    the number of layers before the node. The growth is read from two graphs; the resulting names are checked to be
+    unique, since nothing but texts depends on them.
     """
 
     def __init__(self, short: StepGraph) -> None:
@@ -206,7 +203,7 @@ class _Names:
         self._numbers: dict[fx.Node, int] = {}
         self._grown: dict[fx.Node, int] = {}
         for node in short.calls():
-            self._stems[node], self._numbers[node] = _numbered(node.name)
+            self._stems[node], self._numbers[node] = _split_number(node.name)
 
     def learn(self, repeat: Repeat, short: StepGraph, fewer: StepGraph) -> None:
         """Compare ``short`` with the graph of a model that has one layer of ``repeat`` less.
@@ -218,14 +215,14 @@ class _Names:
         shrunk = short.clone()
         others = shrink(shrunk.graph, repeat)
         replaced = [(own[gone.name], own[stays.name]) for gone, stays in others.items()]
-        without_outputs(shrunk, repeat)
+        remove_outputs(shrunk, repeat)
         erase(shrunk.graph, others)
         if _text(shrunk) != _text(fewer):
             raise NotRepeatedError(f"{repeat.path} with a layer less is another graph")
-        more = len(repeat.between)
+        more = len(repeat.middle)
         growth: dict[fx.Node, int] = {}
         for node_of_shrunk, other in zip(shrunk.calls(), fewer.calls(), strict=True):
-            stem, number = _numbered(other.name)
+            stem, number = _split_number(other.name)
             node = own[node_of_shrunk.name]
             if stem != self._stems[node]:
                 raise NotRepeatedError(f"{node_of_shrunk.name} is called {other.name} in a model with a layer less")
@@ -235,7 +232,7 @@ class _Names:
             self._grown[node] = self._grown.get(node, 0) + grown
 
     def extend(self, stamped: Stamped) -> None:
-        """Number the nodes of the layers that were put in, and those of the layer after them."""
+        """Number the nodes of the layers that were put in, and the nodes of the layer after them."""
         for ordinal, (node, last) in enumerate(zip(stamped.layers[0], stamped.layers[-1], strict=True)):
             if node not in self._numbers:
                 continue
@@ -250,7 +247,7 @@ class _Names:
         """Rename the nodes.
 
         Raises:
-            NotRepeatedError: two of them would have one name.
+            NotRepeatedError: two nodes would have one name.
         """
         names: dict[fx.Node, str] = {}
         for node in step.graph.nodes:
@@ -269,8 +266,8 @@ class _Names:
                 node.target = name
 
 
-def _numbered(name: str) -> tuple[str, int]:
-    """``mm_3`` as ``("mm", 3)``; ``mm`` is the zeroth."""
+def _split_number(name: str) -> tuple[str, int]:
+    """Split ``mm_3`` into ``("mm", 3)``; ``mm`` is the zeroth."""
     match = re.fullmatch(r"(.+?)(?:_([1-9]\d*))?", name)
     assert match is not None
     return match[1], int(match[2] or 0)

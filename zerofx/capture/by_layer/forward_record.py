@@ -1,9 +1,9 @@
 """A record of a forward alone: every operator with its layer and arguments, and autograd's graph.
 
-What a joint graph is made of, then, at a tenth of what tracing one costs. Two models with equal records have equal
-joint graphs: a backward follows from autograd's graph and from the arguments of the operators that made it. Where it
-depends on more, on Python that runs in backward, there is no record. From one process to another that holds for what is
-torch's own: what else is called by a name may be other code there.
+It determines the joint graph at a tenth of the cost of tracing one. Two models with equal records have equal joint
+graphs: a backward follows from autograd's graph and from the arguments of the operators that made it. Where the
+backward depends on more, on Python that runs in it, there is no record. Between processes this holds for torch's own
+functions only: any other name may be other code there.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.by_layer.replicate import NotRepeatedError
-from zerofx.capture.layers import running_layer
+from zerofx.capture.layers import current_layer
 from zerofx.capture.leaked_tensors import learn_caches
 from zerofx.capture.objective.loss import LossModule
-from zerofx.capture.python_state.executed import unwatched
-from zerofx.capture.traceable import Forward, as_in_eager_mode_first, traceable
+from zerofx.capture.python_state.executed import pause_recording
+from zerofx.capture.traceable import Forward, traceable, try_eager_then_compiled
 from zerofx.capture.values.recurrent import RecurrentCalls, is_of_steps
 from zerofx.ir.canonical import Number, canonical_line
 from zerofx.ir.facts import Origin, Phase, Placeholder, Role, set_origin, set_placeholder, set_value
@@ -39,14 +39,13 @@ from zerofx.torch_private.tensors import has_hooks
 
 @dataclass(frozen=True)
 class ForwardRecord:
-    """What a forward did.
+    """The operators that a forward runs, and autograd's graph of them.
 
-    The calls among ``lines`` are operators, and the methods the nodes of autograd's graph, which stand after all
-    operators. Values are texts. ``asked`` are the functions of torch that Python called, a line each: which of them
-    are composed of others is up to the one who traces; after them, the buffers that get other tensors, and what is
-    checked of values. ``returned`` is what it
-    gives besides its loss. ``foreign`` names an operator or a backward that is not torch's, if there is one.
-    ``leaves_something``: whether it leaves tensors or other values on its modules.
+    The calls among ``lines`` are operators, and the methods are nodes of autograd's graph, which come after all
+    operators. Values are texts. ``asked`` lists the functions of torch that Python called, a line each (which of them
+    are composites is decided by whoever traces), then the buffers that get other tensors and the checks of values.
+    ``returned`` is what the forward returns besides its loss. ``foreign`` names an operator or a backward that is not
+    torch's, if there is one. ``leaves_something``: whether the forward leaves tensors or other values on its modules.
     """
 
     lines: tuple[Line, ...]
@@ -56,7 +55,7 @@ class ForwardRecord:
     leaves_something: bool = False
 
     def graph(self) -> fx.Graph:
-        """What ran, for those who change it."""
+        """The lines as a graph that may be edited."""
         return graph_of(self.lines)
 
     def canonical(self) -> str:
@@ -64,11 +63,11 @@ class ForwardRecord:
         return text_of(self.lines)
 
     def text(self) -> str:
-        """All of it that a joint graph follows from: equal for equal forwards."""
+        """A text that the joint graph follows from: equal for equal forwards."""
         return f"{self.canonical()}\n{self.asked}"
 
     def first_difference(self, other: ForwardRecord) -> str:
-        """What differs first between the records of a call and of one after it, in words."""
+        """The first difference between the records of a call and of the next one, in words."""
         for own, line in zip(self.lines, other.lines, strict=False):
             if own != line:
                 return f"{_call_text(own)} in one and {_call_text(line)} in the next"
@@ -84,7 +83,7 @@ def record_forward(forward: Forward) -> ForwardRecord:
     """
     given: list[weakref.ref[torch.Tensor]] = []
 
-    def once(compiled: bool) -> ForwardRecord:
+    def run(compiled: bool) -> ForwardRecord:
         with traceable(forward, compiled=compiled) as traced:
             lossy, fakes, _, mode = traced
             recorder, questions = _Recorder(lossy, fakes), _Asked()
@@ -93,19 +92,21 @@ def record_forward(forward: Forward) -> ForwardRecord:
                     results = lossy(*fakes)
             finally:
                 given.extend(recorder.tensors())
-            lines = recorder.finished(results if isinstance(results, tuple) else (results,))
+            lines = recorder.finish(results if isinstance(results, tuple) else (results,))
             notes = "\n".join((*questions.names, *lossy.rebound, *lossy.checked))
             leaves_something = bool(lossy.left or lossy.changed)
             return ForwardRecord(lines, notes, recorder.foreign, lossy.returned, leaves_something)
 
-    record = as_in_eager_mode_first(lambda compiled: forward.objective.outside.traced(lambda: once(compiled)))
+    record = try_eager_then_compiled(
+        lambda compiled: forward.objective.free_tensors.trace_until_complete(lambda: run(compiled))
+    )
     if any(tensor() is not None for tensor in given):  # a cache may have it
         learn_caches()
     return record
 
 
 class _Asked(TorchFunctionMode):
-    """Remembers the names of the functions and methods that Python calls on tensors."""
+    """Records the names of the functions and methods that Python calls on tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +117,7 @@ class _Asked(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.names.append(f"{getattr(func, '__module__', None)}.{getattr(func, '__qualname__', func)}")
-        whole = self._recurrent.in_one_operator(getattr(func, "__name__", ""), args, kwargs or {})
+        whole = self._recurrent.find_fused_call(getattr(func, "__name__", ""), args, kwargs or {})
         return func(*args, **(kwargs or {})) if whole is None else whole()
 
 
@@ -129,11 +130,11 @@ class _Recorder(TorchDispatchMode):
         self._kept: list[torch.Tensor] = []  # so that no identity is used twice
         self._made: list[tuple[Line, list[torch.Tensor]]] = []
         self.foreign: str | None = None
-        for tensor, what in _given(lossy, fakes):
+        for tensor, what in _model_tensors(lossy, fakes):
             if id(tensor) not in self._values:
                 self._keep(self._add(Line("placeholder", "given", (), {}, what, _text(tensor))), [tensor])
 
-    @unwatched
+    @pause_recording
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _DEVICE:  # a question, which tensors answer
@@ -145,15 +146,15 @@ class _Recorder(TorchDispatchMode):
         literal = func is torch.ops.aten.lift_fresh.default and self._is_literal(args[0])
         texts, named = ((_literal_text(args[0]),), {}) if literal else map_aggregate((args, kwargs), self._argument)
         out = func(*args, **kwargs)
-        line = Line("call_function", func, texts, named, _origin(running_layer()))
+        line = Line("call_function", func, texts, named, _origin(current_layer()))
         results: list[torch.Tensor] = []
         map_aggregate(out, lambda leaf: results.append(leaf) if isinstance(leaf, torch.Tensor) else None)
         self._keep(self._add(line), results)
         self._made.append((line, results))
         return out
 
-    def finished(self, results: tuple[torch.Tensor, ...]) -> tuple[Line, ...]:
-        """The record, with the loss as its output, and after it what the forward puts in the places of buffers."""
+    def finish(self, results: tuple[torch.Tensor, ...]) -> tuple[Line, ...]:
+        """Complete the record with the loss as its output, then the tensors that the forward puts into buffers."""
         if any(map(has_hooks, self._kept)):
             raise NotRepeatedError("the model has hooks on tensors")
         # What autograd makes of an operator is there once the operator has returned.
@@ -167,7 +168,7 @@ class _Recorder(TorchDispatchMode):
         return tuple(self._lines)
 
     def tensors(self) -> Iterator[weakref.ref[torch.Tensor]]:
-        """The tensors that operators have given."""
+        """The tensors that operators have returned."""
         return (weakref.ref(tensor) for _, tensors in self._made for tensor in tensors)
 
     def _add(self, line: Line) -> Number:
@@ -180,7 +181,7 @@ class _Recorder(TorchDispatchMode):
             self._values[id(tensor)] = number if index == 0 else self._part(number, index)
 
     def _part(self, number: Number, index: int) -> Number:
-        return self._add(Line("call_method", "part", (number, index), {}, _origin(running_layer())))
+        return self._add(Line("call_method", "part", (number, index), {}, _origin(current_layer())))
 
     def _is_literal(self, tensor: torch.Tensor) -> bool:
         return id(tensor) not in self._values and tensor.numel() <= LARGEST_LITERAL
@@ -224,11 +225,11 @@ def _origin(layer: str) -> Origin:
 
 @functools.cache
 def _is_torchs(name: str) -> bool:
-    """Whether a node of autograd's graph is torch's own."""
+    """True if a node of autograd's graph is torch's own."""
     return has_autograd_function(name.removeprefix("torch::autograd::"))
 
 
-def _given(lossy: LossModule, fakes: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, Placeholder]]:
+def _model_tensors(lossy: LossModule, fakes: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, Placeholder]]:
     for name, parameter in lossy.model.named_parameters():
         yield parameter, Placeholder(Role.PARAMETER, name)
     for name, buffer in lossy.model.named_buffers():
@@ -239,14 +240,14 @@ def _given(lossy: LossModule, fakes: tuple[torch.Tensor, ...]) -> Iterator[tuple
             yield parameter, Placeholder(role, lender.named(name))
         for name, buffer in lender.model.named_buffers():
             yield buffer, Placeholder(Role.BUFFER, lender.named(name))
-    for key, tensor in (*lossy.outside.named_parameters(), *lossy.outside.named_buffers()):
-        yield tensor, Placeholder(Role.OUTSIDE, lossy.outside_names[int(key)])
+    for key, tensor in (*lossy.free_tensors.named_parameters(), *lossy.free_tensors.named_buffers()):
+        yield tensor, Placeholder(Role.OUTSIDE, lossy.free_tensor_names[int(key)])
     for index, fake in enumerate(fakes):
         yield fake, Placeholder(Role.INPUT, str(index))
 
 
 def _literal_text(tensor: torch.Tensor) -> str:
-    """A tensor that was written down in the forward, ``torch.tensor(0.5)``, by its values."""
+    """The text of a tensor that was written as a literal in the forward, ``torch.tensor(0.5)``: its values."""
     with without_modes():
         return f"{_text(tensor)} {tensor.tolist()}"
 
@@ -264,7 +265,7 @@ NO_VALUE = type(None).__name__  # as ``canonical`` writes it
 
 @dataclass(slots=True)
 class Line:
-    """A node: its arguments have others as ``Number``; ``value`` is the text of what it gives."""
+    """A node: its arguments refer to other nodes as ``Number``; ``value`` is the text of its result."""
 
     op: str
     target: Any
@@ -275,7 +276,7 @@ class Line:
 
 
 def text_of(lines: Iterable[Line]) -> str:
-    """What ``canonical`` gives for ``graph_of(lines)``."""
+    """The text of ``canonical(graph_of(lines))``, without building the graph."""
     return "\n".join(
         canonical_line(line.op, line.target, (line.args, line.kwargs), line.what, line.value) for line in lines
     )

@@ -23,17 +23,17 @@ class Repeat:
     keys: tuple[str, ...]
 
     @property
-    def captured(self) -> tuple[str, ...]:
-        """The first two layers and the last two."""
+    def sample(self) -> tuple[str, ...]:
+        """The layers that are captured: the first two and the last two."""
         return (*self.keys[:2], *self.keys[-2:])
 
     @property
     def fewer(self) -> tuple[str, ...]:
-        """``captured`` without the last but one."""
+        """``sample`` without the last but one."""
         return (*self.keys[:2], self.keys[-1])
 
     @property
-    def between(self) -> tuple[str, ...]:
+    def middle(self) -> tuple[str, ...]:
         """The layers that are not captured."""
         return self.keys[2:-2]
 
@@ -43,7 +43,7 @@ class Repeat:
 
 
 def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
-    """The lists to shorten: those with which capturing shorter models costs least.
+    """The lists of layers to shorten: those with which capturing shorter models costs least.
 
     Lists share no module and no parameter with anything else, and none is inside another. One capture is made with all
     of them shortened, and one more for each; ``()`` where these have more than half of the model's layers together.
@@ -80,8 +80,8 @@ def _lists(model: nn.Module) -> Iterator[Repeat]:
 
 
 @contextlib.contextmanager
-def shortened(model: nn.Module, keys_of: Sequence[tuple[Repeat, Sequence[str]]]) -> Iterator[None]:
-    """While open, each list has only the layers that ``keys_of`` names; then it is what it was."""
+def shorten_lists(model: nn.Module, keys_of: Sequence[tuple[Repeat, Sequence[str]]]) -> Iterator[None]:
+    """While open, each list has only the layers that ``keys_of`` names; afterwards it is restored."""
     tables = []
     for repeat, _ in keys_of:
         owner = model.get_submodule(repeat.path)

@@ -1,13 +1,13 @@
 """Make the graph of a deep model from that of one with four layers: check that layers repeat, and copy them.
 
-The second layer and the third (the last but one of the whole) are compared node by node. Where every argument of the
-one is that of the other a layer further, the layers between are written down by the same rule::
+The second layer and the third (the last but one of the whole) are compared node by node. If every argument of the third
+is the second's argument one layer further, the layers between are written by the same rule::
 
     0 1 2 3   ->   0 1 a b c 2 3        forward: each reads the layer before it
     3 2 1 0   ->   3 2 c b a 1 0        backward: each reads the layer after it
 
-Does not handle: layers that read a layer further away than the next, what is outside the layers and reads one of those
-in between, layers that are run more than once. These are refused.
+Does not handle: layers that read a layer further away than the next, nodes outside the layers that read one of the
+middle layers, layers that run more than once. These are refused.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ class _Reference:
 
 @dataclass(frozen=True)
 class Stamped:
-    """Which nodes were made: ``layers[i]`` are those of the layer ``keys[i + 1]`` in the order of the graph."""
+    """The nodes that were made: ``layers[i]`` are the nodes of the layer ``keys[i + 1]`` in the order of the graph."""
 
     repeat: Repeat
     layers: tuple[tuple[fx.Node, ...], ...]
 
 
 def stamp(graph: fx.Graph, repeat: Repeat) -> Stamped:
-    """Put ``repeat.between`` into ``graph``, which has the kept layers only. Outputs stay as they are.
+    """Put ``repeat.middle`` into ``graph``, which has the captured layers only. Outputs stay as they are.
 
     Raises:
         NotRepeatedError: the graph does not repeat; it may have been changed.
     """
-    pair = _Pair.of(graph, repeat)
-    layers: list[list[fx.Node | None]] = [[None] * len(pair.second) for _ in repeat.between]
+    pair = _Pair.match(graph, repeat)
+    layers: list[list[fx.Node | None]] = [[None] * len(pair.second) for _ in repeat.middle]
     whole: list[Sequence[fx.Node | None]] = [pair.second, *layers, pair.third]
 
-    def resolved(template: Any, position: int) -> Any:
+    def resolve(template: Any, position: int) -> Any:
         def find(leaf: Any) -> Any:
             if not isinstance(leaf, _Reference):
                 return leaf
@@ -70,25 +70,27 @@ def stamp(graph: fx.Graph, repeat: Repeat) -> Stamped:
     for own, ascending, where in pair.stretches:
         for position in range(1, len(layers) + 1) if ascending else range(len(layers), 0, -1):
             for ordinal in own:
-                args, kwargs = resolved(pair.templates[ordinal], position)
+                args, kwargs = resolve(pair.templates[ordinal], position)
                 with graph.inserting_before(where):
                     copied = _copy(graph, pair.second[ordinal], args, kwargs, repeat, repeat.keys[position + 1])
                 layers[position - 1][ordinal] = copied
     for position, nodes in ((0, pair.second), (len(layers) + 1, pair.third)):
         for ordinal, node in enumerate(nodes):
             template = pair.ends[position > 0][ordinal]
-            node.args, node.kwargs = resolved(template, position)
+            node.args, node.kwargs = resolve(template, position)
     return Stamped(repeat, tuple(tuple(node for node in layer if node is not None) for layer in whole))
 
 
 def shrink(graph: fx.Graph, repeat: Repeat) -> Mapping[fx.Node, fx.Node]:
-    """Take the last but one of the kept layers out of ``graph``; gives who stands for each of its nodes.
+    """Take the last but one of the captured layers out of ``graph``; returns the node that replaces each of its nodes.
 
     Nothing is erased, and outputs stay as they are, until ``erase``.
     """
-    pair = _Pair.of(graph, repeat)
+    pair = _Pair.match(graph, repeat)
     for ordinal, (node, further) in enumerate(zip(pair.second, pair.third, strict=True)):
-        node.args, node.kwargs = _shrunk(pair.templates[ordinal], (node.args, node.kwargs), further, pair.second)
+        node.args, node.kwargs = _shrink_arguments(
+            pair.templates[ordinal], (node.args, node.kwargs), further, pair.second
+        )
     others = dict(zip(pair.third, pair.second, strict=True))
     for node in graph.nodes:
         if node.op != "output" and node not in others:
@@ -105,18 +107,18 @@ def erase(graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> None:
             graph.erase_node(node)
 
 
-def same_outputs(step: StepGraph, stamped: Stamped) -> None:
+def add_outputs(step: StepGraph, stamped: Stamped) -> None:
     """Give ``step`` the buffer updates and gradients of the layers that were put in.
 
     Raises:
         NotRepeatedError: one of the layers has other outputs than another.
     """
-    step.set_outputs(step.loss, _widened(step.mutations, stamped), _widened(step.gradients, stamped))
+    step.set_outputs(step.loss, _extend_outputs(step.mutations, stamped), _extend_outputs(step.gradients, stamped))
 
 
-def without_outputs(step: StepGraph, repeat: Repeat) -> None:
-    """Take the buffer updates and gradients of the last but one of the kept layers away."""
-    gone = repeat.unit(repeat.captured[2]) + "."
+def remove_outputs(step: StepGraph, repeat: Repeat) -> None:
+    """Remove the buffer updates and gradients of the last but one of the captured layers."""
+    gone = repeat.unit(repeat.sample[2]) + "."
     step.set_outputs(
         step.loss,
         {name: node for name, node in step.mutations.items() if not name.startswith(gone)},
@@ -126,11 +128,11 @@ def without_outputs(step: StepGraph, repeat: Repeat) -> None:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two neighbouring layers that are alike: ``templates`` are the arguments of both, ``ends`` those of either where
-    what is on its far side stays as it is.
+    """Two neighbouring layers that are alike: ``templates`` are the arguments of both, ``ends`` the arguments of either
+    where its neighbour on the far side stays as it is.
 
-    ``stretches`` are runs of nodes of both: the ordinals of one layer's share, whether the second layer comes first,
-    and the node that what is put between them comes before.
+    ``stretches`` are runs of nodes of both layers: the ordinals of one layer's share, whether the second layer comes
+    first, and the node before which the middle layers are inserted.
     """
 
     second: list[fx.Node]
@@ -140,9 +142,9 @@ class _Pair:
     stretches: list[tuple[list[int], bool, fx.Node]]
 
     @staticmethod
-    def of(graph: fx.Graph, repeat: Repeat) -> _Pair:
-        first, second, third, fourth = ([*_nodes_of(graph, repeat.unit(key))] for key in repeat.captured)
-        units = [repeat.unit(key) for key in repeat.captured]
+    def match(graph: fx.Graph, repeat: Repeat) -> _Pair:
+        first, second, third, fourth = ([*_nodes_of(graph, repeat.unit(key))] for key in repeat.sample)
+        units = [repeat.unit(key) for key in repeat.sample]
         if len(second) != len(third) or not second:
             raise NotRepeatedError(f"{units[1]} has {len(second)} nodes, {units[2]} {len(third)}")
         ordinals = [{node: i for i, node in enumerate(nodes)} for nodes in (first, second, third, fourth)]
@@ -180,13 +182,13 @@ _Unify = Callable[[fx.Node, fx.Node], Any]
 
 
 def _near_end(unify: _Unify, left: fx.Node, other: fx.Node) -> Any:
-    """What the second layer reads: what is before it stays."""
+    """The argument of the second layer's node; the layer before it stays."""
     end = unify(left, other)
     return left if isinstance(end, _Reference) and end.shift == -1 else end
 
 
 def _far_end(unify: _Unify, left: fx.Node, other: fx.Node) -> Any:
-    """What the third layer reads: what is after it stays."""
+    """The argument of the third layer's node; the layer after it stays."""
     end = unify(left, other)
     return other if isinstance(end, _Reference) and end.shift == 1 else end
 
@@ -209,7 +211,7 @@ def _unifier(ordinals: Sequence[Mapping[fx.Node, int]], where: str) -> _Unify:
 
 
 def _zip(left: Any, other: Any, unify: _Unify) -> Any:
-    """Two structures of arguments as one; ``unify`` is asked for each pair of nodes."""
+    """Merge two structures of arguments into one; ``unify`` is called for each pair of nodes."""
     if isinstance(left, fx.Node) and isinstance(other, fx.Node):
         return unify(left, other)
     if isinstance(left, tuple | list) and type(left) is type(other) and len(left) == len(other):
@@ -222,8 +224,8 @@ def _zip(left: Any, other: Any, unify: _Unify) -> Any:
     return left
 
 
-def _shrunk(template: Any, own: Any, further: fx.Node, second: Sequence[fx.Node]) -> Any:
-    """Arguments of a node of the second layer where the fourth follows it."""
+def _shrink_arguments(template: Any, own: Any, further: fx.Node, second: Sequence[fx.Node]) -> Any:
+    """The arguments of a node of the second layer when the fourth follows it."""
 
     def choose(argument: Any, here: Any, there: Any) -> Any:
         if isinstance(argument, _Reference):
@@ -290,7 +292,7 @@ def _label(node: fx.Node) -> str:
 def _copy(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any, repeat: Repeat, key: str) -> fx.Node:
     copied = graph.create_node(node.op, node.target, args, kwargs)
     copied.meta = dict(node.meta)
-    length = len(repeat.unit(repeat.captured[1]))
+    length = len(repeat.unit(repeat.sample[1]))
     if node.op == "placeholder":
         set_placeholder(copied, replace(placeholder(node), name=repeat.unit(key) + placeholder(node).name[length:]))
     else:
@@ -298,9 +300,9 @@ def _copy(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any, repeat: Repeat
     return copied
 
 
-def _widened(outputs: Mapping[str, fx.Node], stamped: Stamped) -> dict[str, fx.Node]:
+def _extend_outputs(outputs: Mapping[str, fx.Node], stamped: Stamped) -> dict[str, fx.Node]:
     repeat, layers = stamped.repeat, stamped.layers
-    second, third = (repeat.unit(repeat.captured[i]) + "." for i in (1, 2))
+    second, third = (repeat.unit(repeat.sample[i]) + "." for i in (1, 2))
     inside = {name.removeprefix(second): node for name, node in outputs.items() if name.startswith(second)}
     of_third = {name.removeprefix(third): node for name, node in outputs.items() if name.startswith(third)}
     places = {name: layers[0].index(node) if node in layers[0] else None for name, node in inside.items()}
@@ -312,7 +314,7 @@ def _widened(outputs: Mapping[str, fx.Node], stamped: Stamped) -> dict[str, fx.N
     for name, node in outputs.items():
         if pending and name.startswith(third):
             pending = False
-            for number, key in enumerate(repeat.between, 1):
+            for number, key in enumerate(repeat.middle, 1):
                 for inner, ordinal in places.items():
                     assert ordinal is not None
                     widened[f"{repeat.unit(key)}.{inner}"] = layers[number][ordinal]

@@ -1,1 +1,1 @@
-"""Checkpointed blocks: what eager mode does to buffers as it computes them again."""
+"""Checkpointed blocks: how eager mode updates buffers when it recomputes them."""

@@ -1,11 +1,11 @@
-"""Count in buffers what eager mode counts again, when it computes a checkpointed block again in backward.
+"""Update buffers a second time where eager mode does, when it recomputes a checkpointed block in backward.
 
-A batch norm in a block adds each batch to its statistics twice. Of a block, only what writes to buffers is run again,
-and what reads these buffers: at the end of the forward, the last block first, as backward goes.
-``bring_forward.py`` puts it where its inputs are.
+A batch norm in a block adds each batch to its statistics twice. Of a block, only the operators that write to buffers or
+read these buffers are run again: at the end of the forward, the last block first, as backward goes.
+``bring_forward.py`` moves them to their inputs.
 
-Does not handle: blocks that compute with a buffer that they change, or put another tensor in its place. In eager mode
-the gradient of such a block is not that of its loss; here it is, and a warning says so.
+Does not handle: blocks that compute with a buffer that they change, or replace it by another tensor. In eager mode the
+gradient of such a block does not match its loss; here it does, and a warning says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx.node import map_aggregate
 
-from zerofx.capture.layers import in_layer, run_again, running_layer
+from zerofx.capture.layers import annotate_layer, current_layer, run_again
 from zerofx.errors import warn
 from zerofx.torch_private.activation_checkpoints import Kind, saves_tensors, without_checkpoints
 from zerofx.torch_private.dispatch import TorchDispatchMode
@@ -27,7 +27,7 @@ from zerofx.units import first_few
 
 
 class CheckpointedBlocks:
-    """What ran in checkpointed blocks, and in which order. ``buffers``: those that blocks may write to, by name."""
+    """The calls of checkpointed blocks, in order. ``buffers``: the buffers that blocks may write to, by name."""
 
     def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
         self._buffers = buffers
@@ -35,8 +35,8 @@ class CheckpointedBlocks:
         self._closed: list[_Block] = []
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """While open, ``torch.utils.checkpoint`` runs blocks as they are, and what they write is known."""
+    def watch(self) -> Iterator[None]:
+        """While open, ``torch.utils.checkpoint`` runs blocks as they are, and their writes are recorded."""
         with without_checkpoints(self._run):
             yield
 
@@ -55,9 +55,9 @@ class CheckpointedBlocks:
         self._closed.append(block)
 
     def run_again(self, loss: torch.Tensor, after: Mapping[str, torch.Tensor]) -> None:
-        """Write to buffers what eager mode writes as it computes blocks again in the backward of ``loss``.
+        """Write to buffers what eager mode writes when it recomputes blocks in the backward of ``loss``.
 
-        ``after``: the buffers as they are after the forward, of which some may be other tensors.
+        ``after``: the buffers after the forward, some of which may be other tensors.
         """
         names = {id(buffer): name for name, buffer in reversed(list(self._buffers.items()))}
         put = {id(buffer): name for name, buffer in after.items() if buffer is not self._buffers.get(name)}
@@ -83,15 +83,15 @@ class _Call:
     layer: str
 
     def run(self, instead: Mapping[int, torch.Tensor]) -> Any:
-        """Call it once more, with other tensors by the identities of those that they stand for."""
+        """Run the call once more, with tensors replaced by ``instead``, by identity."""
         args, kwargs = map_aggregate((self.args, dict(self.kwargs)), lambda leaf: instead.get(id(leaf), leaf))
         return self.function(*args, **kwargs)
 
-    def reads(self) -> list[torch.Tensor]:
+    def tensors_read(self) -> list[torch.Tensor]:
         return _tensors((self.args, self.kwargs))
 
-    def written(self) -> list[torch.Tensor]:
-        """The tensors that it writes to: as its schema says, or the running statistics of a batch norm that trains."""
+    def written_tensors(self) -> list[torch.Tensor]:
+        """The tensors that the call writes to: by its schema, or the running statistics of a batch norm that trains."""
         arguments = schema_of(self.function).arguments
         values = {argument.name: value for argument, value in zip(arguments, self.args, strict=False)}
         values |= self.kwargs
@@ -111,7 +111,7 @@ class _Call:
 
 
 class _Block(TorchDispatchMode):
-    """Remembers what runs in a block."""
+    """Records the operators that run in a block."""
 
     def __init__(self, kind: Kind) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -122,26 +122,26 @@ class _Block(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.calls.append(_Call(func, args, kwargs or {}, result, running_layer()))
+        self.calls.append(_Call(func, args, kwargs or {}, result, current_layer()))
         return result
 
     def has_inner(self, calls: range, kind: Kind) -> None:
-        """Hear that a block in the block made ``calls``."""
+        """Note that a block inside this one made ``calls``."""
         self._inner.update(calls)
         self._last_saved = (calls.stop if kind.is_reentrant else calls.start) - 1
 
     def gives(self, names: Mapping[int, str]) -> list[str]:
-        """The names of those of its results that have one, by their identities."""
+        """The names of the results that have one, by identity."""
         return [names[id(tensor)] for call in self.calls for tensor in _tensors(call.result) if id(tensor) in names]
 
     def writes(self, names: Mapping[int, str]) -> _Writes | None:
-        """What computing the block again writes to buffers, whose ``names`` these are; None if it writes nothing."""
+        """The buffer writes of recomputing the block, for buffers with these ``names``; None if it writes nothing."""
         owners: dict[int, int] = {}  # of views
         for call in self.calls:
-            if call.gives_view and (read := call.reads()):
+            if call.gives_view and (read := call.tensors_read()):
                 owners |= {id(view): owners.get(id(read[0]), id(read[0])) for view in _tensors(call.result)}
         changed = {
-            owners.get(id(tensor), id(tensor)) for call in self.calls for tensor in call.written()
+            owners.get(id(tensor), id(tensor)) for call in self.calls for tensor in call.written_tensors()
         } & names.keys()
         if not changed:
             return None
@@ -157,10 +157,10 @@ class _Block(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Writes:
-    """What a block writes to buffers.
+    """The writes of a block to buffers.
 
-    ``calls``: what runs when it is computed again. ``changed``: the names of these buffers by their identities.
-    ``owners``: of which tensor one is a view, by identities. ``functions``: what autograd made of the block.
+    ``calls``: the calls that run when it is recomputed. ``changed``: the names of these buffers by identity.
+    ``owners``: the tensor that a view is of, by identity. ``functions``: autograd's nodes of the block.
     """
 
     calls: list[_Call]
@@ -169,15 +169,15 @@ class _Writes:
     functions: set[Any]
 
     def run(self) -> list[str]:
-        """Run it again; gives the buffers whose changes other results follow from that have a gradient."""
+        """Run the calls again; returns the buffers whose changes other results with a gradient depend on."""
         renewed: dict[int, torch.Tensor] = {}  # results that follow from the buffers, by identities of the first
         computes = False
         for call in self.calls:
-            if not any(id(tensor) in renewed or self._owner(tensor) in self.changed for tensor in call.reads()):
+            if not any(id(tensor) in renewed or self._owner(tensor) in self.changed for tensor in call.tensors_read()):
                 continue
-            with torch.no_grad(), in_layer(call.layer), run_again():
+            with torch.no_grad(), annotate_layer(call.layer), run_again():
                 result = call.run(renewed)
-            if call.written() and (call.has_statistics or not call.gives_view):
+            if call.written_tensors() and (call.has_statistics or not call.gives_view):
                 continue
             first = _tensors(call.result)
             renewed |= {id(old): new for old, new in zip(first, _tensors(result), strict=True)}
@@ -192,7 +192,7 @@ _STATISTICS = frozenset({"running_mean", "running_var"})
 
 
 def _nodes_from(function: Any) -> set[Any]:
-    """Autograd's nodes that a backward runs from one on."""
+    """Autograd's nodes that a backward from ``function`` runs."""
     reached, waiting = {function}, [function]
     while waiting:
         for source, _ in waiting.pop().next_functions:

@@ -1,13 +1,13 @@
-"""Put what is run again for buffers right after the last of its inputs.
+"""Move operators that are run again for buffers right after the last of their inputs.
 
     y = batch_norm(x, ..., mean)                 y = batch_norm(x, ..., mean)
     ...                                   ->     mean_2 = batch_norm(x, ..., mean_1)     # again
     loss = ...                                   ...
     mean_2 = batch_norm(x, ..., mean_1)          loss = ...
 
-Else all layers' inputs would have to be there at the end of the forward, where a plan may want to have dropped them.
+Otherwise all layers' inputs would stay alive until the end of the forward, where a plan may want to have dropped them.
 
-Does not handle: what ``blocks.py`` has not run again.
+Does not handle: operators that ``blocks.py`` has not run again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zerofx.capture.normalise.joint import Joint
 
 @dataclass(frozen=True)
 class BringForward:
-    """Put what is run again for buffers right after the last of its inputs."""
+    """Move operators that are run again for buffers right after the last of their inputs."""
 
     name: str = "bring_forward"
 

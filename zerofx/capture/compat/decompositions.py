@@ -16,42 +16,42 @@ from zerofx.torch_private.dispatch import called_instead, without_modes
 
 
 def eager_decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
-    """Operators that tracing puts in the place of what eager mode runs on ``device``, as what gives the same bits.
+    """Decompositions of the operators for which tracing and eager mode on ``device`` differ, with eager mode's bits.
 
     A GPU's dropout is ``native_dropout``. On a CPU eager mode multiplies by a mask of 0 and 1 / (1 - p), which it
     divides in the tensor's own dtype. Zeros without memory, with which forward-mode derivatives begin, get some:
-    compiled regions write over what is read no more. What kernels lay out otherwise than their fakes is laid out as
-    they do. oneDNN's LSTM is an operator of ours, whose fake knows what it keeps. A CPU's batch norm takes no
-    statistics in float32 together with a weight in a lower dtype.
+    compiled regions overwrite values that nothing reads any more. Results whose kernels use other strides than their
+    fakes get the kernels' strides. oneDNN's LSTM is an operator of ours, whose fake knows what it keeps. A CPU's batch
+    norm takes no statistics in float32 together with a weight in a lower dtype.
     """
     aten = torch.ops.aten
     layouts = kernel_layouts(device) | {aten._efficientzerotensor.default: _zeros}
     if device.type != "cpu":
         return layouts
 
-    def scaled(x: torch.Tensor, mask: torch.Tensor, share_kept: float) -> torch.Tensor:
+    def scale_by_mask(x: torch.Tensor, mask: torch.Tensor, share_kept: float) -> torch.Tensor:
         with without_modes():
             factor = float(torch.ones((), dtype=x.dtype, device="cpu") / share_kept) if share_kept else 0.0
         return x * mask * factor
 
-    def drawn_in_place(x: torch.Tensor, p: float) -> torch.Tensor:
-        """What ``x.bernoulli_(p)`` makes of ``x``: eager mode draws where it writes, in the order of the memory."""
+    def draw_in_memory_order(x: torch.Tensor, p: float) -> torch.Tensor:
+        """The result of ``x.bernoulli_(p)``: eager mode draws where it writes, in memory order."""
         outermost = sorted(range(x.dim()), key=x.stride, reverse=True)
         drawn: torch.Tensor = aten.bernoulli.p(x.permute(outermost), p)
         return drawn.permute(sorted(range(x.dim()), key=outermost.__getitem__))
 
     def bernoulli(x: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Any:
         is_ordered = all(before >= after for before, after in itertools.pairwise(x.stride()))
-        return NotImplemented if is_ordered or generator is not None else drawn_in_place(x, p)
+        return NotImplemented if is_ordered or generator is not None else draw_in_memory_order(x, p)
 
     def dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
         if train is False or x.numel() == 0:
             return x.clone(), torch.ones_like(x, dtype=torch.bool)
-        mask = drawn_in_place(torch.empty_like(x, dtype=torch.bool), 1.0 - p)
-        return scaled(x, mask, 1.0 - p), mask
+        mask = draw_in_memory_order(torch.empty_like(x, dtype=torch.bool), 1.0 - p)
+        return scale_by_mask(x, mask, 1.0 - p), mask
 
     def dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-        return scaled(gradient, mask, 1.0 / scale if scale else 0.0)
+        return scale_by_mask(gradient, mask, 1.0 / scale if scale else 0.0)
 
     return (
         layouts
@@ -67,8 +67,9 @@ def eager_decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
 
 
 def dropouts_that_may_drop_nothing() -> AbstractContextManager[None]:
-    """While open, a dropout that drops nothing gives what it is given, as in eager mode, and no copy as tracing would:
-    who changes the one in place changes the other."""
+    """While open, a dropout that drops nothing returns its input, as in eager mode, not a copy as in tracing: changing
+    one in place changes the other.
+    """
 
     def dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         drops = train and p != 0 and x.numel() > 0
@@ -82,20 +83,20 @@ def _zeros(size: Sequence[int], **options: Any) -> torch.Tensor:
 
 
 def _batch_norms_of_two_dtypes(layouts: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Batch norms whose weight is in another dtype than their statistics, computed in that of the statistics.
+    """Batch norms whose weight has another dtype than their statistics, computed in the dtype of the statistics.
 
-    Kernels that have them so do the same inside, but say of what they return another dtype than their fakes.
+    Kernels that accept both do the same inside, but return another dtype than their fakes say.
     """
     aten = torch.ops.aten
 
     def forward(operator: Any) -> Callable[..., Any]:
-        def in_one_dtype(x: Any, weight: Any, bias: Any, mean: Any, *rest: Any) -> Any:
+        def run_in_one_dtype(x: Any, weight: Any, bias: Any, mean: Any, *rest: Any) -> Any:
             if weight is None or mean is None or weight.dtype == mean.dtype:
                 return layouts[operator](x, weight, bias, mean, *rest)
             first, *others = layouts[operator](*_cast((x, weight, bias), mean.dtype), mean, *rest)
             return (first.to(x.dtype), *others)
 
-        return in_one_dtype
+        return run_in_one_dtype
 
     def backward(gradient: Any, x: Any, weight: Any, mean: Any, *rest: Any) -> Any:
         if weight is None or mean is None or weight.dtype == mean.dtype:

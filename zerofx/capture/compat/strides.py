@@ -1,8 +1,8 @@
 """Operators whose kernels return other strides than torch's fake tensors say.
 
-A view that a traced graph takes of such a result is one that the fake's strides allow and the kernel's may not: the
-step would fail where it takes it. Tracing puts a copy after the operator that has the kernel's strides in both. Which
-operators these are stands in the table (``zerofx/ir/operators/operator.py``: ``ResultLayout``).
+A view that a traced graph takes of such a result is allowed by the fake's strides but may not be by the kernel's: the
+step would fail there. Tracing inserts a copy after the operator, whose strides are the same in both. The operators are
+listed in the table (``zerofx/ir/operators/operator.py``: ``ResultLayout``).
 
     before   t = mse_loss_backward(g, predictions.transpose(1, 2), y)    a fake like the predictions, a kernel in order
     after    c = clone(t, memory_format=contiguous)                      what reads t reads c
@@ -26,29 +26,32 @@ aten = torch.ops.aten
 
 
 def kernel_layouts(device: torch.device) -> dict[Any, Callable[..., Any]]:
-    """Decompositions into the operator and, where a fake's strides are not the kernel's on ``device``, a copy."""
+    """Decompositions into the operator and, where the fake's strides differ from the kernel's on ``device``, a copy."""
     table = {
-        operator: _decomposed(operator, facts.layout, facts.layout_arguments)
+        operator: _decomposition(operator, facts.layout, facts.layout_arguments)
         for operator, facts in aten_entries()
         if facts.layout is not None and (facts.layout is not ResultLayout.OF_FORMAT or device.type == "cpu")
     }
     if device.type == "cpu":
-        table |= {aten.roll.default: _laid_out(aten.roll.default, _rolled), aten._embedding_bag.default: _embedding_bag}
+        table |= {
+            aten.roll.default: _copy_to_format(aten.roll.default, _format_of_roll),
+            aten._embedding_bag.default: _embedding_bag,
+        }
     return table
 
 
-def _decomposed(operator: Any, layout: ResultLayout, arguments: Sequence[int]) -> Callable[..., Any]:
+def _decomposition(operator: Any, layout: ResultLayout, arguments: Sequence[int]) -> Callable[..., Any]:
     match layout:
         case ResultLayout.IN_ORDER:
-            return _laid_out(operator, _contiguous)
+            return _copy_to_format(operator, _contiguous)
         case ResultLayout.OF_FORMAT:
-            return _laid_out(operator, partial(_suggested_by, arguments[0]))
+            return _copy_to_format(operator, partial(_format_of, arguments[0]))
         case ResultLayout.OF_GRADIENT:
-            return _with_copy(operator)
+            return _copy_gradient(operator)
         case ResultLayout.OF_OPERANDS:
-            return _in_order_of(operator, arguments)
+            return _copy_to_operands_order(operator, arguments)
         case ResultLayout.OF_IMAGES:
-            return _image(operator, partial(_ordered_strides, arguments))
+            return _image(operator, partial(_elementwise_strides, arguments))
         case ResultLayout.OF_VIEW:
             return _image(operator, _view_strides)
 
@@ -57,7 +60,7 @@ def _embedding_bag(
     weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, scale_grad_by_freq: bool = False, mode: int = 0,
     sparse: bool = False, weights: torch.Tensor | None = None, include_last: bool = False, padding: int = -1,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Sums of bags in bfloat16 take a way that fakes know for other dtypes: nobody notes which bag an index is of."""
+    """Sum bags in bfloat16 on the path that fakes know for other dtypes only: no record of which bag an index is of."""
     with decompose({}):
         outputs, bags, *facts = aten._embedding_bag.default(
             weight, indices, offsets, scale_grad_by_freq, mode, sparse, weights, include_last, padding
@@ -71,18 +74,18 @@ def _contiguous(*args: Any) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def _suggested_by(place: int, *args: Any) -> torch.memory_format:
+def _format_of(place: int, *args: Any) -> torch.memory_format:
     return suggest_memory_format(args[place])
 
 
-def _rolled(x: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.memory_format:
-    """What is moved along each dimension is put together from parts, what stays where it is is copied in order."""
+def _format_of_roll(x: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.memory_format:
+    """The memory format of ``roll``: a moved tensor is assembled from parts, an unmoved one is copied in order."""
     moves = x.numel() and dims and all(shift % x.shape[dim] for shift, dim in zip(shifts, dims, strict=True))
     return suggest_memory_format(x) if moves else torch.contiguous_format
 
 
-def _laid_out(operator: Any, format_of: Callable[..., torch.memory_format]) -> Callable[..., Any]:
-    def decomposed(*args: Any, **kwargs: Any) -> Any:
+def _copy_to_format(operator: Any, format_of: Callable[..., torch.memory_format]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
         with decompose({}):
             results = operator(*args, **kwargs)
         first, *others = results if isinstance(results, tuple) else (results,)
@@ -92,21 +95,21 @@ def _laid_out(operator: Any, format_of: Callable[..., torch.memory_format]) -> C
                 first = first.clone(memory_format=layout)
         return (first, *others) if isinstance(results, tuple) else first
 
-    return decomposed
+    return run
 
 
-def _with_copy(operator: Any) -> Callable[..., Any]:
-    def decomposed(gradient: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
+def _copy_gradient(operator: Any) -> Callable[..., Any]:
+    def run(gradient: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
         with decompose({}):
             return operator(gradient.contiguous(), *others, **kwargs)
 
-    return decomposed
+    return run
 
 
 def _image(operator: Any, strides_of: Callable[..., Sequence[int]]) -> Callable[..., torch.Tensor]:
-    """The operator, and a view with the kernel's strides where they are others only for dimensions of one place."""
+    """The operator, and a view with the kernel's strides where they differ only in dimensions of size one."""
 
-    def decomposed(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
         with decompose({}):
             result: torch.Tensor = operator(*args, **kwargs)
         if result.dim() not in (4, 5) or 1 not in result.shape:
@@ -117,11 +120,11 @@ def _image(operator: Any, strides_of: Callable[..., Sequence[int]]) -> Callable[
         changed = [size for size, fake, kernel in pairs if fake != kernel]
         return result.as_strided(result.shape, strides) if changed and max(changed) == 1 else result
 
-    return decomposed
+    return run
 
 
-def _ordered_strides(operands: Sequence[int], *args: Any) -> list[int]:
-    broadcast = torch.broadcast_tensors(*[_without_values(args[place]) for place in operands if place < len(args)])
+def _elementwise_strides(operands: Sequence[int], *args: Any) -> list[int]:
+    broadcast = torch.broadcast_tensors(*[_meta_tensor(args[place]) for place in operands if place < len(args)])
     strides, extent = [0] * broadcast[0].dim(), 1
     for dim in reversed(elementwise_order(*broadcast)):
         strides[dim], extent = extent, extent * broadcast[0].shape[dim]
@@ -129,18 +132,18 @@ def _ordered_strides(operands: Sequence[int], *args: Any) -> list[int]:
 
 
 def _view_strides(x: torch.Tensor, size: Sequence[int]) -> tuple[int, ...]:
-    return _without_values(x).view(size).stride()
+    return _meta_tensor(x).view(size).stride()
 
 
-def _without_values(operand: Any) -> torch.Tensor:
-    """On meta; a number is a tensor without dimensions, as it is for kernels."""
+def _meta_tensor(operand: Any) -> torch.Tensor:
+    """The operand on meta; a number becomes a tensor without dimensions, as it does for kernels."""
     if not isinstance(operand, torch.Tensor):
         return torch.empty((), device="meta")
     return torch.empty_strided(operand.shape, operand.stride(), dtype=operand.dtype, device="meta")
 
 
-def _in_order_of(operator: Any, operands: Sequence[int]) -> Callable[..., torch.Tensor]:
-    def decomposed(*args: Any, **kwargs: Any) -> torch.Tensor:
+def _copy_to_operands_order(operator: Any, operands: Sequence[int]) -> Callable[..., torch.Tensor]:
+    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
         with decompose({}):
             result: torch.Tensor = operator(*args, **kwargs)
         tensors = [args[place] for place in operands if isinstance(args[place], torch.Tensor)]
@@ -152,4 +155,4 @@ def _in_order_of(operator: Any, operands: Sequence[int]) -> Callable[..., torch.
             return result
         return inner.clone(memory_format=torch.contiguous_format).permute(sorted(order, key=order.__getitem__))
 
-    return decomposed
+    return run

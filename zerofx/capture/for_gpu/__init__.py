@@ -1,1 +1,1 @@
-"""Capture for a GPU that is not here: what it would be asked to run, traced on a CPU's fake tensors."""
+"""Capture for a GPU that is absent: the operators it would run, traced on a CPU's fake tensors."""

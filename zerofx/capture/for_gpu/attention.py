@@ -1,9 +1,9 @@
-"""Which kernel torch takes for ``scaled_dot_product_attention`` on a GPU of NVIDIA's, and how it calls it.
+"""Predict the kernel torch picks for ``scaled_dot_product_attention`` on an NVIDIA GPU, and the call it makes.
 
 The rules are those of ``select_sdp_backend`` in torch's ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``, the
-calls those of ``scaled_dot_product_attention`` in ``.../transformers/attention.cpp``, both as builds for CUDA 13 with
-cuDNN 9.15.1 or later have them. Another build may choose otherwise: the graph it captures then is another one, and a
-plan that was made with these rules is refused there.
+calls those of ``scaled_dot_product_attention`` in ``.../transformers/attention.cpp``, both in builds for CUDA 13 with
+cuDNN 9.15.1 or later. Another build may choose otherwise: it then captures another graph, and refuses a plan that was
+made with these rules.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Attention:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the three have one dtype and four dimensions, none of them empty, and lie by heads' elements."""
+        """True if the three have one dtype, four non-empty dimensions, and contiguous heads."""
         return all(
             tensor.dtype == self.query.dtype
             and tensor.dim() == 4
@@ -57,17 +57,17 @@ class Attention:
 
     @property
     def shares_heads(self) -> bool:
-        """Whether several heads of queries share one of keys and values."""
+        """True if several heads of queries share one head of keys and values."""
         return self.query.shape[1] != self.key.shape[1] or self.query.shape[1] != self.value.shape[1]
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Elements of a head of queries and keys, and of values."""
+        """Head sizes: of queries and keys, and of values."""
         return self.query.shape[-1], self.value.shape[-1]
 
 
 def kernel_of(call: Attention, capability: tuple[int, int]) -> str:
-    """``"cudnn"``, ``"flash"``, ``"efficient"`` or ``"math"``: what torch takes on a GPU of that compute capability."""
+    """``"cudnn"``, ``"flash"``, ``"efficient"`` or ``"math"``: torch's choice on a GPU of that compute capability."""
     if not call.is_plain or (call.shares_heads and not call.enable_gqa):
         return "math"
     order = ("cudnn", "flash", "efficient") if capability[0] in (9, 10) else ("flash", "efficient", "cudnn")
@@ -104,7 +104,7 @@ def _flash_takes(call: Attention, capability: tuple[int, int]) -> bool:
 
 
 def _is_small(capability: tuple[int, int]) -> bool:
-    """Whether a multiprocessor has too little shared memory for the backward of large heads."""
+    """True if a multiprocessor has too little shared memory for the backward of large heads."""
     return (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
 
 
@@ -145,7 +145,7 @@ def attend(call: Attention, kernel: str) -> Tensor:
         results = _aten._scaled_dot_product_flash_attention(*padded, call.dropout, call.is_causal, False, scale=scale)
         results = (results[0][..., :head] if head % 8 else results[0],)
     elif kernel == "efficient":
-        mask = None if mask is None else _for_every_head(mask, call)
+        mask = None if mask is None else _expand_mask(mask, call)
         results = _aten._scaled_dot_product_efficient_attention(
             *call.operands, mask, call.is_trained, call.dropout, call.is_causal, scale=call.scale
         )
@@ -157,8 +157,8 @@ def attend(call: Attention, kernel: str) -> Tensor:
     return result
 
 
-def _for_every_head(mask: Tensor, call: Attention) -> Tensor:
-    """The mask with rows that begin at multiples of what the kernel reads, for each sample and head."""
+def _expand_mask(mask: Tensor, call: Attention) -> Tensor:
+    """The mask for each sample and head, with rows aligned to what the kernel reads at once."""
     aligned = all(stride % _MASK_ALIGNMENT == 0 for stride in mask.stride()[:-1]) and mask.stride(-1) == 1
     if not aligned:
         length = mask.shape[-1]

@@ -1,11 +1,11 @@
-"""What a model's forward sees of a GPU that is not here, while it is traced on a CPU's fake tensors.
+"""Make a model's forward see an absent GPU while it is traced on a CPU's fake tensors.
 
-Tensors say that they are on the GPU, what is made there is made on the CPU, and where torch composes an operator of
-others by the device, it is composed as on the GPU. The traced graph is then moved to the GPU (``retarget``).
+Tensors report the GPU as their device, tensors created there are created on the CPU, and operators that torch
+decomposes by device are decomposed as on the GPU. The traced graph is then moved to the GPU (``retarget``).
 
-Does not handle: a tensor that is made on the CPU in a forward and moved to the GPU, whose copy leaves no trace; batch
-norm, which cuDNN has an operator for, and recurrent layers; group norm of images in channels_last, whose gradient
-autograd lays out by the device. A GPU captures other graphs for these, and refuses the plan.
+Does not handle: a tensor that is created on the CPU in a forward and moved to the GPU, whose copy leaves no trace;
+batch norm, which has a cuDNN operator of its own, and recurrent layers; group norm of images in channels_last, whose
+gradient autograd lays out by device. A GPU captures other graphs for these, and refuses the plan.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _COMPOSED = frozenset({F.scaled_dot_product_attention, F.multi_head_attention_fo
 
 @dataclass(frozen=True)
 class AbsentGpu:
-    """A GPU of NVIDIA's of that compute capability."""
+    """An NVIDIA GPU of that compute capability."""
 
     capability: tuple[int, int]
 
@@ -44,8 +44,8 @@ class AbsentGpu:
         return torch.device("cuda", 0)
 
     @contextlib.contextmanager
-    def seen(self) -> Iterator[None]:
-        """While open, what is traced on the CPU is what the GPU would be asked to do."""
+    def emulate(self) -> Iterator[None]:
+        """While open, tracing on the CPU records the operators that the GPU would run."""
 
         def attention(
             query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -59,7 +59,7 @@ class AbsentGpu:
 
 
 class _Disguise(TorchFunctionMode):
-    """Has traced tensors say that they are on ``device``, and makes on the CPU what is asked for there."""
+    """Makes traced tensors report ``device``, and creates tensors on the CPU that are asked for there."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -83,10 +83,10 @@ class _Disguise(TorchFunctionMode):
                 return func(*args, **(kwargs or {}))
         if func is torch.device:  # a name, and nothing is made
             return func(*args, **(kwargs or {}))
-        named = {name: self._instead(value) for name, value in (kwargs or {}).items()}
-        return func(*map(self._instead, args), **named)
+        named = {name: self._to_cpu(value) for name, value in (kwargs or {}).items()}
+        return func(*map(self._to_cpu, args), **named)
 
-    def _instead(self, value: Any) -> Any:
+    def _to_cpu(self, value: Any) -> Any:
         if isinstance(value, torch.device):
             return _CPU if value.type == self._device.type else value
         return _CPU if isinstance(value, str) and value.partition(":")[0] == self._device.type else value
@@ -98,26 +98,29 @@ def retarget(graph_module: fx.GraphModule, device: torch.device, mode: FakeTenso
         arange(8, device="cpu")            strides and dtypes of a CPU's kernels
           ->  arange(8, device="cuda:0")   those of the GPU's
 
-    Operators are run again on fake tensors of the GPU, one by one, because some say of their results what depends on
-    the device: statistics of a norm in another dtype, an image in another memory format.
+    Operators are run again on fake tensors of the GPU, one by one, because some results depend on the device:
+    statistics of a norm in another dtype, an image in another memory format.
 
     Raises:
         RuntimeError: an operator does not work on what others give on ``device``, as torch says it.
     """
 
-    def moved(value: Any) -> Any:
+    def move(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.device == _CPU:
             return fake_tensor(mode, value.shape, value.stride(), value.dtype, device)
         return value
 
-    def renamed(arg: Any) -> Any:
+    def rename_device(arg: Any) -> Any:
         return device if isinstance(arg, torch.device) and arg == _CPU else arg
 
     with mode, torch.no_grad():
         for node in graph_module.graph.nodes:
             if node.op == "placeholder" or node.op == "get_attr":
-                node.meta["val"] = map_aggregate(node.meta["val"], moved)
+                node.meta["val"] = map_aggregate(node.meta["val"], move)
             elif node.op == "call_function":
-                node.args, node.kwargs = map_aggregate(node.args, renamed), map_aggregate(node.kwargs, renamed)
+                node.args, node.kwargs = (
+                    map_aggregate(node.args, rename_device),
+                    map_aggregate(node.kwargs, rename_device),
+                )
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
                 node.meta["val"] = node.target(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Checks in a traced joint graph, and what it may not contain."""
+"""Checks in a traced joint graph, and refusals of unsupported nodes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from zerofx.torch_private.operators import HigherOrderOperator, OpOverload
 
 @dataclass(frozen=True)
 class CheckResults:
-    """Put results of linear algebra after their checks, in the place of tokens.
+    """Put results of linear algebra after their checks, instead of tokens.
 
         inverse, info = linalg_inv_ex(a)                             inverse, info = linalg_inv_ex(a)
         token = with_effects(token, _linalg_check_errors, info)  ->  checked = zerofx.checked(inverse, info)
         y = inverse @ x                                              y = checked @ x
 
-    Torch orders checks by tokens, since nothing reads what they give.
+    Torch orders checks by tokens, since nothing reads their results.
 
     Does not handle: other operators with tokens, which stay as they are and are refused (``NameInputs``).
     """
@@ -52,7 +52,7 @@ class CheckResults:
 
 
 def _check_result(graph: fx.Graph, info: fx.Node, name: str, *, is_matrix: bool = True) -> bool:
-    """Put a result of the operator that gave ``info`` after a check; False if none is read."""
+    """Put a result of the operator that gave ``info`` after a check; False if no result is read."""
     call = info.args[0] if info.target is operator.getitem else None
     results = [entry for entry in call.users if entry is not info and entry.users] if isinstance(call, fx.Node) else []
     if not results:
@@ -69,7 +69,7 @@ def _check_result(graph: fx.Graph, info: fx.Node, name: str, *, is_matrix: bool 
 
 @dataclass(frozen=True)
 class Refuse:
-    """Refuse what a trace takes and no step can run.
+    """Refuse graphs that tracing accepts but no step can run.
 
         auto_functionalized_v2(mine::scale_, ...)   ->     CaptureError: expected a forward of operators that ...
         embedding(weight, ids, -1, False, True)     ->     CaptureError: expected dense gradients, ...
@@ -77,7 +77,7 @@ class Refuse:
 
     Fake tensors have results for all of them. The bytes of a sparse tensor depend on its values. Nothing is rewritten.
 
-    Does not handle: other operators whose kernels refuse what their fakes take; a step fails where it calls those.
+    Does not handle: other operators whose kernels refuse what their fakes accept; a step fails where it calls those.
     """
 
     name: str = "refuse"
@@ -90,7 +90,9 @@ class Refuse:
 
 
 def _refuse_wrapped(graph: fx.Graph) -> None:
-    """Raise a ``CaptureError`` for what is no operator but calls some, as torch does for custom ones that write."""
+    """Raise a ``CaptureError`` for higher-order operators that wrap others, as torch uses for custom ones
+    that write.
+    """
     for node in graph.nodes:
         if isinstance(node.target, HigherOrderOperator):
             wrapped = next((str(argument) for argument in node.args if isinstance(argument, OpOverload)), None)
@@ -116,7 +118,7 @@ def _refuse_sparse(graph: fx.Graph) -> None:
 
 
 def _refuse_sparse_values(joint: Joint) -> None:
-    """Raise a ``CaptureError`` for a tensor that is not dense: a constant, or what an operator gives."""
+    """Raise a ``CaptureError`` for a tensor that is not dense: a constant, or the result of an operator."""
     constants = joint.step.constants
     for node in joint.graph.nodes:
         held = constants.get(placeholder(node).name) if node.op == "placeholder" else node.meta.get("val")

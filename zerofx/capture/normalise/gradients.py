@@ -1,4 +1,4 @@
-"""Gradients in a traced joint graph: where backward begins, as real numbers, added up in autograd's order."""
+"""Gradients in a traced joint graph: where backward begins, as real numbers, summed in autograd's order."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from zerofx.torch_private.capture import TangentAOTInput
 
 @dataclass(frozen=True)
 class SumGradients:
-    """Add up the gradients of what is used several times in the order of backward.
+    """Sum the gradients of a tensor that is used several times in the order of backward.
 
         gradient of embed.weight = a                              total = add(b, a)
         gradient of head.weight = b, which is made first    ->    gradient of embed.weight = total
 
-    Under each of its names a trace has summed what that name is used for: such sums are taken apart first, where
-    nothing else reads them.
+    A trace has summed the gradients of each name's uses: such sums are taken apart first, where nothing else reads
+    them.
 
     Does not handle: sums that something else reads, too, which stay as they are.
     """
@@ -48,7 +48,7 @@ def _sum(graph: fx.Graph, gradients: list[fx.Node]) -> fx.Node:
 
 
 def _terms(gradient: fx.Node) -> Iterator[fx.Node]:
-    """What a gradient is the sum of, where nothing else reads it."""
+    """The terms that a gradient is the sum of, where nothing else reads the sum."""
     is_sum = gradient.target is torch.ops.aten.add.Tensor and len(gradient.users) == 1 and not gradient.kwargs
     if is_sum and len(gradient.all_input_nodes) == 2:
         for term in gradient.all_input_nodes:
@@ -65,7 +65,7 @@ class BeginBackward:
         ...                                      ->      one = asserted(full([], 1.0), holds, "...")
         gradient = mul(tangent, x)                       gradient = mul(one, x)
 
-    Forward holds nothing for it. Where a check fails, a step ends before its updates.
+    The forward keeps no memory for it. If a check fails, the step ends before its updates.
 
     Does not handle: other tangents than the loss's, of which there are none: extras have no gradients.
     """
@@ -82,7 +82,7 @@ class BeginBackward:
 
 
 def _replace_tangent(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Put a 1 in the place of the tangent; None where nothing reads it."""
+    """Replace the tangent by a 1; None where nothing reads it."""
     if not node.users:
         graph.erase_node(node)
         return None
@@ -98,7 +98,7 @@ def _replace_tangent(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _assert_values(graph: fx.Graph, tangent: fx.Node, checks: Iterable[tuple[fx.Node, str]]) -> None:
-    """Let backward begin after the checks."""
+    """Make backward begin after the checks."""
     readers = set(tangent.users)
     for holds, text in checks:
         with graph.inserting_after(tangent):
@@ -121,10 +121,10 @@ class RealGradients:
 
     def run(self, joint: Joint) -> None:
         outputs = joint.outputs
-        outputs.gradients = [(name, _as_real(joint.graph, node)) for name, node in outputs.gradients]
+        outputs.gradients = [(name, _view_as_real(joint.graph, node)) for name, node in outputs.gradients]
 
 
-def _as_real(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _view_as_real(graph: fx.Graph, node: fx.Node) -> fx.Node:
     aten, where = torch.ops.aten, origin(node)
     if not value(node).is_complex():
         return node

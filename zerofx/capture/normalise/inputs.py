@@ -1,4 +1,4 @@
-"""Inputs of a traced joint graph: what each stands for, constants among them, real numbers, devices by kind."""
+"""Inputs of a traced joint graph: the meaning of each, constants among them, real numbers, devices by kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from zerofx.capture.blame import unknown_input
-from zerofx.capture.normalise.joint import Joint, is_outside, outside_name
+from zerofx.capture.normalise.joint import Joint, free_tensor_name, is_free_tensor
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase, Placeholder, Role, placeholder, set_placeholder, set_value, value
 from zerofx.torch_private.capture import (
@@ -28,7 +28,7 @@ from zerofx.torch_private.capture import (
 
 @dataclass(frozen=True)
 class NameInputs:
-    """Say of every input what it stands for.
+    """Give every input its meaning.
 
         primals_1, primals_2, primals_3        embed_weight: parameter embed.weight (also head.weight)
         embedding(primals_1, primals_3)   ->   batch_0: input batch[0]
@@ -49,10 +49,10 @@ class NameInputs:
             match desc:
                 case TangentAOTInput():
                     pass  # of the loss: ``BeginBackward``
-                case ParamAOTInput(target=target) | BufferAOTInput(target=target) if is_outside(target):
+                case ParamAOTInput(target=target) | BufferAOTInput(target=target) if is_free_tensor(target):
                     if set(node.users) <= {graph.output_node()}:  # nothing reads it
                         joint.unread.append(node)
-                    _rename(node, Role.OUTSIDE, outside_name(joint, target))
+                    _rename(node, Role.OUTSIDE, free_tensor_name(joint, target))
                 case ParamAOTInput(target=target) | BufferAOTInput(target=target):
                     name = first_name[target]
                     role = Role.BUFFER
@@ -76,7 +76,7 @@ def _rename(node: fx.Node, role: Role, name: str) -> fx.Node:
 
 
 def placeholder_name(role: Role, name: str) -> str:
-    """What the placeholder of a parameter, a buffer or a batch tensor is called, unless the name is taken."""
+    """The name of the placeholder of a parameter, a buffer or a batch tensor, unless it is taken."""
     prefix = {Role.PARAMETER: "", Role.BUFFER: "buffer_", Role.INPUT: "batch_", Role.OUTSIDE: "outside_"}[role]
     stem = prefix + re.sub(r"\W+", "_", name).strip("_").removeprefix(prefix)
     return stem if stem and not stem[0].isdigit() else f"_{stem}"
@@ -84,7 +84,7 @@ def placeholder_name(role: Role, name: str) -> str:
 
 @dataclass(frozen=True)
 class LiftConstants:
-    """Let tensors that the model holds outside parameters and buffers come in as inputs.
+    """Turn tensors that the model holds outside parameters and buffers into inputs.
 
         x = mul(batch_0, self._tensor_constant0)     ->     constant_0: constant; x = mul(batch_0, constant_0)
 
@@ -112,7 +112,7 @@ class LiftConstants:
 
 @dataclass(frozen=True)
 class RealParameters:
-    """Let complex parameters come as real numbers.
+    """Make complex parameters real inputs.
 
         w: complex64[4]                    w: float32[4, 2]
         y = mul(x, w)              ->      shown = view_as_complex(w); y = mul(x, shown)
@@ -138,7 +138,7 @@ class RealParameters:
 
 @dataclass(frozen=True)
 class NameDevices:
-    """Let operators make tensors on the current device of a kind.
+    """Make operators create tensors on the current device of a kind.
 
         arange(8, device="cuda:1")     ->     arange(8, device="cuda")
 

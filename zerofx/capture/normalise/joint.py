@@ -1,4 +1,4 @@
-"""A traced joint graph on its way to a step graph: what the rewrites of this folder edit."""
+"""A traced joint graph on its way to a step graph: the state that the rewrites of this folder edit."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from zerofx.ir.edit import Rewrite
 from zerofx.ir.graph import StepGraph
 from zerofx.torch_private.capture import PlainAOTOutput, descriptions
 
-_OUTSIDE = "outside."  # what names of stand-ins begin with in a ``LossModule``
+_FREE_TENSORS = "free_tensors."  # what names of stand-ins begin with in a ``LossModule``
 
 
 @dataclass
 class Outputs:
-    """What a joint graph gives, sorted: ``gradients`` are names of parameters with a node, tied ones several times."""
+    """The outputs of a joint graph, sorted: ``gradients`` are names of parameters with a node, tied ones
+    several times.
+    """
 
     loss: fx.Node
     extras: list[fx.Node]
@@ -30,11 +32,11 @@ class Outputs:
 
 @dataclass
 class Joint:
-    """A joint graph, and what is known where it was traced.
+    """A joint graph, and the context in which it was traced.
 
     ``step`` has the graph. ``traced`` is the module that holds its constants, ``lossy`` the module that was traced, and
-    ``watcher`` knows its in-place calls. ``unread`` are placeholders of what is outside of the model that nothing
-    reads. ``outputs`` are there once they are sorted (``SortOutputs``).
+    ``watcher`` knows its in-place calls. ``unread`` are placeholders of free tensors that nothing reads. ``outputs``
+    exist once they are sorted (``SortOutputs``).
     """
 
     step: StepGraph
@@ -56,7 +58,7 @@ class Joint:
         return self.sorted_outputs
 
     def checks(self) -> Sequence[tuple[fx.Node, str]]:
-        """What the forward checks of values, each with what to say where it does not hold."""
+        """The forward's checks of values, each with the message for its failure."""
         output, lossy = self.graph.output_node(), self.lossy
         outputs: Any = output.args[0]
         returned = [
@@ -66,7 +68,7 @@ class Joint:
         return list(zip(returned[first : first + len(lossy.checked)], lossy.checked, strict=True))
 
     def first_names(self) -> Mapping[str, str]:
-        """Of each parameter and buffer by each name that it has in the traced module: the one that the step has."""
+        """The step's name of each parameter and buffer, by each name that it has in the traced module."""
         models = [("", self.model), *((lender.name, lender.model) for lender in self.lossy.lenders())]
         paths = ["model", *(f"lent.{number}" for number in range(len(models) - 1))]
         return {
@@ -79,18 +81,18 @@ class Joint:
 Normalisation: TypeAlias = Rewrite[[Joint]]
 
 
-def is_outside(name: str) -> bool:
-    """Whether a name of the traced module is that of a tensor outside of the model."""
-    return name.startswith(_OUTSIDE)
+def is_free_tensor(name: str) -> bool:
+    """True if a name of the traced module is that of a free tensor."""
+    return name.startswith(_FREE_TENSORS)
 
 
-def outside_name(joint: Joint, name: str) -> str:
-    """What the user knows a tensor outside of the model by."""
-    return joint.lossy.outside_names[int(name.removeprefix(_OUTSIDE))]
+def free_tensor_name(joint: Joint, name: str) -> str:
+    """The name by which the user knows a free tensor."""
+    return joint.lossy.free_tensor_names[int(name.removeprefix(_FREE_TENSORS))]
 
 
 def _first_names(model: nn.Module, kind: str) -> dict[str, str]:
-    """Of each of the parameters or buffers by each of its names: the first, where modules share a tensor."""
+    """The first name of each parameter or buffer, by each of its names, where modules share a tensor."""
     named = model.named_parameters if kind == "parameters" else model.named_buffers
     first = {tensor: name for name, tensor in named()}
     return {name: first[tensor] for name, tensor in named(remove_duplicate=False)}

@@ -1,4 +1,6 @@
-"""Outputs of a traced joint graph: told apart, with memory of their own, after what forward checks, written."""
+"""Outputs of a traced joint graph: sorted by kind, given memory of their own, put after the forward's
+checks, written.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.capture.normalise.joint import Joint, Outputs, is_outside, outside_name
-from zerofx.capture.outside.outside import changed_outside
-from zerofx.capture.shared_memory import sharing
+from zerofx.capture.free_tensors.free_tensors import change_error
+from zerofx.capture.normalise.joint import Joint, Outputs, free_tensor_name, is_free_tensor
+from zerofx.capture.shared_memory import find_overlap
 from zerofx.errors import CaptureError
 from zerofx.ir import ops
 from zerofx.ir.aliasing import aliased_input
@@ -33,17 +35,16 @@ from zerofx.torch_private.capture import (
 
 @dataclass(frozen=True)
 class SortOutputs:
-    """Tell the outputs of a joint graph apart.
+    """Sort the outputs of a joint graph by kind.
 
         return [out_0, out_1, out_2, ...]     ->     loss = out_0; buffer mean = out_1; gradient of head.weight = out_2
 
-    Only what is trained has a gradient. Checks are part of the graph by now (``BeginBackward``).
+    Only trained parameters have a gradient. Checks are part of the graph by now (``BeginBackward``).
 
-    Of an evaluation all that is returned is handed out, and the loss is the first tensor of that.
+    An evaluation hands out all that is returned, and its loss is the first tensor of that.
 
     Does not handle: forwards that change their batch or parameters in place, or one of two buffers over the same
-    memory, gradients of and changes to what is outside of the model, losses that depend on no parameter. These are
-    refused.
+    memory, gradients of and changes to free tensors, losses that depend on no parameter. These are refused.
     """
 
     name: str = "sort_outputs"
@@ -67,16 +68,16 @@ class SortOutputs:
                     extras.append(node)
                 case InputMutationAOTOutput(
                     mutated_input=BufferAOTInput(target=target) | ParamAOTInput(target=target)
-                ) if is_outside(target):
-                    raise changed_outside(f"changes {outside_name(joint, target)} in place")
-                case GradAOTOutput(grad_of=ParamAOTInput(target=target)) if is_outside(target) and node is not None:
-                    name = outside_name(joint, target)
+                ) if is_free_tensor(target):
+                    raise change_error(f"changes {free_tensor_name(joint, target)} in place")
+                case GradAOTOutput(grad_of=ParamAOTInput(target=target)) if is_free_tensor(target) and node is not None:
+                    name = free_tensor_name(joint, target)
                     raise CaptureError(
                         f"expected a loss whose gradients are those of the model's parameters, found that it has one "
                         f"for {name}, which is not of the model and would not be trained: compute with it inside "
                         f"torch.no_grad(), call requires_grad_(False) on it, or make its module a part of the model"
                     )
-                case GradAOTOutput(grad_of=ParamAOTInput(target=target)) if is_outside(target):
+                case GradAOTOutput(grad_of=ParamAOTInput(target=target)) if is_free_tensor(target):
                     pass
                 case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
                     mutations[first_name[target]] = node
@@ -102,7 +103,7 @@ class SortOutputs:
                 "expected a loss that depends on a trainable parameter, found a scalar that depends on none of the "
                 "model's: check that forward uses them and that nothing detaches the loss"
             )
-        pair = sharing(joint.model, mutations)
+        pair = find_overlap(joint.model, mutations)
         if pair is not None:
             raise CaptureError(
                 f"expected buffers with memory of their own, found that the forward changes one of {pair[0]} and "
@@ -125,7 +126,7 @@ class OwnLoss:
 
     ``detach`` and ``alias`` of a loss with memory of its own are left as they are.
 
-    Does not handle: what is handed out next to the loss, as all that an evaluation gives is (``HandOut``).
+    Does not handle: outputs next to the loss, as all outputs of an evaluation are (``HandOut``).
     """
 
     name: str = "own_loss"
@@ -148,7 +149,7 @@ def _own_storage(graph: fx.Graph, loss: fx.Node) -> fx.Node:
 
 @dataclass(frozen=True)
 class CheckFirst:
-    """Hand out what an evaluation gives after what its forward checks of values.
+    """Hand out an evaluation's outputs after the forward's checks of values.
 
         holds = all(condition)                           holds = all(condition)
         return loss, logits                      ->      seen = asserted(loss, holds, "..."); return seen, logits
@@ -174,12 +175,12 @@ class CheckFirst:
 
 @dataclass(frozen=True)
 class HandOut:
-    """Hand out what is in the step's own memory, or copies.
+    """Hand out tensors in the step's own memory, or copies.
 
         y = view(x, [2, 4]); return loss, y             y = view(x, [2, 4]); return loss, x
         return loss, batch_0                     ->     copied = clone(batch_0); return loss, copied
 
-    A view is made again of what was handed out (``zerofx/ir/returned.py``), where that can be.
+    A view is made again from the handed out tensor (``zerofx/ir/returned.py``) if possible.
 
     Does not handle: the loss itself (``OwnLoss``).
     """
@@ -196,10 +197,10 @@ class HandOut:
 
 
 def _source(node: fx.Node, shows: Callable[[torch.Tensor, torch.Tensor], bool]) -> fx.Node | None:
-    """What ``node`` is a view of, where the step has made that memory and ``shows`` says that the view can be made.
+    """The tensor that ``node`` is a view of, if the step made that memory and ``shows`` says the view can be made.
 
-    A part of what was laid out as a kernel does (``compat/strides.py``) is not shown: another forward, which is not
-    traced, says how parts lie, and knows of no such layout.
+    A part of a tensor in a kernel's layout (``compat/strides.py``) is not shown: the positions of parts are found by a
+    forward that is not traced, and has no such layout.
     """
     source = node
     while (further := aliased_input(source)) is not None:
@@ -209,7 +210,7 @@ def _source(node: fx.Node, shows: Callable[[torch.Tensor, torch.Tensor], bool]) 
 
 
 def _is_all_of(node: fx.Node, source: fx.Node) -> bool:
-    """Whether the two are one tensor."""
+    """True if the two are one tensor."""
     part: torch.Tensor = value(node)
     whole: torch.Tensor = value(source)
     return part.shape == whole.shape and part.stride() == whole.stride() and part.dtype == whole.dtype
@@ -223,7 +224,7 @@ def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 @dataclass(frozen=True)
 class WriteOutputs:
-    """Write the output node, and take out what nothing reads.
+    """Write the output node, and remove nodes that nothing reads.
 
         return [out_0, out_1, out_2, None]     ->     return loss, extras..., buffers..., gradients...
 

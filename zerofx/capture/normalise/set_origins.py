@@ -6,7 +6,7 @@
 Backward starts at the first node that depends on the tangent. A node without a layer of its own (the sum of two
 gradients that flow into one tensor) belongs with its latest argument, whose arrival triggered it.
 
-Does not handle: what a forward computes of gradients (``torch.autograd.grad``), which is part of forward.
+Does not handle: gradients that a forward computes (``torch.autograd.grad``), which are part of forward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SetOrigins:
 
 
 def set_origins(graph: fx.Graph, *, has_layers: bool) -> None:
-    """What the rewrite does, for a model that has layers or not.
+    """Write layer, phase and source line of every call, for a model that has layers or not.
 
     Raises:
         InternalError: no node of the forward, or none of the backward, was told its layer.

@@ -1,1 +1,1 @@
-"""What a step computes of a batch: the call of a model, its loss, the weight of a loss, an evaluation."""
+"""The objective of a step: the call of a model, its loss, the weight of a loss, an evaluation."""

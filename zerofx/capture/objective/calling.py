@@ -30,7 +30,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def call_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What ``model(*args, **kwargs)`` gives.
+    """The result of ``model(*args, **kwargs)``.
 
     Raises:
         UsageError: its forward cannot be called so.
@@ -46,18 +46,18 @@ def call_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
         by_name = "; the batch is one dict: step(**batch) gives its entries by name" if alone else ""
         raise UsageError(
             f"expected a batch that {type(model).__name__}.forward{_signature(parameters)} can be called with, found "
-            f"{type(model).__name__}({listed(args, kwargs)[2:]}): {misfit}{by_name}. Without loss_fn or forward= a "
-            f"model gets all that step() is called with; help(zerofx.compile) says who gets what with them"
+            f"{type(model).__name__}({argument_text(args, kwargs)[2:]}): {misfit}{by_name}. Without loss_fn or "
+            f"forward= a model gets all that step() is called with; help(zerofx.compile) says who gets what with them"
         ) from error
 
 
-def divided_call(
+def split_call(
     model: nn.Module, loss_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Call, Call]:
-    """What model and ``loss_fn`` are called with; that of ``loss_fn`` is without the model's outputs.
+    """The arguments of the model, and those of ``loss_fn`` without the model's outputs.
 
     Raises:
-        UsageError: ``loss_fn`` cannot be called so, or who gets a keyword cannot be told.
+        UsageError: ``loss_fn`` cannot be called so, or it is unclear who gets a keyword.
     """
     of_model, of_loss = _parameters(model), _parameters(loss_fn)
     names_of_loss, own = _names(of_loss, kwargs), _names(of_model, kwargs)
@@ -79,10 +79,10 @@ def divided_call(
         return forward_args, (rest, named)
     if num and not _misfit(of_loss, (outputs, *args), named):
         return forward_args, (tuple(args), named)
-    called = f"loss_fn(outputs{listed(rest, named)})"
+    called = f"loss_fn(outputs{argument_text(rest, named)})"
     raise UsageError(
         f"expected a loss_fn that can be called with the model's outputs and what {type(model).__name__}.forward does "
-        f"not take, {called}, found {_described(loss_fn, of_loss)}: {_misfit(of_loss, (outputs, *rest), named)}. "
+        f"not take, {called}, found {_signature_text(loss_fn, of_loss)}: {_misfit(of_loss, (outputs, *rest), named)}. "
         f"forward{_signature(of_model)} takes the {num} argument{'s' * (num != 1)} that it requires of the {len(args)} "
         f"by position; pass by name what else it is to get, or say the whole step: "
         f"forward=lambda model, *batch, **named: loss"
@@ -98,13 +98,13 @@ def check_forward_call(forward: Callable[..., Any], args: Sequence[Any], kwargs:
     parameters = _parameters(forward)
     if misfit := _misfit(parameters, (object(), *args), kwargs):
         raise UsageError(
-            f"expected a forward that can be called as forward(model{listed(args, kwargs)}), as step() was, found "
-            f"{_described(forward, parameters)}: {misfit}"
+            f"expected a forward that can be called as forward(model{argument_text(args, kwargs)}), as step() was, "
+            f"found {_signature_text(forward, parameters)}: {misfit}"
         )
 
 
 def _parameters(called: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """Of a module: those of its forward. None where Python does not know them."""
+    """The parameters of a function, or of a module's forward. None if Python does not know them."""
     try:
         signature = inspect.signature(called.forward if isinstance(called, nn.Module) else called)
     except (TypeError, ValueError):
@@ -113,7 +113,7 @@ def _parameters(called: Callable[..., Any]) -> list[inspect.Parameter] | None:
 
 
 def _misfit(parameters: list[inspect.Parameter] | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Why a call is none, as Python says it; empty where it is one, or where nobody knows."""
+    """The reason why a call does not fit, in Python's words; empty if it does, or if Python does not know."""
     if parameters is None:
         return ""
     try:
@@ -124,7 +124,7 @@ def _misfit(parameters: list[inspect.Parameter] | None, args: Sequence[Any], kwa
 
 
 def _num_required(parameters: list[inspect.Parameter] | None, args: Sequence[Any], named: set[str]) -> int:
-    """How many of ``args`` are those that a forward requires: one at least; ``named`` are given by name."""
+    """The number of ``args`` that a forward requires: at least one; ``named`` are given by name."""
     if parameters is None:
         return len(args)
     required = [p for p in parameters if p.kind in _POSITIONAL and p.default is p.empty and p.name not in named]
@@ -132,7 +132,7 @@ def _num_required(parameters: list[inspect.Parameter] | None, args: Sequence[Any
 
 
 def _names(parameters: list[inspect.Parameter] | None, kwargs: Mapping[str, Any]) -> set[str]:
-    """The keywords among ``kwargs`` that are named in a signature; none of them where nobody knows."""
+    """The keywords among ``kwargs`` that are named in a signature; empty if it is not known."""
     return {p.name for p in parameters or () if p.kind in _NAMED} & set(kwargs)
 
 
@@ -140,7 +140,7 @@ def _takes_any_name(parameters: list[inspect.Parameter] | None) -> bool:
     return parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def _described(called: Callable[..., Any], parameters: list[inspect.Parameter] | None) -> str:
+def _signature_text(called: Callable[..., Any], parameters: list[inspect.Parameter] | None) -> str:
     kind = f"{type(called).__name__}.forward" if isinstance(called, nn.Module) else ""
     return f"{kind or getattr(called, '__qualname__', type(called).__name__)}{_signature(parameters)}"
 
@@ -153,8 +153,8 @@ def _signature(parameters: list[inspect.Parameter] | None) -> str:
     return f"({', '.join(shown)})"
 
 
-def listed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Arguments after a first one: ``, Tensor, y=Tensor``."""
+def argument_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The text of arguments after a first one: ``, Tensor, y=Tensor``."""
     return "".join([f", {_kind(arg)}" for arg in args] + [f", {name}={_kind(arg)}" for name, arg in kwargs.items()])
 
 

@@ -1,4 +1,4 @@
-"""What an evaluation computes of a batch: a step's forward without gradients, of a model in evaluation mode."""
+"""The objective of an evaluation: a step's forward without gradients, of a model in evaluation mode."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from zerofx.ir.returned import Returned
 
 
 class Evaluation(Objective):
-    """What an evaluation computes of a batch: all that a step's objective returns, of a model in evaluation mode.
+    """The objective of an evaluation: all that a step's objective returns, of a model in evaluation mode.
 
-    Nothing need be a loss. The first tensor that is returned stands where a step has its loss. ``outside`` and
-    ``executed`` are the objective's own.
+    There need not be a loss: the first tensor that is returned takes its place. ``free_tensors`` and ``executed`` are
+    the objective's own.
     """
 
     trains = False
 
     def __init__(self, objective: Objective) -> None:
         super().__init__(objective.loss_fn, objective.forward)
-        self.outside, self.executed, self.reads = objective.outside, objective.executed, objective.reads
+        self.free_tensors, self.executed, self.reads = objective.free_tensors, objective.executed, objective.reads
 
-    def copied(self, memo: dict[int, Any]) -> Objective:
-        return Evaluation(super().copied(memo))
+    def copy_for(self, memo: dict[int, Any]) -> Objective:
+        return Evaluation(super().copy_for(memo))
 
     def setting(self, model: nn.Module) -> AbstractContextManager[None]:
-        """All modules of the model are in evaluation mode, as after ``eval()``."""
-        return in_evaluation_mode(model)
+        """Put all modules of the model in evaluation mode, as ``eval()`` does."""
+        return evaluation_mode(model)
 
     def parts_of(self, returned: Any) -> tuple[torch.Tensor, Returned, tuple[torch.Tensor, ...]]:
         """The first tensor, the structure of all that is returned, and all its tensors.
@@ -51,8 +51,8 @@ class Evaluation(Objective):
 
 
 @contextlib.contextmanager
-def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """While open, ``training`` is false on all modules of a model. No method of theirs is called for it."""
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """While open, ``training`` is false on all modules of a model. None of their methods is called for it."""
     modules = [module for module in model.modules() if module.training]
     for module in modules:
         module.training = False

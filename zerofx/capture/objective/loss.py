@@ -1,4 +1,4 @@
-"""Find the loss in what a model returns, and the module that makes it of a batch."""
+"""Find the loss in the result of a model, and the module that computes it from a batch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ import torch
 from torch import nn
 
 from zerofx.capture.checkpointed.blocks import CheckpointedBlocks
+from zerofx.capture.free_tensors.free_tensors import (
+    FreeTensorFoundError,
+    FreeTensors,
+    StandInMaker,
+    StandIns,
+    change_error,
+)
+from zerofx.capture.free_tensors.shared_model import SharedModel
 from zerofx.capture.leaked_tensors import forget_traced
-from zerofx.capture.objective.calling import call_model, check_forward_call, divided_call, listed
-from zerofx.capture.objective.counted import counts_of, weighed
-from zerofx.capture.objective.module_state import Change, as_before, rebound_buffers, shape_text
-from zerofx.capture.outside.lent import Lent
-from zerofx.capture.outside.outside import Outside, OutsideFoundError, StandInMaker, StandIns, changed_outside
+from zerofx.capture.objective.calling import argument_text, call_model, check_forward_call, split_call
+from zerofx.capture.objective.module_state import Change, rebound_buffers, restore_modules, shape_text
+from zerofx.capture.objective.token_weighted_loss import pop_term_counts, weigh_loss
 from zerofx.capture.python_state.executed import ExecutedCode
 from zerofx.capture.python_state.numbers import NumberInputs
 from zerofx.capture.python_state.reads import Reads
@@ -59,14 +65,14 @@ def find_loss(outputs: Any, *, source: str = "the model") -> torch.Tensor:
 
 
 class Objective:
-    """What a step computes of a batch: the model's own loss, ``loss_fn`` of what the model gives, or ``forward``.
+    """The objective of a step: the model's own loss, ``loss_fn`` of the model's outputs, or ``forward``.
 
-    ``hands_out`` says what is handed out of what the first two return besides the loss.
+    ``hands_out`` says which of the outputs besides the loss are handed out, for the first two.
 
-    ``outside`` are the tensors that either of the two uses besides the model's. ``executed`` is the Python code that
-    has run in traces, ``reads`` gives the Python state that this may have read, and ``num_watched`` counts the runs in
-    which that was known. ``effects`` are plain values that the forward leaves on its modules for its next calls;
-    ``unread`` names those that change nothing in these. ``trains``: whether it has gradients.
+    ``free_tensors`` are the tensors that either function uses besides the model's. ``executed`` is the Python code that
+    has run in traces, ``reads`` gives the Python state that this code may have read, and ``num_watched`` counts the
+    runs in which that was known. ``effects`` are plain values that the forward leaves on its modules for its next
+    calls; ``unread`` names values that change nothing in these. ``trains``: whether it has gradients.
     """
 
     trains = True
@@ -78,7 +84,7 @@ class Objective:
         hands_out: OutputsOption = "numbers",
     ) -> None:
         self.loss_fn, self.forward, self.hands_out = loss_fn, forward, hands_out
-        self.outside = Outside(forward or loss_fn, "loss_fn" if forward is None else "forward")
+        self.free_tensors = FreeTensors(forward or loss_fn, "loss_fn" if forward is None else "forward")
         self.executed = ExecutedCode()
         self.reads: Callable[[], Reads] | None = None
         self.effects: dict[str, Change] = {}
@@ -96,25 +102,25 @@ class Objective:
         return self.loss_fn, self.forward, self.hands_out
 
     @staticmethod
-    def of(loss: Loss) -> Objective:
-        """An objective, or that of a loss function, or of a model with a loss of its own."""
+    def make(loss: Loss) -> Objective:
+        """Wrap a loss function, or None for a model with a loss of its own; an objective is returned as it is."""
         return loss if isinstance(loss, Objective) else Objective(loss)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the model gives its loss itself."""
+        """True if the model returns its loss itself."""
         return self.loss_fn is None and self.forward is None
 
-    def watched(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The model, and the modules that it is trained with, by what their attributes' paths begin with."""
-        return {"": model} | self.outside.modules(model)
+    def modules_by_prefix(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The model, and the modules that it is trained with, by the prefix of their attributes' paths."""
+        return {"": model} | self.free_tensors.modules(model)
 
-    def copied(self, memo: dict[int, Any]) -> Objective:
-        """That of a copy of the model. What ``forward`` uses besides is shared: a step changes none of it."""
+    def copy_for(self, memo: dict[int, Any]) -> Objective:
+        """The objective of a copy of the model. What ``forward`` uses besides is shared: a step changes none of it."""
         return Objective(copy.deepcopy(self.loss_fn, memo), self.forward, self.hands_out)
 
     def setting(self, model: nn.Module) -> AbstractContextManager[None]:
-        """What the forward runs in."""
+        """The context that the forward runs in."""
         return contextlib.nullcontext()
 
     def run(
@@ -124,9 +130,9 @@ class Objective:
         kwargs: dict[str, Any],
         scope: Callable[[], AbstractContextManager[None]],
     ) -> tuple[torch.Tensor, Returned, tuple[torch.Tensor, ...]]:
-        """The loss of a batch, what is returned besides, and the tensors of that.
+        """The loss of a batch, the structure of the other outputs, and their tensors.
 
-        What is not of the model's forward runs in ``scope``.
+        Code outside the model's forward runs in ``scope``.
 
         Raises:
             UsageError: the model, ``loss_fn`` or ``forward`` cannot be called with such a batch.
@@ -138,18 +144,18 @@ class Objective:
                 return self.parts_of(self.forward(model, *args, **kwargs))
         if self.loss_fn is None:
             return self.parts_of(call_model(model, args, kwargs))
-        (own, named), (rest, others) = divided_call(model, self.loss_fn, args, kwargs)
+        (own, named), (rest, others) = split_call(model, self.loss_fn, args, kwargs)
         outputs = call_model(model, own, named)
         with scope():
             try:
                 returned = self.loss_fn(outputs, *rest, **others)
             except Exception as error:
-                error.add_note(f"in loss_fn(outputs{listed(rest, others)})")
+                error.add_note(f"in loss_fn(outputs{argument_text(rest, others)})")
                 raise
             return self.parts_of(returned)
 
     def parts_of(self, returned: Any) -> tuple[torch.Tensor, Returned, tuple[torch.Tensor, ...]]:
-        """What ``run`` gives, of what the model, ``loss_fn`` or ``forward`` has returned.
+        """The result of ``run``, from what the model, ``loss_fn`` or ``forward`` has returned.
 
         Raises:
             CaptureError: as ``run``.
@@ -168,12 +174,12 @@ class Objective:
         return find_loss(returned[0], source="forward"), *Returned.from_extras(returned[1])
 
     def _besides(self, returned: Any, loss: torch.Tensor) -> tuple[Returned, tuple[torch.Tensor, ...]]:
-        """What is handed out of what was returned, with its tensors: nothing where the loss would be all of it."""
+        """The outputs to hand out, with their tensors: nothing if the loss would be all of it."""
         if self.hands_out != "none" and not isinstance(returned, torch.Tensor):
             structure, tensors = Returned.from_outputs(returned, numbers_only=self.hands_out == "numbers")
             if len(tensors) > 1:
                 return structure, tensors
-        return Returned(left_out=_left_out(returned, loss)), ()
+        return Returned(left_out=_other_tensors(returned, loss)), ()
 
 
 Loss = LossFunction | Objective | None
@@ -182,13 +188,13 @@ Loss = LossFunction | Objective | None
 class LossModule(nn.Module):
     """The model followed by its loss, called with the batch's tensors alone.
 
-    ``loss_scope`` opens a context that ``loss_fn`` and ``forward`` run in. Where the forward puts other tensors in the
-    places of its buffers (``self.mean = 0.9 * self.mean + ...``), those come after the loss, in the order of their
-    names in ``rebound``; after them what it checks of values, as booleans, in the order of their texts in ``checked``;
-    and after those the tensors of ``returned``. ``left`` and ``changed`` have the names of the tensors, and of the
-    plain values and hooks, that it leaves on its modules, which are put back. The parameters and buffers of ``outside``
-    stand for the tensors that ``objective`` uses besides the model's, in the order of ``outside_names``; ``lent`` are
-    models of other steps that it uses. ``trains`` is the objective's.
+    ``loss_scope`` opens a context that ``loss_fn`` and ``forward`` run in. Where the forward replaces its buffers by
+    other tensors (``self.mean = 0.9 * self.mean + ...``), these come after the loss, in the order of their names in
+    ``rebound``; then the checked values, as booleans, in the order of their texts in ``checked``; then the tensors of
+    ``returned``. ``left`` and ``changed`` have the names of the tensors, and of the plain values and hooks, that the
+    forward leaves on its modules, which are restored. The parameters and buffers of ``free_tensors`` stand for the
+    tensors that ``objective`` uses besides the model's, in the order of ``free_tensor_names``; ``lent`` are models of
+    other steps that it uses. ``trains`` is the objective's.
     """
 
     def __init__(
@@ -203,10 +209,10 @@ class LossModule(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.outside = nn.Module()
-        self._lenders = objective.outside.lent
+        self.free_tensors = nn.Module()
+        self._lenders = objective.free_tensors.lent
         self.lent = nn.ModuleList([lender.model for lender in self._lenders])
-        self._reached = objective.outside.modules(model)
+        self._reached = objective.free_tensors.modules(model)
         self._batch = batch
         self.objective = objective
         self._num_micro_batches = num_micro_batches
@@ -214,7 +220,7 @@ class LossModule(nn.Module):
         self._known = known
         self._fake = stand_ins.fake
         self._places = dict(stand_ins.of_model)
-        self.outside_names: tuple[str, ...] = ()
+        self.free_tensor_names: tuple[str, ...] = ()
         self.rebound: tuple[str, ...] = ()
         self.checked: tuple[str, ...] = ()
         self.left: dict[str, None] = {}
@@ -224,32 +230,36 @@ class LossModule(nn.Module):
         self._stand_in()
 
     def _stand_in(self) -> None:
-        """Register fake tensors for those that are known to be used outside of the model."""
-        self.objective.outside.forget_index()
-        named = {n: tensor for n, tensor in self.objective.outside.tensors().items() if id(tensor) not in self._places}
+        """Register fake tensors for the free tensors that are known."""
+        self.objective.free_tensors.forget_index()
+        named = {
+            n: tensor for n, tensor in self.objective.free_tensors.tensors().items() if id(tensor) not in self._places
+        }
         for index, real in enumerate(named.values()):
             fake, key = self._fake(real), str(index)
-            table: dict[str, Any] = parameter_table(self.outside) if real.requires_grad else buffer_table(self.outside)
+            table: dict[str, Any] = (
+                parameter_table(self.free_tensors) if real.requires_grad else buffer_table(self.free_tensors)
+            )
             table[key] = fake
             self._places[id(real)] = table, key
-        self.outside_names = tuple(named)
+        self.free_tensor_names = tuple(named)
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        with self.as_before():
-            return self.called(tensors)
+        with self.restore_state():
+            return self.call_without_restoring(tensors)
 
     @contextlib.contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Put back meanwhile what is left on modules, and forget what functions remember."""
+    def restore_state(self) -> Iterator[None]:
+        """Restore the attributes of modules on exit, and empty caches that hold traced tensors."""
         before = self.objective.reads() if self.objective.reads and self.objective.executed.globals else None
         with ExitStack() as stack:
             stack.callback(forget_traced)
             # What is reached may have the step's own models in it, and what is offered may not have been used so far.
             for name, reached in self._reached.items():
-                stack.enter_context(as_before(reached, self.left, self.changed, name))
-            for lender in self.objective.outside.offered:
-                stack.enter_context(as_before(lender.model, self.left, self.changed))
-            stack.enter_context(as_before(self.model, self.left, self.changed))
+                stack.enter_context(restore_modules(reached, self.left, self.changed, name))
+            for lender in self.objective.free_tensors.candidates:
+                stack.enter_context(restore_modules(lender.model, self.left, self.changed))
+            stack.enter_context(restore_modules(self.model, self.left, self.changed))
             yield
         if before is not None:
             self.objective.num_watched += 1
@@ -257,29 +267,29 @@ class LossModule(nn.Module):
                 path: None for path in before.put_back() if path.removeprefix("model.") not in self.changed
             }
 
-    def called(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """The loss, and what comes after it, of a call that leaves on modules what it does."""
+    def call_without_restoring(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """The loss and the outputs after it, from a call whose changes of modules stay."""
         held = self.all_buffers()
         layouts = {name: (buffer.shape, buffer.stride()) for name, buffer in held.items()}
-        stand_ins = StandIns(self._places, self.objective.outside, self._fake)
+        stand_ins = StandIns(self._places, self.objective.free_tensors, self._fake)
         for name, fake, real in zip(self._batch.names, tensors, self._batch.tensors, strict=True):
             if name in self._batch.hashes:
                 self._known.learn(fake, real)
         elsewhere = self._buffers_outside()
-        with Checks() as checks, self._known.asking(checks.answer), ExitStack() as inner:
+        with Checks() as checks, self._known.answer_reads(checks.answer), ExitStack() as inner:
             for model in (self.model, *self.lent):
                 inner.enter_context(traced_parameters(model))
-            has_numbers = self.objective.outside.tape.is_open
+            has_numbers = self.objective.free_tensors.tape.is_open
             if has_numbers or not self.objective.is_plain:
                 inner.enter_context(stand_ins)
             if has_numbers:
                 inner.enter_context(NumberInputs())
             args, kwargs = self._batch.rebuild(tensors)
-            counts = counts_of(kwargs)
+            counts = pop_term_counts(kwargs)
             if not self.trains:
                 inner.enter_context(torch.no_grad())
             blocks = CheckpointedBlocks(held)
-            with blocks.watched(), self.objective.executed:
+            with blocks.watch(), self.objective.executed:
                 loss, self.returned, extras = self.objective.run(self.model, args, kwargs, self._loss_scope)
             now, elsewhere_now = self.all_buffers(), self._buffers_outside()
             blocks.run_again(loss, now)
@@ -292,21 +302,21 @@ class LossModule(nn.Module):
                     f"x.t_()), and give a buffer its full size at first"
                 )
         if stand_ins.has_learned:
-            raise OutsideFoundError
+            raise FreeTensorFoundError
         for name, buffer in elsewhere.items():
             if elsewhere_now.get(name) is not buffer:
-                raise changed_outside(f"puts another tensor in the place of {name}")
+                raise change_error(f"puts another tensor in the place of {name}")
         if counts:
-            loss = weighed(loss, *counts)
+            loss = weigh_loss(loss, *counts)
         elif self._num_micro_batches > 1:
             loss = loss / self._num_micro_batches
-        rebound, noted = rebound_buffers(held, now), checks.noted()
+        rebound, noted = rebound_buffers(held, now), checks.conditions()
         self.rebound, self.checked = tuple(rebound), tuple(text for _, text in noted)
         # A copy each: what is put in a buffer's place may be another buffer, or a view.
         others = *(tensor.clone() for tensor in rebound.values()), *(holds for holds, _ in noted), *extras
         return (loss, *others) if others else loss
 
-    def lenders(self) -> tuple[Lent, ...]:
+    def lenders(self) -> tuple[SharedModel, ...]:
         """The models of other steps that the objective uses, in the order of ``lent``."""
         return self._lenders
 
@@ -317,7 +327,9 @@ class LossModule(nn.Module):
 
     def _buffers_outside(self) -> dict[str, torch.Tensor]:
         """Buffers of modules that can be reached, but belong to no step's model."""
-        ours = set(self.model.modules()).union(*(lender.model.modules() for lender in self.objective.outside.offered))
+        ours = set(self.model.modules()).union(
+            *(lender.model.modules() for lender in self.objective.free_tensors.candidates)
+        )
         return {
             f"{path}.{name}": buffer
             for root, reached in self._reached.items()
@@ -327,7 +339,7 @@ class LossModule(nn.Module):
         }
 
 
-def _left_out(outputs: Any, loss: torch.Tensor) -> tuple[str, ...]:
+def _other_tensors(outputs: Any, loss: torch.Tensor) -> tuple[str, ...]:
     """The tensors among outputs that are not the loss, as texts."""
     if isinstance(outputs, torch.Tensor):
         return ()

@@ -1,6 +1,6 @@
-"""What a forward leaves on its modules while it is traced: tensors, plain values, hooks, other modules and buffers.
+"""Attributes that a forward leaves on its modules while traced: tensors, plain values, hooks, modules and buffers.
 
-All of it goes, so that each trace of a forward is of the same call.
+All are removed, so that each trace of a forward is of the same call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from zerofx.torch_private.tensors import is_traced
 
 @dataclass(frozen=True)
 class Change:
-    """A plain value that a forward has put on a module, which was put back; ``full`` is its name in the model."""
+    """A plain value that a forward has put on a module, and that was removed again; ``full`` is its name in
+    the model.
+    """
 
     attributes: dict[str, Any]
     name: str
@@ -32,7 +34,7 @@ class Change:
     full: str
 
     def make(self) -> None:
-        """Put it there."""
+        """Put the value there."""
         self.attributes[self.name] = self.value
 
 
@@ -40,13 +42,13 @@ _PLAIN = (bool, int, float, str, NoneType)
 
 
 @contextlib.contextmanager
-def as_before(
+def restore_modules(
     model: nn.Module, left: dict[str, None], changed: dict[str, Change | None], prefix: str = ""
 ) -> Iterator[None]:
-    """Put back meanwhile what a forward puts on its modules: tensors and what holds some, plain values, hooks, modules.
+    """Restore what a forward puts on its modules: tensors, containers of tensors, plain values, hooks, modules.
 
-    The names of tensors that take no buffer's place are put in ``left``; plain values in ``changed``, by name, and the
-    names of what holds hooks or modules. All are named after the model, ``prefix``.
+    The names of tensors that replace no buffer are added to ``left``; plain values to ``changed``, by name, and the
+    names of containers of hooks or modules. Names begin with ``prefix``.
     """
     # Each with what a tensor is told of that takes its place: anything, no buffer, nothing.
     tables: list[tuple[str, dict[str, Any], dict[str, Any], type | tuple[()]]] = [
@@ -94,7 +96,7 @@ def _put_back(
     left: dict[str, None],
     changed: dict[str, Change | None],
 ) -> None:
-    """Give a table of a module its ``entries`` of tensors and plain values."""
+    """Restore the ``entries`` of tensors and plain values in a table of a module."""
     for name, value in list(table.items()):
         earlier, full = entries.get(name), f"{path}.{name}".removeprefix(".")
         if isinstance(value, torch.Tensor) or (value is not earlier and _holds_traced(name, value)):
@@ -116,13 +118,15 @@ def _put_back(
 
 
 def _holds_traced(name: str, value: Any) -> bool:
-    """Whether an attribute of a module is a list, tuple or dict of tensors, and not one that torch itself keeps."""
+    """True if an attribute of a module is a list, tuple or dict of traced tensors, and not one that torch
+    itself keeps.
+    """
     if type(value) not in (list, tuple, dict) or name in (*TABLES, OF_RNNS):
         return False
     return any(map(is_traced, pytree.tree_leaves(value)))
 
 
-def kept_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def attribute_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that modules have as attributes, and in lists, tuples and dicts there, by name."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -154,10 +158,10 @@ def numbers_of(model: nn.Module) -> dict[str, int | float]:
 
 
 def rebound_buffers(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors that a forward has put in the places of buffers, by name.
+    """The tensors that a forward has put in place of buffers, by name.
 
     Raises:
-        CaptureError: one is not like the buffer that it stands in for.
+        CaptureError: one is not like the buffer that it replaces.
     """
     changed = {name: after.get(name) for name, buffer in before.items() if after.get(name) is not buffer}
     rebound = {}

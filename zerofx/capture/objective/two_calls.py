@@ -1,8 +1,8 @@
-"""See that a forward does in each call what it does in its first: a step is that call, again and again.
+"""Check that later calls of a forward do the same as the first: a step is that call, again and again.
 
-A module may note in its first call, in a number or a flag, that it has been called, and go another way from then on.
-That is as well where it makes a table once and reads it later, since a step makes it again. It is not where the first
-call sets the module up by the batch that it is given, or computes something else.
+A module may note in its first call, in a number or a flag, that it has been called, and take another branch from then
+on. That is fine where it makes a table once and reads it later, since a step makes it again. It is not where the first
+call sets up the module for the batch that it is given, or computes something else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.fx.node import map_aggregate
 
 from zerofx.capture.objective.loss import LossModule
-from zerofx.capture.objective.module_state import kept_tensors, numbers_of
+from zerofx.capture.objective.module_state import attribute_tensors, numbers_of
 from zerofx.errors import CaptureError, warn
 from zerofx.torch_private.capture import FakeTensorMode
 from zerofx.torch_private.dispatch import TorchDispatchMode
@@ -23,9 +23,9 @@ from zerofx.units import first_few
 
 
 def check_second_call(lossy: LossModule, fakes: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> None:
-    """Call a forward twice more, if it has been found to change plain values; warns of numbers that count its calls.
+    """Call a forward twice more if it changes plain values; warns of numbers that count its calls.
 
-    Values by which later calls are no others stay, for who looks at them. Those by which a later call finds in a buffer
+    Values that do not affect later calls stay, for whoever reads them. Values by which a later call finds in a buffer
     what the first one has put there are effects of the step.
 
     Raises:
@@ -38,11 +38,11 @@ def check_second_call(lossy: LossModule, fakes: tuple[torch.Tensor, ...], mode: 
     if not lossy.changed:
         return
     values = [*fakes, *(parameter for parameter in lossy.model.parameters() if parameter.requires_grad)]
-    with lossy.as_before(), mode:
-        earlier = dict(kept_tensors(lossy.model))
+    with lossy.restore_state(), mode:
+        earlier = dict(attribute_tensors(lossy.model))
         first = _Run(values)
         first_written = first.call(lossy, fakes)
-        numbers, later = numbers_of(lossy.model), dict(kept_tensors(lossy.model))
+        numbers, later = numbers_of(lossy.model), dict(attribute_tensors(lossy.model))
         second = _Run(values)
         written = second.call(lossy, fakes)
         counts = {name for name, _ in numbers_of(lossy.model).items() - numbers.items()}
@@ -73,8 +73,9 @@ def check_second_call(lossy: LossModule, fakes: tuple[torch.Tensor, ...], mode: 
 
 
 class _Run(TorchDispatchMode):
-    """What a call runs: operators with their arguments (of tensors the shapes), the memory that they read, and the
-    memory of what follows from ``values`` or is drawn."""
+    """The record of a call: operators with their arguments (shapes of tensors), the memory that they read, and the
+    memory that depends on ``values`` or is random.
+    """
 
     def __init__(self, values: list[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -84,10 +85,10 @@ class _Run(TorchDispatchMode):
         self._kept: list[torch.Tensor] = []  # so that no memory is used twice
 
     def call(self, lossy: LossModule, fakes: tuple[torch.Tensor, ...]) -> Mapping[str, int]:
-        """Run a call; returns the memory of the buffers that it writes, or puts in their places, by name."""
+        """Run a call; returns the memory of the buffers that it writes or replaces, by name."""
         before = {name: (buffer, version_of(buffer)) for name, buffer in lossy.all_buffers().items()}
         with self:
-            lossy.called(fakes)
+            lossy.call_without_restoring(fakes)
         after = lossy.all_buffers()
         is_written = {
             name: after[name] is not old or version_of(old) != version for name, (old, version) in before.items()
@@ -97,13 +98,13 @@ class _Run(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given, results = list[torch.Tensor](), list[torch.Tensor]()
 
-        def described(leaf: Any) -> Any:
+        def describe(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             given.append(leaf)
             return tuple(leaf.shape)
 
-        text = f"{func} {map_aggregate((args, kwargs or {}), described)}"
+        text = f"{func} {map_aggregate((args, kwargs or {}), describe)}"
         result = func(*args, **(kwargs or {}))
         map_aggregate(result, lambda leaf: results.append(leaf) if isinstance(leaf, torch.Tensor) else None)
         self._kept += results

@@ -1,1 +1,1 @@
-"""The Python state that a forward reads: which code runs in a trace, what that names, and whether it is as it was."""
+"""Python state that a forward reads: the code that runs in a trace, the names in it, and their values since then."""

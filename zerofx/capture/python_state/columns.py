@@ -1,4 +1,4 @@
-"""Values in Python's containers, compared with what they were in one pass that runs no line of Python for each."""
+"""Compare values in Python's containers with earlier ones in one pass, with no line of Python for each."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MISSING = object()
 
 @dataclass(frozen=True)
 class Column:
-    """What is under ``keys`` of ``containers``, which ``read`` goes through as it is now, and that it was ``values``.
+    """The earlier ``values`` under ``keys`` of ``containers``, and ``read``, which iterates over the current ones.
 
-    ``is_alike`` compares what is there with what was, for all entries of a column alike.
+    ``is_alike`` compares a current value with an earlier one, in the same way for all entries of a column.
     """
 
     read: Callable[[Sequence[Any], Sequence[Any]], Iterator[Any]]
@@ -30,8 +30,8 @@ class Column:
     values: list[Any]
     is_alike: Callable[[Any, Any], bool] = operator.is_
 
-    def changed(self) -> Sequence[tuple[int, Any]]:
-        """The positions of values that are not what they were, each with what is there."""
+    def differences(self) -> Sequence[tuple[int, Any]]:
+        """The positions of values that have changed, each with its current value."""
         if all(map(self.is_alike, self.read(self.containers, self.keys), self.values)):
             return ()
         now = list(self.read(self.containers, self.keys))
@@ -40,12 +40,12 @@ class Column:
 
 
 def items_of_dicts(tables: Sequence[dict[Any, Any]], keys: Sequence[Any]) -> Iterator[Any]:
-    """The items of dictionaries under ``keys``, one of each; ``MISSING`` for those that are not there."""
+    """The items of dictionaries under ``keys``, one of each; ``MISSING`` where there is none."""
     return map(dict.get, tables, keys, repeat(MISSING))
 
 
 def items_of_classes(classes: Sequence[type], keys: Sequence[str]) -> Iterator[Any]:
-    """As ``items_of_dicts``, of what classes have themselves."""
+    """The attributes of classes themselves under ``keys``, like ``items_of_dicts``."""
     return map(MappingProxyType.get, map(vars, classes), keys, repeat(MISSING))
 
 

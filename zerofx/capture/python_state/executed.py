@@ -22,7 +22,7 @@ _MODULES, _INTEGRATIONS = "torch.nn.modules.", "zerofx.integrations."
 
 
 def is_opaque(module: str | None) -> bool:
-    """Whether code and classes of ``module`` are of Python, torch or a library that keeps no state of the user's."""
+    """True if code and classes of ``module`` belong to Python, torch or a library that keeps no state of the user's."""
     name = module or ""
     if name == "__main__" or name.startswith(_INTEGRATIONS):
         return False
@@ -35,7 +35,7 @@ _WRITERS = frozenset({"next", "append", "appendleft", "extend", "insert", "updat
 
 @functools.cache
 def names_read(code: CodeType) -> frozenset[str]:
-    """Names that code loads: globals and attributes; those that it stores alone are not read."""
+    """The names that code loads: globals and attributes; names that it only stores are not included."""
     names = frozenset(code.co_names)
     stored = {step.argval for step in dis.get_instructions(code) if step.opname.startswith("STORE_")}
     if not names & stored:
@@ -58,7 +58,7 @@ def _may_write(code: CodeType) -> bool:
 
 
 class ExecutedCode:
-    """While open, notes each piece of the user's code that runs, with its globals and the objects that it runs on.
+    """While open, records each piece of the user's code that runs, with its globals and the objects that it runs on.
 
     Attributes:
         globals: the globals of each piece of code.
@@ -89,7 +89,7 @@ class ExecutedCode:
             self.outer = None
 
     def may_write(self) -> bool:
-        """Whether some of the code stores anything outside of its own variables, or may call what does."""
+        """True if some of the code stores anything outside of its own variables, or may call code that does."""
         return any(map(_may_write, self.globals))
 
     def _note_call(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -114,12 +114,13 @@ class ExecutedCode:
         return is_users
 
 
-def unwatched(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``__torch_dispatch__`` under which ``ExecutedCode`` notes nothing: there is no code of the user's, and Python
-    runs all code several times slower while any of it is traced."""
+def pause_recording(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``ExecutedCode`` ignore a ``__torch_dispatch__``: no code of the user's runs in it, and Python runs all code
+    several times slower while any of it is traced.
+    """
 
     @functools.wraps(dispatch)
-    def dispatched(*args: Any, **options: Any) -> Any:
+    def dispatch_unrecorded(*args: Any, **options: Any) -> Any:
         watching = sys.gettrace()
         watcher = getattr(watching, "__self__", None)
         if not isinstance(watcher, ExecutedCode):
@@ -130,4 +131,4 @@ def unwatched(dispatch: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             sys.settrace(watching)
 
-    return dispatched
+    return dispatch_unrecorded

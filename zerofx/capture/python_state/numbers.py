@@ -1,13 +1,13 @@
 """Numbers that change from step to step, as inputs of the graph.
 
-While a step is traced, a stand-in takes the place of each such number. What Python computes with it are stand-ins in
-turn, which are computed from the numbers of each step as Python would; where tensors are computed with one, the graph
-has an input of one element::
+While a step is traced, a stand-in replaces each such number. Results that Python computes with it are stand-ins in
+turn, computed from the numbers of each step as Python would; where tensors are computed with one, the graph has an
+input of one element::
 
     loss * min(1.0, self.global_step / 1000)    ->    mul(loss, number),    with self.global_step / 1000 < 1.0 assumed
 
-What decides the course of the forward (a comparison), or cannot be an input (an exponent, what ``math`` computes with),
-is an assumption: the step holds for numbers of which it is true.
+A number that decides the control flow of the forward (a comparison), or that cannot be an input (an exponent, an
+argument of ``math``), is an assumption: the step holds for numbers of which it is true.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _MOST_TEXT = 400  # characters of an expression, beyond which it is called by it
 
 @dataclass(frozen=True)
 class Assumption:
-    """A value that a step goes on with: of a comparison or of a number itself, which ``is_number`` says."""
+    """A value that a step relies on: of a comparison, or of a number itself if ``is_number``."""
 
     number: Number
     value: Any
     is_number: bool
 
     def holds(self) -> bool:
-        """Whether it is that value now."""
-        now = self.number.now()
+        """True if the value is still the same."""
+        now = self.number.current()
         return type(now) is type(self.value) and bool(now == self.value)
 
     def __str__(self) -> str:
@@ -52,20 +52,20 @@ class NumberTensor:
     tensor: torch.Tensor
 
     def fill(self) -> torch.Tensor:
-        """The tensor with the number's value now."""
-        return self.tensor.fill_(self.number.now())
+        """The tensor, filled with the number's current value."""
+        return self.tensor.fill_(self.number.current())
 
 
 @dataclass
 class Tape:
-    """What a trace does with numbers: those that tensors are computed with, by name, and what it assumes of others."""
+    """The uses of numbers in a trace: inputs that tensors are computed with, by name, and assumptions about others."""
 
     inputs: dict[str, NumberTensor] = field(default_factory=dict)
     assumptions: dict[str, Assumption] = field(default_factory=dict)
     is_open: bool = True
 
     def assume(self, number: Number, value: Any, *, is_number: bool) -> Any:
-        """``value`` of ``number``, which the step goes on with."""
+        """``value`` of ``number``, which the step relies on from here."""
         if self.is_open:
             assumption = Assumption(number, value, is_number)
             self.assumptions.setdefault(str(assumption), assumption)
@@ -81,7 +81,7 @@ class Tape:
 
 
 class Number:
-    """A stand-in for a number: one that Python has at ``source()``, or what ``compute`` gives of ``operands``."""
+    """A stand-in for a number: a Python number at ``source()``, or the result of ``compute`` on ``operands``."""
 
     def __init__(self, tape: Tape, text: str, compute: Callable[..., Any], operands: tuple[Any, ...] = ()) -> None:
         self.tape, self.text, self._compute, self._operands = tape, text, compute, operands
@@ -90,15 +90,15 @@ class Number:
 
     @property  # type: ignore[misc]  # for who asks whether it is a number
     def __class__(self) -> type:
-        return type(self.now())
+        return type(self.current())
 
-    def now(self) -> Any:
-        """Its value, as Python computes it from what there is now."""
-        return self._compute(*(operand.now() if is_number(operand) else operand for operand in self._operands))
+    def current(self) -> Any:
+        """The current value, computed as Python would."""
+        return self._compute(*(operand.current() if is_number(operand) else operand for operand in self._operands))
 
     def constant(self) -> Any:
-        """Its value, which the step goes on with."""
-        return self.tape.assume(self, self.now(), is_number=True)
+        """The current value, which the step relies on from here."""
+        return self.tape.assume(self, self.current(), is_number=True)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,16 +113,16 @@ class Number:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self.now()), (self.constant(),)
+        return type(self.current()), (self.constant(),)
 
     def __bool__(self) -> bool:
-        return bool(self.tape.assume(derive("bool", bool, (self,)), bool(self.now()), is_number=False))
+        return bool(self.tape.assume(derive("bool", bool, (self,)), bool(self.current()), is_number=False))
 
     def __int__(self) -> int:
-        return int(self.tape.assume(derive("int", int, (self,)), int(self.now()), is_number=False))
+        return int(self.tape.assume(derive("int", int, (self,)), int(self.current()), is_number=False))
 
     def __index__(self) -> int:
-        return int(self.tape.assume(self, operator.index(self.now()), is_number=False))
+        return int(self.tape.assume(self, operator.index(self.current()), is_number=False))
 
     def __float__(self) -> float:
         return float(self.constant())
@@ -149,12 +149,12 @@ class Number:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a stand-in."""
+    """True if ``value`` is a stand-in."""
     return type(value) is Number
 
 
 def derive(name: str, compute: Callable[..., Any], operands: tuple[Any, ...]) -> Number:
-    """What ``compute`` gives of ``operands``, of which one at least is a stand-in."""
+    """The stand-in for ``compute`` of ``operands``, at least one of which is a stand-in."""
     tape = next(operand.tape for operand in operands if is_number(operand))
     texts = (operand.text if is_number(operand) else repr(operand) for operand in operands)
     return Number(tape, f"{name}({', '.join(texts)})", compute, operands)
@@ -178,7 +178,7 @@ def _comparison(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
         if not _is_operand(other):
             return NotImplemented
         comparison = derive(name, compute, (own, other))
-        return own.tape.assume(comparison, comparison.now(), is_number=False)
+        return own.tape.assume(comparison, comparison.current(), is_number=False)
 
     return compare
 
@@ -221,11 +221,11 @@ _HALVES: Final = (torch.float16, torch.bfloat16)
 
 
 class NumberInputs(TorchFunctionMode):
-    """While open, tensors are computed with inputs of one element in the places of stand-ins, to the bit.
+    """While open, tensors are computed with inputs of one element instead of stand-ins, to the bit.
 
-    In eager mode a number is brought to the dtype in which a kernel computes: that of float32 and float64. Kernels that
-    multiply halves, or divide them by a number, compute in float32, to which halves are brought first, and back after;
-    what else is computed of halves rounds a number as the device's kernel does, and has it as it is.
+    In eager mode a number is cast to the dtype in which a kernel computes: float32 or float64. Kernels that multiply
+    halves, or divide them by a number, compute in float32, so halves are cast to it first, and back after; other
+    operators on halves round a number as the device's kernel does, and get it as it is.
     """
 
     def __torch_function__(
@@ -236,7 +236,7 @@ class NumberInputs(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in ("tensor", "as_tensor", "scalar_tensor") and len(args) == 1 and is_number(args[0]):
-            return _as_tensor(args[0], **kwargs)
+            return _number_tensor(args[0], **kwargs)
         if len(args) == 2 and not kwargs and name in _ARITHMETIC | _IN_PLACE:
             outcome = _compute_with(func, name, *args)
             if outcome is not None:
@@ -244,8 +244,8 @@ class NumberInputs(TorchFunctionMode):
         return func(*_constants(args), **_constants(kwargs))
 
 
-def _as_tensor(number: Number, dtype: torch.dtype | None = None, device: Any = None, **rest: Any) -> torch.Tensor:
-    of_python = {int: torch.int64, bool: torch.bool}.get(type(number.now()), torch.get_default_dtype())
+def _number_tensor(number: Number, dtype: torch.dtype | None = None, device: Any = None, **rest: Any) -> torch.Tensor:
+    of_python = {int: torch.int64, bool: torch.bool}.get(type(number.current()), torch.get_default_dtype())
     where = torch.empty((), device=device).device
     if rest:
         return torch.tensor(number.constant(), dtype=dtype, device=device, **rest)
@@ -253,7 +253,7 @@ def _as_tensor(number: Number, dtype: torch.dtype | None = None, device: Any = N
 
 
 def _compute_with(func: Callable[..., Any], name: str, first: Any, other: Any) -> torch.Tensor | None:
-    """What ``func`` gives of a tensor and a stand-in; None where that cannot be as in eager mode."""
+    """The result of ``func`` on a tensor and a stand-in; None if it cannot match eager mode."""
     tensor, number = (other, first) if is_number(first) else (first, other)
     if not (isinstance(tensor, torch.Tensor) and is_number(number) and tensor.is_floating_point()):
         return None

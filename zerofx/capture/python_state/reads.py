@@ -1,8 +1,8 @@
-"""Python state that a captured step depends on, compared with what is there now.
+"""Python state that a captured step depends on, compared with the current state.
 
 Each value that code of the forward may have read is an entry: a container (the dictionary of an object, a module's
 globals, a list, a closure's cell) and a key. Entries are compared by identity, a column at a time; only where one
-differs is its value looked at, and only where that is an object or a container is the state walked through again.
+differs is its value looked at, and only if that is an object or a container is the state walked through again.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ OF_FUNCTION = ("__code__", "__defaults__", "__kwdefaults__")
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is compared as a value, and leads to nothing else."""
+    """True if a value is compared as a value, and leads to nothing else."""
     return isinstance(value, PLAIN)
 
 
 def put(container: Any, key: Any, value: Any) -> bool:
-    """Put a value under ``key`` of a container; whether that can be."""
+    """Put a value under ``key`` of a container; False if that is impossible."""
     if isinstance(container, dict):
         dict.__setitem__(container, key, value)
     elif isinstance(container, CellType):
@@ -65,7 +65,7 @@ class State:
     """Python state at one moment: ``facts`` by path, and where each of them was read.
 
     ``sized`` are containers whose number of items was read, with that number; ``objects`` those whose class was;
-    ``hooks`` are tables of hooks, each with the keys in it; ``iterators`` are paths of what code takes the next of.
+    ``hooks`` are tables of hooks, each with its keys; ``iterators`` are paths of iterators that code advances.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class State:
 
 
 def is_varying(value: Any) -> bool:
-    """Whether a value may be an input of a graph."""
+    """True if a value may be an input of a graph."""
     return isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, (bool, Enum))
 
 
@@ -103,7 +103,7 @@ class Numbers:
         self._fixed: set[str] = set()  # in whose places nothing can be put
 
     def note(self, changes: Sequence[Change]) -> None:
-        """Learn from what a capture is made anew for."""
+        """Learn from the changes for which a capture is made again."""
         for change in changes:
             if is_varying(change.now) and change.path not in self._fixed:
                 self._num_changes[change.path] += 1
@@ -111,24 +111,24 @@ class Numbers:
                     self.paths[change.path] = None
 
     def is_fixed(self, path: str) -> bool:
-        """Whether no stand-in can take a number's place, as where a tuple has it."""
+        """True if no stand-in can replace a number, as in a tuple."""
         return path in self._fixed
 
     def find(self, state: State) -> None:
-        """Learn where the numbers are by now."""
+        """Find the places where the numbers are now."""
         if self.paths:
             for path, container, key in zip(state.paths, state.containers, state.keys, strict=True):
                 if path in self.paths:
                     self._places[path] = container, key
 
     def value(self, path: str) -> Any:
-        """A number as it is now, or was before a stand-in took its place."""
+        """The current value of a number, or its value before a stand-in replaced it."""
         value = value_at(*self._places[path]) if path in self._places else MISSING
         return self._stood_for.get(path, MISSING) if is_number(value) else value
 
     @contextlib.contextmanager
-    def stood_for(self, tape: Tape) -> Iterator[None]:
-        """While open, stand-ins of ``tape`` are in the places of the numbers."""
+    def substitute(self, tape: Tape) -> Iterator[None]:
+        """While open, stand-ins of ``tape`` replace the numbers."""
         stood_for: dict[str, Any] = {}
         for path in list(self.paths):
             value = self.value(path)
@@ -150,7 +150,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Change:
-    """A value that is not as it was when a step was captured; ``is_settled``: an input cannot take its place."""
+    """A value that has changed since a step was captured; ``is_settled``: an input cannot replace it."""
 
     path: str
     before: Any
@@ -158,7 +158,7 @@ class Change:
     is_settled: bool = False
 
     def __str__(self) -> str:
-        before, now = _shown(self.before), _shown(self.now)
+        before, now = _fact_text(self.before), _fact_text(self.now)
         return f"{self.path} from one {now} to another" if before == now else f"{self.path} from {before} to {now}"
 
 
@@ -166,9 +166,9 @@ class Reads:
     """The Python state that one captured step depends on.
 
     Args:
-        walk: gives the state as it is now.
-        numbers: told of each walk, of which it needs to know where numbers are that steps have as inputs.
-        tape: what the step does with such numbers.
+        walk: gives the current state.
+        numbers: told of each walk, to find the numbers that steps have as inputs.
+        tape: how the step uses such numbers.
         unread: paths of values that the forward changes, and that change nothing.
     """
 
@@ -187,12 +187,12 @@ class Reads:
         self._columns = list(_columns(state, self._varying | self._unread))
 
     def changes(self) -> list[Change]:
-        """The values that are not as they were when the step was captured."""
-        return self._differences() or self._broken_assumptions()
+        """The values that have changed since the step was captured."""
+        return self._differences() or self._violations()
 
     @contextlib.contextmanager
-    def as_captured(self) -> Iterator[bool]:
-        """While open, plain values that have changed are what they were; gives whether all that has changed is so."""
+    def restore_captured(self) -> Iterator[bool]:
+        """While open, changed plain values have their captured values; gives whether that undoes all changes."""
         state, changes = self._state, self._differences()
         plain = {change.path: change.now for change in changes if is_plain(change.now) and is_plain(change.before)}
         places = {
@@ -210,45 +210,46 @@ class Reads:
                 put(*place)
 
     def accept(self) -> None:
-        """Take the state as it is now for the one that the step was captured in."""
+        """Take the current state for the one that the step was captured in."""
         self._adopt(self._walk())
 
     def values_text(self, paths: Sequence[str]) -> str:
-        """A line for each of ``paths``, which a change may have, with the value that is there now."""
-        numbers = {assumed.number.text: assumed.number.now for assumed in self._tape.assumptions.values()}
+        """A line for each of ``paths``, which a change may have, with its current value."""
+        numbers = {assumed.number.text: assumed.number.current for assumed in self._tape.assumptions.values()}
         numbers |= {path: partial(self._numbers.value, path) for path in self._varying}
         facts = self._walk().facts
         values = {path: numbers[path]() if path in numbers else facts.get(path, MISSING) for path in paths}
-        return "\n".join(f"{path}: {_shown(value)}" for path, value in values.items())
+        return "\n".join(f"{path}: {_fact_text(value)}" for path, value in values.items())
 
     def put_back(self) -> list[str]:
-        """Give what has changed the values that were read, where they are plain; the paths of all that has, and of
-        iterators, which cannot be compared."""
+        """Restore the values that were read, where they are plain; returns the paths of all changed values, and of
+        iterators, which cannot be compared.
+        """
         changes, state = {change.path for change in self._differences()}, self._state
         for path, container, key, value in zip(state.paths, state.containers, state.keys, state.values, strict=True):
             if path in changes and is_plain(value):
                 put(container, key, value)
         return [*sorted(changes), *state.iterators]
 
-    def _broken_assumptions(self) -> list[Change]:
-        """What the step assumes of numbers that it has as inputs, and is not so."""
+    def _violations(self) -> list[Change]:
+        """The assumptions about numbers as inputs that no longer hold."""
         kinds = [
             Change(path, kind, type(now))
             for path, kind in self._kinds.items()
             if type(now := self._numbers.value(path)) is not kind
         ]
         return kinds or [
-            Change(assumed.number.text, assumed.value, assumed.number.now(), is_settled=assumed.is_number)
+            Change(assumed.number.text, assumed.value, assumed.number.current(), is_settled=assumed.is_number)
             for assumed in self._tape.assumptions.values()
             if not assumed.holds()
         ]
 
     def _differences(self) -> list[Change]:
         plain = self._plain_differences()
-        return self._walked() if plain is None else plain
+        return self._changes_by_walk() if plain is None else plain
 
     def _plain_differences(self) -> list[Change] | None:
-        """Plain values that have changed where they were read; None where something else may have, too."""
+        """Plain values that have changed where they were read; None if something else may have changed, too."""
         state = self._state
         if (
             list(map(len, state.sized)) != state.sizes
@@ -258,7 +259,7 @@ class Reads:
             return None
         changes = []
         for indices, column in self._columns:
-            for position, value in column.changed():
+            for position, value in column.differences():
                 before = column.values[position]
                 if not (is_plain(value) and is_plain(before)):
                     return None
@@ -269,7 +270,7 @@ class Reads:
         return changes
 
     def _has_other_hooks(self) -> bool:
-        """Whether a hook was added to a module; of tensors there are hooks of torch's own, and of other programs."""
+        """True if a hook was added to a module; tensors have hooks of torch's own, and of other programs."""
         if (next_hook := number_of_next_hook()) == self._next_hook:
             return False
         if any(tuple(table) != keys for table, keys in self._state.hooks):
@@ -277,8 +278,8 @@ class Reads:
         self._next_hook = next_hook
         return False
 
-    def _walked(self) -> list[Change]:
-        """The changes between the state that was read and a walk through what is there now."""
+    def _changes_by_walk(self) -> list[Change]:
+        """The changes between the state that was read and a walk through the current one."""
         now, before = self._walk(), self._state.facts
         changed = [
             Change(path, before.get(path, MISSING), now.facts.get(path, MISSING))
@@ -301,7 +302,7 @@ _READERS: Mapping[type, Callable[[Sequence[Any], Sequence[Any]], Iterator[Any]]]
 
 
 def _columns(state: State, excluded: frozenset[str]) -> Iterator[tuple[list[int], Column]]:
-    """What was read of a state but for the paths that are ``excluded``, with the indices that each entry has there."""
+    """The entries of a state without the ``excluded`` paths, as columns, with each entry's index in the state."""
     indices: dict[type, list[int]] = {kind: [] for kind in _READERS}
     for index, container in enumerate(state.containers):
         if state.paths[index] not in excluded and not isinstance(container, tuple):  # which do not change
@@ -320,13 +321,13 @@ def _equal(first: Any, other: Any) -> bool:
     return first is other or (type(first) is type(other) and bool(first == other))
 
 
-def _shown(fact: Any) -> str:
-    """In words, of an object its class, of a function its name."""
+def _fact_text(fact: Any) -> str:
+    """The text of a fact: of an object its class, of a function its name."""
     if fact is MISSING:
         return "nothing"
     if isinstance(fact, CodeType):
         return f"{fact.co_qualname} (line {fact.co_firstlineno})"
     if isinstance(fact, type):
         return fact.__qualname__
-    text = f"({', '.join(map(_shown, fact))})" if type(fact) is tuple else repr(fact)
+    text = f"({', '.join(map(_fact_text, fact))})" if type(fact) is tuple else repr(fact)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,7 +1,7 @@
-"""Walk through the Python state that executed code may have read, from what a step calls and the globals it names.
+"""Walk through the Python state that executed code may have read, from a step's functions and their globals.
 
-Of an object those attributes count that executed code names; of a list, dictionary or set all items; of a function its
-closure and defaults. Names are those of the code's own table, and strings in it, which ``getattr`` may be given.
+Of an object, the attributes that executed code names count; of a list, dictionary or set all items; of a function its
+closure and defaults. Names are those of the code's own table, and strings in it, which may be arguments of ``getattr``.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def walk(
     """The state that ``executed`` code may have read.
 
     Args:
-        roots: what a step calls, by name: the model, ``forward``, ``loss_fn``.
+        roots: the functions of a step, by name: the model, ``forward``, ``loss_fn``.
         executed: the code that ran while the step was traced.
         ignored: classes whose instances, as hooks, belong to the step.
-        constants: addresses of the memory of tensors that the step goes on with, whatever takes their places.
+        constants: addresses of the memory of tensors that the step keeps, even if they are replaced.
     """
     names = _names(executed)
     state = _Walk(roots, executed, names, ignored, constants).state
@@ -84,7 +84,7 @@ def _strings(constants: tuple[Any, ...]) -> Iterator[str]:
 
 
 class _Walk:
-    """One walk, nearest first; ``state`` is what it has found."""
+    """One walk, nearest first; ``state`` is its result."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class _Walk:
             self._look_into(*self._pending.popleft())
 
     def _reach(self, path: str, value: Any) -> None:
-        """Look into ``value`` later, unless that has been done."""
+        """Look into ``value`` later, unless it has been visited."""
         if not is_plain(value) and id(value) not in self._seen:
             self._seen[id(value)] = value
             self._pending.append((path, value))
@@ -133,7 +133,7 @@ class _Walk:
         self._reach(path, value)
 
     def _is_constant(self, value: Any) -> bool:
-        """Whether a tensor is one that the step goes on with."""
+        """True if a tensor is one that the step keeps."""
         if not self._constants or type(value) is not torch.Tensor or value.is_meta:
             return False
         return value.untyped_storage().data_ptr() in self._constants
@@ -230,7 +230,7 @@ class _Walk:
                     self._read(f"{path}.{name}", owner, name, value_at(owner, name))
 
     def _hidden(self, path: str, owner: Any, table: dict[str, Any]) -> None:
-        """Attributes that executed code names, of which the object has none of its own."""
+        """Attributes that executed code names and that are not in the object's own dictionary."""
         for base in type(owner).__mro__ if not is_opaque(type(owner).__module__) else ():
             for name in self._names & base.__dict__.keys() if not is_opaque(base.__module__) else ():
                 if name not in table:
@@ -287,7 +287,7 @@ class _Walk:
 
 
 def _fact(value: Any) -> Any:
-    """What of a value a step may depend on: of objects that are looked into, their class."""
+    """The part of a value that a step may depend on: of objects that are looked into, their class."""
     if is_plain(value) or value is MISSING:
         return value
     if isinstance(value, FunctionType):

@@ -1,4 +1,4 @@
-"""The Python state of one step's objective: what each capture has read of it."""
+"""The Python state of one step's objective: the reads of each capture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zerofx.units import first_few
 
 
 class PythonState:
-    """What the objective of ``model`` may read; hooks that are instances of ``ignored`` are the step's own."""
+    """The state that the objective of ``model`` may read; hooks of the classes ``ignored`` are the step's own."""
 
     def __init__(self, model: nn.Module, objective: Objective, ignored: tuple[type, ...]) -> None:
         self._objective, self._ignored, self._numbers = objective, ignored, Numbers()
@@ -30,10 +30,10 @@ class PythonState:
         self._roots = {name: root for name, root in named.items() if root is not None}
 
     def note(self, changes: Sequence[Change]) -> None:
-        """Learn from what a capture is made anew for: a number that has changed twice is an input from then on.
+        """Learn from the changes for which a capture is made again: a number that changed twice becomes an input.
 
         Raises:
-            UsageError: a number goes on changing that is no input, or that a step goes on with as it is.
+            UsageError: a number keeps changing that cannot be an input, or that a step relies on.
         """
         if fixed := [change for change in changes if self._numbers.is_fixed(change.path)]:
             raise UsageError(
@@ -50,9 +50,9 @@ class PythonState:
         self._numbers.note(changes)
 
     @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
-        """While open, stand-ins are in the places of numbers that steps have as inputs."""
-        outside = self._objective.outside
+    def substitute_numbers(self) -> Iterator[None]:
+        """While open, stand-ins replace the numbers that steps have as inputs."""
+        outside = self._objective.free_tensors
         if outside.tape.is_open:
             yield
             return
@@ -62,28 +62,28 @@ class PythonState:
             yield
             return
         self._numbers.find(self._state(frozenset()))
-        with self._numbers.stood_for(outside.tape):
+        with self._numbers.substitute(outside.tape):
             yield
 
     def leaves_alone(self, forward: Forward, reads: Reads) -> bool:
-        """Whether what has changed since ``reads`` leaves a forward as it was with those values."""
+        """True if the changes since ``reads`` leave the forward as it was."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 now = record_forward(forward).text()
-                with reads.as_captured() as is_whole:
+                with reads.restore_captured() as is_whole:
                     return is_whole and record_forward(forward).text() == now
         except Exception:  # noqa: BLE001 - what the forward raises is said where it is captured
             return False
 
     def read(self, constants: Iterable[torch.Tensor]) -> Reads:
-        """All that has been read in traces so far, with its values now; ``constants`` are those of the step made."""
+        """All reads of the traces so far, with their current values; ``constants`` are those of the captured step."""
         memory = frozenset(tensor.untyped_storage().data_ptr() for tensor in constants)
         unread = frozenset(f"model.{name}" for name in self._objective.unread)
-        return Reads(lambda: self._state(memory), self._numbers, self._objective.outside.tape, unread)
+        return Reads(lambda: self._state(memory), self._numbers, self._objective.free_tensors.tape, unread)
 
     def _reads_of_run(self) -> Reads:
-        """The state at the begin of a run; walked through again where it, or the code that is known, has changed."""
+        """The state at the start of a run; walked through again if it, or the known code, has changed."""
         num_known = len(self._objective.executed.globals)
         if self._latest is None or self._latest[0] != num_known or self._latest[1].changes():
             self._latest = num_known, Reads(lambda: self._state(frozenset()), self._numbers, Tape(is_open=False))

@@ -1,1 +1,1 @@
-"""Tensor values while a forward is traced: which are known, which become checks, and results of collectives."""
+"""Tensor values while a forward is traced: known ones, checks of unknown ones, and results of collectives."""

@@ -1,9 +1,9 @@
 """Collectives that a forward or a loss calls: in-place ones are replaced by functional ones, which are graph nodes.
 
 A contrastive loss gathers the features of all ranks (``torch.distributed.nn.all_gather``), a queue or a centre reduces
-what it detaches (``dist.all_gather``, ``dist.all_reduce``). While a forward is traced these become functional
-collectives, which the step runs where they stand, in the same order on all ranks, with the values of the calls
-themselves. They are part of a step at every stage, like any other operator.
+detached tensors (``dist.all_gather``, ``dist.all_reduce``). While a forward is traced these become functional
+collectives, which the step runs at the same place, in the same order on all ranks, with the results of the original
+calls. They are part of a step at every stage, like any other operator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zerofx.torch_private.operators import OpOverload, schema_of
 
 
 class FunctionalCollectives(TorchDispatchMode):
-    """While active, collectives that write in place are functional ones, whose results are then copied."""
+    """While active, replaces in-place collectives by functional ones, whose results are then copied."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -32,15 +32,15 @@ class FunctionalCollectives(TorchDispatchMode):
             return func(*args, **kwargs)
         match schema_of(func).name, args:
             case "c10d::allgather_", [outputs, [tensor], group, *_]:
-                for output, part in zip(outputs[0], _gathered(tensor, unboxed_group(group)), strict=True):
+                for output, part in zip(outputs[0], _gather(tensor, unboxed_group(group)), strict=True):
                     output.copy_(part)
                 return outputs, boxed_work()
             case "c10d::_allgather_base_", [output, tensor, group, *_]:
-                output.copy_(_gathered(tensor, unboxed_group(group)).reshape(output.shape))
+                output.copy_(_gather(tensor, unboxed_group(group)).reshape(output.shape))
                 return output, boxed_work()
             case "c10d::allreduce_", [tensors, group, operation, *_]:
                 for tensor in tensors:
-                    tensor.copy_(_reduced(tensor, name_of_reduction(operation), unboxed_group(group)))
+                    tensor.copy_(_all_reduce(tensor, name_of_reduction(operation), unboxed_group(group)))
                 return tensors, boxed_work()
         raise CaptureError(
             f"expected a forward whose collectives are all_gather, all_gather_into_tensor and all_reduce of "
@@ -51,12 +51,12 @@ class FunctionalCollectives(TorchDispatchMode):
 
 
 class _Gather(torch.autograd.Function):
-    """What all ranks have, ``[ranks, ...]``; a gradient is the sum, in the order of ranks, of what all have for it."""
+    """The values of all ranks, ``[ranks, ...]``; its gradient is the sum of all ranks' gradients in their order."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _gathered(tensor, group)
+        return _gather(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -70,7 +70,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _AllGather:
-    """In the place of the autograd function whose backward sends by rank, so that each rank has a graph of its own."""
+    """Replaces the autograd function whose backward sends by rank, so that each rank would have a graph of its own."""
 
     @staticmethod
     def apply(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -88,13 +88,13 @@ def traceable_collectives() -> Iterator[None]:
 _collectives = torch.ops._c10d_functional
 
 
-def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     flat = tensor.contiguous().reshape(1, -1)
     whole = _collectives.wait_tensor(_collectives.all_gather_into_tensor(flat, group.size(), group.group_name))
     result: torch.Tensor = whole.reshape(group.size(), *tensor.shape)
     return result
 
 
-def _reduced(tensor: torch.Tensor, operation: str, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_reduce(tensor: torch.Tensor, operation: str, group: dist.ProcessGroup) -> torch.Tensor:
     result: torch.Tensor = _collectives.wait_tensor(_collectives.all_reduce(tensor, operation, group.group_name))
     return result

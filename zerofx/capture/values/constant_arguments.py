@@ -1,9 +1,9 @@
 """The arguments that ``constant=`` names: they are equal in every step, so that a forward may read their values.
 
-Such a tensor is an input of the graph like any other, and what a forward makes of its values while it is traced
-(``capture/values/known.py``) is there once and for all: a graph without its self-loops has as many edges as these have.
-A batch says a hash of the values with shapes and dtypes, so that others are captured anew, as another shape is, and
-ranks that have different ones refuse.
+Such a tensor is an input of the graph like any other, and results that a forward computes from its values while it is
+traced (``capture/values/known.py``) are constants: a graph without its self-loops has as many edges as these have. A
+batch carries a hash of the values next to shapes and dtypes, so that other values are captured again, as another shape
+is, and ranks with different values refuse.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 class ConstantArguments:
-    """Those of a step.
+    """The constant arguments of a step.
 
     Args:
         names: arguments of the model's forward, or of ``forward``, which are given by position or by name; or parts of
             a batch as errors name them: ``batch[1]["edges"]``.
         model: the model.
-        forward: what is called with the model and the batch; None where the model is called with the batch.
+        forward: called with the model and the batch; None if the model is called with the batch.
     """
 
     def __init__(self, names: tuple[str, ...], model: nn.Module, forward: Callable[..., Any] | None) -> None:
@@ -42,8 +42,8 @@ class ConstantArguments:
                 self._places[name] = f"batch[{index}]"
         self._hashes: Any = WeakIdKeyDictionary()  # of tensors, with the version that each is of
 
-    def of(self, batch: Batch) -> Batch:
-        """``batch`` with the hashes of what is constant in it.
+    def add_hashes(self, batch: Batch) -> Batch:
+        """``batch`` with the hashes of its constant tensors.
 
         Raises:
             UsageError: a name is that of no tensor in the batch, or of one without values.

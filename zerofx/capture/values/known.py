@@ -1,9 +1,9 @@
 """Values that a traced forward may read: those that depend on no input, parameter, buffer or random number.
 
-A step is one graph for all values of its inputs, so fake tensors have none. Those of ``torch.arange(2, n)`` are the
-same in every step, though, and so are those of arguments that ``constant=`` names: next to each such fake tensor its
-value is kept, computed as eager mode would, and whoever reads it gets that. An operator whose result's shape depends on
-such values gives a constant of the graph.
+A step is one graph for all values of its inputs, so fake tensors have none. The values of ``torch.arange(2, n)`` are
+the same in every step, though, and so are those of arguments that ``constant=`` names: the value of each such fake
+tensor is kept next to it, computed as eager mode would, and returned to whoever reads it. An operator whose result's
+shape depends on such values gives a constant of the graph.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class KnownValues(TorchDispatchMode):
-    """While active, keeps the values of tensors that follow from constants alone, and gives them to their readers."""
+    """While active, keeps the values of tensors that follow from constants alone, and returns them when read."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -45,36 +45,36 @@ class KnownValues(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         flat, spec = pytree.tree_flatten((args, kwargs))
-        values = self._known(func, flat)
+        values = self._substitute_values(func, flat)
         if values is None and func is _READ and self._answer is not None:
             answer = self._answer(args[0], args[0] in self._checked)
             if answer is not None:
                 return answer
         if values is not None and torch.Tag.data_dependent_output in func.tags:
-            return self._computed(func, values, spec)
+            return self._compute(func, values, spec)
         if values is not None and torch.Tag.dynamic_output_shape in func.tags:
             where = next(arg.device for arg in flat if isinstance(arg, torch.Tensor))
-            results = self._computed(func, values, spec)
+            results = self._compute(func, values, spec)
             return pytree.tree_map_only(torch.Tensor, lambda result: self._constant(result, where), results)
         if facts_of(func).kind is OperatorKind.INDEXED:
-            args = (args[0], self._without_masks(args[1]), *args[2:])
+            args = (args[0], self._masks_to_indices(args[1]), *args[2:])
         out = func(*args, **kwargs)
         if func is _aten._is_all_true.default:  # which ``torch._check_tensor_all`` calls, and nobody else
             self._checked[out] = None
         if values is None:
             self._forget_written(func, args, kwargs)
             return out
-        results = self._computed(func, values, spec)
+        results = self._compute(func, values, spec)
         for tensor, value in zip(pytree.tree_leaves(out), pytree.tree_leaves(results), strict=True):
             if isinstance(tensor, torch.Tensor) and value.numel() <= self._most_elements:
                 self._keep(tensor, value)
         return out
 
     @contextlib.contextmanager
-    def asking(self, answer: Callable[[torch.Tensor, bool], bool | None]) -> Iterator[None]:
-        """Let ``answer`` say what who reads a tensor of one element without a known value is told; None: refuse.
+    def answer_reads(self, answer: Callable[[torch.Tensor, bool], bool | None]) -> Iterator[None]:
+        """While open, ``answer`` decides reads of one-element tensors without a known value; None: refuse.
 
-        It is given the tensor, and whether that it holds is all that is asked.
+        It is given the tensor, and whether the read only asserts that it holds.
         """
         before, self._answer = self._answer, answer
         try:
@@ -83,7 +83,7 @@ class KnownValues(TorchDispatchMode):
             self._answer = before
 
     def learn(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """Have ``fake`` stand for ``real``, whose values are the same in every step."""
+        """Make ``fake`` stand for ``real``, whose values are the same in every step."""
         with without_modes():
             value = real.detach().to("cpu", fake.dtype, copy=True)
         self._most_elements = max(self._most_elements, _GROWTH * value.numel())
@@ -99,8 +99,8 @@ class KnownValues(TorchDispatchMode):
             return None
         return known
 
-    def _known(self, func: Any, flat: list[Any]) -> list[Any] | None:
-        """The arguments with values in the places of tensors, or None where what ``func`` gives is not known."""
+    def _substitute_values(self, func: Any, flat: list[Any]) -> list[Any] | None:
+        """The arguments with values instead of tensors, or None if the result of ``func`` is not known."""
         traffic = facts_of(func).traffic
         if not isinstance(func, OpOverload) or func.namespace != "aten" or traffic is Traffic.ALLOCATES:
             return None
@@ -121,13 +121,13 @@ class KnownValues(TorchDispatchMode):
             arguments.append(arg)
         return arguments
 
-    def _computed(self, func: Any, values: list[Any], spec: Any) -> Any:
+    def _compute(self, func: Any, values: list[Any], spec: Any) -> Any:
         args, kwargs = pytree.tree_unflatten(values, spec)
         with without_modes(), torch.no_grad():
             return func(*args, **kwargs)
 
-    def _without_masks(self, indices: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Numbers in the places of masks whose values are known: eager mode's kernels do the same."""
+    def _masks_to_indices(self, indices: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Replace masks whose values are known by indices, as eager mode's kernels do."""
         numbered: list[torch.Tensor | None] = []
         for index in indices:
             mask = self.value(index) if index is not None and index.dtype in (torch.bool, torch.uint8) else None
@@ -156,7 +156,7 @@ class KnownValues(TorchDispatchMode):
         return type(tensor) in _PLAIN and not tensor.is_meta and not is_functional(tensor)
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        """After a call whose results are not known, what it has written over is not known either."""
+        """Forget the values of tensors that a call with unknown results has written to."""
         schema = schema_of(func) if isinstance(func, OpOverload) else None
         if schema is not None and not schema.is_mutable:
             return

@@ -10,14 +10,14 @@ _LEAVES = ("RETURN_", "YIELD_", "SEND")
 
 
 def answer_without_raising(frame: FrameType) -> bool | None:
-    """What a condition that ``frame`` is about to branch on has to be, for the branch that raises not to be taken.
+    """The value of the condition that ``frame`` is about to branch on, for which the branch does not raise.
 
         if torch.any(variance < 0): raise ValueError(...)     # False
         assert mask.all(), "..."                              # True
         if flag: x = x + 1                                    # None: neither branch raises
 
-    A branch counts as one that raises where each way through it ends in ``raise``. What ``frame`` is executing is the
-    branch itself, or a call (``bool``, ``any``, ``item``) whose result it branches on.
+    A branch counts as raising if every path through it ends in ``raise``. The instruction that ``frame`` is executing
+    is the branch itself, or a call (``bool``, ``any``, ``item``) whose result it branches on.
     """
     code = [instruction for instruction in dis.get_instructions(frame.f_code) if instruction.opname != "CACHE"]
     places = {instruction.offset: index for index, instruction in enumerate(code)}
@@ -44,7 +44,7 @@ def _is_branch(instruction: dis.Instruction) -> bool:
 
 
 def _raises(code: list[dis.Instruction], places: dict[int, int], index: int, passed: set[int]) -> bool:
-    """Whether each way from ``index`` on ends in ``raise``."""
+    """True if every path from ``index`` on ends in ``raise``."""
     while index < len(code) and index not in passed:
         passed.add(index)
         instruction = code[index]

@@ -64,17 +64,17 @@ class _Call(NamedTuple):
 class RecurrentCalls:
     """The recurrent layers that one forward calls, in order.
 
-    The gradient of a weight is a sum over time steps, which goes on from that of a later call with the same weight:
-    each call hands its weights on to the next one.
+    The gradient of a weight is a sum over time steps that continues from a later call with the same weight: each call
+    passes its weights on to the next one.
     """
 
     def __init__(self) -> None:
         self._latest: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: a weight, and what stands for it
 
-    def in_one_operator(
+    def find_fused_call(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[], tuple[Tensor, ...]] | None:
-        """The call of torch's function of this name, with one operator for all time steps; None for what has none."""
+        """The call of torch's function of this name with one operator for all time steps; None if there is none."""
         if name not in ("lstm", "gru", "rnn_tanh", "rnn_relu") or kwargs or not isinstance(args[3], bool):
             return None
         call = _Call(*args)
@@ -115,7 +115,7 @@ class RecurrentCalls:
 
 
 def is_of_steps(function: Any) -> bool:
-    """Whether a node of autograd's graph is that of all time steps of a layer."""
+    """True if a node of autograd's graph is that of all time steps of a layer."""
     return forward_class(function) is _Steps
 
 

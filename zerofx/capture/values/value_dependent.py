@@ -16,8 +16,8 @@ import torch
 from zerofx.ir import ops
 
 
-def with_one_backward(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
-    """The call of torch's function of this name, as one whose backward can be traced; None for what needs no other."""
+def find_traceable_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """The call of torch's function of this name in a form whose backward can be traced; None if it needs none."""
     arguments = (*args, *kwargs.values())
     match name.removesuffix("_"), arguments:
         case "__setitem_", [x, mask, values] if _puts(x, mask, values):
@@ -36,7 +36,7 @@ def with_one_backward(name: str, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _puts(x: Any, mask: Any, values: Any) -> bool:
-    """Whether ``x[mask] = values`` gives values that have a gradient to what a mask names."""
+    """True if ``x[mask] = values`` writes values with a gradient to the elements of a mask."""
     return (
         all(isinstance(argument, torch.Tensor) for argument in (x, mask, values))
         and mask.dtype == torch.bool
@@ -48,7 +48,7 @@ def _puts(x: Any, mask: Any, values: Any) -> bool:
 
 
 def _is_one(x: torch.Tensor, mask: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether all rows get one value."""
+    """True if all rows get one value."""
     num_dims = x.dim() - mask.dim()
     return values.dim() <= num_dims or (values.dim() == num_dims + 1 and len(values) == 1)
 

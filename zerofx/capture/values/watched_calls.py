@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from zerofx.capture.blame import user_line, user_lines
 from zerofx.capture.values.raising_branches import answer_without_raising
 from zerofx.capture.values.recurrent import RecurrentCalls
-from zerofx.capture.values.value_dependent import with_one_backward
+from zerofx.capture.values.value_dependent import find_traceable_call
 from zerofx.errors import CaptureError
 from zerofx.ir.op_kernels.own_draws import generator_of
 from zerofx.torch_private.dispatch import reader, without_python_dispatcher
@@ -27,9 +27,9 @@ _BY_PYTHON = frozenset({"dropout", "istft", "one_hot", "tensor_split"})
 
 
 class Checks(TorchFunctionMode):
-    """Takes note of what a forward checks of tensors' values, which nobody knows while it is traced.
+    """Records the checks that a forward makes of tensors' values, which are unknown while it is traced.
 
-    Where ``if torch.any(variance < 0): raise ...`` asks, the answer that goes on is assumed, and checked in each step.
+    For ``if torch.any(variance < 0): raise ...`` the answer that does not raise is assumed, and checked in each step.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Checks(TorchFunctionMode):
         return self._note(args[0].all(), True, *args[1:], *(kwargs or {}).values())
 
     def answer(self, asked: torch.Tensor, is_check: bool) -> bool | None:
-        """The truth of ``asked``, of one element, for which whoever asks for it does not raise, if there is one."""
+        """The truth value of ``asked``, of one element, with which its reader does not raise, if there is one."""
         own = inspect.currentframe()
         frame = reader(own and own.f_back)
         truth = True if is_check else None if frame is None else answer_without_raising(frame)
@@ -53,8 +53,8 @@ class Checks(TorchFunctionMode):
             self._note(asked, truth)
         return truth
 
-    def noted(self) -> list[tuple[torch.Tensor, str]]:
-        """What has to hold, as booleans of one element, and what to say where it does not."""
+    def conditions(self) -> list[tuple[torch.Tensor, str]]:
+        """The conditions that must hold, as booleans of one element, each with the message for its failure."""
         conditions = [(condition.detach().reshape(()), answer, text) for condition, answer, text in self._noted]
         return [
             (condition if answer and condition.dtype == torch.bool else (condition != 0) == answer, text)
@@ -115,7 +115,7 @@ class CallWatcher(TorchFunctionMode):
         if name == "bernoulli" and isinstance(args[0], torch.Tensor):
             # Its result is dense whatever its input is, unlike that of bernoulli_, which tracing turns into the same.
             args = (args[0].contiguous(), *args[1:])
-        written = with_one_backward(name, args, kwargs or {}) or self._recurrent.in_one_operator(
+        written = find_traceable_call(name, args, kwargs or {}) or self._recurrent.find_fused_call(
             name, args, kwargs or {}
         )
         if written is not None:

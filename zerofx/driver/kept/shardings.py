@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TypeVar
 
-from zerofx.capture.tracing_settings import tracing_settings
+from zerofx.capture.trace_settings import trace_settings
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.driver.prepared import Request
 from zerofx.ir.canonical import graph_parts
@@ -32,7 +32,7 @@ def decided_once(
     if cache.folder is None:
         return decide()
     key = key_of("sharing", (
-        kind.__name__, *graph_parts(step), repr(request.mesh), repr(request.machine), *tracing_settings(), *said,
+        kind.__name__, *graph_parts(step), repr(request.mesh), repr(request.machine), *trace_settings(), *said,
     ))  # fmt: skip
     decisions = cache.read_as(key, lambda text: from_json(kind, text))
     if decisions is None:

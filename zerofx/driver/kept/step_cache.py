@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerofx.capture.traceable import tracing_device
+from zerofx.capture.traceable import trace_device
 from zerofx.codegen.kernels.table import kernels_in_use
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.driver.captures import Captures
@@ -53,7 +53,7 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
     if recorded.text is None and recorded.place.read() is None:
         return None
     model, optimizer, batch = request.model, request.optimizer, request.batch
-    options, settings, device = request.options, request.settings, tracing_device(request.model, request.batch)
+    options, settings, device = request.options, request.settings, trace_device(request.model, request.batch)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
     # Which update that makes is compared once it is traced; here it keeps steps of several optimizers apart.

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.capture.outside.lent import Lent
-from zerofx.capture.outside.outside import Outside
+from zerofx.capture.free_tensors.free_tensors import FreeTensors
+from zerofx.capture.free_tensors.shared_model import SharedModel
 from zerofx.ir.batch import Batch, micro_batch
 from zerofx.ir.casts import cast_of
 from zerofx.ir.facts import Placeholder, Role, placeholder
@@ -41,7 +41,7 @@ class StepArguments:
 class Loans:
     """What a step reads of models that other steps train: their tensors, and the states of those taken over."""
 
-    lent: tuple[Lent, ...]
+    lent: tuple[SharedModel, ...]
     states: tuple[TrainingState, ...]
 
     @property
@@ -63,7 +63,7 @@ def state_tensors(
     step: StepArguments,
     model: nn.Module,
     state: TrainingState,
-    outside: Outside,
+    outside: FreeTensors,
     scaler: LossScaler | None,
     loans: Loans,
 ) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zerofx.capture.objective.counted import total_of
+from zerofx.capture.objective.token_weighted_loss import total_terms
 from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch
 from zerofx.ir.collective_axes import axes_text
@@ -99,7 +99,7 @@ def _join(batches: Sequence[Batch]) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def count_all(batch: Batch, runtime: Runtime) -> None:
     """Let a batch that counts the terms of its loss know those of all ranks. Collective, where it does."""
-    total = total_of(batch)
+    total = total_terms(batch)
     if total is not None and runtime.mesh.num_ranks > 1:
         axes = axes_text(runtime.mesh.world)
         pending = runtime.all_gather(total.reshape(1), NO_BUCKET, runtime.mesh.num_ranks, over=axes)

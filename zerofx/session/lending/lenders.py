@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from zerofx.capture.outside.lent import Lent
+from zerofx.capture.free_tensors.shared_model import SharedModel
 from zerofx.deferred import is_deferred
 from zerofx.driver.lent import Borrowed
 from zerofx.errors import UsageError
@@ -30,7 +30,7 @@ class Lenders:
     """
 
     def __init__(self, model: nn.Module, options: CompileOptions, life: Life) -> None:
-        self._model, self._outside, self._life = model, options.objective.outside, life
+        self._model, self._outside, self._life = model, options.objective.free_tensors, life
         self._compute_dtype = options.compute_dtype
         self._owners: dict[str, Owner] = {}
         self._agreed: set[str] = set()  # those whose values are known to be rank 0's
@@ -81,7 +81,7 @@ class Lenders:
     @property
     def borrowed(self) -> tuple[Borrowed, ...]:
         """Those that a capture may read from buckets."""
-        lent = {lender.name: lender for lender in self._outside.offered}
+        lent = {lender.name: lender for lender in self._outside.candidates}
         return tuple(
             Borrowed(lent[name], steps.taken.state, steps.taken.binding.traced)
             for name, steps in self._all.items()
@@ -147,7 +147,7 @@ class Lenders:
         return {name: owner.steps for name, owner in self._owners.items() if owner.steps is not None}
 
 
-def _lent(name: str, steps: LendingSteps, compute_dtype: torch.dtype | None, life: Life) -> Lent:
+def _lent(name: str, steps: LendingSteps, compute_dtype: torch.dtype | None, life: Life) -> SharedModel:
     """The model of another step, for one that computes in ``compute_dtype``."""
     taken, held_in = steps.taken, steps.options.casts(steps.model)
     what, refusal = f"{name}, which another open step trains", ""
@@ -166,7 +166,7 @@ def _lent(name: str, steps: LendingSteps, compute_dtype: torch.dtype | None, lif
         casts = replace(held_in, dtype=compute_dtype)  # what its own step keeps in float32 is so here too
     strides = {} if taken is None else taken.state.strides()
     slices = {} if taken is None else _slices(taken.layout)
-    return Lent(name, steps.model, casts, held_in, strides, slices, taken is not None, refusal)
+    return SharedModel(name, steps.model, casts, held_in, strides, slices, taken is not None, refusal)
 
 
 def _slices(layout: BucketLayout) -> dict[str, list[Slot]]:

@@ -1,7 +1,7 @@
-"""Modules that another open step trains, which a step's ``forward`` uses: what a capture knows of them.
+"""Modules that another open step trains, and that a step's ``forward`` uses: their description for a capture.
 
-Such a model stands next to the step's own while it is traced, on fake tensors as that is. Its parameters are read and
-get no gradient, though gradients flow through it; its buffers are written as they would be by a call of the model.
+Such a model is traced next to the step's own, on fake tensors too. Its parameters are read and get no gradient, though
+gradients flow through it; its buffers are written as they would be by a call of the model.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from zerofx.ir.parameters import ParameterInfo, Strides, parameter_infos
 
 
 @dataclass(frozen=True)
-class Lent:
+class SharedModel:
     """A model of another step.
 
-    ``name`` is what all its names begin with in the step that reads it, which no name of that step's own model does.
-    ``compute_dtype`` and ``strides`` are as for ``capture``: what it is computed with there. ``held_in``: what its own
-    step has it in. ``slices``: those of parameters that are in slices there, by their names. ``in_buckets``: whether
+    ``name`` is the prefix of all its names in the step that reads it; no name of that step's own model has it.
+    ``compute_dtype`` and ``strides`` are as for ``capture``: how it is computed there. ``held_in``: the dtype in which
+    its own step stores it. ``slices``: the parameters that are in slices there, by their names. ``in_buckets``: whether
     that step has taken it over; until then its parameters are where its modules have them. ``refusal`` says why it
     cannot be read; empty where it can.
     """
@@ -50,15 +50,15 @@ class Lent:
             raise UsageError(self.refusal)
 
     def named(self, name: str) -> str:
-        """What a parameter, buffer or module is called in the step that reads it."""
+        """The name of a parameter, buffer or module in the step that reads it."""
         return f"{self.name}.{name}" if name else self.name
 
     def parameters(self) -> tuple[ParameterInfo, ...]:
-        """Those that are read from buckets, none of them trained here."""
+        """The parameters that are read from buckets, none of them trained here."""
         return tuple(self._infos(self.compute_dtype))
 
     def held(self) -> Mapping[str, Sequence[ParameterInfo]]:
-        """What its own step has of each of these, by name: the parameter as one, or its slices in order."""
+        """The storage of each parameter in its own step, by name: the parameter as one, or its slices in order."""
         slices = {self.named(name): slots for name, slots in self.slices.items()}
         return {
             info.name: [self._slice(info, slot) for slot in slices[info.name]] if info.name in slices else [info]

@@ -1,13 +1,13 @@
-"""Losses that are means over unequal numbers of terms: weighed so that a step's loss is the mean over all terms.
+"""Losses that are means over unequal numbers of terms: weighted so that a step's loss is the mean over all terms.
 
-A micro-batch of few valid tokens counts as much as one of many where losses are averaged. ``loss_terms(*batch)`` says
-how many terms each sample of a batch gives to the loss; the loss of a micro-batch is then multiplied by
+A micro-batch of few valid tokens counts as much as one of many where losses are averaged. ``loss_terms(*batch)`` gives
+the number of loss terms of each sample of a batch; the loss of a micro-batch is then multiplied by
 
     its terms * number of ranks / terms of all micro-batches of all ranks
 
-in the place of 1 / number of micro-batches: gradients, which ranks average, are those of the mean over all terms. What
-the factor is made of are tensors of the batch, so that a step is captured once: counts are whole numbers, which no
-compute dtype rounds.
+instead of 1 / number of micro-batches: gradients, which ranks average, are those of the mean over all terms. The parts
+of the factor are tensors of the batch, so that a step is captured once: counts are whole numbers, which no compute
+dtype rounds.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ COUNTS = f"**[{_COUNTS!r}]"
 """What a batch calls how many terms each of its samples has, int64, shape ``[samples]``."""
 
 
-def counted(
+def add_term_counts(
     loss_terms: LossTerms | None,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     num_ranks: int,
     added: Collection[str] = (),
 ) -> dict[str, Any]:
-    """``kwargs`` with what a loss is weighed by: its terms by sample, on this rank, and how many ranks there are.
+    """Add the weights of a loss to ``kwargs``: its terms by sample, on this rank, and the number of ranks.
 
-    ``added``: keywords that a step has added, which ``loss_terms`` does not know.
+    ``added``: keywords that the step has added, which ``loss_terms`` does not know.
 
     Raises:
         UsageError: ``loss_terms`` does not give a whole number for each sample.
@@ -65,18 +65,17 @@ def counted(
     return {**kwargs, _COUNTS: counts, _TOTAL: counts.sum(), _RANKS: ranks}
 
 
-def total_of(batch: Batch) -> torch.Tensor | None:
-    """How many terms there are, int64, shape ``[]``, if the batch says so: this rank's, until it is told all ranks'."""
+def total_terms(batch: Batch) -> torch.Tensor | None:
+    """The number of terms, int64, shape ``[]``, if the batch has it: this rank's until the sum replaces it."""
     named = zip(batch.names, batch.tensors, strict=True)
     return next((tensor for name, tensor in named if name == f"**[{_TOTAL!r}]"), None)
 
 
-def counts_of(kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """What the loss of a micro-batch is weighed by, empty if it is not; takes out of ``kwargs`` what ``counted`` has
-    added."""
+def pop_term_counts(kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Remove the weights that ``add_term_counts`` added to ``kwargs``; empty if there are none."""
     return tuple(kwargs.pop(name) for name in (_COUNTS, _TOTAL, _RANKS)) if _COUNTS in kwargs else ()
 
 
-def weighed(loss: torch.Tensor, counts: torch.Tensor, total: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
-    """The loss by its part of all terms, which is computed in float32, or in float64 of a loss in that."""
+def weigh_loss(loss: torch.Tensor, counts: torch.Tensor, total: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+    """Multiply the loss by its share of all terms, computed in float32, or in float64 for a loss in that."""
     return loss * (counts.sum().to(torch.promote_types(loss.dtype, torch.float32)) * ranks / total)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerofx.capture.outside.outside import Outside
+from zerofx.capture.free_tensors.free_tensors import FreeTensors
 
 
 def function_that_names(name: str, value: Any) -> Any:
@@ -30,7 +30,7 @@ def test_what_a_tool_has_written_into_code_is_not_gone_through() -> None:
     tool = Tool(scale=torch.ones(1))
     for name, is_reached in (("tool", True), ("@tool", False)):
         forward = function_that_names(name, tool)
-        assert any(value is tool.scale for _, value in Outside(forward, "forward").reachable()) is is_reached
+        assert any(value is tool.scale for _, value in FreeTensors(forward, "forward").reachable()) is is_reached
 
 
 class Counted(tuple[torch.Tensor, ...]):
@@ -51,6 +51,6 @@ class Hidden(dict[str, torch.Tensor]):
 def test_a_container_that_says_something_else_than_it_holds_is_gone_through() -> None:
     first, second = torch.ones(1), torch.ones(2)
     tool = SimpleNamespace(scales=Counted((first,)), named=Hidden(second=second))
-    outside = Outside(function_that_names("tool", tool), "forward")
+    outside = FreeTensors(function_that_names("tool", tool), "forward")
     assert outside.learn(first) and outside.learn(second)
     assert all(value is expected for value, expected in zip(outside.tensors().values(), (first, second), strict=True))

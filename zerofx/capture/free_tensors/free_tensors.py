@@ -1,11 +1,11 @@
-"""Tensors that ``forward`` or ``loss_fn`` use but neither model nor batch has, such as those of a teacher.
+"""Free tensors: used by ``forward`` or ``loss_fn``, but neither in the model nor in the batch, such as a teacher's.
 
-They are found by what a trace touches, and named by how the function reaches them: through its closure, globals,
-defaults, or attributes of what it is bound to. A step reads each at that place anew whenever it runs, so that one which
-is replaced by another like it (a teacher that follows the model) counts. What cannot be reached so, such as a tensor
-from a table of another library, is one tensor for good.
+They are found when a trace touches them, and named by how the function reaches them: through its closure, globals,
+defaults, or attributes of the object it is bound to. A step reads each at that place whenever it runs, so that a
+replaced one (a teacher that follows the model) counts. A tensor that cannot be reached so, such as one from a table of
+another library, is bound once and for all.
 
-What another open step trains is read where that step has it (``lent.py``).
+Tensors that another open step trains are read where that step has them (``shared_model.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from zerofx.capture.outside.lent import Lent
+from zerofx.capture.free_tensors.shared_model import SharedModel
 from zerofx.capture.python_state.numbers import NumberTensor, Tape
 from zerofx.errors import CaptureError, UsageError
 from zerofx.precision import dtype_name
@@ -53,13 +53,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Place:
-    """How a tensor is reached, and what it was like when a step was captured."""
+    """The path to a tensor, and its description when a step was captured."""
 
     way: _Way
     described: _Like
 
 
-class Outside:
+class FreeTensors:
     """The tensors that ``root`` is found to use besides the model's and the batch's, by name.
 
     Args:
@@ -70,7 +70,7 @@ class Outside:
     def __init__(self, root: Callable[..., Any] | None, name: str) -> None:
         self._root, self._name = root, name
         self._places: dict[str, _Place] = {}
-        self._lenders: tuple[Lent, ...] = ()
+        self._lenders: tuple[SharedModel, ...] = ()
         self._lender_of: dict[int, str] = {}  # by the identity of a parameter or buffer
         self._lent: frozenset[str] = frozenset()
         self._index: dict[int, tuple[str, _Way, torch.Tensor]] | None = None
@@ -78,17 +78,17 @@ class Outside:
         self._numbers: dict[str, NumberTensor] = {}  # those of all traces
 
     @property
-    def offered(self) -> tuple[Lent, ...]:
+    def candidates(self) -> tuple[SharedModel, ...]:
         """The models of other steps that may be used."""
         return self._lenders
 
     @property
-    def lent(self) -> tuple[Lent, ...]:
+    def lent(self) -> tuple[SharedModel, ...]:
         """The models of other steps of which something is known to be used."""
         return tuple(lender for lender in self._lenders if lender.name in self._lent)
 
-    def offer(self, lenders: tuple[Lent, ...]) -> None:
-        """Say which models that may be used are those of other open steps: their tensors are none of ``tensors``."""
+    def offer(self, lenders: tuple[SharedModel, ...]) -> None:
+        """Set the models of other open steps that may be used: their tensors are not in ``tensors``."""
         self._lenders = lenders
         self._lender_of = {
             id(tensor): lender.name
@@ -100,13 +100,13 @@ class Outside:
                 del self._places[name]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those known so far, as they are now; what is no tensor any more is left out."""
-        reached = {name: self._at(place.way) for name, place in self._places.items()}
+        """The tensors known so far, as they are now, without those that are no longer tensors."""
+        reached = {name: self._follow(place.way) for name, place in self._places.items()}
         inputs = {name: entry.tensor for name, entry in self.tape.inputs.items() if name in self._numbers}
         return {name: value for name, value in reached.items() if isinstance(value, torch.Tensor)} | inputs
 
     def learn(self, touched: torch.Tensor) -> bool:
-        """Find out where a tensor is that a trace has touched; whether it was found."""
+        """Find the path to a tensor that a trace has touched; True if it is found."""
         if self._learn_lender(touched):
             return True
         for name, entry in self.tape.inputs.items():
@@ -124,11 +124,11 @@ class Outside:
         number, unique = 1, name
         while unique in self._places:
             number, unique = number + 1, f"{name} ({number + 1})"
-        self._places[unique] = _Place(way, _described(touched))
+        self._places[unique] = _Place(way, _description(touched))
         return True
 
     def is_lent(self, touched: torch.Tensor) -> bool:
-        """Whether another step may lend a tensor."""
+        """True if another step may lend the tensor."""
         return id(touched) in self._lender_of
 
     def _learn_lender(self, touched: torch.Tensor) -> bool:
@@ -137,11 +137,11 @@ class Outside:
         self._lent |= {self._lender_of[id(touched)]}
         return True
 
-    def traced(self, trace: Callable[[], T]) -> T:
-        """What ``trace`` gives once it is made with all tensors that it touches.
+    def trace_until_complete(self, trace: Callable[[], T]) -> T:
+        """The result of ``trace``, repeated until it is made with all tensors that it touches.
 
         Raises:
-            Exception: what it raises then.
+            Exception: what the last trace raises.
         """
         while True:
             known = self._num_known()
@@ -156,7 +156,7 @@ class Outside:
         return len(self._places), len(self._lent), len(inputs)
 
     def forget_index(self) -> None:
-        """What is reached where is looked up anew: something may have changed since."""
+        """Forget which objects are where, since something may have changed."""
         self._index = None
 
     def check(self) -> None:
@@ -166,11 +166,11 @@ class Outside:
             UsageError: one is not.
         """
         for name, place in self._places.items():
-            value = self._at(place.way)
-            if _described(value) != place.described:
+            value = self._follow(place.way)
+            if _description(value) != place.described:
                 raise UsageError(
                     f"expected {name}, which {self._name} uses, to be like it was when the step was captured, "
-                    f"{_text(place.described)}, found {_text(_described(value))}: change values, not shapes, dtypes "
+                    f"{_text(place.described)}, found {_text(_description(value))}: change values, not shapes, dtypes "
                     f"or devices, or call step.close() and compile again"
                 )
 
@@ -178,7 +178,7 @@ class Outside:
         """The tensor of that name, as it is now, without a gradient."""
         if name in self._numbers:
             return self._numbers[name].fill()
-        tensor: torch.Tensor = self._at(self._places[name].way)
+        tensor: torch.Tensor = self._follow(self._places[name].way)
         return tensor.detach()
 
     def modules(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -193,11 +193,11 @@ class Outside:
         return outermost
 
     def reachable(self) -> Iterator[tuple[str, Any]]:
-        """What can be reached, the nearest first, each with how it is called."""
+        """The reachable objects, the nearest first, each with its name."""
         for name, _, value in self._walk():
             yield name, value
 
-    def _at(self, way: _Way) -> Any:
+    def _follow(self, way: _Way) -> Any:
         value: Any = self._root
         try:
             for kind, key in way:
@@ -207,7 +207,7 @@ class Outside:
         return value
 
     def _walk(self) -> Iterator[tuple[str, _Way, Any]]:
-        """What can be reached, the nearest first."""
+        """The reachable objects, the nearest first."""
         pending: deque[tuple[str, _Way, Any]] = deque([(self._name, (), self._root)])
         seen: dict[int, Any] = {}  # with what it is the identity of, which may be gone otherwise
         while pending and len(seen) < _MOST_OBJECTS:
@@ -221,11 +221,11 @@ class Outside:
 
 
 def _children(name: str, owner: Any) -> Iterator[tuple[str, Any, Any, str]]:
-    """What is reached from an object in a step: how, by which key, what it is, and its name."""
+    """The objects one step away: the kind of step, its key, the object, and its name."""
     if isinstance(owner, torch.Tensor | ModuleType):
         return
     if isinstance(owner, FunctionType):
-        yield from _of_function(owner)
+        yield from _function_children(owner)
     elif isinstance(owner, MethodType):
         yield "attribute", "__self__", owner.__self__, name
         yield "attribute", "__func__", owner.__func__, name
@@ -256,11 +256,11 @@ def _children(name: str, owner: Any) -> Iterator[tuple[str, Any, Any, str]]:
 
 
 def _builtin(container: Any) -> Any:
-    """The type whose methods read what a container holds: those of a class of its own may say something else."""
+    """The built-in type whose methods read a container: those of a user's class may do something else."""
     return next(kind for kind in (dict, list, tuple) if isinstance(container, kind))
 
 
-def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, Any, str]]:
+def _function_children(function: FunctionType) -> Iterator[tuple[str, Any, Any, str]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield "cell", name, cell.cell_contents, name
@@ -294,8 +294,8 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _described(value: Any) -> _Like:
-    """What of a tensor a captured step depends on; of anything else, its class."""
+def _description(value: Any) -> _Like:
+    """The properties of a tensor that a captured step depends on; for anything else, its class."""
     if not isinstance(value, torch.Tensor):
         return (type(value).__name__,)
     return value.dtype, tuple(value.shape), value.stride(), value.device
@@ -308,8 +308,8 @@ def _text(described: _Like) -> str:
     return f"{dtype_name(dtype)}{list(shape)} with strides {list(stride)} on {device}"
 
 
-def changed_outside(what: str) -> CaptureError:
-    """The error for a forward that changes what belongs to no step's model."""
+def change_error(what: str) -> CaptureError:
+    """The error for a forward that changes something that belongs to no step's model."""
     return CaptureError(
         f"expected a step that changes nothing outside of the model, found that it {what}: call eval() on its module "
         f"if it is a statistic of a layer in training mode, make its module a part of the model, or change it between "
@@ -317,38 +317,38 @@ def changed_outside(what: str) -> CaptureError:
     )
 
 
-class OutsideFoundError(Exception):
-    """Tensors were found that a trace was not made with: it is to be made again."""
+class FreeTensorFoundError(Exception):
+    """Tensors were found that a trace was not made with: it has to be made again."""
 
 
 @dataclass(frozen=True)
 class StandInMaker:
-    """How real tensors are stood in for: ``fake`` makes a tensor for one outside of the model; ``of_model`` has, by the
-    identity of a parameter or buffer, the table and the key that its stand-in is under."""
+    """Make stand-ins for real tensors: ``fake`` makes one for a free tensor; ``of_model`` has, by the identity of a
+    parameter or buffer, the table and the key of its stand-in.
+    """
 
     fake: Callable[[torch.Tensor], torch.Tensor]
     of_model: Mapping[int, tuple[dict[str, Any], str]]
 
 
 class StandIns(TorchFunctionMode):
-    """While open, functions of torch get fake tensors in the places of real ones that live outside of the model.
+    """While open, functions of torch get fake tensors instead of free tensors.
 
     Args:
-        known: by the identity of a real tensor, the table and the key there that its stand-in is under, which tracing
-            puts others in the place of.
-        outside: is told of further ones; ``has_learned`` says whether there were any, for which what has been traced is
-            to be traced again.
+        known: by the identity of a real tensor, the table and the key of its stand-in, which tracing replaces.
+        free_tensors: is told of further ones; ``has_learned`` says whether there were any, and so whether the trace has
+            to be made again.
         fake: makes the stand-in of a tensor.
     """
 
     def __init__(
         self,
         known: Mapping[int, tuple[dict[str, Any], str]],
-        outside: Outside,
+        free_tensors: FreeTensors,
         fake: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         super().__init__()
-        self._known, self._outside, self._fake = known, outside, fake
+        self._known, self._outside, self._fake = known, free_tensors, fake
         self._made: dict[int, torch.Tensor] = {}
         self._others: dict[int, torch.Tensor] = {}  # which nothing leads to
 
@@ -359,15 +359,15 @@ class StandIns(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return func(*[self._replaced(arg) for arg in args], **{k: self._replaced(v) for k, v in (kwargs or {}).items()})
+        return func(*[self._replace(arg) for arg in args], **{k: self._replace(v) for k, v in (kwargs or {}).items()})
 
-    def _replaced(self, argument: Any) -> Any:
+    def _replace(self, argument: Any) -> Any:
         if isinstance(argument, torch.Tensor):
             return self._stand_in(argument)
         if type(argument) in (list, tuple):
-            return type(argument)([self._replaced(item) for item in argument])
+            return type(argument)([self._replace(item) for item in argument])
         if type(argument) is dict:
-            return {key: self._replaced(item) for key, item in argument.items()}
+            return {key: self._replace(item) for key, item in argument.items()}
         return argument
 
     def _stand_in(self, touched: torch.Tensor) -> torch.Tensor:

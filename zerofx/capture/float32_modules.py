@@ -1,4 +1,4 @@
-"""Modules that compute in float32 while others do not: what stands around them while a model runs or is traced.
+"""Modules that compute in float32 while others do not: the casts around them when a model runs or is traced.
 
 y = layer_norm(x, w, b)                        x_wide = _to_copy(x, dtype=float32)
 ...                                     ->     y_wide = layer_norm(x_wide, w, b)
@@ -19,10 +19,10 @@ from zerofx.torch_private.operators import pytree
 
 
 @contextlib.contextmanager
-def computing_in_float32(compute_dtype: ComputeDtype) -> Iterator[None]:
-    """While open, the modules that keep float32 get their inputs in it, and hand their results on in the others' dtype.
+def compute_in_float32(compute_dtype: ComputeDtype) -> Iterator[None]:
+    """While open, the modules that keep float32 get their inputs in it, and return their results in the others' dtype.
 
-    Scalars that they give stay in float32: a loss, say.
+    Scalars that they return stay in float32: a loss, say.
     """
     if not isinstance(compute_dtype, Casts):
         yield

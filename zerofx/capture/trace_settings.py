@@ -9,8 +9,8 @@ import torch
 from zerofx.torch_private.capture import tracing_configuration
 
 
-def tracing_settings() -> tuple[str, ...]:
-    """What tracing may depend on besides the model, its batch and the versions of what is installed, as texts."""
+def trace_settings() -> tuple[str, ...]:
+    """Texts of all that tracing may depend on besides the model, its batch and installed versions."""
     kinds = ("cpu", "cuda")
     return (
         platform.machine(),
@@ -24,8 +24,8 @@ def tracing_settings() -> tuple[str, ...]:
     )
 
 
-def passing_settings() -> dict[str, str]:
-    """What programs change of those from call to call, under names of two words each."""
+def per_call_settings() -> dict[str, str]:
+    """Settings that programs change from call to call, under names of two words each."""
     autocast = [
         f"{torch.get_autocast_dtype(kind)} on {kind}" for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     ]
@@ -34,7 +34,7 @@ def passing_settings() -> dict[str, str]:
 
 
 def _kernel_settings() -> str:
-    """What torch chooses kernels by, and a forward may ask for."""
+    """The settings by which torch chooses kernels, and which a forward may query."""
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
     libraries = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark
     precision = torch.get_float32_matmul_precision()
