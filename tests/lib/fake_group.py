@@ -42,7 +42,7 @@ def one_rank_of(num_ranks: int) -> Iterator[None]:
     try:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(life, "Control", _ForAll)
-            patched.setattr(collectives, "over_gloo", lambda group, log, _patience, **_: Nccl(group, CPU, log))
+            patched.setattr(collectives, "make_gloo_transport", lambda group, log, _timeout, **_: Nccl(group, CPU, log))
             patched.setattr(collectives, "gloo_over", lambda group, _timeout: group)
             yield
     finally:

@@ -28,7 +28,7 @@ from zerofx.checkpoints.training import OwnedValues, Training
 from zerofx.disk.checkpoint.folder import place_of
 from zerofx.disk.checkpoint.shard_file import Written
 from zerofx.errors import CheckpointError, ZeroFXError
-from zerofx.runtime.comm.patience import Heartbeat
+from zerofx.runtime.comm.heartbeat import Heartbeat
 from zerofx.runtime.tiers.snapshot import Snapshot
 
 _LOOK_SECONDS = 0.02  # between two looks for the notes of other ranks
@@ -55,7 +55,7 @@ def save_later(
     control = training.control
     begun = start(training, names, numbers, state, folder)
     begun = replace(begun, content=begun.content.copied())
-    heartbeat = Heartbeat(control.patience_seconds)
+    heartbeat = Heartbeat(control.rank_timeout_seconds)
     try:
         num_local_ranks = len(control.ranks_of_host("save a checkpoint"))
         snapshot = on_all(
@@ -152,8 +152,8 @@ class Later:
         """Leave it unfinished, on this rank alone."""
         self._stopped.set()
         self._snapshot.stop()
-        while self._thread.is_alive() and self._heartbeat.left_seconds:
-            self._thread.join(min(1.0, self._heartbeat.left_seconds))
+        while self._thread.is_alive() and self._heartbeat.seconds_left:
+            self._thread.join(min(1.0, self._heartbeat.seconds_left))
         self._end()
         self._begun.abandon()
 
@@ -170,8 +170,8 @@ class Later:
         Raises:
             CheckpointError: it hangs.
         """
-        while not self._written.wait(min(1.0, self._heartbeat.left_seconds)):
-            if not self._heartbeat.left_seconds:
+        while not self._written.wait(min(1.0, self._heartbeat.seconds_left)):
+            if not self._heartbeat.seconds_left:
                 raise CheckpointError(
                     f"expected to write a checkpoint to {self._begun.part.parent}, found that nothing was written for "
                     f"{self._heartbeat.limit_seconds:.0f} s: look at the drive, or raise ZEROFX_TIMEOUT"
@@ -242,8 +242,8 @@ class Later:
 
         A rank that says nothing for as long as ranks wait for one another is waited for where all finish.
         """
-        while self._heartbeat.left_seconds and not self._control.lost and not self._outcomes.has_failed():
-            if (outcomes := self._outcomes.of_all()) is not None:
+        while self._heartbeat.seconds_left and not self._control.lost and not self._outcomes.has_failed():
+            if (outcomes := self._outcomes.read_all()) is not None:
                 self._heartbeat.beat()
                 listed = [item for text in outcomes for item in json.loads(text).items()]
                 self._commit({name: Written(*about) for name, about in listed})
@@ -256,5 +256,5 @@ def _wait_at_exit(thread: threading.Thread, snapshot: Snapshot, heartbeat: Heart
     """A program may end without closing its step: what is being written is waited for, as long as that gets on."""
     if thread.is_alive():
         snapshot.keep_all()
-    while thread.is_alive() and heartbeat.left_seconds:
-        thread.join(min(1.0, heartbeat.left_seconds))
+    while thread.is_alive() and heartbeat.seconds_left:
+        thread.join(min(1.0, heartbeat.seconds_left))

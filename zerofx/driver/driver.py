@@ -34,7 +34,7 @@ from zerofx.options import CompileOptions
 from zerofx.progress import watched
 from zerofx.report.schedule import make_schedule
 from zerofx.runtime.comm.collectives import is_on_cpu
-from zerofx.runtime.comm.compared import check_equal
+from zerofx.runtime.comm.comparisons import check_equal
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.optimizer import OptimizerBinding
 from zerofx.scheduler.cost.machine import Machine
@@ -66,7 +66,7 @@ def build_step(request: Request, earlier: Earlier | None, control: Control) -> B
         MemoryBudgetError: no plan fits the budget.
         ZeroFXError: as ``prepare``.
     """
-    with control.telling("build a step"), _preparing_the_compiler(request), collecting_recent_garbage_only():
+    with control.report_interrupts("build a step"), _preparing_the_compiler(request), collecting_recent_garbage_only():
         built = _built(request, earlier, control)
     if request.verbose and request.locations is None:
         _warn_of_host(built.compiled.plan, request.machine)

@@ -148,7 +148,7 @@ class PaddedBatches:
     def _agree(self, batch: Batch, axes: BatchAxes | None = None) -> Sizes:
         axes = axes or self.axes
         assert axes is not None, "a first batch has been seen"
-        with self._control.telling_errors():
+        with self._control.report_errors():
             mine = axes.sizes(batch)
         notes = self._control.start("agree on a length", note=_SIZES.pack(*mine))()
         of_ranks = [_SIZES.unpack(note[: _SIZES.size]) for note in notes]

@@ -126,7 +126,7 @@ class Runtime:
             return self.all_gather_onto(full, shard, more, bucket, over=over)
         if not more:
             self._start_joint(over)
-        return Pending.after(whole)
+        return Pending.from_waits(whole)
 
     def all_gather_onto(
         self, full: torch.Tensor, shard: torch.Tensor, more: int = 0, bucket: int = -1, *, over: str = "shard"
@@ -255,7 +255,7 @@ class Runtime:
     def _along(self, axes: str) -> Transport:
         """The transport between this rank's group along some axes of the mesh."""
         self._connected()
-        return self._communicators.over(axes)
+        return self._communicators.transport(axes)
 
     def _connected(self) -> Transport:
         assert self._transport is not None, "a step for one rank has no collectives"

@@ -283,7 +283,7 @@ class Checkpointed:
     def _finish_updates(self, taken: TakenOver, purpose: str) -> None:
         """Have all that training goes on from in its place on every rank. Collective."""
         self._life.control.meet(purpose)
-        with self._life.control.together(purpose):
+        with self._life.control.fail_together(purpose):
             taken.optimizer_state.take_loaded()
             taken.state.flush()
 

@@ -30,7 +30,7 @@ def end(taken: TakenOver, life: Life, losses: LossWatch) -> RankMismatchError | 
             life.check_world()
             life.control.meet("close the step")
             losses.warn(life.control.rank, wait=True)
-            with life.control.together("close the step"):
+            with life.control.fail_together("close the step"):
                 taken.give_back()
             let_go(taken.model, taken.guards)
         except RankMismatchError as error:

@@ -44,7 +44,7 @@ class Life:
         Raises:
             UsageError: something is being done with it; nothing has been changed.
         """
-        if not self._owned.acquire(timeout=self.control.patience_seconds if waits else 0):
+        if not self._owned.acquire(timeout=self.control.rank_timeout_seconds if waits else 0):
             thread, doing = self._owner
             here = thread == threading.get_ident()
             who = "a signal handler or callback has interrupted this thread, which" if here else "another thread"

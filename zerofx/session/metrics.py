@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zerofx.ir.batch import Batch
-from zerofx.runtime.comm.compared import check_equal
+from zerofx.runtime.comm.comparisons import check_equal
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.measure.measure import Measurement
 from zerofx.scheduler.plan.mesh import Mesh

@@ -10,7 +10,7 @@ from zerofx.capture.objective.module_state import Change as Effect
 from zerofx.capture.python_state.reads import Change, Reads
 from zerofx.errors import UsageError, notify
 from zerofx.lowering.load import CompiledStep
-from zerofx.runtime.comm.compared import Gather
+from zerofx.runtime.comm.comparisons import Gather
 from zerofx.units import first_few
 
 T = TypeVar("T")

@@ -39,7 +39,7 @@ from zerofx.mesh_option import AUTO, mesh_for
 from zerofx.options import CompileOptions
 from zerofx.progress import watched
 from zerofx.runtime.comm.collectives import is_on_cpu
-from zerofx.runtime.comm.compared import Compared
+from zerofx.runtime.comm.comparisons import Comparison
 from zerofx.runtime.cuda_graphs.obstacles import machine_obstacle, step_obstacle
 from zerofx.runtime.state.loss_scaler import LossScaler
 from zerofx.runtime.state.optimizer import Advance
@@ -125,7 +125,7 @@ class Steps:
         Raises:
             ZeroFXError: it cannot be; the other ranks hear of it.
         """
-        with self._control.telling_errors():
+        with self._control.report_errors():
             terms = self.options.loss_terms if counts else None
             added = () if self.lengths is None else self.lengths.filling.added
             named = add_term_counts(terms, args, kwargs, self._control.num_ranks, added)
@@ -154,7 +154,7 @@ class Steps:
         described = shape | setting
         signature = lines(described)
         form = signature if self.lengths is None else f"{self.lengths.form(batch)}; {setting}"
-        with self._control.telling_errors():
+        with self._control.report_errors():
             changed = self.taken.changed() if self.taken is not None else ""
             advance = self.taken.advance() if self.taken is not None and not changed else None
         variant = self._variant()
@@ -237,7 +237,7 @@ class Steps:
             )
         self.before_undoing()
         self.gradients.remove()
-        with self._control.together("make the step anew"):
+        with self._control.fail_together("make the step anew"):
             taken.give_back()
         let_go(self.model, taken.guards)
         absence = end_connections(taken, self.life)
@@ -255,7 +255,7 @@ class Steps:
         update = self.taken.binding.variant if self.taken is not None else "not traced yet"
         return f"{update}\n{self.lenders.key}".strip()
 
-    def agreement(self, purpose: str, batch: Batch, compare: Callable[[], Sequence[Compared]]) -> Agreed:
+    def agreement(self, purpose: str, batch: Batch, compare: Callable[[], Sequence[Comparison]]) -> Agreed:
         """Begin to compare what ranks are about to do with a batch; as ``Control.start``."""
         started = self._control.start(
             purpose, compare, self.seeds.digest(self.device, self.mesh) + digest_of(batch, self.mesh),

@@ -8,7 +8,7 @@ import torch
 
 from zerofx.errors import NonFiniteLossError, RankMismatchError, TierError, ZeroFXError, warn
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.comm.patience import WAYS_TO_WAIT
+from zerofx.runtime.comm.heartbeat import WAYS_TO_WAIT
 from zerofx.runtime.comm.transport import LostRankError
 from zerofx.runtime.state.optimizer import Advance
 from zerofx.session.life import Life
@@ -87,7 +87,7 @@ def _error_to_raise(purpose: str, elsewhere: str, life: Life, error: BaseExcepti
         return error
     mismatch = RankMismatchError(f"expected all ranks to {purpose}, found that {elsewhere or error}")
     if not elsewhere:
-        mismatch.add_note(f"zerofx: ranks wait {life.control.patience_seconds:.0f} s: {WAYS_TO_WAIT}")
+        mismatch.add_note(f"zerofx: ranks wait {life.control.rank_timeout_seconds:.0f} s: {WAYS_TO_WAIT}")
     return mismatch
 
 

@@ -69,12 +69,12 @@ class TakenOver:
         self.model, self.layout, self.binding, self.device = model, built.layout, built.binding, device
         self._life, self._tiers, self._outside = life, tiers, options.objective.free_tensors
         self.scaler, self._read_lent, self._shared = scaler, read_lent, built.shared
-        with control.together("take the model over"):
+        with control.fail_together("take the model over"):
             transport = make_transport(
-                life.group, device, control.patience_seconds, tiers.log, reads_memory=reads_memory
+                life.group, device, control.rank_timeout_seconds, tiers.log, reads_memory=reads_memory
             )
             if transport is not None:
-                control.on_failure(transport.abort)
+                control.call_on_failure(transport.abort)
                 if not transport.breaks:
                     control.watch()
             communicators = Communicators(transport, built.layout.mesh, built.layout.groups)
@@ -144,7 +144,7 @@ class TakenOver:
         if self.state.is_placed(plan):
             return
         agreed()
-        with self._life.control.together("finish the updates of the last step"):
+        with self._life.control.fail_together("finish the updates of the last step"):
             self._tiers.finish_updates()
         if self.state.place(plan):
             self.state.hide_parameters()
@@ -205,7 +205,7 @@ class TakenOver:
         """
         control = self._life.control
         try:
-            with control.together(f"load {name}"), torch.no_grad():
+            with control.fail_together(f"load {name}"), torch.no_grad():
                 self.optimizer_state.take_loaded()
                 self.state.flush()
                 fill_training(source, self.training, optimizer=optimizer)
@@ -225,7 +225,7 @@ class TakenOver:
         with life.alone("enter full_parameters()"):
             life.check_world()
             life.control.meet("enter full_parameters()")
-            with life.control.together("show the whole parameters"):
+            with life.control.fail_together("show the whole parameters"):
                 state.flush()
                 if not state.resident:
                     state.show_parameters()

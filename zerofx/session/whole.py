@@ -39,7 +39,7 @@ class Whole(Checkpointed):
             self._life.check_open("flush the step")
             if self._steps.taken is not None:
                 self._life.control.meet("flush the step")
-                with self._life.control.together("flush the step"):
+                with self._life.control.fail_together("flush the step"):
                     self._steps.taken.state.flush()
 
     @contextmanager
@@ -147,7 +147,7 @@ def _whole_parameters(taken: TakenOver, life: Life, *, keep: bool) -> dict[int, 
     life.check_world()
     life.control.meet(purpose)
     whole: dict[int, torch.Tensor] = {}
-    with life.control.together(purpose), torch.no_grad():
+    with life.control.fail_together(purpose), torch.no_grad():
         state.flush()
         for bucket, held in zip(state.layout.buckets, state.buckets, strict=True):
             flat = state.gather(bucket, state.load(held.stored))
@@ -178,7 +178,7 @@ def _whole_tensor(taken: TakenOver, life: Life, place: _Place, *, write_back: bo
     purpose, control = f"read {place.described}", life.control
     with life.alone(purpose):
         control.meet(purpose)
-        with control.together(purpose), torch.no_grad():
+        with control.fail_together(purpose), torch.no_grad():
             taken.optimizer_state.take_loaded()
             taken.state.flush()
             value = place.read()
@@ -191,7 +191,7 @@ def _whole_tensor(taken: TakenOver, life: Life, place: _Place, *, write_back: bo
                 purpose, hash_of(value), f"values of {place.described}",
                 "Give every rank the same, for example by torch.distributed.broadcast.",
             )  # fmt: skip
-            with control.together(purpose), torch.no_grad():
+            with control.fail_together(purpose), torch.no_grad():
                 place.write(value)
 
 

@@ -137,9 +137,9 @@ class _Tuner:
                 "model, optimizer and options",
                 "Tune the same on every rank.",
             )
-        # From here on a rank may wait for another's whole candidate, and for the end of that one's patience with it.
-        patience = 2 * self._settings.timeout_seconds
-        with closing(Control(process_group(), patience, "tune")) as self._control:
+        # From here on a rank may wait for another's whole candidate, and for the end of that one's timeout with it.
+        rank_timeout_seconds = 2 * self._settings.timeout_seconds
+        with closing(Control(process_group(), rank_timeout_seconds, "tune")) as self._control:
             return self._tune(save)
 
     def _tune(self, save: Path | None) -> TuneResult:

@@ -237,7 +237,7 @@ def on_streams() -> Iterator[Streams]:
         patched.setattr(distributed, "reduce_single", _given(streams, distributed.reduce_single))
         for name in ("all_to_all_single", "all_reduce", "broadcast"):
             patched.setattr(dist, name, _given(streams, getattr(dist, name)))
-        patched.setattr(collectives, "over_gloo", lambda group, log, _patience, **_: Nccl(group, CPU, log))
+        patched.setattr(collectives, "make_gloo_transport", lambda group, log, _timeout, **_: Nccl(group, CPU, log))
         patched.setattr(tiers, "ThreadCopies", lambda log: CudaCopies(CPU, log))
         yield streams
         streams.finish()

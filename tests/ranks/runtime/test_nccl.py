@@ -32,7 +32,7 @@ def _gathered_within() -> tuple[list[float], list[float]]:
     """Of replicas with two nodes each: what the ranks of a replica, and then of a node of it, have."""
     with on_streams():
         transport = _transport()
-        inner = transport.among([[0, 1], [2, 3]])
+        inner = transport.split([[0, 1], [2, 3]])
         own = torch.tensor([float(transport.rank)])
         within = inner.all_gather_into(torch.empty(2), own).finish(None)
         on_node = inner.gather_on_node(torch.empty(2), own, 2).finish(None)
@@ -49,7 +49,7 @@ def _races(asked: str) -> tuple[list[str], str]:
     version = mock.patch.object(distributed, "nccl_version", return_value=(2, 26, 2))
     with settings, version, on_streams() as streams:
         transport = _transport()
-        inner = transport.among([[0, 1]])
+        inner = transport.split([[0, 1]])
         first = transport.all_gather_into(torch.empty(2), torch.ones(1))
         inner.all_gather_into(torch.empty(2), torch.ones(1)).finish(None)
         before = len(streams.collectives)
@@ -89,7 +89,7 @@ def _timeouts() -> list[timedelta | None]:
     assert isinstance(group, dist.ProcessGroup)
     with on_streams():
         transport = Nccl(group, CPU, SpanLog())
-        inner = transport.among([[0], [1]])
+        inner = transport.split([[0], [1]])
         transport.gather_on_node(torch.empty(2), torch.ones(1), 2).finish(None)
         groups = [group, inner._group, *transport._groups.values()]
         return [distributed.group_timeout(each) for each in groups]
@@ -189,7 +189,7 @@ def _after_a_failure() -> list[str]:
             lambda: transport.all_gather_into(torch.empty(4), shard),
             lambda: transport.broadcast([shard]),
             lambda: transport.all_true(True),
-            lambda: transport.among([[0], [1]]),
+            lambda: transport.split([[0], [1]]),
         ):
             with pytest.raises(LostRankError, match="a rank has failed"):
                 start()

@@ -31,7 +31,7 @@ def _watched(how: str) -> tuple[bool, str]:
     """Whether a rank hears soon that rank 1 of three is lost, and what it takes for the reason."""
     control = Control(dist.group.WORLD, 60.0)
     heard = threading.Event()
-    control.on_failure(heard.set)
+    control.call_on_failure(heard.set)
     control.watch()
     control.meet("begin")
     if control.rank == 1 and how == "fails":
@@ -65,7 +65,7 @@ def _let_go() -> tuple[bool, list[str]]:
     """Of a control that nobody closes: whether another rank hears something, and the threads that are left."""
     controls = [Control(dist.group.WORLD, 60.0)]
     heard = threading.Event()
-    controls[0].on_failure(heard.set)
+    controls[0].call_on_failure(heard.set)
     controls[0].watch()
     controls[0].meet("begin")
     if dist.get_rank() == 0:
@@ -87,7 +87,7 @@ def test_a_control_that_is_let_go_of_leaves_without_a_word_of_failure() -> None:
 def _killed(folder: str) -> None:
     control = Control(dist.group.WORLD, 60.0)
     heard = threading.Event()
-    control.on_failure(heard.set)
+    control.call_on_failure(heard.set)
     control.watch()
     control.meet("begin")
     if control.rank == 1:

@@ -25,9 +25,9 @@ def _stranger(calls: Calls) -> socket.socket:
     return found
 
 
-def _line(patience_seconds: float = 60) -> tuple[AnnouncingEnd, ReadingEnd]:
+def _line(rank_timeout_seconds: float = 60) -> tuple[AnnouncingEnd, ReadingEnd]:
     """A line from rank 1 to rank 0."""
-    callee, caller = Calls(patience_seconds), Calls(patience_seconds)
+    callee, caller = Calls(rank_timeout_seconds), Calls(rank_timeout_seconds)
     there = caller.call(0, callee.name, os.getpid())
     assert there is not None
     here = callee.take({1: os.getpid()})[1]
@@ -61,7 +61,7 @@ def test_several_threads_can_wait_for_what_has_been_read() -> None:
 
 
 def test_a_message_that_has_not_been_read_is_waited_for() -> None:
-    there, here = _line(patience_seconds=1)
+    there, here = _line(rank_timeout_seconds=1)
     first, second = there.announce(1, 0, 0), there.announce(2, 0, 0)
     here.next(1)
     here.tell_read()

@@ -43,7 +43,7 @@ def test_blocks_of_a_drive_are_one_transfer_and_collectives_in_a_row_are_several
 def test_nothing_is_noted_outside_of_a_step() -> None:
     log = SpanLog()
     with log.span("compute"):
-        assert not log.running
+        assert not log.is_running
     log.start(CPU)
     assert log.stop() == ()
 

@@ -1,4 +1,4 @@
-"""Collectives as the emitted step starts them: by which transport, and several as one."""
+"""Collectives as the emitted step starts them: the choice of transport, and several collectives as one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx.errors import UsageError
-from zerofx.runtime.comm.gloo import over_gloo
+from zerofx.runtime.comm.gloo import make_gloo_transport
 from zerofx.runtime.comm.groups import gloo_over
 from zerofx.runtime.comm.nccl import Nccl
 from zerofx.runtime.comm.transport import Pending, Transport
@@ -21,16 +21,16 @@ _ON_THE_HOST = ("gloo", "mpi")  # backends that take tensors of CUDA's, and bloc
 def make_transport(
     group: dist.ProcessGroup | None,
     device: torch.device,
-    patience_seconds: float,
+    rank_timeout_seconds: float,
     log: SpanLog,
     *,
     reads_memory: bool = True,
 ) -> Transport | None:
     """The transport for a device; None for a world of one, where no step has a collective. Collective itself.
 
-    ``patience_seconds`` is for a rank that neither comes nor fails; NCCL has the timeout of ``group`` for that. ``log``
-    notes how long each collective takes, where a step is measured. ``reads_memory``: whether ranks of one host may read
-    each other's memory; it is the same on all.
+    ``rank_timeout_seconds`` is for a rank that neither comes nor fails; NCCL has the timeout of ``group`` for that.
+    ``log`` notes the duration of each collective, where a step is measured. ``reads_memory``: whether ranks of one host
+    may read each other's memory; it is the same on all.
 
     Raises:
         UsageError: on all ranks, where the backend of ``group`` is not one for the device.
@@ -40,8 +40,8 @@ def make_transport(
     if device.type == "cuda":
         check_backend(distributed.backend_for(group, device))
         return Nccl(group, device, log)
-    own = gloo_over(group, timedelta(seconds=patience_seconds))
-    return over_gloo(own, log, patience_seconds, reads_memory=reads_memory)
+    own = gloo_over(group, timedelta(seconds=rank_timeout_seconds))
+    return make_gloo_transport(own, log, rank_timeout_seconds, reads_memory=reads_memory)
 
 
 def check_backend(backend: str) -> None:
@@ -59,12 +59,12 @@ def check_backend(backend: str) -> None:
 
 
 def is_on_cpu(device: torch.device) -> bool:
-    """Whether ``device`` takes the CPU's kernels, and the messages between ranks of ``PointToPoint``."""
+    """True if ``device`` runs the CPU's kernels, and the messages between ranks of ``PointToPoint``."""
     return device.type != "cuda"
 
 
 class JointGathers:
-    """Gathers that start as one collective, and are done as one; each has a buffer, and a name, of its own."""
+    """Gathers that start as one collective and finish as one; each has its own buffer and name."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -72,13 +72,13 @@ class JointGathers:
 
     @property
     def num_parts(self) -> int:
-        """Gathers that have not been started."""
+        """The number of gathers that have not been started."""
         return len(self._parts)
 
     def add(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
-        """One more; nothing is moved before ``start``."""
+        """Add a gather; nothing is moved before ``start``."""
         self._parts.append((full, shard))
-        return Pending.after(full, self._finish)
+        return Pending.from_waits(full, self._finish)
 
     def start(self, transport: Transport) -> None:
         fulls, shards = zip(*self._parts, strict=True)

@@ -1,7 +1,7 @@
-"""What the transports of a rank on a CPU have in common: its lines to all other ranks, and what is under way there.
+"""Shared by the transports of a rank on a CPU: its channels to all other ranks, and the messages in flight.
 
 The gloo group is the step's own: a rank whose step fails closes its connections there, and its lines to other ranks of
-its host, so that the others fail too rather than wait for it, and the user's process group stays as it is.
+its host, so that the others fail too instead of waiting for it, and the user's process group stays as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from zerofx.runtime.comm.groups import close_connections, destroyed_with
+from zerofx.runtime.comm.groups import close_connections, destroy_with
 from zerofx.runtime.comm.same_host.channels import GlooChannel, MemoryChannel, Message, open_channels
 from zerofx.runtime.measure.spans import SpanLog
 from zerofx.runtime.tiers.copies import Workers
@@ -27,21 +27,23 @@ _SLOW = (
 
 class Connections:
     """Messages between all pairs of ranks of a gloo group that nobody else uses. All ranks start the same collectives
-    in the same order, each in its own group of ranks: by their number messages are told apart.
+    in the same order, each in its own group of ranks, so a collective's number identifies its messages.
 
-    ``log`` notes how long they take; ``patience_seconds`` is the group's timeout. ``reads_memory``: whether ranks of
-    one host may read each other's memory. ``sent_to`` counts what this rank has sent to each other, payload only.
+    ``log`` notes durations; ``rank_timeout_seconds`` is the group's timeout. ``reads_memory``: whether ranks of one
+    host may read each other's memory. ``sent_to`` counts the bytes of payload that this rank has sent to each other.
     """
 
-    def __init__(self, group: dist.ProcessGroup, log: SpanLog, patience_seconds: float, *, reads_memory: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, log: SpanLog, rank_timeout_seconds: float, *, reads_memory: bool
+    ) -> None:
         self.group = group
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.sent_to: Counter[int] = Counter()
         self.log = log
-        self._end = destroyed_with(self, group)
+        self._end = destroy_with(self, group)
         self._numbers = itertools.count(1)
         self._readers = Workers("messages")
-        self.channels = open_channels(group, self._readers, patience_seconds, reads_memory=reads_memory)
+        self.channels = open_channels(group, self._readers, rank_timeout_seconds, reads_memory=reads_memory)
         near = [rank for rank, channel in self.channels.items() if isinstance(channel, GlooChannel) and channel.is_near]
         self.notice = _SLOW.format(self.rank, ", ".join(map(str, near))) if near and reads_memory else ""
         self._watch: _Watch | None = None
@@ -49,11 +51,11 @@ class Connections:
 
     @property
     def reads_all(self) -> bool:
-        """Whether this rank reads the memory of all others."""
+        """True if this rank reads the memory of all others."""
         return all(isinstance(channel, MemoryChannel) for channel in self.channels.values())
 
     def tag(self) -> int:
-        """The number of a collective that starts: the same on all ranks."""
+        """The number of the next collective: the same on all ranks."""
         return next(self._numbers)
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
@@ -63,21 +65,22 @@ class Connections:
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
         return self.channels[rank].receive(tensor, tag)
 
-    def under_way(self, works: list[Message], num_bytes: int, stream: str) -> Callable[[], None]:
-        """What waits for messages of a collective on ``stream``, ``num_bytes`` of them sent; as a step is measured, a
-        thread sees them come."""
+    def track(self, works: list[Message], num_bytes: int, stream: str) -> Callable[[], None]:
+        """The function that waits for a collective's messages on ``stream``, ``num_bytes`` of them sent; while a step
+        is measured, a thread notes their arrival.
+        """
         self._started = [*(work for work in self._started if work), works]
-        if self.log.running and works:
+        if self.log.is_running and works:
             self._watch = self._watch or _Watch(self.log)
             return self._watch.see(works, num_bytes, stream)
-        if not self.log.running:
+        if not self.log.is_running:
             self._stop_watching()
 
-        def arrived() -> None:
+        def wait_all() -> None:
             while works:
                 works.pop().wait()
 
-        return arrived
+        return wait_all
 
     def settle(self) -> None:
         for works in self._started:
@@ -106,9 +109,9 @@ class Connections:
 
 
 class _Watch:
-    """A thread that notes when messages have come: whoever waits for them may come later than they do.
+    """A thread that notes when messages arrive, which may be before anyone waits for them.
 
-    Collectives of a stream are taken to run one after the other, as in predictions: one begins where the one before it
+    Collectives of a stream are taken to run one after the other, as in predictions: each begins where the one before it
     ends.
     """
 
@@ -129,11 +132,11 @@ class _Watch:
 
         seen = self._workers.submit(watch)
 
-        def arrived() -> None:
+        def wait_all() -> None:
             seen.result()
             works.clear()  # here: what is freed by another thread is not in what is measured
 
-        return arrived
+        return wait_all
 
     def close(self) -> None:
         self._workers.close()

@@ -1,8 +1,8 @@
 """Agreement between ranks outside the step: small objects over a gloo group of its own, always within a timeout.
 
-Ranks that meet tell one another what for, so that two that are in different places are told apart at once. A rank that
-does not come is found out when the timeout is over, and named: those that waited leave a note (``notes.py``), and who
-left none was not there.
+Ranks that meet exchange the purpose of the meeting, so that ranks in different places are told apart at once. A rank
+that does not come is identified when the timeout is over: the ranks that waited leave a note (``notes.py``), and a rank
+without a note was absent.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented, but not listed as public
 
 from zerofx.errors import RankMismatchError, TierError, ZeroFXError
-from zerofx.runtime.comm.compared import Compared, check_compared, check_equal
-from zerofx.runtime.comm.groups import close_connections, destroyed_with, gloo_over
+from zerofx.runtime.comm.comparisons import Comparison, check_comparisons, check_equal
+from zerofx.runtime.comm.groups import close_connections, destroy_with, gloo_over
+from zerofx.runtime.comm.heartbeat import WAYS_TO_WAIT, JointWork, SilentRankError, rank_timeout_seconds, wait_for
 from zerofx.runtime.comm.notes import Notes
 from zerofx.runtime.comm.outcomes import Outcomes
-from zerofx.runtime.comm.patience import WAYS_TO_WAIT, JointWork, SilentRankError, patience_seconds, wait_for
 from zerofx.runtime.comm.transport import LostRankError
 from zerofx.runtime.comm.watch import Watch
 
@@ -41,9 +41,9 @@ _GRACE_SECONDS = 1.0  # for the others to come to a meeting that this rank leave
 class Control:
     """The side channel on which ranks compare and share plans. For a world of one it does nothing.
 
-    A rank is waited for at most ``timeout_seconds``, or as long as the timeout of ``group`` says if that is less; one
-    that has work to do (``attempt``, ``share``) for as long as it shows that it works. ``purpose`` completes "expected
-    all ranks to ..." where a rank does not come to open it.
+    A rank is waited for at most ``timeout_seconds``, or the timeout of ``group`` if that is less; a rank with work to
+    do (``attempt``, ``share``) for as long as it sends heartbeats. ``purpose`` completes "expected all ranks to ..." if
+    a rank does not come to open the channel.
 
     Raises:
         RankMismatchError: from every method, where a rank does not come in time or does something else; names it.
@@ -54,9 +54,9 @@ class Control:
     ) -> None:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.num_ranks = dist.get_world_size(group) if group is not None else 1
-        self.patience_seconds = patience_seconds(group, timeout_seconds)
+        self.rank_timeout_seconds = rank_timeout_seconds(group, timeout_seconds)
         self.lost = ""  # why nothing can be agreed on any more: ``rank 1 ...``
-        self._timeout = timedelta(seconds=self.patience_seconds)
+        self._timeout = timedelta(seconds=self.rank_timeout_seconds)
         self._group: dist.ProcessGroup | None = None
         self._num_meetings = self._num_works = 0
         self._begun: dist.Work | None = None
@@ -66,9 +66,9 @@ class Control:
         self._leave: Callable[[], object] = bool
         if self.num_ranks > 1:
             assert group is not None
-            self._notes = Notes(self.rank, self.num_ranks, self.patience_seconds)
+            self._notes = Notes(self.rank, self.num_ranks, self.rank_timeout_seconds)
             self._group = self._connect(group, purpose)
-            self._end = destroyed_with(self, self._group)
+            self._end = destroy_with(self, self._group)
 
     def _connect(self, group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
         """A gloo group over the same ranks, once all of them want one."""
@@ -79,26 +79,26 @@ class Control:
             self._notes.withdraw()
             raise absence from error
         try:
-            return self._notes.ask(lambda: gloo_over(group, self._timeout), 2 * self.patience_seconds)
+            return self._notes.ask(lambda: gloo_over(group, self._timeout), 2 * self.rank_timeout_seconds)
         except RuntimeError as error:
             raise self._absence(purpose, error) from error
 
     def start(
         self,
         purpose: str,
-        compare: Callable[[], Sequence[Compared]] = tuple,
+        compare: Callable[[], Sequence[Comparison]] = tuple,
         note: bytes = b"",
         check: Callable[[Sequence[bytes]], None] | None = None,
     ) -> Callable[[], Sequence[bytes]]:
-        """Begin to compare what is to be alike on all ranks; returns what waits for the outcome, and raises if need be.
+        """Begin a comparison between all ranks; the returned function waits for the outcome, and raises if need be.
 
-        What waits gives every rank's ``note``, in rank order.
+        That function returns every rank's ``note``, in rank order.
 
         Args:
             purpose: completes "expected all ranks to ..."; ranks with different purposes do not agree either.
-            compare: gives what is compared, as many on all ranks with this purpose; not called where there is one rank.
+            compare: gives the comparisons, as many on all ranks with this purpose; not called where there is one rank.
             note: at most 32 bytes that may differ.
-            check: is given those of all ranks, in their order, once all of them agree, and may raise.
+            check: is given the notes of all ranks, in their order, once all of them agree, and may raise.
         """
         group = self._group
         if group is None:
@@ -118,14 +118,14 @@ class Control:
             self._begun = None
             try:
                 assert work is not None
-                wait_for(work, self.patience_seconds)
+                wait_for(work, self.rank_timeout_seconds)
             except RuntimeError as error:
                 raise self._absence(purpose, error) from error
             headers = [bytes(header[:-_NOTE_BYTES].tolist()) for header in seen]
             purposes = [header[:_PURPOSE_BYTES].decode(errors="ignore").strip() for header in headers]
             check_equal(purposes, "call", _IN_ORDER)
             if any(header != headers[0] for header in headers):
-                check_compared(compared, lambda value: self._exchange(value, purpose))
+                check_comparisons(compared, lambda value: self._exchange(value, purpose))
             notes = [bytes(header[-_NOTE_BYTES:].tolist()) for header in seen]
             if check is not None:
                 check(notes)
@@ -135,7 +135,7 @@ class Control:
 
     def agree(self, purpose: str, value: str, what: str, hint: str) -> None:
         """Check that all ranks have the same ``value``; see ``start``."""
-        self.start(purpose, lambda: [Compared(what, value, hint)])()
+        self.start(purpose, lambda: [Comparison(what, value, hint)])()
 
     def meet(self, purpose: str) -> None:
         """Wait for all ranks."""
@@ -148,7 +148,7 @@ class Control:
         self.meet(purpose)
         return self._exchange(value, purpose)
 
-    def from_rank_0(self, value: Any, purpose: str) -> Any:
+    def broadcast(self, value: Any, purpose: str) -> Any:
         """Rank 0's ``value`` on every rank."""
         if self._group is None:
             return value
@@ -161,20 +161,20 @@ class Control:
         return box[0]
 
     def share(self, purpose: str, make: Callable[[], T]) -> T:
-        """What ``make()`` gives on rank 0, on every rank; only there is it called.
+        """The result of ``make()`` on rank 0, on every rank; it is called on rank 0 only.
 
         Raises:
-            ZeroFXError: what it raised there, on every rank.
-            Exception: what else it raised, on rank 0; the others raise a ``RankMismatchError`` that says so.
+            ZeroFXError: the error raised on rank 0, on every rank.
+            Exception: any other error, on rank 0; the others raise a ``RankMismatchError`` that says so.
         """
 
-        def on_rank_0() -> tuple[T | None, ZeroFXError | None]:
+        def run_on_rank_0() -> tuple[T | None, ZeroFXError | None]:
             try:
                 return make() if self.rank == 0 else None, None
             except ZeroFXError as error:
                 return None, error
 
-        shared, failure = self.from_rank_0(self.attempt(purpose, on_rank_0), purpose)
+        shared, failure = self.broadcast(self.attempt(purpose, run_on_rank_0), purpose)
         if failure is not None:
             try:
                 raise failure
@@ -183,16 +183,16 @@ class Control:
         return cast(T, shared)
 
     def attempt(self, purpose: str, function: Callable[[], T]) -> T:
-        """``function()`` on every rank; where it fails on any rank, every rank raises.
+        """Call ``function()`` on every rank; if it fails on any rank, every rank raises.
 
         Raises:
-            Exception: what ``function`` raised here.
-            RankMismatchError: it raised on another rank, which is named; what it raised there.
+            Exception: the error that ``function`` raised here.
+            RankMismatchError: it failed on another rank; names that rank and its error.
         """
         failed: Exception | None = None
         # Where the ranks cannot be reached, this rank's own error is what its user needs.
         try:
-            with self._working(purpose):
+            with self._joint_work(purpose):
                 try:
                     result = function()
                 except Exception as error:  # noqa: BLE001 - raised once the others have heard of it
@@ -215,8 +215,8 @@ class Control:
         return result
 
     @contextlib.contextmanager
-    def together(self, purpose: str) -> Iterator[None]:
-        """A block in which ranks move tensors between one another: where it fails on one rank, it does on all.
+    def fail_together(self, purpose: str) -> Iterator[None]:
+        """A block in which ranks move tensors between one another: if it fails on one rank, it fails on all.
 
         Raises:
             RankMismatchError: a rank did not come, or has failed.
@@ -237,8 +237,8 @@ class Control:
             raise
 
     @contextlib.contextmanager
-    def telling(self, purpose: str) -> Iterator[None]:
-        """A block that ranks run together: where this rank is interrupted in it, the others hear of that at once."""
+    def report_interrupts(self, purpose: str) -> Iterator[None]:
+        """A block that ranks run together: if this rank is interrupted in it, the others are told at once."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit) as error:
@@ -246,29 +246,29 @@ class Control:
             raise
 
     @contextlib.contextmanager
-    def telling_errors(self) -> Iterator[None]:
-        """A block before a meeting: the others hear there of an error that this rank raises in it."""
+    def report_errors(self) -> Iterator[None]:
+        """A block before a meeting: an error of this rank in it is raised on the others at the meeting."""
         try:
             yield
         except ZeroFXError as error:
             self.start(f"raise {type(error).__name__}: {error}")
             raise
 
-    def on_failure(self, call: Callable[[], None]) -> None:
-        """Have ``call`` run where this rank fails, for others to fail that wait for it elsewhere than here."""
+    def call_on_failure(self, call: Callable[[], None]) -> None:
+        """Register ``call`` to run if this rank fails, so that ranks waiting for it elsewhere fail too."""
         self._on_failure.append(call)
 
     def watch(self) -> None:
-        """Hear on a thread of a rank that fails or is gone, and fail here too: what is ``on_failure`` runs on it then.
+        """Listen on a thread for a rank that fails or is gone, and fail here too: ``call_on_failure`` calls run on it.
 
-        Collective: a rank that does not watch breaks off as it ends.
+        Collective: a rank that does not watch breaks the connection when it ends.
         """
         if self._group is not None and self._watch is None:
             self._watch = Watch(self._group, self._hear)
             self._leave = weakref.finalize(self, self._watch.leave)  # also where the process ends
 
     def _hear(self) -> None:
-        """The next rank has failed, has heard of one that has, or is gone."""
+        """Handle the next rank's end: it has failed, has heard of one that has, or is gone."""
         if self.lost or self._group is None or self._watch is None:
             return
         if not self._notes.failure():
@@ -283,7 +283,7 @@ class Control:
         self._lose(what)
 
     def _lose(self, why: str) -> None:
-        """Nothing is agreed on any more; ranks that wait for this one fail too."""
+        """Stop all agreement; ranks that wait for this one fail too."""
         assert self._group is not None
         self.lost = why
         close_connections(self._group)
@@ -291,11 +291,11 @@ class Control:
             call()
 
     def outcomes(self, name: str) -> Outcomes:
-        """Outcomes of work that each rank does in a thread of its own; ``name`` is another for each piece of work."""
+        """Outcomes of work that each rank does in a thread of its own; ``name`` is unique for each piece of work."""
         return Outcomes(HashStore(), name, 0, 1) if self._group is None else self._notes.outcomes(name)
 
     def failure(self) -> str:
-        """``rank 1 ...``: the first failure that a rank has told of; empty where none has."""
+        """``rank 1 ...``: the first failure that a rank has reported; empty if none has."""
         return "" if self._group is None else self._notes.failure()
 
     def close(self) -> None:
@@ -313,7 +313,7 @@ class Control:
         """Destroy the group on this rank alone: ranks that wait for it there fail at once.
 
         A meeting that this rank has begun may still be telling the others that it leaves, and why. If they do not come
-        to it within a second, the group stays: to destroy it would be to wait for them.
+        to it within a second, the group is not destroyed, since that would wait for them.
         """
         begun, self._begun = self._begun, None
         if begun is not None:
@@ -324,7 +324,7 @@ class Control:
         self.close()
 
     def ranks_of_host(self, purpose: str) -> list[int]:
-        """The ranks on this rank's host, itself among them, in order."""
+        """The ranks on this rank's host, including itself, in order."""
         hosts = self.gather(socket.gethostname(), purpose)
         return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
 
@@ -337,14 +337,17 @@ class Control:
         return mine, [item for item in items if item not in mine]
 
     @contextlib.contextmanager
-    def _working(self, purpose: str) -> Iterator[None]:
-        """A block of work on some ranks, for which the others wait as long as it goes on."""
+    def _joint_work(self, purpose: str) -> Iterator[None]:
+        """A block of work on some ranks, for which the others wait as long as heartbeats arrive."""
         if self._group is None:
             yield
             return
         self._num_works += 1
         try:
-            with self.telling(purpose), JointWork(self._group, self._num_works, self.patience_seconds) as work:
+            with (
+                self.report_interrupts(purpose),
+                JointWork(self._group, self._num_works, self.rank_timeout_seconds) as work,
+            ):
                 yield
                 work.finish()
             self._last_work = work  # whose last words may still be on their way
@@ -360,9 +363,9 @@ class Control:
         return values
 
     def _absence(self, purpose: str, error: Exception, known: int | None = None) -> RankMismatchError:
-        """The error for a meeting that failed, with the rank that has failed before or those that were not there.
+        """The error for a meeting that failed, naming the rank that has failed before or the absent ranks.
 
-        ``known`` is a rank of which it is known that it was not. Nothing can be agreed on after it.
+        ``known`` is a rank known to be absent. Nothing can be agreed on afterwards.
         """
         if failure := self.failure():
             if not self.lost:
@@ -371,14 +374,14 @@ class Control:
                 f"expected all {self.num_ranks} ranks to {purpose}, found that {failure}. Restart all ranks from a "
                 f"checkpoint"
             )
-        missing = f"rank {known}" if known is not None else self._notes.missing(self._num_meetings)
+        missing = f"rank {known}" if known is not None else self._notes.absent_ranks(self._num_meetings)
         what = f"{missing} did not come to {purpose}"
         if self._group is not None:
             self.fail(what)
         return RankMismatchError(
-            f"expected all {self.num_ranks} ranks to {purpose} within {self.patience_seconds:.0f} s, but {missing} did "
-            f"not come, while rank {self.rank} did. Every rank must call the same things in the same order; look for "
-            f"an error on the missing ranks, or {WAYS_TO_WAIT}. {_first_line(error)}"
+            f"expected all {self.num_ranks} ranks to {purpose} within {self.rank_timeout_seconds:.0f} s, but {missing} "
+            f"did not come, while rank {self.rank} did. Every rank must call the same things in the same order; "
+            f"look for an error on the missing ranks, or {WAYS_TO_WAIT}. {_first_line(error)}"
         )
 
 

@@ -1,7 +1,7 @@
 """Collectives on a CPU: messages between all pairs of ranks.
 
-That is faster than gloo's own all-gather and reduce-scatter, takes no hidden buffers, and lets the sum be taken in rank
-order: results depend neither on timing nor on how parameters are divided into buckets.
+This is faster than gloo's own all-gather and reduce-scatter, takes no hidden buffers, and sums in rank order: results
+depend neither on timing nor on how parameters are divided into buckets.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from zerofx.runtime.comm.transport import Group, Groups, Pending, Transport, mem
 from zerofx.runtime.measure.spans import SpanLog
 
 
-def over_gloo(group: dist.ProcessGroup, log: SpanLog, patience_seconds: float, *, reads_memory: bool) -> PointToPoint:
+def make_gloo_transport(
+    group: dist.ProcessGroup, log: SpanLog, rank_timeout_seconds: float, *, reads_memory: bool
+) -> PointToPoint:
     """The transport among all ranks of a gloo group that nobody else uses; arguments as for ``Connections``."""
-    connections = Connections(group, log, patience_seconds, reads_memory=reads_memory)
+    connections = Connections(group, log, rank_timeout_seconds, reads_memory=reads_memory)
     shared = share_memory(group, connections.reads_all)
     return PointToPoint(connections, range(connections.num_ranks), shared)
 
 
 class PointToPoint(Transport):
-    """Messages between all pairs of the ranks ``members``, of all that ``connections`` lead to."""
+    """Messages between all pairs of the ranks ``members``, a subset of the ranks of ``connections``."""
 
     def __init__(self, connections: Connections, members: Sequence[int], shared: SharedBuckets | None = None) -> None:
         self._connections, self._members, self._shared = connections, list(members), shared
@@ -35,7 +37,7 @@ class PointToPoint(Transport):
         self.sent_to, self.notice = connections.sent_to, connections.notice
         self._peers = [member for member in self._members if member != connections.rank]
 
-    def among(self, groups: Groups) -> PointToPoint:
+    def split(self, groups: Groups) -> PointToPoint:
         (members,) = (group for group in groups if self._connections.rank in group)
         return PointToPoint(self._connections, members)
 
@@ -50,17 +52,17 @@ class PointToPoint(Transport):
         return whole
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
-        return self._gathered(full, shard, self._members)
+        return self._start_gather(full, shard, self._members)
 
     def gather_on_node(self, full: torch.Tensor, part: torch.Tensor, size: int) -> Pending[torch.Tensor]:
-        return self._gathered(full, part, self._of_nodes("node", size))
+        return self._start_gather(full, part, self._group_members("node", size))
 
     def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Pending[None]:
         # Their messages leave back to back, which is all that a group of gathers can save here.
         pairs = zip(fulls, shards, strict=True)
         works = [work for full, shard in pairs for work in self._gather(full, shard, self._members)]
-        arrived = self._under_way(works, sum(shard.nbytes for shard in shards) * len(self._peers))
-        return Pending.after(None, arrived)
+        arrived = self._track(works, sum(shard.nbytes for shard in shards) * len(self._peers))
+        return Pending.from_waits(None, arrived)
 
     def reduce_scatter(self, gradients: torch.Tensor, *, in_place: bool = False) -> Pending[torch.Tensor]:
         num_shard = gradients.numel() // self.num_ranks
@@ -81,7 +83,7 @@ class PointToPoint(Transport):
                 for place, member in enumerate(self._members)
                 if place != self.rank
             ]
-        arrived = self._under_way(works, received[0].nbytes * len(self._peers))
+        arrived = self._track(works, received[0].nbytes * len(self._peers))
 
         def finish(source: torch.Tensor | None) -> torch.Tensor:
             assert source is not None
@@ -104,15 +106,15 @@ class PointToPoint(Transport):
         works: list[Message] = []
         if parts.numel():
             tag = self._connections.tag()
-            members = self._of_nodes(group, size)
+            members = self._group_members(group, size)
             own = members.index(self._connections.rank)
             sent, into = parts.chunk(size), received.chunk(size)
             others = [place for place in range(size) if place != own]
             works += [self._connections.receive(into[place], members[place], tag) for place in others]
             works += [self._connections.send(sent[place], members[place], tag) for place in others]
             into[own].copy_(sent[own])
-        arrived = self._under_way(works, parts.nbytes // size * (size - 1))
-        return Pending.after(received, arrived)
+        arrived = self._track(works, parts.nbytes // size * (size - 1))
+        return Pending.from_waits(received, arrived)
 
     def shift(self, value: torch.Tensor) -> Pending[torch.Tensor]:
         received, following = torch.empty_like(value), (self.rank + 1) % self.num_ranks
@@ -123,8 +125,8 @@ class PointToPoint(Transport):
                 self._connections.receive(received, self._members[self.rank - 1], tag),
                 self._connections.send(value, self._members[following], tag),
             ]
-        arrived = self._under_way(works, value.nbytes)
-        return Pending.after(received, arrived)
+        arrived = self._track(works, value.nbytes)
+        return Pending.from_waits(received, arrived)
 
     def all_reduce(self, value: torch.Tensor, reduction: str) -> Pending[torch.Tensor]:
         flat = value.reshape(-1)
@@ -139,7 +141,7 @@ class PointToPoint(Transport):
         works += [self._connections.send(part, peer, tag) for peer, part in sent if part.numel()]
         if own.numel():
             parts[self.rank].copy_(own)
-        arrived = self._under_way(works, sum(part.nbytes for _, part in sent))
+        arrived = self._track(works, sum(part.nbytes for _, part in sent))
 
         def finish(_source: object) -> torch.Tensor:
             arrived()
@@ -152,7 +154,7 @@ class PointToPoint(Transport):
             slices = [(peer, _slice(result, number, each)) for number, peer in self._others()]
             works = [self._connections.receive(part, peer, tag) for peer, part in slices if part.numel()]
             works += [self._connections.send(summed, peer, tag) for peer, _ in slices if summed.numel()]
-            self._under_way(works, summed.nbytes * len(slices))()
+            self._track(works, summed.nbytes * len(slices))()
             return result.view(value.shape)
 
         return Pending(result, finish)
@@ -166,7 +168,7 @@ class PointToPoint(Transport):
             else:
                 works.append(self._connections.receive(tensor, self._members[0], tag))
         num_bytes = sum(tensor.nbytes for tensor in tensors)
-        self._under_way(works, num_bytes * len(self._peers) if self.rank == 0 else 0)()
+        self._track(works, num_bytes * len(self._peers) if self.rank == 0 else 0)()
 
     def all_true(self, here: bool) -> bool:
         # Memory of Python's: what is planned is the device's.
@@ -188,19 +190,19 @@ class PointToPoint(Transport):
         if len(self._members) == self._connections.num_ranks:  # the world's transport closes what all share
             self._connections.close()
 
-    def _under_way(self, works: list[Message], num_bytes: int) -> Callable[[], None]:
-        return self._connections.under_way(works, num_bytes, self.stream)
+    def _track(self, works: list[Message], num_bytes: int) -> Callable[[], None]:
+        return self._connections.track(works, num_bytes, self.stream)
 
     def _others(self) -> list[tuple[int, int]]:
-        """All members but this rank, with their numbers."""
+        """All members but this rank, with their positions."""
         return [(number, member) for number, member in enumerate(self._members) if number != self.rank]
 
-    def _of_nodes(self, group: Group, size: int) -> list[int]:
+    def _group_members(self, group: Group, size: int) -> list[int]:
         return [self._members[place] for place in members_of(group, self.rank, size, self.num_ranks)]
 
-    def _gathered(self, full: torch.Tensor, shard: torch.Tensor, members: list[int]) -> Pending[torch.Tensor]:
-        arrived = self._under_way(self._gather(full, shard, members), shard.nbytes * (len(members) - 1))
-        return Pending.after(full, arrived)
+    def _start_gather(self, full: torch.Tensor, shard: torch.Tensor, members: list[int]) -> Pending[torch.Tensor]:
+        arrived = self._track(self._gather(full, shard, members), shard.nbytes * (len(members) - 1))
+        return Pending.from_waits(full, arrived)
 
     def _gather(self, full: torch.Tensor, shard: torch.Tensor, members: list[int]) -> list[Message]:
         works: list[Message] = []
@@ -216,7 +218,7 @@ class PointToPoint(Transport):
         return works
 
     def _adder(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], Message] | None:
-        """What receives and adds at once: of two ranks, whose sum has no order."""
+        """A function that receives and adds in one step; only for two ranks, whose sum has no order."""
         channel = self._connections.channels[self._peers[0]] if len(self._peers) == 1 else None
         return channel.receive_added if isinstance(channel, MemoryChannel) else None
 
@@ -227,5 +229,5 @@ _REDUCED: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
 
 
 def _slice(flat: torch.Tensor, number: int, each: int) -> torch.Tensor:
-    """The slice of a flat tensor with this number, of ``each`` elements or what is left."""
+    """Slice ``number`` of a flat tensor, of ``each`` elements or the rest."""
     return flat[min(number * each, flat.numel()) : (number + 1) * each]

@@ -21,8 +21,8 @@ from zerofx.scheduler.plan.mesh import Axes, Mesh
 _NEVER_SENT = 2**31 - 1  # a tag that no message has
 
 
-def destroyed_with(owner: object, group: dist.ProcessGroup) -> weakref.finalize[..., object]:
-    """Have ``group`` destroyed on this rank when ``owner`` goes; to be detached where that is done before."""
+def destroy_with(owner: object, group: dist.ProcessGroup) -> weakref.finalize[..., object]:
+    """Destroy ``group`` on this rank when ``owner`` is collected; detach the result if it is destroyed earlier."""
     end = weakref.finalize(owner, destroy, [group])
     end.atexit = False  # the process takes its connections with it
     return end
@@ -30,15 +30,15 @@ def destroyed_with(owner: object, group: dist.ProcessGroup) -> weakref.finalize[
 
 def gloo_over(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     """A gloo group over the ranks of ``group``; ``timeout`` is for each of its collectives. Collective itself."""
-    over_gloo = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=timeout)
-    assert isinstance(over_gloo, dist.ProcessGroup)
-    return over_gloo
+    gloo_group = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=timeout)
+    assert isinstance(gloo_group, dist.ProcessGroup)
+    return gloo_group
 
 
 def destroy(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Destroy groups in their order, which is the same on all ranks, once these are done with what they sent there.
+    """Destroy groups in their order, which is the same on all ranks, once all messages sent there are delivered.
 
-    Connections and threads of a gloo group end with the last name for it.
+    Connections and threads of a gloo group end with the last reference to it.
     """
     for group in groups:
         # Unknown to torch where the user has destroyed the whole world before: they went with it.
@@ -47,10 +47,10 @@ def destroy(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
-    """Close this rank's connections of a gloo group: ranks that wait for it there, or come to, fail at once.
+    """Close this rank's connections of a gloo group: ranks that wait for it there, now or later, fail at once.
 
-    No call of gloo's does that for a process that lives on, but a message that does not come in time does. The rank
-    before this one comes first: it may listen, and go on from there.
+    No call of gloo's does that in a process that lives on, but a message that times out does. The rank before this one
+    comes first: it may listen, and continue from there.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     for distance in range(1, num_ranks):
@@ -64,8 +64,8 @@ def close_connections(group: dist.ProcessGroup) -> None:
 class Communicators:
     """The transport between all ranks, and those between the ranks of this rank's groups along some axes of a mesh.
 
-    Collective to make: all ranks make the same, in the same order. ``world`` is None for one rank, where nothing is
-    moved; ``used`` are the sets of axes, of more than one rank each.
+    Construction is collective: all ranks construct the same, in the same order. ``world`` is None for one rank, where
+    nothing is moved; ``used`` are the sets of axes, of more than one rank each.
     """
 
     def __init__(self, world: Transport | None, mesh: Mesh, used: Collection[Axes]) -> None:
@@ -75,20 +75,20 @@ class Communicators:
             return
         for axes in sorted(used):
             is_world = mesh.size(axes) == mesh.num_ranks
-            transport = world if is_world else world.among(mesh.groups(axes))
+            transport = world if is_world else world.split(mesh.groups(axes))
             transport.stream = stream_along(axes)
             self._over[axes_text(axes)] = transport
 
-    def over(self, axes: str) -> Transport:
-        """The transport along ``axes`` (``zerofx/ir/collective_axes.py`` has how they are written)."""
+    def transport(self, axes: str) -> Transport:
+        """The transport along ``axes``, in the text form of ``zerofx/ir/collective_axes.py``."""
         return self._over[axes]
 
-    def along(self, axes: Axes) -> Transport:
-        """The same, for axes as a bucket has them."""
-        return self.over(axes_text(axes))
+    def transport_along(self, axes: Axes) -> Transport:
+        """The transport along the axes of a bucket."""
+        return self.transport(axes_text(axes))
 
     def close(self) -> None:
-        """After the last collective of all ranks."""
+        """Close all transports, after the last collective of all ranks."""
         if self.world is None:
             return
         for transport in self._over.values():

@@ -1,4 +1,4 @@
-"""Collectives on CUDA: NCCL's, on a stream of their own, in one order over all communicators."""
+"""Collectives on CUDA: NCCL on its own stream, in one order over all communicators."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _ONE_BY_ONE = (
 class Nccl(Transport):
     """NCCL collectives on a stream of their own.
 
-    A collective starts after what the compute stream has been given so far, which also makes it safe to reuse memory
-    that earlier computation read; computation waits for it only where the step says so. What is sent is counted as a
-    ring sends it, to the next rank; of an exchange, to whom it is for.
+    A collective starts after the work already queued on the compute stream, which also makes it safe to reuse memory
+    that earlier computation read; computation waits for it only where the step says so. Sent bytes are counted as a
+    ring sends them, to the next rank; those of an exchange, to their receiver.
 
-    Communicators of one device whose kernels start in another order on another rank may wait for one another without
-    end. So each collective waits for the one before it, whichever communicator that is of, unless NCCL has been asked
-    to keep the order of launches itself, which lets them overlap.
+    Communicators of one device whose kernels start in another order on another rank may deadlock. So each collective
+    waits for the one before it, whichever communicator that is of, unless NCCL has been asked to keep the order of
+    launches itself, which lets them overlap.
 
-    A kernel waits without end for a rank that does not come: who hears that one has failed calls ``abort``, from any
+    A kernel waits forever for a rank that does not come: on hearing that one has failed, call ``abort``, from any
     thread.
 
-    What a collective writes, and what it reads but for slices that are gathered, is held until its wait, and what uses
-    the memory again comes after that. So the allocator is not told of the stream (``record_stream``): it would keep a
-    buffer that has been released until the stream has done all that it had been given by then, gathers ahead among it,
-    and take more memory than planned meanwhile.
+    The tensors that a collective writes, and those it reads except gathered slices, are held until its wait, and later
+    uses of the memory come after that. So the allocator is not told of the stream (``record_stream``): it would keep a
+    released buffer until the stream has finished everything queued by then, including early gathers, and take more
+    memory than planned meanwhile.
     """
 
     breaks = False
@@ -52,8 +52,9 @@ class Nccl(Transport):
         whole: Nccl | None = None,
         groups: Groups | None = None,
     ) -> None:
-        """``whole``: the transport between all ranks, where ``group`` is this rank's of several ``groups`` of them, and
-        made for this transport."""
+        """Wrap ``group``. ``whole``: the transport between all ranks, if ``group`` is this rank's one of several
+        ``groups`` made for this transport.
+        """
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._whole = whole
         self._inner: list[Nccl] = []  # between some of these ranks
@@ -76,20 +77,20 @@ class Nccl(Transport):
         """The transport between all ranks."""
         return self._whole or self
 
-    def among(self, groups: Groups) -> Nccl:
+    def split(self, groups: Groups) -> Nccl:
         inner = Nccl(self._new_group(groups), self._device, self._log, self, groups)
         self._inner.append(inner)
         self.notice = "" if self._in_order else _ONE_BY_ONE
         return inner
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
-        return self._gathered(full, shard, "all", self.num_ranks)
+        return self._start_gather(full, shard, "all", self.num_ranks)
 
     def gather_on_node(self, full: torch.Tensor, part: torch.Tensor, size: int) -> Pending[torch.Tensor]:
-        return self._gathered(full, part, "node", size)
+        return self._start_gather(full, part, "node", size)
 
     def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Pending[None]:
-        sent = self._in_ring(sum(shard.nbytes for shard in shards), "all", self.num_ranks)
+        sent = self._ring_bytes(sum(shard.nbytes for shard in shards), "all", self.num_ranks)
         return self._start(None, lambda: distributed.gather_many(self._group, fulls, shards), sent, shards)
 
     def reduce_scatter(self, gradients: torch.Tensor, *, in_place: bool = False) -> Pending[torch.Tensor]:
@@ -101,7 +102,7 @@ class Nccl(Transport):
             if shard.numel():
                 distributed.reduce_single(shard, gradients, group=self._group)
 
-        sent = self._in_ring(shard.nbytes, "all", self.num_ranks)
+        sent = self._ring_bytes(shard.nbytes, "all", self.num_ranks)
         return self._start(shard, launch, sent)
 
     def exchange(self, parts: torch.Tensor, size: int, group: Group) -> Pending[torch.Tensor]:
@@ -166,9 +167,9 @@ class Nccl(Transport):
             torch.cuda.current_stream(self._device).wait_stream(transport._stream)
 
     def abort(self) -> None:
-        """Give all communicators up: what has been started ends here, with any values, and nothing is started any more.
+        """Abort all communicators: running collectives end here, with any values, and none is started any more.
 
-        What the failed step let go of is not used again before that.
+        Memory that the failed step has released is not reused before that.
         """
         if self._world._failed:
             return
@@ -181,14 +182,14 @@ class Nccl(Transport):
             self.settle()
 
     def close(self) -> None:
-        """After a failure there is nothing to end: communicators have been given up."""
+        """Destroy the communicators; after a failure they have been aborted already."""
         if self._world._failed:
             return
         self._stream.synchronize()
         destroy([*self._groups.values(), *([] if self._whole is None else [self._group])])
         self._groups.clear()
 
-    def _gathered(self, full: torch.Tensor, shard: torch.Tensor, group: Group, size: int) -> Pending[torch.Tensor]:
+    def _start_gather(self, full: torch.Tensor, shard: torch.Tensor, group: Group, size: int) -> Pending[torch.Tensor]:
         members = self._group_of(group, size)
 
         def launch() -> None:
@@ -197,18 +198,18 @@ class Nccl(Transport):
 
         # A slice that is gathered where it lies is held with the rest.
         apart = shard.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
-        return self._start(full, launch, self._in_ring(shard.nbytes, group, size), (shard,) if apart else ())
+        return self._start(full, launch, self._ring_bytes(shard.nbytes, group, size), (shard,) if apart else ())
 
-    def _in_ring(self, num_bytes: int, group: Group, size: int) -> dict[int, int]:
-        """What a ring over this rank's group sends of slices of ``num_bytes``, by rank."""
+    def _ring_bytes(self, num_bytes: int, group: Group, size: int) -> dict[int, int]:
+        """The bytes that a ring over this rank's group sends for slices of ``num_bytes``, by rank."""
         members = members_of(group, self.rank, size, self.num_ranks)
         following = members[(members.index(self.rank) + 1) % size]
         return {self._numbers[following]: num_bytes * (size - 1)}
 
     def _group_of(self, group: Group, size: int) -> dist.ProcessGroup:
-        """The group of this rank. All ranks make all groups, at the same place of the step that first needs them.
+        """This rank's group. All ranks create all groups, where the step first needs them.
 
-        Also those within groups that they are not in: torch names groups by how many a rank has made before.
+        Ranks also create groups that they are not in: torch names groups by how many a rank has created before.
         """
         if group == "all":
             return self._group
@@ -219,7 +220,7 @@ class Nccl(Transport):
         return self._groups[group, size]
 
     def _new_group(self, groups: Groups) -> dist.ProcessGroup:
-        """This rank's of ``groups``, all of which all ranks make, with the user's timeout."""
+        """Create all ``groups`` on all ranks, with the user's timeout; returns this rank's."""
         self.check_reachable()
         backend, timeout = distributed.backend_for(self._group, self._device), distributed.group_timeout(self._group)
         everyone, own = dist.get_process_group_ranks(self._group), None
@@ -239,14 +240,14 @@ class Nccl(Transport):
         *,
         noted: bool = True,
     ) -> Pending[T]:
-        """``unheld`` is what it reads and the step may let go of before the wait; ``noted``: as a step is measured."""
+        """Start a collective. ``unheld``: inputs that the step may release before the wait; ``noted``: if measured."""
         self.check_reachable()
         self.sent_to.update(sent)
         world = self._world
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if world._last is not None and not self._in_order:
             self._stream.wait_event(world._last)
-        timed = self._log.running and noted
+        timed = self._log.is_running and noted
         begun, done = (torch.cuda.Event(enable_timing=timed) for _ in range(2))
         with torch.cuda.stream(self._stream):
             if timed:
@@ -262,7 +263,7 @@ class Nccl(Transport):
             self.check_reachable()
             torch.cuda.current_stream(self._device).wait_event(done)
 
-        return Pending.after(result, wait)
+        return Pending.from_waits(result, wait)
 
     def check_reachable(self) -> None:
         if self._world._failed:
@@ -270,9 +271,9 @@ class Nccl(Transport):
 
 
 def keeps_order() -> bool:
-    """Whether NCCL has been asked to start the kernels of all communicators in the order of their launches.
+    """True if NCCL has been asked to start the kernels of all communicators in the order of their launches.
 
-    It reads that once in a process, at the first launch of all.
+    NCCL reads this setting once in a process, at the first launch of all.
     """
     asked = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0")
     return asked and distributed.nccl_version() >= _ORDERING_NCCL

@@ -1,4 +1,4 @@
-"""What every way to move tensors between ranks can do: gather, reduce, exchange and broadcast."""
+"""Move tensors between ranks: the gather, reduce, exchange and broadcast of every transport."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Groups = Sequence[Sequence[int]]  # of ranks, each rank in one
 
 
 class LostRankError(RankMismatchError):
-    """A rank did not come in time to where tensors are moved, or is gone: ``rank 1 did not come in time``."""
+    """A rank did not come to a transfer in time, or is gone: ``rank 1 did not come in time``."""
 
 
 @dataclass
 class Pending(Generic[T]):
-    """Something started: its result (valid once awaited), and what finishes it, given the buffer that it reads.
+    """A started operation: its result (valid once awaited), and a function to finish it, given the buffer it reads.
 
-    ``kind`` and ``bucket`` say what it is, where it is a collective of a step's.
+    ``kind`` and ``bucket`` describe it, if it is a collective of a step's.
     """
 
     result: T
@@ -35,7 +35,7 @@ class Pending(Generic[T]):
     bucket: int = -1
 
     @staticmethod
-    def after(result: T, *waits: Callable[[], object]) -> Pending[T]:
+    def from_waits(result: T, *waits: Callable[[], object]) -> Pending[T]:
         """A result that is valid once each of ``waits`` has returned."""
 
         def finish(_source: object) -> T:
@@ -49,8 +49,8 @@ class Pending(Generic[T]):
 def members_of(group: Group, rank: int, size: int, num_ranks: int) -> list[int]:
     """The ranks of the group that ``rank`` is in, in order.
 
-    ``"all"`` ranks; the ``size`` ranks of its ``"node"``, which are consecutive; or the ``size`` ranks ``"across"``
-    nodes that have its place there.
+    ``"all"`` ranks; the ``size`` consecutive ranks of its ``"node"``; or the ``size`` ranks ``"across"`` nodes that
+    have its position there.
     """
     if group == "node":
         first = rank // size * size
@@ -61,8 +61,8 @@ def members_of(group: Group, rank: int, size: int, num_ranks: int) -> list[int]:
 class Transport(Protocol):
     """Moves slices between the ranks of a group, this one number ``rank`` of ``num_ranks``.
 
-    ``sent_to`` counts what this rank has sent to each other, by its number among all ranks, payload only. ``stream`` is
-    what its collectives are noted as, where a step is measured.
+    ``sent_to`` counts the bytes of payload that this rank has sent to each other, by its number among all ranks.
+    ``stream`` is the stream that its collectives are noted on, if a step is measured.
     """
 
     rank: int
@@ -72,25 +72,26 @@ class Transport(Protocol):
     notice: str = ""  # what makes it slower than it could be, and what to do
     breaks: bool = True  # whether who waits for a rank that fails, or is gone, fails at once
 
-    def among(self, groups: Groups) -> Transport:
-        """A transport between the ranks of this rank's group, to be closed before this one. Collective, of all ranks,
-        with the same ``groups``."""
+    def split(self, groups: Groups) -> Transport:
+        """Make a transport between the ranks of this rank's group, to be closed before this one. Collective, of all
+        ranks, with the same ``groups``.
+        """
         ...
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]: ...
 
     def share(self, shard: torch.Tensor) -> torch.Tensor:
-        """This rank's slice where other ranks may read it in place, if they can; otherwise ``shard`` itself.
+        """This rank's slice in memory that other ranks may read in place, if they can; otherwise ``shard`` itself.
 
         Every rank calls it, with slices of one size.
         """
         return shard
 
     def read_in_place(self, full: torch.Tensor, shard: torch.Tensor) -> torch.Tensor | None:
-        """The slices of all ranks where they lie, in order, if ``shard`` is what ``share`` has put next to the others'.
+        """The slices of all ranks in place, in order, if ``shard`` is a result of ``share``.
 
-        ``full`` is the buffer that they would be gathered into. It is held for as long as what is returned: memory that
-        is planned for is taken, whichever way a gather goes.
+        ``full`` is the buffer that they would be gathered into. It is held for as long as the result: planned memory is
+        taken, whichever way a gather goes.
         """
         return None
 
@@ -98,7 +99,7 @@ class Transport(Protocol):
         """Gather several slices of one dtype as one collective."""
 
     def reduce_scatter(self, gradients: torch.Tensor, *, in_place: bool = False) -> Pending[torch.Tensor]:
-        """The sum over all ranks of this rank's slice; ``in_place``: where that lies in ``gradients``."""
+        """The sum over all ranks of this rank's slice; ``in_place``: in its slice of ``gradients``."""
 
     def gather_on_node(self, full: torch.Tensor, part: torch.Tensor, size: int) -> Pending[torch.Tensor]:
         """Gather the parts of the ``size`` ranks of this node."""
@@ -107,20 +108,20 @@ class Transport(Protocol):
         """Send part i of ``size`` equal parts to the group's rank i; the result has the parts received, in order."""
 
     def shift(self, value: torch.Tensor) -> Pending[torch.Tensor]:
-        """Send a tensor to the next rank, the last one's to the first; the result is that of the rank before."""
+        """Send a tensor to the next rank, the last rank's to the first; the result is the previous rank's."""
 
     def all_reduce(self, value: torch.Tensor, reduction: str) -> Pending[torch.Tensor]:
         """The sum over all ranks, or the ``"max"`` or ``"min"`` elements, in a tensor of its own.
 
-        On CPUs what ranks have is added up in their order, on GPUs in NCCL's.
+        On CPUs values are summed in rank order, on GPUs in NCCL's order.
         """
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite tensors by rank 0's, which have the same shapes and strides.
+        """Overwrite tensors with rank 0's, which have the same shapes and strides.
 
-        Collectives move memory as it lies: a tensor with holes goes by way of a copy, which no plan counts.
+        Collectives move memory in its own order: a tensor with holes is copied first, which no plan counts.
         """
-        stored = [_in_memory_order(tensor) for tensor in tensors if tensor.numel()]
+        stored = [_permute_to_memory_order(tensor) for tensor in tensors if tensor.numel()]
         dense = [tensor.contiguous() for tensor in stored]
         self.broadcast_dense([tensor.view(-1) for tensor in dense])
         for tensor, sent in zip(stored, dense, strict=True):
@@ -131,34 +132,34 @@ class Transport(Protocol):
         """``broadcast`` of flat tensors."""
 
     def all_true(self, here: bool) -> bool:
-        """Whether all ranks say so. An agreement, which is not counted as sent."""
+        """True if ``here`` is true on all ranks. An agreement, which is not counted as sent."""
         ...
 
     def settle(self) -> None:
-        """Block until all that has been started is done, where a step is left on all ranks at one place."""
+        """Block until all started collectives are done, where a step is left on all ranks at one place."""
 
     def check_reachable(self) -> None:
-        """Look, without waiting, whether a rank is known to have failed: what has arrived since is not what was sent.
+        """Check, without waiting, that no rank is known to have failed: later data would not be what was sent.
 
         Raises:
-            LostRankError: one has.
+            LostRankError: one has failed.
         """
         return
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has sent, payload only."""
+        """The bytes of payload that this rank has sent."""
         return self.sent_to.total()
 
     def abort(self) -> None:
-        """After a step that failed here: let ranks that wait for this one fail. Nothing can be moved after it."""
+        """Make ranks that wait for this one fail, after a step failed here. Nothing can be moved afterwards."""
 
     def close(self) -> None:
-        """After the last collective of all ranks: end its threads, and destroy the process groups that it has made."""
+        """End its threads and destroy the process groups that it made, after the last collective of all ranks."""
 
 
-def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A view whose elements come in the order in which they lie, each once where dimensions are expanded."""
+def _permute_to_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A view with the elements in memory order, each once if dimensions are expanded."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0:
             tensor = tensor.narrow(dim, 0, 1)

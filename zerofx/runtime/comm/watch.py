@@ -1,8 +1,8 @@
-"""Hears, on a thread, of ranks that have failed or are gone, for ranks that wait where nothing tells them of it.
+"""Listen, on a thread, for ranks that have failed or are gone, on behalf of ranks that wait where nothing tells them.
 
-Kernels of NCCL's wait for another rank without end. So each rank listens to the next one over gloo, for a word that it
-sends as it leaves. One that fails, or is gone, breaks that connection without the word. Who hears it breaks the
-connection on which the rank before it listens, so that it has gone round all ranks within milliseconds for each.
+NCCL kernels wait forever for another rank. So each rank listens to the next one over gloo, for a word that is sent on
+leaving. A rank that fails, or is gone, breaks that connection without the word. A rank that notices this breaks the
+connection on which the rank before it listens, so that the news reaches all ranks within milliseconds for each.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _GRACE_SECONDS = 1.0  # for the rank before this one to take the word, and for t
 
 
 class Watch:
-    """Listens to the next rank of a gloo group, and calls ``hear`` on its thread where that one breaks off.
+    """Listens to the next rank of a gloo group, and calls ``hear`` on its thread if that rank breaks the connection.
 
-    ``hear`` is a method, whose object may go meanwhile.
+    ``hear`` is a method, whose object may be collected meanwhile.
     """
 
     def __init__(self, group: dist.ProcessGroup, hear: Callable[[], None]) -> None:
@@ -37,7 +37,7 @@ class Watch:
         self._thread.start()
 
     def leave(self) -> None:
-        """Say that this rank leaves; the next one is not listened to for much longer."""
+        """Announce that this rank leaves; the next one is not listened to for much longer."""
         with contextlib.suppress(RuntimeError):  # the rank before this one may be gone
             word = torch.zeros(1, dtype=torch.uint8, device="cpu")
             self._group.send([word], self._rank_before, _LEAVES).wait(timedelta(seconds=_GRACE_SECONDS))

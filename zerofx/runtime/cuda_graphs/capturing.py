@@ -1,4 +1,4 @@
-"""Capture a device's work into CUDA graphs: all calls of torch that this takes."""
+"""Capture a device's work into CUDA graphs: all torch calls that this takes."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ class Capturer(Protocol):
     """Captures stretches of work one after the other. They share memory, and are launched in the order of capture."""
 
     def warm_up(self) -> AbstractContextManager[None]:
-        """What runs inside is not captured; libraries make ready for what will be."""
+        """A block whose work is not captured, in which libraries prepare for the capture."""
 
     def session(self, *, fresh: bool) -> AbstractContextManager[None]:
-        """All stretches of one step are captured inside. ``fresh``: nothing that was captured before is left."""
+        """A block in which all stretches of one step are captured. ``fresh``: no earlier capture is left."""
 
     def begin(self) -> None:
-        """From here on work is noted and not done."""
+        """Begin a stretch: from here on work is captured and not done."""
 
     def end(self) -> Launch:
-        """The end of a stretch; what does its work."""
+        """End the stretch; returns the function that launches its work."""
 
     def give_up(self) -> None:
-        """After an error inside a stretch: it is none."""
+        """Discard the stretch, after an error inside it."""
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor over the same memory that does not keep it: what is captured next may use the memory again."""
+        """A tensor over the same memory that does not keep it alive: later captures may reuse the memory."""
 
 
 class CudaCapturer:
-    """CUDA graphs of one memory pool, captured on a stream of their own as torch asks for.
+    """CUDA graphs of one memory pool, captured on a stream of their own, as torch requires.
 
-    The mode of capture is that of one thread: others (a data loader's that pins memory, NCCL's watchdog) go on with
-    what does not touch the stream.
+    The capture mode is thread-local: other threads (a data loader's that pins memory, NCCL's watchdog) continue with
+    work that does not touch the stream.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Decides, step by step, whether a step's kernels are launched one by one or as CUDA graphs, and says why."""
+"""Decide, step by step, whether a step's kernels are launched one by one or as CUDA graphs, and why."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MOST_RECORDINGS = 8
 
 @dataclass(frozen=True)
 class Launches:
-    """How a step's kernels are launched: so many CUDA graphs with so many calls between them, or one by one.
+    """Kernel launches of a step: so many CUDA graphs with so many calls between them, or one by one.
 
-    ``reason`` says why they are not launched as graphs, or not yet; empty where they are.
+    ``reason`` says why they are not launched as graphs, or not yet; empty if they are.
     """
 
     num_graphs: int = 0
@@ -47,11 +47,11 @@ class _Entry:
 
 
 class GraphedSteps:
-    """Runs compiled steps: the first ones of each as they are, then from a recording as long as it fits.
+    """Runs compiled steps: the first runs of each as they are, later ones from a recording as long as it fits.
 
     Args:
         make_capturer: called once, before the first step that is to be captured.
-        obstacle: what is in the way of capturing a step; empty if nothing is.
+        obstacle: the reason why a step cannot be captured; empty if there is none.
         required: whether a step that turns out to be impossible to capture is an error.
     """
 
@@ -65,7 +65,7 @@ class GraphedSteps:
         self._entries: dict[int, _Entry] = {}
 
     def launches(self, step: CompiledStep) -> Launches:
-        """How ``step`` is launched."""
+        """The launches of ``step``."""
         entry = self._entry(step)
         if entry.obstacle:
             return Launches(reason=entry.obstacle)
@@ -85,7 +85,7 @@ class GraphedSteps:
         state: Mapping[str, Any],
         batch: Mapping[str, torch.Tensor],
     ) -> Outcome:
-        """One step; returns its loss, and the norm of gradients that are clipped.
+        """Run one step; returns its loss, and the norm of gradients that are clipped.
 
         Raises:
             CompilerError: graphs are required, and the step could not be captured; nothing has been changed.
@@ -106,11 +106,11 @@ class GraphedSteps:
         return entry.recording.run(runtime, state, batch)
 
     def forget(self, step: CompiledStep) -> None:
-        """``step`` is not run any more."""
+        """Forget ``step``, which is not run any more."""
         self._entries.pop(id(step), None)
 
     def clear(self) -> None:
-        """Let go of all recordings, and of their memory."""
+        """Drop all recordings, and their memory."""
         self._entries.clear()
 
     def _record(

@@ -1,4 +1,4 @@
-"""Why a step's kernels cannot be launched as CUDA graphs: read from its plan and graph, before it has run."""
+"""Reasons why a step's kernels cannot be launched as CUDA graphs, from its plan and graph, before it has run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COMPRESSED = frozenset({ops.exchange, ops.gather_on_node, ops.second_shard})
 
 
 def machine_obstacle(device: torch.device) -> str:
-    """What is in the way on this machine; empty if nothing is."""
+    """The obstacle on this machine; empty if there is none."""
     if device.type != "cuda":
         return f"the model is on {device}, and only CUDA has graphs"
     if torch.version.hip is not None:
@@ -33,7 +33,7 @@ def machine_obstacle(device: torch.device) -> str:
 
 
 def step_obstacle(lowered: LoweredStep, device: torch.device, budget_bytes: int | None) -> str:
-    """What is in the way in this step; empty if nothing is.
+    """The obstacle in this step; empty if there is none.
 
     Graphs read the batch from buffers of their own: ``budget_bytes``, if there is a budget, has to leave room for them.
     """
@@ -75,7 +75,7 @@ def _node_obstacle(node: fx.Node, device_type: str) -> str:
 
 
 def _waits_for_values(node: fx.Node, tags: Any) -> bool:
-    """Whether the host has to know values to launch what is after."""
+    """True if the host has to know values to launch the work after the node."""
     if facts_of(node.target).kind is OperatorKind.INDEXED:
         # With numbers as indices shapes are known; a mask is counted first.
         return any(index.dtype in (torch.bool, torch.uint8) for index in _indices(node))

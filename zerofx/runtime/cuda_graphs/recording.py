@@ -1,6 +1,6 @@
 """A step as CUDA graphs and calls: recorded by running its emitted function once without computing anything.
 
-What the device does in regions is captured. What the host has a part in stays a call between two graphs: collectives,
+The device's work in regions is captured. Work with a part on the host stays a call between two graphs: collectives,
 waits, and the optimizer's update with its numbers of this step. So one recording serves every learning rate, and
 collectives run as they do without graphs, in the same order.
 
@@ -9,7 +9,8 @@ collectives run as they do without graphs, in the same order.
 
 A value of the emitted function is one of three things here: a tensor of the graphs, whose memory stays where it is; a
 ``_Given``, which is looked up in the state that each step is run with; or a ``_Late``, which a call makes in each step.
-What reads a ``_Late`` is a call itself. Graphs read what is given at fixed addresses: ``Recording.fits`` compares them.
+A reader of a ``_Late`` is a call itself. Graphs read given tensors at fixed addresses: ``Recording.fits`` compares
+them.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ _BETWEEN_GRAPHS = frozenset(
 
 
 class CannotRecordError(ZeroFXError, RuntimeError):
-    """The step does something that graphs and calls cannot stand for; the message says what."""
+    """The step does something that graphs and calls cannot represent; the message says what."""
 
 
 @dataclass(frozen=True)
 class _Given:
-    """What a step is run with under this name."""
+    """The value under this name in the state that a step is run with."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class _Late:
-    """What a call makes in each step: output ``index`` of call ``number``, or all that it returns for None."""
+    """A value that a call makes in each step: output ``index`` of call ``number``, or its whole result for None."""
 
     number: int
     index: int | None = None
@@ -63,7 +64,7 @@ class _Gather:
 
 @dataclass
 class _Values:
-    """What one step's calls are run with, and what they have made so far, by number."""
+    """The arguments of one step's calls, and their results so far, by number."""
 
     runtime: Runtime
     state: Mapping[str, Any]
@@ -84,7 +85,7 @@ class _Values:
 
 @dataclass
 class _Call:
-    """A call between graphs. ``over``: the calls whose outcome nothing reads after this one."""
+    """A call between graphs. ``over``: the calls whose results nothing reads after this one."""
 
     number: int
     function: Callable[[_Values, list[Any]], Any]
@@ -99,7 +100,7 @@ class _Call:
 
 @dataclass
 class Recording:
-    """A recorded step. ``addresses`` are those of what its graphs read or write, by name."""
+    """A recorded step. ``addresses`` are those of the tensors that its graphs read or write, by name."""
 
     _pieces: list[_Call | Launch]
     _batch: dict[str, tuple[torch.Tensor, torch.Tensor]]  # what graphs read, as given and as the memory it lies in
@@ -116,11 +117,11 @@ class Recording:
         return sum(isinstance(piece, _Call) for piece in self._pieces)
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether all that the graphs read or write is where it was."""
+        """True if all tensors that the graphs read or write are at the same addresses."""
         return all(state[name].data_ptr() == address for name, address in self._addresses.items())
 
     def run(self, runtime: Runtime, state: Mapping[str, Any], batch: Mapping[str, torch.Tensor]) -> Outcome:
-        """One step; what it returns has memory of its own."""
+        """Run one step; its result has memory of its own."""
         for name, (_, memory) in self._batch.items():
             memory.copy_(_span(batch[name]))
         values = _Values(runtime, state)
@@ -134,7 +135,7 @@ class Recording:
 
 
 def own_memory(outcome: T) -> T:
-    """A copy of what a step gives, which graphs have where the next step writes."""
+    """A copy of a step's result, which graphs store where the next step writes."""
     copied: T = pytree.tree_map_only(torch.Tensor, torch.clone, outcome)
     return copied
 
@@ -154,9 +155,9 @@ def record(
 
     Args:
         function: the step's function.
-        functions: the names of its region functions, each with how many values it returns.
-        updates: those among them that take this step's numbers of the optimizer.
-        runtime, state, batch: as for ``function``.
+        functions: the names of its region functions, each with the number of values it returns.
+        updates: the region functions that take this step's numbers of the optimizer. runtime, state, batch: as for
+            ``function``.
         fresh: no other recording of this capturer's is left.
 
     Raises:
@@ -169,7 +170,7 @@ def record(
         name: _Region(recorder, called[name], num_outputs, is_update=name in updates)
         for name, num_outputs in functions.items()
     }
-    inputs = {name: _copied(tensor) for name, tensor in batch.items()}
+    inputs = {name: _copy_with_memory(tensor) for name, tensor in batch.items()}
     places = {name: _Given(name) for name in state}
     with capturer.session(fresh=fresh):
         try:
@@ -182,11 +183,11 @@ def record(
         except BaseException:
             capturer.give_up()
             raise
-        return recorder.recording(inputs, list(outcome) if isinstance(outcome, tuple) else outcome)
+        return recorder.finish(inputs, list(outcome) if isinstance(outcome, tuple) else outcome)
 
 
 class _Recorder:
-    """Stands where a runtime does while a step is recorded. Its methods are named like a runtime's."""
+    """Stands in for a runtime while a step is recorded. Its methods are named like a runtime's."""
 
     def __init__(self, capturer: Capturer, runtime: Runtime, state: Mapping[str, Any]) -> None:
         self._capturer = capturer
@@ -204,7 +205,7 @@ class _Recorder:
     def capture(self, function: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         """Run ``function`` on the tensors themselves, inside a graph; it empties ``inputs``."""
         self._open(work=True)
-        inputs[:] = [self._fixed(argument) for argument in inputs]
+        inputs[:] = [self._fix_address(argument) for argument in inputs]
         return function(inputs)
 
     def empty_gradients(self, bucket: int) -> torch.Tensor:
@@ -214,10 +215,10 @@ class _Recorder:
     def part(self, whole: Any, size: Sequence[int], stride: Sequence[int], offset: int) -> Any:
         if isinstance(whole, _Late):
             return self.call(lambda values, args: values.runtime.part(*args), [whole, size, stride, offset])
-        return self._runtime.part(self._fixed(whole), size, stride, offset)
+        return self._runtime.part(self._fix_address(whole), size, stride, offset)
 
     def can_capture(self, inputs: Sequence[Any]) -> bool:
-        """Whether all of ``inputs`` lie at addresses that are known now."""
+        """True if all of ``inputs`` are at addresses that are known now."""
         return all(
             isinstance(argument, torch.Tensor)
             or (isinstance(argument, _Given) and isinstance(self._state[argument.name], torch.Tensor))
@@ -240,7 +241,7 @@ class _Recorder:
             self._pieces.append(launch)
         self._is_open = self._has_work = False
 
-    def _fixed(self, argument: Any) -> Any:
+    def _fix_address(self, argument: Any) -> Any:
         if not isinstance(argument, _Given):
             return argument
         tensor = self._state[argument.name]
@@ -250,47 +251,47 @@ class _Recorder:
     # ------------------------------------------------------------------------------------------------ between graphs
 
     def call(self, function: Callable[[_Values, list[Any]], Any], args: Sequence[Any]) -> _Late:
-        """Note a call; ``function`` is given what ``args`` stand for in each step."""
+        """Note a call; in each step ``function`` is given the values that ``args`` stand for."""
         self.close()
         late = _Late(self._num_calls)
         self._num_calls += 1
-        self._pieces.append(_Call(late.number, function, [self._lasting(argument) for argument in args]))
+        self._pieces.append(_Call(late.number, function, [self._alias(argument) for argument in args]))
         return late
 
-    def _lasting(self, argument: Any) -> Any:
-        """What a call keeps of an argument: of a tensor of the graphs its place, not its memory."""
+    def _alias(self, argument: Any) -> Any:
+        """An argument as a call keeps it: of a tensor of the graphs its address, not its memory."""
         return pytree.tree_map_only(torch.Tensor, self._capturer.alias, argument)
 
-    def _of_runtime(self, name: str, *args: Any, **keywords: Any) -> _Late:
+    def _call_runtime(self, name: str, *args: Any, **keywords: Any) -> _Late:
         return self.call(lambda values, given: getattr(values.runtime, name)(*given, **keywords), args)
 
     def all_gather(
         self, shard: Any, bucket: int, num_ranks: int, more: int = 0, *, in_place: bool = False, over: str = "shard"
     ) -> _Late | _Gather:
         if isinstance(shard, _Late):
-            return self._of_runtime("all_gather", shard, bucket, num_ranks, more, over=over)
+            return self._call_runtime("all_gather", shard, bucket, num_ranks, more, over=over)
         like = self._state[shard.name] if isinstance(shard, _Given) else shard
         self._open(work=False)
         full = like.new_empty(like.numel() * num_ranks)
-        return _Gather(self._of_runtime("all_gather_onto", full, shard, more, over=over), full)
+        return _Gather(self._call_runtime("all_gather_onto", full, shard, more, over=over), full)
 
     def all_gather_into(self, full: Any, shard: Any, bucket: int, *, over: str = "shard") -> _Late | _Gather:
-        started = self._of_runtime("all_gather_into", full, shard, bucket, over=over)
+        started = self._call_runtime("all_gather_into", full, shard, bucket, over=over)
         return _Gather(started, full) if isinstance(full, torch.Tensor) else started
 
     def wait(self, pending: Any, source: Any = None) -> Any:
         started = pending.started if isinstance(pending, _Gather) else pending
-        arrived = self._of_runtime("wait", started, source)
+        arrived = self._call_runtime("wait", started, source)
         return pending.full if isinstance(pending, _Gather) else arrived
 
     def __getattr__(self, name: str) -> Any:
         if name in _BETWEEN_GRAPHS:
-            return partial(self._of_runtime, name)
+            return partial(self._call_runtime, name)
         raise CannotRecordError(f"expected a step of regions, collectives and updates, found runtime.{name} in it")
 
     # ------------------------------------------------------------------------------------------------ the outcome
 
-    def recording(self, inputs: dict[str, tuple[torch.Tensor, torch.Tensor]], outcome: Any) -> Recording:
+    def finish(self, inputs: dict[str, tuple[torch.Tensor, torch.Tensor]], outcome: Any) -> Recording:
         last: dict[int, _Call] = {}
         for piece in self._pieces:
             if isinstance(piece, _Call):
@@ -300,7 +301,7 @@ class _Recorder:
         for number, piece in last.items():
             if number not in returned:
                 piece.over += (number,)
-        return Recording(self._pieces, inputs, self._addresses, self._lasting(outcome), tuple(self._graphs))
+        return Recording(self._pieces, inputs, self._addresses, self._alias(outcome), tuple(self._graphs))
 
 
 @dataclass(frozen=True)
@@ -325,7 +326,7 @@ class _Region:
 
 
 def _late(args: Sequence[Any]) -> list[int]:
-    """The numbers of the calls whose outcomes ``args`` have."""
+    """The numbers of the calls whose results are among ``args``."""
     return [leaf.number for leaf in pytree.tree_leaves(args) if isinstance(leaf, _Late)]
 
 
@@ -334,7 +335,7 @@ def _span(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((storage_bytes(tensor) // tensor.element_size(),), (1,))
 
 
-def _copied(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A copy with the same strides, and the memory that it lies in."""
+def _copy_with_memory(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A copy with the same strides, and its memory."""
     memory = _span(tensor).clone()
     return memory.as_strided(tensor.shape, tensor.stride()), memory

@@ -1,9 +1,10 @@
 """Measure a step by running it: the same quantities as a plan's prediction.
 
-Memory is counted in allocations, not in resident pages: on CPU the profiler's record of every one of them, on CUDA the
-caching allocator's own maximum. Both start from what the step holds throughout, so that what others have on the device
-does not count: on CUDA also what libraries keep from their first use on, such as a workspace of cuBLAS for each stream,
-and what Inductor's kernels take while they are tuned. So the last of several steps is the one whose memory is measured.
+Memory is counted in allocations, not in resident pages: on CPU from the profiler's record of each of them, on CUDA from
+the caching allocator's own maximum. Both start from the memory that the step holds throughout, so that other users of
+the device do not count: on CUDA also memory that libraries keep from their first use on, such as a workspace of cuBLAS
+for each stream, and that Inductor's kernels take while they are tuned. So memory is measured in the last of several
+steps.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Measurement:
-    """What ``num_steps`` steps took on this rank; fields as in ``Plan``, seconds are medians. ``print`` has a table.
+    """Measurements of ``num_steps`` steps on this rank; fields as in ``Plan``, seconds are medians. ``print`` shows
+    all.
 
     ``exposed_seconds`` is the time in which computation waited for collectives and for copies between tiers.
     ``between_seconds`` is what is left of a step, from its call to its return: neither did a region compute, nor did
@@ -61,7 +63,7 @@ class Measurement:
 
     @property
     def streams(self) -> dict[str, StreamUse]:
-        """What each stream did in the step of ``timeline``: bytes, seconds, and how many of these were hidden."""
+        """The use of each stream in the step of ``timeline``: bytes, seconds, and how many of these were hidden."""
         return stream_uses(self.timeline)
 
     def __str__(self) -> str:
@@ -79,7 +81,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class _Run:
-    """One measured run; None for what was not measured in it. ``own_seconds``: what the meter itself took besides."""
+    """One measured run; None for unmeasured values. ``own_seconds``: the meter's own overhead."""
 
     seconds: float
     exposed_seconds: float
@@ -95,7 +97,7 @@ class _Run:
 
 
 class Meter:
-    """Stands between a step and its function, and measures each call."""
+    """Wraps a step's function, and measures each call."""
 
     def __init__(self, device: torch.device, num_steps: int) -> None:
         self._device = device
@@ -166,7 +168,7 @@ class Meter:
 
     @contextlib.contextmanager
     def whole_step(self) -> Iterator[None]:
-        """One step runs inside, from its call to its return; one that is left out amid it is not measured."""
+        """A block that runs one step, from its call to its return; a step that is broken off is not measured."""
         num_before, began = self.num_runs, time.perf_counter()
         yield
         if self.num_runs == num_before:
@@ -176,7 +178,7 @@ class Meter:
         self._runs[-1] = replace(run, between_seconds=max(0.0, time.perf_counter() - began - known))
 
     def result(self, step: StepGraph, layout: BucketLayout, stage: int) -> Measurement:
-        """What the runs have shown."""
+        """The measurement over all runs."""
         timed = [run for run in self._runs if not run.profiled] or self._runs
         return Measurement(
             peak_bytes={"device": max(run.peak_bytes for run in self._runs), **self._runs[-1].tier_peaks},
@@ -188,7 +190,7 @@ class Meter:
             link_bytes=self._runs[-1].link_bytes,
             region_seconds=_medians([run.region_seconds for run in timed]),
             timeline=timed[-1].timeline,
-            transfers=_joined(transfers_of(run.timeline) for run in timed),
+            transfers=_concatenate(transfers_of(run.timeline) for run in timed),
             between_seconds=statistics.median(run.between_seconds for run in timed),
         )
 
@@ -207,7 +209,7 @@ class Meter:
 def persistent_bytes(values: Iterable[Any]) -> int:
     """Bytes of distinct memory on the device that tensors address; a view of another adds nothing.
 
-    Numbers have none, nor has what is stored in a slower tier.
+    Numbers have none, nor have values stored in a slower tier.
     """
     spans = sorted((v.data_ptr(), v.data_ptr() + storage_bytes(v)) for v in values if isinstance(v, torch.Tensor))
     total = reached = 0
@@ -217,7 +219,7 @@ def persistent_bytes(values: Iterable[Any]) -> int:
     return total
 
 
-def _joined(runs: Iterable[Mapping[str, tuple[Transfer, ...]]]) -> dict[str, tuple[Transfer, ...]]:
+def _concatenate(runs: Iterable[Mapping[str, tuple[Transfer, ...]]]) -> dict[str, tuple[Transfer, ...]]:
     joined: dict[str, tuple[Transfer, ...]] = {}
     for run in runs:
         for stream, transfers in run.items():
@@ -240,7 +242,7 @@ class _Stopwatch:
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextlib.contextmanager
-    def running(self, name: str, stream: str = COMPUTE) -> Iterator[None]:
+    def measure(self, name: str, stream: str = COMPUTE) -> Iterator[None]:
         if self._on_cuda and stream == COMPUTE:
             # The host runs ahead of a CUDA device; what the device's stream takes lies between these two events.
             before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -272,16 +274,16 @@ class _TimedRegion:
     watch: _Stopwatch
 
     def __call__(self, inputs: list[Any]) -> Any:
-        with self.watch.running(self.key):
+        with self.watch.measure(self.key):
             return self.function(inputs)
 
-    def on_host(self, inputs: list[Any]) -> Any:
-        with self.watch.running(self.key, HOST):
+    def run_on_host(self, inputs: list[Any]) -> Any:
+        with self.watch.measure(self.key, HOST):
             return self.function(inputs)
 
 
 class _TimedRuntime:
-    """A runtime that also times how long computation waits for what was started."""
+    """A runtime that also measures how long computation waits for pending operations."""
 
     def __init__(self, runtime: Runtime, waits: _Stopwatch) -> None:
         self._runtime = runtime
@@ -291,18 +293,18 @@ class _TimedRuntime:
         return getattr(self._runtime, name)
 
     def wait(self, pending: Pending[T], source: object = None) -> T:
-        with self._waits.running("wait"):
+        with self._waits.measure("wait"):
             return self._runtime.wait(pending, source)
 
     def host(self, function: Callable[[list[Any]], Any], inputs: list[Any], bucket: int) -> None:
-        self._runtime.host(function.on_host if isinstance(function, _TimedRegion) else function, inputs, bucket)
+        self._runtime.host(function.run_on_host if isinstance(function, _TimedRegion) else function, inputs, bucket)
 
     def settle(self, bucket: int, held: Sequence[object] = ()) -> None:
-        with self._waits.running("settle"):
+        with self._waits.measure("settle"):
             self._runtime.settle(bucket, held)
 
     def broadcast(self, buffers: list[torch.Tensor]) -> None:
-        with self._waits.running("broadcast"):
+        with self._waits.measure("broadcast"):
             self._runtime.broadcast(buffers)
 
 

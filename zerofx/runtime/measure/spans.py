@@ -15,7 +15,7 @@ from zerofx.scheduler.cost.links import Transfer
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of work on a stream: seconds from the step's begin, and bytes moved (0 for computation)."""
+    """One stretch of work on a stream: seconds from the start of the step, and bytes moved (0 for computation)."""
 
     stream: str
     start_seconds: float
@@ -37,11 +37,11 @@ class SpanLog:
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event, int]] = []
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         return self._spans is not None
 
     def start(self, device: torch.device) -> None:
-        """A step begins, on a device that has nothing to do."""
+        """Start the log of a step, on a device that has nothing to do."""
         self._spans, self._events = [], []
         if device.type == "cuda":
             self._first = torch.cuda.Event(enable_timing=True)
@@ -50,7 +50,7 @@ class SpanLog:
 
     @contextlib.contextmanager
     def span(self, stream: str, num_bytes: int = 0) -> Iterator[None]:
-        """The block is a stretch of work of the host's on ``stream``."""
+        """Log the block as a stretch of the host's work on ``stream``."""
         spans = self._spans
         if spans is None:
             yield
@@ -60,17 +60,17 @@ class SpanLog:
         spans.append(Span(stream, began - self._began, time.perf_counter() - began, num_bytes))
 
     def add(self, stream: str, began: float, ended: float, num_bytes: int = 0) -> None:
-        """A stretch of work between two readings of ``time.perf_counter``."""
+        """Log a stretch of work between two readings of ``time.perf_counter``."""
         if self._spans is not None:
             self._spans.append(Span(stream, began - self._began, ended - began, num_bytes))
 
     def add_events(self, stream: str, before: torch.cuda.Event, after: torch.cuda.Event, num_bytes: int = 0) -> None:
-        """A stretch of work of a CUDA device's, between two events that measure time."""
+        """Log a stretch of work of a CUDA device, between two timing events."""
         if self._spans is not None:
             self._events.append((stream, before, after, num_bytes))
 
     def stop(self) -> tuple[Span, ...]:
-        """All spans in order of their begin; on CUDA, once the device is synchronised."""
+        """All spans in order of their start; on CUDA, once the device is synchronised."""
         spans = self._spans or []
         for stream, before, after, num_bytes in self._events:
             assert self._first is not None, "a device's events come after the first one"
@@ -82,9 +82,9 @@ class SpanLog:
 
 @dataclass(frozen=True)
 class StreamUse:
-    """What a stream did in a step.
+    """The use of a stream in a step.
 
-    ``busy_seconds`` is the time in which at least one stretch was under way, ``hidden_seconds`` the part of it in which
+    ``busy_seconds`` is the time in which at least one stretch was running, ``hidden_seconds`` the part of it in which
     regions computed, on the device or the host.
     """
 
@@ -95,11 +95,11 @@ class StreamUse:
 
 def stream_uses(spans: Sequence[Span]) -> dict[str, StreamUse]:
     """Every stream that was busy, in order of its first stretch."""
-    computing = _merged(span for span in spans if span.stream in (COMPUTE, HOST))
+    computing = _merge(span for span in spans if span.stream in (COMPUTE, HOST))
     uses = {}
     for stream in dict.fromkeys(span.stream for span in spans):
         own = [span for span in spans if span.stream == stream]
-        busy = _merged(own)
+        busy = _merge(own)
         both = sum(
             max(0.0, min(span.end_seconds, other.end_seconds) - max(span.start_seconds, other.start_seconds))
             for span in busy
@@ -111,13 +111,13 @@ def stream_uses(spans: Sequence[Span]) -> dict[str, StreamUse]:
 
 def busy_seconds(spans: Sequence[Span]) -> float:
     """The time in which regions computed, on the device or the host."""
-    return sum(span.seconds for span in _merged(span for span in spans if span.stream in (COMPUTE, HOST)))
+    return sum(span.seconds for span in _merge(span for span in spans if span.stream in (COMPUTE, HOST)))
 
 
 def transfers_of(spans: Iterable[Span]) -> dict[str, tuple[Transfer, ...]]:
-    """What each stream that moves bytes has moved, in order.
+    """The transfers of each stream that moves bytes, in order.
 
-    A drive is read and written in blocks, several at a time: there, stretches that overlap are one transfer.
+    A drive is read and written in blocks, several at a time: there, overlapping stretches are one transfer.
     """
     moving: dict[str, list[Span]] = {}
     for span in spans:
@@ -126,14 +126,14 @@ def transfers_of(spans: Iterable[Span]) -> dict[str, tuple[Transfer, ...]]:
     return {
         stream: tuple(
             Transfer(span.num_bytes, span.seconds)
-            for span in (_merged(own) if stream in (NVME_READ, NVME_WRITE) else own)
+            for span in (_merge(own) if stream in (NVME_READ, NVME_WRITE) else own)
         )
         for stream, own in moving.items()
     }
 
 
-def _merged(spans: Iterable[Span]) -> list[Span]:
-    """Stretches without overlap that cover the same time."""
+def _merge(spans: Iterable[Span]) -> list[Span]:
+    """Merge stretches into ones without overlap that cover the same time."""
     merged: list[Span] = []
     for span in sorted(spans, key=lambda span: span.start_seconds):
         if merged and span.start_seconds <= merged[-1].end_seconds:

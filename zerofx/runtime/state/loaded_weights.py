@@ -105,7 +105,7 @@ class LoadedWeights:
 
     def flat(self, bucket: Bucket, start: int, stop: int) -> torch.Tensor:
         if stop - start == bucket.numel and bucket.num_ranks > 1:
-            transport = self._communicators.along(bucket.gathered_over)
+            transport = self._communicators.transport_along(bucket.gathered_over)
             first = transport.rank * bucket.shard_numel
             mine = self.flat(bucket, first, first + bucket.shard_numel)
             return transport.all_gather_into(mine.new_empty(bucket.numel), mine).finish(None)

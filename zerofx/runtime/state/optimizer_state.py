@@ -79,7 +79,7 @@ class OptimizerState:
         """
         purpose = "call optimizer.state_dict()"
         self._control.meet(purpose)
-        with self._control.together(purpose):
+        with self._control.fail_together(purpose):
             self.take_loaded()
             self._state.flush()
             self._place_whole(as_computed=as_computed)

@@ -144,7 +144,7 @@ class TrainingState(WholeBuckets):
     def _share(self, bucket: Bucket, state: BucketState) -> None:
         """Put a slice that is gathered from the device where other ranks can read it, if they can. Collective."""
         if bucket.is_gathered(self.stage) and isinstance(state.shard, torch.Tensor):
-            state.shard = self._communicators.along(bucket.gathered_over).share(state.shard)
+            state.shard = self._communicators.transport_along(bucket.gathered_over).share(state.shard)
             state.part = self._part(bucket, state.shard)
 
     def _make_delayed(self, bucket: Bucket, state: BucketState) -> None:

@@ -183,7 +183,7 @@ class WholeBuckets:
 
     def _gather_into(self, full: torch.Tensor | Stored | None, own: torch.Tensor | Stored, axes: Axes) -> torch.Tensor:
         assert isinstance(full, torch.Tensor) and isinstance(own, torch.Tensor), "what is gathered is on the device"
-        return self._communicators.along(axes).all_gather_into(full, own).finish(None)
+        return self._communicators.transport_along(axes).all_gather_into(full, own).finish(None)
 
     @property
     def _rank(self) -> int:

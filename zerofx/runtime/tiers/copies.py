@@ -135,7 +135,7 @@ class CudaCopies:
     def start(
         self, stream: str, source: torch.Tensor, destination: torch.Tensor, after: Callable[[], None] | None = None
     ) -> Copy:
-        timed = self._log.running
+        timed = self._log.is_running
         # Who waits for it is a thread of the host's, which would spin on a core that updates there need.
         reached, done = torch.cuda.Event(), torch.cuda.Event(enable_timing=timed, blocking=True)
         reached.record(torch.cuda.current_stream(self._device))

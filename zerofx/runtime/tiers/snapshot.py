@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zerofx.errors import TierError
-from zerofx.runtime.comm.patience import Heartbeat
+from zerofx.runtime.comm.heartbeat import Heartbeat
 from zerofx.runtime.tiers.nvme import NvmeFile
 from zerofx.runtime.tiers.stored import Lease, Place, Stored
 from zerofx.runtime.tiers.tiers import Tiers
@@ -267,8 +267,8 @@ class Snapshot:
                     return True
                 wanted = self._wanted
                 if wanted is None:
-                    self._changed.wait(min(1.0, self._heartbeat.left_seconds))
-                    self._is_over |= not self._heartbeat.left_seconds
+                    self._changed.wait(min(1.0, self._heartbeat.seconds_left))
+                    self._is_over |= not self._heartbeat.seconds_left
             if wanted is not None and wanted.copy is None:
                 self._copy_out(wanted)
                 if wanted is value:

@@ -227,7 +227,7 @@ class Tiers:
             self.moved_bytes[TO_HOST] += num_bytes
             if isinstance(place, torch.Tensor):
                 into.landed = copy.landed
-                return Pending.after(into, copy.finish)
+                return Pending.from_waits(into, copy.finish)
             return self._start_write(into, block.place, copy.landed, copy.finish, then=block.end)
         if isinstance(place, NvmeFile):
             assert isinstance(source.lease.place, torch.Tensor), "a copy is between two tiers"
@@ -236,7 +236,7 @@ class Tiers:
         assert isinstance(source.lease.place, NvmeFile), "a copy is between two tiers"
         read = source.lease.place.read(place)  # which may be another step's
         self.moved_bytes[NVME_READ] += num_bytes
-        return Pending.after(into, read.result)
+        return Pending.from_waits(into, read.result)
 
     def _start_write(
         self,
@@ -250,7 +250,7 @@ class Tiers:
         assert isinstance(into.lease.place, NvmeFile)
         written = self._connected().write(into.lease.place, block, after)
         self.moved_bytes[NVME_WRITE] += into.lease.num_bytes
-        return Pending.after(into, finish, written.result, then)
+        return Pending.from_waits(into, finish, written.result, then)
 
     def _start_back(self, into: torch.Tensor, source: Stored) -> Pending[Any]:
         num_bytes, place = source.lease.num_bytes, source.lease.place
@@ -258,14 +258,14 @@ class Tiers:
         if isinstance(place, torch.Tensor):
             copy = self._running().start(TO_DEVICE, place[:num_bytes], _bytes_of(into), after=source.after_update)
             source.lease.used_by(copy)
-            return Pending.after(into, copy.finish)
+            return Pending.from_waits(into, copy.finish)
         block = self._lease("host", num_bytes)
         assert isinstance(block.place, torch.Tensor)
         read = place.read(block.place)
         self.moved_bytes[NVME_READ] += num_bytes
         copy = self._running().start(TO_DEVICE, block.place[:num_bytes], _bytes_of(into), after=read.result)
         block.used_by(copy)
-        return Pending.after(into, copy.finish, block.end)
+        return Pending.from_waits(into, copy.finish, block.end)
 
     def settle(self) -> None:
         """Block until nothing is under way: after a step that failed."""

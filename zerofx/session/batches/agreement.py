@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from zerofx.runtime.comm.compared import Compared
+from zerofx.runtime.comm.comparisons import Comparison
 from zerofx.runtime.state.optimizer import hyperparameter_texts
 from zerofx.session.shapes import Match
 
@@ -19,48 +19,48 @@ def lines(described: Mapping[str, str]) -> str:
     return "\n".join(f"{name}: {text}" for name, text in described.items())
 
 
-def update_parts(optimizer: torch.optim.Optimizer, variant: str, changed: str) -> list[Compared]:
+def update_parts(optimizer: torch.optim.Optimizer, variant: str, changed: str) -> list[Comparison]:
     """Parts of an update: ``variant`` tells how it was traced, ``changed`` whose ``requires_grad`` is another."""
     return [
-        Compared(
+        Comparison(
             "parameters to be trained", changed or "those of the step before",
             "Set requires_grad on all ranks alike, before the same step.",
         ),
-        Compared(
+        Comparison(
             "optimizer options", lines(hyperparameter_texts(optimizer)),
             "Set them on all ranks alike: a scheduler that follows a loss has to be given the mean of all ranks' "
             "losses, as step.average(loss) gives it.",
         ),
-        Compared(
+        Comparison(
             "optimizer update", variant,
             "Load the same optimizer states on all ranks, and change attributes of the optimizer on all alike.",
         ),
     ]  # fmt: skip
 
 
-def forward_parts(shape: Mapping[str, str], setting: Mapping[str, str], lent: str, match: Match) -> list[Compared]:
+def forward_parts(shape: Mapping[str, str], setting: Mapping[str, str], lent: str, match: Match) -> list[Comparison]:
     """Parts of a forward: the ``shape`` of its batch, the ``setting`` in which it runs, where other steps have what is
     ``lent``, and the step that was found for all of it."""
     number = {name: setting[name] for name in (MICRO_BATCHES,) if name in setting}
     return [
-        Compared(
+        Comparison(
             "number of micro-batches", lines(number) or f"{MICRO_BATCHES}: as accumulate= says",
             "Call step.micro(batch) as often on every rank before each step.update().",
         ),
-        Compared(
+        Comparison(
             "training mode and settings of torch", lines(setting),
             "Call model.train() and model.eval(), open torch.autocast and change torch's settings on all ranks alike.",
         ),
-        Compared(
+        Comparison(
             "shapes, dtypes and constants of a batch", lines(shape),
             "Give every rank batches of the same shapes, for example by padding, and leave a smaller last one out on "
             "all of them (drop_last=True). What differs by rank has to be a tensor.",
         ),
-        Compared(
+        Comparison(
             "steps that train what this one reads", lent,
             "Prepare, run and close those steps on all ranks alike.",
         ),
-        Compared(
+        Comparison(
             "Python values for the forward to read", f"captured step: number {match.number}",
             "Set them on all ranks alike, before the same step, and pass what is to differ by rank as a tensor in the "
             "batch.",

@@ -1,10 +1,10 @@
-"""How a message goes from one rank to another on CPUs: through gloo, or read out of the other rank's memory.
+"""Channels for messages between ranks on CPUs: through gloo, or read from the other rank's memory.
 
-Ranks of one host need no network between them. The sender says where its bytes are, the receiver reads them there
-(``process_vm_readv``: one copy, no buffer in between) and says that it has; both words go over a line of their own
-(``lines.py``). MPI's libraries do the same among the ranks of a host ("cross-memory attach"). Linux permits it to
-processes of one user unless it is told otherwise (containers of their own, ``kernel.yama.ptrace_scope``); between which
-ranks it works is tried when the channels are opened.
+Ranks of one host need no network between them. The sender announces the address of its bytes, the receiver reads them
+there (``process_vm_readv``: one copy, no buffer in between) and confirms; both words go over a line of their own
+(``lines.py``). MPI libraries do the same among the ranks of a host ("cross-memory attach"). Linux permits it to
+processes of one user unless configured otherwise (containers of their own, ``kernel.yama.ptrace_scope``); each pair of
+ranks tries it when the channels are opened.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _ALONE_NUMEL = 32_768
 
 
 class Message(Protocol):
-    """A message under way, to be awaited once."""
+    """A message in flight, to be awaited once."""
 
     def wait(self) -> object:
-        """Block until it has arrived, here or there; raises where the other rank has failed."""
+        """Block until it has arrived, here or there; raises if the other rank has failed."""
 
 
 class Channel(Protocol):
-    """Messages with one other rank. Both sides send and receive in the same order, under the same tags."""
+    """Messages with one other rank. Both sides send and receive in the same order, with the same tags."""
 
     def send(self, tensor: torch.Tensor, tag: int) -> Message:
-        """Send a contiguous tensor, which has to stay as it is until the message is awaited."""
+        """Send a contiguous tensor, which must not change until the message is awaited."""
 
     def receive(self, tensor: torch.Tensor, tag: int) -> Message:
         """Receive into a contiguous tensor of the size that is sent."""
 
     def close(self) -> None:
-        """Have the other rank fail where it waits for this one, or comes to."""
+        """Make the other rank fail if it waits for this one, now or later."""
 
 
 class GlooChannel:
@@ -65,7 +65,7 @@ class GlooChannel:
         return _Sending(dist.irecv(tensor, group=self._group, group_src=self._peer, tag=tag), self._peer)
 
     def close(self) -> None:
-        """Its connections are the group's, and are closed with those."""
+        """Do nothing: the connections are the group's, and are closed with those."""
 
 
 class _Sending:
@@ -96,10 +96,10 @@ class MemoryChannel:
         return self._receive(tensor, None, None, tag)
 
     def receive_added(self, total: torch.Tensor, own: torch.Tensor, spare: torch.Tensor | None, tag: int) -> Message:
-        """Receive into a flat tensor the sum of what is sent and ``own``, which has to stay as it is until then.
+        """Receive into a flat tensor the sum of the sent tensor and ``own``, which must not change until then.
 
-        It is added piece by piece, while a piece is in the processor's cache. Where ``total`` is ``own`` itself,
-        ``spare`` is as large and holds what arrives.
+        It is added piece by piece, while a piece is in the processor's cache. If ``total`` is ``own`` itself, ``spare``
+        is as large and holds the received elements.
         """
         return self._receive(total, own, spare, tag)
 
@@ -127,7 +127,7 @@ class MemoryChannel:
 
 
 class _Sent:
-    """A message that has been announced: it stays until the receiver has said that it has it."""
+    """A message that has been announced: its tensor stays alive until the receiver confirms."""
 
     def __init__(self, line: AnnouncingEnd, number: int, tensor: torch.Tensor) -> None:
         self._line, self._number, self._kept = line, number, tensor
@@ -153,7 +153,7 @@ class _Piece(ctypes.Structure):
 
 
 def read_memory(pid: int, address: int, into: torch.Tensor) -> None:
-    """Fill a contiguous tensor from ``address`` on of another process of this machine.
+    """Fill a contiguous tensor from another process of this machine, starting at ``address``.
 
     Raises:
         OSError: there is no such process or address, or it may not be read.
@@ -185,16 +185,16 @@ def _read_added(pid: int, address: int, total: torch.Tensor, own: torch.Tensor, 
 
 
 def open_channels(
-    group: dist.ProcessGroup, readers: Workers, patience_seconds: float, *, reads_memory: bool = True
+    group: dist.ProcessGroup, readers: Workers, rank_timeout_seconds: float, *, reads_memory: bool = True
 ) -> dict[int, Channel]:
     """This rank's channels to all others, by rank in ``group``. All its ranks call it, and agree for each pair.
 
-    ``patience_seconds`` is how long a rank of this host is waited for; for others it is the group's own timeout.
+    ``rank_timeout_seconds`` is the time a rank of this host is waited for; for others it is the group's own timeout.
     ``reads_memory``: whether memory is read at all, or all messages go through gloo.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     peers = [peer for peer in range(num_ranks) if peer != rank]
-    with contextlib.closing(Calls(patience_seconds)) as calls:
+    with contextlib.closing(Calls(rank_timeout_seconds)) as calls:
         word = torch.tensor([secrets.randbits(62)], device="cpu")
         here = torch.tensor([os.getpid(), word.data_ptr(), int(word), _machine(), calls.name], device="cpu")
         words = [of_rank.tolist() for of_rank in _from_all(group, here)]
@@ -224,7 +224,7 @@ def _from_all(group: dist.ProcessGroup, here: torch.Tensor) -> list[torch.Tensor
 
 
 def _can_read(words: Sequence[int], machine: int) -> bool:
-    """Whether the word that another rank has told is found where it says; never so where machines are not known."""
+    """True if the word that another rank has announced is found at its address; False if machines are unknown."""
     pid, address, word, its_machine = words
     if not machine or machine != its_machine:
         return False
@@ -237,7 +237,7 @@ def _can_read(words: Sequence[int], machine: int) -> bool:
 
 
 def _machine() -> int:
-    """The same number for all processes under one running kernel; 0 where there is no telling, or no such reading."""
+    """A number that is the same for all processes under one running kernel; 0 if unknown, or without such reads."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     if sys.platform != "linux" or not boot_id.exists():
         return 0

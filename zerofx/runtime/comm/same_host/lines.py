@@ -1,13 +1,12 @@
-"""Lines between ranks of one host: words of a few bytes, over sockets, about what to read in one another's memory.
+"""Lines between ranks of one host: words of a few bytes over sockets, about addresses to read in each other's memory.
 
 The waiting thread reads the socket itself; no background thread is woken. gloo sends three messages for one and has a
-thread take each, and that thread, awake some hundred times a step, takes its time from the computation on the same
-core.
+thread take each, and that thread, awake some hundred times a step, takes time from the computation on the same core.
 
-As with gloo, the lines of a rank that lets go of them, fails or ends are closed, and whoever waits there fails.
+As with gloo, the lines of a rank that drops them, fails or ends are closed, and any rank that waits there fails.
 
-Everybody on the machine can see the names of such sockets, and call. Who has called is asked of the kernel, by process
-and user, and not of the caller: whoever is no rank is sent away without a word, and nobody waits for what it says.
+Everybody on the machine can see the names of such sockets, and connect. The kernel, not the caller, is asked for the
+caller's process and user: a caller that is no rank is disconnected without a word, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _CALL_SECONDS = 1.0
 
 
 class AnnouncingEnd:
-    """The end of a line at which a rank says what ``peer`` can read, and hears that it has been."""
+    """The end of a line at which a rank announces messages that ``peer`` can read, and hears that they have been."""
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
         self._connection = _Connection(connection, peer)
@@ -41,24 +40,24 @@ class AnnouncingEnd:
         self._hearing = threading.Lock()
 
     def announce(self, tag: int, address: int, num_bytes: int) -> int:
-        """Say where a message lies; returns its number on this line, from 1."""
+        """Announce the address of a message; returns its number on this line, from 1."""
         self._connection.send(_ANNOUNCEMENT.pack(tag, address, num_bytes))
         self._num_announced += 1
         return self._num_announced
 
     def await_read(self, number: int) -> None:
-        """Block until message ``number`` has been read; LostRankError where the other rank has failed."""
+        """Block until message ``number`` has been read; LostRankError if the other rank has failed."""
         with self._hearing:
             while self._num_read < number:
                 self._num_read += len(self._connection.receive(number - self._num_read))
 
     def close(self) -> None:
-        """Have the other end fail where it waits, or comes to."""
+        """Make the other end fail if it waits, now or later."""
         self._connection.close()
 
 
 class ReadingEnd:
-    """The end of a line at which a rank hears of ``peer`` what to read, and says that it has."""
+    """The end of a line at which a rank is told by ``peer`` what to read, and confirms reads."""
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
         self._connection = _Connection(connection, peer)
@@ -73,23 +72,23 @@ class ReadingEnd:
         return address, num_bytes
 
     def tell_read(self) -> None:
-        """Say that the next message, in their order, has been read."""
+        """Confirm that the next message, in order, has been read."""
         self._connection.send(b"\0")
 
     def close(self) -> None:
-        """Have the other end fail where it waits, or comes to."""
+        """Make the other end fail if it waits, now or later."""
         self._connection.close()
 
 
 class Calls:
-    """Where the other ranks of this host can call: a socket without a file.
+    """The socket, without a file, that other ranks of this host connect to.
 
-    ``name`` is 0 where there are no such sockets. To be closed once all lines are open.
+    ``name`` is 0 if there are no such sockets. To be closed once all lines are open.
     """
 
-    def __init__(self, patience_seconds: float) -> None:
+    def __init__(self, rank_timeout_seconds: float) -> None:
         self.name = secrets.randbits(62)
-        self._patience_seconds = patience_seconds
+        self._rank_timeout_seconds = rank_timeout_seconds
         self._deadline: float | None = None
         self._socket: socket.socket | None = None
         try:
@@ -97,23 +96,23 @@ class Calls:
                 raise OSError("names without files are Linux's")
             self._socket = socket.socket(socket.AF_UNIX)
             self._socket.bind(_address(self.name))
-            self._set_patience(self._socket, patience_seconds)
+            self._set_timeout(self._socket, rank_timeout_seconds)
             self._socket.listen(socket.SOMAXCONN)
         except OSError:
             self.close()
             self.name = 0
 
     def call(self, peer: int, name: int, process: int) -> AnnouncingEnd | None:
-        """A line to ``peer``, which has told its ``name`` and ``process``; None if it cannot be reached."""
+        """Open a line to ``peer``, which has announced its ``name`` and ``process``; None if it cannot be reached."""
         if not name:
             return None
         now = time.monotonic()
         self._deadline = self._deadline or now + _CALL_SECONDS
         connection = socket.socket(socket.AF_UNIX)
         try:
-            self._set_patience(connection, max(0.0, self._deadline - now))
+            self._set_timeout(connection, max(0.0, self._deadline - now))
             connection.connect(_address(name))
-            self._set_patience(connection, self._patience_seconds)
+            self._set_timeout(connection, self._rank_timeout_seconds)
             if _process_of(connection) != process:
                 raise ConnectionRefusedError("somebody else has taken the name")
         except OSError:
@@ -125,7 +124,7 @@ class Calls:
         """The lines of ranks that have called already, each with its process.
 
         Raises:
-            LostRankError: one of them has not.
+            LostRankError: one of them has not called.
         """
         awaited, ends = {process: peer for peer, process in processes.items()}, dict[int, ReadingEnd]()
         while awaited:
@@ -138,7 +137,7 @@ class Calls:
             if peer is None:
                 connection.close()
             else:
-                self._set_patience(connection, self._patience_seconds)
+                self._set_timeout(connection, self._rank_timeout_seconds)
                 ends[peer] = ReadingEnd(connection, peer)
         return ends
 
@@ -147,7 +146,7 @@ class Calls:
             self._socket.close()
 
     @staticmethod
-    def _set_patience(connection: socket.socket, seconds: float) -> None:
+    def _set_timeout(connection: socket.socket, seconds: float) -> None:
         # Python's own timeouts ask whether there is something to read before each reading.
         timeout = _TIMEOUT.pack(int(seconds), max(1, int(seconds % 1 * 1e6)))  # none at all is without end
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -155,7 +154,7 @@ class Calls:
 
 
 class _Connection:
-    """A socket whose errors say which rank is at its other end. Closed with the last name for it."""
+    """A socket whose errors name the rank at its other end. Closed with the last reference to it."""
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
         self._socket, self._peer = connection, peer
@@ -170,7 +169,7 @@ class _Connection:
             raise self._failure(error) from error
 
     def receive(self, num_bytes: int) -> bytes:
-        """At most as many, and at least one."""
+        """Receive at least one byte and at most ``num_bytes``."""
         try:
             received = self._socket.recv(num_bytes)
         except BlockingIOError as error:
@@ -190,7 +189,7 @@ class _Connection:
 
 
 def _process_of(connection: socket.socket) -> int:
-    """The process at the other end, as the kernel knows it; 0 for one of another user's."""
+    """The process at the other end, as the kernel reports it; 0 for another user's."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, _ = _CREDENTIALS.unpack(credentials)
     return int(process) if user == os.geteuid() else 0

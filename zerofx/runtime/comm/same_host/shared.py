@@ -1,10 +1,10 @@
 """Buckets in memory that the ranks of a host share: each rank writes its own slice, and all can read the whole.
 
-A gather between such ranks has nothing to move. Who may read when is the step's to know (``passes/in_place.py``).
+A gather between such ranks moves nothing. The step orders reads and writes (``passes/in_place.py``).
 
-The memory is a file without a name (``memfd_create``), which the other ranks open by way of the first one's process:
-it goes with the last rank that has it mapped, however ranks end. Where that is not permitted, as between containers, or
-where there is none, as on other systems than Linux, ranks have memory of their own and copy.
+The memory is a file without a name (``memfd_create``), which the other ranks open through the first one's process: it
+goes with the last rank that has it mapped, however ranks end. Where that is not permitted, as between containers, or
+not available, as on other systems than Linux, ranks have memory of their own and copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORD_BYTES = 8
 
 
 class SharedBuckets:
-    """The buckets that all ranks of ``group`` have next to each other."""
+    """The buckets that all ranks of ``group`` store next to each other."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -31,9 +31,9 @@ class SharedBuckets:
         self._buckets: WeakValueDictionary[int, _Bucket] = WeakValueDictionary()
 
     def share(self, shard: torch.Tensor) -> torch.Tensor:
-        """A copy of ``shard``, this rank's slice, next to the others'; ``shard`` itself where that is not possible.
+        """A copy of ``shard``, this rank's slice, next to the others'; ``shard`` itself if that is not possible.
 
-        Collective: on all ranks it is the one or the other, and the others' slices are there too when it returns.
+        Collective: all ranks get the same of the two, and the others' slices are there too when it returns.
         """
         num_bytes = shard.nbytes * self._num_ranks
         if num_bytes < _WORD_BYTES:
@@ -54,7 +54,7 @@ class SharedBuckets:
         return None if bucket is None else bucket.tensor(full.dtype, full.nbytes, 0, full)
 
     def _map(self, num_bytes: int) -> mmap.mmap | None:
-        """The same memory on all ranks; None on all of them where one has not got it."""
+        """Map the same memory on all ranks; None on all of them if one cannot."""
         whereabouts = torch.zeros(3, dtype=torch.int64, device="cpu")
         descriptor = -1
         with contextlib.ExitStack() as opened:
@@ -67,17 +67,17 @@ class SharedBuckets:
                     whereabouts = torch.tensor([os.getpid(), descriptor, secrets.randbits(62)], device="cpu")
                     os.pwrite(descriptor, whereabouts[2].numpy().tobytes(), 0)
             dist.broadcast(whereabouts, group=self._group, group_src=0)
-            pages = _opened(whereabouts.tolist(), num_bytes, descriptor)
+            pages = _open_mapping(whereabouts.tolist(), num_bytes, descriptor)
             # After this all have opened it, and read the word.
-            return pages if _on_all_ranks(self._group, pages is not None) else None
+            return pages if _all_true(self._group, pages is not None) else None
 
 
 def share_memory(group: dist.ProcessGroup, permitted: bool) -> SharedBuckets | None:
-    """What the ranks of ``group`` share, if each may read the memory of all others. Collective."""
-    return SharedBuckets(group) if _on_all_ranks(group, permitted) else None
+    """The shared buckets of ``group``, if each rank may read the memory of all others. Collective."""
+    return SharedBuckets(group) if _all_true(group, permitted) else None
 
 
-def _on_all_ranks(group: dist.ProcessGroup, here: bool) -> bool:
+def _all_true(group: dist.ProcessGroup, here: bool) -> bool:
     own = torch.tensor([here], device="cpu")
     every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, own, group=group)
@@ -85,20 +85,20 @@ def _on_all_ranks(group: dist.ProcessGroup, here: bool) -> bool:
 
 
 class _Bucket:
-    """Memory that several ranks have mapped. Tensors in it keep it there."""
+    """Memory that several ranks have mapped. Tensors in it keep it alive."""
 
     def __init__(self, pages: mmap.mmap) -> None:
         self._pages = pages
 
     def tensor(self, dtype: torch.dtype, num_bytes: int, first_byte: int, owner: object) -> torch.Tensor:
-        """Some bytes of it as a flat tensor, which keeps another object for as long as its memory is in use."""
+        """Some of its bytes as a flat tensor, which keeps ``owner`` alive for as long as its memory is in use."""
         buffer: ctypes.Array[ctypes.c_char] = (ctypes.c_char * num_bytes).from_buffer(self._pages, first_byte)
         buffer.owner = owner  # type: ignore[attr-defined]  # instances take attributes
         return torch.frombuffer(buffer, dtype=dtype)
 
 
-def _opened(whereabouts: list[int], num_bytes: int, descriptor: int) -> mmap.mmap | None:
-    """The memory at ``whereabouts`` (process, descriptor there, the word in it), mapped; None if it cannot be."""
+def _open_mapping(whereabouts: list[int], num_bytes: int, descriptor: int) -> mmap.mmap | None:
+    """Map the memory at ``whereabouts`` (process, its descriptor, the word in it); None if that is impossible."""
     pid, there, word = whereabouts
     if not pid:
         return None

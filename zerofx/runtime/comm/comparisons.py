@@ -1,4 +1,4 @@
-"""Values that are to be the same on all ranks, and the error where they are not, which names the ranks to look at."""
+"""Compare values that must be the same on all ranks; the error names the ranks that differ."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SHOWN_VALUES = 4
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Lines of ``text`` that are to be the same on all ranks.
+class Comparison:
+    """Lines of ``text`` that must be the same on all ranks.
 
-    ``what`` completes "expected the same ... on every rank"; ``hint`` says what to do where it is not. ``explain``
-    gives each rank's lines to show where the text says too little. It is collective.
+    ``what`` completes "expected the same ... on every rank"; ``hint`` says what to do otherwise. ``explain`` gives each
+    rank's lines to show where the text says too little. It is collective.
     """
 
     what: str
@@ -31,8 +31,8 @@ class Compared:
     explain: Callable[[Gather], Sequence[str]] | None = None
 
 
-def check_compared(compared: Sequence[Compared], gather: Gather) -> None:
-    """Raise a ``RankMismatchError``, the same on all ranks, for the first of ``compared`` that differs. Collective."""
+def check_comparisons(compared: Sequence[Comparison], gather: Gather) -> None:
+    """Raise a ``RankMismatchError``, the same on all ranks, for the first comparison that differs. Collective."""
     texts = gather([part.text for part in compared])
     for part, of_ranks in zip(compared, zip(*texts, strict=True), strict=True):
         if any(text != of_ranks[0] for text in of_ranks):
@@ -43,8 +43,8 @@ def check_compared(compared: Sequence[Compared], gather: Gather) -> None:
 def check_equal(values: Sequence[Any], what: str, hint: str, shown: Sequence[str] = ()) -> None:
     """Raise a ``RankMismatchError``, the same on all ranks, unless all ``values`` (by rank) are equal.
 
-    Those ranks are named that have another value than most, or than rank 0 where no value is the most frequent.
-    ``shown`` has each rank's lines to compare where the values themselves say too little.
+    The error names the ranks whose value differs from the most frequent one, or from rank 0's if no value is the most
+    frequent. ``shown`` has each rank's lines to compare where the values themselves say too little.
     """
     if all(value == values[0] for value in values):
         return

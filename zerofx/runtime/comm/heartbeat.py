@@ -1,9 +1,8 @@
-"""Timeouts: how long ranks wait for one another, and the sign of life that a rank at work gives.
+"""Heartbeats and timeouts: how long ranks wait for one another.
 
-A rank may have minutes of work that the others wait for: a capture, a plan, regions to compile. It says every few
-seconds that it works, and is waited for as long as it does: one that is stopped, or hangs in a file system, says so no
-more.
-Words go to rank 0, and from it to all others, over the ranks' gloo group, whose timeout is how long a word may take.
+A working rank sends a heartbeat every few seconds: a capture, a plan or compiling regions may take minutes. Peers wait
+while heartbeats arrive, and time out when they stop, as they do if the rank is stopped or hangs in a file system.
+Heartbeats go to rank 0, and from it to all others, over the ranks' gloo group, whose timeout is the limit for each.
 """
 
 from __future__ import annotations
@@ -30,32 +29,32 @@ WAYS_TO_WAIT = (
     "raise ZEROFX_TIMEOUT, and the timeout of the process group if that is less, for ranks that are only slow"
 )
 
-_WORDS_PER_PATIENCE = 4  # so that a late one is not taken for none
-_MOST_SECONDS = 15.0  # between two words
+_HEARTBEATS_PER_TIMEOUT = 4  # so that a late one is not taken for none
+_MOST_SECONDS = 15.0  # between two heartbeats
 _BUSY = 1e-3  # of a core: less is what a process takes that waits
-_FIRST_TAG = 1 << 20  # of the words: no other message of the group has one so large
+_FIRST_TAG = 1 << 20  # of heartbeats: no other message of the group has one so large
 _DONE, _AT_WORK = 1, 0
 
 
 class SilentRankError(Exception):
-    """A rank has not said for too long that it works, or is gone; ``rank`` where it is known which."""
+    """A rank has sent no heartbeat for too long, or is gone; ``rank`` if it is known."""
 
     def __init__(self, rank: int | None) -> None:
         super().__init__(f"rank {rank} says no more that it works" if rank is not None else "a rank is gone")
         self.rank = rank
 
 
-def patience_seconds(group: dist.ProcessGroup | None, timeout_seconds: float) -> float:
-    """How long a rank is waited for: ``timeout_seconds``, or the timeout of the user's group if that is less."""
+def rank_timeout_seconds(group: dist.ProcessGroup | None, timeout_seconds: float) -> float:
+    """The time a rank is waited for: ``timeout_seconds``, or the timeout of the user's group if that is less."""
     theirs = group_timeout(group) if group is not None else None
     return min(timeout_seconds, theirs.total_seconds()) if theirs is not None else timeout_seconds
 
 
-def in_time(call: Callable[[], T], seconds: float) -> T:
-    """``call()``, on a thread of its own: some calls of torch's wait for ever, and none of them hears an interrupt.
+def call_with_timeout(call: Callable[[], T], seconds: float) -> T:
+    """Run ``call()`` on a thread of its own: some calls of torch's wait forever, and ignore interrupts.
 
     Raises:
-        TimeoutError: it has not returned within ``seconds``; the thread is left where it waits.
+        TimeoutError: it has not returned within ``seconds``; the thread is left waiting.
     """
     outcome: queue.SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = queue.SimpleQueue()
 
@@ -76,24 +75,24 @@ def in_time(call: Callable[[], T], seconds: float) -> T:
 
 
 class Heartbeat:
-    """Tells how long a thread may still be waited for: ``limit_seconds`` from the last time that it got on."""
+    """The time that a thread may still be waited for: ``limit_seconds`` from its last ``beat``."""
 
     def __init__(self, limit_seconds: float = math.inf) -> None:
         self.limit_seconds = limit_seconds
         self.beat()
 
     def beat(self) -> None:
-        """Say that the thread gets on with its work."""
+        """Record that the thread makes progress."""
         self._last = time.monotonic()
 
     @property
-    def left_seconds(self) -> float:
-        """The time until the thread is taken to hang; 0 once it is."""
+    def seconds_left(self) -> float:
+        """The time until the thread counts as hanging; 0 from then on."""
         return max(0.0, self._last + self.limit_seconds - time.monotonic())
 
 
 def wait_for(work: dist.Work, seconds: float) -> None:
-    """Wait for a collective of gloo's, in pieces, so that an interrupt is heard meanwhile.
+    """Wait for a gloo collective, in pieces, so that interrupts are handled meanwhile.
 
     Raises:
         RuntimeError: it failed, or is not done within ``seconds``.
@@ -114,15 +113,15 @@ def wait_for(work: dist.Work, seconds: float) -> None:
 class JointWork:
     """One piece of work that all ranks of a gloo group do, or wait for the others to do."""
 
-    def __init__(self, group: dist.ProcessGroup, number: int, patience: float) -> None:
-        """``number`` is another for each piece of work, and the same on all ranks."""
-        self._group, self._tag, self._patience = group, _FIRST_TAG + number, patience
+    def __init__(self, group: dist.ProcessGroup, number: int, rank_timeout_seconds: float) -> None:
+        """Prepare the work ``number``, which is unique for each piece of work and the same on all ranks."""
+        self._group, self._tag, self._rank_timeout_seconds = group, _FIRST_TAG + number, rank_timeout_seconds
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._listeners = list(range(1, self._num_ranks)) if self._rank == 0 else [0]
         self._sent: list[tuple[dist.Work | None, torch.Tensor]] = []
         self._done_here = False
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._show, name="zerofx-work", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="zerofx-work", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -133,18 +132,18 @@ class JointWork:
         self._thread.join()
 
     def finish(self) -> None:
-        """Say that the work is done here, and wait until it is on all ranks.
+        """Report that the work is done here, and wait until it is done on all ranks.
 
         Raises:
-            SilentRankError: a rank has not said for too long that it works, or is gone.
+            SilentRankError: a rank has sent no heartbeat for too long, or is gone.
         """
         self._done_here = True
         if self._rank == 0:
             for peer in self._listeners:
                 self._hear(peer)
-        self.__exit__()  # the last word is the last
+        self.__exit__()  # no heartbeat comes after the last word
         try:
-            self._say(_DONE)
+            self._send(_DONE)
         except RuntimeError as error:
             raise SilentRankError(self._listeners[0] if len(self._listeners) == 1 else None) from error
         if self._rank != 0:
@@ -158,29 +157,29 @@ class JointWork:
 
         while int(word) != _DONE:
             try:
-                in_time(receive, self._patience + 1.0)
+                call_with_timeout(receive, self._rank_timeout_seconds + 1.0)
             except (RuntimeError, TimeoutError) as error:
                 raise SilentRankError(peer) from error
 
-    def _say(self, what: int) -> None:
+    def _send(self, what: int) -> None:
         for peer in self._listeners:
             word = torch.tensor([what], device="cpu")
             self._sent.append((dist.isend(word, group=self._group, group_dst=peer, tag=self._tag), word))
 
-    def _show(self) -> None:
-        interval = min(_MOST_SECONDS, self._patience / _WORDS_PER_PATIENCE)
+    def _beat(self) -> None:
+        interval = min(_MOST_SECONDS, self._rank_timeout_seconds / _HEARTBEATS_PER_TIMEOUT)
         before = _busy_seconds()
         while not self._ended.wait(interval):
             now = _busy_seconds()
             # Rank 0 passes on that some rank works: it says so while it waits, too.
             if now - before > _BUSY * interval or self._done_here:
-                with contextlib.suppress(RuntimeError):  # who is gone is found out by whoever waits for it
-                    self._say(_AT_WORK)
+                with contextlib.suppress(RuntimeError):  # a lost rank is found by those that wait for it
+                    self._send(_AT_WORK)
             before = now
 
 
 def _busy_seconds() -> float:
-    """Processor time of this process and of those that it has started, in seconds."""
+    """Processor time of this process and its children, in seconds."""
     times = os.times()
     total = times.user + times.system + times.children_user + times.children_system
     for tasks in Path("/proc/self/task").glob("*/children"):
