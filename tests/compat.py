@@ -118,7 +118,9 @@ def run_version(python: Path, parts: Sequence[str], before: Row | None) -> Row:
     """The demo and some parts with one version, and what it brought back ``before`` of the others."""
     facts = "import platform, torch; print(platform.python_version(), torch.__version__)"
     python_version, torch_version = _run(python, "-c", facts).stdout.split()
-    lines = _run(python, "-c", "from zerofx.torch_private.versions import left_out; print(*left_out(), sep='\\n')")
+    lines = _run(
+        python, "-c", "from zerofx.torch_private.versions import limitations; print(*limitations(), sep='\\n')"
+    )
     demo = run_demo(python) if DEMO in parts else "not run"
     with tempfile.TemporaryDirectory() as folder:
         results = {part: run_part(python, PARTS[part], Path(folder, f"{part}.xml")) for part in parts if part != DEMO}

@@ -31,7 +31,7 @@ from zerofx.scheduler.cost.liveness import MemoryEvent
 from zerofx.torch_private.inductor.compile import (
     compile_graph,
     inductor_decompositions,
-    making_kernels_with,
+    make_kernels_with,
     set_up,
     shape_aware_mode,
     source_of,
@@ -112,7 +112,7 @@ def _compiled(function: RegionFunction, inputs: Sequence[Any], name: str, kernel
         background = Background("zerofx-kernels", _builds(region.graph))
         background.resume()
         examples = [node.meta["val"] for node in region.graph.find_nodes(op="placeholder")]
-        with set_up(*KERNEL_PASSES), making_kernels_with(FileKernels):
+        with set_up(*KERNEL_PASSES), make_kernels_with(FileKernels):
             compiled = compile_graph(region.module, examples, region.mode)
     except Exception as error:
         raise _could_not_be_compiled(name, error) from error

@@ -55,7 +55,7 @@ def memory_record(
         InternalError: there is a statement that may take memory for all that is known of it.
     """
     with fake_mode:
-        return _Record(Wrapper.of(source), inputs, owners).run()
+        return _Record(Wrapper.parse(source), inputs, owners).run()
 
 
 class _Record:

@@ -53,7 +53,7 @@ from zerofx.scheduler.analysis.sharding_ways import slot_of
 from zerofx.scheduler.plan.decisions import ShardingDecision
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Placement, Replicated, Sharded, local_shape, placement_of
 from zerofx.torch_private.operators import schema_of
-from zerofx.torch_private.tensors import beside
+from zerofx.torch_private.tensors import use_mode_of
 
 _SIZES = frozenset({"size", "input_size", "input_sizes", "shape"})  # arguments that have the shape of the result
 
@@ -80,7 +80,7 @@ def partition(step: StepGraph, shardings: tuple[ShardingDecision, ...], num_part
     missing = decided.keys() - step.nodes_by_name().keys()
     if missing:
         raise PlanError(f"the plan shards {min(missing)}, which this graph has not; make the plan anew for this model")
-    with beside(tensor(step.loss)):
+    with use_mode_of(tensor(step.loss)):
         _Partitioning(step, decided, num_parts).run()
 
 

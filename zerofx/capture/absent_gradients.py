@@ -17,7 +17,7 @@ from torch import nn
 from zerofx.errors import UsageError
 from zerofx.torch_private.dispatch import without_torch_functions
 from zerofx.torch_private.operators import pytree
-from zerofx.torch_private.tensors import without_memory
+from zerofx.torch_private.tensors import make_wrapper
 
 _aten = torch.ops.aten
 _HARMLESS = {_aten.zero_.default, _aten.detach.default, _aten.detach_.default, _aten.alias.default}
@@ -30,7 +30,7 @@ class AbsentGradient(torch.Tensor):
 
     @staticmethod
     def create(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> AbsentGradient:
-        absent = without_memory(AbsentGradient, shape, dtype=dtype, device=device)
+        absent = make_wrapper(AbsentGradient, shape, dtype=dtype, device=device)
         absent.value = None
         return absent
 

@@ -33,7 +33,7 @@ from zerofx.ir.aliasing import tensors_in
 from zerofx.ir.facts import value
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.serialise import NAMESPACES, NotStorableError, inline_values, share_values, to_json
-from zerofx.torch_private.capture import as_fake
+from zerofx.torch_private.capture import expect_fake
 
 Numbers = tuple[int, ...]
 
@@ -133,7 +133,7 @@ def _products(column: tuple[Fraction, ...], varying: Mapping[Numbers, int], most
 
 def _is_sound(step: StepGraph) -> bool:
     """True if running each operator on its arguments gives the value that stands in the graph."""
-    fakes = (as_fake(entry) for node in step.calls() for entry in tensors_in(value(node)))
+    fakes = (expect_fake(entry) for node in step.calls() for entry in tensors_in(value(node)))
     with next(fakes).fake_mode, torch.no_grad():
         for node in step.calls():
             given = fx.node.map_arg((node.args, node.kwargs), value)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.blame import describe_user_line
 from zerofx.capture.values.watched_calls import METADATA_READS
-from zerofx.torch_private.modules import annotated, annotations_of, keeping_annotations, running_annotation
+from zerofx.torch_private.modules import annotate, annotations_of, current_annotation, keeping_annotations
 
 LAYER_KEY = "zerofx_layer"
 LINE_KEY = "zerofx_line"
@@ -31,17 +31,17 @@ _AGAIN_KEY = "zerofx_again"
 
 def annotate_layer(layer: str) -> AbstractContextManager[None]:
     """While open, traced nodes belong to ``layer``."""
-    return annotated(LAYER_KEY, layer)
+    return annotate(LAYER_KEY, layer)
 
 
 def current_layer() -> str:
     """The dotted path of the module whose forward is running, inside ``traceable``."""
-    return running_annotation(LAYER_KEY)
+    return current_annotation(LAYER_KEY)
 
 
 def run_again() -> AbstractContextManager[None]:
     """While open, traced nodes are ``is_run_again``: repeated for their writes to buffers."""
-    return annotated(_AGAIN_KEY, _AGAIN_KEY)
+    return annotate(_AGAIN_KEY, _AGAIN_KEY)
 
 
 def is_run_again(node: fx.Node) -> bool:
@@ -87,7 +87,7 @@ class SourceLines(TorchFunctionMode):
     ) -> Any:
         if func in METADATA_READS:
             return func(*args, **(kwargs or {}))
-        with annotated(LINE_KEY, describe_user_line(inspect.currentframe())):
+        with annotate(LINE_KEY, describe_user_line(inspect.currentframe())):
             return func(*args, **(kwargs or {}))
 
 

@@ -6,7 +6,7 @@ import platform
 
 import torch
 
-from zerofx.torch_private.capture import tracing_configuration
+from zerofx.torch_private.capture import aot_configuration
 
 
 def trace_settings() -> tuple[str, ...]:
@@ -15,7 +15,7 @@ def trace_settings() -> tuple[str, ...]:
     return (
         platform.machine(),
         torch.backends.cpu.get_cpu_capability(),
-        tracing_configuration(),
+        aot_configuration(),
         f"{torch.get_default_dtype()} {torch.get_default_device().type}",
         f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}",
         f"autocast {[(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]}",

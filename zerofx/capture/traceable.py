@@ -33,10 +33,10 @@ from zerofx.errors import CaptureError, in_short, warn
 from zerofx.ir.batch import Batch
 from zerofx.ir.casts import ComputeDtype, cast_of
 from zerofx.ir.parameters import ParameterInfo, Strides, parameter_infos
-from zerofx.torch_private.capture import FakeTensorMode, compiling, fake_mode, fake_tensor
-from zerofx.torch_private.dispatch import without_log_of_fakes, without_modes
+from zerofx.torch_private.capture import FakeTensorMode, fake_mode, fake_tensor, pretend_compiling
+from zerofx.torch_private.dispatch import silence_fake_log, without_modes
 from zerofx.torch_private.modules import buffer_table, parameter_table
-from zerofx.torch_private.tensors import as_parameter
+from zerofx.torch_private.tensors import mark_as_parameter
 
 T = TypeVar("T")
 
@@ -143,11 +143,11 @@ def traceable(
         contextlib.ExitStack() as stack,
         forward.objective.setting(model),
         torch.enable_grad(),
-        without_log_of_fakes(),
+        silence_fake_log(),
         _fake_state(model, mode, compute_dtype, device, forward.strides) as of_model,
         layer_annotations([("", model), *((lender.name, lender.model) for lender in lent)]),
         compute_in_float32(compute_dtype),
-        compiling() if compiled else contextlib.nullcontext(),
+        pretend_compiling() if compiled else contextlib.nullcontext(),
         dropouts_that_may_drop_nothing(),
         traceable_collectives(),
         require_torch_randomness(),
@@ -166,7 +166,7 @@ def traceable(
             where = device if real.is_meta else real.device
             with without_modes():
                 fake = fake_tensor(mode, real.shape, real.stride(), real.dtype, where)
-            return as_parameter(fake, requires_grad=True) if real.requires_grad else fake
+            return mark_as_parameter(fake, requires_grad=True) if real.requires_grad else fake
 
         maker = StandInMaker(make_fake, of_all)
         with KnownValues() as known:
@@ -210,7 +210,9 @@ def _fake_state(
                 if id(real) not in fakes:
                     dtype = cast_of(real, compute_dtype) if cast else real.dtype
                     fake = fake_tensor(mode, real.shape, strides.get(id(real), real.stride()), dtype, device)
-                    fakes[id(real)] = as_parameter(fake, requires_grad=trained and real.requires_grad) if cast else fake
+                    fakes[id(real)] = (
+                        mark_as_parameter(fake, requires_grad=trained and real.requires_grad) if cast else fake
+                    )
                 saved.append((table, name, real))
     for table, name, real in saved:
         table[name] = fakes[id(real)]

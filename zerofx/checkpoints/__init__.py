@@ -1,1 +1,1 @@
-"""What a step saves, and takes over from what was saved: by any number of ranks, at any stage, from any tiers."""
+"""Save a step's state and restore it: on any number of ranks, at any stage, from any tiers."""

@@ -1,8 +1,9 @@
-"""A step's state as ``torch.distributed.checkpoint`` (DCP) takes it: tensors that are boxes of others, without values.
+"""A step's state in the form that ``torch.distributed.checkpoint`` (DCP) takes: tensors given as boxes, without values.
 
 DCP asks any tensor that has ``__create_write_items__``, ``__create_chunk_list__`` and ``__get_tensor_shard__`` (as
 ``DTensor`` has) which boxes of a whole tensor this rank has, and for each of them as it writes or reads it. So it
-writes from whatever tier values lie in, and what it reads is held on the host until ``load_state_dict`` takes it over.
+writes from whatever tier values are in, and the values it reads are held on the host until ``load_state_dict`` takes
+them over.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from zerofx.checkpoints.pieces import Piece
 from zerofx.disk.checkpoint.boxes import Box
 from zerofx.errors import UsageError
-from zerofx.torch_private.tensors import without_memory, without_torch_function
+from zerofx.torch_private.tensors import make_wrapper, without_torch_function
 
 
 class BoxedTensor(torch.Tensor):
-    """A tensor of which this rank writes boxes, ``owned``, whose values ``read`` gives, and reads others, ``held``.
+    """A tensor of which this rank writes the boxes ``owned``, with values from ``read``, and reads the boxes ``held``.
 
     It has shape and dtype, and no values: only DCP can use it. ``begin`` is called before a save reads the first.
     """
@@ -42,8 +43,8 @@ class BoxedTensor(torch.Tensor):
         read: Callable[[Piece], torch.Tensor],
         begin: Callable[[], None] = lambda: None,
     ) -> BoxedTensor:
-        """Has the shape of ``like``."""
-        wrapper: BoxedTensor = without_memory(cls, like.shape, dtype=dtype, device=torch.device("cpu"))
+        """Create one with the shape of ``like``."""
+        wrapper: BoxedTensor = make_wrapper(cls, like.shape, dtype=dtype, device=torch.device("cpu"))
         wrapper._owned, wrapper._held, wrapper._read, wrapper._begin, wrapper._loaded = owned, held, read, begin, None
         return wrapper
 
@@ -83,7 +84,7 @@ class BoxedTensor(torch.Tensor):
         assert index.offset is not None
         offsets = tuple(index.offset)
         if self._loaded is None:
-            return self._of_model(self._read(next(p for p in self._owned if self._chunk(p)[0] == index.offset)))
+            return self._view_as_model(self._read(next(p for p in self._owned if self._chunk(p)[0] == index.offset)))
         if offsets not in self._loaded:
             sizes = next(sizes for begin, sizes in map(self._chunk, self._held) if begin == index.offset)
             self._loaded[offsets] = torch.empty(sizes, dtype=self.dtype, device="cpu")
@@ -91,18 +92,18 @@ class BoxedTensor(torch.Tensor):
 
     @property
     def is_loaded(self) -> bool:
-        """Whether something has been read into all boxes that this rank holds."""
+        """True if all boxes that this rank holds have been read."""
         return self._loaded is not None and len(self._loaded) == len(self._held)
 
-    def loaded(self, box: Box) -> torch.Tensor:
-        """What has been read into a box that this rank holds, as real numbers."""
+    def get_loaded(self, box: Box) -> torch.Tensor:
+        """The values read into a box that this rank holds, as real numbers."""
         assert self._loaded is not None
         values = self._loaded[box.offsets[: self.dim()]]
         return torch.view_as_real(values) if values.is_complex() else values
 
     def _chunk(self, piece: Piece) -> tuple[torch.Size, torch.Size]:
-        """The box of a piece with the dimensions that the model's tensor has."""
+        """Offsets and sizes of a piece's box, with the dimensions of the model's tensor."""
         return torch.Size(piece.box.offsets[: self.dim()]), torch.Size(piece.box.sizes[: self.dim()])
 
-    def _of_model(self, values: torch.Tensor) -> torch.Tensor:
+    def _view_as_model(self, values: torch.Tensor) -> torch.Tensor:
         return torch.view_as_complex(values.contiguous()) if self.dtype.is_complex else values

@@ -1,6 +1,6 @@
-"""Checkpoints as others read them: safetensors files as ``from_pretrained`` opens them, and DCP's own.
+"""Checkpoints in other formats: safetensors files as ``from_pretrained`` opens them, and DCP's own.
 
-A tensor at a time is put together from all ranks' files, so that no more than the largest one is held.
+Tensors are assembled from all ranks' files one at a time, so that no more than the largest one is held.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ _INDEX = "model.safetensors.index.json"
 def export_model(path: Path, out: Path, *, dtype: str | None = None, most_bytes: int = 5_000_000_000) -> None:
     """Write the model of the checkpoint at ``path`` into the folder ``out``.
 
-    Tied tensors are written once, under the first of their names, as ``save_pretrained`` does. ``dtype``: that of
-    floating-point tensors; None for what they are saved in. ``most_bytes``: of one file, unless a tensor is larger.
+    Tied tensors are written once, under the first of their names, as ``save_pretrained`` does. ``dtype``: the dtype of
+    floating-point tensors; None for that of the checkpoint. ``most_bytes``: the limit for one file, unless a tensor is
+    larger.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
         UsageError: ``out`` is there already, or the model has complex tensors, which safetensors files have not.
         OSError: it cannot be written.
     """
-    reader = _checked(path)
+    reader = _open_verified(path)
     marker = reader.marker
     tensors = marker.tensors
     if listed := [name for name, about in tensors.items() if about.torch_dtype.is_complex]:
@@ -85,10 +86,10 @@ def export_distributed(path: Path, out: Path) -> None:
     from zerofx.checkpoints.distributed import BoxedTensor
     from zerofx.checkpoints.pieces import Piece
 
-    reader = _checked(path)
+    reader = _open_verified(path)
     marker = reader.marker
 
-    def lazily(name: str, shape: tuple[int, ...], dtype: torch.dtype, kind: str, like: torch.dtype) -> BoxedTensor:
+    def make_lazy(name: str, shape: tuple[int, ...], dtype: torch.dtype, kind: str, like: torch.dtype) -> BoxedTensor:
         stored = (*shape, 2) if like.is_complex else shape
         piece = Piece(name, 0, Box.whole(stored), torch.empty(stored, device="meta").stride())
         whole = torch.empty((), device="meta").expand(shape)
@@ -97,7 +98,7 @@ def export_distributed(path: Path, out: Path) -> None:
 
     model: dict[str, Any] = {}
     for name, about in marker.tensors.items():
-        model[name] = lazily(name, about.shape, about.torch_dtype.to_real(), "model", about.torch_dtype)
+        model[name] = make_lazy(name, about.shape, about.torch_dtype.to_real(), "model", about.torch_dtype)
     model |= {alias: model[name] for alias, name in marker.aliases.items()}
     scalars = marker.optimizer.scalars_of()
     states: dict[str, dict[str, Any]] = {}
@@ -107,7 +108,7 @@ def export_distributed(path: Path, out: Path) -> None:
         states[name] = {n.state: number_from(n.value, n.dtype, torch.device("cpu")) for n in numbers}
         for state in listed:
             key = state_name(name, state)
-            states[name][state] = lazily(key, about.shape, reader.dtype_of(key, STATE), STATE, about.torch_dtype)
+            states[name][state] = make_lazy(key, about.shape, reader.dtype_of(key, STATE), STATE, about.torch_dtype)
     groups = [options_from(group) for group in marker.optimizer.groups]
     with _aside(out) as folder:
         whole = {"model": model, "optimizer": {"state": states, "param_groups": groups}}
@@ -118,7 +119,7 @@ def export_distributed(path: Path, out: Path) -> None:
     reader.close()
 
 
-def _checked(path: Path) -> CheckpointReader:
+def _open_verified(path: Path) -> CheckpointReader:
     reader = open_checkpoint(path)
     reader.verify(0, 1)
     return reader
@@ -126,7 +127,7 @@ def _checked(path: Path) -> CheckpointReader:
 
 @contextlib.contextmanager
 def _aside(out: Path) -> Iterator[Path]:
-    """A folder that takes the place of ``out`` once all is written."""
+    """A folder that replaces ``out`` once all is written."""
     if out.exists():
         raise UsageError(
             f"expected to export to a folder that is not there yet, found {out}: remove it, or give another"

@@ -1,4 +1,4 @@
-"""Fills a rank's buckets and states with values from elsewhere, as of a checkpoint of any mesh, a tensor at a time."""
+"""Fill a rank's buckets and states with values from elsewhere, such as a checkpoint of any mesh, a tensor at a time."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from zerofx.runtime.state.on_host import Overwrites, shown_on_host
 
 
 class Source(Protocol):
-    """Where values come from. ``own`` is what ``named_parameters`` calls a parameter."""
+    """A source of values. ``own`` is a parameter's name in ``named_parameters``."""
 
     def states(self, own: str) -> tuple[str, ...]:
         """The names of the optimizer's states of a parameter that have a value for each element."""
         ...
 
     def numbers(self, own: str) -> dict[str, Any]:
-        """The others by name: numbers, or tensors of one."""
+        """The other states by name: numbers, or tensors of one element."""
         ...
 
     def read_into(self, into: torch.Tensor, own: str, state: str | None, box: Box) -> None:
-        """Give ``into``, on the CPU, the values of a box of the parameter, or of one of its states."""
+        """Fill ``into``, on the CPU, with a box of the parameter, or of one of its states."""
         ...
 
     def dtype_of(self, own: str, state: str) -> torch.dtype:
-        """The dtype of a state, of its real and imaginary parts where it is complex."""
+        """The dtype of a state; of its real and imaginary parts if it is complex."""
         ...
 
 
@@ -55,7 +55,7 @@ def check_histories(source: Source, layout: BucketLayout) -> None:
 
 
 def fill_training(source: Source, training: Training, *, optimizer: bool = True) -> None:
-    """Give all buckets their values, with the optimizer's states or without. Collective."""
+    """Fill all buckets with their values, with the optimizer's states or without. Collective."""
     overwrites = Overwrites(training.tiers)
     try:
         for bucket, held in training.buckets():
@@ -68,7 +68,7 @@ def fill_training(source: Source, training: Training, *, optimizer: bool = True)
 
 
 def _fill_stored(source: Source, training: Training, bucket: Bucket, held: BucketState, overwrites: Overwrites) -> None:
-    first, last = training.held(bucket)
+    first, last = training.local_range(bucket)
 
     overwrites.run(held.stored, partial(_read, source, bucket, first, last, None))
     copies = [] if held.master is None else [held.low]
@@ -85,7 +85,7 @@ def _fill_stored(source: Source, training: Training, bucket: Bucket, held: Bucke
 
 
 def _fill_states(source: Source, training: Training, bucket: Bucket, held: BucketState, overwrites: Overwrites) -> None:
-    first, last = training.held(bucket)
+    first, last = training.local_range(bucket)
     some = bucket.slots[0].source
     states, numbers = source.states(some), source.numbers(some)
     held.scalars.clear()
@@ -102,7 +102,7 @@ def _fill_states(source: Source, training: Training, bucket: Bucket, held: Bucke
 
 
 def _read(source: Source, bucket: Bucket, first: int, last: int, state: str | None, flat: torch.Tensor) -> None:
-    """Give ``flat`` elements ``first`` to ``last`` of a bucket, or of one of its states; padding is zero."""
+    """Fill ``flat`` with elements ``first`` to ``last`` of a bucket, or of one of its states; padding is zero."""
     for begin, end in bucket.padding():
         flat[max(begin - first, 0) : max(end - first, 0)].zero_()
     for piece in pieces_of(bucket, first, last):

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is one of this model and optimizer; what differs, by name."""
+"""Check that a checkpoint fits this model and optimizer; list the differences by name."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from zerofx.units import first_few
 _TOO_LARGE = 2**63  # for a whole number of an optimizer's, which torch takes as 64 bits
 
 
-def saved_names(marker: Marker, names: ModelNames) -> dict[str, str]:
+def match_names(marker: Marker, names: ModelNames) -> dict[str, str]:
     """The name in the checkpoint of each of the model's tensors, by its name now.
 
-    Of a tied tensor, here or there, any of its names will do.
+    Any of the names of a tied tensor matches, here or there.
 
     Raises:
         CheckpointError: lists tensors that are missing, that the model has not, and that have another shape or kind.
@@ -51,7 +51,7 @@ def saved_names(marker: Marker, names: ModelNames) -> dict[str, str]:
 
 
 def group_misfits(saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]) -> list[str]:
-    """What of saved param groups is not as an optimizer has them, in words; ``own``: the names of its parameters."""
+    """The differences between saved param groups and an optimizer's, in words; ``own``: the names of its parameters."""
     if len(saved) != len(own):
         return [f"{len(saved)} param groups for {len(own)}"]
     return [
@@ -62,7 +62,7 @@ def group_misfits(saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str
 
 
 def check_extra(marker: Marker, names: ModelNames) -> None:
-    """Check that the modules that have state of their own are those that were saved.
+    """Check that the modules with state of their own are those that were saved.
 
     Raises:
         CheckpointError: they are not.
@@ -75,7 +75,7 @@ def check_extra(marker: Marker, names: ModelNames) -> None:
 
 
 def _option_misfits(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The options of saved param groups that are of another kind than those that an optimizer has, in words."""
+    """The options of saved param groups whose kind differs from the optimizer's, in words."""
     return [
         f"{key}={value!r:.40} in param group {number}, where it has {mine[key]!r:.40}"
         for number, (group, mine) in enumerate(zip(saved, own, strict=True))
@@ -95,7 +95,7 @@ def _are_alike(value: Any, own: Any) -> bool:
 
 
 def check_optimizer(marker: Marker, optimizer: torch.optim.Optimizer, own: Sequence[Sequence[str]]) -> None:
-    """Check that the optimizer is of the class, and has the groups, that were saved.
+    """Check that the optimizer has the class and the groups that were saved.
 
     ``own``: the names in the checkpoint of each group's parameters.
 

@@ -1,9 +1,9 @@
 """A checkpoint that a thread writes while training goes on.
 
-Ranks meet where it is begun, and where it is finished. Between that, the thread of each rank tells over the process
-group's store that its files are on disk, or that it has failed. Rank 0's thread puts the checkpoint in its place when
-all have told: so it is there as soon as it is whole, whatever steps do meanwhile. A thread that makes no progress is
-waited for as long as ranks wait for one another, and no longer.
+Ranks meet at the start and at the end. In between, the thread of each rank reports over the process group's store that
+its files are on disk, or that it has failed. Rank 0's thread moves the checkpoint into place when all have reported: so
+it is there as soon as it is whole, whatever steps do meanwhile. A thread that makes no progress is waited for as long
+as ranks wait for one another, and no longer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 
 from zerofx.checkpoints.names import ModelNames
 from zerofx.checkpoints.pieces import Piece
-from zerofx.checkpoints.save import Begun, StepCounts, start, warn_of_left, write_files
-from zerofx.checkpoints.together import cannot_be_done, on_all, on_first
+from zerofx.checkpoints.save import StartedCheckpoint, StepCounts, start, warn_of_left, write_files
+from zerofx.checkpoints.together import cannot_be_done, run_on_all, run_on_first
 from zerofx.checkpoints.training import OwnedValues, Training
 from zerofx.disk.checkpoint.folder import place_of
 from zerofx.disk.checkpoint.shard_file import Written
@@ -45,20 +45,20 @@ def save_later(
     keep: int | None,
     spare_bytes: int | None,
 ) -> Later:
-    """Begin to write a checkpoint into ``folder``, of all as it is now. Collective.
+    """Begin to write a checkpoint of the current state into ``folder``. Collective.
 
-    ``spare_bytes``: what may be held on the host for it; None for no limit.
+    ``spare_bytes``: the host memory that may be held for it; None for no limit.
 
     Raises:
         CheckpointError: on all ranks; nothing of ``folder`` has been changed then.
     """
     control = training.control
     begun = start(training, names, numbers, state, folder)
-    begun = replace(begun, content=begun.content.copied())
+    begun = replace(begun, content=begun.content.copy())
     heartbeat = Heartbeat(control.rank_timeout_seconds)
     try:
         num_local_ranks = len(control.ranks_of_host("save a checkpoint"))
-        snapshot = on_all(
+        snapshot = run_on_all(
             control,
             "keep what is saved",
             lambda: _snapshot(training, begun.content.parts, spare_bytes, num_local_ranks, heartbeat),
@@ -82,7 +82,7 @@ def _snapshot(
     values = []
     for part in parts:
         if part.entries:
-            first, last = training.owned(part.bucket)
+            first, last = training.range_to_write(part.bucket)
             values.append((part.stored, first - part.first, last - part.first))
     try:
         return Snapshot(values, training.tiers, spare_bytes, num_local_ranks=num_local_ranks, heartbeat=heartbeat)
@@ -91,10 +91,18 @@ def _snapshot(
 
 
 class Later:
-    """A checkpoint under way. ``place`` is where it is to be; all methods are for the thread that runs the steps."""
+    """A checkpoint that is being written. ``place`` is its final path; all methods are for the thread that
+    runs steps.
+    """
 
     def __init__(
-        self, training: Training, begun: Begun, snapshot: Snapshot, heartbeat: Heartbeat, keep: int | None, place: Path
+        self,
+        training: Training,
+        begun: StartedCheckpoint,
+        snapshot: Snapshot,
+        heartbeat: Heartbeat,
+        keep: int | None,
+        place: Path,
     ) -> None:
         self.place = place
         self._control = training.control
@@ -113,23 +121,23 @@ class Later:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank's part of it is still being written, or, on rank 0, the checkpoint not yet in its place."""
+        """True while this rank's part is being written, or, on rank 0, until the checkpoint is in place."""
         return self._thread.is_alive()
 
     def tidy(self) -> None:
-        """Give back what has been held for it, once it is written."""
+        """Release the memory held for it, once it is written."""
         if not self.is_writing:
             self._snapshot.end()
 
     def finish(self) -> Path:
-        """Wait until it is in its place; returns that. Collective.
+        """Wait until it is in place; returns its path. Collective.
 
         Raises:
-            CheckpointError: it could not be written; on all ranks, and others are as they were.
+            CheckpointError: it could not be wait_for_files; on all ranks, and others are as they were.
         """
         control = self._control
 
-        def written() -> dict[str, Written]:
+        def wait_for_files() -> dict[str, Written]:
             self._snapshot.keep_all()
             self._await_written()
             if self._failure is not None:
@@ -138,9 +146,9 @@ class Later:
 
         try:
             control.meet(_FINISH)
-            listed = control.gather(on_all(control, _FINISH, written), _FINISH)
+            listed = control.gather(run_on_all(control, _FINISH, wait_for_files), _FINISH)
             files = {name: file for of_rank in listed for name, file in of_rank.items()}
-            self.place, left = on_first(control, _FINISH, lambda: self._commit(files))
+            self.place, left = run_on_first(control, _FINISH, lambda: self._commit(files))
         except BaseException:
             self.abandon()
             raise
@@ -165,7 +173,7 @@ class Later:
             self._outcomes.forget()
 
     def _await_written(self) -> None:
-        """Wait until this rank's files are on disk, for as long as the thread gets on.
+        """Wait until this rank's files are on disk, for as long as the thread makes progress.
 
         Raises:
             CheckpointError: it hangs.
@@ -178,7 +186,7 @@ class Later:
                 )
 
     def _commit(self, files: Mapping[str, Written]) -> tuple[Path, str]:
-        """On rank 0: put it in its place, unless the other thread of the two that may has done so."""
+        """On rank 0: move it into place, unless the other of the two threads that may do so has done it."""
         if not self._committing.acquire(timeout=self._heartbeat.limit_seconds):
             raise CheckpointError(
                 f"expected to put a checkpoint in its place in {self._begun.part.parent}, found that this takes longer "
@@ -198,7 +206,7 @@ class Later:
         with suppress(AttributeError, OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
-            self._files = write_files(content, self._begun.part, self._show, self._on_block)
+            self._files = write_files(content, self._begun.part, self._show, self._handle_block)
         except (OSError, ZeroFXError) as error:
             self._failure = cannot_be_done("write a checkpoint", error)
         except BaseException as error:
@@ -214,7 +222,7 @@ class Later:
             with suppress(RuntimeError, OSError):  # likewise; what cannot be committed here is so again there
                 self._commit_early()
 
-    def _on_block(self) -> None:
+    def _handle_block(self) -> None:
         self._heartbeat.beat()
         if self._stopped.is_set():
             raise CheckpointError(
@@ -230,17 +238,17 @@ class Later:
     @contextmanager
     def _show(self, part: OwnedValues) -> Iterator[Callable[[Piece], AbstractContextManager[torch.Tensor]]]:
         @contextmanager
-        def shown(piece: Piece) -> Iterator[torch.Tensor]:
+        def show_piece(piece: Piece) -> Iterator[torch.Tensor]:
             with self._snapshot.elements(part.stored, piece.start - part.first, piece.end - part.first) as flat:
                 yield piece.view(flat, piece.start)
 
-        yield shown
+        yield show_piece
         self._snapshot.done(part.stored)
 
     def _commit_early(self) -> None:
-        """On rank 0: put the checkpoint in its place as soon as all ranks have written.
+        """On rank 0: move the checkpoint into place as soon as all ranks have written.
 
-        A rank that says nothing for as long as ranks wait for one another is waited for where all finish.
+        A rank that reports nothing for as long as ranks wait for one another is waited for in ``finish``.
         """
         while self._heartbeat.seconds_left and not self._control.lost and not self._outcomes.has_failed():
             if (outcomes := self._outcomes.read_all()) is not None:
@@ -253,7 +261,7 @@ class Later:
 
 
 def _wait_at_exit(thread: threading.Thread, snapshot: Snapshot, heartbeat: Heartbeat) -> None:
-    """A program may end without closing its step: what is being written is waited for, as long as that gets on."""
+    """Wait, at the program's exit, for a checkpoint that is being written, while it makes progress."""
     if thread.is_alive():
         snapshot.keep_all()
     while thread.is_alive() and heartbeat.seconds_left:

@@ -1,4 +1,4 @@
-"""Finds and checks a whole checkpoint, and loads what is not in buckets (``fill.py`` loads those)."""
+"""Find and check a whole checkpoint, and load what is not in buckets (``fill.py`` loads those)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import xxhash
 from torch import nn
 
 from zerofx.capture.checks import warn_of_rounding
-from zerofx.checkpoints.fitting import check_extra, check_optimizer, saved_names
+from zerofx.checkpoints.fitting import check_extra, check_optimizer, match_names
 from zerofx.checkpoints.names import ModelNames, number_from, set_extra, set_groups
-from zerofx.checkpoints.random_states import predecessor, saved_random_states, set_random_states
-from zerofx.checkpoints.together import on_all, on_first
-from zerofx.checkpoints.user_state import saved_state, take_over
+from zerofx.checkpoints.random_states import predecessor, read_random_states, set_random_states
+from zerofx.checkpoints.together import run_on_all, run_on_first
+from zerofx.checkpoints.user_state import read_state, take_over
 from zerofx.disk.checkpoint.boxes import Box
 from zerofx.disk.checkpoint.file_names import STATE, state_name
 from zerofx.disk.checkpoint.marker import Scalar
@@ -28,12 +28,12 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedCheckpoint:
     """A checkpoint that is whole, and fits model and optimizer.
 
-    ``saved``: names in it by the model's names. ``before``: the rank in it whose own values this one goes on with, if
-    any. ``state``: what is loaded for the user, ``random``: for generators.
-    ``scalars``: the optimizer's numbers by the saved names of parameters.
+    ``saved``: its names by the model's names. ``before``: this rank's predecessor in it, whose own values it continues
+    from, if any. ``state``: the user's state to load, ``random``: the generators' states. ``scalars``: the optimizer's
+    numbers by the saved names of parameters.
     """
 
     reader: CheckpointReader
@@ -45,7 +45,7 @@ class Checked:
     scalars: Mapping[str, tuple[Scalar, ...]]
 
     def parameter(self, own: str) -> str:
-        """The name in the checkpoint of the parameter that ``named_parameters`` calls ``own``."""
+        """The name in the checkpoint of the parameter ``own`` of ``named_parameters``."""
         return self.saved[self.names.parameters[own]]
 
     def states(self, own: str) -> tuple[str, ...]:
@@ -73,8 +73,8 @@ def check(
     state: Mapping[str, Any],
     control: Control,
     num_model: int,
-) -> Checked:
-    """Find a checkpoint, and check all that can be before anything is changed. Collective.
+) -> CheckedCheckpoint:
+    """Find a checkpoint, and check as much as possible before anything is changed. Collective.
 
     ``optimizer`` is None where parameters and buffers alone are loaded. ``num_model`` ranks share one computation.
 
@@ -87,8 +87,8 @@ def check(
         return first[0].place.name if first[0].place != path else ""
 
     first: list[CheckpointReader] = []  # on rank 0, whose latest one it is: another process may finish the next
-    name = on_first(control, "find the checkpoint", find)
-    reader = on_all(control, "find the checkpoint", lambda: first[0] if first else open_checkpoint(path, name))
+    name = run_on_first(control, "find the checkpoint", find)
+    reader = run_on_all(control, "find the checkpoint", lambda: first[0] if first else open_checkpoint(path, name))
     control.agree(
         "load a checkpoint",
         f"{reader.place.name}, saved at {reader.marker.saved_at}\nweights_only={optimizer is None}\n"
@@ -96,11 +96,11 @@ def check(
         "checkpoint",
         "Give every rank the same.",
     )
-    on_all(control, "check the files of the checkpoint", lambda: reader.verify(control.rank, control.num_ranks))
+    run_on_all(control, "check the files of the checkpoint", lambda: reader.verify(control.rank, control.num_ranks))
 
-    def fit() -> Checked:
-        names = ModelNames.of(model)
-        saved = saved_names(reader.marker, names)
+    def fit() -> CheckedCheckpoint:
+        names = ModelNames.from_model(model)
+        saved = match_names(reader.marker, names)
         if optimizer is not None:
             ids = {id(parameter): saved[names.parameters[own]] for own, parameter in model.named_parameters()}
             groups = [[ids[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -108,23 +108,23 @@ def check(
             check_extra(reader.marker, names)
         marker, rank = reader.marker, control.rank
         before = predecessor(rank, num_model, marker.num_ranks, marker.num_model)
-        given, random = saved_state(reader, state, before), saved_random_states(reader, before, rank // num_model)
-        return Checked(reader, names, saved, before, given, random, marker.optimizer.scalars_of())
+        given, random = read_state(reader, state, before), read_random_states(reader, before, rank // num_model)
+        return CheckedCheckpoint(reader, names, saved, before, given, random, marker.optimizer.scalars_of())
 
-    checked = on_all(control, "compare the checkpoint with the model", fit)
+    checked = run_on_all(control, "compare the checkpoint with the model", fit)
     stored = {name: reader.marker.tensors[known].torch_dtype for name, known in checked.saved.items()}
     warn_of_rounding(f"values of the checkpoint at {reader.place}", stored, checked.names.tensors)
     return checked
 
 
-def load_model(checked: Checked, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Give whole parameters, by their own names, their values."""
+def load_model(checked: CheckedCheckpoint, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Load whole parameters, by their own names."""
     for own, parameter in parameters.items():
         _fill_whole(checked, checked.parameter(own), parameter)
 
 
-def load_buffers(checked: Checked) -> None:
-    """Give the model's buffers their values: those of this rank's predecessor, or rank 0's where there was none."""
+def load_buffers(checked: CheckedCheckpoint) -> None:
+    """Load the model's buffers: those of this rank's predecessor, or rank 0's if there was none."""
     shard = checked.reader.shard(STATE, checked.before) if checked.before is not None else None
     for name, buffer in checked.names.buffers.items():
         key = f"buffer.{checked.saved[name]}"
@@ -136,9 +136,13 @@ def load_buffers(checked: Checked) -> None:
 
 
 def load_rest(
-    checked: Checked, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, state: Mapping[str, Any]
+    checked: CheckedCheckpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    state: Mapping[str, Any],
 ) -> None:
-    """Give hyperparameters, random generators, modules' extra state and what is the user's their values."""
+    """Load hyperparameters, random generators, modules' extra state and the user's own state."""
     marker = checked.reader.marker
     set_extra(model, from_plain(marker.extra.get("modules", {})))
     set_groups(optimizer, marker.optimizer.groups)
@@ -146,9 +150,8 @@ def load_rest(
     take_over(state, checked.state)
 
 
-def entries_of(checked: Checked, parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
-    """What the optimizer had for each parameter, by its own name: numbers, and in the place of tensors zeros that take
-    no memory."""
+def entries_of(checked: CheckedCheckpoint, parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+    """The optimizer's entries for each parameter, by its own name: numbers, and zeros without memory for tensors."""
     entries: dict[str, dict[str, Any]] = {}
     for own, parameter in parameters.items():
         entry = checked.numbers(own)
@@ -161,7 +164,7 @@ def entries_of(checked: Checked, parameters: Mapping[str, torch.Tensor]) -> dict
     return entries
 
 
-def _fill_whole(checked: Checked, name: str, tensor: torch.Tensor) -> None:
+def _fill_whole(checked: CheckedCheckpoint, name: str, tensor: torch.Tensor) -> None:
     real = _real(tensor)
     if real.numel():
         real.copy_(checked.reader.read(name, Box.whole(real.shape)))

@@ -1,4 +1,4 @@
-"""What the model's tensors, and the optimizer's groups, are called in a checkpoint."""
+"""Names of the model's tensors, and of the optimizer's groups, in a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _OF_MACHINE = frozenset({"params", "param_names", "foreach", "fused", "capturabl
 
 @dataclass(frozen=True)
 class ModelNames:
-    """The model's tensors as its ``state_dict()`` calls them.
+    """The model's tensors by their names in its ``state_dict()``.
 
-    ``parameters``: by ``named_parameters``'s name, that in the checkpoint. ``buffers``: persistent buffers. Of a tensor
-    with several names the first counts; ``aliases`` has it by the others. ``extra``: what modules give by
+    ``parameters``: the name in the checkpoint by the name in ``named_parameters``. ``buffers``: persistent buffers. The
+    first name of a tensor with several counts; ``aliases`` maps the others to it. ``extra``: the results of modules'
     ``get_extra_state``.
     """
 
@@ -33,7 +33,7 @@ class ModelNames:
     extra: dict[str, Any]
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelNames:
+    def from_model(cls, model: nn.Module) -> ModelNames:
         first: dict[int, str] = {}
         aliases: dict[str, str] = {}
         extra: dict[str, Any] = {}
@@ -53,7 +53,7 @@ class ModelNames:
 
 
 def set_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:
-    """Give modules what ``get_extra_state`` gave."""
+    """Restore the state that modules returned from ``get_extra_state``."""
     for key, value in extra.items():
         model.get_submodule(key.rpartition("_extra_state")[0].rstrip(".")).set_extra_state(value)
 
@@ -62,7 +62,7 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> lis
     """The param groups as JSON; ``names`` are those of parameters, by their ids.
 
     Raises:
-        CheckpointError: a group has what is neither a number, a word, nor a list or tensor of one.
+        CheckpointError: an option is neither a number, a word, nor a list or tensor of one.
     """
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -76,17 +76,17 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> lis
 
 
 def set_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Give the param groups the hyperparameters that ``groups_of`` took down; tensors stay the same objects."""
+    """Restore the hyperparameters that ``groups_of`` recorded; tensors stay the same objects."""
     set_groups_from(optimizer, [options_from(plain) for plain in groups])
 
 
 def options_from(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options, from one of what ``groups_of`` gave, and the names of its parameters."""
+    """A group's options and the names of its parameters, from a group of ``groups_of``."""
     return {key: from_plain(value) for key, value in plain.items()}
 
 
 def set_groups_from(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """The same with the hyperparameters themselves."""
+    """Restore the hyperparameters from param groups with plain values."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             if key in _OF_MACHINE:
@@ -98,14 +98,14 @@ def set_groups_from(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[s
 
 
 def number_of(value: Any) -> tuple[Any, str | None]:
-    """A number, or a tensor of one, as JSON says it: its value, and the tensor's dtype."""
+    """A number, or a tensor of one, as JSON: its value, and the tensor's dtype."""
     if isinstance(value, torch.Tensor):
         return _to_plain(value.item(), "a number"), dtype_name(value.dtype)
     return _to_plain(value, "a number"), None
 
 
 def number_from(value: Any, dtype: str | None, device: torch.device) -> Any:
-    """What ``number_of`` was given, a tensor on ``device``."""
+    """The argument of ``number_of``, from its results; a tensor is on ``device``."""
     number = from_plain(value)
     return torch.tensor(number, dtype=dtype_named(dtype), device=device) if dtype is not None else number
 

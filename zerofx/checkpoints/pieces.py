@@ -1,4 +1,4 @@
-"""Which boxes of which parameters a part of a bucket's flat buffer is made of."""
+"""Boxes of parameters that make up a part of a bucket's flat buffer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from zerofx.ir.buckets import Bucket, Slot
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of a bucket's flat buffer, from number ``start`` on, that are a box of the model's parameter ``source``.
+    """Elements of a bucket's flat buffer, from ``start`` on, that are a box of the model's parameter ``source``.
 
-    ``stride`` is how they lie there; other pieces may lie between them. A complex parameter is one of real numbers with
-    a last dimension of 2.
+    ``stride`` is their layout there; other pieces may be in between. A complex parameter is one of real numbers with a
+    last dimension of 2.
     """
 
     source: str
@@ -37,22 +37,22 @@ class Piece:
 
 
 def pieces_of(bucket: Bucket, first: int, last: int) -> Iterator[Piece]:
-    """The pieces of elements ``first`` to ``last`` of a bucket, by parameters in the order in which they lie there."""
+    """The pieces of elements ``first`` to ``last`` of a bucket, by parameters in their order in the buffer."""
     for slot in bucket.slots:
         begin, end = max(first - slot.offset, 0), min(last - slot.offset, slot.numel)
-        shape, stride = _in_groups(slot)
+        shape, stride = _split_groups(slot)
         order = sorted(range(len(shape)), key=lambda dim: -stride[dim])
         start = slot.offset + begin
         for lying in boxes_of_range([shape[dim] for dim in order], begin, end):
             places = [order.index(dim) for dim in range(len(shape))]
             box = Box(tuple(lying.offsets[i] for i in places), tuple(lying.sizes[i] for i in places))
-            for skipped, of_model in _of_model(slot, box):
+            for skipped, of_model in _translate_to_model(slot, box):
                 yield Piece(slot.source, start + skipped, of_model, slot.stride)
             start += box.numel
 
 
-def _in_groups(slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and stride of what lies in a slot; of a part on the model axis with a dimension of groups, too."""
+def _split_groups(slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and stride of a slot; with a dimension of groups, for a part on the model axis."""
     shape, stride = slot.shape, slot.stride
     if slot.part is None:
         return shape, stride
@@ -61,10 +61,10 @@ def _in_groups(slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (*shape[:dim], groups, each, *shape[dim + 1 :]), (*stride[:dim], each * stride[dim], *stride[dim:])
 
 
-def _of_model(slot: Slot, box: Box) -> Iterator[tuple[int, Box]]:
-    """Translate a box of a slot (as ``_in_groups`` has it) to boxes of the whole parameter: one for each group.
+def _translate_to_model(slot: Slot, box: Box) -> Iterator[tuple[int, Box]]:
+    """Translate a box of a slot (as ``_split_groups`` has it) to boxes of the whole parameter, one a group.
 
-    Each comes with how many elements after the first of the slot's box it begins.
+    Each comes with its offset, in elements, from the first of the slot's box.
     """
     if slot.part is None:
         yield 0, _rows_of_whole(slot, box)
@@ -79,5 +79,5 @@ def _of_model(slot: Slot, box: Box) -> Iterator[tuple[int, Box]]:
 
 
 def _rows_of_whole(slot: Slot, box: Box) -> Box:
-    """A box of what lies in a slot as one of the model's parameter, of which that may be some rows."""
+    """Translate a box of a slot, which may be some rows of a parameter, to a box of the parameter."""
     return box if slot.whole is None else Box((box.offsets[0] + slot.first_row, *box.offsets[1:]), box.sizes)

@@ -1,4 +1,4 @@
-"""What each rank has of its own: which rank's it goes on with, and the states of torch's random generators."""
+"""State of each rank's own: which saved rank it continues from, and the states of torch's random generators."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ CPU, CUDA = f"{RANDOM}cpu", f"{RANDOM}cuda"
 
 
 def predecessor(rank: int, num_model: int, saved_ranks: int, saved_model: int) -> int | None:
-    """The saved rank whose own values ``rank`` goes on with: generators, buffers and ``state=``; None where there was
-    no such rank.
+    """The saved rank whose generators, buffers and ``state=`` ``rank`` continues from; None if there was no such rank.
 
-    ``num_model`` ranks in a row share one computation, and did ``saved_model`` of ``saved_ranks``. Where these are as
-    many, each rank goes on with its own. Otherwise all ranks of the n-th group go on with what the first rank of the
-    n-th saved group had.
+    ``num_model`` consecutive ranks share one computation, and did ``saved_model`` of ``saved_ranks``. If these are
+    equal, each rank continues from its own state. Otherwise all ranks of the n-th group continue from the first rank of
+    the n-th saved group.
     """
     before = rank if num_model == saved_model else rank // num_model * saved_model
     return before if before < saved_ranks else None
@@ -32,12 +31,12 @@ def random_states(device: torch.device) -> dict[str, torch.Tensor]:
     return states | ({CUDA: torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
-def saved_random_states(reader: CheckpointReader, before: int | None, group: int) -> dict[str, torch.Tensor]:
-    """What a rank of a ``group`` that shares a computation goes on with of what a checkpoint has, by name; ``before``
-    is its predecessor there.
+def read_random_states(reader: CheckpointReader, before: int | None, group: int) -> dict[str, torch.Tensor]:
+    """The generator states of a checkpoint that a rank of ``group`` continues from, by name; ``before`` is its
+    predecessor there.
 
     Raises:
-        CheckpointError: a state is none of a generator's.
+        CheckpointError: a state is not one of a generator.
     """
     shard = reader.shard(STATE, before or 0)
     states = {name: reader.read_entry(shard, shard.placed[name][0]) for name in (CPU, CUDA) if name in shard.placed}
@@ -56,15 +55,15 @@ def saved_random_states(reader: CheckpointReader, before: int | None, group: int
 
 
 def states_for(before: int | None, group: int, saved: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """What a rank goes on with of what all ranks had, by name; ``before`` and ``group`` as above."""
+    """The states of all ranks that a rank continues from, by name; ``before`` and ``group`` as above."""
     return saved[before] if before is not None else _others(saved[0], group)
 
 
 def _others(states: dict[str, torch.Tensor], group: int) -> dict[str, torch.Tensor]:
-    """Generators for the ranks of a group that there was not, from those of rank 0.
+    """Generator states for the ranks of a group that did not exist, from those of rank 0.
 
-    They are seeded from its state and the group's number: what they draw differs from all other groups, and is the same
-    on all of its ranks, and whenever this is loaded.
+    They are seeded from its state and the group's number: their draws differ from all other groups', and are the same
+    on all ranks of the group, whenever this is loaded.
     """
     seed = xxhash.xxh3_64_intdigest(states[CPU].numpy().tobytes() + group.to_bytes(8, "little"))
     seeded = {CPU: torch.Generator().manual_seed(seed).get_state()}
@@ -74,7 +73,7 @@ def _others(states: dict[str, torch.Tensor], group: int) -> dict[str, torch.Tens
 
 
 def set_random_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Have the generators go on from ``states``; those of a device that there is not are left out."""
+    """Set the generators to ``states``; states of absent devices are ignored."""
     if CPU in states:
         torch.set_rng_state(states[CPU])
     if CUDA in states and device.type == "cuda":

@@ -1,4 +1,4 @@
-"""A step's state written to files: by each rank what it owns, one tensor of one bucket at a time."""
+"""Write a step's state to files: each rank writes its own part, one tensor of one bucket at a time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import xxhash
 from zerofx.checkpoints.names import ModelNames, groups_of, number_of
 from zerofx.checkpoints.pieces import Piece
 from zerofx.checkpoints.random_states import random_states
-from zerofx.checkpoints.together import on_all, on_first
+from zerofx.checkpoints.together import run_on_all, run_on_first
 from zerofx.checkpoints.training import OwnedValues, Training, parts_of, whole_entry
-from zerofx.checkpoints.user_state import WORD, described
+from zerofx.checkpoints.user_state import WORD, describe_state
 from zerofx.disk.checkpoint.file_names import MODEL, STATE, file_name
 from zerofx.disk.checkpoint.folder import Unfinished, begin, commit, prune
 from zerofx.disk.checkpoint.marker import Marker, OptimizerInfo, Scalar, TensorInfo
@@ -34,7 +34,7 @@ _FINISH = "finish a checkpoint"
 
 @dataclass(frozen=True)
 class StepCounts:
-    """The steps that a step has done, and has left out; what else it counts, as JSON."""
+    """The numbers of steps done and skipped; other counters, as JSON."""
 
     num_steps: int
     num_skipped: int
@@ -46,7 +46,7 @@ Show = Callable[[OwnedValues], AbstractContextManager[Callable[[Piece], Abstract
 
 @dataclass(frozen=True)
 class Content:
-    """What this rank writes: ``parts`` of buckets, ``loose`` tensors by file and name, and ``words`` as JSON."""
+    """This rank's content: ``parts`` of buckets, ``loose`` tensors by file and name, and ``words`` as JSON."""
 
     rank: int
     num_ranks: int
@@ -54,15 +54,15 @@ class Content:
     loose: Mapping[str, Mapping[str, torch.Tensor]]
     parts: tuple[OwnedValues, ...]
 
-    def copied(self) -> Content:
-        """The same with tensors of its own in the place of loose ones, which others may change."""
+    def copy(self) -> Content:
+        """The same content with copies of the loose tensors, which others may change."""
         loose = {kind: {n: t.detach().cpu().clone() for n, t in named.items()} for kind, named in self.loose.items()}
         return replace(self, loose=loose)
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A checkpoint that is to be written into the folder ``part``; the others are None on other ranks than 0."""
+class StartedCheckpoint:
+    """A checkpoint to be written into the folder ``part``; the other fields are None on ranks other than 0."""
 
     content: Content
     part: Path
@@ -70,10 +70,10 @@ class Begun:
     marker: Marker | None
 
     def commit(self, files: Mapping[str, Written], keep: int | None) -> tuple[Path, str]:
-        """On rank 0, once all files of all ranks are on disk: put the checkpoint in its place.
+        """On rank 0, once all files of all ranks are on disk: move the checkpoint into place.
 
         Returns:
-            Its place, and which of those that ``keep`` does not keep could not be removed, in words.
+            Its path, and the checkpoints beyond ``keep`` that could not be removed, in words.
         """
         assert self.marker is not None and self.unfinished is not None, "rank 0 has them"
         sizes = {name: (file.num_bytes, file.digest) for name, file in files.items()}
@@ -81,21 +81,23 @@ class Begun:
         return place, prune(place, keep) if keep is not None else ""
 
     def abandon(self) -> None:
-        """On rank 0: remove what has been written."""
+        """On rank 0: remove the written files."""
         if self.unfinished is not None:
             self.unfinished.abandon()
 
 
-def start(training: Training, names: ModelNames, numbers: StepCounts, state: Mapping[str, Any], folder: Path) -> Begun:
-    """Take down what is saved, and make the folder that it is written into. Collective.
+def start(
+    training: Training, names: ModelNames, numbers: StepCounts, state: Mapping[str, Any], folder: Path
+) -> StartedCheckpoint:
+    """Record the state to save, and make the folder for it. Collective.
 
-    What is under way for delayed updates has been finished. ``state``: the user's own, as ``check_state`` gives it.
+    Delayed updates have been finished. ``state``: the user's own, as ``check_state`` returns it.
 
     Raises:
         CheckpointError: on all ranks; nothing of ``folder`` has been changed then.
     """
     control = training.control
-    words, tensors = on_all(control, "take down the state to save", lambda: described(state))
+    words, tensors = run_on_all(control, "take down the state to save", lambda: describe_state(state))
     own = {f"buffer.{name}": buffer for name, buffer in _own_buffers(training, names).items()}
     loose: dict[str, dict[str, torch.Tensor]] = {
         MODEL: dict(names.buffers) if control.rank == 0 else {},
@@ -104,14 +106,14 @@ def start(training: Training, names: ModelNames, numbers: StepCounts, state: Map
     content = Content(control.rank, control.num_ranks, words, loose, tuple(parts_of(training, names)))
     on_rank_0: list[tuple[Unfinished, Marker]] = []
 
-    def begun() -> Path:
+    def make_folder() -> Path:
         marker = _marker(training, names, numbers)
         on_rank_0.append((begin(folder, numbers.num_steps), marker))
         return on_rank_0[0][0].path
 
-    part = on_first(control, "begin a checkpoint", begun)
+    part = run_on_first(control, "begin a checkpoint", make_folder)
     unfinished, marker = on_rank_0[0] if on_rank_0 else (None, None)
-    return Begun(content, part, unfinished, marker)
+    return StartedCheckpoint(content, part, unfinished, marker)
 
 
 def save(
@@ -122,7 +124,7 @@ def save(
     folder: Path,
     keep: int | None,
 ) -> Path:
-    """Write a checkpoint into ``folder``, and put it in its place once it is whole; returns where. Collective.
+    """Write a checkpoint into ``folder``, and move it into place once it is whole; returns its path. Collective.
 
     Raises:
         CheckpointError: on all ranks; nothing of the folder has been changed then.
@@ -130,9 +132,9 @@ def save(
     control = training.control
     begun = start(training, names, numbers, state, folder)
     try:
-        written = on_all(control, "write a checkpoint", lambda: _write_at_once(training, begun))
+        written = run_on_all(control, "write a checkpoint", lambda: _write_at_once(training, begun))
         files = {name: file for listed in control.gather(written, _FINISH) for name, file in listed.items()}
-        place, left = on_first(control, _FINISH, lambda: begun.commit(files, keep))
+        place, left = run_on_first(control, _FINISH, lambda: begun.commit(files, keep))
     except BaseException:
         begun.abandon()
         raise
@@ -150,7 +152,7 @@ def warn_of_left(control: Control, left: str) -> None:
 
 
 def _own_buffers(training: Training, names: ModelNames) -> dict[str, torch.Tensor]:
-    """The buffers of this rank that are other than rank 0's. Collective."""
+    """The buffers of this rank that differ from rank 0's. Collective."""
     mine = {
         name: xxhash.xxh3_128_hexdigest(bytes_of(buffer.detach().cpu().contiguous()))
         for name, buffer in names.buffers.items()
@@ -162,8 +164,9 @@ def _own_buffers(training: Training, names: ModelNames) -> dict[str, torch.Tenso
 def write_files(
     content: Content, folder: Path, show: Show, on_block: Callable[[], None] = lambda: None
 ) -> dict[str, Written]:
-    """Write this rank's two files, which are on disk then. ``show`` shows a part, and its pieces one by one;
-    ``on_block`` is called before each block that is written, and may raise."""
+    """Write this rank's two files to disk. ``show`` gives access to a part, and its pieces one by one; ``on_block`` is
+    called before each block is written, and may raise.
+    """
     written = {}
     for kind in (MODEL, STATE):
         jobs: dict[Entry, tuple[OwnedValues | torch.Tensor, Any]] = {
@@ -183,7 +186,7 @@ def write_files(
 
 
 def _write_run(show: Show, writer: ShardWriter, run: list[tuple[Entry, Any, Any]]) -> None:
-    """Write entries that lie in one tensor, which is brought to the host once."""
+    """Write entries of one tensor, which is copied to the host once."""
     source = run[0][1]
     if isinstance(source, torch.Tensor):
         ((entry, values, _),) = run
@@ -195,8 +198,8 @@ def _write_run(show: Show, writer: ShardWriter, run: list[tuple[Entry, Any, Any]
                 writer.write(entry, values)
 
 
-def _write_at_once(training: Training, begun: Begun) -> dict[str, Written]:
-    """Write this rank's files from where values lie."""
+def _write_at_once(training: Training, begun: StartedCheckpoint) -> dict[str, Written]:
+    """Write this rank's files directly from the tiers of the values."""
     written_in_order = sorted(
         (part for part in begun.content.parts if part.entries),
         key=lambda part: (part.kind != MODEL, -part.stored.dtype.itemsize),
@@ -204,13 +207,13 @@ def _write_at_once(training: Training, begun: Begun) -> dict[str, Written]:
     ahead = ReadAhead([part.stored for part in written_in_order], training.tiers)
 
     @contextmanager
-    def where_it_lies(part: OwnedValues) -> Iterator[Callable[[Piece], AbstractContextManager[torch.Tensor]]]:
-        first, last = training.owned(part.bucket)
+    def show_in_place(part: OwnedValues) -> Iterator[Callable[[Piece], AbstractContextManager[torch.Tensor]]]:
+        first, last = training.range_to_write(part.bucket)
         with shown_on_host(part.stored, first - part.first, last - part.first, training.tiers, ahead) as values:
             yield lambda piece: nullcontext(piece.view(values, first))
 
     try:
-        return write_files(begun.content, begun.part, where_it_lies)
+        return write_files(begun.content, begun.part, show_in_place)
     finally:
         ahead.finish()
 

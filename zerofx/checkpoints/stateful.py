@@ -1,4 +1,6 @@
-"""``step.state_dict()`` and ``load_state_dict()``: all of a step's state by names, for DCP, or from whole tensors."""
+"""Implement ``step.state_dict()`` and ``load_state_dict()``: all of a step's state by name, for DCP or whole
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,9 @@ MODEL, OPTIMIZER, OWN = "model", "optimizer", "zerofx"
 
 
 def state_of(training: Training, names: ModelNames, numbers: StepCounts) -> dict[str, Any]:
-    """The state, as DCP's ``get_state_dict`` has it, and what else a step goes on from as JSON. Collective.
+    """The state in the form of DCP's ``get_state_dict``, and the step's other state as JSON. Collective.
 
-    Before the first update the optimizer's states are there as they begin, to be loaded into.
+    Before the first update the optimizer's initial states are there, to be loaded into.
     """
     latest = _Latest(training)
     model: dict[str, torch.Tensor] = {}
@@ -41,15 +43,15 @@ def state_of(training: Training, names: ModelNames, numbers: StepCounts) -> dict
             held_by.setdefault(source, []).append((bucket, held))
     for source, places in held_by.items():
         parameter, name = training.state.parameter(source), names.parameters[source]
-        owned = {p: b for b, _ in places for p in training.owned_pieces(b) if p.source == source}
-        mine = [p for b, _ in places for p in pieces_of(b, *training.held(b)) if p.source == source]
+        owned = {p: b for b, _ in places for p in training.pieces_to_write(b) if p.source == source}
+        mine = [p for b, _ in places for p in pieces_of(b, *training.local_range(b)) if p.source == source]
         first, held = places[0]
-        model[name] = _sharded(latest, parameter, first.dtype, None, owned, mine)
+        model[name] = _make_boxed(latest, parameter, first.dtype, None, owned, mine)
         if first.trainable:
             present = held.present or held.flat.keys() | held.scalars.keys()
             states[name] = {n: _number(v) for n, v in held.scalars.items() if n in present}
             states[name] |= {
-                n: _sharded(latest, parameter, v.dtype, n, owned, mine) for n, v in held.flat.items() if n in present
+                n: _make_boxed(latest, parameter, v.dtype, n, owned, mine) for n, v in held.flat.items() if n in present
             }
     for alias, name in names.aliases.items():
         if name in model:
@@ -76,7 +78,7 @@ def state_of(training: Training, names: ModelNames, numbers: StepCounts) -> dict
     return {MODEL: model, OPTIMIZER: {"state": states, "param_groups": groups}, OWN: json.dumps(own)}
 
 
-def _sharded(
+def _make_boxed(
     latest: _Latest, like: torch.Tensor, dtype: torch.dtype, state: str | None, owned: Mapping[Piece, Bucket],
     held: Sequence[Piece],
 ) -> BoxedTensor:  # fmt: skip
@@ -87,7 +89,7 @@ def _sharded(
 
 
 class Loaded:
-    """A state dictionary that is to be taken over: filled by DCP, or with whole tensors.
+    """A state dictionary to be loaded: filled by DCP, or with whole tensors.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape, or nothing has been loaded into it.
@@ -132,7 +134,7 @@ class Loaded:
         return self.groups is not None
 
     def numbers_after(self, before: StepCounts) -> StepCounts:
-        """What a step counts from here on; what is not given is as ``before``."""
+        """A step's counts after loading; absent ones are taken from ``before``."""
         own = self.own
         return StepCounts(
             own.get("num_steps", before.num_steps), own.get("num_skipped", before.num_skipped), own.get("extra", {})
@@ -150,7 +152,7 @@ class Loaded:
     def read_into(self, into: torch.Tensor, own: str, state: str | None, box: Box) -> None:
         values = self._model[self._names.parameters[own]] if state is None else self._states[own][state]
         if isinstance(values, BoxedTensor):
-            into.copy_(values.loaded(box))
+            into.copy_(values.get_loaded(box))
         else:
             real = torch.view_as_real(values.detach()) if values.is_complex() else values.detach()
             into.copy_(box.of(real, Box.whole(real.shape)))
@@ -159,7 +161,7 @@ class Loaded:
         return self._states[own][state].dtype.to_real()
 
     def finish(self, training: Training) -> None:
-        """Take over what is in no bucket."""
+        """Load the state outside buckets."""
         for name, buffer in self._names.buffers.items():
             buffer.copy_(self._model[name])
         if self.groups is not None:
@@ -178,8 +180,9 @@ class Loaded:
 
 
 class _Latest:
-    """What was last read of the buckets: DCP asks for the pieces of one after the other, from several threads if asked
-    to."""
+    """The last values read of the buckets: DCP asks for one bucket's pieces after the other, maybe from several
+    threads.
+    """
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -188,15 +191,15 @@ class _Latest:
         self._values: dict[str | None, torch.Tensor] = {}
 
     def forget(self) -> None:
-        """Let go of it: steps may have been done since it was read."""
+        """Drop the values: steps may have been done since they were read."""
         with self._lock:
             self._bucket, self._values = -1, {}
 
     def read(self, bucket: Bucket, state: str | None, piece: Piece) -> torch.Tensor:
         """The values of a piece on the CPU, which are the caller's own."""
         training = self._training
-        first, last = training.owned(bucket)
-        begin = training.held(bucket)[0]
+        first, last = training.range_to_write(bucket)
+        begin = training.local_range(bucket)[0]
         with self._lock:
             if bucket.index != self._bucket:
                 self._bucket, self._values = bucket.index, {}

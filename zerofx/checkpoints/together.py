@@ -11,20 +11,20 @@ from zerofx.runtime.comm.control import Control
 T = TypeVar("T")
 
 
-def on_all(control: Control, purpose: str, function: Callable[[], T]) -> T:
-    """``function()`` on every rank; where it fails on some, the error of the first of them is raised on all.
+def run_on_all(control: Control, purpose: str, function: Callable[[], T]) -> T:
+    """Call ``function()`` on every rank; if it fails on some, the error of the first of them is raised on all.
 
     Raises:
-        CheckpointError: what ``function`` raised, which was that or an ``OSError``.
+        CheckpointError: ``function`` raised it, or an ``OSError``.
     """
 
-    def guarded() -> tuple[T | None, str | None]:
+    def run() -> tuple[T | None, str | None]:
         try:
             return function(), None
         except (CheckpointError, OSError) as error:
             return None, cannot_be_done(purpose, error)
 
-    done, failure = control.attempt(purpose, guarded)
+    done, failure = control.attempt(purpose, run)
     failures = control.gather(failure, purpose)
     failed = [rank for rank, text in enumerate(failures) if text is not None]
     if failed:
@@ -33,24 +33,24 @@ def on_all(control: Control, purpose: str, function: Callable[[], T]) -> T:
     return cast(T, done)
 
 
-def on_first(control: Control, purpose: str, function: Callable[[], T]) -> T:
-    """What ``function()`` gives on rank 0, on all ranks.
+def run_on_first(control: Control, purpose: str, function: Callable[[], T]) -> T:
+    """The result of ``function()`` on rank 0, on all ranks.
 
     Raises:
-        CheckpointError: what it raised there, which was that or an ``OSError``, on all ranks.
+        CheckpointError: ``function`` raised it on rank 0, or an ``OSError``; on all ranks.
     """
 
-    def guarded() -> T:
+    def run() -> T:
         try:
             return function()
         except OSError as error:
             raise CheckpointError(cannot_be_done(purpose, error)) from error
 
-    return control.share(purpose, guarded)
+    return control.share(purpose, run)
 
 
 def cannot_be_done(purpose: str, error: OSError | ZeroFXError) -> str:
-    """What to say of an error: what zerofx says itself, or of one of the system's what to look at."""
+    """The message for an error: zerofx's own text, or advice for one of the system's."""
     if isinstance(error, ZeroFXError):
         return str(error)
     return (

@@ -1,4 +1,4 @@
-"""What a checkpoint is taken of, and what of it each rank owns."""
+"""State that a checkpoint consists of, and the part of it that each rank writes."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class Training:
     def buckets(self) -> Iterator[tuple[Bucket, BucketState]]:
         yield from zip(self.state.layout.buckets, self.state.buckets, strict=True)
 
-    def owned(self, bucket: Bucket) -> tuple[int, int]:
+    def range_to_write(self, bucket: Bucket) -> tuple[int, int]:
         """The first element of a bucket that this rank writes, and the one after the last."""
         return bucket.saved_range(self.control.rank)
 
-    def owned_pieces(self, bucket: Bucket) -> list[Piece]:
-        """What this rank writes of a bucket. Rank 0 also writes parameters without elements, for their names."""
-        first, last = self.owned(bucket)
+    def pieces_to_write(self, bucket: Bucket) -> list[Piece]:
+        """The pieces of a bucket that this rank writes; rank 0 also writes empty parameters, for their names."""
+        first, last = self.range_to_write(bucket)
         empty = [slot for slot in bucket.slots if not slot.numel] if self.control.rank == 0 else []
         whole = [Piece(slot.source, first, Box.whole(slot.whole_shape), slot.stride) for slot in empty]
         return [*pieces_of(bucket, first, last), *whole]
 
-    def held(self, bucket: Bucket) -> tuple[int, int]:
-        """The first element that this rank has of what a bucket stores, and the one after the last."""
+    def local_range(self, bucket: Bucket) -> tuple[int, int]:
+        """The first element of a bucket that this rank stores, and the one after the last."""
         if not bucket.is_cut(self.state.stage):
             return 0, bucket.numel
         first = bucket.first_of_part(self.control.rank)
@@ -59,9 +59,9 @@ class Training:
 
 @dataclass(frozen=True)
 class OwnedValues:
-    """What a rank writes of one bucket's values, or of one of its optimizer states, ``state``.
+    """The values that a rank writes of one bucket, or of one of its optimizer states, ``state``.
 
-    ``first`` is the first element of the bucket that ``stored`` has.
+    ``first`` is the bucket's element at the start of ``stored``.
     """
 
     bucket: Bucket
@@ -76,13 +76,13 @@ class OwnedValues:
 
 
 def parts_of(training: Training, names: ModelNames) -> Iterator[OwnedValues]:
-    """All that this rank writes of parameters and states."""
+    """All parameters and states that this rank writes."""
     for bucket, held in training.buckets():
-        pieces = training.owned_pieces(bucket)
+        pieces = training.pieces_to_write(bucket)
         states = {name: value for name, value in held.flat.items() if name in held.present}
         for state, stored in ((None, held.stored), *states.items()):
             entries = tuple((_entry(training, names, piece, state, stored.dtype), piece) for piece in pieces)
-            yield OwnedValues(bucket, state, stored, training.held(bucket)[0], entries)
+            yield OwnedValues(bucket, state, stored, training.local_range(bucket)[0], entries)
 
 
 def _entry(training: Training, names: ModelNames, piece: Piece, state: str | None, dtype: torch.dtype) -> Entry:

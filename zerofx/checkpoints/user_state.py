@@ -1,4 +1,4 @@
-"""What a user has saved next to model and optimizer: schedulers, positions in data, counters."""
+"""State that a user saves next to model and optimizer: schedulers, positions in data, counters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORD = "state"
 
 
 def check_state(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """``state`` itself, checked; an empty one for None.
+    """Check ``state`` and return it; an empty one for None.
 
     Raises:
         UsageError: an entry is neither a plain value nor has ``state_dict`` and ``load_state_dict``.
@@ -44,7 +44,7 @@ def _is_stateful(held: object) -> bool:
     return all(callable(getattr(held, method, None)) for method in ("state_dict", "load_state_dict"))
 
 
-def described(state: Mapping[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
+def describe_state(state: Mapping[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
     """The values in ``state``, as JSON, and its tensors by name.
 
     Raises:
@@ -64,11 +64,11 @@ def described(state: Mapping[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
         ) from error
 
 
-def saved_state(reader: CheckpointReader, state: Mapping[str, Any], before: int | None) -> dict[str, Any]:
-    """What was saved of ``state`` on this rank's predecessor, or on rank 0 where there was none.
+def read_state(reader: CheckpointReader, state: Mapping[str, Any], before: int | None) -> dict[str, Any]:
+    """The saved values of ``state`` on this rank's predecessor, or on rank 0 if there was none.
 
     Raises:
-        CheckpointError: something that is asked for has not been saved.
+        CheckpointError: an entry of ``state`` has not been saved.
     """
     shard = reader.shard(STATE, before or 0)
     try:
@@ -104,8 +104,9 @@ def saved_state(reader: CheckpointReader, state: Mapping[str, Any], before: int 
 
 
 def take_over(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Give each of ``state`` what was saved of it: by its ``load_state_dict``, a dictionary by filling it, and a plain
-    value in ``state`` itself."""
+    """Load the saved value into each entry of ``state``: by its ``load_state_dict``, a dictionary by filling it, and a
+    plain value in ``state`` itself.
+    """
     for name, held in list(state.items()):
         if _is_stateful(held):
             held.load_state_dict(saved[name])

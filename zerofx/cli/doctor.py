@@ -138,7 +138,7 @@ def _left_out() -> Iterator[str]:
 
     settings = read_settings()
     check_disabled(settings)
-    for line in versions.left_out():
+    for line in versions.limitations():
         yield f"{line} (torch {torch.__version__})"
     for name in sorted(settings.disable):
         yield f"{name}: ZEROFX_DISABLE names it"

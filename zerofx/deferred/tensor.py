@@ -20,7 +20,7 @@ from zerofx.errors import UsageError
 from zerofx.ir.op_kernels.own_draws import generator_of
 from zerofx.torch_private.dispatch import TorchDispatchMode
 from zerofx.torch_private.operators import pytree, schema_of
-from zerofx.torch_private.tensors import IS_PARAMETER, memory_of, version_of, without_memory, without_torch_function
+from zerofx.torch_private.tensors import IS_PARAMETER, make_wrapper, memory_of, version_of, without_torch_function
 
 _aten = torch.ops.aten
 _OWN = ("_value", IS_PARAMETER)  # attributes that make a deferred parameter one
@@ -38,7 +38,7 @@ class DeferredTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, value: Value) -> DeferredTensor:
         shadow = value.shadow
-        wrapper: DeferredTensor = without_memory(
+        wrapper: DeferredTensor = make_wrapper(
             cls,
             shadow.shape,
             strides=shadow.stride(),

@@ -160,7 +160,7 @@ def _captures(request: Request, strides: Mapping[int, tuple[int, ...]]) -> Captu
     )  # fmt: skip
 
 
-def _captured(request: Request, earlier: Earlier | None) -> tuple[Captures, step_cache.Recalled | None]:
+def _captured(request: Request, earlier: Earlier | None) -> tuple[Captures, step_cache.CacheHit | None]:
     """The step's forward, recorded, and the step if an earlier run has kept it."""
     captures = _captures(request, earlier.state.strides() if earlier is not None else {})
     with watched("capturing the model", show=request.verbose):

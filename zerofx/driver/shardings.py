@@ -9,7 +9,7 @@ from typing import TypeVar
 import xxhash
 
 from zerofx.driver.captures import Captures
-from zerofx.driver.kept.shardings import decided_once, from_json, to_json
+from zerofx.driver.kept.shardings import decide_with_cache, from_json, to_json
 from zerofx.driver.meshes.layouts import best_prices
 from zerofx.driver.prepared import Earlier, Request, Shared
 from zerofx.errors import RankMismatchError, UsageError, notify
@@ -220,7 +220,7 @@ def _decided(
     if simulated:  # which follows from all that a plan does
         said += [*request.options.texts("plan"), str(hyperparameter_texts(request.optimizer))]
     with watched("sharing the computation", show=request.verbose):
-        return decided_once(request, step, ShardingDecision, decide, *said)
+        return decide_with_cache(request, step, ShardingDecision, decide, *said)
 
 
 def _given(request: Request, captures: Captures) -> str:
@@ -238,7 +238,7 @@ def _overlaps(request: Request, one_rank: Captures) -> tuple[OverlapDecision, ..
         return request.options.plan.overlaps
     number = one_rank.candidates[0]
     whole = one_rank.of_one(number)
-    return decided_once(
+    return decide_with_cache(
         request, whole, OverlapDecision, lambda: decide_overlaps(one_rank.of_rank(number), request.machine),
         to_json(one_rank.shardings),
     )  # fmt: skip

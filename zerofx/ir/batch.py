@@ -17,7 +17,7 @@ import xxhash
 
 from zerofx.errors import UsageError
 from zerofx.ir.text import type_text
-from zerofx.torch_private.operators import flattened_with_paths, pytree
+from zerofx.torch_private.operators import flatten_with_paths, pytree
 
 # What may stand in a batch next to tensors: values that are equal when they print alike.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype, torch.device, torch.Size)
@@ -197,7 +197,7 @@ def _map(name: str, value: Any, visit: Callable[[str, Any], Any], structure: lis
 def _open(name: str, value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any], str] | None:
     """A container's children, each with its path, a function that rebuilds the container from other children, and a
     text for its static content besides its class."""
-    paths, spec = flattened_with_paths(value, is_leaf=lambda inner: inner is not value)
+    paths, spec = flatten_with_paths(value, is_leaf=lambda inner: inner is not value)
     if not (len(paths) == 1 and paths[0][0] == ()):
         children = [(pytree.keystr(path), child) for path, child in paths]
         static = _suffixes(children) if type(value) in _BY_KEY else _context_text(name, value, spec.context)

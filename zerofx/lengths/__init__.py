@@ -1,1 +1,1 @@
-"""Batches of any length, padded to few lengths that steps are built for."""
+"""Batches of any length, padded to the few lengths that steps are built for."""

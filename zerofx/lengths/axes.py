@@ -1,4 +1,4 @@
-"""Which dimensions of a batch's tensors vary from one batch to the next: its samples, and its length."""
+"""Dimensions of a batch's tensors that vary between batches: its samples, and its length."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from zerofx.ir.batch import Batch
 
 @dataclass(frozen=True)
 class BatchAxes:
-    """Told from the first batch, and held to by all others.
+    """The varying dimensions, found in the first batch and required of all others.
 
     The length is the second size of the first tensor that has two dimensions or more. The second dimension of every
-    tensor that has as many there varies with it, and so do the last two of a square, such as a mask of pairs of tokens.
-    A tensor's first dimension has the samples if it is as long as that of the first tensor.
+    tensor with that size varies with it, and so do the last two of a square, such as a mask of pairs of tokens. A
+    tensor's first dimension has the samples if it is as long as that of the first tensor.
 
     ``along``: the dimensions that have the length, by name. ``samples``: the tensors that have a sample in each row.
-    ``fixed``: the sizes of all tensors where they do not vary, 0 where they do, by name.
+    ``fixed``: the sizes of all tensors by name, 0 where they vary.
     """
 
     along: Mapping[str, tuple[int, ...]]
@@ -28,8 +28,8 @@ class BatchAxes:
     fixed: Mapping[str, tuple[int, ...]]
 
     @staticmethod
-    def of(batch: Batch) -> BatchAxes:
-        """Those of the first batch.
+    def from_batch(batch: Batch) -> BatchAxes:
+        """The varying dimensions of the first batch.
 
         Raises:
             UsageError: no tensor has a length.
@@ -52,7 +52,7 @@ class BatchAxes:
         return BatchAxes(along, samples, fixed)
 
     def sizes(self, batch: Batch) -> tuple[int, int]:
-        """How many tokens and samples a batch has.
+        """The numbers of tokens and samples of a batch.
 
         Raises:
             UsageError: it varies in other dimensions than the first one.

@@ -1,4 +1,4 @@
-"""A batch padded along its samples and its length, so that what is added counts for nothing in the loss."""
+"""Pad a batch along its samples and its length, so that padding counts for nothing in the loss."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MASK = "attention_mask"
 
 @dataclass(frozen=True)
 class Filling:
-    """What a batch is padded with.
+    """The values that a batch is padded with.
 
-    Tokens that are added have ``values`` by the names of their tensors, and 0 in all others. Samples that are added are
-    those of the last sample again, but for the tensors in ``masked``, in which all their tokens have that value: labels
-    that are ignored then, and masks too where it takes more than labels to leave a sample out. ``makes_mask``: whether
-    a batch without an ``attention_mask`` is given one. ``pads_samples``: whether samples may be added.
+    Padding tokens have ``values`` by the names of their tensors, and 0 in all others. Padding samples repeat the last
+    sample, except for the tensors in ``masked``, in which all their tokens have that value: labels that are then
+    ignored, and also masks if labels are not enough to leave a sample out. ``makes_mask``: whether a batch without an
+    ``attention_mask`` is given one. ``pads_samples``: whether samples may be added.
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
@@ -30,12 +30,12 @@ class Filling:
     pads_samples: bool = True
 
     @property
-    def added(self) -> tuple[str, ...]:
-        """The keywords that batches are given."""
+    def extra_keywords(self) -> tuple[str, ...]:
+        """The keywords that are added to batches."""
         return (MASK,) if self.makes_mask else ()
 
-    def with_mask(self, batch: Batch, axes: BatchAxes) -> Batch:
-        """The batch with the mask that the model needs, if it is one without."""
+    def add_mask(self, batch: Batch, axes: BatchAxes) -> Batch:
+        """The batch with the mask that the model needs, if it has none."""
         if not self.makes_mask or MASK in batch.names:
             return batch
         length, samples = axes.sizes(batch)
@@ -44,17 +44,17 @@ class Filling:
         masked = Batch.from_call(args, {**kwargs, MASK: mask})
         return replace(masked, hashes=batch.hashes)
 
-    def padded(self, batch: Batch, axes: BatchAxes, length: int, samples: int) -> Batch:
-        """The batch with so many tokens and samples, which are no fewer than it has."""
+    def pad(self, batch: Batch, axes: BatchAxes, length: int, samples: int) -> Batch:
+        """Pad the batch to so many tokens and samples, which are no fewer than it has."""
         tensors = [
-            self._padded(name, tensor, axes, length, samples)
+            self._pad_tensor(name, tensor, axes, length, samples)
             for name, tensor in zip(batch.names, batch.tensors, strict=True)
         ]
         if all(padded is tensor for padded, tensor in zip(tensors, batch.tensors, strict=True)):
             return batch
         return batch.replace_tensors(tuple(tensors))
 
-    def _padded(self, name: str, tensor: torch.Tensor, axes: BatchAxes, length: int, samples: int) -> torch.Tensor:
+    def _pad_tensor(self, name: str, tensor: torch.Tensor, axes: BatchAxes, length: int, samples: int) -> torch.Tensor:
         value = self.values.get(name, 0)
         for dim in axes.along.get(name, ()):
             if missing := length - tensor.shape[dim]:
@@ -66,13 +66,13 @@ class Filling:
         return tensor
 
 
-def resized(batch: Batch, axes: BatchAxes, length: int, samples: int) -> Batch:
-    """A batch of so many tokens and samples, of the same form, with any values: those that there are, and zeros."""
-    return Filling().padded(cut(batch, axes, length, samples), axes, length, samples)
+def resize(batch: Batch, axes: BatchAxes, length: int, samples: int) -> Batch:
+    """A batch of so many tokens and samples, of the same form, with any values: the existing ones, and zeros."""
+    return Filling().pad(cut(batch, axes, length, samples), axes, length, samples)
 
 
 def cut(batch: Batch, axes: BatchAxes, length: int, samples: int) -> Batch:
-    """The first tokens of the first samples of a batch, at most so many, in memory of their own."""
+    """Copy the first ``length`` tokens of the first ``samples`` samples of a batch, or as many as there are."""
     tensors = []
     for name, tensor in zip(batch.names, batch.tensors, strict=True):
         part = tensor[:samples] if name in axes.samples else tensor

@@ -17,28 +17,30 @@ Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Follows:
-    """The dimensions of an output that have a batch's tokens, and those that have its samples."""
+class OutputDims:
+    """The dimensions of an output that vary with a batch's tokens, and those that vary with its samples."""
 
     tokens: tuple[int, ...] = ()
     samples: tuple[int, ...] = ()
 
     def cut(self, output: Tensor, length: int, samples: int) -> Tensor:
-        """The output of so many tokens and samples: a view."""
+        """A view of the output with so many tokens and samples."""
         for dims, size in ((self.tokens, length), (self.samples, samples)):
             for dim in dims:
                 output = output.narrow(dim, 0, size)
         return output
 
 
-def followed(without: Sequence[Tensor], padded: Sequence[Tensor], lengths: Pair, samples: Pair) -> list[Follows] | str:
-    """What the outputs of a padded batch follow, or which of them does otherwise.
+def find_output_dims(
+    without: Sequence[Tensor], padded: Sequence[Tensor], lengths: Pair, samples: Pair
+) -> list[OutputDims] | str:
+    """The varying dimensions of a padded batch's outputs, or a text naming an output for which they are unclear.
 
-    It is told from the sizes that change, of which none is both tokens and samples.
+    They are found from the sizes that change; no size may be both tokens and samples.
     """
     if len(without) != len(padded):
         return f"{len(without)} outputs are {len(padded)} when they are padded"
-    follows = []
+    output_dims = []
     for number, (own, other) in enumerate(zip(without, padded, strict=True)):
         changed = {
             dim: pair for dim, pair in enumerate(zip(own.shape, other.shape, strict=False)) if len(set(pair)) > 1
@@ -47,19 +49,21 @@ def followed(without: Sequence[Tensor], padded: Sequence[Tensor], lengths: Pair,
         if not is_told or (changed and lengths == samples):
             return f"output {number} of shape {list(own.shape)} is one of {list(other.shape)} when they are padded"
         tokens = tuple(dim for dim, pair in changed.items() if pair == lengths)
-        follows.append(Follows(tokens, tuple(dim for dim in changed if dim not in tokens)))
-    return follows
+        output_dims.append(OutputDims(tokens, tuple(dim for dim in changed if dim not in tokens)))
+    return output_dims
 
 
 @dataclass(frozen=True)
 class PaddedEvaluation:
-    """``form``: what the batches have besides the sizes that vary, as a text. ``follows``: what each output has of
-    those. ``known``: the tokens and samples that batches were padded to."""
+    """Padding for evaluated batches of one form. ``form``: all properties of a batch but its varying sizes, as a text.
+    ``output_dims``: the varying dimensions of each output. ``known``: the tokens and samples that batches were padded
+    to.
+    """
 
     form: str
     axes: BatchAxes
     filling: Filling
-    follows: tuple[Follows, ...]
+    output_dims: tuple[OutputDims, ...]
     known: list[tuple[int, int]] = field(default_factory=list)
 
     def size_for(self, rung: int, samples: int) -> tuple[int, int]:
@@ -70,13 +74,16 @@ class PaddedEvaluation:
             self.known.append(size)
         return size
 
-    def padded(self, batch: Batch, size: tuple[int, int]) -> Batch:
-        """The batch with so many tokens and samples."""
-        return self.filling.padded(self.filling.with_mask(batch, self.axes), self.axes, *size)
+    def pad(self, batch: Batch, size: tuple[int, int]) -> Batch:
+        """The batch, padded to ``size``: tokens and samples."""
+        return self.filling.pad(self.filling.add_mask(batch, self.axes), self.axes, *size)
 
     def cut(self, outputs: Any, batch: Batch) -> Any:
-        """The outputs of the batch that was padded, without what belongs to padding."""
+        """The outputs of ``batch``, which was padded, without the padding."""
         length, samples = self.axes.sizes(batch)
         flattened, _ = Batch.from_outputs(outputs)
-        cut = [follows.cut(out, length, samples) for follows, out in zip(self.follows, flattened.tensors, strict=True)]
+        cut = [
+            output_dims.cut(out, length, samples)
+            for output_dims, out in zip(self.output_dims, flattened.tensors, strict=True)
+        ]
         return flattened.replace_tensors(tuple(cut)).call[0][0]

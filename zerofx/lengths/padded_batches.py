@@ -1,4 +1,4 @@
-"""Batches of any length on all ranks: padded to rungs that ranks agree on by one number a step."""
+"""Batches of any length on all ranks: padded to rungs, which ranks agree on with one number a step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from zerofx.garbage import collecting_recent_garbage_only
 from zerofx.ir.batch import Batch
 from zerofx.ladder import AUTO, Ladder, ladder_up_to
 from zerofx.lengths.axes import BatchAxes
-from zerofx.lengths.filling import Filling, resized
+from zerofx.lengths.filling import Filling, resize
 from zerofx.lengths.outputs import PaddedEvaluation
-from zerofx.lengths.trial import PaddingTrial, masked_axes
+from zerofx.lengths.trial import PaddingTrial, add_mask_axes
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.control import Control
 from zerofx.scheduler.plan.plan import Plan
@@ -35,7 +35,7 @@ _TRYING = "see whether batches can be padded"
 
 @dataclass(frozen=True)
 class Sizes:
-    """What all ranks have in one step: the most tokens, and the most and the fewest samples."""
+    """Extremes over all ranks in one step: the most tokens, and the most and the fewest samples."""
 
     length: int
     samples: int
@@ -44,7 +44,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Rung:
-    """A step for batches that are padded to so many tokens and samples, and how often it has run."""
+    """A step for batches padded to so many tokens and samples, and the number of its runs."""
 
     length: int
     samples: int
@@ -53,12 +53,12 @@ class Rung:
 
     @property
     def tokens_per_second(self) -> float:
-        """Those of a rank, padding among them, as predicted."""
+        """Predicted tokens per second of a rank, including padding."""
         return self.length * self.samples / self.plan.step_seconds
 
 
 class PaddedBatches:
-    """The rungs of one step, and what pads its batches to them.
+    """The rungs of one step, and the padding of its batches to them.
 
     ``axes`` and ``filling`` are known once the first batch has been seen (``settle``). ``known`` has the sizes that
     batches are padded to: those of the ladder, and those of batches with more samples than were known at their rung.
@@ -78,20 +78,20 @@ class PaddedBatches:
 
     @property
     def is_settled(self) -> bool:
-        """Whether a first batch has been seen."""
+        """True if a first batch has been seen."""
         return bool(self.known)
 
     def settle(self, batch: Batch, num_micro_batches: int = 1) -> None:
-        """See what varies in batches, and what they can be padded with, from the first one. Collective.
+        """Find what varies in batches, and how to pad them, from the first one. Collective.
 
-        ``num_micro_batches``: of how many a step's batch is made that are like this one.
+        ``num_micro_batches``: the number of micro-batches like this one in a step's batch.
 
         Raises:
             UsageError: the batch has no length, it is longer than the longest, or the model's batches cannot be padded;
                 on all ranks.
         """
         control = self._control
-        axes = control.attempt("find the length of a batch", lambda: BatchAxes.of(batch))
+        axes = control.attempt("find the length of a batch", lambda: BatchAxes.from_batch(batch))
         control.agree(
             "compare where tokens are",
             f"{sorted(axes.along.items())} {sorted(axes.samples)}",
@@ -105,14 +105,14 @@ class PaddedBatches:
         sizes = self._agree(batch)
         self._check_length(sizes)
         with collecting_recent_garbage_only():
-            self.filling = self._found(batch, axes)
+            self.filling = self._find_filling(batch, axes)
             gc.collect()  # what autograd holds of a trial in cycles: parameters that are about to get values
         if self.filling.makes_mask:
-            self.axes = masked_axes(axes)
+            self.axes = add_mask_axes(axes)
         self.known = self.ladder.sizes(sizes.samples * num_micro_batches)
 
-    def _found(self, batch: Batch, axes: BatchAxes) -> Filling:
-        """What pads batches on all ranks, tried on each."""
+    def _find_filling(self, batch: Batch, axes: BatchAxes) -> Filling:
+        """The filling for batches on all ranks, found by trials on each."""
         control, rung = self._control, next((rung for rung in self.ladder.rungs if rung > 1), 1)
         trial = control.attempt(_TRYING, lambda: PaddingTrial(self._model, self._options.objective, batch, axes, rung))
         filling, whys = self._first_of(trial, trial.fillings())
@@ -123,10 +123,10 @@ class PaddedBatches:
                 f"the loss's ignore_index, or that a mask in the batch has as 0, and attention those that an "
                 f"attention_mask has as 0; or leave lengths out, and pad batches as the model needs it"
             )
-        return self._first_of(trial, trial.with_samples(filling))[0] or filling
+        return self._first_of(trial, trial.sample_fillings(filling))[0] or filling
 
     def _first_of(self, trial: PaddingTrial, fillings: Sequence[Filling]) -> tuple[Filling | None, list[str]]:
-        """The first with which padding counts for nothing on all ranks, or else why each does."""
+        """The first filling with which padding counts for nothing on all ranks, or else the reason against each."""
         whys: list[str] = []
         for filling in fillings:
             obstacles = self._control.gather(trial.obstacle(filling), _TRYING)
@@ -136,10 +136,11 @@ class PaddedBatches:
         return None, list(dict.fromkeys(whys))
 
     def sizes_of(self, batch: Batch) -> Sizes:
-        """What all ranks have, told by one number each. Collective.
+        """The sizes over all ranks, agreed on with one number each. Collective.
 
         Raises:
-            UsageError: a batch is longer than the longest rung, on all ranks, or it varies elsewhere, on this one.
+            UsageError: a batch is longer than the longest rung, on all ranks, or it varies in other dimensions, on this
+                one.
         """
         sizes = self._agree(batch)
         self._check_length(sizes)
@@ -184,19 +185,19 @@ class PaddedBatches:
             self.known.append(size)
         return size
 
-    def padded(self, batch: Batch, size: Size) -> Batch:
-        """The batch with so many tokens and samples."""
+    def pad(self, batch: Batch, size: Size) -> Batch:
+        """The batch, padded to ``size``: tokens and samples."""
         assert self.axes is not None, "a first batch has been seen"
         length, samples = size
         if not self.filling.pads_samples:
             samples = self.axes.sizes(batch)[1]
-        return self.filling.padded(self.filling.with_mask(batch, self.axes), self.axes, length, samples)
+        return self.filling.pad(self.filling.add_mask(batch, self.axes), self.axes, length, samples)
 
-    def alike(self, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Micro-batches with as many tokens and samples as the largest has. Each has the loss that it has without.
+    def pad_alike(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Pad micro-batches to the tokens and samples of the largest. Each keeps its loss.
 
         Raises:
-            UsageError: they have other numbers of samples, and the loss cannot leave samples out.
+            UsageError: they have different numbers of samples, and the loss cannot leave samples out.
         """
         assert self.axes is not None, "a first batch has been seen"
         sizes = [self.axes.sizes(batch) for batch in batches]
@@ -206,16 +207,17 @@ class PaddedBatches:
                 f"expected micro-batches of the same number of samples, found {list(samples)}: give those of others "
                 f"to a model whose loss leaves labels out"
             )
-        return [self.padded(batch, (max(lengths), max(samples))) for batch in batches]
+        return [self.pad(batch, (max(lengths), max(samples))) for batch in batches]
 
     def evaluation(self, batch: Batch) -> tuple[PaddedEvaluation, Size] | None:
-        """How a batch is padded to be evaluated, and to how many tokens and samples; None for not at all. Collective.
+        """The padding for evaluating a batch, and its tokens and samples; None for no padding. Collective.
 
-        Where batches like it cannot be padded, a warning says why, once; a longer one than the longest rung is not.
+        If batches like it cannot be padded, a warning says why, once; one that is longer than the longest rung is not
+        padded.
         """
         form = self.form(batch)
         if form not in self._evaluated:
-            self._evaluated[form] = self._tried_to_evaluate(batch, form)
+            self._evaluated[form] = self._try_to_evaluate(batch, form)
         padding = self._evaluated[form]
         if padding is None:
             return None
@@ -224,11 +226,11 @@ class PaddedBatches:
             return None
         return padding, padding.size_for(self.ladder.rung_of(sizes.length), sizes.samples)
 
-    def _tried_to_evaluate(self, batch: Batch, form: str) -> PaddedEvaluation | None:
+    def _try_to_evaluate(self, batch: Batch, form: str) -> PaddedEvaluation | None:
         rung = next((rung for rung in self.ladder.rungs if rung > 2), 0)
         trial, why = None, "no rung has three tokens or more" * (not rung)
         try:
-            axes = BatchAxes.of(batch)
+            axes = BatchAxes.from_batch(batch)
             trial = PaddingTrial(self._model, Evaluation(self._options.objective), batch, axes, rung) if rung else None
         except Exception as error:  # noqa: BLE001 - all ranks are told
             why = f"in a trial {type(error).__name__} is raised: {error}"
@@ -236,11 +238,14 @@ class PaddedBatches:
         if not whys and trial is not None:
             filling, whys = self._first_of(trial, trial.fillings())
             if filling is not None:
-                with_samples = self._first_of(trial, trial.with_samples(filling))[0]
+                with_samples = self._first_of(trial, trial.sample_fillings(filling))[0]
                 if with_samples is None:
                     self._first_of(trial, [filling])  # what outputs follow, once more
                 return PaddedEvaluation(
-                    form, masked_axes(axes) if filling.makes_mask else axes, with_samples or filling, trial.follows
+                    form,
+                    add_mask_axes(axes) if filling.makes_mask else axes,
+                    with_samples or filling,
+                    trial.output_dims,
                 )
         notify(
             f"batches are evaluated with as many tokens as they have, and each length captured apart, since padding "
@@ -249,14 +254,15 @@ class PaddedBatches:
         return None
 
     def example(self, batch: Batch, size: Size) -> Batch:
-        """A batch of a size, made of another's values, to build a step with."""
+        """A batch of a size, made of another batch's values, to build a step with."""
         assert self.axes is not None, "a first batch has been seen"
-        return resized(self.filling.with_mask(batch, self.axes), self.axes, *size)
+        return resize(self.filling.add_mask(batch, self.axes), self.axes, *size)
 
     def spread(self, batch: Batch, num_samples: int, num_micro_batches: int) -> Batch:
-        """A padded batch of ``num_samples`` own ones with these dealt out to its micro-batches in turn.
+        """A padded batch whose micro-batches get the ``num_samples`` real samples in turn.
 
-        A micro-batch of none has the last sample again, of which no terms are counted: its loss is a number then.
+        A micro-batch without samples repeats the last sample, none of whose terms are counted: so its loss is still a
+        number.
         """
         assert self.axes is not None, "a first batch has been seen"
         samples = batch.size()
@@ -278,22 +284,22 @@ class PaddedBatches:
         return batch.replace_tensors(tuple(tensors))
 
     def note(self, batch: Batch, plan: Plan, *, has_run: bool) -> None:
-        """Keep what is run for a padded batch, and how often, for reports."""
+        """Record the plan of a padded batch and its runs, for reports."""
         assert self.axes is not None, "a first batch has been seen"
         size = self.axes.sizes(batch)
         self._built[size] = plan
         self._num_steps[size] += has_run
 
     def is_built(self, batch: Batch) -> bool:
-        """Whether there is a step for batches padded like this one."""
+        """True if there is a step for batches padded like this one."""
         assert self.axes is not None, "a first batch has been seen"
         return self.axes.sizes(batch) in self._built
 
     @property
-    def built(self) -> tuple[Rung, ...]:
+    def rungs(self) -> tuple[Rung, ...]:
         """The rungs for which there is a step, the shortest first."""
         return tuple(Rung(*size, self._built[size], self._num_steps[size]) for size in sorted(self._built))
 
     def form(self, batch: Batch) -> str:
-        """What a batch has besides the sizes that vary, as a text."""
+        """All properties of a batch except its varying sizes, as a text."""
         return replace(batch, tensors=tuple(t.new_empty(()) for t in batch.tensors)).signature()

@@ -1,4 +1,4 @@
-"""Whether a model's batches can be padded: tried on a small one, on which nothing is trained."""
+"""Try on a small batch whether a model's batches can be padded; nothing is trained."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zerofx.capture.randomness import preserve_randomness
 from zerofx.ir.batch import Batch
 from zerofx.lengths.axes import BatchAxes
 from zerofx.lengths.filling import MASK, Filling, cut
-from zerofx.lengths.outputs import Follows, followed
+from zerofx.lengths.outputs import OutputDims, find_output_dims
 from zerofx.lengths.uses import SpreadParameters, Uses
 from zerofx.torch_private.modules import buffer_table
 
@@ -32,11 +32,11 @@ _SAME_SHAPE = 0.1  # of that, where sums are of the same shapes
 
 
 class PaddingTrial:
-    """The loss of a few samples without padding, in evaluation mode, to compare with that of the same when padded.
+    """The loss of a few samples without padding, in evaluation mode, to compare with their loss when padded.
 
-    Of an ``Evaluation`` it is all outputs, without what belongs to padding; ``follows`` has the dimensions that do, as
-    the filling showed that was tried last. ``rung``: how many tokens they are padded to; they have about half as many.
-    Parameters are spread (``SpreadParameters``).
+    For an ``Evaluation`` it compares all outputs, without padding; ``output_dims`` has the padded dimensions, as the
+    last filling showed them. ``rung``: the number of tokens to pad to; the samples have about half as many. Parameters
+    are rescaled (``SpreadParameters``).
     """
 
     def __init__(self, model: nn.Module, objective: Objective, batch: Batch, axes: BatchAxes, rung: int) -> None:
@@ -54,10 +54,10 @@ class PaddingTrial:
         ))  # fmt: skip
         self._expected, uses = self._run(self._small)
         self._has_nan = uses.has_nan
-        self.follows: tuple[Follows, ...] = ()
+        self.output_dims: tuple[OutputDims, ...] = ()
 
     def fillings(self) -> Sequence[Filling]:
-        """What might pad tokens, in the order in which it is to be tried."""
+        """Candidates for padding tokens, in the order of trial."""
         named = dict(zip(self._small.names, self._small.tensors, strict=True))
         plain = Filling(self._labels, pads_samples=False)
         candidates = [plain]
@@ -68,8 +68,8 @@ class PaddingTrial:
             candidates.append(replace(plain, makes_mask=True))
         return candidates
 
-    def with_samples(self, filling: Filling) -> Sequence[Filling]:
-        """What might pad samples too, where ``filling`` pads tokens."""
+    def sample_fillings(self, filling: Filling) -> Sequence[Filling]:
+        """Candidates for padding samples too, if ``filling`` pads tokens."""
         labels = {name for name in self._labels if name in self._axes.samples} | {COUNTS}
         weights = {name for name in self._axes.along if name not in self._uses.looked_up}
         return [
@@ -78,7 +78,7 @@ class PaddingTrial:
         ]
 
     def obstacle(self, filling: Filling) -> str:
-        """Why batches cannot be padded so; empty where they can."""
+        """The reason why batches cannot be padded with ``filling``; empty if they can."""
         if self._objective.trains and (statistics := self._statistics()):
             return f"{statistics} normalises by the statistics of all tokens of a batch, padding among them"
         samples = self._samples + filling.pads_samples
@@ -87,7 +87,7 @@ class PaddingTrial:
         for tried in (filling, other):
             try:
                 outputs, uses = self._run(
-                    tried.padded(tried.with_mask(self._small, self._axes), masked_axes(self._axes), self._rung, samples)
+                    tried.pad(tried.add_mask(self._small, self._axes), add_mask_axes(self._axes), self._rung, samples)
                 )
             except Exception as error:  # noqa: BLE001 - all ranks are told, where no other filling does
                 return f"the forward of a padded batch raises {type(error).__name__}: {error}"
@@ -95,36 +95,36 @@ class PaddingTrial:
                 return "the forward of a padded batch has NaN in it"
             results.append(outputs)
         pairs = (self._length, self._rung), (self._samples, samples)
-        follows = followed(self._expected, results[0], *pairs)
-        if isinstance(follows, str):
-            return f"in a trial {follows}, to {samples} samples of {self._rung} tokens"
-        self.follows = tuple(follows)
+        output_dims = find_output_dims(self._expected, results[0], *pairs)
+        if isinstance(output_dims, str):
+            return f"in a trial {output_dims}, to {samples} samples of {self._rung} tokens"
+        self.output_dims = tuple(output_dims)
         first, second = (
-            tuple(of.cut(out, self._length, self._samples) for of, out in zip(follows, outputs, strict=True))
+            tuple(of.cut(out, self._length, self._samples) for of, out in zip(output_dims, outputs, strict=True))
             for outputs in results
         )
         for outputs, expected, part in ((first, self._expected, 1.0), (second, first, _SAME_SHAPE)):
             for output, wanted in zip(outputs, expected, strict=True):
                 if not _close(output, wanted, part):
                     return (
-                        f"in a trial {self._shown(wanted, output)} when they are padded to {samples} samples of "
-                        f"{self._rung} tokens" + ("" if part == 1 else ", with other ids for what is added")
+                        f"in a trial {self._difference_text(wanted, output)} when they are padded to {samples} samples "
+                        f"of {self._rung} tokens" + ("" if part == 1 else ", with other ids for what is added")
                     )
         return ""
 
-    def _shown(self, expected: torch.Tensor, padded: torch.Tensor) -> str:
+    def _difference_text(self, expected: torch.Tensor, padded: torch.Tensor) -> str:
         of = f"of {self._samples} samples of {self._length} tokens"
         if self._objective.trains:
             return f"the loss {of} is {float(expected)}, and {float(padded)}"
         return f"an output of shape {list(expected.shape)} {of} has other values"
 
     def _other_ids(self) -> dict[str, int]:
-        """Other numbers to pad with what is only looked up, which must not matter."""
+        """Other padding values for tensors that are only looked up, which must not matter."""
         named = zip(self._small.names, self._small.tensors, strict=True)
         return {name: int(tensor.max()) for name, tensor in named if name in self._uses.looked_up and tensor.numel()}
 
     def _labels_of(self, small: Batch) -> dict[str, int]:
-        """What a loss leaves out, by the names of the tensors that have its targets."""
+        """The ignored target values of a loss, by the names of the target tensors."""
         labels = dict(self._uses.ignored)
         for name, tensor in zip(small.names, small.tensors, strict=True):
             is_whole = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
@@ -134,12 +134,12 @@ class PaddingTrial:
         return {name: value for name, value in labels.items() if name in small.names}
 
     def _statistics(self) -> str:
-        """A module that computes with all that it is given at once while it is trained; empty for none."""
+        """A module that computes statistics over its whole input in training mode; empty for none."""
         norms = (name for name, part in self._model.named_modules() if isinstance(part, _NORMS) and part.training)
         return next(norms, "")
 
     def _run(self, batch: Batch) -> tuple[tuple[torch.Tensor, ...], Uses]:
-        """The loss of a batch, or its outputs, and what was seen of it. Buffers and generators are as before."""
+        """The loss of a batch, or its outputs, and the uses of its values. Buffers and generators are restored."""
         args, kwargs = batch.rebuild(batch.tensors)
         pop_term_counts(kwargs)
         uses = Uses(dict(zip(batch.names, batch.tensors, strict=True)), self._spread)
@@ -156,15 +156,15 @@ class PaddingTrial:
         return tuple(result.detach() for result in results), uses
 
 
-def masked_axes(axes: BatchAxes) -> BatchAxes:
-    """Those of batches that are given a mask."""
+def add_mask_axes(axes: BatchAxes) -> BatchAxes:
+    """The axes of batches that are given a mask."""
     if MASK in axes.along:
         return axes
     return BatchAxes({**axes.along, MASK: (1,)}, axes.samples | {MASK}, {**axes.fixed, MASK: (0, 0)})
 
 
 def _accepts_mask(called: object) -> bool:
-    """Whether a forward names ``attention_mask`` among its arguments."""
+    """True if a forward names ``attention_mask`` among its arguments."""
     try:
         return MASK in inspect.signature(called).parameters  # type: ignore[arg-type]  # what cannot be called raises
     except (TypeError, ValueError):
@@ -172,7 +172,7 @@ def _accepts_mask(called: object) -> bool:
 
 
 def _close(loss: torch.Tensor, expected: torch.Tensor, part: float) -> bool:
-    """Whether losses, or outputs, are equal up to a ``part`` of rounding, of the largest of them."""
+    """True if losses, or outputs, are equal up to a ``part`` of rounding, relative to the largest of them."""
     if not expected.numel():
         return True
     rounding = _ROUNDING.get(expected.dtype, _LOW_ROUNDING) * part
@@ -183,7 +183,7 @@ def _close(loss: torch.Tensor, expected: torch.Tensor, part: float) -> bool:
 
 @contextlib.contextmanager
 def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """While open, a forward may change buffers, or put others in their places; afterwards they are as they were."""
+    """While open, a forward may change or replace buffers; afterwards they are restored."""
     tables = [buffer_table(module) for module in model.modules()]
     before = [
         {name: (buffer, buffer.clone()) for name, buffer in table.items() if buffer is not None} for table in tables

@@ -1,4 +1,4 @@
-"""What a forward does with the whole numbers of its batch: looks them up, or takes them for targets of its loss."""
+"""Track the whole numbers of a batch through a forward: indices into tables, and targets of its loss."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _COPIES = (
 
 
 class SpreadParameters:
-    """What stands for parameters in a trial: theirs, times what makes products of them as large as their factors.
+    """Parameters for a trial, rescaled so that products with them are as large as their factors.
 
-    A layer that changes little when training begins, or nothing since its weight is zero, has an effect then that can
-    be told from rounding. Where a parameter has no values yet, or zeros alone, others are drawn, on ``device``.
+    A layer that changes little when training begins, or nothing since its weight is zero, then has an effect that
+    exceeds rounding. If a parameter has no values yet, or only zeros, values are drawn, on ``device``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class SpreadParameters:
         self._scales: dict[int, tuple[torch.nn.Parameter, float]] = {}
 
     def __call__(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """What to compute with in the place of a parameter."""
+        """The tensor to compute with instead of a parameter."""
         if not parameter.is_floating_point() or not parameter.numel():
             return parameter
         if id(parameter) not in self._scales:
@@ -61,7 +61,7 @@ class SpreadParameters:
 
 
 def _scale_of(parameter: torch.nn.Parameter) -> float:
-    """What makes the rows of a parameter of norm 1 on average; 1 for one that has no rows, 0 for one without values."""
+    """The factor that gives the rows of a parameter norm 1 on average; 1 without rows, 0 without values."""
     if is_without_values(parameter):
         return 0.0
     mean_square = float(parameter.detach().float().square().mean())
@@ -71,18 +71,18 @@ def _scale_of(parameter: torch.nn.Parameter) -> float:
 
 
 def is_without_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is deferred, or on ``meta``, or NaN that takes no memory, as where a step has it in slices."""
+    """True if a tensor is deferred, on ``meta``, or an expanded NaN, as where a step has it in slices."""
     if isinstance(tensor, DeferredTensor) or tensor.is_meta:
         return True
     return bool(tensor.numel()) and not any(tensor.stride()) and bool(tensor.detach()[(0,) * tensor.dim()].isnan())
 
 
 class Uses(TorchDispatchMode):
-    """While open, watches where the whole numbers of a batch's tensors go.
+    """While open, tracks the whole numbers of a batch's tensors.
 
-    ``ignored``: the value of a target that a loss leaves out, by the name of the tensor that its targets come from.
-    ``looked_up``: the tensors that say which rows of a table are read. ``has_nan``: whether an operator gave a NaN.
-    ``value_of`` gives what is computed with in the place of a parameter.
+    ``ignored``: the target value that a loss leaves out, by the name of the target tensor. ``looked_up``: the tensors
+    that index rows of a table. ``has_nan``: whether an operator gave a NaN. ``value_of`` gives the tensor to compute
+    with instead of a parameter.
     """
 
     def __init__(

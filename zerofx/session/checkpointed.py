@@ -12,10 +12,10 @@ from torch import nn
 
 from zerofx.checkpoints.fill import check_histories
 from zerofx.checkpoints.later import Later, save_later
-from zerofx.checkpoints.load import Checked, check, load_buffers, load_model, load_rest
+from zerofx.checkpoints.load import CheckedCheckpoint, check, load_buffers, load_model, load_rest
 from zerofx.checkpoints.names import ModelNames
 from zerofx.checkpoints.save import StepCounts, save
-from zerofx.checkpoints.together import on_all
+from zerofx.checkpoints.together import run_on_all
 from zerofx.checkpoints.user_state import check_state
 from zerofx.deferred import is_deferred
 from zerofx.errors import CheckpointError, RankMismatchError, UsageError, working
@@ -171,7 +171,7 @@ class Checkpointed:
                 checked = check(Path(path), self.model, optimizer, own, control, steps.mesh.model)
             taken = steps.taken
             if not weights_only:
-                on_all(control, "compare the checkpoint with the step", lambda: self._check_step(checked, taken))
+                run_on_all(control, "compare the checkpoint with the step", lambda: self._check_step(checked, taken))
             self._load(checked, taken, own, weights_only=weights_only)
         marker = checked.reader.marker
         if not weights_only:
@@ -223,7 +223,7 @@ class Checkpointed:
             return given
 
         with self._life.alone("load the state of a step"), working("load the state of a step"), torch.no_grad():
-            given = on_all(control, "compare the state with the step", loaded)
+            given = run_on_all(control, "compare the state with the step", loaded)
             taken.load(given, "a state dictionary", lambda: given.finish(taken.training), optimizer=given.has_optimizer)
         self._set_numbers(given.numbers_after(self._numbers()))
 
@@ -232,7 +232,7 @@ class Checkpointed:
         """What ranks agree over outside of steps."""
         return self._life.control
 
-    def _check_step(self, checked: Checked, taken: TakenOver | None) -> None:
+    def _check_step(self, checked: CheckedCheckpoint, taken: TakenOver | None) -> None:
         """Check what a checkpoint has for this step alone; raises a ``CheckpointError``."""
         if taken is not None:
             check_histories(checked, taken.layout)
@@ -243,7 +243,9 @@ class Checkpointed:
             except UsageError as error:
                 raise CheckpointError(f"{error}. Nothing has been loaded") from error
 
-    def _load(self, checked: Checked, taken: TakenOver | None, own: Mapping[str, Any], *, weights_only: bool) -> None:
+    def _load(
+        self, checked: CheckedCheckpoint, taken: TakenOver | None, own: Mapping[str, Any], *, weights_only: bool
+    ) -> None:
         """Change what is in memory: where this fails, the step is over."""
         life, steps = self._life, self._steps
         place = str(checked.reader.place)
@@ -300,4 +302,4 @@ class Checkpointed:
 
     def _names(self) -> ModelNames:
         with self._life.unguarded():
-            return ModelNames.of(self.model)
+            return ModelNames.from_model(self.model)

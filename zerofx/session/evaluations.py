@@ -73,7 +73,7 @@ class Evaluations:
             )
         given = self._steps.batch_of(args, kwargs, counts=False)
         padding = self._padding(given)
-        batch = given if padding is None else padding[0].padded(given, padding[1])
+        batch = given if padding is None else padding[0].pad(given, padding[1])
         compiled, agreed = self._evaluation_for(batch, taken, None if padding is None else padding[0].form)
         random = random_states(taken.device)
         try:

@@ -207,7 +207,7 @@ class Reported:
     def rungs(self) -> tuple[Rung, ...]:
         """The lengths that batches are padded to for which a step has been built, the shortest first; none without
         ``lengths=``. Each has its ``length``, ``samples``, ``plan`` and ``num_steps``."""
-        return () if self._steps.lengths is None else self._steps.lengths.built
+        return () if self._steps.lengths is None else self._steps.lengths.rungs
 
     @property
     def stages(self) -> tuple[GraphStage, ...]:

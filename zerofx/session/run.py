@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from zerofx.checkpoints.together import on_first
+from zerofx.checkpoints.together import run_on_first
 from zerofx.checkpoints.user_state import check_state
 from zerofx.disk.checkpoint.folder import latest
 from zerofx.errors import UsageError
@@ -77,7 +77,7 @@ class Run:
             "folder and options of a Run",
             "Give every rank the same.",
         )
-        place = on_first(self._control, "look for a checkpoint to go on from", lambda: latest(self.folder))
+        place = run_on_first(self._control, "look for a checkpoint to go on from", lambda: latest(self.folder))
         self.resumed_from: Path | None = None
         if place is not None:
             self.resumed_from = step.load_checkpoint(place, state=self._state)

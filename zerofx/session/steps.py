@@ -127,7 +127,7 @@ class Steps:
         """
         with self._control.report_errors():
             terms = self.options.loss_terms if counts else None
-            added = () if self.lengths is None else self.lengths.filling.added
+            added = () if self.lengths is None else self.lengths.filling.extra_keywords
             named = add_term_counts(terms, args, kwargs, self._control.num_ranks, added)
             batch = self._constant.add_hashes(Batch.from_call(args, named))
             check_batch(self.model, batch)

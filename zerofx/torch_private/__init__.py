@@ -1,1 +1,1 @@
-"""What is private in torch, and all that uses it: one place to look at when torch changes."""
+"""Private torch APIs, and everything that uses them: one place to look at when torch changes."""

@@ -15,10 +15,10 @@ from torch.utils import checkpoint
 
 @dataclass(frozen=True)
 class Kind:
-    """How eager mode computes a checkpointed block again.
+    """The way eager mode recomputes a checkpointed block.
 
-    ``is_reentrant``: as a whole, with what it is given saved after it has run, not before. ``stops_early``: only as far
-    as backward needs what it saved.
+    ``is_reentrant``: as a whole, with its inputs saved after it has run, not before. ``stops_early``: only as far as
+    backward needs the saved tensors.
     """
 
     is_reentrant: bool
@@ -26,16 +26,16 @@ class Kind:
 
 
 @contextlib.contextmanager
-def without_checkpoints(block: Callable[[Kind], AbstractContextManager[None]]) -> Iterator[None]:
-    """``torch.utils.checkpoint`` runs what it is given, and drops nothing: what is computed again is the plan's.
+def disable_checkpoints(block: Callable[[Kind], AbstractContextManager[None]]) -> Iterator[None]:
+    """Make ``torch.utils.checkpoint`` run functions and drop nothing: recomputation is up to the plan.
 
-    ``block``: what blocks run in that eager mode computes again.
+    ``block``: the context for blocks that eager mode recomputes.
     """
     names = vars(checkpoint)
     plain = names["_checkpoint_without_reentrant_generator"]
 
-    class AsItIs:
-        """In the place of reentrant checkpoints, which give no gradient to a function without inputs that have one."""
+    class PlainCheckpoint:
+        """Replaces reentrant checkpoints, which give no gradient to a function without inputs that have one."""
 
         @staticmethod
         def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
@@ -44,7 +44,7 @@ def without_checkpoints(block: Callable[[Kind], AbstractContextManager[None]]) -
             with torch.set_grad_enabled(again), block(Kind(True, False)) if again else contextlib.nullcontext():
                 return function(*args)
 
-    def without_hooks(*args: Any, **kwargs: Any) -> Iterator[None]:
+    def run_plainly(*args: Any, **kwargs: Any) -> Iterator[None]:
         if not torch.is_grad_enabled():
             yield
             return
@@ -53,7 +53,7 @@ def without_checkpoints(block: Callable[[Kind], AbstractContextManager[None]]) -
         with block(Kind(False, asked if globally is None else globally)):
             yield
 
-    instead = {"CheckpointFunction": AsItIs, "_checkpoint_without_reentrant_generator": without_hooks}
+    instead = {"CheckpointFunction": PlainCheckpoint, "_checkpoint_without_reentrant_generator": run_plainly}
     before = {name: names[name] for name in instead}
     names.update(instead)
     try:
@@ -63,7 +63,7 @@ def without_checkpoints(block: Callable[[Kind], AbstractContextManager[None]]) -
 
 
 def saves_tensors(function: Any) -> bool:
-    """Whether a node of autograd's graph keeps tensors for backward."""
+    """True if a node of autograd's graph keeps tensors for backward."""
     names = (name for name in dir(function) if name.startswith("_saved_") or name == "saved_tensors")
     return any(_has_tensors(function, name) for name in names)
 

@@ -1,4 +1,4 @@
-"""Tracing: AOTAutograd's joint graph, what it says of its inputs and outputs, and fake tensors."""
+"""Tracing: AOTAutograd's joint graph, the descriptions of its inputs and outputs, and fake tensors."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from zerofx.torch_private.versions import TORCH
 def joint_graph(
     module: nn.Module, fakes: tuple[torch.Tensor, ...], decompositions: Mapping[Any, Callable[..., Any]]
 ) -> fx.GraphModule:
-    """Trace a module's forward and backward; ``descriptions`` say what goes in and comes out."""
+    """Trace a module's forward and backward; ``descriptions`` name its inputs and outputs."""
     tables: list[dict[str, Any]] = [table for part in module.modules() for table in (part._parameters, part._buffers)]
     before = [dict(table) for table in tables]
-    with contextlib.ExitStack() as stack, _keeping_checks():
+    with contextlib.ExitStack() as stack, _keep_checks():
         joint = aot_export_joint_with_descriptors(stack, module, fakes, decompositions=dict(decompositions))
     for table, entries in zip(tables, before, strict=True):  # torch leaves a tensor of its own in what has two names
         table.update(entries)
@@ -42,12 +42,12 @@ def joint_graph(
 
 
 def leaves_out_checks() -> bool:
-    """Whether tracing leaves out the checks of linear algebra, since nothing reads what they give: to torch 2.12."""
+    """True if tracing drops the checks of linear algebra, since nothing reads their results: to torch 2.12."""
     return TORCH < (2, 13)
 
 
 @contextlib.contextmanager
-def _keeping_checks() -> Iterator[None]:
+def _keep_checks() -> Iterator[None]:
     """While open, tracing keeps the checks of linear algebra in order, by tokens."""
     if not leaves_out_checks():
         yield
@@ -60,27 +60,27 @@ def _keeping_checks() -> Iterator[None]:
 
 
 def descriptions(node: fx.Node) -> Any:
-    """What a placeholder of a joint graph stands for; of its output node, what each result is, in order."""
+    """The meaning of a joint graph's placeholder; of its output node, the meaning of each result, in order."""
     return node.meta["desc"]
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether a node of a joint graph is the gradient that goes into its backward."""
+    """True if a node of a joint graph is the gradient that goes into its backward."""
     return isinstance(node.meta.get("desc"), TangentAOTInput)
 
 
-def tracing_configuration() -> str:
+def aot_configuration() -> str:
     """AOTAutograd's settings, as a text."""
     return repr(sorted(_functorch_config.save_config_portable().items()))
 
 
 def fake_mode() -> FakeTensorMode:
-    """What makes the fake tensors of a captured graph."""
+    """A mode that makes the fake tensors of a captured graph."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def as_fake(tensor: torch.Tensor) -> FakeTensor:
-    """A tensor that is a fake one."""
+def expect_fake(tensor: torch.Tensor) -> FakeTensor:
+    """The tensor, asserted to be a fake one."""
     assert isinstance(tensor, FakeTensor), "a captured graph has fake values"
     return tensor
 
@@ -88,13 +88,13 @@ def as_fake(tensor: torch.Tensor) -> FakeTensor:
 def fake_tensor(
     mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A fake tensor with memory of its own: what ``empty_strided`` gives in ``mode``, at a tenth of its cost."""
+    """A fake tensor with memory of its own: the result of ``empty_strided`` in ``mode``, at a tenth of its cost."""
     meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     return FakeTensor(mode, meta, device)
 
 
 def fake_device(fake: torch.Tensor) -> torch.device:
-    """The device that a fake tensor stands for a tensor of: what its mode answers when the dispatcher asks."""
+    """The device that a fake tensor reports to the dispatcher."""
     assert isinstance(fake, FakeTensor)
     return fake.device
 
@@ -105,13 +105,13 @@ def forward_class(function: Any) -> type | None:
 
 
 def saves_by_hook() -> bool:
-    """Whether what backward needs is saved through hooks, as ``torch.utils.checkpoint`` does."""
+    """True if tensors for backward are saved through hooks, as ``torch.utils.checkpoint`` does."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[None]:
-    """Let ``torch.compiler.is_compiling()`` be true, which libraries ask before they look at a tensor's values."""
+def pretend_compiling() -> Iterator[None]:
+    """Make ``torch.compiler.is_compiling()`` true, which libraries ask before they look at a tensor's values."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -121,5 +121,5 @@ def compiling() -> Iterator[None]:
 
 
 def rename(node: fx.Node, name: str) -> None:
-    """Call a node ``name``, or that and a number where the name is taken."""
+    """Name a node ``name``, with a number appended if the name is taken."""
     node.name = node.graph._graph_namespace.create_name(name, None)

@@ -1,4 +1,4 @@
-"""Modes that see what is called, and calls that none of them sees."""
+"""Dispatch modes, and calls that bypass them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BETWEEN = tuple(
 
 
 def reader(frame: FrameType | None) -> FrameType | None:
-    """The frame that called into torch's dispatcher, of those from ``frame`` on, which itself is after it."""
+    """The frame that called into torch's dispatcher, from ``frame`` outwards."""
     while frame is not None:
         name = frame.f_code.co_name
         if not name.startswith("__torch_") and not frame.f_code.co_filename.startswith(_BETWEEN):
@@ -47,8 +47,8 @@ def reader(frame: FrameType | None) -> FrameType | None:
 
 
 @contextlib.contextmanager
-def without_log_of_fakes() -> Iterator[None]:
-    """What an operator has against its arguments is in the error that it raises: torch logs it too, with all stacks."""
+def silence_fake_log() -> Iterator[None]:
+    """Turn off torch's log of errors in operators' arguments, which are raised anyway, with all stacks."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -58,8 +58,8 @@ def without_log_of_fakes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def called_instead(op: OpOverload[..., Any], function: Callable[..., Any]) -> Iterator[None]:
-    """While open, ``python_dispatcher`` calls ``function`` where C++ would compose ``op`` of others."""
+def override_composite(op: OpOverload[..., Any], function: Callable[..., Any]) -> Iterator[None]:
+    """While open, ``python_dispatcher`` calls ``function`` where C++ would decompose ``op``."""
     keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
     before = {key: op.py_kernels.pop(key) for key in keys if key in op.py_kernels}
     for key in keys:

@@ -1,4 +1,4 @@
-"""Process groups, the operators that are given them, and DTensor's rules of how operators may be shared."""
+"""Process groups, the operators that take them, and DTensor's rules for sharding operators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ reduce_single: Callable[..., object] = getattr(dist, "reduce_scatter_single", No
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout that a process group was made with, the least of its backends'; None where it has none."""
+    """The timeout of a process group, the least of its backends'; None if it has none."""
     timeouts = []
     for device in group._device_types:
         options: Any = getattr(group._get_backend(device), "options", None)
@@ -36,7 +36,7 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that moves tensors of ``device`` between a group's ranks, as ``"nccl"``; empty where it has none."""
+    """The backend that moves tensors of ``device`` between a group's ranks, as ``"nccl"``; empty if there is none."""
     try:
         name: str = group._get_backend(device).name()
     except RuntimeError:
@@ -45,7 +45,7 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The version of NCCL that torch has been built with, as ``(2, 29, 3)``; empty where that is none."""
+    """The version of NCCL that torch is built with, as ``(2, 29, 3)``; empty if it has none."""
     if not dist.is_nccl_available():
         return ()
     version: tuple[int, ...] = torch.cuda.nccl.version()
@@ -53,7 +53,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def gather_many(group: dist.ProcessGroup, fulls: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
-    """Gather slices into a tensor each on the current stream, with one call of the group: one launch of NCCL's."""
+    """Gather slices into a tensor each on the current stream, with one call of the group: one NCCL launch."""
     outputs, inputs = ([tensor for tensor in tensors if tensor.numel()] for tensors in (fulls, shards))
     if outputs:
         options = AllgatherOptions()
@@ -64,31 +64,31 @@ def gather_many(group: dist.ProcessGroup, fulls: Sequence[Tensor], shards: Seque
 
 
 def abort(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Give a group's communicators up on this rank alone: kernels that wait for other ranks there end.
+    """Abort a group's communicators on this rank alone: kernels that wait for other ranks there end.
 
-    Torch's watchdog of the group ends with it, and the process goes on.
+    Torch's watchdog of the group ends with it, and the process continues.
     """
     group._get_backend(device).abort()
 
 
-def unboxed_group(group: Any) -> dist.ProcessGroup:
-    """The process group that an operator of c10d is given."""
+def unbox_group(group: Any) -> dist.ProcessGroup:
+    """The process group that an operator of c10d is called with."""
     return dist.ProcessGroup.unbox(group)
 
 
-def boxed_work() -> Any:
-    """What an operator of c10d gives to wait for, of a collective that is done."""
+def make_finished_work() -> Any:
+    """The work object that an operator of c10d returns, for a collective that is already complete."""
     return torch._C._distributed_c10d.FakeWork().boxed()
 
 
 def name_of_reduction(operation: Any) -> str:
-    """``"sum"`` or the like, for the reduction that an operator of c10d is given."""
+    """The name, ``"sum"`` or the like, of a reduction that an operator of c10d is called with."""
     name: str = dist.ReduceOp.RedOpType(int(operation.op())).name
     return name.lower()
 
 
 @contextlib.contextmanager
-def gathering_by(function: type) -> Iterator[None]:
+def gather_with(function: type) -> Iterator[None]:
     """While open, ``torch.distributed.nn`` gathers by ``function.apply(group, tensor)``, and while compiling too."""
     from torch.distributed.nn import functional  # not needed where nothing is traced
 
@@ -110,10 +110,10 @@ Dims = Sequence[object]
 def single_dim_rules(
     op: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], num_outputs: int
 ) -> list[Dims] | None:
-    """The ways in which one axis may share the work of a call on fake tensors; None where DTensor has no rule.
+    """The ways to shard a call on fake tensors over one axis; None if DTensor has no rule.
 
-    Rules that need more than the dimension (a mask that lives in Python) are left out, and those of parts that are no
-    sums.
+    Rules that need more than the dimension (a mask that lives in Python) are omitted, and so are partial results that
+    are not sums.
 
     Raises:
         UsageError: this version of torch has no such rules.
@@ -123,10 +123,10 @@ def single_dim_rules(
         return None
     from torch.distributed.tensor._dtensor_spec import TensorMeta
 
-    def described(leaf: Any) -> Any:
+    def describe(leaf: Any) -> Any:
         return TensorMeta(leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
-    meta_args, meta_kwargs = pytree.tree_map(described, (tuple(args), dict(kwargs)))
+    meta_args, meta_kwargs = pytree.tree_map(describe, (tuple(args), dict(kwargs)))
     given = rules.func(op, meta_args, meta_kwargs)
     num = num_outputs + sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs)))
     lists = [_dims(rule) for rule in given if len(rule) == num]

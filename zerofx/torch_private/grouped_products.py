@@ -1,7 +1,7 @@
-"""``F.grouped_mm`` on fake tensors, as its kernels have it: products of rows in groups, a matrix each.
+"""Fake tensors for ``F.grouped_mm`` that match its kernels: products of rows in groups, a matrix each.
 
-To torch 2.14 fakes refuse it in float32 and float16, so that a forward with it could only be traced as compiled, and
-libraries go another way there; and they give rows without the bytes that pad them.
+Up to torch 2.14 fakes refuse it in float32 and float16, so that a forward with it could only be traced as compiled,
+where libraries take another path; and they return rows without their padding bytes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def refuses_dtypes() -> bool:
-    """Whether fakes of torch's own refuse what kernels compute: to torch 2.14."""
+    """True if torch's own fakes refuse dtypes that kernels support: to torch 2.14."""
     return TORCH < (2, 15)
 
 
-def _as_kernels(
+def _fake_grouped_mm(
     left: torch.Tensor,
     right: torch.Tensor,
     offs: torch.Tensor | None = None,
@@ -31,8 +31,9 @@ def _as_kernels(
     Args:
         left: the first operand, [rows, inner] or [groups, rows, inner].
         right: the second, [inner, columns] or [groups, inner, columns]; of ``left``'s dtype.
-        offs: where groups end along the dimension that is in groups, [groups], unless both operands have a matrix each.
-        bias: nothing, as kernels have it.
+        offs: the ends of groups along the dimension that is in groups, [groups], unless both operands have a matrix
+            each.
+        bias: None, the only value that kernels accept.
         out_dtype: the dtype of ``left``, or None.
     """
     dims = (left.dim(), right.dim())
@@ -54,4 +55,4 @@ def _as_kernels(
 
 
 if refuses_dtypes():
-    torch.library.register_fake("aten::_grouped_mm", _as_kernels, allow_override=True)
+    torch.library.register_fake("aten::_grouped_mm", _fake_grouped_mm, allow_override=True)

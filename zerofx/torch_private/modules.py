@@ -1,4 +1,4 @@
-"""Modules: the tables that hold what is registered on one, and marks that torch and libraries leave on it."""
+"""Modules: the tables of their registrations, and marks that torch and libraries leave on them."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ RESETS = ("reset_parameters", "_reset_parameters")
 
 
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own parameters, not its children's; what is put in here is past ``register_parameter``'s checks."""
+    """A module's own parameters, not its children's; entries put here bypass ``register_parameter``'s checks."""
     return module._parameters
 
 
 @contextlib.contextmanager
-def traced_parameters(model: nn.Module) -> Iterator[None]:
-    """While open, what a trace has in the places of parameters is an ``nn.Parameter`` for who asks, as in eager mode.
+def mark_parameters(model: nn.Module) -> Iterator[None]:
+    """While open, the traced stand-ins of parameters count as ``nn.Parameter``, as in eager mode.
 
-    A module takes it where it is assigned, too, which refuses what comes of a computation, as all that is traced seems.
+    A module accepts them in assignments too, where it refuses results of a computation, which all traced tensors seem
+    to be.
     """
     traced = {id(parameter): parameter for parameter in model.parameters()}
     for parameter in traced.values():
@@ -71,23 +72,23 @@ def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def set_child_table(module: nn.Module, children: dict[str, Any]) -> None:
-    """Give a module other children, past its own checks: a list's names may have gaps."""
+    """Replace a module's children, past its own checks: a list's names may have gaps."""
     assert "_modules" in vars(module)
     vars(module)["_modules"] = children
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether it is what ``torch.compile`` gives for a module."""
+    """True if the module is a result of ``torch.compile``."""
     return hasattr(module, "_orig_mod")
 
 
 def compiles_calls(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called."""
+    """True if ``module.compile()`` was called."""
     return module._compiled_call_impl is not None
 
 
 def initializer(module: nn.Module) -> Callable[[nn.Module], object] | None:
-    """What a model of transformers gives values to one of its modules by."""
+    """The function by which a transformers model initialises one of its modules."""
     initialise: Callable[[nn.Module], object] | None = getattr(module, "_init_weights", None)
     return initialise
 
@@ -99,12 +100,12 @@ def refer_to_weights(layer: nn.RNNBase, *, refer: bool) -> None:
 
 
 def hook_tables(module: nn.Module) -> tuple[dict[int, Callable[..., Any]], ...]:
-    """The hooks that run where a module is called, by what runs them."""
+    """The hooks that run when a module is called, by kind."""
     return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
 
 
 def hook_tables_of_all() -> tuple[dict[int, Callable[..., Any]], ...]:
-    """The hooks that run where any module is called, as ``hook_tables``."""
+    """The hooks that run when any module is called, as ``hook_tables``."""
     return (
         global_modules._global_forward_pre_hooks,
         global_modules._global_forward_hooks,
@@ -121,21 +122,21 @@ def number_of_next_hook() -> int:
 _ENTRIES = "custom"
 
 keeping_annotations = traceback.preserve_node_meta
-"""A context in which traced nodes are told what has been ``annotated``."""
+"""A context in which traced nodes get the annotations of ``annotate``."""
 
 
-def annotated(key: str, text: str) -> AbstractContextManager[None]:
+def annotate(key: str, text: str) -> AbstractContextManager[None]:
     """While open, traced nodes have ``text`` under ``key``."""
     return traceback.annotate({key: text})
 
 
-def running_annotation(key: str) -> str:
-    """What nodes that are traced now have under ``key``."""
+def current_annotation(key: str) -> str:
+    """The annotation under ``key`` of the nodes that are being traced."""
     annotation = traceback.current_meta.get(_ENTRIES, {}).get(key, "")
     assert isinstance(annotation, str)
     return annotation
 
 
 def annotations_of(node: fx.Node) -> Mapping[str, Any]:
-    """What a node of a traced graph has."""
+    """The annotations of a node of a traced graph."""
     return node.meta.get(_ENTRIES) or {}

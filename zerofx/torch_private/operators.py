@@ -1,4 +1,4 @@
-"""Operators: their class, trees of their arguments, and how some are called."""
+"""Operators: their class, trees of their arguments, and ways of calling some."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Schema = torch._C.FunctionSchema
 _ONE_BY_ONE = torch._C.DispatchKey.CompositeExplicitAutograd
 
 
-def flattened_with_paths(
+def flatten_with_paths(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[Sequence[tuple[tuple[Any, ...], Any]], pytree.TreeSpec]:
-    """A tree's leaves, each with its path, and the form of the tree.
+    """A tree's leaves, each with its path, and the structure of the tree.
 
-    Children of a class that is registered without their names, as outputs of older transformers are, have numbers.
+    Children of a class that is registered without names, as outputs of older transformers are, have numbers.
     """
     try:
         return pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
@@ -46,21 +46,21 @@ def schema_of(op: OpOverload[..., Any]) -> Schema:
 
 
 def base_name(op: OpOverload[..., Any]) -> str:
-    """``mul_`` for ``aten::mul_.Tensor``, ``zerofx::wait`` for ``zerofx::wait.default``: nothing stands for ATen."""
+    """``mul_`` for ``aten::mul_.Tensor``, ``zerofx::wait`` for ``zerofx::wait.default``: ATen has no prefix."""
     return str(op._schema.name).removeprefix("aten::")
 
 
 def is_out(op: OpOverload[..., Any]) -> bool:
-    """Whether ``op`` writes its results into memory that it is given for them.
+    """True if ``op`` writes its results into memory that is passed for them.
 
-    Torch from 2.13 on has a tag for it, which users' operators may have whose schema does not say so.
+    Torch from 2.13 on has a tag for it, which users' operators may have even if their schema does not say so.
     """
     tag = getattr(torch.Tag, "out", None)
     return (tag is not None and tag in op.tags) or any(argument.is_out for argument in op._schema.arguments)
 
 
 def is_foreach(op: OpOverload[..., Any]) -> bool:
-    """Whether ``op`` works on lists of tensors, and can be taken apart into an operator for each."""
+    """True if ``op`` works on lists of tensors, and can be decomposed into an operator for each."""
     return "_foreach_" in op._schema.name and op.has_kernel_for_dispatch_key(_ONE_BY_ONE)
 
 
@@ -70,8 +70,8 @@ def call_one_by_one(op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Map
 
 
 @contextlib.contextmanager
-def without_onednn() -> Iterator[None]:
-    """ATen's own kernels, where it has others by oneDNN."""
+def disable_onednn() -> Iterator[None]:
+    """While open, ATen's own kernels run where oneDNN's would."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -81,7 +81,7 @@ def without_onednn() -> Iterator[None]:
 
 
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``x @ weight.t() + bias`` by oneDNN, through the one operator that gives it dense matrices as they are.
+    """Compute ``x @ weight.t() + bias`` by oneDNN, through the one operator that takes dense matrices as they are.
 
     Args:
         x: ``[rows, inputs]`` in float32, on a CPU.
@@ -96,23 +96,23 @@ def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def has_autograd_function(name: str) -> bool:
-    """Whether autograd of C++ has a function of that name, such as ``AddmmBackward0``."""
+    """True if autograd of C++ has a function of that name, such as ``AddmmBackward0``."""
     return hasattr(torch._C._functions, name)
 
 
 def flop_count(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """What the registry counts for a call of an operator that it has, with tensors that may be fakes."""
-    arguments = _with_as_many_heads(packet, args) if refuses_grouped_heads() else args
+    """The registry's count for a call of a registered operator, with tensors that may be fakes."""
+    arguments = _repeat_heads(packet, args) if refuses_grouped_heads() else args
     return int(flop_registry[packet](*arguments, **kwargs, out_val=result))
 
 
 def refuses_grouped_heads() -> bool:
-    """Whether the registry counts no attention whose keys have fewer heads than its queries, as in torch 2.11."""
+    """True if the registry cannot count attention with fewer key heads than query heads, as in torch 2.11."""
     return TORCH == (2, 11)
 
 
-def _with_as_many_heads(packet: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """Keys and values of attention with a head for each of the queries: the kernels compute as if they had them."""
+def _repeat_heads(packet: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Keys and values of attention with a head for each query head: kernels compute as if they had them."""
     name = str(packet)
     if "scaled_dot_product" not in name:
         return args

@@ -16,15 +16,15 @@ _PROBE_BYTES = 12_352
 
 
 def probe() -> None:
-    """Allocate and free what ``allocations`` looks for: to be called first while a profiler records."""
+    """Allocate and free the block that ``allocations`` looks for: to be called first while a profiler records."""
     torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="cpu")
 
 
 def allocations(profiler: torch.profiler.profile) -> list[tuple[int, int]]:
-    """When memory was allocated or freed on CPU, in order: nanoseconds, and bytes, below 0 where it is freed.
+    """Allocations and frees on CPU, in order: nanoseconds, and bytes, negative for frees.
 
     Raises:
-        InternalError: the probe is not there, and so nothing can be said of the others.
+        InternalError: the probe was not recorded, and so other records cannot be trusted.
     """
     changes = [(event.start_ns(), event.nbytes()) for event in _events(profiler, _MEMORY)]
     for sign in (1, -1):
@@ -40,7 +40,7 @@ def allocations(profiler: torch.profiler.profile) -> list[tuple[int, int]]:
 
 
 def spans(profiler: torch.profiler.profile, name: str) -> list[tuple[int, int]]:
-    """When blocks of ``torch.profiler.record_function(name)`` began and ended, in nanoseconds, in order."""
+    """Begins and ends of blocks of ``torch.profiler.record_function(name)``, in nanoseconds, in order."""
     return [(event.start_ns(), event.start_ns() + event.duration_ns()) for event in _events(profiler, name)]
 
 
@@ -55,10 +55,10 @@ def _events(profiler: torch.profiler.profile, name: str) -> list[Any]:
 
 
 def is_profiling() -> bool:
-    """Whether one of torch's profilers records in this process, or its schedule has it warm up to.
+    """True if one of torch's profilers records in this process, or is warming up by its schedule.
 
-    In either state a second one takes away what the first has recorded; after a warm-up the process then crashes
-    (torch 2.13). While objects are frozen (``gc.freeze``), every ``torch.profiler.profile`` counts whose block is open.
+    In either state a second one discards the records of the first; after a warm-up the process then crashes (torch
+    2.13). While objects are frozen (``gc.freeze``), every open ``torch.profiler.profile`` block counts.
     """
     if _autograd_profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
         return True

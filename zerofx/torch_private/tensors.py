@@ -25,13 +25,13 @@ without_torch_function = torch._C._disabled_torch_function_impl
 
 
 def elementwise_order(*operands: torch.Tensor) -> list[int]:
-    """The dimensions of what an elementwise kernel makes of operands of one shape, the outermost in memory first."""
+    """The dimensions of an elementwise kernel's result, the outermost in memory first, for operands of one shape."""
     _check_layouts()
     return _elementwise_order(*operands)
 
 
 def suggest_memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    """The memory format that kernels for images take a tensor to be in."""
+    """The memory format that kernels for images assume of a tensor."""
     _check_layouts()
     return _suggest_memory_format(tensor)
 
@@ -43,7 +43,8 @@ def _elementwise_order(*operands: torch.Tensor) -> list[int]:
 
 @functools.cache
 def _check_layouts() -> None:
-    """Compare the two with what kernels make, once in a process: where they differ, strides are misread without a word.
+    """Compare the two functions above with kernels' results, once in a process: if they differ, strides would be
+    misread silently.
 
     Raises:
         InternalError: they differ.
@@ -65,44 +66,44 @@ def _check_layouts() -> None:
 
 
 def is_traced(value: object) -> bool:
-    """Whether it is a tensor that stands for another while a model is traced, and has no values."""
+    """True if it is a tensor that stands for another while a model is traced, and has no values."""
     return isinstance(value, FakeTensor | FunctionalTensor)
 
 
-def beside(fake: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """While open, tensors that are made are fakes as ``fake`` is."""
+def use_mode_of(fake: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """While open, new tensors are fakes if ``fake`` is."""
     return fake.fake_mode if isinstance(fake, FakeTensor) else contextlib.nullcontext()
 
 
 def empty_like_fake(
     fake: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A contiguous tensor of the mode that ``fake`` is of.
+    """A contiguous tensor of the mode of ``fake``.
 
     It is made in that mode, where torch never looks for a GPU: to 2.12 ``fake.new_empty`` does.
     """
-    with beside(fake):
+    with use_mode_of(fake):
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-def without_memory(kind: type[Wrapper], shape: torch.Size, **like: Any) -> Wrapper:
-    """A tensor of a subclass with a ``__torch_dispatch__`` that has no memory; ``like``: dtype, device, strides, ..."""
+def make_wrapper(kind: type[Wrapper], shape: torch.Size, **like: Any) -> Wrapper:
+    """A tensor of a subclass with a ``__torch_dispatch__``, without memory; ``like``: dtype, device, strides, ..."""
     wrapper: Wrapper = kind._make_wrapper_subclass(kind, shape, **like)
     return wrapper
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Another number than before if the tensor, or one in the same memory, has been changed in place since."""
+    """A counter that increases when the tensor, or another in the same memory, is changed in place."""
     return tensor._version
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """The same number for tensors in the same memory while one of them is there, also where they are fakes."""
+    """An id shared by tensors in the same memory while one of them is alive, also for fakes."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether the user has hung functions on the tensor's gradient."""
+    """True if the user has registered hooks on the tensor's gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
@@ -116,7 +117,7 @@ IS_PARAMETER = "_is_param"
 """The attribute that makes a tensor of another class an ``nn.Parameter``."""
 
 
-def as_parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
-    """``tensor`` as a parameter: what ``nn.Parameter`` makes of a tensor of another class, but for a copy of it."""
+def mark_as_parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
+    """Make ``tensor`` a parameter: like ``nn.Parameter`` of a tensor subclass, but without a copy."""
     setattr(tensor, IS_PARAMETER, True)
     return tensor.requires_grad_(requires_grad)

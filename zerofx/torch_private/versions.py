@@ -1,7 +1,7 @@
-"""Which torch this is: the one place where its version is compared with others.
+"""The version of the installed torch, and the one place where it is compared with others.
 
-What a version makes necessary is a function of this folder whose docstring names the versions. A test in
-``tests/graph/rules/test_torch_versions.py`` fails where the torch that is installed does not need it.
+A workaround for a version is a function of this folder whose docstring names the versions. A test in
+``tests/graph/rules/test_torch_versions.py`` fails if the installed torch does not need it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,6 @@ _LACKING = (
 )
 
 
-def left_out() -> tuple[str, ...]:
-    """What zerofx leaves out with this torch and not with later ones, a line each that says why."""
+def limitations() -> tuple[str, ...]:
+    """Features that zerofx has with later torch versions only, a line each that says why."""
     return tuple(line for version, line in _LACKING if version > TORCH)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from tests.lib.checkout import ROOT
 from zerofx.errors import UsageError
 from zerofx.torch_private import capture, distributed, grouped_products, operators, optimizers
-from zerofx.torch_private.versions import TORCH, left_out
+from zerofx.torch_private.versions import TORCH, limitations
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor uses what torch itself deprecates
@@ -29,7 +29,7 @@ def test_the_oldest_torch_is_what_the_project_asks_for() -> None:
 
 
 def test_what_is_left_out_is_said_where_it_is() -> None:
-    assert (left_out() == ()) == (TORCH >= (2, 13))
+    assert (limitations() == ()) == (TORCH >= (2, 13))
 
 
 def test_rules_of_operators_have_come_with_torch_2_13() -> None:
@@ -131,7 +131,7 @@ def test_fusions_are_decided_where_inductor_asks() -> None:
 
     assert "V.choices.can_fuse(" in inspect.getsource(Scheduler)
     before = type(V.choices)
-    with fusion.keeping_dependencies():
+    with fusion.keep_dependencies():
         assert (type(V.choices) is not before) == fusion.forgets_dependencies()
     assert type(V.choices) is before
 
@@ -146,7 +146,7 @@ def test_draws_are_atens_in_regions() -> None:
     draws = {aten.rand_like, aten.randn_like, aten.randint_like, aten.rrelu_with_noise_functional}
     with config.patch(fallback_random=True):
         taken_apart = {packet for packet in draws if packet.default in select_decomp_table()}
-        assert taken_apart == inductor.drawing_otherwise()
+        assert taken_apart == inductor.operators_with_other_draws()
         assert not {packet.default for packet in draws} & inductor.inductor_decompositions().keys()
 
 

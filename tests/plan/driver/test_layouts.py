@@ -88,7 +88,7 @@ def test_the_layout_that_is_simulated_fastest_is_taken() -> None:
             lambda prices: layouts[prices.exposed], Prices(),
         )  # fmt: skip
 
-    with mock.patch.object(layouts_module._Judge, "of", judged):
+    with mock.patch.object(layouts_module._Judge, "judge", judged):
         assert taken() == Prices(exposed=0.5)
         seconds[0.5] = 3.0 * (1 - 1e-4)  # next to nothing
         seconds[0.0] = 3.0

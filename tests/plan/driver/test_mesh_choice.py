@@ -100,7 +100,7 @@ def test_a_few_layers_say_what_all_of_them_take(in_turn: bool) -> None:
     estimates = estimated(model, 8)
     for mesh in (Mesh(shard=8), Mesh(2, 4), Mesh(2, 2, 2), Mesh(shard=2, model=4)):
         with mock.patch("zerofx.driver.shardings.best_prices", side_effect=lambda *args: args[-1]):
-            estimate, whole = estimates.of(mesh), planned(mesh, model)
+            estimate, whole = estimates.estimate(mesh), planned(mesh, model)
         simulation = whole.lowered.simulation
         assert (estimate.step_seconds, estimate.exposed_seconds, estimate.peak_bytes) == pytest.approx(
             (simulation.step_seconds, simulation.exposed_seconds, simulation.live.peaks["device"]), rel=1e-9
@@ -111,7 +111,7 @@ def test_a_few_layers_say_what_all_of_them_take(in_turn: bool) -> None:
 @functools.cache
 def peak_of_four() -> int:
     """On four ranks with 128 samples each, without a budget."""
-    return estimated(functools.partial(Tower, DEEPER), 4, 128).of(Mesh(shard=4)).peak_bytes
+    return estimated(functools.partial(Tower, DEEPER), 4, 128).estimate(Mesh(shard=4)).peak_bytes
 
 
 @pytest.mark.parametrize("offload", ["none", "auto"])
@@ -121,11 +121,11 @@ def test_a_few_layers_say_what_all_of_them_take_within_a_budget(offload: str) ->
     budget = peak_of_four() * 7 // 10
     estimates = estimated(model, 4, 128, memory_budget=budget, offload=offload)
     for mesh in (Mesh(shard=4), Mesh(2, 2)):
-        estimate = estimates.of(mesh)
+        estimate = estimates.estimate(mesh)
         whole = planned(mesh, model, 128, memory_budget=budget, offload=offload).plan
         assert estimate.fits and estimate.peak_bytes <= budget < peak_of_four()
         assert estimate.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
-        assert estimate.step_seconds > estimates._kept(estimates._on(mesh)).all.step_seconds
+        assert estimate.step_seconds > estimates._simulate_unlimited(estimates._request_on(mesh)).all.step_seconds
 
 
 @pytest.mark.parametrize("samples", [pytest.param(2, id="states weigh most"), pytest.param(32, id="activations do")])
@@ -134,12 +134,12 @@ def test_no_mesh_takes_less_than_its_bound(samples: int) -> None:
     estimates = estimated(Tower, 8, samples)
     for mesh in candidates(8, 8, 3):
         shown = estimates.least_seconds(mesh, 0.0)  # by fewer ranks that share, where it is the second to be asked for
-        least, taken = estimates.of(mesh, max(shown, 1e-12)), estimates.of(mesh)
+        least, taken = estimates.estimate(mesh, max(shown, 1e-12)), estimates.estimate(mesh)
         assert least.is_least and not taken.is_least
         assert least.peak_bytes <= taken.peak_bytes and 0 < least.step_seconds <= taken.step_seconds
         closer = estimates.least_seconds(mesh, math.inf)
         assert shown <= closer * (1 + 1e-9) and closer <= taken.seconds_per_sample
-        assert estimates.of(mesh, taken.seconds_per_sample + 1e-12) == taken
+        assert estimates.estimate(mesh, taken.seconds_per_sample + 1e-12) == taken
         assert str(MeshComparison((least,), "")).splitlines()[2].endswith("slower")
 
 
@@ -161,7 +161,7 @@ def test_what_many_meshes_share_is_made_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Rehearsal, "carried_out", noted)
     estimates = estimated(Tower, 8)
     for mesh in (Mesh(shard=8), Mesh(2, 4), Mesh(8)):
-        estimates.of(mesh)
+        estimates.estimate(mesh)
     assert traced == 1
     assert len(carried_out) == len(set(carried_out)), "a plan is simulated once"
 

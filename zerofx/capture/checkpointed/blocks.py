@@ -20,7 +20,7 @@ from torch.fx.node import map_aggregate
 
 from zerofx.capture.layers import annotate_layer, current_layer, run_again
 from zerofx.errors import warn
-from zerofx.torch_private.activation_checkpoints import Kind, saves_tensors, without_checkpoints
+from zerofx.torch_private.activation_checkpoints import Kind, disable_checkpoints, saves_tensors
 from zerofx.torch_private.dispatch import TorchDispatchMode
 from zerofx.torch_private.operators import OpOverload, schema_of
 from zerofx.units import first_few
@@ -37,7 +37,7 @@ class CheckpointedBlocks:
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """While open, ``torch.utils.checkpoint`` runs blocks as they are, and their writes are recorded."""
-        with without_checkpoints(self._run):
+        with disable_checkpoints(self._run):
             yield
 
     @contextlib.contextmanager

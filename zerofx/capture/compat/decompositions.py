@@ -12,7 +12,7 @@ import torch
 from zerofx.capture.compat.strides import kernel_layouts
 from zerofx.ir import ops
 from zerofx.ir.op_kernels.onednn_lstm import workspace_bytes
-from zerofx.torch_private.dispatch import called_instead, without_modes
+from zerofx.torch_private.dispatch import override_composite, without_modes
 
 
 def eager_decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
@@ -75,7 +75,7 @@ def dropouts_that_may_drop_nothing() -> AbstractContextManager[None]:
         drops = train and p != 0 and x.numel() > 0
         return torch.ops.aten.native_dropout(x, p, train)[0] if drops else x
 
-    return called_instead(torch.ops.aten.dropout.default, dropout)
+    return override_composite(torch.ops.aten.dropout.default, dropout)
 
 
 def _zeros(size: Sequence[int], **options: Any) -> torch.Tensor:

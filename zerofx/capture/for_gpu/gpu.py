@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.for_gpu.attention import Attention, attend, kernel_of
 from zerofx.torch_private.capture import FakeTensorMode, fake_tensor
-from zerofx.torch_private.dispatch import called_instead, python_dispatcher
+from zerofx.torch_private.dispatch import override_composite, python_dispatcher
 from zerofx.torch_private.tensors import is_traced
 
 _CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ class AbsentGpu:
             call = Attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             return attend(call, kernel_of(call, self.capability))
 
-        with called_instead(_ATTENTION, attention), _Disguise(self.device):
+        with override_composite(_ATTENTION, attention), _Disguise(self.device):
             yield
 
 

@@ -35,8 +35,8 @@ from zerofx.errors import CaptureError
 from zerofx.ir.batch import Batch
 from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.ir.text import type_text
-from zerofx.torch_private.modules import buffer_table, parameter_table, traced_parameters
-from zerofx.torch_private.operators import flattened_with_paths, pytree
+from zerofx.torch_private.modules import buffer_table, mark_parameters, parameter_table
+from zerofx.torch_private.operators import flatten_with_paths, pytree
 
 LossFunction = Callable[..., Any]  # of outputs and what the model did not take
 ForwardFunction = Callable[..., Any]  # of the model and a batch
@@ -278,7 +278,7 @@ class LossModule(nn.Module):
         elsewhere = self._buffers_outside()
         with Checks() as checks, self._known.answer_reads(checks.answer), ExitStack() as inner:
             for model in (self.model, *self.lent):
-                inner.enter_context(traced_parameters(model))
+                inner.enter_context(mark_parameters(model))
             has_numbers = self.objective.free_tensors.tape.is_open
             if has_numbers or not self.objective.is_plain:
                 inner.enter_context(stand_ins)
@@ -343,7 +343,7 @@ def _other_tensors(outputs: Any, loss: torch.Tensor) -> tuple[str, ...]:
     """The tensors among outputs that are not the loss, as texts."""
     if isinstance(outputs, torch.Tensor):
         return ()
-    named = flattened_with_paths(outputs)[0]
+    named = flatten_with_paths(outputs)[0]
     return tuple(
         f"{pytree.keystr(path)} {type_text(leaf)}".strip()
         for path, leaf in named

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zerofx.capture.blame import user_line
 from zerofx.errors import CaptureError
 from zerofx.torch_private.dispatch import TorchDispatchMode
-from zerofx.torch_private.distributed import boxed_work, gathering_by, name_of_reduction, unboxed_group
+from zerofx.torch_private.distributed import gather_with, make_finished_work, name_of_reduction, unbox_group
 from zerofx.torch_private.operators import OpOverload, schema_of
 
 
@@ -32,16 +32,16 @@ class FunctionalCollectives(TorchDispatchMode):
             return func(*args, **kwargs)
         match schema_of(func).name, args:
             case "c10d::allgather_", [outputs, [tensor], group, *_]:
-                for output, part in zip(outputs[0], _gather(tensor, unboxed_group(group)), strict=True):
+                for output, part in zip(outputs[0], _gather(tensor, unbox_group(group)), strict=True):
                     output.copy_(part)
-                return outputs, boxed_work()
+                return outputs, make_finished_work()
             case "c10d::_allgather_base_", [output, tensor, group, *_]:
-                output.copy_(_gather(tensor, unboxed_group(group)).reshape(output.shape))
-                return output, boxed_work()
+                output.copy_(_gather(tensor, unbox_group(group)).reshape(output.shape))
+                return output, make_finished_work()
             case "c10d::allreduce_", [tensors, group, operation, *_]:
                 for tensor in tensors:
-                    tensor.copy_(_all_reduce(tensor, name_of_reduction(operation), unboxed_group(group)))
-                return tensors, boxed_work()
+                    tensor.copy_(_all_reduce(tensor, name_of_reduction(operation), unbox_group(group)))
+                return tensors, make_finished_work()
         raise CaptureError(
             f"expected a forward whose collectives are all_gather, all_gather_into_tensor and all_reduce of "
             f"torch.distributed, or functional ones (torch.distributed._functional_collectives), found "
@@ -81,7 +81,7 @@ class _AllGather:
 @contextlib.contextmanager
 def traceable_collectives() -> Iterator[None]:
     """While open, collectives in what is traced become nodes of its graph."""
-    with gathering_by(_AllGather), FunctionalCollectives():  # type: ignore[no-untyped-call]  # torch's
+    with gather_with(_AllGather), FunctionalCollectives():  # type: ignore[no-untyped-call]  # torch's
         yield
 
 

@@ -1,1 +1,1 @@
-"""What a run keeps on disk for the next one: steps, and how ranks share a computation."""
+"""Results kept on disk for the next run: steps, and how ranks share a computation."""

@@ -1,7 +1,7 @@
-"""How ranks share a computation, kept on disk: it takes longer to decide than most plans that are made of it.
+"""Keep on disk how ranks share a computation: deciding it takes longer than making most plans.
 
-It follows from the captured graph, the mesh, the machine and what is said of placements; where layouts are simulated to
-choose among them, from what a plan follows from too.
+It follows from the captured graph, the mesh, the machine and the requested placements; if layouts are simulated to
+choose among them, also from everything that a plan follows from.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from zerofx.torch_private.profiler import is_profiling
 Decision = TypeVar("Decision", ShardingDecision, OverlapDecision)
 
 
-def decided_once(
+def decide_with_cache(
     request: Request, step: StepGraph, kind: type[Decision], decide: Callable[[], tuple[Decision, ...]], *said: str
 ) -> tuple[Decision, ...]:
-    """What ``decide()`` gives for the captured ``step``, or gave in an earlier run; ``said`` is all else that it
-    follows from."""
+    """The result of ``decide()`` for the captured ``step``, from the cache if an earlier run decided it; ``said`` is
+    everything else it follows from.
+    """
     cache = DiskCache(request.settings.cache_dir)
     if cache.folder is None:
         return decide()
@@ -48,5 +49,5 @@ def to_json(decisions: Sequence[ShardingDecision | OverlapDecision]) -> str:
 
 
 def from_json(kind: type[Decision], text: str) -> tuple[Decision, ...]:
-    """The decisions that ``to_json`` has made ``text`` of."""
+    """The decisions that ``to_json`` wrote as ``text``."""
     return tuple(typed(kind, item) for item in json.loads(text))

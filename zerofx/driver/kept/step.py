@@ -1,4 +1,4 @@
-"""A step as text: all that a lowered step needs to be loaded and run, for an equal step of a later run."""
+"""A step as text: all that is needed to load and run a lowered step, for an equal step of a later run."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from zerofx.torch_private.capture import fake_mode
 class KeptStep:
     """A step that an earlier run has built.
 
-    ``program`` has the plan with the predictions that hold for the compiled regions, which hold ``memory``. Its
-    source is kept as data: a step that was read has none before ``with_update``.
-    ``plan_text`` and ``decisions_hash`` are the plan's. ``gradients`` names the parameters of the captured graph that
-    have one. ``variant`` is the optimizer's update (``OptimizerBinding.variant``). ``measured`` is what regions were
-    known to hold when the step was planned, from plans that had been built before and did not fit.
+    ``program`` has the plan with the predictions for the compiled regions, which hold ``memory``. Its source is kept as
+    data: a step that was read has none before ``set_update``. ``plan_text`` and ``decisions_hash`` are the plan's.
+    ``gradients`` names the parameters of the captured graph that have one. ``variant`` is the optimizer's update
+    (``OptimizerBinding.variant``). ``measured`` is the known memory of regions when the step was planned, from earlier
+    plans that did not fit.
     """
 
     program: StepProgram
@@ -44,22 +44,22 @@ class KeptStep:
     memory: RegionMemory
     measured: RegionMemory
 
-    def returning(self, returned: Returned) -> KeptStep:
-        """The same with what its micro-batches give besides their losses, which has no text: classes of the user's.
+    def set_returned(self, returned: Returned) -> KeptStep:
+        """A copy with the output structure, which holds user classes and cannot be serialised.
 
-        Which of that is shown as it is given is in the text.
+        The text says which of it is returned as it is.
         """
         returned = replace(returned, whole=self.program.returned.whole)
         return replace(self, program=replace(self.program, returned=returned))
 
     def digest(self) -> str:
-        """Equal on ranks that run the same step."""
+        """A hash that is equal on ranks that run the same step."""
         file = json.dumps(as_data(self.program.emitted.file))
         parts = (self.decisions_hash, repr(self.layout), self.variant, file)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
-    def with_update(self, host_functions: Iterable[str]) -> KeptStep:
-        """The step with the source that it has with these functions of the optimizer (``StepFile.text``)."""
+    def set_update(self, host_functions: Iterable[str]) -> KeptStep:
+        """A copy with its source, given these functions of the optimizer (``StepFile.text``)."""
         file = self.program.emitted.file
         emitted = EmittedStep(file.text(host_functions), file)
         return replace(self, program=replace(self.program, emitted=emitted))
@@ -68,7 +68,7 @@ class KeptStep:
         """The step as text.
 
         Raises:
-            NotStorableError: it has what has no text.
+            NotStorableError: a part of it cannot be written as text.
         """
         program = self.program
         return json.dumps({
@@ -98,7 +98,7 @@ class KeptStep:
         """The step that ``to_json`` has written, without its source.
 
         Raises:
-            Exception: one of ``zerofx.disk.cache.MALFORMED``, the text is nothing that ``to_json`` has written.
+            Exception: one of ``zerofx.disk.cache.MALFORMED``: ``to_json`` has not written the text.
         """
         data = json.loads(text)
         with fake_mode():

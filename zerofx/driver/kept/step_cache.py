@@ -1,9 +1,9 @@
-"""Steps on disk: looked up by all they follow from, loaded where all ranks have the same one, kept for the next run.
+"""Steps on disk: found by everything they follow from, loaded if all ranks have the same one, kept for the next run.
 
-What is kept follows from the captured graph, which has a key of its own (``capture/cache.py``), and from what is listed
-in ``key_of_step``. The optimizer's update is traced anew, and has to be what it was. The graph after the passes is not
-kept: it is made from the captured graph when a report asks for it. ``ZEROFX_DEBUG`` and ``ZEROFX_VERIFY=2`` ask for
-what happens on the way, and have every step built.
+A kept step follows from the captured graph, which has a key of its own (``capture/cache.py``), and from the parts
+listed in ``key_of_step``. The optimizer's update is traced again, and has to be unchanged. The graph after the passes
+is not kept: it is made from the captured graph when a report asks for it. ``ZEROFX_DEBUG`` and ``ZEROFX_VERIFY=2``
+report on the way there, so they have every step built.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from zerofx.torch_private.profiler import is_profiling
 
 
 @dataclass(frozen=True)
-class Recalled:
-    """A step that was kept, for the optimizer as it is now."""
+class CacheHit:
+    """A kept step, bound to the current optimizer."""
 
     step: KeptStep
     binding: OptimizerBinding
@@ -76,8 +76,8 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
     return key_of("step", parts)
 
 
-def find(key: str, request: Request, captures: Captures, earlier: Earlier | None) -> Recalled | None:
-    """The step that was kept under ``key``; None if there is none, or if the optimizer's update is another now.
+def find(key: str, request: Request, captures: Captures, earlier: Earlier | None) -> CacheHit | None:
+    """The step that was kept under ``key``; None if there is none, or if the optimizer's update has changed.
 
     Raises:
         OptimizerError: the optimizer does not belong to the model.
@@ -86,7 +86,7 @@ def find(key: str, request: Request, captures: Captures, earlier: Earlier | None
     recorded = captures.recorded() if step is not None else None
     if step is None or recorded is None:
         return None
-    step = step.returning(recorded.record.returned)
+    step = step.set_returned(recorded.record.returned)
     model, optimizer = request.model, request.optimizer
     group_of_parameters(model, optimizer, recorded.place.blank.parameters, set(step.gradients))
     if earlier is not None:
@@ -99,17 +99,17 @@ def find(key: str, request: Request, captures: Captures, earlier: Earlier | None
     # The update follows from code that is no part of zerofx, and from states that the optimizer holds.
     if binding.variant != step.variant:
         return None
-    return Recalled(step.with_update(host_sources(step.program.plan, programs)), binding, programs | of_others)
+    return CacheHit(step.set_update(host_sources(step.program.plan, programs)), binding, programs | of_others)
 
 
-def is_everywhere(recalled: Recalled | None, control: Control) -> bool:
-    """Whether every rank has kept the same step."""
+def is_everywhere(recalled: CacheHit | None, control: Control) -> bool:
+    """True if every rank has kept the same step."""
     digests = control.gather(recalled.step.digest() if recalled is not None else None, "compare kept steps")
     return recalled is not None and all(digest == digests[0] for digest in digests)
 
 
-def load(request: Request, captures: Captures, recalled: Recalled, control: Control) -> CompiledStep | None:
-    """The step that was kept, loaded; None where its regions, compiled here, hold other memory than they did."""
+def load(request: Request, captures: Captures, recalled: CacheHit, control: Control) -> CompiledStep | None:
+    """Load a kept step; None if its regions, compiled here, hold other memory than they did."""
     step, device = recalled.step, recalled.step.program.device
     target = request.target(device, on_cpu=is_on_cpu(device), verbose=False)
     path, loaded = load_program(step.program, target, control, step.decisions_hash)

@@ -1,1 +1,1 @@
-"""Which mesh a step is fastest on."""
+"""Choose the mesh that a step is fastest on."""

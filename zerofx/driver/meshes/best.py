@@ -1,4 +1,4 @@
-"""The mesh of a step that is about to be built with ``mesh="auto"``: chosen on rank 0, the same on all."""
+"""Choose the mesh of a step that is being built with ``mesh="auto"``: on rank 0, the same on all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerofx.scheduler.plan.mesh import Mesh
 
 
 def best_mesh(request: Request, control: Control) -> Mesh:
-    """The mesh of all ranks that the step of ``request``, which is for any, is fastest on. Collective.
+    """The mesh of all ranks on which the step of ``request``, which has no mesh yet, is fastest. Collective.
 
     With ``ZEROFX_DEBUG=1`` rank 0 writes the meshes that were compared.
 
@@ -22,10 +22,10 @@ def best_mesh(request: Request, control: Control) -> Mesh:
         MemoryBudgetError: no mesh has a plan that fits.
         ZeroFXError: the step cannot be captured, or run on any mesh.
     """
-    return control.share("choose a mesh", lambda: _chosen(request, control.num_ranks))
+    return control.share("choose a mesh", lambda: _choose(request, control.num_ranks))
 
 
-def _chosen(request: Request, num_ranks: int) -> Mesh:
+def _choose(request: Request, num_ranks: int) -> Mesh:
     captures = Captures(request.model, request.batch, request.options, request.settings)
     captured = CapturedStep(request, captures)
     _, comparison = choose_mesh(

@@ -1,11 +1,11 @@
-"""Which mesh a step is fastest on: ``mesh="auto"``.
+"""Choose the mesh that a step is fastest on: ``mesh="auto"``.
 
-All ways to lay the ranks out are compared at equal work, by seconds a sample: ranks along ``model`` share the batch of
-one, so that a step on a mesh with that axis is one of fewer samples. The graph is captured once, and each mesh is
-simulated for a few of the layers (``zerofx/driver/meshes/estimates.py``), those that may be fastest first: what cannot
-fit, or takes at least as long as another that fits, is left out. The mesh that is fastest so, of those that fit, is
-planned whole. Where a memory budget asks for more than that, a mesh is planned for these layers within their share of
-it, and a second one, with another number of ``model`` ranks, is planned whole if it may be faster than that.
+All ways to lay the ranks out are compared at equal work, by seconds per sample: ranks along ``model`` share one rank's
+batch, so a step on a mesh with that axis has fewer samples. The graph is captured once, and each mesh is simulated with
+a few of the layers (``zerofx/driver/meshes/estimates.py``), the most promising first: a mesh that cannot fit, or is at
+least as slow as another that fits, is skipped. The fastest that fits is planned whole. If the memory budget is below
+what it needs, a mesh is planned for these layers within their share of the budget, and a second one, with another
+number of ``model`` ranks, is planned whole if it may be faster.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ P = TypeVar("P", bound=Planned)
 
 
 def candidates(num_ranks: int, ranks_per_node: int, stage: int) -> list[Mesh]:
-    """The meshes of so many ranks: ``model`` on a node or a little beyond, all divisions of the others.
+    """The meshes of so many ranks: ``model`` within a node or a little beyond, all divisions of the other axes.
 
-    At stage 0 nothing is sliced, so that ``replicate`` would be another name for ``shard``.
+    At stage 0 nothing is sliced, so ``replicate`` would be another name for ``shard``.
     """
     meshes = []
     for model in _divisors(num_ranks):
@@ -65,39 +65,39 @@ def candidates(num_ranks: int, ranks_per_node: int, stage: int) -> list[Mesh]:
 def choose_mesh(
     request: Request, captures: Captures, num_ranks: int, whole: Callable[[Mesh], P], *, on_cpu: bool
 ) -> tuple[P, MeshComparison]:
-    """The fastest mesh of ``num_ranks`` ranks that fits, as ``whole`` plans it, and all that were compared.
+    """The fastest mesh of ``num_ranks`` ranks that fits, planned by ``whole``, and the comparison of all meshes.
 
-    ``request`` is for any mesh, ``on_cpu`` as for ``Target``. Where none fits and there is no budget, the one that
-    needs least is planned.
+    ``request`` has no mesh yet, ``on_cpu`` as for ``Target``. If none fits and there is no budget, the one that needs
+    least is planned.
 
     Raises:
         MemoryBudgetError: no mesh has a plan that fits the memory budget.
-        UsageError: ``shardings=`` names what is not in the model.
-        ZeroFXError: the step can run on no mesh, or as ``whole``.
+        UsageError: ``shardings=`` names something that is not in the model.
+        ZeroFXError: the step can run on no mesh, or the error of ``whole``.
     """
     shardings = request.options.shardings
     if shardings:  # what names nothing is no trouble of a mesh with an axis ``model``
         pins_of(captures.of_one(captures.candidates[0]), shardings)
     with collecting_recent_garbage_only():
         estimates = Estimates(request, captures, num_ranks, on_cpu=on_cpu)
-        outcomes = _estimated(estimates, candidates(num_ranks, request.machine.ranks_per_node, request.options.stage))
-        planned, comparison = _planned(request, outcomes, whole)
+        outcomes = _estimate(estimates, candidates(num_ranks, request.machine.ranks_per_node, request.options.stage))
+        planned, comparison = _plan_best(request, outcomes, whole)
     if shardings:
         warn_of_ignored_shardings(comparison.best.mesh)
     return planned, comparison
 
 
-def _estimated(estimates: Estimates, meshes: Sequence[Mesh]) -> dict[Mesh, MeshOutcome]:
-    """What all ``meshes`` take, or at least take; where none fits, what needs least is simulated."""
+def _estimate(estimates: Estimates, meshes: Sequence[Mesh]) -> dict[Mesh, MeshOutcome]:
+    """Estimates, or lower bounds, for all ``meshes``; if none fits, the one that needs least is simulated."""
     outcomes: dict[Mesh, MeshOutcome] = {}
     with watched("comparing meshes", "meshes", show=estimates.verbose) as bar:
         for _, alike in groupby(meshes, key=lambda mesh: mesh.model):
             before = _fastest(outcomes)
             for mesh in sorted(alike, key=lambda mesh: estimates.least_seconds(mesh, before)):
-                outcomes[mesh] = estimates.of(mesh, _fastest(outcomes))
+                outcomes[mesh] = estimates.estimate(mesh, _fastest(outcomes))
                 bar.update()
         while (first := min(outcomes.values(), key=_order)).is_least and not first.trouble:
-            outcomes[first.mesh] = estimates.of(first.mesh)
+            outcomes[first.mesh] = estimates.estimate(first.mesh)
     return outcomes
 
 
@@ -105,10 +105,10 @@ def _fastest(outcomes: Mapping[Mesh, MeshOutcome]) -> float:
     return min((outcome.seconds_per_sample for outcome in outcomes.values() if outcome.fits), default=math.inf)
 
 
-def _planned(
+def _plan_best(
     request: Request, outcomes: dict[Mesh, MeshOutcome], whole: Callable[[Mesh], P]
 ) -> tuple[P, MeshComparison]:
-    """The best of ``outcomes``, as ``whole`` plans it."""
+    """The best of ``outcomes``, planned by ``whole``."""
     best: tuple[P, MeshOutcome] | None = None
     refusals: list[MemoryBudgetError] = []
     ranked = sorted(outcomes.values(), key=_order)
@@ -132,7 +132,7 @@ def _planned(
             outcomes[outcome.mesh] = replace(outcome, trouble="no plan fits")
             continue
         whole_with.add(outcome.mesh.model)
-        now = outcomes[outcome.mesh] = _as_planned(outcome, planned)
+        now = outcomes[outcome.mesh] = _replace_by_plan(outcome, planned)
         if best is None or _order(now) < _order(best[1]):
             best = planned, now
     if best is None:
@@ -144,12 +144,12 @@ def _planned(
 
 
 def _order(outcome: MeshOutcome) -> tuple[int, float]:
-    """The fastest that fits first, then what is slower, then what needs least, then what cannot be."""
+    """A sort key: the fastest that fits first, then slower ones, then those that need least, then impossible ones."""
     place = ("fits", "slower", "does not fit", "cannot be").index(outcome.verdict)
     return place, float(outcome.peak_bytes) if outcome.verdict == "does not fit" else outcome.seconds_per_sample
 
 
-def _as_planned(outcome: MeshOutcome, planned: Planned) -> MeshOutcome:
+def _replace_by_plan(outcome: MeshOutcome, planned: Planned) -> MeshOutcome:
     plan = planned.plan
     return replace(
         outcome, peak_bytes=plan.peak_bytes["device"], step_seconds=plan.step_seconds,
@@ -158,7 +158,7 @@ def _as_planned(outcome: MeshOutcome, planned: Planned) -> MeshOutcome:
 
 
 def _reason(best: MeshOutcome, others: Sequence[MeshOutcome]) -> str:
-    """Why the best is: by how much, because of what, and what would be faster if it fit."""
+    """The reason for the best mesh: its margin, the cause, and the meshes that would be faster if they fit."""
     if not best.fits:
         return f"{best.mesh}: no mesh fits {format_bytes(best.limit_bytes)}, and this one needs least"
     text = f"{best.mesh}: {format_seconds(best.seconds_per_sample)} a sample"

@@ -1,10 +1,10 @@
-"""What meshes make of a step, read from a few of its layers, and what they take at least.
+"""Estimates of a step's cost on each mesh, and lower bounds, from a few of its layers.
 
-A mesh is planned and simulated for a few of the layers (``short_steps.py``), which says what all of them take, within a
-memory budget too. What does not depend on how ranks are laid out along ``replicate`` and ``shard`` is found once for
-each number of ``model`` ranks: how they share the computation, and how long one such group takes by itself. A mesh that
-holds more than fits of parameters and states alone, or whose computation or links are busy for longer than another
-takes, is left out with that.
+A mesh is planned and simulated with a few of the layers (``short_steps.py``), which determines the cost of all of them,
+within a memory budget too. Results that do not depend on the layout of ranks along ``replicate`` and ``shard`` are
+found once for each number of ``model`` ranks: how they share the computation, and the time of one such group by itself.
+A mesh whose parameters and states alone exceed the memory, or whose computation or links are busy longer than another
+mesh takes, is skipped on these grounds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from zerofx.budgets import budget_bytes, tiers_for
 from zerofx.driver.captures import Captures
-from zerofx.driver.meshes.short_steps import GivingUp, Short, ShortSteps, StepTotals, WhenKept
+from zerofx.driver.meshes.short_steps import MemorySavings, Short, ShortSteps, StepTotals, UnlimitedTotals
 from zerofx.driver.prepared import Request
 from zerofx.driver.shardings import shardings_of, shared_as
 from zerofx.errors import UsageError, ZeroFXError
@@ -24,8 +24,7 @@ from zerofx.scheduler.search.mesh_floor import Floor
 
 
 class Estimates:
-    """What the meshes of ``num_ranks`` ranks make of the step of ``request``, which is for any; ``on_cpu`` as for
-    ``Target``."""
+    """Estimates of the step of ``request``, which has no mesh yet, on meshes of ``num_ranks`` ranks."""
 
     def __init__(self, request: Request, captures: Captures, num_ranks: int, *, on_cpu: bool) -> None:
         self.verbose = request.verbose
@@ -35,31 +34,31 @@ class Estimates:
         self._short = ShortSteps(self._request, captures, on_cpu=on_cpu)
         self._shared: dict[int, Short[Captures] | ZeroFXError] = {}
         self._alone: dict[int, StepTotals] = {}
-        self._keeping: dict[Mesh, WhenKept] = {}
-        self._given_up: dict[tuple[int, bool], list[tuple[GivingUp, float]]] = {}
+        self._keeping: dict[Mesh, UnlimitedTotals] = {}
+        self._given_up: dict[tuple[int, bool], list[tuple[MemorySavings, float]]] = {}
         self._floors: dict[Mesh, Floor] = {}
 
-    def of(self, mesh: Mesh, fastest: float | None = None) -> MeshOutcome:
-        """What a step on ``mesh`` takes, or why it cannot run there.
+    def estimate(self, mesh: Mesh, fastest: float | None = None) -> MeshOutcome:
+        """The cost of a step on ``mesh``, or the reason why it cannot run there.
 
-        Where it needs more memory than there is for parameters and states alone, or takes at least ``fastest`` seconds
-        a sample, what it takes at least. None: the step is simulated in any case.
+        A lower bound, if parameters and states alone need more memory than there is, or a sample takes at least
+        ``fastest`` seconds. With None the step is always simulated.
         """
-        outcome, request = self._outcome(mesh), self._on(mesh)
+        outcome, request = self._outcome(mesh), self._request_on(mesh)
         limit = outcome.limit_bytes
         try:
             if fastest is not None:
-                shown = self._shown_by_fewer(mesh)
+                shown = self._bound_by_fewer(mesh)
                 if shown >= fastest:
                     return replace(outcome, is_least=True, step_seconds=shown * outcome.num_samples)
                 floor = self._floor(request)
-                held, seconds = max(round(floor.held_bytes) - self._away_bytes, 0), self._least(request)
+                held, seconds = max(round(floor.held_bytes) - self._offload_bytes, 0), self._least(request)
                 least = replace(outcome, is_least=True, peak_bytes=held, step_seconds=seconds)
                 if held > limit or least.seconds_per_sample >= fastest:
                     return least
-            numbers = self._kept(request).all
+            numbers = self._simulate_unlimited(request).all
             if numbers.peak_bytes > limit and request.options.memory_budget is not None:
-                numbers = self._giving_up(request, numbers, limit).within(numbers, limit)
+                numbers = self._memory_savings(request, numbers, limit).apply(numbers, limit)
         except ZeroFXError as error:
             return replace(outcome, trouble=str(error))
         return replace(
@@ -69,22 +68,22 @@ class Estimates:
         )  # fmt: skip
 
     def least_seconds(self, mesh: Mesh, fastest: float) -> float:
-        """What a step on ``mesh`` takes at least for a sample, of all ranks together; nothing where it cannot run.
+        """A lower bound of the seconds per sample on ``mesh``, of all ranks together; 0 if it cannot run.
 
-        Where that is known to be ``fastest`` or more, it is not found any closer.
+        A bound of ``fastest`` or more is not refined.
         """
-        shown = self._shown_by_fewer(mesh)
+        shown = self._bound_by_fewer(mesh)
         try:
-            return shown if shown >= fastest else self._least(self._on(mesh)) / self._outcome(mesh).num_samples
+            return shown if shown >= fastest else self._least(self._request_on(mesh)) / self._outcome(mesh).num_samples
         except ZeroFXError:
             return 0.0
 
-    def _shown_by_fewer(self, mesh: Mesh) -> float:
-        """Seconds that a sample takes at least, as groups of fewer ``model`` ranks have shown.
+    def _bound_by_fewer(self, mesh: Mesh) -> float:
+        """A lower bound of the seconds per sample, from groups of fewer ``model`` ranks.
 
-        Let a group of m ranks compute c(m) seconds for its batch. It could do what a group of 2m does, each rank the
-        work of two of those, and would send less: c(m) <= 2 c(2m). There are half as many groups of 2m ranks, and so
-        half as many samples at a time, each of which takes no less than with groups of m.
+        Let a group of m ranks compute c(m) seconds for its batch. m ranks can emulate 2m with twice the work each and
+        less traffic, so c(m) <= 2 c(2m). There are half as many groups of 2m ranks, and so half as many samples at a
+        time, each of which takes no less than with groups of m.
         """
         seconds = [
             numbers.computing / self._outcome(Mesh(shard=self._num_ranks // model, model=model)).num_samples
@@ -94,8 +93,8 @@ class Estimates:
         return max(seconds, default=0.0)
 
     @property
-    def _away_bytes(self) -> int:
-        """What a rank may hold elsewhere than on its device."""
+    def _offload_bytes(self) -> int:
+        """The bytes that a rank may hold off its device."""
         options, machine = self._request.options, self._request.machine
         tiers = tiers_for(options.offload, machine) if options.memory_budget is not None else ()
         share = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank}
@@ -105,39 +104,42 @@ class Estimates:
         machine = self._request.machine
         budget = budget_bytes(self._request.options.memory_budget, machine)
         limit = machine.device.memory_bytes if budget is None else budget
-        return MeshOutcome(mesh, captured_samples(self._request) * mesh.num_ranks // mesh.model, limit_bytes=limit)
+        return MeshOutcome(mesh, count_samples(self._request) * mesh.num_ranks // mesh.model, limit_bytes=limit)
 
-    def _on(self, mesh: Mesh) -> Request:
+    def _request_on(self, mesh: Mesh) -> Request:
         return replace(self._request, mesh=mesh)
 
     def _least(self, request: Request) -> float:
-        """Seconds that no step on the mesh is faster than: one group computes as long by itself, and links are busy.
+        """A lower bound of the step's seconds on the mesh: one group computes as long by itself, and links are busy.
 
-        What a budget asks for comes on top, as far as other meshes with as many ``model`` ranks have shown it, and what
-        does not fit of parameters and states goes to the host and back.
+        The cost of a budget is added as far as other meshes with as many ``model`` ranks have shown it, and parameters
+        and states that do not fit go to the host and back.
         """
         mesh, floor = request.mesh, self._floor(request)
         alone = self._alone.get(mesh.model)
         if alone is None:
-            alone = self._alone[mesh.model] = self._kept(self._on(Mesh(model=mesh.model))).all
+            alone = self._alone[mesh.model] = self._simulate_unlimited(self._request_on(Mesh(model=mesh.model))).all
         limit, given_up = self._outcome(mesh).limit_bytes, 0.0
         for shown, held_bytes in self._given_up.get((mesh.model, mesh.shard > 1), ()):
             peak = shown.keeping.peak_bytes + floor.held_bytes - held_bytes
-            within = shown.within(replace(shown.keeping, peak_bytes=peak), limit)
+            within = shown.apply(replace(shown.keeping, peak_bytes=peak), limit)
             given_up = max(given_up, within.computing - shown.keeping.computing)
         away_bytes = max(floor.held_bytes - limit, 0.0)
         path = self._request.machine.host.to_device
         return max(alone.computing + given_up, floor.busy_seconds, away_bytes / path.bandwidth)
 
-    def _giving_up(self, request: Request, numbers: StepTotals, limit: int) -> GivingUp:
-        """What layers give up for ``limit``, as another mesh has shown it that has to free about as much, or this one;
-        ``numbers``: what it takes otherwise."""
+    def _memory_savings(self, request: Request, numbers: StepTotals, limit: int) -> MemorySavings:
+        """The savings of layers for ``limit``, as shown by another mesh that has to free about as much, or by this one;
+        ``numbers``: its totals without a limit.
+        """
         mesh = request.mesh
         known = self._given_up.setdefault((mesh.model, mesh.shard > 1), [])
         for shown, _ in known:
             if shown.reaches(numbers, limit):
                 return shown
-        own = self._short.giving_up(request, self._captures_of(request), self._kept(request), limit)
+        own = self._short.simulate_savings(
+            request, self._captures_of(request), self._simulate_unlimited(request), limit
+        )
         known.append((own, self._floor(request).held_bytes))
         return own
 
@@ -147,10 +149,10 @@ class Estimates:
         return self._floors[request.mesh]
 
     def _captures_of(self, request: Request) -> Short[Captures]:
-        """The short steps as one rank of the model axis runs them: the same for all meshes with as many there."""
+        """The short steps as one rank of the model axis runs them: the same for all meshes with as many ranks there."""
         model = request.mesh.model
         if model not in self._shared:
-            request = self._on(Mesh(shard=self._num_ranks // model, model=model))
+            request = self._request_on(Mesh(shard=self._num_ranks // model, model=model))
             try:
                 parts = self._short.parts(shardings_of(request, self._captures))
                 self._shared[model] = parts.each(lambda part: shared_as(request, *part))
@@ -161,14 +163,14 @@ class Estimates:
             raise shared
         return shared
 
-    def _kept(self, request: Request) -> WhenKept:
+    def _simulate_unlimited(self, request: Request) -> UnlimitedTotals:
         if request.mesh not in self._keeping:
-            self._keeping[request.mesh] = self._short.keeping(request, self._captures_of(request))
+            self._keeping[request.mesh] = self._short.simulate_unlimited(request, self._captures_of(request))
         return self._keeping[request.mesh]
 
 
-def captured_samples(request: Request) -> int:
-    """Samples of the batch that a rank is given; 1 where it has none that could be counted."""
+def count_samples(request: Request) -> int:
+    """The samples of the batch that a rank is given; 1 if they cannot be counted."""
     try:
         return request.batch.size()
     except UsageError:

@@ -1,10 +1,10 @@
-"""Which of several layouts on the model axis is best: what the program does not see, the simulator does.
+"""Choose between layouts on the model axis by simulation, which sees effects that the program does not.
 
-The integer program (``scheduler/decide/shardings.py``) adds seconds up, and by default takes memory as free. It does
-not know how much of what ranks gather of parameters is hidden by computation, nor what a byte is worth. So it is solved
-for several prices of both, and where that gives other layouts, each is simulated for a few of the layers
-(``zerofx/driver/meshes/short_steps.py``). The fastest is taken; within a memory budget the fastest that fits, with as
-much given up as it has to, or else the one that needs least.
+The integer program (``scheduler/decide/shardings.py``) adds up seconds, and by default takes memory as free. It knows
+neither how much of the parameter gathers is hidden by computation, nor the price of a byte. So it is solved for several
+prices of both; if they give different layouts, each is simulated with a few of the layers
+(``zerofx/driver/meshes/short_steps.py``). The fastest is taken; within a memory budget the fastest that fits, with its
+savings, or else the one that needs least.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _NEXT_TO_NOTHING = 1e-3  # of a step: what is faster by less is the same
 def best_prices(
     request: Request, captures: Captures, share: Share, decide: Callable[[Prices], Shardings], asked: Prices
 ) -> Prices:
-    """The prices with which ``decide`` gives the best layout of those that are tried, ``asked`` being the first.
+    """The prices for which ``decide`` gives the best layout among those tried, ``asked`` being the first.
 
     ``share`` gives the step of ``captures`` as one rank runs it.
 
     Raises:
-        ZeroFXError: the step cannot run as the first layout has it.
+        ZeroFXError: the step cannot run with the first layout.
     """
     limit = budget_bytes(request.options.memory_budget, request.machine)
     layouts = {decide(asked): asked}
@@ -44,7 +44,7 @@ def best_prices(
     if len(layouts) == 1 and limit is None:
         return asked
     judge = _Judge(request, captures, share, limit)
-    best, *others = [(judge.of(layout), prices) for layout, prices in layouts.items()]
+    best, *others = [(judge.judge(layout), prices) for layout, prices in layouts.items()]
     for other in others:
         best = other if other[0].is_better(best[0]) else best
     if best[0].is_forced:
@@ -54,15 +54,16 @@ def best_prices(
             if layout in layouts:
                 continue
             layouts[layout] = prices
-            judged = judge.of(layout)
+            judged = judge.judge(layout)
             best = (judged, prices) if judged.is_better(best[0]) else best
     return best[1]
 
 
 @dataclass(frozen=True)
 class _Judged:
-    """A layout as it is simulated: its peak, by how much that misses the budget, and its seconds. ``is_forced``:
-    whether something is given up for the budget; ``seconds_per_byte``: about what a byte costs then."""
+    """A simulated layout: the bytes by which its peak misses the budget, and its seconds. ``is_forced``: whether it
+    saves memory for the budget; ``seconds_per_byte``: the approximate cost of a byte then.
+    """
 
     missed_bytes: float
     seconds: float
@@ -70,7 +71,7 @@ class _Judged:
     seconds_per_byte: float
 
     def is_better(self, other: _Judged) -> bool:
-        """Whether this fits where ``other`` does not, or misses by less, or is faster."""
+        """True if this fits where ``other`` does not, or misses by less, or is faster."""
         if self.missed_bytes or other.missed_bytes:
             return self.missed_bytes < other.missed_bytes
         return self.seconds < other.seconds * (1 - _NEXT_TO_NOTHING)
@@ -89,18 +90,18 @@ class _Judge:
     def __post_init__(self) -> None:
         self.short = ShortSteps(self.request, self.captures, on_cpu=self.request.machine.is_cpu)
 
-    def of(self, layout: Shardings) -> _Judged:
+    def judge(self, layout: Shardings) -> _Judged:
         shared = self.short.parts(layout).each(lambda part: self.share(self.request, *part))
-        keeping = self.short.keeping(self.request, shared)
+        keeping = self.short.simulate_unlimited(self.request, shared)
         numbers = keeping.all
         if self.limit is None or numbers.peak_bytes <= self.limit:
             return _Judged(0.0, numbers.step_seconds, is_forced=False, seconds_per_byte=0.0)
-        given_up = self.short.giving_up(self.request, shared, keeping, self.limit)
+        given_up = self.short.simulate_savings(self.request, shared, keeping, self.limit)
         price = given_up.seconds_per_byte or numbers.step_seconds / numbers.peak_bytes
-        return _judged(given_up.within(numbers, self.limit), self.limit, price)
+        return _judge_totals(given_up.apply(numbers, self.limit), self.limit, price)
 
 
-def _judged(numbers: StepTotals, limit: int, seconds_per_byte: float) -> _Judged:
+def _judge_totals(numbers: StepTotals, limit: int, seconds_per_byte: float) -> _Judged:
     missed = max(numbers.peak_bytes - limit, 0.0)
     missed = missed if missed > 0.5 else 0.0  # of a byte
     return _Judged(missed, numbers.step_seconds, is_forced=True, seconds_per_byte=seconds_per_byte)

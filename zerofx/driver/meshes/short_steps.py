@@ -1,10 +1,10 @@
-"""What a step takes, read from a few of its layers.
+"""Estimate a step from a few of its layers.
 
 It is planned and simulated with a few layers of each row of equal ones (``scheduler/analysis/shallow.py``), and with
-one more of each row: as every further layer adds the same, that says what all of them take. Where that is more than a
-memory budget, the few layers, and twice as many, are planned within their share of it: each gives up as much as each of
-all has to, in any way that a search finds. What that costs the further ones is taken for all others: where forward ends
-and backward begins it costs more, and that is there once.
+one more of each row: every further layer adds the same, which gives the total of all layers. If that exceeds a memory
+budget, the few layers, and twice as many, are planned within their share of it: each saves as much as each of all
+layers has to, in any way that a search finds. The cost for the additional layers is taken for all others: around the
+end of forward it is higher, but that part occurs once.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ ShortPart = tuple[Captures, tuple[ShardingDecision, ...]]
 
 @dataclass(frozen=True)
 class Short(Generic[T]):
-    """Something of each short step: of ``few`` layers, of one more of each row, and of ``twice`` as many as the few.
+    """A value for each short step: of ``few`` layers, of one more of each row, and of ``twice`` as many as the few.
 
-    ``twice`` is None where nothing is to be given up for memory.
+    ``twice`` is None if no memory has to be saved.
     """
 
     few: T
@@ -46,14 +46,14 @@ class Short(Generic[T]):
     twice: T | None
 
     def each(self, change: Callable[[T], S]) -> Short[S]:
-        """What ``change`` makes of each."""
+        """The results of ``change`` on each."""
         twice = None if self.twice is None else change(self.twice)
         return Short(change(self.few), tuple(change(longer) for longer in self.longer), twice)
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What is added up, layer by layer. ``computing``: seconds of the step but for its updates."""
+    """Quantities that add up over layers. ``computing``: seconds of the step without its updates."""
 
     peak_bytes: float
     step_seconds: float
@@ -63,16 +63,16 @@ class StepTotals:
     computing: float
 
     def plus(self, times: float, more: StepTotals, less: StepTotals) -> StepTotals:
-        """These, and ``times`` by how much ``more`` is more than ``less``."""
+        """These totals plus ``times`` the difference between ``more`` and ``less``."""
         values = zip(astuple(self), astuple(more), astuple(less), strict=True)
         return StepTotals(*(own + times * (a - b) for own, a, b in values))
 
 
 @dataclass(frozen=True)
-class WhenKept:
-    """What all layers take where nothing is given up for memory, and the few that this was read from.
+class UnlimitedTotals:
+    """The totals of all layers without a memory limit, and those of the few layers they follow from.
 
-    ``more`` is what the few and as many again take. ``times`` and ``more_times`` say how often the layers of ``few``
+    ``more`` are the totals of twice the few layers. ``times`` and ``more_times`` say how often the layers of ``few``
     are in ``all`` and in ``more``, by their bytes: of a row of 24 layers, 4 of them in ``few``, 6 times and twice.
     """
 
@@ -84,13 +84,13 @@ class WhenKept:
 
 
 @dataclass(frozen=True)
-class GivingUp:
-    """A step that keeps all, and the same where each layer gives up what a few of them had to for a budget.
+class MemorySavings:
+    """The totals of a step that keeps all, and with each layer saving as much as a few of them had to for a budget.
 
-    Steps that take more bytes than ``least`` and fewer than ``keeping`` lie on the line between these: to free half of
-    ``freed_bytes`` costs half of ``least.step_seconds - keeping.step_seconds``.
+    Steps that take more bytes than ``least`` and fewer than ``keeping`` are on the line between these: to free half of
+    ``bytes_freed`` costs half of ``least.step_seconds - keeping.step_seconds``.
 
-    ``is_refused``: whether that is all that can be given up, and was too little.
+    ``is_refused``: whether that is the maximum, and was not enough.
     """
 
     keeping: StepTotals
@@ -98,23 +98,23 @@ class GivingUp:
     is_refused: bool
 
     @property
-    def freed_bytes(self) -> float:
-        """The bytes that are given up."""
+    def bytes_freed(self) -> float:
+        """The bytes saved."""
         return self.keeping.peak_bytes - self.least.peak_bytes
 
     @property
     def seconds_per_byte(self) -> float:
-        """What a byte of them costs; 0 where there are none."""
+        """The cost of a saved byte; 0 if there are none."""
         longer = max(self.least.step_seconds - self.keeping.step_seconds, 0.0)
-        return longer / self.freed_bytes if self.freed_bytes > 0 else 0.0
+        return longer / self.bytes_freed if self.bytes_freed > 0 else 0.0
 
     def reaches(self, numbers: StepTotals, limit: int) -> bool:
-        """Whether this says what ``numbers`` of a step that keeps all come to within ``limit``."""
-        return not self.is_refused and numbers.peak_bytes - limit <= _FURTHER * self.freed_bytes
+        """True if these savings determine the totals within ``limit`` of a step that takes ``numbers`` otherwise."""
+        return not self.is_refused and numbers.peak_bytes - limit <= _FURTHER * self.bytes_freed
 
-    def within(self, numbers: StepTotals, limit: int) -> StepTotals:
-        """``numbers`` of a step that keeps all, where as many layers give something up as ``limit`` asks for."""
-        freed, most = self.freed_bytes, 1.0 if self.is_refused else _FURTHER
+    def apply(self, numbers: StepTotals, limit: int) -> StepTotals:
+        """The totals within ``limit`` of a step that takes ``numbers`` when it keeps all."""
+        freed, most = self.bytes_freed, 1.0 if self.is_refused else _FURTHER
         part = min((numbers.peak_bytes - limit) / freed, most) if freed > 0 else 1.0
         return numbers.plus(max(part, 0.0), self.least, self.keeping)
 
@@ -136,19 +136,19 @@ class ShortSteps:
         self._target = request.target(step.device, on_cpu=on_cpu, verbose=False)
 
     def parts(self, shardings: tuple[ShardingDecision, ...]) -> Short[ShortPart]:
-        """The steps, each with those of ``shardings``, which are about all layers, that it has the nodes of."""
+        """The short steps, each with those of ``shardings``, which are for all layers, whose nodes it has."""
         return self._short.each(
             lambda short: (short[0], tuple(decision for decision in shardings if decision.node in short[1]))
         )
 
-    def keeping(self, request: Request, shared: Short[Captures]) -> WhenKept:
-        """What all layers take without a budget; ``shared``: the steps as one rank of the model axis runs them.
+    def simulate_unlimited(self, request: Request, shared: Short[Captures]) -> UnlimitedTotals:
+        """The totals of all layers without a budget; ``shared``: the steps as one rank of the model axis runs them.
 
         Raises:
             ZeroFXError: the step cannot run so.
         """
-        short = self._simulated(request, shared.few, None)
-        longer = [self._simulated(request, captures, None) for captures in shared.longer]
+        short = self._simulate(request, shared.few, None)
+        longer = [self._simulate(request, captures, None) for captures in shared.longer]
         every = few = more = short
         for row, one_more in zip(self._rows, longer, strict=True):
             further = len(row.repetitions) - KEPT
@@ -160,21 +160,25 @@ class ShortSteps:
             grown = few.peak_bytes - short.peak_bytes
             return 1.0 + (numbers.peak_bytes - short.peak_bytes) / grown if grown > 0 else 1.0
 
-        return WhenKept(every, short, more, times(every), times(more))
+        return UnlimitedTotals(every, short, more, times(every), times(more))
 
-    def giving_up(self, request: Request, shared: Short[Captures], keeping: WhenKept, limit: int) -> GivingUp:
-        """What all layers give up within ``limit`` bytes, which are fewer than those of ``keeping``.
+    def simulate_savings(
+        self, request: Request, shared: Short[Captures], keeping: UnlimitedTotals, limit: int
+    ) -> MemorySavings:
+        """The savings of all layers within ``limit`` bytes, which are fewer than those of ``keeping``.
 
         Raises: as ``keeping``.
         """
         per_few = (keeping.all.peak_bytes - limit) / keeping.times
-        least, is_refused = self._within(request, shared.few, keeping.few, per_few)
+        least, is_refused = self._simulate_within(request, shared.few, keeping.few, per_few)
         if is_refused:
-            return GivingUp(keeping.all, keeping.all.plus(keeping.times, least, keeping.few), is_refused)
+            return MemorySavings(keeping.all, keeping.all.plus(keeping.times, least, keeping.few), is_refused)
         every = keeping.all.plus(1.0, least, keeping.few)
         if keeping.more_times > 1.0:
             assert shared.twice is not None, "something is given up"
-            further, is_refused = self._within(request, shared.twice, keeping.more, keeping.more_times * per_few)
+            further, is_refused = self._simulate_within(
+                request, shared.twice, keeping.more, keeping.more_times * per_few
+            )
             times = (keeping.times - 1.0) / (keeping.more_times - 1.0)
             every = every.plus(times, further, keeping.more).plus(times, keeping.few, least)
         # Extrapolated from two searches, which give up whole layers' values: less than nothing is none.
@@ -182,35 +186,37 @@ class ShortSteps:
             every, step_seconds=max(every.step_seconds, keeping.all.step_seconds),
             computing=max(every.computing, keeping.all.computing),
         )  # fmt: skip
-        return GivingUp(keeping.all, every, is_refused)
+        return MemorySavings(keeping.all, every, is_refused)
 
-    def _within(
+    def _simulate_within(
         self, request: Request, captures: Captures, keeping: StepTotals, freed_bytes: float
     ) -> tuple[StepTotals, bool]:
-        """What the layers of ``captures``, which take ``keeping``, take without so many bytes, and whether they cannot:
-        then what they have least."""
+        """The totals of the layers of ``captures``, ``keeping`` otherwise, with so many bytes freed; and whether that
+        is impossible: then with the least bytes possible.
+        """
         budget = math.floor(keeping.peak_bytes - freed_bytes)
         try:
-            return self._simulated(request, captures, budget), False
+            return self._simulate(request, captures, budget), False
         except BudgetMissedError as missed:
             return replace(keeping, peak_bytes=min(max(missed.least_bytes, budget + 1), keeping.peak_bytes)), True
 
     def floor(self, request: Request, shared: Short[Captures]) -> Floor:
-        """What all layers take at least.
+        """A lower bound of the totals of all layers.
 
         Raises: as ``keeping``.
         """
 
-        def of(captures: Captures) -> Floor:
-            return floor_of(self._problem(request, self._prepared(request, captures)), request.mesh)
+        def compute(captures: Captures) -> Floor:
+            return floor_of(self._problem(request, self._prepare(request, captures)), request.mesh)
 
-        whole = short = of(shared.few)
+        whole = short = compute(shared.few)
         for row, captures in zip(self._rows, shared.longer, strict=True):
-            whole = whole.plus(len(row.repetitions) - KEPT, of(captures), short)
+            whole = whole.plus(len(row.repetitions) - KEPT, compute(captures), short)
         return whole
 
-    def _simulated(self, request: Request, captures: Captures, budget: int | None) -> StepTotals:
-        """
+    def _simulate(self, request: Request, captures: Captures, budget: int | None) -> StepTotals:
+        """Simulate the short step, within ``budget`` bytes if given.
+
         Raises:
             BudgetMissedError: no plan takes ``budget`` bytes.
             ZeroFXError: the step cannot run so.
@@ -218,13 +224,13 @@ class ShortSteps:
         if budget is not None and budget <= 0:
             raise BudgetMissedError("a few layers have no share of the budget", 1)
         request = replace(request, options=replace(request.options, memory_budget=budget))
-        prepared = self._prepared(request, captures)
+        prepared = self._prepare(request, captures)
         problem = self._problem(request, prepared, budget)
         plan = make_plan(problem)
         problem = problem.on(prepared.for_plan(plan), plan.num_micro_batches)
         return _numbers_of(*problem.rehearsal.simulated(plan))
 
-    def _prepared(self, request: Request, captures: Captures) -> Prepared:
+    def _prepare(self, request: Request, captures: Captures) -> Prepared:
         prepared = prepare(request, captures, known=self._known)
         self._known = prepared.binding
         return prepared

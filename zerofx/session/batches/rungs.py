@@ -39,7 +39,7 @@ class Rungs:
             return batch
         self._begin(lengths, batch)
         is_whole = num_micro_batches in (None, self._steps.options.accumulate)
-        return lengths.padded(batch, lengths.size_for(lengths.sizes_of(batch), pads_samples=is_whole))
+        return lengths.pad(batch, lengths.size_for(lengths.sizes_of(batch), pads_samples=is_whole))
 
     def alike(self, batches: Sequence[Batch]) -> Sequence[Batch]:
         """The micro-batches of one update, padded to the same tokens and samples. Collective before the first step.
@@ -52,7 +52,7 @@ class Rungs:
         if not lengths.is_settled:
             with self._steps.capturing():
                 lengths.settle(self._steps.batch_of(*batches[0].call), len(batches))
-        return lengths.alike(batches)
+        return lengths.pad_alike(batches)
 
     def deal(self, batch: Batch, given: Batch, compiled: CompiledStep) -> Batch:
         """A ``batch`` that was ``given`` with fewer samples, dealt out to the micro-batches of its step."""

@@ -1,1 +1,1 @@
-"""What is private in Inductor: its compiler of graphs and of C++, its scheduler, the files that it generates."""
+"""Private APIs of Inductor: its compiler of graphs and of C++, its scheduler, the files that it generates."""

@@ -1,4 +1,4 @@
-"""Inductor's compiler of graphs: how it is called, and what it is set to meanwhile."""
+"""Inductor's compiler of graphs: calling it, and its settings meanwhile."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import make_fallback
 
 from zerofx.torch_private.capture import FakeTensorMode
-from zerofx.torch_private.inductor.fusion import keeping_dependencies
+from zerofx.torch_private.inductor.fusion import keep_dependencies
 from zerofx.torch_private.inductor.scheduler import CustomSchedulerPass
 from zerofx.torch_private.versions import TORCH
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """What Inductor takes operators apart into, inside ``set_up``."""
+    """The decompositions that Inductor applies inside ``set_up``."""
     table = select_decomp_table()
-    drawing = drawing_otherwise()
+    drawing = operators_with_other_draws()
     return {op: function for op, function in table.items() if getattr(op, "overloadpacket", None) not in drawing}
 
 
-def drawing_otherwise() -> frozenset[Any]:
-    """Operators that Inductor takes apart into other draws than eager mode's where draws are ATen's.
+def operators_with_other_draws() -> frozenset[Any]:
+    """Operators whose Inductor decompositions draw differently from eager mode, if draws are ATen's.
 
     Torch 2.11 makes draws like a tensor row by row and permutes them; 2.11 and 2.12 draw one by one for leaky units.
     """
@@ -43,49 +43,49 @@ def drawing_otherwise() -> frozenset[Any]:
 
 
 def misshapes_reductions() -> bool:
-    """Whether Inductor loses dimensions of length 1 of a reduction that it runs with one over the other dimension.
+    """True if Inductor drops dimensions of length 1 of a reduction fused with one over the other dimension.
 
-    It does before torch 2.13 (pull request 177782); such reductions are kernels of their own then.
+    It does so before torch 2.13 (pull request 177782); such reductions are kernels of their own then.
     """
     return TORCH < (2, 13)
 
 
 def shape_aware_mode() -> FakeTensorMode:
-    """A fake mode for a region: Inductor caches on disk only what has a shape environment, be it an empty one."""
+    """A fake mode for a region: Inductor caches on disk only graphs with a shape environment, even an empty one."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
 def compile_graph(graph: fx.GraphModule, examples: Sequence[Any], mode: FakeTensorMode) -> Any:
-    """What calls ``graph``, compiled for inputs like ``examples``, of ``mode``, with a list that it empties."""
+    """Compile ``graph`` for inputs like ``examples``, of ``mode``; the result takes a list of them and empties it."""
     # Strides of results are those asked for, of each of them.
     output = graph.graph.output_node()
     results = output.args[0]
     assert isinstance(results, list | tuple)
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
-    for operator in drawing_otherwise():
+    for operator in operators_with_other_draws():
         make_fallback(operator, warn=False, override_decomp=True)  # what Inductor's later versions do of themselves
     with tracing(TracingContext(mode)):
         return compile_fx_inner(graph, examples)
 
 
 def source_of(compiled: Any) -> str:
-    """The file that Inductor generated for what ``compile_graph`` gave."""
+    """The file that Inductor generated for the result of ``compile_graph``."""
     source: str = compiled.source_code
     return source
 
 
 @contextlib.contextmanager
 def set_up(before_fusion: CustomSchedulerPass, after_fusion: CustomSchedulerPass) -> Iterator[None]:
-    """What regions are traced and compiled with; the passes are over Inductor's kernels.
+    """Settings for tracing and compiling regions; the passes are over Inductor's kernels.
 
-    Strides are checked: what a kernel of ATen lays out otherwise than its fake tensor says would be misread without a
-    word. Where memory begins is ours to see to. Random numbers are ATen's, as in eager mode: those of Inductor need a
+    Strides are checked: a result of an ATen kernel whose layout differs from its fake tensor's would be misread
+    silently. The alignment of memory is ours to ensure. Random numbers are ATen's, as in eager mode: Inductor's need a
     pass over graphs that a region does not go through. A kernel's order of summation is not chosen by timing.
 
-    torch is to be deterministic meanwhile: several threads of Inductor's loops add to one place in whatever order they
-    come. Sums by index are ATen's kernels then, as in eager mode, and have one order wherever it has.
+    torch is set to deterministic meanwhile: several threads of Inductor's loops add to one element in arbitrary order.
+    Sums by index are then ATen's kernels, as in eager mode, and have one order where these do.
     """
     options = {
         "size_asserts": True,
@@ -104,7 +104,7 @@ def set_up(before_fusion: CustomSchedulerPass, after_fusion: CustomSchedulerPass
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     settings.fill_uninitialized_memory = False
     try:
-        with config.patch(options), keeping_dependencies():
+        with config.patch(options), keep_dependencies():
             yield
     finally:
         settings.fill_uninitialized_memory = fills
@@ -112,9 +112,10 @@ def set_up(before_fusion: CustomSchedulerPass, after_fusion: CustomSchedulerPass
 
 
 @contextlib.contextmanager
-def making_kernels_with(maker: type[AsyncCompile]) -> Iterator[None]:
-    """While open, files that are generated for CPUs make their kernels with ``maker``, which can be imported; unless
-    another backend than Inductor's own is registered for CPUs."""
+def make_kernels_with(maker: type[AsyncCompile]) -> Iterator[None]:
+    """While open, files generated for CPUs make their kernels with ``maker``, which can be imported; unless another
+    backend than Inductor's own is registered for CPUs.
+    """
 
     class Wrapper(PythonWrapperCodegen):
         @staticmethod

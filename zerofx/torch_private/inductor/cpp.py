@@ -1,4 +1,4 @@
-"""Inductor's C++ compiler: its settings, its cache, and what it finds out before it builds anything."""
+"""Inductor's C++ compiler: its settings, its cache, and its checks before it builds anything."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ precompile_header = codecache._precompile_header
 
 
 def header_to_precompile() -> str | None:
-    """The header that generated code for CPUs begins with; None where there is none."""
+    """The header that generated code for CPUs begins with; None if there is none."""
     header: str | None = CppPythonBindingsCodeCache._get_uncompiled_header("cpu")
     return header

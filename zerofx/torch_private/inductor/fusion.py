@@ -1,4 +1,4 @@
-"""What Inductor of some versions forgets when it fuses kernels, and what it is asked to leave unfused for that."""
+"""Dependencies that some versions of Inductor forget when fusing kernels, and the fusions prevented for that."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from zerofx.torch_private.versions import TORCH
 
 
 def scheduler_pass_class() -> Any:
-    """The class of passes over kernels that Inductor keeps compiled graphs on disk for: to 2.12 that over graphs."""
+    """The class of passes over kernels with which Inductor caches compiled graphs: to 2.12 that over graphs."""
     return custom_graph_pass.CustomSchedulerPass if TORCH >= (2, 13) else custom_graph_pass.CustomGraphPass
 
 
 def forgets_dependencies() -> bool:
-    """Whether Inductor forgets dependencies that no loop shows when it fits the loops of two kernels to each other.
+    """True if Inductor, when it matches the loops of two kernels, forgets dependencies that no loop shows.
 
-    It does in torch 2.11: ``recompute_size_and_body`` takes all of them from the loops anew.
+    It does in torch 2.11: ``recompute_size_and_body`` takes all of them from the loops again.
     """
     return TORCH == (2, 11)
 
 
 class _LeavesApart(InductorChoices):
-    """Fits no loops to others where one has a dependency that no loop shows."""
+    """Refuses fusions that match loops if a kernel has a dependency that no loop shows."""
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: BaseSchedulerNode, node2: BaseSchedulerNode, shared_data_score: int) -> bool:
@@ -43,8 +43,8 @@ def _has_dependency_that_no_loop_shows(kernel: BaseSchedulerNode) -> bool:
     return any(isinstance(dep, WeakDep) for loop in kernel.get_nodes() for dep in loop.read_writes.reads)
 
 
-def keeping_dependencies() -> AbstractContextManager[Any]:
-    """While open, Inductor keeps the dependencies that no loop shows; where it would forget them, it fuses less."""
+def keep_dependencies() -> AbstractContextManager[Any]:
+    """While open, Inductor keeps the dependencies that no loop shows, by fusing less if it would forget them."""
     if not forgets_dependencies():
         return contextlib.nullcontext()
     context: AbstractContextManager[Any] = V.set_choices_handler(_LeavesApart())

@@ -1,4 +1,4 @@
-"""Inductor's scheduler, as passes over its kernels see it."""
+"""Inductor's scheduler, as seen by passes over its kernels."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ else:
 
 
 def has_memory(buffer: SchedulerBuffer) -> bool:
-    """Whether it is no other buffer that was written into, and no tuple."""
+    """True if the buffer is neither a write into another buffer nor a tuple."""
     layout = buffer.node.get_output_spec()
     return isinstance(layout, Layout) and not isinstance(layout, MutationLayoutSHOULDREMOVE)

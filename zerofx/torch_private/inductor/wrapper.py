@@ -1,7 +1,7 @@
-"""The words of the Python file that Inductor generates: straight-line code that allocates, runs kernels, deletes names.
+"""Statements of the Python file that Inductor generates: straight-line code that allocates, runs kernels, frees.
 
-They are those of torch 2.11 to 2.15. Who reads such a file raises ``unknown_statement`` for all others: to skip what
-may allocate would give a peak that is too low.
+They are those of torch 2.11 to 2.15. Readers of such a file raise ``unknown_statement`` for all others: to skip a
+statement that may allocate would give a peak that is too low.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _WRITING_KERNELS = frozenset({"extern_kernels.bias_addmm", "extern_kernels._mm_p
 
 @dataclass(frozen=True)
 class Wrapper:
-    """What a generated file runs: the body of its function, and the names of kernels that it has built."""
+    """The content of a generated file: the body of its function, and the names of kernels that it has built."""
 
     body: tuple[ast.stmt, ...]
     kernels: frozenset[str]
 
     @staticmethod
-    def of(source: str) -> Wrapper:
+    def parse(source: str) -> Wrapper:
         """Read a generated file."""
         tree = ast.parse(source)
         (call,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "call")
@@ -66,14 +66,14 @@ class Wrapper:
         return Wrapper(tuple(call.body), frozenset(kernels))
 
     def takes_nothing(self, call: ast.Call) -> bool:
-        """Whether a call allocates nothing and gives nothing that holds memory."""
+        """True if a call neither allocates memory nor returns a holder of memory."""
         name = ast.unparse(call.func)
         is_writing = name in _WRITING_KERNELS and any(keyword.arg == "out" for keyword in call.keywords)
         return name in _TAKING_NOTHING or name.removesuffix(".run") in self.kernels or is_writing
 
 
 def is_guard(statement: ast.With) -> bool:
-    """Whether a block only says which device what is in it is for."""
+    """True if a block only sets the device for its statements."""
     return all(
         isinstance(item.context_expr, ast.Call) and ast.unparse(item.context_expr.func) in _GUARDS
         for item in statement.items
@@ -98,7 +98,7 @@ def operator_called(name: str) -> OpOverload[..., Any] | None:
 
 
 def unknown_statement(statement: ast.AST) -> InternalError:
-    """The error for a statement that nobody has read the meaning of."""
+    """The error for a statement whose meaning is not known."""
     return InternalError(
         f"expected Inductor to write the statements that torch 2.11 to 2.15 have for allocating, running kernels and "
         f"deleting, found `{ast.unparse(statement)}` with torch {torch.__version__}: what it allocates is not known, "
