@@ -16,7 +16,7 @@ import torch
 
 from zerofx.codegen.inductor.background import Background
 from zerofx.disk.cache import DiskCache, key_of
-from zerofx.disk.own_files import UnsafeError, notify_once, own_folder, private_folder, why_unsafe
+from zerofx.disk.own_files import UnsafeError, notify_once, own_folder, private_folder, unsafe_reason
 from zerofx.errors import CompilerError
 from zerofx.settings import read_settings, user_cache
 from zerofx.torch_private.inductor.cpp import (
@@ -60,7 +60,7 @@ def _use_own_cache() -> None:
             return
     except UnsafeError as error:
         base = user_cache()
-        own = base / "inductor" if base is not None and not why_unsafe(base / "inductor") else private_folder()
+        own = base / "inductor" if base is not None and not unsafe_reason(base / "inductor") else private_folder()
         notify_once(
             f"Inductor runs the code that it finds in its cache, and {error}: it is given {own} instead. Set "
             f"TORCHINDUCTOR_CACHE_DIR to a folder that only you can write to"

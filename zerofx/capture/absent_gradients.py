@@ -84,7 +84,7 @@ def _value(gradient: AbsentGradient) -> torch.Tensor:
         raise UsageError(
             "expected no use of p.grad after step(batch), found it read: gradients live within the step, which has "
             "reduced and applied them, so clipping, scaling or changing them here would do nothing. Give "
-            "zerofx.compile max_grad_norm= in the place of clip_grad_norm_ (step.grad_norm is the norm; "
+            "zerofx.compile max_grad_norm= instead of clip_grad_norm_ (step.grad_norm is the norm; "
             "max_grad_norm=math.inf only takes it), or keep_gradients= to read single ones by step.full(name, 'grad'), "
             "and remove the call"
         )

@@ -37,7 +37,7 @@ def require_torch_randomness() -> Iterator[None]:
             raise CaptureError(
                 f"expected a forward that draws at random with torch alone, found that it draws with "
                 f"{' and '.join(drawn)}: a step is captured once, and what is drawn then would be in all steps. Draw "
-                f"with torch (and torch.where in the place of an if), or where the batch is made, as a tensor of it; "
+                f"with torch (and torch.where instead of an if), or where the batch is made, as a tensor of it; "
                 f"or turn off what draws (layers skipped at random, masks of SpecAugment)"
             )
 

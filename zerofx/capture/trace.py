@@ -42,14 +42,14 @@ def capture(
     Args:
         model: any module; parameters and buffers may be on ``meta``.
         batch: the batch; only shapes, dtypes and constants are used.
-        loss_fn: called as ``loss_fn(outputs, *rest)`` where the model does not return its loss (``calling.py``), or the
+        loss_fn: called as ``loss_fn(outputs, *rest)`` if the model does not return its loss (``calling.py``), or the
             step's whole objective.
         compute_dtype: the dtype in which the graph reads floating-point parameters and batch tensors, with the modules
-            that keep theirs, if there are any; None as they are.
-        num_micro_batches: what the loss is divided by, where ``batch`` is one of several whose gradients are summed.
-        strides: those of parameters whose tensors do not have them now, because their values are elsewhere.
-        gpu: the GPU to capture for where it is not here; else the model's device is captured for.
-        rewrites: what makes a step's graph of what is traced, in order.
+            that keep their own, if any; None as they are.
+        num_micro_batches: the divisor of the loss, if ``batch`` is one of several whose gradients are summed.
+        strides: strides of parameters whose tensors do not have them at present, because their values are elsewhere.
+        gpu: an absent GPU to capture for; None for the model's device.
+        rewrites: the rewrites of the traced graph into a step's graph, in order.
 
     Returns:
         A ``StepGraph`` whose placeholders are parameters, buffers and batch tensors, and whose outputs are the loss,

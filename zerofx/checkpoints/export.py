@@ -19,7 +19,7 @@ from zerofx.checkpoints.names import number_from, options_from
 from zerofx.disk.checkpoint.boxes import Box
 from zerofx.disk.checkpoint.file_names import STATE, state_name
 from zerofx.disk.checkpoint.reader import CheckpointReader, open_checkpoint
-from zerofx.disk.checkpoint.shard_file import Entry, ShardWriter, in_order
+from zerofx.disk.checkpoint.shard_file import Entry, ShardWriter, sort_by_alignment
 from zerofx.errors import UsageError
 from zerofx.precision import dtype_named
 
@@ -57,7 +57,7 @@ def export_model(path: Path, out: Path, *, dtype: str | None = None, most_bytes:
         places: dict[str, str] = {}
         for number, entries in enumerate(files, start=1):
             name = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
-            ordered = in_order(entries)
+            ordered = sort_by_alignment(entries)
             with ShardWriter(folder / name, ordered, {}) as writer:
                 for entry in ordered:
                     writer.write(entry, reader.read(entry.name, entry.box).to(entry.dtype))

@@ -37,7 +37,7 @@ def match_names(marker: Marker, names: ModelNames) -> dict[str, str]:
     missing = [name for name in names.tensors if name not in by_name]
     unexpected = sorted(marker.tensors.keys() - set(by_name.values()))
     other = [
-        f"{name} ({marker.tensors[saved]} for {TensorInfo.of(names.tensors[name])})"
+        f"{name} ({marker.tensors[saved]} for {TensorInfo.from_tensor(names.tensors[name])})"
         for name, saved in by_name.items()
         if not fits(marker.tensors[saved].shape, marker.tensors[saved].torch_dtype, names.tensors[name])
     ]

@@ -24,7 +24,7 @@ from zerofx.disk.checkpoint.file_names import MODEL, STATE, file_name
 from zerofx.disk.checkpoint.folder import Unfinished, begin, commit, prune
 from zerofx.disk.checkpoint.marker import Marker, OptimizerInfo, Scalar, TensorInfo
 from zerofx.disk.checkpoint.plain import to_plain
-from zerofx.disk.checkpoint.shard_file import Entry, ShardWriter, Written, bytes_of, in_order
+from zerofx.disk.checkpoint.shard_file import Entry, ShardWriter, Written, bytes_of, sort_by_alignment
 from zerofx.errors import CheckpointError, warn
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.on_host import ReadAhead, shown_on_host
@@ -176,7 +176,7 @@ def write_files(
             real = torch.view_as_real(values) if values.is_complex() else values
             jobs[whole_entry(name, real)] = (real, None)
         name = file_name(kind, content.rank, content.num_ranks)
-        entries = in_order(list(jobs))
+        entries = sort_by_alignment(list(jobs))
         words = {WORD: content.words} if kind == STATE else {}
         with ShardWriter(folder / name, entries, words, on_block) as writer:
             for _, listed in groupby(entries, key=lambda entry: id(jobs[entry][0])):
@@ -235,7 +235,7 @@ def _marker(training: Training, names: ModelNames, numbers: StepCounts) -> Marke
         num_steps=numbers.num_steps,
         num_skipped=numbers.num_skipped,
         saved_at=datetime.now(UTC).isoformat(),
-        tensors={name: TensorInfo.of(tensor) for name, tensor in names.tensors.items()},
+        tensors={name: TensorInfo.from_tensor(tensor) for name, tensor in names.tensors.items()},
         buffers=tuple(names.buffers),
         aliases=names.aliases,
         optimizer=_optimizer(training, names, ids),

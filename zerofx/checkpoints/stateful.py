@@ -155,7 +155,7 @@ class Loaded:
             into.copy_(values.get_loaded(box))
         else:
             real = torch.view_as_real(values.detach()) if values.is_complex() else values.detach()
-            into.copy_(box.of(real, Box.whole(real.shape)))
+            into.copy_(box.select(real, Box.whole(real.shape)))
 
     def dtype_of(self, own: str, state: str) -> torch.dtype:
         return self._states[own][state].dtype.to_real()

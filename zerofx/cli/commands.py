@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 import zerofx
 from zerofx.cli.arguments import make_training, read_machine, training_options, world
-from zerofx.disk.own_files import as_utf8
+from zerofx.disk.own_files import escape_for_utf8
 from zerofx.errors import UsageError, ZeroFXError
 from zerofx.options import PlanKeywords, TuneKeywords
 from zerofx.scheduler.cost.catalog import built_in_machines
@@ -23,7 +23,7 @@ from zerofx.units import format_bytes, format_seconds, parse_bytes
 def _say(text: str, *, err: bool = False) -> None:
     """Print a text, or say why that cannot be."""
     try:
-        click.echo(as_utf8(text), err=err)
+        click.echo(escape_for_utf8(text), err=err)
     except BrokenPipeError:
         raise  # who reads has seen enough
     except OSError as error:
@@ -255,7 +255,7 @@ def _clean_errors() -> Iterator[None]:
     try:
         yield
     except ZeroFXError as error:
-        raise _Refused(as_utf8(str(error))) from error
+        raise _Refused(escape_for_utf8(str(error))) from error
     except OSError as error:
         if error.filename is None:  # not about a file that was asked for
             raise

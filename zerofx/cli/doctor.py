@@ -104,7 +104,7 @@ def _folders() -> Iterator[str]:
 
 
 def _about(folder: Path | None, *, shared: bool = False) -> str:
-    from zerofx.disk.own_files import why_unsafe
+    from zerofx.disk.own_files import unsafe_reason
     from zerofx.units import format_bytes
 
     if folder is None:
@@ -115,7 +115,7 @@ def _about(folder: Path | None, *, shared: bool = False) -> str:
     space = f"{format_bytes(shutil.disk_usage(there).free)} free"
     if not folder.exists():
         return f"{folder}, not there yet, {space}"
-    unsafe = why_unsafe(folder, shared=shared)
+    unsafe = unsafe_reason(folder, shared=shared)
     return f"{folder}, {space}" + (f", NOT USED: {unsafe}" if unsafe else "")
 
 

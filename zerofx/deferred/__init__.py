@@ -1,12 +1,12 @@
-"""Models without values: tensors that record how they are made, and are made when a bucket needs them."""
+"""Models without values: tensors that record their construction, and are made when a bucket needs them."""
 
-from zerofx.deferred.model import adopt_meta, becoming_real, check_recipes, empty_init, is_deferred, make_buffers
+from zerofx.deferred.model import adopt_meta, allow_replacement, check_recipes, empty_init, is_deferred, make_buffers
 from zerofx.deferred.tensor import DeferredTensor
 
 __all__ = [
     "DeferredTensor",
     "adopt_meta",
-    "becoming_real",
+    "allow_replacement",
     "check_recipes",
     "empty_init",
     "is_deferred",

@@ -1,4 +1,4 @@
-"""Deferred models: which tensors have no value yet, which have no recipe, and recipes for models built on ``meta``."""
+"""Deferred models: tensors without values yet, tensors without a recipe, and recipes for models built on ``meta``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zerofx.deferred.recipe import check_constants
-from zerofx.deferred.tensor import DeferredTensor, DeferringMode, become
+from zerofx.deferred.tensor import DeferredTensor, DeferringMode, replace_parameter
 from zerofx.errors import UsageError
 from zerofx.torch_private.modules import RESETS, TABLES, buffer_table, initializer, refer_to_weights
 from zerofx.torch_private.operators import pytree
@@ -23,15 +23,15 @@ from zerofx.units import first_few
 def empty_init() -> Iterator[None]:
     """Build a model without memory for it: ``with zerofx.empty_init(): model = GPT(...)``.
 
-    Tensors that are made inside have shapes, dtypes and devices, and a recipe in the place of values: the operations
-    that a normal construction would have run. ``zerofx.compile`` takes such a model, and the first step makes each
-    bucket's values where the plan says they live. They are, bit for bit, those of a normal construction with the same
-    seed, whatever draws random numbers on the way: random numbers are drawn here as they are needed, a tensor at a
-    time, and again when the values are made.
+    Tensors that are made inside have shapes, dtypes and devices, and a recipe instead of values: the operations that a
+    normal construction would have run. ``zerofx.compile`` takes such a model, and the first step makes each bucket's
+    values in the tier that the plan assigns. They equal, bit for bit, the values of a normal construction with the same
+    seed, even if other code draws random numbers in between: numbers are drawn here when needed, a tensor at a time,
+    and again when the values are made.
 
-    What is done to the model after the block (``model.to(torch.bfloat16)``, ``nn.init.zeros_(model.head.weight)``,
-    ``copy.deepcopy``) becomes a part of the recipe too. Values that construction asks for (``tensor.item()``) are made
-    and dropped again. Refused, with a ``UsageError``: deferred values written into tensors from outside, tensors from
+    Changes of the model after the block (``model.to(torch.bfloat16)``, ``nn.init.zeros_(model.head.weight)``,
+    ``copy.deepcopy``) become part of the recipe too. Values that construction asks for (``tensor.item()``) are made and
+    dropped again. Refused, with a ``UsageError``: deferred values written into tensors from outside, tensors from
     outside changed in place after they were used, changes of a tensor's shape in place, ``numpy()``, pickling.
 
     Memory: the largest single tensor. Time: that of a normal construction here, and again when the values are made.
@@ -41,18 +41,18 @@ def empty_init() -> Iterator[None]:
 
 
 def is_deferred(model: nn.Module) -> bool:
-    """Whether any of the model's parameters has no values yet."""
+    """True if any of the model's parameters has no values yet."""
     return any(isinstance(parameter, DeferredTensor) or parameter.is_meta for parameter in model.parameters())
 
 
 def check_recipes(model: nn.Module, without: frozenset[str] = frozenset()) -> None:
-    """Check that all that is deferred can be made; the tensors called ``without`` will get values from elsewhere.
+    """Check that all deferred tensors can be made; the tensors named in ``without`` will get values from elsewhere.
 
     Raises:
-        UsageError: names tensors that were never given values, or what their recipes read was changed.
+        UsageError: names tensors that were never given values, or whose recipes read a tensor that was changed.
     """
     undefined = []
-    with becoming_real(model):
+    with allow_replacement(model):
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DeferredTensor) and weakref.getweakrefcount(parameter):
                 raise UsageError(
@@ -73,7 +73,7 @@ def check_recipes(model: nn.Module, without: frozenset[str] = frozenset()) -> No
 
 
 def make_buffers(model: nn.Module, without: frozenset[str] = frozenset()) -> None:
-    """Give values to deferred buffers but those called ``without``, and to tensors that modules hold as attributes."""
+    """Give values to deferred buffers except those in ``without``, and to tensors that modules hold as attributes."""
     materialised: dict[int, torch.Tensor] = {}
 
     def make(leaf: Any) -> Any:
@@ -93,15 +93,15 @@ def make_buffers(model: nn.Module, without: frozenset[str] = frozenset()) -> Non
 
 
 def _is_deferred_value(value: Any) -> bool:
-    """Whether this is a deferred tensor that is no parameter, wherever it is held."""
+    """True if this is a deferred tensor that is not a parameter, wherever it is held."""
     return isinstance(value, DeferredTensor) and not isinstance(value, nn.Parameter)
 
 
 @contextlib.contextmanager
-def becoming_real(model: nn.Module) -> Iterator[None]:
-    """While open, the model's parameters can be given other data for good (``become``).
+def allow_replacement(model: nn.Module) -> Iterator[None]:
+    """While open, the model's parameters can be given other data permanently (``replace_parameter``).
 
-    torch refuses that for tensors that are weakly referred to, as its recurrent layers refer to theirs. Those
+    torch refuses that for tensors with weak references, which its recurrent layers hold to their weights. Those
     references are dropped and made again, as these layers do themselves when they are moved.
     """
     layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
@@ -117,10 +117,10 @@ def becoming_real(model: nn.Module) -> Iterator[None]:
 def adopt_meta(model: nn.Module, device: torch.device, without: frozenset[str] = frozenset()) -> None:
     """Give recipes to a model that was built on ``meta``, by its modules' own ``reset_parameters`` under this seed.
 
-    Modules are asked as their constructors finish: children in the order of registration, then their parent. A model
-    of transformers is asked for its ``init_weights`` after its modules. So values are those of a normal construction
-    where the modules' constructors draw in this order and nothing else initializes; ``empty_init`` knows no such
-    condition. Where some values will come from elsewhere (``without``), only modules that own others are asked.
+    Modules are initialised in the order in which their constructors finish: children in the order of registration, then
+    their parent. A transformers model's ``init_weights`` runs after its modules'. So values equal those of a normal
+    construction if the modules' constructors draw in this order and nothing else initializes; ``empty_init`` has no
+    such condition. If some values will come from elsewhere (``without``), only modules that own others are initialised.
 
     Args:
         device: where the parameters will be; random numbers are drawn on the CPU.
@@ -130,10 +130,10 @@ def adopt_meta(model: nn.Module, device: torch.device, without: frozenset[str] =
     """
     _refuse_attributes(model)
     where = _owners(model, without)
-    with becoming_real(model), contextlib.ExitStack() as undo:
+    with allow_replacement(model), contextlib.ExitStack() as undo:
         with empty_init():
             _defer(model, undo)
-            for path, module in _as_constructed(model):
+            for path, module in _construction_order(model):
                 if without and where.get(path):
                     _initialize_own(model, path, module)
                 elif not without and path in where:
@@ -160,7 +160,7 @@ def _refuse_attributes(model: nn.Module) -> None:
 
 
 def _owners(model: nn.Module, without: frozenset[str]) -> dict[str, list[str]]:
-    """By path, the modules to ask: those that own tensors on meta that need values, and all that are above them."""
+    """The modules to initialise, by path: those that own tensors on meta that need values, and all their ancestors."""
     owners: dict[str, list[str]] = {}
     for path, module in model.named_modules():
         tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
@@ -174,21 +174,21 @@ def _owners(model: nn.Module, without: frozenset[str]) -> dict[str, list[str]]:
     return owners
 
 
-def _as_constructed(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _construction_order(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
-        yield from _as_constructed(child, f"{path}.{name}" if path else name)
+        yield from _construction_order(child, f"{path}.{name}" if path else name)
     yield path, module
 
 
 def _defer(model: nn.Module, undo: contextlib.ExitStack) -> None:
-    """Put deferred tensors without values in the places of those on meta; ``undo`` puts those back."""
+    """Replace tensors on meta by deferred tensors without values; ``undo`` restores them."""
 
     def fresh(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
     for parameter in model.parameters():
         if parameter.is_meta:
-            undo.callback(torch.utils.swap_tensors, parameter, become(parameter, fresh(parameter)))
+            undo.callback(torch.utils.swap_tensors, parameter, replace_parameter(parameter, fresh(parameter)))
     buffers: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in buffer_table(module).items():
@@ -209,7 +209,7 @@ def _initialize(path: str, module: nn.Module) -> None:
 
 
 def _initialize_own(model: nn.Module, path: str, module: nn.Module) -> None:
-    """Have a module's own tensors given values, and as few others as can be: those are about to be loaded."""
+    """Give values to a module's own tensors, and to as few others as possible: those are about to be loaded."""
     function = next((getattr(module, name) for name in RESETS if hasattr(module, name)), None)
     if function is not None:
         _call(function, path, module)
@@ -250,5 +250,5 @@ def _check_adopted(model: nn.Module, owners: dict[str, list[str]], without: froz
 
 
 def _is_written(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values are defined."""
+    """True if a tensor's values are defined."""
     return not isinstance(tensor, DeferredTensor) or tensor.recipe.cell.is_written or not tensor.numel()

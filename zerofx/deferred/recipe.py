@@ -1,8 +1,8 @@
 """Recipes: the operations that make a deferred tensor, recorded, and replayed for one tensor at a time.
 
 A ``Value`` stands for a tensor; a ``Cell`` for the memory that it and its views share, with all operations on that
-memory in order. An operation that draws random numbers is noted with the state its generator was in, so that it gives
-the same numbers again whenever it is done, and in whatever order tensors are made.
+memory in order. An operation that draws random numbers is recorded with the state of its generator, so that it gives
+the same numbers whenever it is replayed, in whatever order tensors are made.
 
 ```
 w = torch.empty(4, 4)    cell 1: empty
@@ -11,8 +11,8 @@ v = w[0]; v.zero_()      cell 1: empty, uniform_ (s0), select, zero_
 b = w.sum(0)             cell 2: sum, of a value in cell 1: made from the operations of both cells
 ```
 
-Operations carry numbers as Lamport clocks do: whatever touches a cell is numbered above all that touched it before, so
-the numbers order any two operations that depend on each other, without a counter for all.
+Operations carry numbers as Lamport clocks do: an operation on a cell gets a higher number than all earlier ones on it,
+so the numbers order any two operations that depend on each other, without a counter for all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Cell:
     """The memory of a tensor that does not exist, and of its views: the operations that touch it, in order.
 
     ``clock`` is the number of the latest operation that wrote or read it, ``last_read`` that of the latest whose result
-    lies in another cell. ``is_written`` says whether its values are defined.
+    is in another cell. ``is_written`` says whether its values are defined.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -80,10 +80,10 @@ class Constant:
 
 @dataclass(eq=False, frozen=True)
 class Operation:
-    """One call: ``args`` and ``kwargs`` hold values and constants in the places of tensors.
+    """One call: ``args`` and ``kwargs`` hold values and constants instead of tensors.
 
-    ``outputs`` are the tensors in what it returns, in order. ``random_state`` is the state of the generator before it,
-    ``default_dtype`` torch's at that time, which decides over the dtypes of what is made from Python numbers.
+    ``outputs`` are the tensors in its result, in order. ``random_state`` is the state of the generator before it,
+    ``default_dtype`` torch's at that time, which decides the dtypes of tensors made from Python numbers.
     """
 
     number: int
@@ -97,16 +97,16 @@ class Operation:
 
     @property
     def inputs(self) -> list[Value | Constant]:
-        """The tensors it was given."""
+        """The tensors among its arguments."""
         return values_in((self.args, self.kwargs))
 
     @property
     def cells(self) -> set[Cell]:
-        """What it touches."""
+        """The cells that it reads or writes."""
         return {value.cell for value in (*self.inputs, *self.outputs) if isinstance(value, Value)}
 
     def fills(self, cell: Cell) -> bool:
-        """Whether nothing is left afterwards of what ``cell`` had before."""
+        """True if it overwrites all of ``cell``."""
         if not fills_first_argument(self.function) or self.written != {cell}:
             return False
         filled = self.args[0].shadow
@@ -126,9 +126,9 @@ def note(
     written: Sequence[Value],
     random_state: torch.Tensor | None,
 ) -> None:
-    """Add an operation to the recipes of all that it makes or writes to; what it only reads is told that it was read.
+    """Add an operation to the recipes of the tensors that it makes or writes to; mark those that it only reads as read.
 
-    ``outputs`` that lie in new memory come with a new cell each.
+    ``outputs`` in new memory come with a new cell each.
     """
     inputs = values_in((args, kwargs))
     read = {value.cell for value in inputs if isinstance(value, Value)}
@@ -155,22 +155,23 @@ def note(
 
 
 def _is_needed(operation: Operation, cell: Cell) -> bool:
-    """Whether an operation on ``cell`` matters once all of it is about to be filled: it makes a tensor, or something
-    else may have read what it wrote."""
+    """True if an operation on ``cell`` matters once all of it is about to be filled: it makes a tensor, or its result
+    may have been read.
+    """
     return operation.written != {cell} or operation.number <= cell.last_read
 
 
 def replay(value: Value) -> torch.Tensor:
     """The tensor that ``value`` stands for, made by the operations that lead to it, and no others.
 
-    It is made anew at each call, on its own device. While it is made, no more is in memory than it and what it is
-    computed from. The state of all generators is afterwards as it was before.
+    It is made again at each call, on its own device. Meanwhile no more is in memory than the tensor and its inputs. The
+    state of all generators is restored afterwards.
 
     Raises:
         UsageError: a tensor from outside, which it was computed from, has been changed in place since.
     """
-    operations = _leading_to(value.cell)
-    last_use = {named: index for index, operation in enumerate(operations) for named in _named_in(operation)}
+    operations = _operations_leading_to(value.cell)
+    last_use = {named: index for index, operation in enumerate(operations) for named in _values_of(operation)}
     results: dict[Value, torch.Tensor] = {}
 
     def real(leaf: Any) -> Any:
@@ -178,7 +179,7 @@ def replay(value: Value) -> torch.Tensor:
             return leaf.read()
         return results[leaf] if isinstance(leaf, Value) else leaf
 
-    with torch.no_grad(), _as_at_the_start():
+    with torch.no_grad(), _pause_recording():
         for index, operation in enumerate(operations):
             args, kwargs = pytree.tree_map(real, (operation.args, operation.kwargs))
             torch.set_default_dtype(operation.default_dtype)
@@ -187,25 +188,25 @@ def replay(value: Value) -> torch.Tensor:
             tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             results.update(zip(operation.outputs, tensors, strict=True))
             del args, kwargs, result, tensors
-            for named in _named_in(operation):
+            for named in _values_of(operation):
                 if last_use[named] == index and named is not value:
                     del results[named]
     return results[value]
 
 
 def check_constants(value: Value) -> None:
-    """Raise what ``replay`` would, without making anything."""
-    for operation in _leading_to(value.cell):
+    """Raise the errors of ``replay``, without making anything."""
+    for operation in _operations_leading_to(value.cell):
         for constant in operation.inputs:
             if isinstance(constant, Constant):
                 constant.read()
 
 
-def _named_in(operation: Operation) -> set[Value]:
+def _values_of(operation: Operation) -> set[Value]:
     return {value for value in (*operation.inputs, *operation.outputs) if isinstance(value, Value)}
 
 
-def _leading_to(cell: Cell) -> list[Operation]:
+def _operations_leading_to(cell: Cell) -> list[Operation]:
     """All operations on ``cell``, and on the cells that they read, in order."""
     operations: dict[Operation, None] = {}
     seen, waiting = {cell}, [cell]
@@ -220,7 +221,7 @@ def _leading_to(cell: Cell) -> list[Operation]:
 
 
 def fills_first_argument(function: Callable[..., Any]) -> bool:
-    """Whether the values of the first argument do not matter to ``function``, which replaces them."""
+    """True if ``function`` replaces the values of its first argument without reading them."""
     if not isinstance(function, OpOverload) or facts_of(function).traffic is not Traffic.OVERWRITES:
         return False
     return [str(argument.type) for argument in schema_of(function).arguments].count("Tensor") == 1
@@ -228,7 +229,7 @@ def fills_first_argument(function: Callable[..., Any]) -> bool:
 
 @contextlib.contextmanager
 def _random_state(state: torch.Tensor | None, kwargs: dict[str, Any], outputs: Sequence[Value]) -> Iterator[None]:
-    """Have the generator that an operation draws from in ``state`` while it runs."""
+    """Set the generator that an operation draws from to ``state`` while it runs."""
     if state is None:
         yield
         return
@@ -242,8 +243,8 @@ def _random_state(state: torch.Tensor | None, kwargs: dict[str, Any], outputs: S
 
 
 @contextlib.contextmanager
-def _as_at_the_start() -> Iterator[None]:
-    """Nothing records what is done inside, and the default dtype is afterwards as it was before."""
+def _pause_recording() -> Iterator[None]:
+    """While open, operations are not recorded; the default dtype is restored afterwards."""
     default = torch.get_default_dtype()
     try:
         with without_modes():

@@ -27,10 +27,10 @@ _OWN = ("_value", IS_PARAMETER)  # attributes that make a deferred parameter one
 
 
 class DeferredTensor(torch.Tensor):
-    """A tensor with a recipe in the place of values: it has shape, strides, dtype and device, and takes no memory.
+    """A tensor with a recipe instead of values: it has shape, strides, dtype and device, and takes no memory.
 
-    What is done to it, in place or not, inside ``empty_init`` or after it, is added to the recipe. What needs its
-    values (``item()``, ``if w.max() > 1``) gets them: they are made, and dropped again.
+    Operations on it, in place or not, inside ``empty_init`` or after it, are added to the recipe. Operations that need
+    its values (``item()``, ``if w.max() > 1``) get them: they are made, and dropped again.
     """
 
     _value: Value
@@ -60,16 +60,16 @@ class DeferredTensor(torch.Tensor):
 
     @property
     def recipe(self) -> Value:
-        """What this tensor stands for."""
+        """The recipe of this tensor."""
         return self._value
 
     def materialise(self) -> torch.Tensor:
-        """A real tensor with the values of this one, made anew at each call."""
+        """A real tensor with the values of this one, made again at each call."""
         return replay(self._value)
 
     @property
     def data(self) -> torch.Tensor:
-        """As ``torch.Tensor.data``. A deferred parameter that is given real data becomes a real parameter."""
+        """The same as ``torch.Tensor.data``. A deferred parameter that is given real data becomes a real parameter."""
         data: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # typed as its value
         return data
 
@@ -79,14 +79,14 @@ class DeferredTensor(torch.Tensor):
             torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]  # typed as its value
             self._value = new._value
         else:
-            become(self, new)
+            replace_parameter(self, new)
 
     def tolist(self) -> Any:
         """The values as Python numbers, which exist for the time of the call."""
         return self.materialise().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Refuse: an array would share memory that there is not.
+        """Refuse: an array would share memory that does not exist.
 
         Raises:
             UsageError: always.
@@ -117,10 +117,10 @@ class DeferredTensor(torch.Tensor):
         return f"<{kind} of shape {list(self.shape)}, {self.dtype}, on {self.device}>"
 
 
-def become(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
-    """Turn a parameter into one with ``data``, real or deferred: whoever holds it holds the new one.
+def replace_parameter(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
+    """Turn a parameter into one with ``data``, real or deferred: all references to it then refer to the new one.
 
-    Returns a parameter that is now what the other was.
+    Returns a parameter that is what the old one was.
     """
     other = nn.Parameter(data, requires_grad=parameter.requires_grad)
     other.__dict__.update({name: attribute for name, attribute in parameter.__dict__.items() if name not in _OWN})
@@ -129,16 +129,16 @@ def become(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
 
 
 class _Scratch:
-    """Memory for numbers that are drawn and dropped, kept from one tensor to the next.
+    """Memory for numbers that are drawn and dropped, reused from one tensor to the next.
 
-    Freed blocks of many sizes, with what is recorded between them, would stay with the process.
+    Freed blocks of many sizes, with recorded objects between them, would stay with the process.
     """
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def like(self, shadow: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A tensor with the shape and strides of ``shadow``, of any values."""
+    def allocate(self, shadow: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A tensor with the shape and strides of ``shadow``, with arbitrary values."""
         if device.type != "cpu":
             return torch.empty_strided(shadow.shape, shadow.stride(), dtype=shadow.dtype, device=device)
         numel = 1 + sum((n - 1) * step for n, step in zip(shadow.shape, shadow.stride(), strict=True))
@@ -150,7 +150,7 @@ class _Scratch:
 
 
 class DeferringMode(TorchDispatchMode):
-    """While it is on, tensors that are made are deferred, except those on ``meta``."""
+    """While on, new tensors are deferred, except those on ``meta``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -179,8 +179,8 @@ def hold(real: torch.Tensor) -> DeferredTensor:
 
 
 def _perform(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scratch: _Scratch) -> Any:
-    """Do an operation on deferred tensors: to their shadows now, to their values when they are asked for."""
-    written_tensors = _written(function, args, kwargs)
+    """Run an operation on deferred tensors: on their shadows at once, on their values when they are needed."""
+    written_tensors = _tensors_written(function, args, kwargs)
     for tensor in written_tensors:
         if not isinstance(tensor, DeferredTensor):
             raise UsageError(
@@ -203,7 +203,7 @@ def _perform(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scrat
     by_shadow = {id(value.shadow): value for value in wrappers}
     before = {value: (value.shadow.shape, value.shadow.stride()) for value in wrappers}
     try:
-        result = function(*_on_meta(noted_args), **_on_meta(_without_generator(noted_kwargs)))
+        result = function(*_to_meta(noted_args), **_to_meta(_drop_generator(noted_kwargs)))
     except NotImplementedError:
         if written_tensors or random_state is not None:
             raise
@@ -233,7 +233,7 @@ def _perform(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scrat
     return wrapped
 
 
-def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _tensors_written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operation changes in place."""
     schema = schema_of(function).arguments
     given = dict(zip((element.name for element in schema), args, strict=False)) | kwargs
@@ -241,7 +241,7 @@ def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     return [leaf for leaf in pytree.tree_leaves(changed) if isinstance(leaf, torch.Tensor)]
 
 
-def _numbered(device: torch.device) -> torch.device:
+def _resolve_device(device: torch.device) -> torch.device:
     """A device as real tensors name it: ``"cuda"`` is the current one."""
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -249,9 +249,9 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 def _device_of(function: Any, args: Any, kwargs: Any) -> torch.device:
-    """Where an operation's result is: where it was told to, or where its first tensor with dimensions is."""
+    """The device of an operation's result: the requested one, or that of its first tensor with dimensions."""
     if kwargs.get("device") is not None:
-        return _numbered(torch.device(kwargs["device"]))
+        return _resolve_device(torch.device(kwargs["device"]))
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Value | Constant)]
     ranked = sorted(tensors, key=lambda value: not (value.shadow if isinstance(value, Value) else value.tensor).dim())
     for value in ranked:
@@ -259,8 +259,8 @@ def _device_of(function: Any, args: Any, kwargs: Any) -> torch.device:
     return torch.device("cpu")
 
 
-def _on_meta(tree: Any) -> Any:
-    """Shadows in the places of tensors, and meta in the place of any device."""
+def _to_meta(tree: Any) -> Any:
+    """Replace tensors by shadows, and any device by meta."""
 
     def shadow(leaf: Any) -> Any:
         if isinstance(leaf, Value):
@@ -277,14 +277,14 @@ def _on_meta(tree: Any) -> Any:
     return mapped
 
 
-def _without_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _drop_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {
         name: None if name == "generator" else argument for name, argument in kwargs.items() if name != "pin_memory"
     }
 
 
 def _draw(function: Any, args: Any, kwargs: Any, device: torch.device, scratch: _Scratch) -> torch.Tensor | None:
-    """Draw the random numbers of an operation and drop them: generators go on as if the tensor existed.
+    """Draw the random numbers of an operation and drop them: generators advance as if the tensor existed.
 
     Returns the state of the generator before, or None for an operation that draws none.
     """
@@ -292,7 +292,7 @@ def _draw(function: Any, args: Any, kwargs: Any, device: torch.device, scratch: 
         return None
     generator = kwargs.get("generator") or generator_of(device)
     state: torch.Tensor = generator.get_state()
-    first = [scratch.like(args[0].shadow, device)] if fills_first_argument(function) else []
+    first = [scratch.allocate(args[0].shadow, device)] if fills_first_argument(function) else []
     rest, kwargs = _real((args[len(first) :], kwargs))
     with torch.no_grad():
         function(*first, *rest, **kwargs)
@@ -300,7 +300,7 @@ def _draw(function: Any, args: Any, kwargs: Any, device: torch.device, scratch: 
 
 
 def _evaluate(function: Any, args: Any, kwargs: Any) -> Any:
-    """Do an operation that needs values to real tensors, at once; tensors that it gives are held."""
+    """Run an operation that needs values on real tensors, at once; its resulting tensors are held."""
     real_args, real_kwargs = _real((args, kwargs))
     with torch.no_grad():
         result = function(*real_args, **real_kwargs)

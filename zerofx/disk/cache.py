@@ -1,10 +1,10 @@
-"""A cache on disk of texts that took long to compute, by key.
+"""A cache on disk, by key, of texts that took long to compute.
 
-An entry is data, never code. It carries its own hash, so that what is truncated, damaged or of another kind counts as
-absent and is written anew; an entry counts as absent, too, where its hash is right and its text does not parse
-(``read_as``). The folder is the user's own, or root's (``own_files.py``): one that others can write to is not used.
-Files are replaced as a whole: any number of processes may read and write one folder. Other files in it are left alone:
-only files named like entries are deleted to make space.
+An entry is data, never code. It carries its own hash, so that a truncated, damaged or foreign entry counts as absent
+and is written again; so does an entry whose hash is right and whose text does not parse (``read_as``). The folder is
+the user's own, or root's (``own_files.py``): one that others can write to is not used. Files are replaced as a whole:
+any number of processes may read and write one folder. Other files in it are left alone: only files named like entries
+are deleted to make space.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DiskCache:
             return None
 
     def read_as(self, key: str, read: Callable[[str], T]) -> T | None:
-        """What ``read`` makes of the text for ``key``; None if there is none, or it is none that zerofx has written."""
+        """The text for ``key``, parsed by ``read``; None if there is none, or zerofx has not written it."""
         text = self.read(key)
         try:
             return read(text) if text is not None else None
@@ -78,7 +78,7 @@ class DiskCache:
             return None
 
     def write(self, key: str, text: str) -> None:
-        """Keep ``text`` for ``key``; where that cannot be, a warning says what to do."""
+        """Keep ``text`` for ``key``; if that is impossible, a warning says what to do."""
         if self.folder is None:
             return
         packed = zlib.compress(text.encode(), 1)
@@ -127,13 +127,13 @@ NOT_KEPT = DiskCache(None)
 
 
 def key_of(kind: EntryKind, parts: Sequence[str]) -> str:
-    """The key of what follows from ``parts`` in these versions of zerofx, torch and Python."""
+    """The key of a result of ``parts`` in these versions of zerofx, torch and Python."""
     text = json.dumps([kind, *versions(), *parts])
     return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def versions() -> tuple[str, ...]:
-    """What code runs here: zerofx by its files, torch and Python by their versions."""
+    """The versions of the running code: zerofx by its files, torch and Python by their version strings."""
     own = _hash_of_sources(Path(__file__).parents[1])
     return own, torch.__version__, str(torch.version.git_version), sys.version, str(torch.version.cuda)
 
@@ -149,5 +149,5 @@ def _hash_of_sources(folder: Path) -> str:
 
 
 def _hash(key: str, packed: bytes) -> bytes:
-    """Of the key too: an entry under another's name is none."""
+    """The hash of an entry, including its key: an entry under another's name is invalid."""
     return hashlib.sha256(key.encode() + b"\0" + packed).digest()

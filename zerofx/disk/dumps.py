@@ -1,7 +1,7 @@
-"""Folders for generated files: one a step, in a folder of the user's from which old ones are deleted.
+"""Folders for generated files: one per step, in a folder of the user's from which old ones are deleted.
 
-A process holds a lock on the folder of each step that it runs, so that no other clears it away. Nothing is read from
-here: the step that runs is the one in memory.
+A process holds a lock on the folder of each step that it runs, so that no other deletes it. Nothing is read from here:
+the step that runs is the one in memory.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MOST_SECONDS, _MOST_BYTES = 7 * 86_400, 64 << 20
 
 
 def write_source(dump_dir: Path | None, name: str, source: str) -> Path:
-    """Write a step's source to the folder ``name`` (12 hex digits), and say where it is.
+    """Write a step's source to the folder ``name`` (12 hex digits), and return its path.
 
-    The folder is in ``dump_dir``, or else in the user's cache folder; where somebody else could write to that, a
-    warning says so, and files are written to a folder that only this process knows, and that goes with it.
+    The folder is in ``dump_dir``, or else in the user's cache folder; if somebody else could write to that, a warning
+    says so, and files are written to a private temporary folder that is removed with the process.
 
     Raises:
-        UsageError: ``dump_dir`` is no folder that can be written to.
+        UsageError: ``dump_dir`` is not a folder that can be written to.
     """
     base = dump_dir or (user_cache() or private_folder()) / "dumps"
     try:
@@ -61,7 +61,7 @@ def write_plan(source_path: Path, text: str) -> None:
 
 
 def hold(source_path: Path, holder: object) -> None:
-    """Keep the folder of a step from being cleared away for as long as ``holder`` lives."""
+    """Keep the folder of a step from being deleted for as long as ``holder`` lives."""
     with contextlib.suppress(OSError), own_folder(source_path.parent) as folder:
         lock = _lock(folder)
         try:
@@ -82,15 +82,15 @@ def _write(path: Path, files: dict[str, str], *, clear: bool = False) -> None:
 
 
 def _clear(base: int, needed: str) -> None:
-    """Remove folders of steps that were not written to for longest, beyond a number of days and of bytes.
+    """Remove the folders of steps with the oldest writes, beyond a number of days and of bytes.
 
-    Left alone are the one that is ``needed``, those that some process holds, and those with files that are not ours.
+    Kept are the one that is ``needed``, those that some process holds, and those with files that are not ours.
     """
     dumps = []
     for name in os.listdir(base):
         if name != needed and _NAME.fullmatch(name):
             with contextlib.suppress(OSError):
-                dumps.append((*_about(base, name), name))
+                dumps.append((*_age_and_size(base, name), name))
     total, now = 0, time.time()
     for seconds, num_bytes, name in sorted(dumps, reverse=True):
         total += num_bytes
@@ -99,8 +99,8 @@ def _clear(base: int, needed: str) -> None:
                 _remove(base, name)
 
 
-def _about(base: int, name: str) -> tuple[float, int]:
-    """When a step's folder was last written to, and the bytes in it."""
+def _age_and_size(base: int, name: str) -> tuple[float, int]:
+    """The time of the last write to a step's folder, and its size in bytes."""
     folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=base)
     try:
         files = [os.stat(name, dir_fd=folder, follow_symlinks=False) for name in os.listdir(folder)]

@@ -1,9 +1,9 @@
-"""Folders and files that only the user can have written, and writes that are atomic.
+"""Folders and files that only the user can have written, and atomic writes.
 
-What zerofx reads back of its own accord (caches, dumps) lies in folders of the user's or root's own that others cannot
+Files that zerofx reads back by itself (caches, dumps) are in folders of the user's or root's own that others cannot
 write to. A folder is opened component by component, each by the descriptor of the one before: a link on the way counts
-only if the user or root has made it, and what is renamed meanwhile changes nothing. All that follows is done relative
-to the descriptor of the folder that was checked.
+only if the user or root has made it, and renaming meanwhile changes nothing. All further operations are relative to the
+descriptor of the checked folder.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _MOST_LINKS = 40  # as Linux follows
 
 
 class UnsafeError(PermissionError):
-    """A folder or file that somebody else may have written, or could; the message says which, and why."""
+    """A folder or file that somebody else may have written, or could write; the message says which, and why."""
 
 
 def is_trusted(about: os.stat_result) -> bool:
-    """Whether a file or folder is the user's or root's."""
+    """True if a file or folder is the user's or root's."""
     return about.st_uid in (os.geteuid(), 0)
 
 
@@ -42,14 +42,14 @@ def is_trusted(about: os.stat_result) -> bool:
 def own_folder(path: Path, *, make: bool = False, shared: bool = False) -> Iterator[int]:
     """The descriptor of a folder that only the user, or root, can write to.
 
-    ``make``: what is not there of ``path`` is made, for the user alone. ``shared``: others may write to it if they
-    cannot rename or remove what is not theirs, as in the system's temporary folder.
+    ``make``: missing parts of ``path`` are created, for the user alone. ``shared``: others may write to it if they
+    cannot rename or remove files of others, as in the system's temporary folder.
 
     Raises:
         UnsafeError: the folder is another user's, others can write to it, or a link of another user's leads there.
         OSError: there is no such folder, or it cannot be opened or made.
     """
-    folder = _opened(path, make=make)
+    folder = _open(path, make=make)
     try:
         about = os.fstat(folder)
         if not is_trusted(about):
@@ -62,8 +62,8 @@ def own_folder(path: Path, *, make: bool = False, shared: bool = False) -> Itera
         os.close(folder)
 
 
-def why_unsafe(path: Path, *, shared: bool = False) -> str:
-    """Why a folder is not to be trusted; empty where it is, or where there is none yet. ``shared`` as above."""
+def unsafe_reason(path: Path, *, shared: bool = False) -> str:
+    """The reason not to trust a folder; empty if it is trusted, or does not exist yet. ``shared`` as above."""
     try:
         with own_folder(path, shared=shared):
             return ""
@@ -73,7 +73,7 @@ def why_unsafe(path: Path, *, shared: bool = False) -> str:
         return ""
 
 
-def _opened(path: Path, *, make: bool) -> int:
+def _open(path: Path, *, make: bool) -> int:
     left = list(reversed(Path(os.path.abspath(path)).parts))
     folder, num_links = os.open(left.pop(), _PASS), 0
     try:
@@ -103,10 +103,10 @@ def _opened(path: Path, *, make: bool) -> int:
 
 
 def open_plain(folder: int, name: str) -> int:
-    """A descriptor to read a plain file of an open folder: no link is followed, no pipe or device waited for.
+    """A descriptor to read a plain file of an open folder: links are not followed, pipes and devices not waited for.
 
     Raises:
-        UnsafeError: it is no plain file.
+        UnsafeError: it is not a plain file.
         OSError: there is no such file, it is a link, or it cannot be read.
     """
     try:
@@ -141,7 +141,7 @@ def read_own(folder: int, name: str) -> bytes:
     """The bytes of a file of ``own_folder``.
 
     Raises:
-        UnsafeError: it is no plain file, another user's, or others can write to it.
+        UnsafeError: it is not a plain file, another user's, or others can write to it.
         OSError: there is no such file, it is a link, or it cannot be read.
     """
     descriptor = open_plain(folder, name)
@@ -158,9 +158,9 @@ def read_own(folder: int, name: str) -> bytes:
 def write_own(
     folder: int, name: str, data: bytes, *, prefix: str = "zerofx-", mode: int = 0o600, exact_mode: bool = False
 ) -> None:
-    """Write a file of ``own_folder`` as a whole: under another name, synced, and then put in its place.
+    """Write a file of ``own_folder`` as a whole: under another name, synced, and then renamed.
 
-    ``mode`` is what the process's mask leaves of it, or with ``exact_mode`` all of it.
+    ``mode`` is reduced by the process's mask, unless ``exact_mode``.
     """
     part = f"{prefix}{secrets.token_hex(8)}{PART}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -180,9 +180,9 @@ def write_own(
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file that the user has named: the old one or the new one is there, whole, whenever this is interrupted.
+    """Write a file that the user has named: either the old or the new one is there, whole, if this is interrupted.
 
-    A link is followed, since it is the user's way to say where; what is no plain file, such as a pipe, is written to.
+    A link is followed, since that is the user's choice; anything but a plain file, such as a pipe, is written to.
 
     Raises:
         OSError: it cannot be written.
@@ -206,7 +206,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 @functools.cache
 def private_folder() -> Path:
-    """A folder that only this process knows, and that goes with it."""
+    """A temporary folder that only this process knows, and that is removed with it."""
     folder = Path(tempfile.mkdtemp(prefix="zerofx-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -214,7 +214,7 @@ def private_folder() -> Path:
 
 @functools.cache
 def notify_once(message: str) -> None:
-    """``notify``, but not again in this process."""
+    """Call ``notify`` once per message and process."""
     notify(message)
 
 
@@ -222,11 +222,11 @@ _MOST_BYTES = 2**30  # of a plan or a graph, many times what one has
 
 
 def read_named(path: str | Path) -> str:
-    """What is in a file, as text; a pipe is read to its end, a device is not read.
+    """The content of a file, as text; a pipe is read to its end, a device is not read.
 
     Raises:
         OSError: it cannot be read, is a device, or is longer than any file of ours.
-        UnicodeDecodeError: it is no text.
+        UnicodeDecodeError: it is not text.
     """
     with Path(path).open("rb") as file:
         if stat.S_ISCHR(os.fstat(file.fileno()).st_mode):
@@ -238,18 +238,18 @@ def read_named(path: str | Path) -> str:
 
 
 def write_named(path: str | Path, text: str) -> None:
-    """Write a file as a whole, as ``write_text``; what UTF-8 has no bytes for is written escaped.
+    """Write a file as a whole, like ``write_text``; characters that UTF-8 cannot encode are escaped.
 
     Raises:
-        UsageError: it cannot be written; what was there is as it was, where it is a plain file.
+        UsageError: it cannot be written; a plain file keeps its old content.
     """
     try:
-        write_text(path, as_utf8(text))
+        write_text(path, escape_for_utf8(text))
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UsageError(f"expected a file that can be written, found none at {path}: {why}") from error
 
 
-def as_utf8(text: str) -> str:
-    """``text``, with what UTF-8 has no bytes for escaped, such as half a surrogate pair in a layer's name."""
+def escape_for_utf8(text: str) -> str:
+    """Escape the characters of ``text`` that UTF-8 cannot encode, such as half a surrogate pair in a layer's name."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -101,7 +101,7 @@ class PlannedStep:
 
     def report(self, what: str = "") -> SavedPlan:
         """The plan with its schedule; ``what`` is for the heading: the names of model and optimizer, say."""
-        return SavedPlan.of(self.lowered, self.machine, what)
+        return SavedPlan.from_lowered(self.lowered, self.machine, what)
 
     def save(self, path: str | Path, what: str = "") -> None:
         """Write the plan with its schedule, for ``compile(plan=path)`` and ``zerofx report``; ``what`` as there."""

@@ -1,1 +1,1 @@
-"""Trainers of other libraries around a step: each module imports its library, and is imported only on demand."""
+"""Trainers of other libraries that run a step: each module imports its library, and is imported only on demand."""

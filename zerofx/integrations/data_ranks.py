@@ -1,4 +1,4 @@
-"""Ranks that share one computation, as the Trainer sees them: an accelerator that counts each group of them once."""
+"""Ranks that share one computation, presented to the Trainer: an accelerator that counts each group of them once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from zerofx.torch_private.operators import pytree
 
 
 class DataRanks(Accelerator):  # type: ignore[misc]  # accelerate has no types
-    """An ``Accelerator`` of which ``num_sharing`` processes, one after the other, are given the same batches.
+    """An ``Accelerator`` that gives groups of ``num_sharing`` consecutive processes the same batches.
 
-    Its processes are those groups: data loaders divide data among them, and what is gathered has each group's once.
+    Its processes are those groups: data loaders divide data among them, and a gather has each group's part once.
     """
 
     num_sharing = 1
@@ -34,7 +34,7 @@ class DataRanks(Accelerator):  # type: ignore[misc]  # accelerate has no types
 
     def gather(self, tensor: Any) -> Any:
         gathered = super().gather(tensor)
-        return gathered if self.num_sharing == 1 else pytree.tree_map_only(torch.Tensor, self._once, gathered)
+        return gathered if self.num_sharing == 1 else pytree.tree_map_only(torch.Tensor, self._drop_repeats, gathered)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         are_objects = use_gather_object or not all(isinstance(n, torch.Tensor) for n in pytree.tree_leaves(input_data))
@@ -42,18 +42,18 @@ class DataRanks(Accelerator):  # type: ignore[misc]  # accelerate has no types
             input_data = []  # lists are joined
         return super().gather_for_metrics(input_data, use_gather_object=are_objects)
 
-    def _once(self, gathered: torch.Tensor) -> torch.Tensor:
+    def _drop_repeats(self, gathered: torch.Tensor) -> torch.Tensor:
         return torch.cat(gathered.tensor_split(self.state.num_processes)[:: self.num_sharing])
 
 
 def may_share(mesh: object) -> bool:
-    """Whether some ranks of a mesh are given the same batches, or may be once it is chosen."""
+    """True if some ranks of a mesh get the same batches, or may once it is chosen."""
     asked = AUTO if mesh == AUTO else mesh_of(mesh)
     return asked == AUTO or (isinstance(asked, Mesh) and asked.model > 1)
 
 
 def num_sharing(mesh: object, num_ranks: int) -> int:
-    """How many of ``num_ranks`` are given the same batches, as far as the mesh is known.
+    """The number of ranks, of ``num_ranks``, that get the same batches, as far as the mesh is known.
 
     Raises:
         UsageError: the mesh is of another number of ranks.
@@ -62,10 +62,10 @@ def num_sharing(mesh: object, num_ranks: int) -> int:
 
 
 def check_loading(args: TrainingArguments, mesh: object) -> None:
-    """Check that batches can be given to several ranks alike.
+    """Check that several ranks can be given the same batches.
 
     Raises:
-        UsageError: an argument has each rank get its own; names it.
+        UsageError: an argument gives each rank a batch of its own; names it.
     """
     config: Any = args.accelerator_config
     asked = {
@@ -81,7 +81,7 @@ def check_loading(args: TrainingArguments, mesh: object) -> None:
 
 
 def first_batch(loader: DataLoader[Any], num_samples: int) -> Any:
-    """A batch of the first samples of a loader's data, whatever its sampler draws."""
+    """A batch of the first samples of a loader's data, independent of its sampler."""
     data: Any = loader.dataset
     samples = (
         islice(data, num_samples) if isinstance(data, IterableDataset) else map(data.__getitem__, range(num_samples))
@@ -89,8 +89,8 @@ def first_batch(loader: DataLoader[Any], num_samples: int) -> Any:
     return loader.collate_fn(list(samples))
 
 
-def repeated(batch: Any, times: int) -> Any:
-    """A batch of ``times`` as many samples."""
+def repeat(batch: Any, times: int) -> Any:
+    """Repeat a batch's samples ``times`` times."""
     sizes = [
         tensor.shape[0] for tensor in pytree.tree_leaves(batch) if isinstance(tensor, torch.Tensor) and tensor.ndim
     ]

@@ -1,7 +1,7 @@
 """``ZeroFXStrategy``: Lightning's Trainer, whose training steps are planned and sharded.
 
-The Trainer's own loop runs as it is. What is captured is the module's ``training_step``; what it logs is handed out by
-the step, and logged once that has run. Clipping and the optimizer's update are in the step.
+The Trainer's own loop runs as it is. The module's ``training_step`` is captured; its logged values are outputs of the
+step, and logged after it has run. Clipping and the optimizer's update are in the step.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ZeroFXStrategy(DDPStrategy):
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
-        """Nothing: the step is made once there are optimizers."""
+        """Do nothing: the step is made once there are optimizers."""
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -105,14 +105,14 @@ class ZeroFXStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks along ``model`` are given the same batches."""
+        """Sampler arguments that give ranks along ``model`` the same batches."""
         num_sharing = mesh_for(mesh_of(self._options.get("mesh")), self.world_size).model
         return {"num_replicas": self.world_size // num_sharing, "rank": self.global_rank // num_sharing}
 
     # ------------------------------------------------------------------------------------------------ training
 
     def training_step(self, batch: Any, *others: Any) -> Any:
-        """Keep a micro-batch; the last of an update trains on all of them, and gives what the module gives."""
+        """Keep a micro-batch; the last of an update trains on all of them, and returns the module's result."""
         step = self.step
         assert step is not None, "made before the loop"
         step.micro(batch, len(others))
@@ -129,7 +129,7 @@ class ZeroFXStrategy(DDPStrategy):
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: nn.Module | None = None, **others: Any
     ) -> Any:
-        """Run the step, which has the update in it."""
+        """Run the step, which includes the update."""
         self._is_last = True
         try:
             return closure()
@@ -137,7 +137,7 @@ class ZeroFXStrategy(DDPStrategy):
             self._is_last = False
 
     def backward(self, closure_loss: Tensor, *others: Any, **named: Any) -> Tensor:
-        """Nothing: it is in the step."""
+        """Do nothing: it is part of the step."""
         return closure_loss
 
     # ------------------------------------------------------------------------------------------------ the whole module
@@ -153,7 +153,7 @@ class ZeroFXStrategy(DDPStrategy):
     on_validation_end = on_test_end = on_predict_end = _hide
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole, on the rank that writes it. Collective."""
+        """The whole state, on the rank that writes it. Collective."""
         if self.step is None or not self.step.is_prepared:
             return dict(super().lightning_module_state_dict())
         return dict(self.step.full_state_dict(keep=self.is_global_zero))
@@ -176,7 +176,7 @@ def _forward(
     *,
     arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]],
 ) -> tuple[Tensor, dict[str, Any]]:
-    """A module's loss, and what it logs and returns besides."""
+    """A module's loss, and its logged values and other results."""
     seen = _Seen(module)
     given = type(module).training_step(seen, batch, *[_UNKNOWN] * num_others)
     outputs = dict(given) if isinstance(given, dict) else {"loss": given}
@@ -187,7 +187,7 @@ def _forward(
 
 
 class _Seen:
-    """A module as its ``training_step`` sees it: what that logs is kept, and all else is the module's."""
+    """A proxy of the module for its ``training_step``: logged values are kept, everything else is the module's."""
 
     _module: LightningModule
     _values: dict[str, tuple[Tensor, tuple[Any, ...], dict[str, Any]]]
@@ -223,7 +223,7 @@ class _Seen:
 
 
 class _Unknown:
-    """What differs from batch to batch without being part of it, such as its number."""
+    """A value that differs between batches without being part of them, such as the batch's number."""
 
     def _refuse(self, *_: object) -> NoReturn:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What a loop that trains by itself has for a model and an optimizer that a step holds."""
+"""Stand-ins, in another library's training loop, for a model and an optimizer that a step holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zerofx.session.step import Step
 
 
 class SteppedModel(nn.Module):
-    """What the Trainer's loop has for a model that a step holds: called in evaluation mode, it is evaluated there."""
+    """Stands in for a model that a step holds: called in evaluation mode, it is evaluated by the step."""
 
     def __init__(self, module: nn.Module, step: Step) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class SteppedModel(nn.Module):
 
 
 class SteppedOptimizer(torch.optim.Optimizer):
-    """What the Trainer's loop has for an optimizer whose update is in the step: ``inner``, with nothing left to do."""
+    """Stands in for an optimizer whose update is in the step: ``inner``, with nothing left to do."""
 
     _is_accelerate_prepared = True  # accelerate leaves it as it is
 
@@ -48,10 +48,10 @@ class SteppedOptimizer(torch.optim.Optimizer):
         return repr(self.inner)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch overloads it
-        """Nothing: the step has updated already."""
+        """Do nothing: the step has updated already."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: gradients live within the step."""
+        """Do nothing: gradients live within the step."""
 
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()

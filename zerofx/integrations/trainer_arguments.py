@@ -1,4 +1,4 @@
-"""Which ``TrainingArguments`` of transformers a compiled step honours, and which are refused by name."""
+"""Check ``TrainingArguments`` of transformers: a compiled step honours some, and others are refused by name."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def check_keywords(given: Mapping[str, Any], base: type) -> tuple[dict[str, Any]
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Check that a step can do what the arguments ask for.
+    """Check that a step supports the arguments.
 
     Raises:
-        UsageError: names each that it cannot.
+        UsageError: names each unsupported one.
     """
     refused = {name: why for name, why in _REFUSED.items() if _is_given(name, getattr(args, name, None))}
     for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
@@ -102,14 +102,14 @@ def precision_of(args: TrainingArguments, options: Mapping[str, Any]) -> dict[st
 
 
 def recompute_of(args: TrainingArguments, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What the arguments say of recomputation: checkpointing asks for all of it, unless a budget says how much."""
+    """The recomputation that the arguments ask for: checkpointing asks for all of it, unless a budget is given."""
     checkpoints = getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None)
     given = {"recompute", "memory_budget", "plan"} & options.keys()
     return {"recompute": "full"} if checkpoints and not given else {}
 
 
 def _is_given(name: str, value: Any) -> bool:
-    """Whether an argument says something; where None is what is meant by nothing, False does too."""
+    """True if an argument is set; if None means unset, False does too."""
     return value not in (None, [], "") and (value is not False or name.startswith("ddp_"))
 
 

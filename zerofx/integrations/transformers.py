@@ -1,7 +1,8 @@
 """``ZeroFXTrainer``: the ``Trainer`` of transformers, whose training steps and evaluations are planned and sharded.
 
-The Trainer's own loop runs as it is. Where it calls the model, a ``SteppedModel`` stands in its place; where it steps
-the optimizer, a ``SteppedOptimizer`` does, whose update has run by then. What is captured is ``compute_loss``.
+The Trainer's own loop runs as it is. A ``SteppedModel`` replaces the model where the loop calls it; a
+``SteppedOptimizer`` replaces the optimizer where it is stepped, whose update has run by then. ``compute_loss`` is
+captured.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from zerofx.integrations.data_ranks import (
     first_batch,
     may_share,
     num_sharing,
-    repeated,
+    repeat,
 )
 from zerofx.integrations.stand_ins import SteppedModel, SteppedOptimizer
 from zerofx.integrations.trainer_arguments import check_arguments, check_keywords, precision_of, recompute_of
@@ -99,7 +100,7 @@ class ZeroFXTrainer(Trainer):
         return self._accelerator_args
 
     def _note_mesh(self) -> None:
-        """Have each group of ranks that shares one computation given the same batches."""
+        """Give the ranks of each group that shares one computation the same batches."""
         accelerator = self.accelerator
         accelerator.num_sharing = num_sharing(self._options.get("mesh"), accelerator.state.num_processes)
 
@@ -107,7 +108,9 @@ class ZeroFXTrainer(Trainer):
         return int(super().get_total_train_batch_size(args) // self.accelerator.num_sharing)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The Trainer's. With ``mesh="auto"`` the mesh, which says who is given which data, is chosen first."""
+        """The Trainer's dataloader. With ``mesh="auto"`` the mesh, which decides who gets which data, is
+        chosen first.
+        """
         if self._options.get("mesh") == AUTO:
             self._options["mesh"] = self._fastest_mesh(super().get_train_dataloader())
             self._note_mesh()
@@ -116,11 +119,11 @@ class ZeroFXTrainer(Trainer):
     def _fastest_mesh(self, loader: DataLoader[Any]) -> Mesh:
         """The mesh on which a step is fastest for batches like a loader's. Collective."""
         self.create_optimizer()
-        num, step = self.args.gradient_accumulation_steps, self._compiled()
+        num, step = self.args.gradient_accumulation_steps, self._open_step()
         self._own_model.train()
-        inputs = self._on_device(first_batch(loader, self.args.train_batch_size))
+        inputs = self._move_inputs(first_batch(loader, self.args.train_batch_size))
         num_items = self._get_num_items_in_batch([inputs] * num, self.args.device)
-        mesh = step.choose_mesh(**repeated(inputs, num), num_items_in_batch=num_items, num_micro_batches=num)
+        mesh = step.choose_mesh(**repeat(inputs, num), num_items_in_batch=num_items, num_micro_batches=num)
         step.close()  # the loss of the one that trains is of as many ranks as have batches of their own
         return mesh
 
@@ -129,7 +132,7 @@ class ZeroFXTrainer(Trainer):
             super()._move_model_to_device(model, device)
 
     def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
-        """The Trainer's optimizer, in the form in which its loop steps it."""
+        """The Trainer's optimizer, wrapped for its loop."""
         optimizer = super().create_optimizer(*args)
         if not isinstance(optimizer, SteppedOptimizer):
             if callable(getattr(optimizer, "eval", None)):
@@ -143,7 +146,7 @@ class ZeroFXTrainer(Trainer):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if training:
-            return SteppedModel(self._own_model, self._compiled())
+            return SteppedModel(self._own_model, self._open_step())
         return self._own_model if self.step is None or self.step.is_closed else self.model_wrapped
 
     @property
@@ -151,8 +154,8 @@ class ZeroFXTrainer(Trainer):
         assert isinstance(self.model, nn.Module), "there is one from __init__ on"
         return self.model
 
-    def _compiled(self) -> Step:
-        """The open step for the model and the arguments as they are now."""
+    def _open_step(self) -> Step:
+        """The open step for the current model and arguments."""
         norm = self.args.max_grad_norm
         options = {
             **self._options,
@@ -185,7 +188,9 @@ class ZeroFXTrainer(Trainer):
         return super().get_batch_samples(*args)
 
     def _get_num_items_in_batch(self, *args: Any) -> torch.Tensor | None:
-        """As a whole number, which no precision rounds, and no less than 1, as a loss is divided by it."""
+        """The number of items as a whole number, which no precision rounds, and at least 1, as a loss is
+        divided by it.
+        """
         num_items = super()._get_num_items_in_batch(*args)
         if num_items is None:
             return None
@@ -197,16 +202,16 @@ class ZeroFXTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """Keep a micro-batch; the last of an update trains on all of them, and gives their loss."""
+        """Keep a micro-batch; the last of an update trains on all of them, and returns their loss."""
         step, optimizer = self.step, self.optimizer
         assert step is not None and isinstance(optimizer, SteppedOptimizer), "made before the loop"
-        self._waiting.append(self._on_device(inputs))
+        self._waiting.append(self._move_inputs(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         parts, self._waiting = self._waiting, []
         model.train()
         if self._options.get("lengths") is None and any(_form(part) != _form(parts[0]) for part in parts):
-            # A smaller one at the end, as a rule: computed together, in the place of one after the other.
+            # A smaller one at the end, as a rule: computed together, instead of one after the other.
             parts = [{"parts": parts}]
         of_all = {"num_items_in_batch": num_items_in_batch, "num_micro_batches": len(parts)}
         for part in parts:
@@ -217,14 +222,16 @@ class ZeroFXTrainer(Trainer):
         return self._loss_alone(outcome)
 
     def step_loss(self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | None) -> Any:
-        """What a step, or an evaluation, computes of a micro-batch: its loss, or a pair of that and a dict of numbers.
+        """The result of a step, or an evaluation, for a micro-batch: its loss, or a pair of that and a dict of numbers.
 
         It is captured: it may not read the values of tensors. ``note_numbers`` is given the dicts.
         """
         return self.compute_loss(model, inputs, num_items_in_batch=num_items)
 
     def note_numbers(self, numbers: list[dict[str, torch.Tensor]]) -> None:
-        """Called after a step, or the evaluation of a batch, with what ``step_loss`` gave besides each loss."""
+        """Receive the numbers that ``step_loss`` returned besides each loss, after a step or the evaluation
+        of a batch.
+        """
 
     def _loss_alone(self, outcome: Any) -> torch.Tensor:
         loss, numbers = outcome if isinstance(outcome, tuple) else (outcome, None)
@@ -243,33 +250,33 @@ class ZeroFXTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """As the Trainer's, by ``step.evaluate``; a loss alone without the logits that it is of."""
+        """Evaluate by ``step.evaluate`` if the loss alone is asked for, otherwise as the Trainer does."""
         step, names = self.step, self.label_names
         has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
         if not (prediction_loss_only and has_labels and step is not None and step.is_prepared):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        inputs = self._on_device(inputs)
+        inputs = self._move_inputs(inputs)
         num_items = self._get_num_items_in_batch([inputs], self.args.device)
         return self._loss_alone(step.evaluate(**inputs, num_items_in_batch=num_items)), None, None
 
     def log(self, logs: dict[str, float], *args: Any) -> None:
-        """As the Trainer's, with the steps of an evaluation as ``predict`` has them."""
+        """Log as the Trainer does, with an evaluation's steps counted as in ``predict``."""
         self._count_steps(logs)
         super().log(logs, *args)
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
-        """As the Trainer's, which takes every process for one with samples of its own."""
+        """Predict as the Trainer does, which counts every process as one with samples of its own."""
         output = super().predict(*args, **kwargs)
         self._count_steps(output.metrics or {})
         return output
 
     def _count_steps(self, metrics: dict[str, float]) -> None:
-        """The ranks that share a computation take as many steps more for the same samples."""
+        """Correct step counts: ranks that share a computation take as many steps more for the same samples."""
         for name in metrics:
             if name.endswith("_steps_per_second") and name != "train_steps_per_second":
                 metrics[name] *= self.accelerator.num_sharing
 
-    def _on_device(self, inputs: Mapping[str, Any]) -> Inputs:
+    def _move_inputs(self, inputs: Mapping[str, Any]) -> Inputs:
         moved: Inputs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.args.device), dict(inputs))
         return moved
 
@@ -327,7 +334,9 @@ class ZeroFXTrainer(Trainer):
 
 
 class _Loss:
-    """A trainer's ``compute_loss`` of one micro-batch, or of several that are computed together, as a step calls it."""
+    """A trainer's ``compute_loss`` as a step calls it, for one micro-batch, or for several that are computed
+    together.
+    """
 
     def __init__(self, trainer: ZeroFXTrainer) -> None:
         self._trainer = trainer
@@ -343,7 +352,9 @@ class _Loss:
         reached: Mapping[str, Any],
         **inputs: Any,
     ) -> Any:
-        """The loss, or what the model gives. ``reached``: what ``compute_loss`` may use besides the model's tensors."""
+        """The loss, or the model's outputs. ``reached``: objects ``compute_loss`` may use besides the
+        model's tensors.
+        """
         if outputs:
             counted = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
             return model(*args, **inputs, **counted)
@@ -361,7 +372,7 @@ class _Loss:
 
 
 def _loss_of(trainer: ZeroFXTrainer) -> Callable[..., Any]:
-    """What a step calls for a loss; tensors and modules that a trainer of one's own has are looked for in it."""
+    """The loss function of a step; tensors and modules of a user's own trainer are looked up in it."""
     own = (trainer.model, trainer.model_wrapped)
     reached = {
         name: value
@@ -372,7 +383,7 @@ def _loss_of(trainer: ZeroFXTrainer) -> Callable[..., Any]:
 
 
 def _form(part: Inputs) -> list[tuple[str, Any]]:
-    """What micro-batches have in common that can be computed one after the other."""
+    """The common properties of micro-batches that can be computed one after the other."""
     return [(name, value.shape if isinstance(value, torch.Tensor) else type(value)) for name, value in part.items()]
 
 

@@ -19,9 +19,9 @@ _IGNORED = -100  # the label of a token that does not count
 class ZeroFXSFTTrainer(ZeroFXTrainer, SFTTrainer):
     """A ``trl.SFTTrainer`` that trains by a compiled step, with the keywords of ``zerofx.compile`` besides its own.
 
-    What is captured is the model's own loss, which is that of ``loss_type="nll"``, and the sums that entropy and token
-    accuracy are made of, which take the logits whole: ``log_token_metrics=False`` leaves these two out, so that a
-    budget may have the logits in tiles.
+    The captured loss is the model's own, which is that of ``loss_type="nll"``, with the sums for entropy and token
+    accuracy, which take the logits whole: ``log_token_metrics=False`` omits these two, so that a budget may have the
+    logits in tiles.
 
     Raises:
         UsageError: an argument cannot be honoured; says what to give instead.
@@ -61,7 +61,7 @@ class ZeroFXSFTTrainer(ZeroFXTrainer, SFTTrainer):
             }  # fmt: skip
 
     def note_numbers(self, numbers: list[dict[str, torch.Tensor]]) -> None:
-        noted = self._noted()
+        noted = self._current_metrics()
         for each in numbers:
             entropy, correct, valid = self.accelerator.reduce(
                 torch.stack([each[name].double() for name in ("entropy", "correct", "valid")])
@@ -74,15 +74,15 @@ class ZeroFXSFTTrainer(ZeroFXTrainer, SFTTrainer):
         tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["input_ids"].numel()
         counted = torch.as_tensor(tokens, device=self.args.device)
         self._num_tokens += int(self.accelerator.gather_for_metrics(counted).sum())
-        self._noted()["num_tokens"] = [self._num_tokens]
+        self._current_metrics()["num_tokens"] = [self._num_tokens]
         return super().training_step(model, inputs, num_items_in_batch)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        prefix, noted = "" if self._own_model.training else "eval_", self._noted()
+        prefix, noted = "" if self._own_model.training else "eval_", self._current_metrics()
         logs |= {prefix + name: sum(values) / len(values) for name, values in noted.items()}
         noted.clear()
         super().log(logs, start_time)
 
-    def _noted(self) -> defaultdict[str, list[float]]:
-        """What has been noted since the last log, in training or in evaluations."""
+    def _current_metrics(self) -> defaultdict[str, list[float]]:
+        """The metrics collected since the last log, in training or in evaluations."""
         return self._of_mode[self._own_model.training]

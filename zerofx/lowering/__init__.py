@@ -1,1 +1,1 @@
-"""A plan carried out on a graph: passes, simulation, source, loaded code."""
+"""Carry out a plan on a graph: passes, simulation, source, loaded code."""

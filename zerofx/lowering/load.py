@@ -1,4 +1,4 @@
-"""From a lowered step to one that runs: its source written and loaded, its regions compiled."""
+"""Turn a lowered step into one that runs: write and load its source, compile its regions."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepProgram:
-    """All of a lowered step that it takes to run it: its plan and source, what it is called with, and its distinct
-    regions. ``num_regions`` is how many it runs, ``returned`` what a micro-batch gives besides its loss."""
+    """The parts of a lowered step that are needed to run it: its plan and source, its arguments, and its distinct
+    regions. ``num_regions`` is the number it runs, ``returned`` the structure of a micro-batch's other outputs.
+    """
 
     plan: Plan
     emitted: EmittedStep
@@ -57,8 +58,8 @@ class StepProgram:
     returned: Returned
 
     @staticmethod
-    def of(lowered: LoweredStep, kernels: frozenset[str]) -> StepProgram:
-        """That of a step that will use ``kernels`` of zerofx's own."""
+    def from_lowered(lowered: LoweredStep, kernels: frozenset[str]) -> StepProgram:
+        """The program of a step that will use ``kernels`` of zerofx's own."""
         regions = regions_of(lowered.instructions)
         facts = region_facts(regions, with_updates=UPDATE in kernels)
         arguments = StepArguments.of(lowered.graph)
@@ -69,11 +70,10 @@ class StepProgram:
 
 @dataclass(frozen=True)
 class CompiledStep(StepProgram):
-    """A step that can be run, where its source was written, what its compiled regions hold, and which kernel each of
-    its updates runs on.
+    """A step that can be run: the path of its source, the memory of its regions, and the kernel of each update.
 
-    ``details`` gives the lowered step, which only reports read: of a step that was kept by an earlier run it is made
-    when they ask for it first.
+    ``details`` returns the lowered step, which only reports read: for a step that an earlier run kept, it is made on
+    demand.
     """
 
     source_path: Path
@@ -83,9 +83,9 @@ class CompiledStep(StepProgram):
     details: Callable[[], LoweredStep]
 
     def extras(self, tensors: Sequence[Any], *, as_list: bool) -> Any:
-        """What ``forward`` returned after its loss, around a step's tensors; of several micro-batches a list.
+        """The outputs of ``forward`` after its loss, rebuilt from a step's tensors; for several micro-batches a list.
 
-        ``as_list``: of one micro-batch too.
+        ``as_list``: also for one micro-batch.
         """
         num, each = self.plan.num_micro_batches, self.returned.num_tensors
         of_bodies = [tensors[i * each : (i + 1) * each] for i in range(num_bodies(num))]
@@ -95,7 +95,7 @@ class CompiledStep(StepProgram):
         return extras if num > 1 or as_list else extras[0]
 
     def function_for(self, runtime: Runtime) -> StepFunction:
-        """``function``; while something is saved, one whose updates first keep what they are about to write over."""
+        """The step's ``function``; during a save, its updates first keep the values that they overwrite."""
         if runtime.tiers.snapshot is None:
             return self.function
         names_of_updates = {self.emitted.functions[region.key] for region in self.regions if region.is_update}
@@ -106,7 +106,7 @@ class CompiledStep(StepProgram):
 
     @property
     def draws_together(self) -> bool:
-        """Whether ranks that share the step's computation draw random numbers in it."""
+        """True if ranks that share the step's computation draw random numbers in it."""
         return any(facts.role is Role.HOST_RANK for facts in self.arguments.placeholders.values())
 
     @property
@@ -117,11 +117,11 @@ class CompiledStep(StepProgram):
 
 def build(lowered: LoweredStep, layout: BucketLayout, target: Target, control: Control) -> CompiledStep:
     """Write the step's source, load it, and compile its regions if ``target`` says so."""
-    program = StepProgram.of(lowered, target.kernels)
+    program = StepProgram.from_lowered(lowered, target.kernels)
     path, loaded = load_program(program, target, control, lowered.plan.decisions_hash())
-    final = with_memory(lowered, layout, loaded.memory)
+    final = apply_memory(lowered, layout, loaded.memory)
     write_plan(path, final.plan.to_json(), control)
-    return compiled_step(program, path, loaded, final.plan, lambda: final)
+    return make_compiled_step(program, path, loaded, final.plan, lambda: final)
 
 
 def load_program(
@@ -138,8 +138,8 @@ def load_program(
     return path, loaded
 
 
-def with_memory(lowered: LoweredStep, layout: BucketLayout, memory: RegionMemory) -> LoweredStep:
-    """``lowered`` with what its compiled regions hold in the place of estimates."""
+def apply_memory(lowered: LoweredStep, layout: BucketLayout, memory: RegionMemory) -> LoweredStep:
+    """Replace estimates in ``lowered`` by the memory of its compiled regions."""
     if not memory:
         return lowered
     profiles = [(region, memory[region.key]) for region in regions_of(lowered.instructions) if region.key in memory]
@@ -154,10 +154,10 @@ def write_plan(source_path: Path, text: str, control: Control) -> None:
         dumps.write_plan(source_path, text)
 
 
-def compiled_step(
+def make_compiled_step(
     program: StepProgram, path: Path, loaded: LoadedStep, plan: Plan, details: Callable[[], LoweredStep]
 ) -> CompiledStep:
-    """A program that was loaded; ``plan`` has the predictions that hold for it."""
+    """The compiled step of a program that was loaded; ``plan`` has its predictions."""
     return CompiledStep(
         plan, program.emitted, program.arguments, program.regions, program.num_regions, program.device,
         program.returned, path,
@@ -171,7 +171,7 @@ def _is_for_cpu(inputs: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True)
 class LoadedStep:
-    """A step function, what its compiled regions take and free inside, by key, and the kernels of its updates."""
+    """A step function, the memory that its compiled regions take and free, by key, and the kernels of its updates."""
 
     function: StepFunction
     memory: RegionMemory
@@ -190,7 +190,7 @@ def load_step(
 ) -> LoadedStep:
     """The step function of an emitted file, its region functions compiled if ``target`` says so.
 
-    ``edited``: whether the file may read what the step does not.
+    ``edited``: whether the file may read values that the step does not.
     """
     kernels = target.kernels
     namespace = load_source(source, filename)
@@ -265,7 +265,7 @@ def read_edited(path: str | Path, emitted: EmittedStep) -> str:
 
 
 def _scalar_functions(text: str) -> dict[str, str]:
-    """The functions in a step's file that say how an optimizer's numbers are computed, by name."""
+    """The functions in a step's file that compute an optimizer's numbers, by name."""
     return {
         node.name: ast.dump(node)
         for node in ast.parse(text).body

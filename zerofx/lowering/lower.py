@@ -1,4 +1,4 @@
-"""From a captured graph and a plan to what can be known of a step without running it: passes, simulation, source."""
+"""Derive all facts of a step that need no run, from a captured graph and a plan: passes, simulation, source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zerofx.units import format_bytes, format_seconds, on_tiers
 
 @dataclass(frozen=True)
 class LoweredStep:
-    """One step for one batch shape on one rank, as a graph and as source: all that can be known without running it."""
+    """One step for one batch shape on one rank, as a graph and as source: everything known without running it."""
 
     graph: StepGraph
     plan: Plan
@@ -50,7 +50,7 @@ def lower(
 
 
 def host_sources(plan: Plan, programs: Mapping[int, UpdateProgram]) -> list[str]:
-    """The functions that give the scalars of a step's updates; an evaluation has none."""
+    """The functions that compute the scalars of a step's updates; an evaluation has none."""
     updated = {decision.bucket for decision in plan.reduces}
     return [program.host_source for index, program in programs.items() if index in updated]
 
@@ -61,12 +61,12 @@ def _header(plan: Plan, machine: Machine) -> str:
     return (
         f"One {what}\n"
         f"stage {plan.stage} on {plan.num_ranks} rank(s), plan {plan.decisions_hash()[:12]}, times for {machine.name}\n"
-        f"predicted, per rank: peak {format_bytes(plan.peak_bytes['device'])} at {_predicted_node(plan)}"
+        f"predicted, per rank: peak {format_bytes(plan.peak_bytes['device'])} at {_peak_node(plan)}"
         f"{on_tiers(plan.slower_peak_bytes)}, step {format_seconds(plan.step_seconds)}, of which "
         f"{format_seconds(plan.exposed_seconds)} exposed communication, {format_bytes(plan.wire_bytes)} sent"
     )
 
 
-def _predicted_node(plan: Plan) -> str:
+def _peak_node(plan: Plan) -> str:
     assert plan.prediction is not None
     return plan.prediction.peak_node

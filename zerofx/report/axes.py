@@ -1,4 +1,4 @@
-"""Axes of a schedule's pictures, and curves thinned to the points that can be seen."""
+"""Axes of a schedule's pictures, and curves thinned to the visible points."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ T = TypeVar("T")
 
 
 def svg_open(height: int, label: str, name: str) -> str:
-    """The begin of a picture that is ``height`` units high; ``label`` says what it shows to who cannot see it."""
+    """The opening tag of a picture that is ``height`` units high; ``label`` describes it for those who
+    cannot see it.
+    """
     return f'<svg id="{name}" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">'
 
 
 def x_of(at: float, seconds: float) -> float:
-    """Where a time is, from the step's begin to its end at ``seconds``."""
+    """The x position of a time, from the step's start to its end at ``seconds``."""
     return LEFT + (RIGHT - LEFT) * (min(max(at / seconds, 0.0), 1.0) if seconds else 0.0)
 
 
-def thinned(curve: Sequence[tuple[float, T]], seconds: float, size: Callable[[T], float]) -> Iterator[tuple[float, T]]:
-    """Of the points that share a pixel, the highest by ``size``, and from the next pixel on the last: a peak must not
-    get lost, and must not last longer than it does."""
+def thin(curve: Sequence[tuple[float, T]], seconds: float, size: Callable[[T], float]) -> Iterator[tuple[float, T]]:
+    """The highest point by ``size`` of those that share a pixel, and their last one from the next pixel on: a peak must
+    not get lost, and must not last longer than it does.
+    """
     pixel = seconds / (RIGHT - LEFT)
     here = -1
     highest: tuple[float, T] | None = None
@@ -51,7 +54,7 @@ def thinned(curve: Sequence[tuple[float, T]], seconds: float, size: Callable[[T]
 
 
 def steps(xs: Sequence[float], ys: Sequence[float], bottom: float) -> str:
-    """The outline of what is under a curve that keeps each value until the next; equal values are one line."""
+    """The outline of the area under a curve that keeps each value until the next; equal values are one line."""
     path, level = [f"M{LEFT} {bottom}"], float(bottom)
     for x, y in zip(xs, ys, strict=True):
         if round(y, 1) != round(level, 1):
@@ -80,8 +83,8 @@ def time_axis(bottom: float, seconds: float) -> Iterator[str]:
         yield f'<text x="{x:.0f}" y="{bottom + 20}" text-anchor="{anchor}">{text}</text>'
 
 
-def dashed_line(y: float, text: str, kind: str, *, above: bool) -> Iterator[str]:
-    """A dashed line across the plot, its words at the right end: above it, or below where another line may be."""
+def draw_dashed_line(y: float, text: str, kind: str, *, above: bool) -> Iterator[str]:
+    """A dashed line across the plot, with its text at the right end: above it, or below where another line may be."""
     yield f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="{kind}"/>'
     at = y - 5 if above else y + 15
     yield f'<text x="{RIGHT - 4}" y="{at:.1f}" text-anchor="end" class="{kind}">{escape(text)}</text>'

@@ -1,4 +1,4 @@
-"""Meshes side by side: what each makes of a step, and why one was taken."""
+"""Meshes side by side: the cost of a step on each, and the reason for the choice."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _HEADERS = ("mesh", "peak", "step", "per sample", "exposed", "within nodes", "ac
 
 @dataclass(frozen=True)
 class MeshOutcome:
-    """What one rank does in a step on a mesh, predicted.
+    """The predicted costs of one rank in a step on a mesh.
 
     ``num_samples`` are those of all ranks together, which give ``seconds_per_sample``. ``peak_bytes`` are on the device
-    and ``limit_bytes`` what it has, or may take. ``wire_bytes`` is what the ranks of the first node send together, by
-    where it goes. ``is_planned``: whether the mesh was planned and simulated whole; else the numbers are estimates from
-    a few of its layers. ``is_least``: whether it was left out for what it takes at least, which the seconds, and the
-    peak if it is known, are then. ``trouble`` is why it cannot be had, if it cannot.
+    and ``limit_bytes`` is its capacity, or the budget. ``wire_bytes`` are the bytes that the ranks of the first node
+    send together, by destination. ``is_planned``: whether the mesh was planned and simulated whole; else the numbers
+    are estimates from a few of its layers. ``is_least``: whether it was skipped because of a lower bound; the seconds,
+    and the peak if it is known, are that bound then. ``trouble`` is the reason why it is impossible, if it is.
     """
 
     mesh: Mesh
@@ -36,17 +36,17 @@ class MeshOutcome:
 
     @property
     def seconds_per_sample(self) -> float:
-        """Seconds of a step by samples of all ranks together."""
+        """Seconds of a step divided by the samples of all ranks together."""
         return self.step_seconds / self.num_samples
 
     @property
     def fits(self) -> bool:
-        """Whether it can be had, as far as was found."""
+        """True if the mesh is possible, as far as was found."""
         return not self.trouble and not self.is_least and self.peak_bytes <= self.limit_bytes
 
     @property
     def verdict(self) -> str:
-        """Whether it can be had, and is worth to be, in a word or two."""
+        """The outcome in a word or two."""
         if self.trouble:
             return "cannot be"
         if self.peak_bytes > self.limit_bytes:
@@ -56,14 +56,14 @@ class MeshOutcome:
 
 @dataclass(frozen=True)
 class MeshComparison:
-    """All meshes that were compared, the best of those that fit first, and why it is."""
+    """All compared meshes, the best of those that fit first, and the reason for it."""
 
     outcomes: tuple[MeshOutcome, ...]
     reason: str
 
     @property
     def best(self) -> MeshOutcome:
-        """The one that is taken."""
+        """The chosen mesh."""
         return self.outcomes[0]
 
     def __str__(self) -> str:

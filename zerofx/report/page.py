@@ -1,8 +1,7 @@
-"""A schedule as one page for a browser: what was decided, what the peak is made of, memory, streams and the table, with
-words to each.
+"""A schedule as one page for a browser: decisions, the peak's tensors, memory, streams and the table, explained.
 
-The page is a single file that asks for nothing from anywhere: the pictures are inline SVG. It can be mailed, or kept as
-an artifact of a build.
+The page is a single file that loads nothing else: the pictures are inline SVG. It can be mailed, or kept as an artifact
+of a build.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from zerofx.report.page_style import SCRIPT, STYLE
 from zerofx.report.page_tables import decisions_table, layer_bars, peak_table, schedule_html
 from zerofx.report.pictures import KINDS, colour_of, legend, memory_data, memory_picture, tier_picture, timeline_picture
 from zerofx.report.rows import legs_of
-from zerofx.report.shared_layer import shared_section
+from zerofx.report.shared_layer import render_shared_layer
 from zerofx.report.table import totals_line
 from zerofx.units import format_bytes, format_count, format_seconds
 
@@ -81,7 +80,7 @@ ABOUT_INSTRUCTIONS: Mapping[str, str] = {
 
 
 def page(schedule: Schedule, title: str, limits: Mapping[str, int], notes: str) -> str:
-    """One page for a browser, which needs nothing else; ``limits`` and ``notes`` as for ``Schedule.to_html``."""
+    """One self-contained page for a browser; ``limits`` and ``notes`` as for ``Schedule.to_html``."""
     totals, seconds = schedule.totals, schedule.totals.step_seconds
     memory, categories = memory_picture(schedule.memory, schedule.instructions, limits, seconds, totals.peak_bytes)
     tiers = "".join(tier_picture(tier, curve, seconds) for tier, curve in schedule.slower_memory.items())
@@ -108,7 +107,7 @@ ranks do the same. All numbers are predictions of the plan.</p>
 <p>Each decision of the plan with its reason; equal ones of successive layers share a line.</p>
 {decisions_table(schedule.decisions)}
 {whole_plan}
-{shared_section(schedule.shared)}<h2>The peak</h2>
+{render_shared_layer(schedule.shared)}<h2>The peak</h2>
 <p>The largest tensors on the device when it holds most, {format_bytes(totals.peak_bytes)}: which they are, the line of
 the model that makes them, and why they are there then. Equal tensors of successive layers share a line.</p>
 {peak_table(schedule.peak.tensors, totals.peak_bytes)}
@@ -123,7 +122,7 @@ The dashed line is the peak; the dot is where.{about_limits}</p>
 {legend(shares)}
 {about_tiers}<div class="wide">{tiers}</div>
 <h2>Streams</h2>
-<p>What runs at the same time, a track each, time from left to right as above: {_about_streams(schedule)}. What runs
+<p>What runs at the same time, a track each, time from left to right as above: {_explain_streams(schedule)}. What runs
 below computation costs no time; where computation has to wait, its track is red. Rest the pointer on a slice to read
 its operator, layer, bytes and time.</p>
 <div class="wide">{timeline}</div>
@@ -157,14 +156,14 @@ def _numbers(schedule: Schedule) -> str:
     return "".join(f"<div><b>{value}</b><small>{escape(name)}</small></div>" for value, name in numbers)
 
 
-def _about_streams(schedule: Schedule) -> str:
+def _explain_streams(schedule: Schedule) -> str:
     used = {row.stream for instruction in schedule.instructions for row in legs_of(instruction)} | {"compute"}
     about = {stream: _ABOUT_STREAMS[stream.partition(" ")[0]] for stream in sort_streams(used)}
     return ", ".join(f"<i>{stream}</i> ({text})" for stream, text in about.items())
 
 
 def _words(schedule: Schedule) -> str:
-    """What the instructions in the table that are no computation do."""
+    """Explanations of the instructions in the table that are not computation."""
     used = {row.op for row in schedule.instructions}
     entries = (f"<dt>{op}</dt><dd>{about}</dd>" for op, about in ABOUT_INSTRUCTIONS.items() if op in used)
     return f'<dl id="words">{"".join(entries)}</dl>'

@@ -16,7 +16,7 @@ _FIRST_NUMBER = 5  # column of the schedule: names stand before it
 
 
 def decisions_table(decisions: Sequence[tuple[str, str, str]]) -> str:
-    """A row for each kind of decision, what it is about, and the reason."""
+    """A row for each kind of decision, with its subject and reason."""
     if not decisions:
         return "<p>Nothing had to be: parameters, states and activations stay on the device.</p>"
     rows: list[list[str]] = []
@@ -72,7 +72,7 @@ def layer_bars(layers: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def schedule_html(instructions: Sequence[ScheduleRow]) -> str:
-    """The schedule as a table whose header stays in sight; layers that repeat are shown once, as in its text."""
+    """The schedule as a table whose header stays in view; repeated layers are shown once, as in its text."""
     rows, kinds = [], []
     for cells in schedule_lines(instructions, fold_layers=True):
         inner = cells[1].startswith(INDENT)

@@ -1,4 +1,6 @@
-"""The tensors on the device at the peak: what each is, which node makes it, and why it is live then."""
+"""The tensors on the device at the peak: their kind, the node that makes them, and the reason why they are
+live then.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,9 @@ _LARGEST = 10  # lines of tensors: a table that is read at a glance
 class PeakTensor:
     """A tensor on the device at the peak, or ``count`` equal ones of successive layers.
 
-    ``what`` is its name, or the operator that makes it with dtype and shape; ``layer`` the modules that it is of, first
-    to last; ``line`` the user's line, ``""`` where none is known; ``fate`` why it is there. ``num_bytes`` are those of
-    all ``count``.
+    ``what`` is its name, or the operator that makes it with dtype and shape; ``layer`` the modules that it belongs to,
+    first to last; ``line`` the user's line, ``""`` if unknown; ``fate`` the reason why it is live. ``num_bytes`` are
+    those of all ``count``.
     """
 
     what: str
@@ -51,7 +53,7 @@ class PeakTensor:
 
 @dataclass(frozen=True)
 class Peak:
-    """What the peak is made of: the largest tensors, and all bytes by layer and category, in the order of layers."""
+    """The peak's contents: the largest tensors, and all bytes by layer and category, in the order of layers."""
 
     tensors: tuple[PeakTensor, ...]
     layers: dict[str, dict[str, int]]
@@ -69,34 +71,33 @@ def peak_of(step: StepGraph, live: Liveness, plan: Plan) -> Peak:
 
 
 def _tensors(step: StepGraph, live: Liveness, plan: Plan, moment: Moment | None) -> Iterator[PeakTensor]:
-    """All that is held at the peak, in the order in which it was made; ``layer`` is a repeated layer where it is in
-    one."""
+    """All tensors live at the peak, in the order they were made; ``layer`` is a repeated layer if they are in one."""
     left = Counter(moment.during if moment is not None else {})
     for node in step.placeholders():
         size = sum(storage_bytes(value) for value in tensors_of(node))
         if size and placeholder(node).alias_of is None and tier_of(node) == DEVICE:
             category = OF_ROLE[placeholder(node).role]
             left[category] -= size
-            yield _stored(node, plan, category, size)
+            yield _placeholder_tensor(node, plan, category, size)
     if moment is None:
         return
-    for node, size in _made(step, live, moment):
+    for node, size in _results_at_peak(step, live, moment):
         category = category_of(node)
         left[category] -= size
         yield PeakTensor(
-            _described(node), _layer(step, node), source_line(node), _fate(step, node, live), category, size
+            _call_text(node), _layer(step, node), source_line(node), _fate(step, node, live), category, size
         )
     # A region is named by the largest of its results, fused away or not.
     main = max(moment.nodes, key=lambda node: sum(map(storage_bytes, tensors_of(node))))
     runs = "a compiled region, with" if moment.nodes in live.compiled else ""
     for category, size in left.items():
         if size > 0:
-            description = f"inside {runs} {_described(main)}"
+            description = f"inside {runs} {_call_text(main)}"
             yield PeakTensor(description, _layer(step, main), source_line(main), "while it runs", category, size)
 
 
-def _stored(node: fx.Node, plan: Plan, category: Category, size: int) -> PeakTensor:
-    """A placeholder: what stays between steps, and the batch."""
+def _placeholder_tensor(node: fx.Node, plan: Plan, category: Category, size: int) -> PeakTensor:
+    """A placeholder at the peak: persistent state, or the batch."""
     facts = placeholder(node)
     layer = facts.name.rpartition(".")[0] if facts.role in (Role.PARAMETER, Role.BUFFER) else ""
     if facts.bucket is not None:
@@ -106,8 +107,8 @@ def _stored(node: fx.Node, plan: Plan, category: Category, size: int) -> PeakTen
     return PeakTensor(description, layer or "(model)", "", fate, category, size)
 
 
-def _made(step: StepGraph, live: Liveness, moment: Moment) -> Iterator[tuple[fx.Node, int]]:
-    """The calls whose results are there at the peak, with their bytes; those of a compiled region itself are not."""
+def _results_at_peak(step: StepGraph, live: Liveness, moment: Moment) -> Iterator[tuple[fx.Node, int]]:
+    """The calls whose results are live at the peak, with their bytes, without those of a compiled region itself."""
     order = step.positions()
     begin, region = order[moment.nodes[0]], live.compiled.get(moment.nodes)
     sizes: Counter[fx.Node] = Counter()
@@ -121,7 +122,7 @@ def _made(step: StepGraph, live: Liveness, moment: Moment) -> Iterator[tuple[fx.
 
 
 def _fate(step: StepGraph, node: fx.Node, live: Liveness) -> str:
-    """Why a call's result is there at the peak."""
+    """The reason why a call's result is live at the peak."""
     last = next((reader for (owner, _), reader in live.last_use.items() if owner is node), None)
     if node.target in (ops.all_gather, ops.gather_on_node):
         return "gathered until its last use" if origin(node).phase is not Phase.UPDATE else "on its way to all ranks"
@@ -143,13 +144,13 @@ def _layer(step: StepGraph, node: fx.Node) -> str:
     return step.unit_of(node) or origin(node).layer or "(model)"
 
 
-def _described(node: fx.Node) -> str:
-    """What a call runs, and the dtype and shape of what it gives."""
+def _call_text(node: fx.Node) -> str:
+    """The operator of a call, and the dtype and shape of its result."""
     return f"{call_name(node)} {type_text(node.meta.get('val'))}"
 
 
 def _largest(tensors: list[PeakTensor]) -> tuple[PeakTensor, ...]:
-    """The largest, equal ones of several layers together."""
+    """The largest tensors, with equal ones of several layers grouped."""
     alike: dict[tuple[str, ...], list[PeakTensor]] = {}
     for tensor in tensors:
         description = tensor.what.replace(tensor.layer, "…") if tensor.layer != "(model)" else tensor.what

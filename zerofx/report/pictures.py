@@ -1,4 +1,6 @@
-"""Pictures of a schedule as SVG: memory over the step, and what each stream does when; as large as their pixels."""
+"""Pictures of a schedule as SVG: memory over the step, and the work of each stream over time; as large as
+their pixels.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from zerofx.ir.streams import COMPUTE, HOST, sort_streams
-from zerofx.report.axes import LEFT, RIGHT, byte_axis, dashed_line, steps, svg_open, thinned, time_axis, x_of
+from zerofx.report.axes import LEFT, RIGHT, byte_axis, draw_dashed_line, steps, svg_open, thin, time_axis, x_of
 from zerofx.report.rows import ScheduleRow, legs_of
 from zerofx.scheduler.cost.categories import Category
 from zerofx.units import format_bytes, format_count, format_seconds
@@ -48,7 +50,7 @@ KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class _Slice:
-    """What a track shows from ``start`` to ``end`` (seconds): one row, or ``count`` short ones drawn as one."""
+    """A bar of a track from ``start`` to ``end`` (seconds): one row, or ``count`` short ones drawn as one."""
 
     kind: str
     start: float
@@ -67,10 +69,11 @@ def memory_picture(
     """The stacked memory curve, and the categories in it from the bottom up.
 
     Args:
-        memory: seconds from the step's begin, and bytes from there on by category. ``instructions``: for the peak.
-        limits: bytes by what they are ("device", "budget"); those far above the peak are not drawn.
+        memory: seconds from the step's start, and bytes from there on by category.
+        instructions: for the peak.
+        limits: bytes by name ("device", "budget"); those far above the peak are not drawn.
     """
-    points = list(thinned(memory, seconds, _sum))
+    points = list(thin(memory, seconds, _sum))
     present = dict.fromkeys(category for _, held in memory for category in held)
     names = [*(name for name in COLOURS if name in present), *(name for name in present if name not in COLOURS)]
     drawn = {name: size for name, size in limits.items() if size <= _FARTHEST * peak_bytes}
@@ -87,8 +90,8 @@ def memory_picture(
         areas.append(f'<path d="{outline}" fill="{colour_of(name)}"><title>{escape(name)}</title></path>')
     parts += reversed(areas)  # each hides the lower part of the one above it, so that only its own share is seen
     for name, size in drawn.items():
-        parts += dashed_line(_y(size, top), f"{name}: {format_bytes(size)}", "limit", above=True)
-    parts += dashed_line(_y(peak_bytes, top), f"peak: {format_bytes(peak_bytes)}", "peak", above=not drawn)
+        parts += draw_dashed_line(_y(size, top), f"{name}: {format_bytes(size)}", "limit", above=True)
+    parts += draw_dashed_line(_y(peak_bytes, top), f"peak: {format_bytes(peak_bytes)}", "peak", above=not drawn)
     at_peak = max(instructions, key=lambda row: row.peak_bytes, default=None)
     if at_peak is not None:
         x, y = x_of(at_peak.start_seconds + at_peak.seconds / 2, seconds), _y(peak_bytes, top)
@@ -100,8 +103,8 @@ def memory_picture(
 
 
 def tier_picture(tier: str, curve: Sequence[tuple[float, int]], seconds: float) -> str:
-    """The bytes on a slower tier; ``curve`` has seconds from the step's begin, and bytes from there on."""
-    points, peak = list(thinned(curve, seconds, float)), max(size for _, size in curve)
+    """The bytes on a slower tier; ``curve`` has seconds from the step's start, and bytes from there on."""
+    points, peak = list(thin(curve, seconds, float)), max(size for _, size in curve)
     bottom = _TOP + _TIER_HEIGHT
 
     def y_of(size: float) -> float:
@@ -111,22 +114,24 @@ def tier_picture(tier: str, curve: Sequence[tuple[float, int]], seconds: float) 
     parts = [svg_open(bottom + 26, f"Bytes on {tier} over the step", f"memory-{tier}")]
     parts += byte_axis(max(1.04 * peak, 1), y_of, 4)
     parts.append(f'<path d="{outline}" fill="{TIER_COLOUR}"><title>on {escape(tier)}</title></path>')
-    parts += dashed_line(y_of(peak), f"{tier}, peak: {format_bytes(peak)}", "peak", above=True)
+    parts += draw_dashed_line(y_of(peak), f"{tier}, peak: {format_bytes(peak)}", "peak", above=True)
     return "".join([*parts, *time_axis(bottom, seconds), "</svg>"])
 
 
 def memory_data(memory: Sequence[tuple[float, Mapping[str, int]]], names: Sequence[str], seconds: float) -> str:
-    """The drawn points for the script that says what is under the pointer: JSON of x, and MiB by category."""
+    """The drawn points for the script that shows the values under the pointer: JSON of x, and MiB by category."""
     points = [
         [round(x_of(at, seconds), 1), *(round(held.get(name, 0) / 2**20) for name in names)]
-        for at, held in thinned(memory, seconds, _sum)
+        for at, held in thin(memory, seconds, _sum)
     ]
     data = {"left": LEFT, "right": RIGHT, "ms": seconds * 1e3, "names": [str(name) for name in names]}
     return json.dumps({**data, "points": points}, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def timeline_picture(instructions: Sequence[ScheduleRow], seconds: float) -> tuple[str, list[str]]:
-    """A track a stream, and the kinds of slices in them. Hovering names the slice; neighbours under a pixel are one."""
+    """A track per stream, and the kinds of slices in them. Hovering names the slice; neighbours under a
+    pixel are one.
+    """
     rows = [leg for row in instructions for leg in legs_of(row)]
     used = {COMPUTE, *(row.stream for row in rows)}
     streams = sort_streams(used)
@@ -138,7 +143,7 @@ def timeline_picture(instructions: Sequence[ScheduleRow], seconds: float) -> tup
         parts.append(f'<text x="{LEFT - 8}" y="{y + _TRACK / 2 + 4:.0f}" text-anchor="end">{escape(stream)}</text>')
         parts.append(f'<rect x="{LEFT}" y="{y:.0f}" width="{RIGHT - LEFT}" height="{_TRACK}" class="track"/>')
         slices = [drawn for row in rows if row.stream == stream for drawn in _slices(row)]
-        for drawn in _merged(slices, seconds / (RIGHT - LEFT)):
+        for drawn in _merge(slices, seconds / (RIGHT - LEFT)):
             kinds.add(drawn.kind)
             x, end = x_of(drawn.start, seconds), x_of(drawn.end, seconds)
             parts.append(
@@ -184,7 +189,7 @@ def _slices(row: ScheduleRow) -> Iterator[_Slice]:
     if row.recompute_seconds:
         lines.append(f"{format_seconds(row.recompute_seconds)} of it computes values of forward again")
     title, again = "\n".join(lines), row.start_seconds + row.recompute_seconds
-    # What a region computes again may lie anywhere in it: its share is drawn at the front.
+    # A region may recompute anywhere in it: the recomputed share is drawn at the front.
     if row.recompute_seconds:
         yield _Slice("recomputation", row.start_seconds, again, title)
     if again < row.start_seconds + row.seconds:
@@ -201,10 +206,11 @@ def _kind(row: ScheduleRow) -> str:
     return {"offload": "offloads", "reload": "reloads", "copy_into": "write-backs"}.get(row.op, "other transfers")
 
 
-def _merged(slices: Sequence[_Slice], pixel: float) -> list[_Slice]:
-    """Neighbours that are under a pixel each as one slice: all that share a pixel, and on from there those of one kind.
+def _merge(slices: Sequence[_Slice], pixel: float) -> list[_Slice]:
+    """Merge neighbours that are under a pixel each: all that share a pixel, and then further ones of the same kind.
 
-    What shares a pixel has the colour of the kind that takes most of it. So there are at most a few slices a pixel.
+    The slices that share a pixel have the colour of the kind that takes most of it. So there are at most a few slices
+    per pixel.
     """
     merged: list[_Slice] = []
     shares: dict[str, float] = {}  # seconds by kind in the last of them

@@ -11,16 +11,16 @@ from zerofx.scheduler.cost.simulate import Leg
 class ScheduleRow:
     """One node, or one instruction, in the simulated step of one rank.
 
-    ``position`` counts all calls of the graph, views included. ``kind`` is ``"event"`` for what is scheduled on its
-    own, else ``"node"``, or ``"region"`` for an instruction of many nodes. ``region`` is the function of the emitted
-    file, ``layer`` the dotted module path, ``unit`` the repeated layer, ``bucket`` the bucket of an event; ``""`` is
-    none.
+    ``position`` counts all calls of the graph, views included. ``kind`` is ``"event"`` for a node that is scheduled on
+    its own, else ``"node"``, or ``"region"`` for an instruction of many nodes. ``region`` is the function of the
+    emitted file, ``layer`` the dotted module path, ``unit`` the repeated layer, ``bucket`` the bucket of an event;
+    ``""`` is none.
 
-    ``stream`` is what it runs on, ``tier`` where its result lies; ``legs`` are those of a copy between tiers.
-    ``bytes_in`` and ``bytes_out`` are read and written, ``wire_bytes`` what the rank sends.
-    ``live_bytes`` are on the device after the row, ``peak_bytes`` while it runs. ``start_seconds`` counts from the
-    step's begin, ``exposed_seconds`` is how long computation waited just before. ``recompute_seconds`` are those of
-    ``seconds`` in which values are computed again for backward.
+    ``stream`` is the stream it runs on, ``tier`` the tier of its result; ``legs`` are those of a copy between tiers.
+    ``bytes_in`` and ``bytes_out`` are read and written, ``wire_bytes`` sent by the rank. ``live_bytes`` are on the
+    device after the row, ``peak_bytes`` while it runs. ``start_seconds`` counts from the step's start,
+    ``exposed_seconds`` is the time computation waited just before. ``recompute_seconds`` is the part of ``seconds``
+    spent on recomputation for backward.
     """
 
     position: int
@@ -51,7 +51,7 @@ class ScheduleRow:
 class Totals:
     """The whole step: peak bytes on the device, seconds, bytes sent, floating-point operations.
 
-    ``slower_peak_bytes`` are those of the slower tiers that it uses, ``link_bytes`` what it moves between tiers, by
+    ``slower_peak_bytes`` are those of the slower tiers that it uses, ``link_bytes`` the bytes moved between tiers, by
     stream.
     """
 
@@ -65,7 +65,7 @@ class Totals:
 
 
 def legs_of(row: ScheduleRow) -> list[ScheduleRow]:
-    """The row as often as it has legs, each on its own stream and in its own time; a row without legs is itself."""
+    """A row for each of its legs, on the leg's own stream and in its own time; a row without legs is itself."""
     legs = [
         replace(row, stream=leg.stream, start_seconds=leg.start_seconds, seconds=leg.seconds, legs=())
         for leg in row.legs

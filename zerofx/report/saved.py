@@ -1,7 +1,7 @@
 """A plan and its schedule in one file, from which ``zerofx report`` makes a page.
 
-The file is the plan's own JSON with one more entry, so that whatever reads plans reads it, too. Of the schedule it has
-the instructions and the memory curve; rows of single nodes, by far the most of it, are left out.
+The file is the plan's own JSON with one more entry, so that readers of plans can read it too. It contains the
+schedule's instructions and memory curve; rows of single nodes, by far the largest part, are omitted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ENTRY = "report"
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """A plan with its schedule (without rows of single nodes), a heading, and bytes that limit the peak, by name."""
+    """A plan with its schedule (without rows of single nodes), a heading, and memory limits in bytes, by name."""
 
     plan: Plan
     schedule: Schedule
@@ -32,7 +32,7 @@ class SavedPlan:
     limits: Mapping[str, int]
 
     @staticmethod
-    def of(lowered: LoweredStep, machine: Machine, what: str = "") -> SavedPlan:
+    def from_lowered(lowered: LoweredStep, machine: Machine, what: str = "") -> SavedPlan:
         """The plan of a step; ``what`` is for the heading: the names of model and optimizer, say."""
         plan = lowered.plan
         precision = f", {plan.precision}" if plan.precision else ""
@@ -68,7 +68,7 @@ class SavedPlan:
             )
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise PlanError(
-                f"expected the schedule of this version of zerofx in {path}, found another: {error!r}; save it anew"
+                f"expected the schedule of this version of zerofx in {path}, found another: {error!r}; save it again"
             ) from error
 
     def to_html(self, path: str | Path) -> None:

@@ -1,7 +1,7 @@
-"""The schedule: a row for every node of a step in the order it runs, with its bytes, time and origin.
+"""The schedule: a row for every node of a step in execution order, with its bytes, time and origin.
 
-Rows are per node; instructions are the same per region or event, as the emitted file has them a line each. Views have
-no row: they cost neither bytes nor time. All numbers are predictions for one rank of the plan's machine. Inside regions
+Rows are per node; instructions are the same per region or event, one for each line of the emitted file. Views have no
+row: they cost neither bytes nor time. All numbers are predictions for one rank of the plan's machine. Inside regions
 that Inductor has compiled, memory is known for the region as a whole: its last row has the peak.
 """
 
@@ -39,12 +39,12 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Schedule:
-    """The table of a step. ``print`` shows it by instruction, with layers that repeat folded into one.
+    """The table of a step. ``print`` shows it by instruction, with repeated layers folded into one.
 
-    ``rows`` has every node, ``instructions`` every region and event. ``memory`` has seconds from the step's begin and
+    ``rows`` has every node, ``instructions`` every region and event. ``memory`` has seconds from the step's start and
     the bytes on the device from there on, by category; ``slower_memory`` has seconds and bytes of each slower tier in
-    use. ``peak`` is what the peak is made of, ``decisions`` what was decided and why: a kind of decision, what it is
-    about, and the reason. ``shared`` is one layer as ranks of the axis ``model`` share it, where they do.
+    use. ``peak`` has the tensors at the peak, ``decisions`` the kind of each decision, its subject, and its reason.
+    ``shared`` is one layer as ranks of the axis ``model`` share it, if they do.
     """
 
     rows: tuple[ScheduleRow, ...]
@@ -80,11 +80,11 @@ class Schedule:
         limits: Mapping[str, int] | None = None,
         notes: str = "",
     ) -> None:
-        """Write one page for a browser, which needs nothing else: what was decided, what the peak is made of, memory,
-        streams and the table, with explanations.
+        """Write one self-contained page for a browser: decisions, the peak's tensors, memory, streams and the table,
+        with explanations.
 
-        ``limits`` are bytes to draw over the memory curve, by what they are (``{"device": 80 * 2**30}``); ``notes``,
-        such as ``str(plan)``, can be opened below what was decided.
+        ``limits`` are bytes to draw over the memory curve, by name (``{"device": 80 * 2**30}``); ``notes``, such as
+        ``str(plan)``, can be opened below the decisions.
         """
         write_named(path, page(self, title, limits or {}, notes))
 
@@ -177,7 +177,7 @@ def _row(lowered: LoweredStep, node: fx.Node, position: int, region: str) -> Sch
 
 
 def _bucket_of(node: fx.Node) -> int | None:
-    """The index of the bucket that an event is about; None for other nodes, and where there is none."""
+    """The index of an event's bucket; None for other nodes, and if there is none."""
     if node.target in (ops.wait, ops.release):
         source = node.args[0]
         return _bucket_of(source) if isinstance(source, fx.Node) else None
@@ -192,7 +192,7 @@ def _bucket_of(node: fx.Node) -> int | None:
 
 
 def _instruction(lowered: LoweredStep, instruction: Instruction, rows: Mapping[fx.Node, ScheduleRow]) -> ScheduleRow:
-    """One row for a region or event: sums, the highest peak, and what is live after its last node."""
+    """One row for a region or event: sums, the highest peak, and the live bytes after its last node."""
     if isinstance(instruction, Event):
         return rows[instruction.node]
     members = [rows[node] for node in instruction.own if node in rows]
@@ -216,8 +216,9 @@ def _instruction(lowered: LoweredStep, instruction: Instruction, rows: Mapping[f
 
 
 def _memory(lowered: LoweredStep, rows: Mapping[fx.Node, ScheduleRow]) -> tuple[tuple[float, dict[str, int]], ...]:
-    """The memory curve in time, a compiled region as one. A collective takes its memory when computation reaches it,
-    before it starts."""
+    """The memory curve over time, a compiled region as one. A collective takes its memory when computation reaches it,
+    before it starts.
+    """
     points: list[tuple[float, dict[str, int]]] = []
     now = 0.0
     for moment in memory_curve(lowered.graph, lowered.simulation.live):
@@ -233,7 +234,7 @@ def _memory(lowered: LoweredStep, rows: Mapping[fx.Node, ScheduleRow]) -> tuple[
 def _slower_memory(
     lowered: LoweredStep, rows: Mapping[fx.Node, ScheduleRow], use: TierUse
 ) -> tuple[tuple[float, int], ...]:
-    """Bytes on a slower tier in time: the most while a node runs, where that changes."""
+    """Bytes on a slower tier over time: the maximum while a node runs, where that changes."""
     points: list[tuple[float, int]] = [(0.0, use.persistent_bytes)]
     now = 0.0  # of computation
     for node in lowered.graph.calls():

@@ -1,4 +1,4 @@
-"""One layer as the ranks of the axis ``model`` share it: its operators, how results lie on them, what they send."""
+"""One layer as the ranks of the axis ``model`` share it: its operators, placements of results, and sent bytes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _PART, _SUM, _SENT = "#4e79a7", "#f28e2b", "#b0609f"
 
 @dataclass(frozen=True)
 class SharedStep:
-    """Operators in a row whose results lie alike on the ranks, or one collective on a value.
+    """Consecutive operators whose results have one placement, or one collective on a value.
 
     ``shape`` is that of the last result on one rank, ``placement`` as ``scheduler/plan/placements.py`` writes it. A
-    collective has neither: ``num_bytes`` is what a rank sends, ``waited_seconds`` how long computation waits for it.
+    collective has neither: ``num_bytes`` are sent by a rank, ``waited_seconds`` is the time computation waits for it.
     """
 
     name: str
@@ -43,7 +43,7 @@ class SharedStep:
 
 @dataclass(frozen=True)
 class SharedLayer:
-    """The forward of one layer, shared by ``num_ranks`` ranks, in the order that it runs."""
+    """The forward of one layer, shared by ``num_ranks`` ranks, in execution order."""
 
     layer: str
     num_ranks: int
@@ -51,7 +51,7 @@ class SharedLayer:
 
 
 def shared_layer(lowered: LoweredStep, rows: Mapping[fx.Node, ScheduleRow]) -> SharedLayer | None:
-    """The layer in the middle of those that ranks of the axis ``model`` share; None where none is shared."""
+    """The middle one of the layers that ranks of the axis ``model`` share; None if none is shared."""
     plan, graph = lowered.plan, lowered.graph
     if plan.model == 1:
         return None
@@ -62,7 +62,7 @@ def shared_layer(lowered: LoweredStep, rows: Mapping[fx.Node, ScheduleRow]) -> S
     layer = list(shared)[len(shared) // 2]
     decisions = {decision.node: decision for decision in plan.shardings if not decision.parameter}
     own = [node for node in nodes if graph.unit_of(node) == layer]
-    return SharedLayer(layer, plan.model, tuple(_merged(_steps(own, rows, decisions))))
+    return SharedLayer(layer, plan.model, tuple(_merge(_steps(own, rows, decisions))))
 
 
 def _is_forward(node: fx.Node) -> bool:
@@ -72,7 +72,7 @@ def _is_forward(node: fx.Node) -> bool:
 def _steps(
     nodes: list[fx.Node], rows: Mapping[fx.Node, ScheduleRow], decisions: Mapping[str, ShardingDecision]
 ) -> Iterator[tuple[SharedStep, bool]]:
-    """The steps, and whether each may share a line with those around it. Views are not among them."""
+    """The steps, and whether each may share a line with its neighbours. Views are not among them."""
     waits = {node.args[0]: rows[node].exposed_seconds for node in nodes if node.target is ops.wait and node in rows}
     for node in nodes:
         if node not in rows:
@@ -100,8 +100,9 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _placement(node: fx.Node, decisions: Mapping[str, ShardingDecision], *, is_heavy: bool) -> str:
-    """How a result lies: by the decision for it, or for its first reader where other operators take its place; ``""``
-    where neither says so."""
+    """The placement of a result: by the decision for it, or for its first reader if it is replaced by other operators;
+    ``""`` if there is neither.
+    """
     if node.name in decisions:
         return decisions[node.name].outputs[0] or ""
     if not is_heavy:
@@ -113,8 +114,8 @@ def _placement(node: fx.Node, decisions: Mapping[str, ShardingDecision], *, is_h
     return dict(zip(reader.all_input_nodes, decisions[reader.name].inputs, strict=False)).get(node, "")
 
 
-def _merged(steps: Iterator[tuple[SharedStep, bool]]) -> list[SharedStep]:
-    """Neighbours that lie alike as one, but for products and attention."""
+def _merge(steps: Iterator[tuple[SharedStep, bool]]) -> list[SharedStep]:
+    """Merge neighbours of one placement, except products and attention."""
     merged: list[SharedStep] = []
     before = False
     for step, may_share in steps:
@@ -126,8 +127,8 @@ def _merged(steps: Iterator[tuple[SharedStep, bool]]) -> list[SharedStep]:
     return merged
 
 
-def shared_section(shared: SharedLayer | None) -> str:
-    """The layer as a part of a page, with words to it; empty where there is none."""
+def render_shared_layer(shared: SharedLayer | None) -> str:
+    """The layer as a section of the page, with explanations; empty if there is none."""
     if shared is None:
         return ""
     return f"""<h2>One layer, shared</h2>
@@ -142,11 +143,11 @@ them.</p>
 def _picture(shared: SharedLayer) -> str:
     parts = [svg_open(_ROW * len(shared.steps) + 4, f"{shared.layer}, shared by {shared.num_ranks} ranks", "shared")]
     for number, step in enumerate(shared.steps):
-        parts += _drawn(step, _ROW * number + 4, shared.num_ranks)
+        parts += _draw(step, _ROW * number + 4, shared.num_ranks)
     return "".join([*parts, "</svg>"])
 
 
-def _drawn(step: SharedStep, top: int, num_ranks: int) -> Iterator[str]:
+def _draw(step: SharedStep, top: int, num_ranks: int) -> Iterator[str]:
     middle, width = top + _BOX / 2 + 4, (_BOX + 3) * min(num_ranks, _MOST_BOXES) - 3
     if step.placement:
         for rank in range(min(num_ranks, _MOST_BOXES)):

@@ -1,4 +1,4 @@
-"""The schedule as a table that people read: aligned, with sizes and times in their own units."""
+"""The schedule as a text table: aligned, with sizes and times in their own units."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INDENT = "  "  # before what a folded layer runs
 
 
 def schedule_table(instructions: Sequence[ScheduleRow], totals: Totals, fold_layers: bool) -> str:
-    """A line an instruction, and the totals; see ``schedule_lines``."""
+    """A line per instruction, and the totals; see ``schedule_lines``."""
     lines = schedule_lines(instructions, fold_layers)
     table = tabulate(
         lines, HEADERS, colalign=_ALIGN, disable_numparse=True, tablefmt="simple", preserve_whitespace=True
@@ -25,10 +25,10 @@ def schedule_table(instructions: Sequence[ScheduleRow], totals: Totals, fold_lay
 
 
 def schedule_lines(instructions: Sequence[ScheduleRow], fold_layers: bool) -> list[list[str]]:
-    """A line an instruction, with the cells of ``HEADERS``.
+    """A line per instruction, with the cells of ``HEADERS``.
 
     ``fold_layers``: show layers that run the same instructions once, indented under a line with their names, their
-    number and the sums over all of them. Instructions without bytes or time (hyperparameters) are left out.
+    number and the sums over all of them. Instructions without bytes or time (hyperparameters) are omitted.
     """
     shown = [row for row in instructions if row.op != "hyperparameters"]
     shapes = [(row.region or row.op, row.phase, row.stream, row.tier) for row in shown]
@@ -53,7 +53,7 @@ def totals_line(totals: Totals) -> str:
 
 
 def _header(shown: Sequence[ScheduleRow], block: Block) -> list[str]:
-    """Sums over all repetitions: of a layer, or of one event or region in a row, which then has no lines of its own."""
+    """Sums over all repetitions: of a layer, or of one repeated event or region, which then has no lines of its own."""
     members = [shown[i] for i in range(block.start, block.start + block.length * block.count)]
     first, stream = members[0], "compute"
     if any(row.kind == "region" and row.unit for row in members):
@@ -82,7 +82,7 @@ def _header(shown: Sequence[ScheduleRow], block: Block) -> list[str]:
 
 
 def _layer_of(members: Sequence[ScheduleRow]) -> str:
-    """The repeated layer that a repetition computes; its update may be another's. One may compute for none."""
+    """The repeated layer that a repetition computes; its update may belong to another. There may be none."""
     units = [row.unit for row in members if row.kind == "region" and row.unit]
     units = [row.unit for row in members if row.kind == "region" and row.unit and row.phase != "update"] or units
     return units[0] if units else members[0].layer or members[0].bucket or "(model)"

@@ -20,18 +20,19 @@ def chrome_trace(
     memory: Sequence[tuple[float, Mapping[str, int]]],
     slower_memory: Mapping[str, Sequence[tuple[float, int]]],
 ) -> dict[str, Any]:
-    """A track a stream, with regions around their nodes and waits where computation stands still, and memory curves.
+    """A track per stream, with regions around their nodes and waits of the computation, and memory curves.
 
     Args:
-        rows: the nodes. ``instructions``: the same as regions and events.
-        memory: seconds from the step's begin, and bytes on the device by category, in order.
+        rows: the nodes.
+        instructions: the same as regions and events.
+        memory: seconds from the step's start, and bytes on the device by category, in order.
         slower_memory: seconds and bytes, by slower tier.
     """
-    events: list[dict[str, Any]] = [_named("process_name", 0, "zerofx step (predicted, one rank)")]
+    events: list[dict[str, Any]] = [_name_event("process_name", 0, "zerofx step (predicted, one rank)")]
     used = {"compute", "collective", *(leg.stream for row in rows for leg in row.legs)}
     used |= {row.stream for row in rows if row.stream not in STREAMS}  # of collectives along other axes
     tracks = {stream: number for number, stream in enumerate(sort_streams({*STREAMS, *used}), 1)}
-    events += [_named("thread_name", track, stream) for stream, track in tracks.items() if stream in used]
+    events += [_name_event("thread_name", track, stream) for stream, track in tracks.items() if stream in used]
     events += [_slice(row, row.region, tracks) for row in instructions if row.kind == "region" and row.seconds]
     events += [_slice(leg, row.name, tracks) for row in rows for leg in legs_of(row) if leg.seconds]
     events += [_stall(row, tracks) for row in rows if row.exposed_seconds and row.stream == "compute"]
@@ -54,7 +55,7 @@ def chrome_trace(
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _named(what: str, track: int, name: str) -> dict[str, Any]:
+def _name_event(what: str, track: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": _PROCESS, "tid": track, "name": what, "args": {"name": name}}
 
 
@@ -81,7 +82,7 @@ def _slice(row: ScheduleRow, name: str, tracks: Mapping[str, int]) -> dict[str, 
 
 
 def _stall(row: ScheduleRow, tracks: Mapping[str, int]) -> dict[str, Any]:
-    """Computation waiting, just before the row starts."""
+    """The wait of the computation just before the row starts."""
     return {
         "ph": "X",
         "pid": _PROCESS,

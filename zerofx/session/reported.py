@@ -235,7 +235,7 @@ class Reported:
         """
         assert self._steps.machine is not None, "a captured step has one"
         what = f"{type(self.model).__name__} with {type(self.optimizer).__name__}"
-        SavedPlan.of(self.compiled.lowered, self._steps.machine, what).save(path)
+        SavedPlan.from_lowered(self.compiled.lowered, self._steps.machine, what).save(path)
 
     def __str__(self) -> str:
         return summary(self, self._steps.shapes.latest, self._measurement)

@@ -14,7 +14,7 @@ from torch import nn
 from zerofx.capture.checks import check_step_hooks
 from zerofx.checkpoints.fill import Source, fill_training
 from zerofx.checkpoints.training import Training
-from zerofx.deferred import becoming_real
+from zerofx.deferred import allow_replacement
 from zerofx.driver.driver import Built
 from zerofx.driver.prepared import Earlier
 from zerofx.errors import notify
@@ -80,7 +80,7 @@ class TakenOver:
             communicators = Communicators(transport, built.layout.mesh, built.layout.groups)
             self.state = TrainingState(model, built.layout, options.stage, communicators, tiers)
             weights = values.source(self.state.parameters, device, communicators)
-            with becoming_real(model):
+            with allow_replacement(model):
                 self.state.take_over(weights, compiled.plan)
         life.parameters = tuple(self.state.parameters.values())
         self.runtime = Runtime(built.layout, communicators, device, tiers)

@@ -22,7 +22,7 @@ HOOKS_AND_PARTS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called", "_mod
 """What the names of attributes of a module end with that hold its hooks, or the modules in it."""
 
 OF_RNNS = "_flat_weights"
-"""An attribute of recurrent layers: their parameters, which they list anew whenever one is set."""
+"""An attribute of recurrent layers: their parameters, which they list again whenever one is set."""
 
 OF_STATE_DICTS = "_non_persistent_buffers_set"
 """An attribute of a module that says which of its buffers ``state_dict()`` leaves out."""

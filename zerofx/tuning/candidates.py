@@ -1,4 +1,4 @@
-"""What ``zerofx.tune`` decides: which plans are candidates, which of them to run, and which is the best."""
+"""Decisions of ``zerofx.tune``: the candidate plans, which of them to run, and which is the best."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Planner:
         """
         candidates: list[Candidate] = []
         for variation in variations(self._request.options, self._request.mesh):
-            candidates.append(self._judged(self._candidate(variation, None), candidates))
+            candidates.append(self._judge(self._candidate(variation, None), candidates))
         if not any(candidate.is_open for candidate in candidates):
             raise MemoryBudgetError(
                 f"expected a plan within memory_budget={format_bytes(self.budget or 0)}, found none:\n"
@@ -55,15 +55,15 @@ class Planner:
             )
         return candidates
 
-    def corrected(
+    def correct(
         self,
         candidates: Sequence[Candidate],
         measured: Mapping[str, Sequence[float]],
         regions: Sequence[Region],
         transfers: Mapping[str, Sequence[Transfer]],
     ) -> tuple[MeasuredCosts, list[Candidate]]:
-        """Costs from what was measured, and the candidates with predictions from them; within a budget also those that
-        are made from them and were not there before.
+        """Costs from measurements, and the candidates with predictions from them; within a budget also new candidates
+        that are made from these costs.
 
         Args:
             measured: seconds of each distinct region in each candidate that had it, by the region's key.
@@ -76,25 +76,25 @@ class Planner:
         if self.budget is not None:  # without one, nothing of a plan depends on costs
             for variation in variations(self._request.options, self._request.mesh):
                 candidate = self._candidate(variation, costs)
-                if candidate.plan is not None and not self._judged(candidate, known).outcome:
+                if candidate.plan is not None and not self._judge(candidate, known).outcome:
                     known.append(replace(candidate, name=f"{candidate.name}, corrected"))
         return costs, [
-            replace(candidate, corrected=self._predicted(candidate.plan, costs).prediction)
+            replace(candidate, corrected=self._predict(candidate.plan, costs).prediction)
             if candidate.plan
             else candidate
             for candidate in known
         ]
 
     def _candidate(self, variation: Variation, costs: MeasuredCosts | None) -> Candidate:
-        """The plan of a variation, going by ``costs`` if there are any; predicted as without them."""
+        """The plan of a variation, made with ``costs`` if there are any; predicted without them."""
         budget = self.budget if variation.searched else None
         try:
             plan = make_plan(Problem.of(self.prepared, self._target(costs), variation.options, budget))
         except BudgetMissedError as error:
             return Candidate(variation.name, None, f"does not fit: takes at least {format_bytes(error.least_bytes)}")
-        return Candidate(variation.name, self._predicted(replace(plan, memory_budget=self.budget), None))
+        return Candidate(variation.name, self._predict(replace(plan, memory_budget=self.budget), None))
 
-    def _predicted(self, plan: Plan, costs: MeasuredCosts | None) -> Plan:
+    def _predict(self, plan: Plan, costs: MeasuredCosts | None) -> Plan:
         prepared = self.prepared
         captured = prepared.graph(plan.num_micro_batches)
         rehearsal = Rehearsal(captured, prepared.layout, prepared.programs, self._target(costs))
@@ -103,8 +103,8 @@ class Planner:
     def _target(self, costs: MeasuredCosts | None) -> Target:
         return self.target if costs is None else self.target.with_costs(costs, self._request.mesh)
 
-    def _judged(self, candidate: Candidate, before: Sequence[Candidate]) -> Candidate:
-        """``candidate``, with the reason not to run it, if there is one."""
+    def _judge(self, candidate: Candidate, before: Sequence[Candidate]) -> Candidate:
+        """The ``candidate`` with the reason not to run it, if there is one."""
         plan = candidate.plan
         if plan is None:
             return candidate
@@ -116,20 +116,21 @@ class Planner:
 
 
 def most_promising(candidates: Sequence[Candidate], number: int) -> list[int]:
-    """What to run at first: the plan that was asked for, and the fastest of the others as predicted."""
+    """The candidates to run first: the plan that was asked for, and the fastest of the others as predicted."""
     open_ones = _open(candidates)
     open_ones.sort(key=lambda index: (index > 0, _prediction(candidates[index].plan)[0]))
     return open_ones[:number]
 
 
 def promises_more(candidates: Sequence[Candidate]) -> int | None:
-    """A candidate that has not been run, and that corrected costs put before the best; or that takes the least memory,
-    where none that was run fits."""
+    """A candidate that has not been run, and that corrected costs put ahead of the best; or that takes the least
+    memory, if none that was run fits.
+    """
     open_ones, best = _open(candidates), best_of(candidates)
     if best is None:
         return min(open_ones, key=lambda index: _prediction(candidates[index].plan)[1], default=None)
-    first = min(open_ones, key=lambda index: _corrected_seconds(candidates[index]), default=None)
-    if first is None or _corrected_seconds(candidates[first]) >= _corrected_seconds(best):
+    first = min(open_ones, key=lambda index: _get_corrected_seconds(candidates[index]), default=None)
+    if first is None or _get_corrected_seconds(candidates[first]) >= _get_corrected_seconds(best):
         return None
     return first
 
@@ -142,8 +143,8 @@ def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
     )
 
 
-def concluded(candidate: Candidate, best: Candidate) -> Candidate:
-    """``candidate`` with what became of it, once the best is known."""
+def conclude(candidate: Candidate, best: Candidate) -> Candidate:
+    """The ``candidate`` with its outcome, once the best is known."""
     if candidate.outcome:
         return candidate
     if candidate is best:
@@ -164,5 +165,5 @@ def _prediction(plan: Plan | None) -> tuple[float, int]:
     return plan.step_seconds, plan.peak_bytes["device"]
 
 
-def _corrected_seconds(candidate: Candidate) -> float:
+def _get_corrected_seconds(candidate: Candidate) -> float:
     return candidate.corrected.step_seconds if candidate.corrected is not None else math.inf

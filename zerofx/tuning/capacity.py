@@ -1,7 +1,7 @@
-"""How large a micro-batch fits, and how few ranks do: ``zerofx.largest_micro_batch`` and ``zerofx.smallest_world``.
+"""Search the largest micro-batch, or the fewest ranks: ``zerofx.largest_micro_batch`` and ``zerofx.smallest_world``.
 
-Both double until the answer is passed, then bisect. They count on what holds but for details of the allocation: a
-larger micro-batch takes more memory, and more ranks do not take more than fewer.
+Both double until the answer is passed, then bisect. They rely on monotony, which holds up to details of the allocation:
+a larger micro-batch takes more memory, and more ranks do not take more than fewer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zerofx.units import format_bytes
 class SizeTried(NamedTuple):
     """One value that was tried: the peak in bytes on the device of the plan for it, and whether that fits.
 
-    Where it does not, the peak is the least that any plan has.
+    If it does not fit, the peak is the least of any plan.
     """
 
     value: int
@@ -47,10 +47,10 @@ class SizeTried(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     ``value`` is the answer, ``planned`` the step for it, ``tried`` every value that was planned, in that order.
-    ``quantity`` says what the value is, ``limit_bytes`` what a peak was compared with.
+    ``quantity`` names the value, ``limit_bytes`` is the limit for peaks.
     """
 
     value: int
@@ -112,7 +112,7 @@ def largest_micro_batch(
             capture_for_plans(model, optimizer, make_batch(samples), options, verbose=False), mesh, verbose=False
         )
 
-    with _Trials("micro-batch", attempt).watched() as trials:
+    with _Trials("micro-batch", attempt).show_progress() as trials:
         if not trials.fits(1):
             raise MemoryBudgetError(f"expected a micro-batch of 1 to fit: {trials.refusals[1]}")
         fitting, missed = 1, limit + 1
@@ -159,9 +159,9 @@ def smallest_world(
     def attempt(ranks: int) -> PlannedStep:
         return plan_captured(captured, Mesh(shard=ranks), verbose=False)
 
-    with _Trials("ranks", attempt).watched() as trials:
+    with _Trials("ranks", attempt).show_progress() as trials:
         missed = 0
-        for fitting in _doubling(node, limit):
+        for fitting in _double(node, limit):
             if trials.fits(fitting):
                 break
             missed = fitting
@@ -175,7 +175,7 @@ def smallest_world(
 
 
 class _Trials:
-    """Plans that were tried, each once."""
+    """The plans that were tried, each once."""
 
     def __init__(self, quantity: str, attempt: Callable[[int], PlannedStep]) -> None:
         self.refusals: dict[int, str] = {}
@@ -186,20 +186,20 @@ class _Trials:
         self._bar: tqdm[Any] | None = None
 
     @contextmanager
-    def watched(self) -> Iterator[_Trials]:
-        """With a progress bar, if it takes long: where the search stands, since its length is not known before."""
+    def show_progress(self) -> Iterator[_Trials]:
+        """Show a progress bar, if it takes long: the current value, since the search's length is unknown."""
         with watched(f"{self._quantity} 1", "plans") as self._bar:
             yield self
 
     def border(self, fitting: int, missed: int, unit: int) -> int:
-        """The multiple of ``unit`` next to the first that does not fit, between one that does and one that does not."""
+        """The multiple of ``unit`` that fits, next to one that does not, between ``fitting`` and ``missed``."""
         while abs(fitting - missed) > unit:
             middle = (fitting // unit + missed // unit) // 2 * unit
             fitting, missed = (middle, missed) if self.fits(middle) else (fitting, middle)
         return fitting
 
     def fits(self, value: int) -> bool:
-        """Plan for ``value``."""
+        """Plan for ``value``; true if it fits."""
         assert self._bar is not None
         self._bar.set_description(f"{self._quantity} {value}", refresh=False)
         try:
@@ -224,8 +224,8 @@ class _Trials:
         return SearchResult(value, self._fitting, tuple(self._tried), self._quantity, limit_bytes)
 
 
-def _doubling(node: int, limit: int) -> Iterator[int]:
-    """1, 2, 4 and so on to a whole node, then numbers of whole nodes, up to the most that are allowed."""
+def _double(node: int, limit: int) -> Iterator[int]:
+    """Numbers of ranks: 1, 2, 4 and so on to a whole node, then whole nodes, up to the limit."""
     ranks, last = 1, _last(node, limit)
     while ranks < last:
         yield ranks

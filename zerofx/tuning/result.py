@@ -21,9 +21,9 @@ _ALIGN = ("left", *["right"] * 5, "left")
 class Candidate:
     """A plan that could be the best.
 
-    ``plan`` has the prediction from the machine's own numbers; None where none could be made. ``corrected`` is the
-    prediction from measured costs, ``measured`` what running it has shown (of several ranks, the longest times and the
-    highest peaks); None where that was not done. ``outcome`` says in words what became of it.
+    ``plan`` has the prediction from the machine's own numbers; None if it could not be made. ``corrected`` is the
+    prediction from measured costs, ``measured`` the measurement (of several ranks, the longest times and the highest
+    peaks); None if that was not done. ``outcome`` is the result in words.
     """
 
     name: str
@@ -34,16 +34,16 @@ class Candidate:
 
     @property
     def is_open(self) -> bool:
-        """Whether it could be run still."""
+        """True if it may still be run."""
         return self.plan is not None and self.measured is None and not self.outcome
 
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What ``zerofx.tune`` returns; ``print`` shows the candidates as a table.
+    """The result of ``zerofx.tune``; ``print`` shows the candidates as a table.
 
-    ``candidates`` are all that were thought of, ``best`` is the fastest that fits. ``costs`` are the measured costs,
-    from which plans were made anew.
+    ``candidates`` are all that were considered, ``best`` is the fastest that fits. ``costs`` are the measured costs,
+    from which further plans were made.
     """
 
     candidates: tuple[Candidate, ...]
@@ -59,7 +59,7 @@ class TuneResult:
 
     @property
     def measured(self) -> Measurement:
-        """What running the best plan has shown."""
+        """The measurement of the best plan."""
         assert self.best.measured is not None
         return self.best.measured
 
@@ -80,7 +80,7 @@ class TuneResult:
 
 
 def candidate_table(candidates: Sequence[Candidate]) -> str:
-    """A line each: peak on the device and time of a step, predicted and measured, and what became of it."""
+    """A line per candidate: peak on the device and time of a step, predicted and measured, and its outcome."""
     lines = []
     for candidate in candidates:
         predicted = candidate.plan.prediction if candidate.plan is not None else None

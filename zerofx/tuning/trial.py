@@ -1,4 +1,4 @@
-"""Run a plan for a few steps on a copy of model and optimizer, which themselves stay as they are."""
+"""Run a plan for a few steps on a copy of model and optimizer; the originals stay as they are."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _WARM_UP = 2  # steps: the first, and one of the update that the others run
 
 @dataclass(frozen=True)
 class PlanTrial:
-    """What a plan's run has shown on this rank: a measurement, or a failure in words.
+    """The result of running a plan on this rank: a measurement, or a failure in words.
 
-    ``in_step``: whether all ranks have run the same until the end; where one has failed amid a step, others may wait
-    for messages that never come, or hold some that were for it.
+    ``in_step``: whether all ranks have run the same until the end; if one has failed within a step, others may wait for
+    messages that never come, or hold messages meant for it.
     """
 
     measured: Measurement | None
@@ -42,7 +42,7 @@ class PlanTrial:
 
 @dataclass(frozen=True)
 class TunedTraining:
-    """What is trained, and on what: the batch is as ``step(*args, **keywords)`` takes it."""
+    """The training to tune: the batch is as ``step(*args, **keywords)`` takes it."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -51,10 +51,10 @@ class TunedTraining:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return next(iter(self.model.parameters())).device
 
-    def copied(self, options: CompileOptions) -> tuple[TunedTraining, CompileOptions]:
+    def copy(self, options: CompileOptions) -> tuple[TunedTraining, CompileOptions]:
         """Copies of model, optimizer and loss function that share no tensor with these.
 
         Raises:
@@ -80,13 +80,13 @@ def run_trial(
 ) -> tuple[PlanTrial, list[Region]]:
     """Build the step of ``plan`` on a copy and measure ``num_steps`` steps; also gives the step's regions.
 
-    All ranks call it together. Random generators are left as they were. The copy is gone with ``free_copies``.
+    All ranks call it together. Random generators are restored. The copy is freed by ``free_copies``.
 
     Raises:
-        UsageError: the model cannot be copied, or the batch is none.
+        UsageError: the model cannot be copied, or the batch is invalid.
     """
     with preserve_randomness(training.device), ExitStack() as undo:
-        copied, own = training.copied(options)
+        copied, own = training.copy(options)
         args, keywords = copied.args, copied.keywords
         try:
             # Without a budget: what the peak is, is to be found out.
@@ -113,14 +113,14 @@ def run_trial(
 
 
 def free_copies(device: torch.device) -> None:
-    """Give the memory of copies back whose steps are not used any more: model and step hold each other."""
+    """Free the memory of copies whose steps are not used any more: model and step refer to each other."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def slowest(measured: Sequence[Measurement], mesh: Mesh) -> Measurement:
-    """What the ranks of ``mesh`` have measured as one: the longest times and the highest peaks among them."""
+    """Merge the measurements of the ranks of ``mesh``: the longest times and the highest peaks among them."""
     tiers = dict.fromkeys(tier for of_rank in measured for tier in of_rank.peak_bytes)
     keys = dict.fromkeys(key for of_rank in measured for key in of_rank.region_seconds)
     streams = dict.fromkeys(stream for of_rank in measured for stream in of_rank.transfers)
@@ -141,9 +141,9 @@ def slowest(measured: Sequence[Measurement], mesh: Mesh) -> Measurement:
 
 
 def _transfers(stream: str, of_ranks: Sequence[tuple[Transfer, ...]], mesh: Mesh) -> tuple[Transfer, ...]:
-    """What all ranks have moved: each copy of each rank, and each collective of each group of ranks once.
+    """The transfers of all ranks: each copy of each rank, and each collective of each group of ranks once.
 
-    A rank that comes early to a collective waits for the others there: it takes what it takes on the last to come.
+    A rank that comes early to a collective waits for the others there: its real time is that of the last to come.
     """
     axes = axes_of_stream(stream)
     if axes is None:

@@ -1,8 +1,8 @@
 """Run the plans that could be the fastest, and keep the one that is: ``zerofx.tune``.
 
-Plans that lean one way or another are made (``variations``), the most promising are run on a copy of what is trained,
-and predictions are corrected by the seconds that their regions, collectives and copies took. From the corrected costs
-plans are made anew; one that now promises to beat the best is run too. Rank 0 plans, times are those of the slowest
+Plans with different strategies are made (``variations``), the most promising are run on a copy of the training, and
+predictions are corrected by the measured seconds of their regions, collectives and copies. From the corrected costs
+plans are made again; one that then promises to beat the best is run too. Rank 0 plans, times are those of the slowest
 rank, and all ranks return the same result.
 """
 
@@ -46,12 +46,12 @@ from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.session.lending.owners import claim, release
 from zerofx.settings import read_settings
 from zerofx.torch_private.profiler import is_profiling
-from zerofx.tuning.candidates import Planner, best_of, concluded, most_promising, promises_more
+from zerofx.tuning.candidates import Planner, best_of, conclude, most_promising, promises_more
 from zerofx.tuning.result import Candidate, TuneResult, candidate_table
 from zerofx.tuning.trial import PlanTrial, TunedTraining, free_copies, run_trial, slowest
 from zerofx.units import format_bytes
 
-_ROUNDS = 2  # plans to make anew from corrected costs, and run, at most
+_ROUNDS = 2  # at most so many rounds of plans from corrected costs
 
 
 @document_options(TuneKeywords, CompileOptions)
@@ -128,7 +128,7 @@ class _Tuner:
         self._in_step = True
 
     def run(self, save: Path | None) -> TuneResult:
-        """Plan, run, correct, plan anew; the same on every rank."""
+        """Plan, run, correct, plan again; the same on every rank."""
         with closing(Control(process_group(), self._settings.timeout_seconds, "call zerofx.tune")) as control:
             control.agree(
                 "call zerofx.tune",
@@ -192,7 +192,7 @@ class _Tuner:
     # ------------------------------------------------------------------------------------------------ running
 
     def _measure(self, index: int, bar: tqdm[Any]) -> None:
-        """Run one candidate, and note what came of it."""
+        """Run one candidate, and record the result."""
         control, candidate = self._control, self._candidates[index]
         bar.set_description(f"tuning: {candidate.name}", refresh=False)
         plan = candidate.plan
@@ -228,10 +228,10 @@ class _Tuner:
         return replace(candidate, measured=measured, outcome=outcome)
 
     def _correct(self, planner: Planner) -> MeasuredCosts:
-        """Costs from all that was measured; predictions, and plans within a budget, are made anew from them."""
+        """Costs from all measurements; predictions, and plans within a budget, are made again from them."""
         costs, self._candidates = self._control.share(
             "share corrected costs",
-            lambda: planner.corrected(self._candidates, self._region_seconds, self._regions, self._transfers),
+            lambda: planner.correct(self._candidates, self._region_seconds, self._regions, self._transfers),
         )
         return costs
 
@@ -245,7 +245,7 @@ class _Tuner:
                     f"found none:\n{table}\nAllow more, or use a smaller batch"
                 )
             raise PlanError(f"expected a plan that runs, found that every candidate failed:\n{table}")
-        candidates = tuple(concluded(candidate, best) for candidate in self._candidates)
+        candidates = tuple(conclude(candidate, best) for candidate in self._candidates)
         chosen = candidates[self._candidates.index(best)]
         result = TuneResult(candidates, chosen, costs, self._budget)
         if save is not None:
@@ -262,7 +262,7 @@ class _Tuner:
         lowered = lower(captured.clone(), result.plan, prepared.layout, prepared.programs, target)
         training = self._training
         what = f"{type(training.model).__name__} with {type(training.optimizer).__name__}, times from measured costs"
-        saved = SavedPlan.of(lowered, self._machine, what)
+        saved = SavedPlan.from_lowered(lowered, self._machine, what)
         try:
             saved.save(path)
         except OSError as error:

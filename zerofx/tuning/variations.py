@@ -13,8 +13,9 @@ _PREFETCHES = (0, 2, 4)  # units to gather ahead, besides what was asked for
 
 @dataclass(frozen=True)
 class Variation:
-    """Options that lean one way. ``searched``: whether the plan is sought within the memory budget; one that is not is
-    as the options say, and is not run where it does not fit."""
+    """Options with one strategy. ``searched``: whether the plan is searched within the memory budget; one that is not
+    follows the options, and is not run if it does not fit.
+    """
 
     name: str
     options: CompileOptions
@@ -22,29 +23,29 @@ class Variation:
 
 
 def variations(options: CompileOptions, mesh: Mesh) -> tuple[Variation, ...]:
-    """All variations for what was asked, that first. Several may lead to one plan."""
+    """All variations of the requested options, those first. Several may lead to one plan."""
     gathers = options.stage == 3 and mesh.num_ranks > mesh.replicate
     return (
         Variation("as asked", options),
-        *_recomputing(options),
-        *_offloading(options),
-        *(_gathering(options) if gathers else ()),
+        *_vary_recompute(options),
+        *_vary_offload(options),
+        *(_vary_gathers(options) if gathers else ()),
     )
 
 
-def _recomputing(options: CompileOptions) -> Iterator[Variation]:
+def _vary_recompute(options: CompileOptions) -> Iterator[Variation]:
     if options.recompute == "auto":
         yield Variation("recompute nothing", replace(options, recompute="none"))
     if options.recompute != "none":
         yield Variation("recompute all", replace(options, recompute="full"), searched=False)
 
 
-def _offloading(options: CompileOptions) -> Iterator[Variation]:
+def _vary_offload(options: CompileOptions) -> Iterator[Variation]:
     if options.offload not in ("auto", "none"):
         yield Variation("offload nothing", replace(options, offload="none"))
 
 
-def _gathering(options: CompileOptions) -> Iterator[Variation]:
+def _vary_gathers(options: CompileOptions) -> Iterator[Variation]:
     for ahead in _PREFETCHES:
         if ahead != options.prefetch:
             yield Variation(f"prefetch {ahead}", replace(options, prefetch=ahead))

@@ -15,7 +15,7 @@ import torch
 from tests.lib import compiling
 from zerofx.codegen.inductor.background import Background
 from zerofx.disk.cache import NOT_KEPT, DiskCache
-from zerofx.disk.own_files import why_unsafe
+from zerofx.disk.own_files import unsafe_reason
 from zerofx.errors import CompilerError, ZeroFXWarning
 
 pytestmark = compiling.regions
@@ -277,7 +277,7 @@ def test_a_cache_that_others_can_write_to_is_not_inductors(tmp_path: Path, monke
     with pytest.warns(ZeroFXWarning, match="Inductor runs the code that it finds in its cache, and others can write"):
         check_compiler(torch.device("cpu"))
     given = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    assert given != theirs and not given.is_relative_to(theirs) and not why_unsafe(given)
+    assert given != theirs and not given.is_relative_to(theirs) and not unsafe_reason(given)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
     check_compiler(torch.device("cpu"))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")

@@ -77,7 +77,7 @@ def written(options: dict[str, Any]) -> dict[str, Any]:
     from zerofx.codegen.region_facts import region_facts
     from zerofx.codegen.regions import regions_of
     from zerofx.codegen.step_file import load_source
-    from zerofx.lowering.load import with_memory
+    from zerofx.lowering.load import apply_memory
 
     planned = plan(0, **options)
     lowered = planned.lowered
@@ -93,7 +93,7 @@ def written(options: dict[str, Any]) -> dict[str, Any]:
         with mock.patch.object(inductor, "memory_record", wraps=memory_record) as recorded:
             memory[region.key] = compile_region(namespace[name], region.inputs, name, kernels).memory
         sources[name] = recorded.call_args.args[0]
-    compiled = with_memory(lowered, planned.layout, memory)
+    compiled = apply_memory(lowered, planned.layout, memory)
     return {
         "sources": sources,
         "planned peak": planned.plan.peak_bytes["device"],

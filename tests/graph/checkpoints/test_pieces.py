@@ -64,8 +64,8 @@ def test_what_ranks_own_are_boxes_of_the_models_parameters_each_element_once(dat
             for piece in pieces_of(bucket, first, last):
                 whole = tensors[piece.source]
                 assert first <= piece.start < piece.end <= last
-                assert torch.equal(piece.view(flat[first:last], first), piece.box.of(whole, Box.whole(whole.shape)))
-                piece.box.of(counts[piece.source], Box.whole(whole.shape)).add_(1)
+                assert torch.equal(piece.view(flat[first:last], first), piece.box.select(whole, Box.whole(whole.shape)))
+                piece.box.select(counts[piece.source], Box.whole(whole.shape)).add_(1)
     for info, whole in drawn:
         expected = torch.zeros_like(whole)
         rows = whole.shape[0] - info.first_row - 1 if info.whole is not None else None

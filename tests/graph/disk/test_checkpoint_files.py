@@ -24,7 +24,7 @@ from zerofx.disk.checkpoint.contents import parse_marker
 from zerofx.disk.checkpoint.file_names import file_name
 from zerofx.disk.checkpoint.marker import Marker, OptimizerInfo, Scalar, TensorInfo
 from zerofx.disk.checkpoint.plain import from_plain, to_plain
-from zerofx.disk.checkpoint.shard_file import Entry, OpenFiles, ShardFile, ShardWriter, in_order
+from zerofx.disk.checkpoint.shard_file import Entry, OpenFiles, ShardFile, ShardWriter, sort_by_alignment
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -36,7 +36,7 @@ def test_boxes_of_a_range_are_its_elements_in_order_and_few(shape: tuple[int, ..
     stop = data.draw(st.integers(start, numel))
     whole = torch.arange(numel).view(shape)
     boxes = boxes_of_range(shape, start, stop)
-    elements = [element for box in boxes for element in box.of(whole, Box.whole(shape)).reshape(-1).tolist()]
+    elements = [element for box in boxes for element in box.select(whole, Box.whole(shape)).reshape(-1).tolist()]
     assert elements == list(range(start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
@@ -51,14 +51,14 @@ def test_overlaps_are_what_both_boxes_have(shape: tuple[int, ...], data: st.Data
         )
 
     first, second, whole = any_box(), any_box(), torch.arange(math.prod(shape)).view(shape)
-    elements = [set(box.of(whole, Box.whole(shape)).reshape(-1).tolist()) for box in (first, second)]
+    elements = [set(box.select(whole, Box.whole(shape)).reshape(-1).tolist()) for box in (first, second)]
     common = first.overlap(second)
-    assert (set() if common is None else set(common.of(whole, Box.whole(shape)).reshape(-1).tolist())) == (
+    assert (set() if common is None else set(common.select(whole, Box.whole(shape)).reshape(-1).tolist())) == (
         elements[0] & elements[1]
     )
     if common is not None:
         begin, end = common.span(first)
-        lying = first.of(whole, Box.whole(shape)).reshape(-1)[begin:end]
+        lying = first.select(whole, Box.whole(shape)).reshape(-1)[begin:end]
         assert {lying[0].item(), lying[-1].item()} <= elements[0] & elements[1]
 
 
@@ -120,7 +120,7 @@ def test_what_cannot_be_said_is_named_with_its_place() -> None:
 
 
 def written(path: Path, values: dict[Entry, torch.Tensor], words: dict[str, str] | None = None) -> str:
-    entries = in_order(list(values))
+    entries = sort_by_alignment(list(values))
     with ShardWriter(path, entries, words or {}) as writer:
         for entry in entries:
             writer.write(entry, values[entry])
@@ -184,7 +184,7 @@ def test_the_librarys_files_are_read_by_any_part(
             sizes = _bytes_of_reads(files, monkeypatch)
             files.read("a.safetensors", placed, box, part)
             assert max(sizes) <= most_bytes or (dtype == torch.float32 and box.sizes[1:] == whole.shape[1:])
-            assert torch.equal(part, box.of(whole, Box.whole(whole.shape)).to(dtype))
+            assert torch.equal(part, box.select(whole, Box.whole(whole.shape)).to(dtype))
     files.close()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zerofx import Plan
-from zerofx.disk.own_files import UnsafeError, own_folder, read_own, why_unsafe, write_own, write_text
+from zerofx.disk.own_files import UnsafeError, own_folder, read_own, unsafe_reason, write_own, write_text
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,14 +45,16 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, mode: int)
     with pytest.raises(UnsafeError, match=r"chmod \+t"), own_folder(path, shared=True):
         pass
     path.chmod(mode | stat.S_ISVTX)
-    assert why_unsafe(path) and not why_unsafe(path, shared=True)
+    assert unsafe_reason(path) and not unsafe_reason(path, shared=True)
 
 
 def test_another_users_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "theirs"
     path.mkdir()
     give_away(path, monkeypatch)
-    assert "belongs to another user" in why_unsafe(path) and "belongs to another user" in why_unsafe(path, shared=True)
+    assert "belongs to another user" in unsafe_reason(path) and "belongs to another user" in unsafe_reason(
+        path, shared=True
+    )
 
 
 def test_links_count_if_they_are_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,9 +64,9 @@ def test_links_count_if_they_are_the_users_own(tmp_path: Path, monkeypatch: pyte
         with own_folder(tmp_path / name / "inner") as folder:
             assert os.path.samestat(os.fstat(folder), (tmp_path / "real" / "inner").stat())
     (tmp_path / "round").symlink_to("round")
-    assert "links" in why_unsafe(tmp_path / "round")
+    assert "links" in unsafe_reason(tmp_path / "round")
     give_away(tmp_path / "relative", monkeypatch)
-    assert "relative in" in why_unsafe(tmp_path / "relative" / "inner")
+    assert "relative in" in unsafe_reason(tmp_path / "relative" / "inner")
 
 
 @pytest.mark.parametrize("kind", ["link", "writable", "pipe", "folder", "theirs"])

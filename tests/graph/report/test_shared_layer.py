@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zerofx
 from tests.lib.runs.sharing import SHARING
 from zerofx.report.saved import SavedPlan
-from zerofx.report.shared_layer import SharedStep, shared_section
+from zerofx.report.shared_layer import SharedStep, render_shared_layer
 
 WIDTH, TOKENS = 64, 32
 
@@ -58,7 +58,7 @@ def test_products_by_columns_and_rows_are_seen_in_the_page(golden: Callable[...,
     shared = step.schedule().shared
     assert shared is not None and (shared.layer, shared.num_ranks) == ("layers.1", 4)
     golden("\n".join(map(line, shared.steps)))
-    section = shared_section(shared)
+    section = render_shared_layer(shared)
     step.schedule().to_html(path := tmp_path / "plan.html")
     assert section in path.read_text()
     picture = ElementTree.fromstring(section[section.index("<svg") : section.index("</svg>") + len("</svg>")])
@@ -70,4 +70,4 @@ def test_products_by_columns_and_rows_are_seen_in_the_page(golden: Callable[...,
 
 @pytest.mark.parametrize("mesh", [{"shard": 4}, {"replicate": 2, "shard": 2}])
 def test_without_the_axis_there_is_nothing_to_see(mesh: dict[str, int]) -> None:
-    assert planned(mesh).schedule().shared is None and shared_section(None) == ""
+    assert planned(mesh).schedule().shared is None and render_shared_layer(None) == ""

@@ -42,9 +42,9 @@ class ForwardRecord:
     """The operators that a forward runs, and autograd's graph of them.
 
     The calls among ``lines`` are operators, and the methods are nodes of autograd's graph, which come after all
-    operators. Values are texts. ``asked`` lists the functions of torch that Python called, a line each (which of them
-    are composites is decided by whoever traces), then the buffers that get other tensors and the checks of values.
-    ``returned`` is what the forward returns besides its loss. ``foreign`` names an operator or a backward that is not
+    operators. Values are texts. ``asked`` lists the functions of torch that Python called, a line each (the tracer
+    decides which of them are composites), then the buffers that get other tensors and the checks of values.
+    ``returned`` are the forward's results besides its loss. ``foreign`` names an operator or a backward that is not
     torch's, if there is one. ``leaves_something``: whether the forward leaves tensors or other values on its modules.
     """
 

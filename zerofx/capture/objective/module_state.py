@@ -24,9 +24,7 @@ from zerofx.torch_private.tensors import is_traced
 
 @dataclass(frozen=True)
 class Change:
-    """A plain value that a forward has put on a module, and that was removed again; ``full`` is its name in
-    the model.
-    """
+    """A plain value that a forward has put on a module, and that was undone; ``full`` is its name in the model."""
 
     attributes: dict[str, Any]
     name: str

@@ -25,8 +25,8 @@ from zerofx.units import first_few
 def check_second_call(lossy: LossModule, fakes: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> None:
     """Call a forward twice more if it changes plain values; warns of numbers that count its calls.
 
-    Values that do not affect later calls stay, for whoever reads them. Values by which a later call finds in a buffer
-    what the first one has put there are effects of the step.
+    Values that do not affect later calls stay on the modules, and can be read. Values that make a later call find a
+    different value in a buffer, put there by the first call, are effects of the step.
 
     Raises:
         CaptureError: later calls are not as the first.

@@ -1,4 +1,4 @@
-"""Record the Python code that runs while a forward is traced: what it names is what a step may depend on."""
+"""Record the Python code that runs while a forward is traced: a step may depend on everything the code names."""
 
 from __future__ import annotations
 

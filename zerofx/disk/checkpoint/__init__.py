@@ -1,1 +1,1 @@
-"""Checkpoints on disk: boxes of tensors in safetensors files, and a marker that says that they are whole."""
+"""Checkpoints on disk: boxes of tensors in safetensors files, and a marker that certifies that they are whole."""

@@ -1,4 +1,4 @@
-"""Boxes of tensors: what a contiguous part of a flat tensor is, and what two of them have in common."""
+"""Boxes of tensors: the boxes of a contiguous part of a flat tensor, and the intersection of two boxes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Box:
         return math.prod(self.sizes)
 
     def overlap(self, other: Box) -> Box | None:
-        """What lies in both; None where nothing does."""
+        """The intersection of both; None if it is empty."""
         first = tuple(map(max, self.offsets, other.offsets))
         last = tuple(
             min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -35,7 +35,7 @@ class Box:
         return Box(first, sizes) if all(size > 0 for size in sizes) else None
 
     def halves(self) -> tuple[Box, ...]:
-        """Two boxes that it is made of, along its first dimension that can be divided; none for a single element."""
+        """The two halves of the box, along its first dimension that can be divided; none for a single element."""
         dim = next((dim for dim, size in enumerate(self.sizes) if size > 1), None)
         if dim is None:
             return ()
@@ -47,7 +47,7 @@ class Box:
 
         return part(0, size // 2), part(size // 2, size)
 
-    def of(self, tensor: torch.Tensor, outer: Box) -> torch.Tensor:
+    def select(self, tensor: torch.Tensor, outer: Box) -> torch.Tensor:
         """This box as a view of ``tensor``, which is the box ``outer``."""
         for dim, (begin, size, start) in enumerate(zip(self.offsets, self.sizes, outer.offsets, strict=True)):
             tensor = tensor.narrow(dim, begin - start, size)
@@ -63,10 +63,10 @@ class Box:
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The boxes that elements ``start`` to ``stop`` of a tensor in row-major order are made of, in this order.
+    """The boxes that make up elements ``start`` to ``stop`` of a tensor in row-major order, in this order.
 
-    Of ``d`` dimensions they are at most ``2 d - 1``: a part of a row, whole rows, and a part of a row, and so on inside
-    of the parts.
+    For ``d`` dimensions there are at most ``2 d - 1``: a part of a row, whole rows, and a part of a row, and so on
+    inside the parts.
     """
     if start >= stop:
         return []

@@ -1,6 +1,6 @@
-"""Checks of what a marker and the headers of files say: of each by itself, and of one against the other.
+"""Checks of a marker and of the headers of files: of each by itself, and of one against the other.
 
-A checkpoint may be anybody's, with hashes that are right: all that loading relies on is checked before it begins.
+A checkpoint may come from anybody, with valid hashes: everything that loading relies on is checked before it begins.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def _check_marker(marker: Marker) -> None:
     """Check all that a marker says by itself, beyond the types of its fields.
 
     Raises:
-        ValueError: says what cannot be.
-        CheckpointError: a value is none that was saved.
+        ValueError: says what is impossible.
+        CheckpointError: a value cannot have been saved.
     """
     _need(len(marker.files) == 2 * marker.num_ranks > 0, f"{len(marker.files)} files of {marker.num_ranks} ranks")
     names = {file_name(kind, rank, marker.num_ranks) for kind in (MODEL, STATE) for rank in range(marker.num_ranks)}
@@ -125,7 +125,7 @@ def _need(holds: bool, otherwise: str) -> None:
 
 
 def check_contents(marker: Marker, kind: str, shards: Sequence[ShardFile], place: Path) -> None:
-    """Check the headers of all ranks' files of a kind: each tensor that the marker names is there once, in its shape
+    """Check the headers of all ranks' files of a kind: each tensor that the marker names is there once, with its shape
     and kind of dtype, and no other.
 
     Raises:
@@ -134,10 +134,10 @@ def check_contents(marker: Marker, kind: str, shards: Sequence[ShardFile], place
     try:
         expected: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {}
         if kind == MODEL:
-            expected = {name: (about.stored_shape, about.torch_dtype) for name, about in marker.tensors.items()}
+            expected = {name: (about.shape_in_files, about.torch_dtype) for name, about in marker.tensors.items()}
         else:
             for name, states in marker.optimizer.states.items():
-                shape = marker.tensors[name].stored_shape
+                shape = marker.tensors[name].shape_in_files
                 expected |= {state_name(name, state): (shape, None) for state in states}
         entries: dict[str, list[Entry]] = {}
         for shard in shards:
@@ -171,7 +171,7 @@ def _are_alike(stored: torch.dtype, of_model: torch.dtype) -> bool:
 
 
 def _covers(boxes: Sequence[Box], whole: Box) -> bool:
-    """Whether boxes inside of ``whole`` have each of its elements once.
+    """True if boxes inside ``whole`` cover each of its elements exactly once.
 
     Each element gets a product of random numbers, one for its place along each dimension: the sums over all boxes and
     over the whole are equal if each element is there once, and only by chance otherwise.
@@ -191,7 +191,7 @@ def _covers(boxes: Sequence[Box], whole: Box) -> bool:
 
 
 def _check_own(marker: Marker, kind: str, name: str, entries: Sequence[Entry]) -> None:
-    """Check what a rank has of its own in its file: a generator's state, a buffer, or a tensor of the user's."""
+    """Check an entry of a rank's own: a generator's state, a buffer, or a tensor of the user's."""
     (entry, *more) = entries
     what = f"{entry.dtype} {list(entry.shape)} for {name!r:.80}"
     if kind == MODEL or more or entry.box != Box.whole(entry.shape):
@@ -202,6 +202,6 @@ def _check_own(marker: Marker, kind: str, name: str, entries: Sequence[Entry]) -
         buffer = name.removeprefix(BUFFER)
         _need(buffer in marker.buffers, f"{name!r:.80}, which is no buffer")
         about = marker.tensors[buffer]
-        _need(entry.shape == about.stored_shape and _are_alike(entry.dtype, about.torch_dtype), what)
+        _need(entry.shape == about.shape_in_files and _are_alike(entry.dtype, about.torch_dtype), what)
     else:
         _need(name.startswith(USER), f"{name!r:.80}, which the marker does not know")

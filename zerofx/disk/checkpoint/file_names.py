@@ -9,10 +9,10 @@ RANDOM, BUFFER, USER = "random.", "buffer.", "state."
 
 
 def file_name(kind: str, rank: int, num_ranks: int) -> str:
-    """The file of a rank's: ``kind`` is ``"model"`` for the model's tensors, ``"state"`` for all else."""
+    """The name of a rank's file: ``kind`` is ``"model"`` for the model's tensors, ``"state"`` for everything else."""
     return f"{kind}-{rank:05}-of-{num_ranks:05}.safetensors"
 
 
 def state_name(parameter: str, state: str) -> str:
-    """The name in a file of an optimizer's state of a parameter, as ``torch.distributed.checkpoint`` has it."""
+    """The name in a file of an optimizer's state of a parameter, as in ``torch.distributed.checkpoint``."""
     return f"optimizer.state.{parameter}.{state}"

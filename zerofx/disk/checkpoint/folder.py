@@ -1,9 +1,8 @@
-"""A folder of checkpoints: each in a folder of its own, there whole or not at all, and the name of the latest.
+"""A folder of checkpoints: each in a folder of its own, whole or absent, and the name of the latest.
 
-A checkpoint is written to a folder with a name of its own that begins with a dot; when all of it is on disk, the
-folder is renamed, and then ``latest`` is replaced. A process that is killed meanwhile leaves the checkpoints before as
-they were, and a folder that the next save removes. That one leaves alone what another process still writes: its folder
-is locked.
+A checkpoint is written to a folder with a name of its own that begins with a dot; when all of it is on disk, the folder
+is renamed, and then ``latest`` is replaced. A process that is killed meanwhile leaves the earlier checkpoints as they
+were, and a folder that the next save removes. Folders that another process still writes are locked, and left alone.
 
 The path that a user gives may be a link. Nothing below it is reached by one.
 """
@@ -62,7 +61,7 @@ class Unfinished:
             raise
 
     def abandon(self) -> None:
-        """Remove all that has been written."""
+        """Remove the written files."""
         # Renamed first, so that no other rank goes on to write into it.
         gone = self.path.with_suffix(".gone")
         with contextlib.suppress(OSError):
@@ -71,13 +70,13 @@ class Unfinished:
         self.end()
 
     def end(self) -> None:
-        """Remove the lock, once the folder is no more, or in its place."""
+        """Remove the lock, once the folder is gone or in place."""
         with contextlib.suppress(OSError):
             self._lock_path.unlink()
         self.release()
 
     def release(self) -> None:
-        """Let go of the lock, as the system does where a process is killed."""
+        """Release the lock, as the system does if a process is killed."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
@@ -87,7 +86,7 @@ class Unfinished:
 
 
 def begin(folder: Path, num_steps: int) -> Unfinished:
-    """Begin a checkpoint in ``folder``, which is made; what killed processes left there goes.
+    """Begin a checkpoint in ``folder``, which is created; leftovers of killed processes are removed.
 
     Raises:
         CheckpointError: nothing can be written there.
@@ -130,7 +129,7 @@ def _remove_abandoned(part: Path, lock_path: Path) -> None:
 
 
 def _seconds_since_write(*paths: Path) -> float:
-    """The seconds since the latest write to some paths and to what is in them; 0 where they are gone."""
+    """The seconds since the latest write to some paths and their contents; 0 if they are gone."""
     times = []
     for path in paths:
         with contextlib.suppress(OSError):
@@ -140,7 +139,7 @@ def _seconds_since_write(*paths: Path) -> float:
 
 
 def commit(unfinished: Unfinished, marker: Marker) -> Path:
-    """Write the marker of a checkpoint whose other files are on disk, and put it in its place; returns its folder.
+    """Write the marker of a checkpoint whose other files are on disk, and move it into place; returns its folder.
 
     Raises:
         CheckpointError: a file is not there with its size.
@@ -172,7 +171,7 @@ def commit(unfinished: Unfinished, marker: Marker) -> Path:
 
 
 def _write(folder: int, name: str, text: str) -> None:
-    """Write a file that is not there yet to an open folder; both are on disk then."""
+    """Write a file that does not exist yet to an open folder; both are on disk then."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(name, flags, 0o666, dir_fd=folder), "w", encoding="utf-8") as file:
         file.write(text)
@@ -182,7 +181,7 @@ def _write(folder: int, name: str, text: str) -> None:
 
 
 def place_of(folder: Path, num_steps: int) -> Path:
-    """The place where a checkpoint of so many steps would be put now."""
+    """The path that a checkpoint of so many steps would be moved to now."""
     stem, number = f"step-{num_steps:08}", 1
     while os.path.lexists(place := folder / (stem if number == 1 else f"{stem}-{number}")):
         number += 1
@@ -208,7 +207,7 @@ def resolve(path: Path) -> Path:
 
 
 def latest(folder: Path) -> Path | None:
-    """The latest checkpoint in a folder; None where none has been finished.
+    """The latest checkpoint in a folder; None if none has been finished.
 
     Raises:
         CheckpointError: the one that ``latest`` names is not there.
@@ -293,10 +292,10 @@ def check_sizes(folder: int, place: Path, marker: Marker) -> None:
 
 
 def prune(newest: Path, keep: int) -> str:
-    """Remove all finished checkpoints but the ``keep`` that were saved last, of which ``newest`` is one.
+    """Remove all finished checkpoints but the last ``keep`` saved, of which ``newest`` is one.
 
     Returns:
-        Which of them could not be removed, in words; empty where all were.
+        The ones that could not be removed, in words; empty if there are none.
     """
     failed: list[str] = []
     with open_folder(newest.parent) as folder:
@@ -321,7 +320,7 @@ def prune(newest: Path, keep: int) -> str:
 
 
 def _marker_of(folder: int, place: Path) -> Marker | None:
-    """The marker of a finished checkpoint in an open folder; None where it is none, or not known: it is left alone."""
+    """The marker of a finished checkpoint in an open folder; None if it is not one, or unknown: it is left alone."""
     try:
         with open_folder(place.name, folder, follow=False) as inner:
             return marker_in(inner, place)
@@ -330,13 +329,13 @@ def _marker_of(folder: int, place: Path) -> Marker | None:
 
 
 def _order(marker: Marker) -> int:
-    """The place of a checkpoint among those of its folder: clocks may be set back, and numbers of steps start anew."""
+    """The position of a checkpoint in its folder's order: clocks may be set back, and step counts may restart."""
     order = marker.about.get(_OLDER)
     return order if type(order) is int else 0  # a checkpoint of an earlier version: its time tells
 
 
 def _order_of_latest(folder: int, path: Path) -> int:
-    """The order of the checkpoint that was saved last, as far as the folder says; 0 where there is none."""
+    """The order of the checkpoint that was saved last, as far as the folder says; 0 if there is none."""
     try:
         name = read_plain(folder, LATEST, _MOST_LATEST_BYTES).decode(errors="replace").strip()
     except OSError:
@@ -349,7 +348,7 @@ def _order_of_latest(folder: int, path: Path) -> int:
 
 @contextlib.contextmanager
 def open_folder(path: str | Path, parent: int | None = None, *, follow: bool = True) -> Iterator[int]:
-    """The descriptor of a folder, ``path`` relative to ``parent`` if that is given; ``follow``: it may be a link."""
+    """The descriptor of a folder, ``path`` relative to ``parent`` if given; ``follow``: it may be a link."""
     descriptor = os.open(path, _FOLDER | (0 if follow else os.O_NOFOLLOW), dir_fd=parent)
     try:
         yield descriptor

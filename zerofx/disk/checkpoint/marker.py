@@ -1,9 +1,9 @@
-"""The marker of a checkpoint: what says that it is whole, and what is in it.
+"""The marker of a checkpoint: it certifies that the checkpoint is whole, and describes its contents.
 
-It is the last file that is written: JSON with the size and hash of every other file, the names and shapes of the
-model's tensors, the optimizer's hyperparameters, and its own hash. Hashes are XXH3 with 128 bits, which run at the
-speed of memory (SHA-256 takes 5 to 20 times as long) and find what drives and networks do; like a SHA-256 that lies
-next to its data, they are no proof against somebody who may write both.
+It is written last: JSON with the size and hash of every other file, the names and shapes of the model's tensors, the
+optimizer's hyperparameters, and its own hash. Hashes are XXH3 with 128 bits, which run at the speed of memory (SHA-256
+takes 5 to 20 times as long) and detect errors of drives and networks; like a SHA-256 stored next to its data, they are
+no protection against somebody who can write both.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ MOST_MARKER_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of the model; of a complex one, files hold real numbers with a last dimension of 2."""
+    """A tensor of the model; for a complex one, files hold real numbers with a last dimension of 2."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorInfo:
+    def from_tensor(cls, tensor: torch.Tensor) -> TensorInfo:
         return cls(dtype_name(tensor.dtype), tuple(tensor.shape))
 
     @property
@@ -42,7 +42,7 @@ class TensorInfo:
             raise CheckpointError(str(error)) from error
 
     @property
-    def stored_shape(self) -> tuple[int, ...]:
+    def shape_in_files(self) -> tuple[int, ...]:
         return (*self.shape, 2) if self.torch_dtype.is_complex else self.shape
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number that the optimizer keeps for each of some parameters; of a tensor, ``dtype`` is its dtype."""
+    """A number that the optimizer keeps for each of some parameters; ``dtype`` if it is a tensor."""
 
     state: str
     value: Any
@@ -61,7 +61,7 @@ class Scalar:
 
 @dataclass(frozen=True)
 class OptimizerInfo:
-    """What a checkpoint says of the optimizer.
+    """The optimizer's part of a checkpoint.
 
     ``groups`` are its param groups as JSON, with names of parameters; ``states`` are the names of the states that have
     one value for each element, by parameter, and ``scalars`` the others.
@@ -73,7 +73,7 @@ class OptimizerInfo:
     scalars: tuple[Scalar, ...]
 
     def scalars_of(self) -> dict[str, tuple[Scalar, ...]]:
-        """The numbers that are kept for each parameter, by its name, in the order of their own names."""
+        """The numbers kept for each parameter, by its name, in the order of their own names."""
         by_parameter: dict[str, tuple[Scalar, ...]] = {}
         for scalar in sorted(self.scalars, key=lambda scalar: scalar.state):
             for name in scalar.parameters:
@@ -83,9 +83,10 @@ class OptimizerInfo:
 
 @dataclass(frozen=True)
 class Marker:
-    """What is in a checkpoint. ``files`` are by name: bytes, and hash. ``aliases``: names of tied tensors by their
-    other names. ``about``: what loading does not need, such as versions and the model's configuration. ``num_model`` of
-    the ``num_ranks`` ranks in a row shared one computation; a marker that does not say so has 1."""
+    """The contents of a checkpoint. ``files`` are by name: bytes, and hash. ``aliases``: names of tied tensors by their
+    other names. ``about``: information that loading does not need, such as versions and the model's configuration.
+    ``num_model`` consecutive ranks of the ``num_ranks`` shared one computation; a marker without it has 1.
+    """
 
     num_ranks: int
     num_steps: int

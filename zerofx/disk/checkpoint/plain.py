@@ -1,6 +1,6 @@
-"""Nested Python values as JSON, without pickles: numbers, words, lists, dictionaries, and tensors that lie elsewhere.
+"""Nested Python values as JSON, without pickles: numbers, words, lists, dictionaries, and references to tensors.
 
-What JSON has no word for is written as a dictionary with one key that begins with ``$``: a tuple as ``{"$tuple":
+Values that JSON lacks are written as a dictionary with one key that begins with ``$``: a tuple as ``{"$tuple":
 [...]}``, bytes in base 64. Tensors are taken out, and written as ``{"$tensor": "name"}``.
 """
 
@@ -22,10 +22,10 @@ _NUMBERS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def to_plain(value: Any, what: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """``value`` as what JSON can say; its tensors are added to ``tensors`` by name. ``what`` names it in errors.
+    """Convert ``value`` to JSON; its tensors are added to ``tensors`` by name. ``what`` names it in errors.
 
     Raises:
-        CheckpointError: a part of it is neither; says which, and of what type it is.
+        CheckpointError: a part of it is neither JSON nor a tensor; names the part and its type.
     """
     match value:
         case None | bool() | str():
@@ -69,7 +69,7 @@ def to_plain(value: Any, what: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def is_plain(value: object) -> bool:
-    """Whether ``to_plain`` takes values of this kind, whatever is in them."""
+    """True if ``to_plain`` accepts values of this kind, whatever they contain."""
     numbers = (bool, int, float, complex, np.generic, np.ndarray, torch.Tensor)
     return value is None or isinstance(
         value, (*numbers, str, bytes, bytearray, torch.dtype, torch.device, list, tuple, set, frozenset, deque, dict)
@@ -81,12 +81,12 @@ def _no_tensor(name: str) -> torch.Tensor:
 
 
 def from_plain(plain: Any, tensor_of: Callable[[str], torch.Tensor] = _no_tensor) -> Any:
-    """The value that ``to_plain`` was given; ``tensor_of`` gives a tensor by its name.
+    """The value that ``to_plain`` was given; ``tensor_of`` returns a tensor by its name.
 
-    Dictionaries, lists and tuples are plain ones, whatever subclass they were of.
+    Dictionaries, lists and tuples are plain ones, whatever subclass they had.
 
     Raises:
-        CheckpointError: it is nothing that ``to_plain`` gives.
+        CheckpointError: ``to_plain`` cannot have written it.
     """
     try:
         return _value(plain, tensor_of)

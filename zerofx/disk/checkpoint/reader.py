@@ -1,4 +1,4 @@
-"""A checkpoint that is read: which boxes of which tensors its files hold, and any part of a tensor from them."""
+"""Read a checkpoint: the boxes of tensors that its files hold, and any part of a tensor from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerofx.errors import CheckpointError
 
 
 def open_checkpoint(path: Path, name: str = "") -> CheckpointReader:
-    """A reader of the checkpoint at ``path``, or the latest of those in it, or the one that is called ``name`` there.
+    """A reader of the checkpoint at ``path``, of the latest one in it, or of the one named ``name`` there.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -34,12 +34,12 @@ def open_checkpoint(path: Path, name: str = "") -> CheckpointReader:
 
 
 class CheckpointReader:
-    """Reads the checkpoint at ``place``, all of whose files stay open until ``close``: it can be removed meanwhile.
+    """Reads the checkpoint at ``place``, whose files stay open until ``close``: it may be removed meanwhile.
 
     Headers of files are read when they are first needed.
 
     Raises:
-        CheckpointError: from every method, where the checkpoint is damaged or a file cannot be read.
+        CheckpointError: from every method, if the checkpoint is damaged or a file cannot be read.
     """
 
     def __init__(self, place: Path) -> None:
@@ -53,7 +53,7 @@ class CheckpointReader:
         self._places: dict[str, dict[str, list[tuple[ShardFile, Placed]]]] = {}
 
     def verify(self, share: int, num_shares: int) -> None:
-        """Check all files' sizes and headers, and the hashes of every ``num_shares``-th from number ``share`` on."""
+        """Check all files' sizes and headers, and the hashes of every ``num_shares``-th from ``share`` on."""
         check_sizes(self._files.folder, self.place, self.marker)
         for name in self.marker.files:
             try:
@@ -75,7 +75,7 @@ class CheckpointReader:
         self.check_contents()
 
     def check_contents(self) -> None:
-        """Check that all that the marker names is in the files, once."""
+        """Check that the files contain everything that the marker names, once."""
         for kind in (MODEL, STATE):
             shards = [self.shard(kind, rank) for rank in range(self.marker.num_ranks)]
             check_contents(self.marker, kind, shards, self.place)
@@ -91,7 +91,7 @@ class CheckpointReader:
         return self._shards[name]
 
     def read_into(self, into: torch.Tensor, name: str, box: Box, kind: str = MODEL) -> None:
-        """Read ``box`` of a tensor into ``into``, which is on the CPU and has its shape, in whatever dtype."""
+        """Read ``box`` of a tensor into ``into``, which is on the CPU with its shape, in any dtype."""
         places = self._places_of(kind).get(name, [])
         overlaps = [(shard, placed, common) for shard, placed in places if (common := box.overlap(placed.entry.box))]
         if sum(common.numel for _, _, common in overlaps) != box.numel:
@@ -100,23 +100,23 @@ class CheckpointReader:
                 f"not of this checkpoint, or zerofx has written them wrongly"
             )
         for shard, placed, common in overlaps:
-            self.read_from(shard, placed, common, common.of(into, box))
+            self.read_from(shard, placed, common, common.select(into, box))
 
     def read(self, name: str, box: Box, kind: str = MODEL) -> torch.Tensor:
-        """``box`` of a tensor, on the CPU, in the dtype that it has in the files."""
+        """Read ``box`` of a tensor to the CPU, in the dtype that it has in the files."""
         values = torch.empty(box.sizes, dtype=self.dtype_of(name, kind), device="cpu")
         self.read_into(values, name, box, kind)
         return values
 
     def read_from(self, shard: ShardFile, placed: Placed, box: Box, into: torch.Tensor) -> None:
-        """Read ``box`` of an entry of one file into ``into``, which is on the CPU and has its shape."""
+        """Read ``box`` of an entry of one file into ``into``, which is on the CPU with its shape."""
         try:
             self._files.read(shard.path.name, placed, box, into)
         except OSError as error:
             raise self._unreadable(shard.path.name, error) from error
 
     def read_entry(self, shard: ShardFile, placed: Placed) -> torch.Tensor:
-        """An entry of one file, on the CPU, in its dtype."""
+        """Read an entry of one file to the CPU, in its dtype."""
         values = torch.empty(placed.entry.box.sizes, dtype=placed.entry.dtype, device="cpu")
         self.read_from(shard, placed, placed.entry.box, values)
         return values

@@ -1,10 +1,10 @@
 """Files in safetensors' format, written a tensor at a time and read by parts.
 
-The format: the length of a header (8 bytes, little-endian), the header (JSON: dtype, shape and place of each tensor,
-and words under ``__metadata__``), and the tensors' bytes without gaps. (https://github.com/huggingface/safetensors)
-The safetensors library writes from a dictionary that holds all tensors of a file at once, and torch's writer
-(``HuggingFaceStorageWriter``) makes another copy of all of them; here no more than one is held. What is written is read
-by the library, and read here without mapping files into memory.
+The format: the length of a header (8 bytes, little-endian), the header (JSON: dtype, shape and position of each tensor,
+and words under ``__metadata__``), and the tensors' bytes without gaps. (https://github.com/huggingface/safetensors) The
+safetensors library writes from a dictionary that holds all tensors of a file at once, and torch's writer
+(``HuggingFaceStorageWriter``) makes another copy of all of them; here no more than one is held. The library can read
+these files, and reading here does not map files into memory.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """What it is called in its file: a whole tensor by its name, a box with its first element, too."""
+        """Its name in its file: the name of a whole tensor, with the first element for a box."""
         if self.box.sizes == self.shape:
             return self.name
         return f"{self.name}@{','.join(map(str, self.box.offsets))}"
@@ -77,9 +77,9 @@ class Written:
 
 
 class ShardWriter:
-    """Writes ``entries``, in the order of their items' sizes (``in_order``), one after the other to ``path``.
+    """Writes ``entries``, in the order of ``sort_by_alignment``, one after the other to ``path``.
 
-    It is to be left as a context, which closes the file. ``on_block`` is called before each block, and may raise.
+    Use it as a context, which closes the file. ``on_block`` is called before each block, and may raise.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class ShardWriter:
         os.close(self._file)
 
     def write(self, entry: Entry, values: torch.Tensor) -> None:
-        """Write the next entry: ``values`` are on the CPU, with its shape, and dtype."""
+        """Write the next entry: ``values`` are on the CPU, with its shape and dtype."""
         assert next(self._entries) == entry and values.dtype == entry.dtype and tuple(values.shape) == entry.box.sizes
         self._write(bytes_of(values.contiguous()))
 
     def finish(self) -> Written:
-        """Wait until all of it is on disk."""
+        """Wait until the whole file is on disk."""
         assert next(self._entries, None) is None, "all that is in the header has been written"
         self._on_block()
         os.fsync(self._file)
@@ -128,8 +128,8 @@ class ShardWriter:
         self._num_bytes += len(view)
 
 
-def in_order(entries: Sequence[Entry]) -> list[Entry]:
-    """Entries in an order in which each lies at a multiple of its items' size."""
+def sort_by_alignment(entries: Sequence[Entry]) -> list[Entry]:
+    """Sort entries so that each starts at a multiple of its items' size."""
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
@@ -161,7 +161,7 @@ def _header(entries: Sequence[Entry], words: Mapping[str, str]) -> bytes:
 
 @dataclass(frozen=True)
 class Placed:
-    """An entry and the place of its first byte in its file."""
+    """An entry and the offset of its first byte in its file."""
 
     entry: Entry
     offset: int
@@ -169,7 +169,7 @@ class Placed:
 
 @dataclass
 class ShardFile:
-    """A file whose header has been read: its words, and its entries by the tensor that they are boxes of."""
+    """A file whose header has been read: its words, and its entries by tensor."""
 
     path: Path
     words: dict[str, str]
@@ -180,7 +180,7 @@ class ShardFile:
         """Read the header of an open file; ``path`` is for the error.
 
         Raises:
-            CheckpointError: it is none of this format, or entries lie elsewhere than one after the other.
+            CheckpointError: it does not have this format, or entries are not one after the other.
             OSError: it cannot be read.
         """
         size = os.fstat(descriptor).st_size
@@ -212,7 +212,7 @@ class ShardFile:
         return shard
 
     def _add(self, key: str, about: Mapping[str, Any], box: Sequence[Any] | None, data: int) -> tuple[int, int, str]:
-        """Take an entry in; returns its first byte in the file, the one after its last, and its key."""
+        """Add an entry; returns its first byte in the file, the one after its last, and its key."""
         sizes = _counts(about["shape"])
         name, shape, offsets = (key, list(sizes), [0] * len(sizes)) if box is None else box
         if not isinstance(name, str):
@@ -227,17 +227,17 @@ class ShardFile:
 
 
 def _counts(values: object) -> tuple[int, ...]:
-    """A list of whole numbers of at least 0, as JSON has it."""
+    """A list of whole numbers of at least 0, from JSON."""
     if not isinstance(values, list) or not all(type(value) is int and 0 <= value < _TOO_LARGE for value in values):
         raise TypeError(f"expected whole numbers, found {values!r:.80}")
     return tuple(values)
 
 
 class OpenFiles:
-    """Reads plain files of a folder by parts. A file is opened once, so that what has been checked is what is read,
-    even where another process removes it meanwhile.
+    """Reads plain files of a folder by parts. A file is opened once, so that the checked file is the one that is read,
+    even if another process removes it meanwhile.
 
-    Of more files than a process may well have open, those that are opened again have to be the same files.
+    If there are more files than a process should have open, files that are reopened have to be the same.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -256,7 +256,7 @@ class OpenFiles:
         """The descriptor of a file.
 
         Raises:
-            OSError: there is no such plain file, or another has taken its place.
+            OSError: there is no such plain file, or it has been replaced.
         """
         if name not in self._open:
             if len(self._open) >= self._most:
@@ -269,7 +269,7 @@ class OpenFiles:
         return self._open[name]
 
     def read(self, name: str, placed: Placed, box: Box, into: torch.Tensor) -> None:
-        """Read ``box`` of a tensor, which lies in the entry's, into ``into``, a view of its shape on the CPU.
+        """Read ``box`` of a tensor, which is inside the entry's, into ``into``, a view of its shape on the CPU.
 
         Raises:
             OSError: it cannot be read, or the file is shorter.
@@ -281,9 +281,9 @@ class OpenFiles:
             self._fill(name, bytes_of(into), offset)
             return
         if (last - first) * entry.dtype.itemsize > _BLOCK_BYTES and (halves := box.halves()):
-            # What lies between its rows is read with them: a part of a large tensor's columns, some rows at a time.
+            # Bytes between its rows are read with them: a part of a large tensor's columns, some rows at a time.
             for half in halves:
-                self.read(name, placed, half, half.of(into, box))
+                self.read(name, placed, half, half.select(into, box))
             return
         span = torch.empty(last - first, dtype=entry.dtype, device="cpu")
         self._fill(name, bytes_of(span), offset)

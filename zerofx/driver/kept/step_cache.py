@@ -21,7 +21,7 @@ from zerofx.driver.kept.step import KeptStep
 from zerofx.driver.lent import with_borrowed
 from zerofx.driver.prepared import Earlier, Prepared, Request
 from zerofx.ir.serialise import NotStorableError
-from zerofx.lowering.load import CompiledStep, compiled_step, load_program, with_memory, write_plan
+from zerofx.lowering.load import CompiledStep, apply_memory, load_program, make_compiled_step, write_plan
 from zerofx.lowering.lower import LoweredStep, host_sources, lower
 from zerofx.optimizers import UpdateProgram
 from zerofx.optimizers.shadow import structural_flags
@@ -125,9 +125,9 @@ def load(request: Request, captures: Captures, recalled: CacheHit, control: Cont
         captured = graphs.graph(plan.num_micro_batches).clone()
         lowered = lower(captured, plan, layout, programs, target.with_measured(step.measured))
         assert lowered.emitted == step.program.emitted, "what was kept is what its captured graph leads to"
-        return with_memory(lowered, layout, step.memory)
+        return apply_memory(lowered, layout, step.memory)
 
-    return compiled_step(step.program, path, loaded, plan, details)
+    return make_compiled_step(step.program, path, loaded, plan, details)
 
 
 def keep(

@@ -196,7 +196,7 @@ class Nccl(Transport):
             if full.numel():
                 distributed.gather_single(full, shard, group=members)
 
-        # A slice that is gathered where it lies is held with the rest.
+        # A slice that is gathered in place is held with the rest.
         apart = shard.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
         return self._start(full, launch, self._ring_bytes(shard.nbytes, group, size), (shard,) if apart else ())
 

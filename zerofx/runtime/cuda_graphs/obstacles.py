@@ -18,7 +18,7 @@ from zerofx.ir.text import target_name
 from zerofx.lowering.lower import LoweredStep
 from zerofx.units import format_bytes
 
-# The host moves these buffers, or makes them anew in each step.
+# The host moves these buffers, or makes them again in each step.
 _MOVED = frozenset({*ops.TRANSFERS, ops.empty_stored, ops.settle})
 _COMPRESSED = frozenset({ops.exchange, ops.gather_on_node, ops.second_shard})
 
@@ -61,9 +61,9 @@ def _node_obstacle(node: fx.Node, device_type: str) -> str:
     if node.target in _MOVED or tier_of(node) != DEVICE:
         return f"the plan has tensors in slower tiers, which the host copies and updates ({where})"
     if node.target in _COMPRESSED:
-        return f"the plan sends values in few bits, in buffers that are made anew in each step ({where})"
+        return f"the plan sends values in few bits, in buffers that are made again in each step ({where})"
     if node.target in VALUE_COLLECTIVES:
-        return f"ranks share what layers compute, in buffers that are made anew in each step ({where})"
+        return f"ranks share what layers compute, in buffers that are made again in each step ({where})"
     tags: Any = getattr(node.target, "tags", ())
     if _waits_for_values(node, tags):
         return f"the host waits for a value that the device computes ({where})"

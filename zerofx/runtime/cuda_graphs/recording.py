@@ -103,7 +103,7 @@ class Recording:
     """A recorded step. ``addresses`` are those of the tensors that its graphs read or write, by name."""
 
     _pieces: list[_Call | Launch]
-    _batch: dict[str, tuple[torch.Tensor, torch.Tensor]]  # what graphs read, as given and as the memory it lies in
+    _batch: dict[str, tuple[torch.Tensor, torch.Tensor]]  # the inputs of graphs, each with its memory
     _addresses: dict[str, int]
     _outcome: Any
     graphs: tuple[Launch, ...]
@@ -161,8 +161,8 @@ def record(
         fresh: no other recording of this capturer's is left.
 
     Raises:
-        CannotRecordError: the step calls what cannot be recorded.
-        RuntimeError: the device refused to capture; torch's message says what.
+        CannotRecordError: the step makes a call that cannot be recorded.
+        RuntimeError: the device refused to capture; torch's message says why.
     """
     recorder = _Recorder(capturer, runtime, state)
     called = functions_of(function, functions)
@@ -176,7 +176,7 @@ def record(
         try:
             outcome = with_functions(function, regions)(
                 recorder,  # type: ignore[arg-type]  # has a runtime's methods
-                places,  # type: ignore[arg-type]  # names in the place of tensors
+                places,  # type: ignore[arg-type]  # names instead of tensors
                 {name: view for name, (view, _) in inputs.items()},
             )
             recorder.close()

@@ -41,12 +41,11 @@ class Measurement:
     all.
 
     ``exposed_seconds`` is the time in which computation waited for collectives and for copies between tiers.
-    ``between_seconds`` is what is left of a step, from its call to its return: neither did a region compute, nor did
-    computation wait. On a CPU that is Python's share, the stopwatches' own part of it included.
-    ``model_state_bytes`` counts the tensors that are there, and gradients as ZeRO does (1910.02054, section 3).
-    ``region_seconds`` are those of one call of each distinct region, by the region's key. ``timeline`` is one step's:
-    when regions ran, and when each collective and each copy between tiers was under way; ``streams`` sums it up.
-    ``transfers`` are the collectives and copies of all steps, by stream.
+    ``between_seconds`` is the rest of a step, from its call to its return, in which neither a region computed nor
+    computation waited. On a CPU that is Python's share, including the stopwatches. ``model_state_bytes`` counts the
+    existing tensors, and gradients as ZeRO does (1910.02054, section 3). ``region_seconds`` are for one call of each
+    distinct region, by the region's key. ``timeline`` is one step's: the spans of regions, of collectives and of copies
+    between tiers; ``streams`` sums it up. ``transfers`` are the collectives and copies of all steps, by stream.
     """
 
     peak_bytes: dict[str, int]
@@ -244,7 +243,7 @@ class _Stopwatch:
     @contextlib.contextmanager
     def measure(self, name: str, stream: str = COMPUTE) -> Iterator[None]:
         if self._on_cuda and stream == COMPUTE:
-            # The host runs ahead of a CUDA device; what the device's stream takes lies between these two events.
+            # The host runs ahead of a CUDA device; the time of the device's stream is between these two events.
             before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             before.record()
             yield

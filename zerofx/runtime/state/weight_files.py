@@ -170,7 +170,7 @@ class CheckpointFiles:
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         about = self._reader.marker.tensors[name]
-        whole = Box.whole(about.stored_shape)
+        whole = Box.whole(about.shape_in_files)
         box = Box((start, *whole.offsets[1:]), (stop - start, *whole.sizes[1:])) if about.shape else whole
         values = self._reader.read(name, box)
         return torch.view_as_complex(values) if about.torch_dtype.is_complex else values

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-from zerofx.disk.own_files import own_folder, why_unsafe
+from zerofx.disk.own_files import own_folder, unsafe_reason
 from zerofx.errors import UsageError, notify
 from zerofx.units import format_bytes
 
@@ -47,7 +47,7 @@ def check_folders(folders: Sequence[Path], num_bytes: int) -> None:
             raise UsageError(
                 f"expected ZEROFX_NVME_DIR to name folders that can be written to, found that {folder} {what}"
             )
-        unsafe = why_unsafe(folder, shared=True)
+        unsafe = unsafe_reason(folder, shared=True)
         if unsafe:
             raise UsageError(f"expected ZEROFX_NVME_DIR to name folders that are safe to use, found that {unsafe}")
         by_system.setdefault(folder.stat().st_dev, []).append(folder)
