@@ -108,9 +108,7 @@ class AbsentGradients:
                     parameter.grad = self._absent[parameter] = absent
 
     def remove(self) -> None:
-        """Leave parameters without a gradient, or with the gradient that a backward pass of the user's own
-        has added.
-        """
+        """Leave parameters without a gradient, or with the one that a backward pass of the user's has added."""
         for parameter, absent in self._absent.items():
             if parameter.grad is absent:
                 parameter.grad = absent.value

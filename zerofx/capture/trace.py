@@ -15,7 +15,7 @@ from torch import nn
 from zerofx.capture.blame import explain
 from zerofx.capture.compat.decompositions import eager_decompositions
 from zerofx.capture.for_gpu.gpu import retarget
-from zerofx.capture.free_tensors.free_tensors import FreeTensorFoundError
+from zerofx.capture.free_tensors.free_tensors import RetraceError
 from zerofx.capture.layers import SourceLines
 from zerofx.capture.normalise.joint import Joint, Normalisation
 from zerofx.capture.normalise.phase import NORMALISATIONS
@@ -64,9 +64,7 @@ def capture(
 def capture_forward(forward: Forward, rewrites: Sequence[Normalisation] = NORMALISATIONS) -> StepGraph:
     """The result of ``capture`` for a ``Forward`` of the same arguments."""
     return try_eager_then_compiled(
-        lambda compiled: forward.objective.free_tensors.trace_until_complete(
-            lambda: _capture(forward, rewrites, compiled)
-        )
+        lambda compiled: forward.objective.free_tensors.retrace(lambda: _capture(forward, rewrites, compiled))
     )
 
 
@@ -74,7 +72,7 @@ def _capture(forward: Forward, rewrites: Sequence[Normalisation], compiled: bool
     """The result of ``capture`` for a forward that is told whether it is ``compiled``.
 
     Raises:
-        FreeTensorFoundError: the objective uses free tensors that were not known.
+        RetraceError: the objective uses free tensors that were not known.
     """
     watcher, batch, gpu = CallWatcher(), forward.batch, forward.gpu
     with traceable(forward, compiled=compiled) as traced, watcher, SourceLines():
@@ -83,7 +81,7 @@ def _capture(forward: Forward, rewrites: Sequence[Normalisation], compiled: bool
         try:
             joint = joint_graph(lossy, fakes, eager_decompositions(device))
             _check_calls(lossy, fakes, mode)
-        except (ZeroFXError, FreeTensorFoundError):
+        except (ZeroFXError, RetraceError):
             raise
         except Exception as error:
             raise explain(error, batch) from error
@@ -113,9 +111,7 @@ def check_calls(forward: Forward) -> None:
                 lossy(*fakes)
             _check_calls(lossy, fakes, mode)
 
-    try_eager_then_compiled(
-        lambda compiled: forward.objective.free_tensors.trace_until_complete(lambda: call(compiled))
-    )
+    try_eager_then_compiled(lambda compiled: forward.objective.free_tensors.retrace(lambda: call(compiled)))
 
 
 def _check_calls(lossy: LossModule, fakes: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> None:

@@ -130,9 +130,8 @@ def traceable(
 ) -> Iterator[tuple[LossModule, tuple[torch.Tensor, ...], torch.device, FakeTensorMode]]:
     """While open, the model is on fake tensors, and running code knows its layer (``current_layer``).
 
-    Gives the module that computes the loss, the fake tensors of the batch to call it with, their device, and their
-    mode. For an absent GPU that device is the CPU. ``compiled``: the answer to a forward that asks whether it is
-    compiled.
+    Gives the module that computes the loss, the fake tensors of the batch, their device, and their mode. For an absent
+    GPU that device is the CPU. ``compiled``: the answer to a forward that asks whether it is compiled.
     """
     model, batch, compute_dtype, gpu = forward.model, forward.batch, forward.compute_dtype, forward.gpu
     lent = forward.lent
@@ -196,8 +195,7 @@ def _fake_state(
 ) -> Iterator[Mapping[int, tuple[dict[str, Any], str]]]:
     """Fake tensors instead of the model's parameters and buffers; shared tensors stay shared.
 
-    Gives the place of each real tensor's stand-in, by its identity. Unless they are ``trained``, parameters get no
-    gradient.
+    Gives the place of each real tensor's stand-in, by its identity. Unless ``trained``, parameters get no gradient.
     """
     fakes: dict[int, torch.Tensor] = {}
     saved: list[tuple[dict[str, Any], str, torch.Tensor]] = []

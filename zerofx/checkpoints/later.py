@@ -22,7 +22,7 @@ import torch
 
 from zerofx.checkpoints.names import ModelNames
 from zerofx.checkpoints.pieces import Piece
-from zerofx.checkpoints.save import StartedCheckpoint, StepCounts, start, warn_of_left, write_files
+from zerofx.checkpoints.save import Draft, StepCounts, start, warn_of_left, write_files
 from zerofx.checkpoints.together import cannot_be_done, run_on_all, run_on_first
 from zerofx.checkpoints.training import OwnedValues, Training
 from zerofx.disk.checkpoint.folder import place_of
@@ -91,18 +91,10 @@ def _snapshot(
 
 
 class Later:
-    """A checkpoint that is being written. ``place`` is its final path; all methods are for the thread that
-    runs steps.
-    """
+    """A checkpoint being written. ``place`` is its final path; all methods are for the thread that runs the steps."""
 
     def __init__(
-        self,
-        training: Training,
-        begun: StartedCheckpoint,
-        snapshot: Snapshot,
-        heartbeat: Heartbeat,
-        keep: int | None,
-        place: Path,
+        self, training: Training, begun: Draft, snapshot: Snapshot, heartbeat: Heartbeat, keep: int | None, place: Path
     ) -> None:
         self.place = place
         self._control = training.control

@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class CheckedCheckpoint:
+class Loadable:
     """A checkpoint that is whole, and fits model and optimizer.
 
     ``saved``: its names by the model's names. ``before``: this rank's predecessor in it, whose own values it continues
@@ -73,7 +73,7 @@ def check(
     state: Mapping[str, Any],
     control: Control,
     num_model: int,
-) -> CheckedCheckpoint:
+) -> Loadable:
     """Find a checkpoint, and check as much as possible before anything is changed. Collective.
 
     ``optimizer`` is None where parameters and buffers alone are loaded. ``num_model`` ranks share one computation.
@@ -98,7 +98,7 @@ def check(
     )
     run_on_all(control, "check the files of the checkpoint", lambda: reader.verify(control.rank, control.num_ranks))
 
-    def fit() -> CheckedCheckpoint:
+    def fit() -> Loadable:
         names = ModelNames.from_model(model)
         saved = match_names(reader.marker, names)
         if optimizer is not None:
@@ -109,7 +109,7 @@ def check(
         marker, rank = reader.marker, control.rank
         before = predecessor(rank, num_model, marker.num_ranks, marker.num_model)
         given, random = read_state(reader, state, before), read_random_states(reader, before, rank // num_model)
-        return CheckedCheckpoint(reader, names, saved, before, given, random, marker.optimizer.scalars_of())
+        return Loadable(reader, names, saved, before, given, random, marker.optimizer.scalars_of())
 
     checked = run_on_all(control, "compare the checkpoint with the model", fit)
     stored = {name: reader.marker.tensors[known].torch_dtype for name, known in checked.saved.items()}
@@ -117,13 +117,13 @@ def check(
     return checked
 
 
-def load_model(checked: CheckedCheckpoint, parameters: Mapping[str, torch.Tensor]) -> None:
+def load_model(checked: Loadable, parameters: Mapping[str, torch.Tensor]) -> None:
     """Load whole parameters, by their own names."""
     for own, parameter in parameters.items():
         _fill_whole(checked, checked.parameter(own), parameter)
 
 
-def load_buffers(checked: CheckedCheckpoint) -> None:
+def load_buffers(checked: Loadable) -> None:
     """Load the model's buffers: those of this rank's predecessor, or rank 0's if there was none."""
     shard = checked.reader.shard(STATE, checked.before) if checked.before is not None else None
     for name, buffer in checked.names.buffers.items():
@@ -136,7 +136,7 @@ def load_buffers(checked: CheckedCheckpoint) -> None:
 
 
 def load_rest(
-    checked: CheckedCheckpoint,
+    checked: Loadable,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
@@ -150,7 +150,7 @@ def load_rest(
     take_over(state, checked.state)
 
 
-def entries_of(checked: CheckedCheckpoint, parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+def entries_of(checked: Loadable, parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
     """The optimizer's entries for each parameter, by its own name: numbers, and zeros without memory for tensors."""
     entries: dict[str, dict[str, Any]] = {}
     for own, parameter in parameters.items():
@@ -164,7 +164,7 @@ def entries_of(checked: CheckedCheckpoint, parameters: Mapping[str, torch.Tensor
     return entries
 
 
-def _fill_whole(checked: CheckedCheckpoint, name: str, tensor: torch.Tensor) -> None:
+def _fill_whole(checked: Loadable, name: str, tensor: torch.Tensor) -> None:
     real = _real(tensor)
     if real.numel():
         real.copy_(checked.reader.read(name, Box.whole(real.shape)))

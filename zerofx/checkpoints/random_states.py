@@ -32,8 +32,7 @@ def random_states(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def read_random_states(reader: CheckpointReader, before: int | None, group: int) -> dict[str, torch.Tensor]:
-    """The generator states of a checkpoint that a rank of ``group`` continues from, by name; ``before`` is its
-    predecessor there.
+    """The saved generator states that a rank of ``group`` continues from, by name; ``before``: its predecessor.
 
     Raises:
         CheckpointError: a state is not one of a generator.

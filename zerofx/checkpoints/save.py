@@ -61,7 +61,7 @@ class Content:
 
 
 @dataclass(frozen=True)
-class StartedCheckpoint:
+class Draft:
     """A checkpoint to be written into the folder ``part``; the other fields are None on ranks other than 0."""
 
     content: Content
@@ -86,9 +86,7 @@ class StartedCheckpoint:
             self.unfinished.abandon()
 
 
-def start(
-    training: Training, names: ModelNames, numbers: StepCounts, state: Mapping[str, Any], folder: Path
-) -> StartedCheckpoint:
+def start(training: Training, names: ModelNames, numbers: StepCounts, state: Mapping[str, Any], folder: Path) -> Draft:
     """Record the state to save, and make the folder for it. Collective.
 
     Delayed updates have been finished. ``state``: the user's own, as ``check_state`` returns it.
@@ -113,7 +111,7 @@ def start(
 
     part = run_on_first(control, "begin a checkpoint", make_folder)
     unfinished, marker = on_rank_0[0] if on_rank_0 else (None, None)
-    return StartedCheckpoint(content, part, unfinished, marker)
+    return Draft(content, part, unfinished, marker)
 
 
 def save(
@@ -165,8 +163,7 @@ def write_files(
     content: Content, folder: Path, show: Show, on_block: Callable[[], None] = lambda: None
 ) -> dict[str, Written]:
     """Write this rank's two files to disk. ``show`` gives access to a part, and its pieces one by one; ``on_block`` is
-    called before each block is written, and may raise.
-    """
+    called before each block is written, and may raise."""
     written = {}
     for kind in (MODEL, STATE):
         jobs: dict[Entry, tuple[OwnedValues | torch.Tensor, Any]] = {
@@ -198,7 +195,7 @@ def _write_run(show: Show, writer: ShardWriter, run: list[tuple[Entry, Any, Any]
                 writer.write(entry, values)
 
 
-def _write_at_once(training: Training, begun: StartedCheckpoint) -> dict[str, Written]:
+def _write_at_once(training: Training, begun: Draft) -> dict[str, Written]:
     """Write this rank's files directly from the tiers of the values."""
     written_in_order = sorted(
         (part for part in begun.content.parts if part.entries),

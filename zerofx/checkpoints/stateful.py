@@ -1,6 +1,4 @@
-"""Implement ``step.state_dict()`` and ``load_state_dict()``: all of a step's state by name, for DCP or whole
-tensors.
-"""
+"""Implement ``step.state_dict()`` and ``load_state_dict()``: all state by name, for DCP or as whole tensors."""
 
 from __future__ import annotations
 
@@ -180,9 +178,7 @@ class Loaded:
 
 
 class _Latest:
-    """The last values read of the buckets: DCP asks for one bucket's pieces after the other, maybe from several
-    threads.
-    """
+    """The last values read of the buckets: DCP reads bucket by bucket, piece by piece, maybe from several threads."""
 
     def __init__(self, training: Training) -> None:
         self._training = training

@@ -105,8 +105,7 @@ def read_state(reader: CheckpointReader, state: Mapping[str, Any], before: int |
 
 def take_over(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Load the saved value into each entry of ``state``: by its ``load_state_dict``, a dictionary by filling it, and a
-    plain value in ``state`` itself.
-    """
+    plain value in ``state`` itself."""
     for name, held in list(state.items()):
         if _is_stateful(held):
             held.load_state_dict(saved[name])

@@ -156,8 +156,7 @@ def note(
 
 def _is_needed(operation: Operation, cell: Cell) -> bool:
     """True if an operation on ``cell`` matters once all of it is about to be filled: it makes a tensor, or its result
-    may have been read.
-    """
+    may have been read."""
     return operation.written != {cell} or operation.number <= cell.last_read
 
 

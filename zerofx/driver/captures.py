@@ -207,7 +207,7 @@ class Captures:
     def _capture(self, num: int) -> StepGraph:
         step = self.as_captured(num)
         lent = self._options.objective.free_tensors.lent
-        held = {name: infos for lender in lent for name, infos in lender.held().items()}
+        held = {name: infos for lender in lent for name, infos in lender.storage_parts().items()}
         run_preparations(step, self._settings, loss_scaled=self._options.loss_scale is not None, held=held)
         return step
 

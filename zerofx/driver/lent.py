@@ -44,7 +44,7 @@ class Borrowed:
 
     def placements(self) -> Mapping[str, Placement]:
         """How its parameters lie on the model axis, by name in the step that reads it."""
-        return {self.lent.named(name): placement for name, placement in self.state.layout.placements.items()}
+        return {self.lent.full_name(name): placement for name, placement in self.state.layout.placements.items()}
 
     def described(self) -> tuple[object, ...]:
         """What a step that reads it follows from."""
@@ -57,11 +57,12 @@ class Borrowed:
         """Its buckets as the step that reads it has them, each with the update whose states are on the device."""
         for bucket, state in zip(self.state.layout.buckets, self.state.buckets, strict=True):
             named = tuple(
-                replace(slot, name=self.lent.named(slot.name), whole=slot.whole and self.lent.named(slot.whole))
+                replace(slot, name=self.lent.full_name(slot.name), whole=slot.whole and self.lent.full_name(slot.whole))
                 for slot in bucket.slots
             )
             lent = replace(
-                bucket, name=self.lent.named(bucket.name), unit=self.lent.named(bucket.unit), group=None, slots=named,
+                bucket, name=self.lent.full_name(bucket.name), unit=self.lent.full_name(bucket.unit), group=None,
+                slots=named,
                 dtype=bucket.dtype if isinstance(state.master, torch.Tensor) else bucket.compute_dtype,
                 lent_at=self.state.stage, lent_tier=None if state.tier == DEVICE else state.tier,
             )  # fmt: skip

@@ -1,8 +1,7 @@
 """``ZeroFXTrainer``: the ``Trainer`` of transformers, whose training steps and evaluations are planned and sharded.
 
-The Trainer's own loop runs as it is. A ``SteppedModel`` replaces the model where the loop calls it; a
-``SteppedOptimizer`` replaces the optimizer where it is stepped, whose update has run by then. ``compute_loss`` is
-captured.
+The Trainer's own loop runs as it is. A ``SteppedModel`` replaces the model where the loop calls it, a
+``SteppedOptimizer`` the optimizer where it is stepped, whose update has run by then. ``compute_loss`` is captured.
 """
 
 from __future__ import annotations
@@ -23,14 +22,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from zerofx import api
 from zerofx.errors import UsageError, warn
-from zerofx.integrations.data_ranks import (
-    DataRanks,
-    check_loading,
-    first_batch,
-    may_share,
-    num_sharing,
-    repeat,
-)
+from zerofx.integrations.data_ranks import DataRanks, check_loading, first_batch, may_share, num_sharing, repeat
 from zerofx.integrations.stand_ins import SteppedModel, SteppedOptimizer
 from zerofx.integrations.trainer_arguments import check_arguments, check_keywords, precision_of, recompute_of
 from zerofx.mesh_option import AUTO
@@ -108,9 +100,7 @@ class ZeroFXTrainer(Trainer):
         return int(super().get_total_train_batch_size(args) // self.accelerator.num_sharing)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The Trainer's dataloader. With ``mesh="auto"`` the mesh, which decides who gets which data, is
-        chosen first.
-        """
+        """The Trainer's. With ``mesh="auto"`` the mesh, which decides who gets which data, is chosen first."""
         if self._options.get("mesh") == AUTO:
             self._options["mesh"] = self._fastest_mesh(super().get_train_dataloader())
             self._note_mesh()
@@ -188,9 +178,7 @@ class ZeroFXTrainer(Trainer):
         return super().get_batch_samples(*args)
 
     def _get_num_items_in_batch(self, *args: Any) -> torch.Tensor | None:
-        """The number of items as a whole number, which no precision rounds, and at least 1, as a loss is
-        divided by it.
-        """
+        """The number of items, at least 1 as a loss is divided by it; whole, so that no precision rounds it."""
         num_items = super()._get_num_items_in_batch(*args)
         if num_items is None:
             return None
@@ -229,9 +217,7 @@ class ZeroFXTrainer(Trainer):
         return self.compute_loss(model, inputs, num_items_in_batch=num_items)
 
     def note_numbers(self, numbers: list[dict[str, torch.Tensor]]) -> None:
-        """Receive the numbers that ``step_loss`` returned besides each loss, after a step or the evaluation
-        of a batch.
-        """
+        """Receive the numbers besides the losses of ``step_loss``, after a step or an evaluated batch."""
 
     def _loss_alone(self, outcome: Any) -> torch.Tensor:
         loss, numbers = outcome if isinstance(outcome, tuple) else (outcome, None)
@@ -334,9 +320,7 @@ class ZeroFXTrainer(Trainer):
 
 
 class _Loss:
-    """A trainer's ``compute_loss`` as a step calls it, for one micro-batch, or for several that are computed
-    together.
-    """
+    """A trainer's ``compute_loss`` as a step calls it, for one micro-batch, or for several computed together."""
 
     def __init__(self, trainer: ZeroFXTrainer) -> None:
         self._trainer = trainer
@@ -352,9 +336,7 @@ class _Loss:
         reached: Mapping[str, Any],
         **inputs: Any,
     ) -> Any:
-        """The loss, or the model's outputs. ``reached``: objects ``compute_loss`` may use besides the
-        model's tensors.
-        """
+        """The loss, or the model's outputs. ``reached``: what ``compute_loss`` may use besides the model's tensors."""
         if outputs:
             counted = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
             return model(*args, **inputs, **counted)

@@ -55,9 +55,8 @@ def find_output_dims(
 
 @dataclass(frozen=True)
 class PaddedEvaluation:
-    """Padding for evaluated batches of one form. ``form``: all properties of a batch but its varying sizes, as a text.
-    ``output_dims``: the varying dimensions of each output. ``known``: the tokens and samples that batches were padded
-    to.
+    """Padding for evaluated batches. ``form``: all properties of a batch but its varying sizes, as a text.
+    ``output_dims``: the varying dimensions of outputs. ``known``: the tokens and samples that batches were padded to.
     """
 
     form: str
@@ -82,8 +81,5 @@ class PaddedEvaluation:
         """The outputs of ``batch``, which was padded, without the padding."""
         length, samples = self.axes.sizes(batch)
         flattened, _ = Batch.from_outputs(outputs)
-        cut = [
-            output_dims.cut(out, length, samples)
-            for output_dims, out in zip(self.output_dims, flattened.tensors, strict=True)
-        ]
+        cut = [d.cut(out, length, samples) for d, out in zip(self.output_dims, flattened.tensors, strict=True)]
         return flattened.replace_tensors(tuple(cut)).call[0][0]

@@ -21,7 +21,7 @@ from zerofx.ladder import AUTO, Ladder, ladder_up_to
 from zerofx.lengths.axes import BatchAxes
 from zerofx.lengths.filling import Filling, resize
 from zerofx.lengths.outputs import PaddedEvaluation
-from zerofx.lengths.trial import PaddingTrial, add_mask_axes
+from zerofx.lengths.trial import PaddingTrial, mask_axes
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.control import Control
 from zerofx.scheduler.plan.plan import Plan
@@ -108,7 +108,7 @@ class PaddedBatches:
             self.filling = self._find_filling(batch, axes)
             gc.collect()  # what autograd holds of a trial in cycles: parameters that are about to get values
         if self.filling.makes_mask:
-            self.axes = add_mask_axes(axes)
+            self.axes = mask_axes(axes)
         self.known = self.ladder.sizes(sizes.samples * num_micro_batches)
 
     def _find_filling(self, batch: Batch, axes: BatchAxes) -> Filling:
@@ -139,8 +139,7 @@ class PaddedBatches:
         """The sizes over all ranks, agreed on with one number each. Collective.
 
         Raises:
-            UsageError: a batch is longer than the longest rung, on all ranks, or it varies in other dimensions, on this
-                one.
+            UsageError: a batch is longer than the longest rung, on all ranks, or it varies elsewhere, on this one.
         """
         sizes = self._agree(batch)
         self._check_length(sizes)
@@ -212,8 +211,7 @@ class PaddedBatches:
     def evaluation(self, batch: Batch) -> tuple[PaddedEvaluation, Size] | None:
         """The padding for evaluating a batch, and its tokens and samples; None for no padding. Collective.
 
-        If batches like it cannot be padded, a warning says why, once; one that is longer than the longest rung is not
-        padded.
+        If batches like it cannot be padded, a warning says why, once; one beyond the longest rung is not padded.
         """
         form = self.form(batch)
         if form not in self._evaluated:
@@ -242,10 +240,7 @@ class PaddedBatches:
                 if with_samples is None:
                     self._first_of(trial, [filling])  # what outputs follow, once more
                 return PaddedEvaluation(
-                    form,
-                    add_mask_axes(axes) if filling.makes_mask else axes,
-                    with_samples or filling,
-                    trial.output_dims,
+                    form, mask_axes(axes) if filling.makes_mask else axes, with_samples or filling, trial.output_dims
                 )
         notify(
             f"batches are evaluated with as many tokens as they have, and each length captured apart, since padding "
@@ -261,8 +256,7 @@ class PaddedBatches:
     def spread(self, batch: Batch, num_samples: int, num_micro_batches: int) -> Batch:
         """A padded batch whose micro-batches get the ``num_samples`` real samples in turn.
 
-        A micro-batch without samples repeats the last sample, none of whose terms are counted: so its loss is still a
-        number.
+        A micro-batch without samples repeats the last sample, with no terms counted, so that its loss is a number.
         """
         assert self.axes is not None, "a first batch has been seen"
         samples = batch.size()

@@ -87,7 +87,7 @@ class PaddingTrial:
         for tried in (filling, other):
             try:
                 outputs, uses = self._run(
-                    tried.pad(tried.add_mask(self._small, self._axes), add_mask_axes(self._axes), self._rung, samples)
+                    tried.pad(tried.add_mask(self._small, self._axes), mask_axes(self._axes), self._rung, samples)
                 )
             except Exception as error:  # noqa: BLE001 - all ranks are told, where no other filling does
                 return f"the forward of a padded batch raises {type(error).__name__}: {error}"
@@ -156,7 +156,7 @@ class PaddingTrial:
         return tuple(result.detach() for result in results), uses
 
 
-def add_mask_axes(axes: BatchAxes) -> BatchAxes:
+def mask_axes(axes: BatchAxes) -> BatchAxes:
     """The axes of batches that are given a mask."""
     if MASK in axes.along:
         return axes

@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class StepProgram:
     """The parts of a lowered step that are needed to run it: its plan and source, its arguments, and its distinct
-    regions. ``num_regions`` is the number it runs, ``returned`` the structure of a micro-batch's other outputs.
-    """
+    regions. ``num_regions`` is the number it runs, ``returned`` the structure of a micro-batch's other outputs."""
 
     plan: Plan
     emitted: EmittedStep

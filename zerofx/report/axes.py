@@ -17,9 +17,7 @@ T = TypeVar("T")
 
 
 def svg_open(height: int, label: str, name: str) -> str:
-    """The opening tag of a picture that is ``height`` units high; ``label`` describes it for those who
-    cannot see it.
-    """
+    """The opening tag of a picture that is ``height`` units high; ``label`` describes it for screen readers."""
     return f'<svg id="{name}" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">'
 
 
@@ -30,8 +28,7 @@ def x_of(at: float, seconds: float) -> float:
 
 def thin(curve: Sequence[tuple[float, T]], seconds: float, size: Callable[[T], float]) -> Iterator[tuple[float, T]]:
     """The highest point by ``size`` of those that share a pixel, and their last one from the next pixel on: a peak must
-    not get lost, and must not last longer than it does.
-    """
+    not get lost, and must not last longer than it does."""
     pixel = seconds / (RIGHT - LEFT)
     here = -1
     highest: tuple[float, T] | None = None

@@ -1,6 +1,4 @@
-"""The tensors on the device at the peak: their kind, the node that makes them, and the reason why they are
-live then.
-"""
+"""The tensors on the device at the peak: their kind, the node that makes them, and the reason why they are live."""
 
 from __future__ import annotations
 

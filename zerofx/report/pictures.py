@@ -1,6 +1,4 @@
-"""Pictures of a schedule as SVG: memory over the step, and the work of each stream over time; as large as
-their pixels.
-"""
+"""Pictures of a schedule as SVG: memory over the step, and the work of each stream; as large as their pixels."""
 
 from __future__ import annotations
 
@@ -129,9 +127,7 @@ def memory_data(memory: Sequence[tuple[float, Mapping[str, int]]], names: Sequen
 
 
 def timeline_picture(instructions: Sequence[ScheduleRow], seconds: float) -> tuple[str, list[str]]:
-    """A track per stream, and the kinds of slices in them. Hovering names the slice; neighbours under a
-    pixel are one.
-    """
+    """A track per stream, and its kinds of slices. Hovering names the slice; neighbours under a pixel are one."""
     rows = [leg for row in instructions for leg in legs_of(row)]
     used = {COMPUTE, *(row.stream for row in rows)}
     streams = sort_streams(used)
@@ -209,8 +205,7 @@ def _kind(row: ScheduleRow) -> str:
 def _merge(slices: Sequence[_Slice], pixel: float) -> list[_Slice]:
     """Merge neighbours that are under a pixel each: all that share a pixel, and then further ones of the same kind.
 
-    The slices that share a pixel have the colour of the kind that takes most of it. So there are at most a few slices
-    per pixel.
+    Slices that share a pixel have the colour of the kind that takes most of it: at most a few slices per pixel.
     """
     merged: list[_Slice] = []
     shares: dict[str, float] = {}  # seconds by kind in the last of them

@@ -217,8 +217,7 @@ def _instruction(lowered: LoweredStep, instruction: Instruction, rows: Mapping[f
 
 def _memory(lowered: LoweredStep, rows: Mapping[fx.Node, ScheduleRow]) -> tuple[tuple[float, dict[str, int]], ...]:
     """The memory curve over time, a compiled region as one. A collective takes its memory when computation reaches it,
-    before it starts.
-    """
+    before it starts."""
     points: list[tuple[float, dict[str, int]]] = []
     now = 0.0
     for moment in memory_curve(lowered.graph, lowered.simulation.live):

@@ -101,8 +101,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 def _placement(node: fx.Node, decisions: Mapping[str, ShardingDecision], *, is_heavy: bool) -> str:
     """The placement of a result: by the decision for it, or for its first reader if it is replaced by other operators;
-    ``""`` if there is neither.
-    """
+    ``""`` if there is neither."""
     if node.name in decisions:
         return decisions[node.name].outputs[0] or ""
     if not is_heavy:

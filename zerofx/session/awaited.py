@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.checkpoints.load import CheckedCheckpoint, entries_of, load_buffers
+from zerofx.checkpoints.load import Loadable, entries_of, load_buffers
 from zerofx.errors import UsageError
 from zerofx.session.taken_over import TakenOver
 
@@ -19,7 +19,7 @@ class Awaited:
     are refused.
     """
 
-    def __init__(self, checked: CheckedCheckpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, checked: Loadable, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._checked = checked
         parameters = dict(model.named_parameters())
         optimizer.state.clear()

@@ -12,7 +12,7 @@ from torch import nn
 
 from zerofx.checkpoints.fill import check_histories
 from zerofx.checkpoints.later import Later, save_later
-from zerofx.checkpoints.load import CheckedCheckpoint, check, load_buffers, load_model, load_rest
+from zerofx.checkpoints.load import Loadable, check, load_buffers, load_model, load_rest
 from zerofx.checkpoints.names import ModelNames
 from zerofx.checkpoints.save import StepCounts, save
 from zerofx.checkpoints.together import run_on_all
@@ -232,7 +232,7 @@ class Checkpointed:
         """What ranks agree over outside of steps."""
         return self._life.control
 
-    def _check_step(self, checked: CheckedCheckpoint, taken: TakenOver | None) -> None:
+    def _check_step(self, checked: Loadable, taken: TakenOver | None) -> None:
         """Check what a checkpoint has for this step alone; raises a ``CheckpointError``."""
         if taken is not None:
             check_histories(checked, taken.layout)
@@ -243,9 +243,7 @@ class Checkpointed:
             except UsageError as error:
                 raise CheckpointError(f"{error}. Nothing has been loaded") from error
 
-    def _load(
-        self, checked: CheckedCheckpoint, taken: TakenOver | None, own: Mapping[str, Any], *, weights_only: bool
-    ) -> None:
+    def _load(self, checked: Loadable, taken: TakenOver | None, own: Mapping[str, Any], *, weights_only: bool) -> None:
         """Change what is in memory: where this fails, the step is over."""
         life, steps = self._life, self._steps
         place = str(checked.reader.place)

@@ -43,8 +43,7 @@ def _elementwise_order(*operands: torch.Tensor) -> list[int]:
 
 @functools.cache
 def _check_layouts() -> None:
-    """Compare the two functions above with kernels' results, once in a process: if they differ, strides would be
-    misread silently.
+    """Compare both functions with kernels' results, once in a process: if they differ, strides would be misread.
 
     Raises:
         InternalError: they differ.

@@ -124,8 +124,7 @@ def most_promising(candidates: Sequence[Candidate], number: int) -> list[int]:
 
 def promises_more(candidates: Sequence[Candidate]) -> int | None:
     """A candidate that has not been run, and that corrected costs put ahead of the best; or that takes the least
-    memory, if none that was run fits.
-    """
+    memory, if none that was run fits."""
     open_ones, best = _open(candidates), best_of(candidates)
     if best is None:
         return min(open_ones, key=lambda index: _prediction(candidates[index].plan)[1], default=None)

@@ -14,8 +14,7 @@ _PREFETCHES = (0, 2, 4)  # units to gather ahead, besides what was asked for
 @dataclass(frozen=True)
 class Variation:
     """Options with one strategy. ``searched``: whether the plan is searched within the memory budget; one that is not
-    follows the options, and is not run if it does not fit.
-    """
+    follows the options, and is not run if it does not fit."""
 
     name: str
     options: CompileOptions

@@ -331,6 +331,6 @@ def test_the_step_is_the_same_and_says_how_it_was_captured(
 
 def test_what_is_stamped_out_is_checked_where_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = capture(Deep(depth=16), Batch.from_call(FEATURES, {}))
-    monkeypatch.setattr(by_layer, "_stamped", lambda *_: whole)
+    monkeypatch.setattr(by_layer, "_stamp_layers", lambda *_: whole)
     with pytest.raises(AssertionError, match="stamped"):
         capture_by_layer(Forward(Deep(), Batch.from_call(FEATURES, {})), check=True)

@@ -131,7 +131,7 @@ def _refused() -> list[bool]:
     for module, name, on_rank, refusal in (
         (os, "open", 1, _not_permitted),
         (os, "memfd_create", 0, _not_permitted),
-        (shared, "_opened", 1, lambda *_: None),
+        (shared, "_open_mapping", 1, lambda *_: None),
         (channels, "read_memory", 1, _not_permitted),
     ):
         with pytest.MonkeyPatch.context() as patched:

@@ -97,9 +97,7 @@ def record_forward(forward: Forward) -> ForwardRecord:
             leaves_something = bool(lossy.left or lossy.changed)
             return ForwardRecord(lines, notes, recorder.foreign, lossy.returned, leaves_something)
 
-    record = try_eager_then_compiled(
-        lambda compiled: forward.objective.free_tensors.trace_until_complete(lambda: run(compiled))
-    )
+    record = try_eager_then_compiled(lambda compiled: forward.objective.free_tensors.retrace(lambda: run(compiled)))
     if any(tensor() is not None for tensor in given):  # a cache may have it
         learn_caches()
     return record
@@ -237,9 +235,9 @@ def _model_tensors(lossy: LossModule, fakes: tuple[torch.Tensor, ...]) -> Iterat
     for lender in lossy.lenders():
         role = Role.PARAMETER if lender.in_buckets else Role.OUTSIDE
         for name, parameter in lender.model.named_parameters():
-            yield parameter, Placeholder(role, lender.named(name))
+            yield parameter, Placeholder(role, lender.full_name(name))
         for name, buffer in lender.model.named_buffers():
-            yield buffer, Placeholder(Role.BUFFER, lender.named(name))
+            yield buffer, Placeholder(Role.BUFFER, lender.full_name(name))
     for key, tensor in (*lossy.free_tensors.named_parameters(), *lossy.free_tensors.named_buffers()):
         yield tensor, Placeholder(Role.OUTSIDE, lossy.free_tensor_names[int(key)])
     for index, fake in enumerate(fakes):

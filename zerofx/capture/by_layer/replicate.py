@@ -88,9 +88,7 @@ def shrink(graph: fx.Graph, repeat: Repeat) -> Mapping[fx.Node, fx.Node]:
     """
     pair = _Pair.match(graph, repeat)
     for ordinal, (node, further) in enumerate(zip(pair.second, pair.third, strict=True)):
-        node.args, node.kwargs = _shrink_arguments(
-            pair.templates[ordinal], (node.args, node.kwargs), further, pair.second
-        )
+        node.args, node.kwargs = _shrink(pair.templates[ordinal], (node.args, node.kwargs), further, pair.second)
     others = dict(zip(pair.third, pair.second, strict=True))
     for node in graph.nodes:
         if node.op != "output" and node not in others:
@@ -224,7 +222,7 @@ def _zip(left: Any, other: Any, unify: _Unify) -> Any:
     return left
 
 
-def _shrink_arguments(template: Any, own: Any, further: fx.Node, second: Sequence[fx.Node]) -> Any:
+def _shrink(template: Any, own: Any, further: fx.Node, second: Sequence[fx.Node]) -> Any:
     """The arguments of a node of the second layer when the fourth follows it."""
 
     def choose(argument: Any, here: Any, there: Any) -> Any:

@@ -68,8 +68,7 @@ def eager_decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
 
 def dropouts_that_may_drop_nothing() -> AbstractContextManager[None]:
     """While open, a dropout that drops nothing returns its input, as in eager mode, not a copy as in tracing: changing
-    one in place changes the other.
-    """
+    one in place changes the other."""
 
     def dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         drops = train and p != 0 and x.numel() > 0

@@ -33,10 +33,8 @@ def kernel_layouts(device: torch.device) -> dict[Any, Callable[..., Any]]:
         if facts.layout is not None and (facts.layout is not ResultLayout.OF_FORMAT or device.type == "cpu")
     }
     if device.type == "cpu":
-        table |= {
-            aten.roll.default: _copy_to_format(aten.roll.default, _format_of_roll),
-            aten._embedding_bag.default: _embedding_bag,
-        }
+        table[aten.roll.default] = _copy_to_format(aten.roll.default, _format_of_roll)
+        table[aten._embedding_bag.default] = _embedding_bag
     return table
 
 
@@ -60,7 +58,7 @@ def _embedding_bag(
     weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, scale_grad_by_freq: bool = False, mode: int = 0,
     sparse: bool = False, weights: torch.Tensor | None = None, include_last: bool = False, padding: int = -1,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Sum bags in bfloat16 on the path that fakes know for other dtypes only: no record of which bag an index is of."""
+    """Kernels sum bags of bfloat16 on a path that fakes know for other dtypes only: it records no index's bag."""
     with decompose({}):
         outputs, bags, *facts = aten._embedding_bag.default(
             weight, indices, offsets, scale_grad_by_freq, mode, sparse, weights, include_last, padding

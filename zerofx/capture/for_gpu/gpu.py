@@ -110,7 +110,7 @@ def retarget(graph_module: fx.GraphModule, device: torch.device, mode: FakeTenso
             return fake_tensor(mode, value.shape, value.stride(), value.dtype, device)
         return value
 
-    def rename_device(arg: Any) -> Any:
+    def rename(arg: Any) -> Any:
         return device if isinstance(arg, torch.device) and arg == _CPU else arg
 
     with mode, torch.no_grad():
@@ -118,9 +118,6 @@ def retarget(graph_module: fx.GraphModule, device: torch.device, mode: FakeTenso
             if node.op == "placeholder" or node.op == "get_attr":
                 node.meta["val"] = map_aggregate(node.meta["val"], move)
             elif node.op == "call_function":
-                node.args, node.kwargs = (
-                    map_aggregate(node.args, rename_device),
-                    map_aggregate(node.kwargs, rename_device),
-                )
+                node.args, node.kwargs = map_aggregate(node.args, rename), map_aggregate(node.kwargs, rename)
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
                 node.meta["val"] = node.target(*args, **kwargs)

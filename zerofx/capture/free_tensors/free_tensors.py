@@ -137,7 +137,7 @@ class FreeTensors:
         self._lent |= {self._lender_of[id(touched)]}
         return True
 
-    def trace_until_complete(self, trace: Callable[[], T]) -> T:
+    def retrace(self, trace: Callable[[], T]) -> T:
         """The result of ``trace``, repeated until it is made with all tensors that it touches.
 
         Raises:
@@ -317,15 +317,14 @@ def change_error(what: str) -> CaptureError:
     )
 
 
-class FreeTensorFoundError(Exception):
+class RetraceError(Exception):
     """Tensors were found that a trace was not made with: it has to be made again."""
 
 
 @dataclass(frozen=True)
 class StandInMaker:
     """Make stand-ins for real tensors: ``fake`` makes one for a free tensor; ``of_model`` has, by the identity of a
-    parameter or buffer, the table and the key of its stand-in.
-    """
+    parameter or buffer, the table and the key of its stand-in."""
 
     fake: Callable[[torch.Tensor], torch.Tensor]
     of_model: Mapping[int, tuple[dict[str, Any], str]]

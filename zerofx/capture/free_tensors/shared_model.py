@@ -49,7 +49,7 @@ class SharedModel:
         if self.refusal:
             raise UsageError(self.refusal)
 
-    def named(self, name: str) -> str:
+    def full_name(self, name: str) -> str:
         """The name of a parameter, buffer or module in the step that reads it."""
         return f"{self.name}.{name}" if name else self.name
 
@@ -57,16 +57,16 @@ class SharedModel:
         """The parameters that are read from buckets, none of them trained here."""
         return tuple(self._infos(self.compute_dtype))
 
-    def held(self) -> Mapping[str, Sequence[ParameterInfo]]:
+    def storage_parts(self) -> Mapping[str, Sequence[ParameterInfo]]:
         """The storage of each parameter in its own step, by name: the parameter as one, or its slices in order."""
-        slices = {self.named(name): slots for name, slots in self.slices.items()}
+        slices = {self.full_name(name): slots for name, slots in self.slices.items()}
         return {
             info.name: [self._slice(info, slot) for slot in slices[info.name]] if info.name in slices else [info]
             for info in self._infos(self.held_in)
         }
 
     def _slice(self, info: ParameterInfo, slot: Slot) -> ParameterInfo:
-        name = self.named(slot.name)
+        name = self.full_name(slot.name)
         return replace(
             info, name=name, aliases=(name,), shape=slot.shape, stride=slot.stride, whole=info.name,
             first_row=slot.first_row,
@@ -74,13 +74,13 @@ class SharedModel:
 
     def _infos(self, compute_dtype: ComputeDtype) -> Iterator[ParameterInfo]:
         for info in parameter_infos(self.model, compute_dtype, self.strides) if self.in_buckets else ():
-            name, aliases = self.named(info.name), tuple(map(self.named, info.aliases))
+            name, aliases = self.full_name(info.name), tuple(map(self.full_name, info.aliases))
             yield replace(info, name=name, aliases=aliases, requires_grad=False, lent=True)
 
     def units(self) -> Iterator[str]:
         """Its repeated layers."""
-        return map(self.named, find_units(self.model))
+        return map(self.full_name, find_units(self.model))
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """Buffers by all of their names."""
-        return {self.named(name): b for name, b in self.model.named_buffers(remove_duplicate=False)}
+        return {self.full_name(name): b for name, b in self.model.named_buffers(remove_duplicate=False)}

@@ -90,9 +90,7 @@ class Refuse:
 
 
 def _refuse_wrapped(graph: fx.Graph) -> None:
-    """Raise a ``CaptureError`` for higher-order operators that wrap others, as torch uses for custom ones
-    that write.
-    """
+    """Raise a ``CaptureError`` for higher-order operators around others, as torch uses for custom ones that write."""
     for node in graph.nodes:
         if isinstance(node.target, HigherOrderOperator):
             wrapped = next((str(argument) for argument in node.args if isinstance(argument, OpOverload)), None)

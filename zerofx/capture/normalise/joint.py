@@ -20,9 +20,7 @@ _FREE_TENSORS = "free_tensors."  # what names of stand-ins begin with in a ``Los
 
 @dataclass
 class Outputs:
-    """The outputs of a joint graph, sorted: ``gradients`` are names of parameters with a node, tied ones
-    several times.
-    """
+    """Outputs of a joint graph, sorted: ``gradients`` are names of parameters with a node, tied ones several times."""
 
     loss: fx.Node
     extras: list[fx.Node]

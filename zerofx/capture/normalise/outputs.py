@@ -1,6 +1,4 @@
-"""Outputs of a traced joint graph: sorted by kind, given memory of their own, put after the forward's
-checks, written.
-"""
+"""Outputs of a traced joint graph: sorted by kind, given their own memory, put after the forward's checks, written."""
 
 from __future__ import annotations
 

@@ -13,13 +13,7 @@ import torch
 from torch import nn
 
 from zerofx.capture.checkpointed.blocks import CheckpointedBlocks
-from zerofx.capture.free_tensors.free_tensors import (
-    FreeTensorFoundError,
-    FreeTensors,
-    StandInMaker,
-    StandIns,
-    change_error,
-)
+from zerofx.capture.free_tensors.free_tensors import FreeTensors, RetraceError, StandInMaker, StandIns, change_error
 from zerofx.capture.free_tensors.shared_model import SharedModel
 from zerofx.capture.leaked_tensors import forget_traced
 from zerofx.capture.objective.calling import argument_text, call_model, check_forward_call, split_call
@@ -231,15 +225,12 @@ class LossModule(nn.Module):
 
     def _stand_in(self) -> None:
         """Register fake tensors for the free tensors that are known."""
-        self.objective.free_tensors.forget_index()
-        named = {
-            n: tensor for n, tensor in self.objective.free_tensors.tensors().items() if id(tensor) not in self._places
-        }
+        found, own = self.objective.free_tensors, self.free_tensors
+        found.forget_index()
+        named = {n: tensor for n, tensor in found.tensors().items() if id(tensor) not in self._places}
         for index, real in enumerate(named.values()):
             fake, key = self._fake(real), str(index)
-            table: dict[str, Any] = (
-                parameter_table(self.free_tensors) if real.requires_grad else buffer_table(self.free_tensors)
-            )
+            table: dict[str, Any] = parameter_table(own) if real.requires_grad else buffer_table(own)
             table[key] = fake
             self._places[id(real)] = table, key
         self.free_tensor_names = tuple(named)
@@ -302,7 +293,7 @@ class LossModule(nn.Module):
                     f"x.t_()), and give a buffer its full size at first"
                 )
         if stand_ins.has_learned:
-            raise FreeTensorFoundError
+            raise RetraceError
         for name, buffer in elsewhere.items():
             if elsewhere_now.get(name) is not buffer:
                 raise change_error(f"puts another tensor in the place of {name}")
@@ -327,9 +318,8 @@ class LossModule(nn.Module):
 
     def _buffers_outside(self) -> dict[str, torch.Tensor]:
         """Buffers of modules that can be reached, but belong to no step's model."""
-        ours = set(self.model.modules()).union(
-            *(lender.model.modules() for lender in self.objective.free_tensors.candidates)
-        )
+        lenders = self.objective.free_tensors.candidates
+        ours = set(self.model.modules()).union(*(lender.model.modules() for lender in lenders))
         return {
             f"{path}.{name}": buffer
             for root, reached in self._reached.items()

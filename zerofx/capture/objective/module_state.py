@@ -116,9 +116,7 @@ def _put_back(
 
 
 def _holds_traced(name: str, value: Any) -> bool:
-    """True if an attribute of a module is a list, tuple or dict of traced tensors, and not one that torch
-    itself keeps.
-    """
+    """True if an attribute of a module is a list, tuple or dict of traced tensors, and not one of torch's own."""
     if type(value) not in (list, tuple, dict) or name in (*TABLES, OF_RNNS):
         return False
     return any(map(is_traced, pytree.tree_leaves(value)))

@@ -74,8 +74,7 @@ def check_second_call(lossy: LossModule, fakes: tuple[torch.Tensor, ...], mode: 
 
 class _Run(TorchDispatchMode):
     """The record of a call: operators with their arguments (shapes of tensors), the memory that they read, and the
-    memory that depends on ``values`` or is random.
-    """
+    memory that depends on ``values`` or is random."""
 
     def __init__(self, values: list[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's

@@ -116,8 +116,7 @@ class ExecutedCode:
 
 def pause_recording(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``ExecutedCode`` ignore a ``__torch_dispatch__``: no code of the user's runs in it, and Python runs all code
-    several times slower while any of it is traced.
-    """
+    several times slower while any of it is traced."""
 
     @functools.wraps(dispatch)
     def dispatch_unrecorded(*args: Any, **options: Any) -> Any:

@@ -223,8 +223,7 @@ class Reads:
 
     def put_back(self) -> list[str]:
         """Restore the values that were read, where they are plain; returns the paths of all changed values, and of
-        iterators, which cannot be compared.
-        """
+        iterators, which cannot be compared."""
         changes, state = {change.path for change in self._differences()}, self._state
         for path, container, key, value in zip(state.paths, state.containers, state.keys, state.values, strict=True):
             if path in changes and is_plain(value):

@@ -85,8 +85,7 @@ class OptimizerInfo:
 class Marker:
     """The contents of a checkpoint. ``files`` are by name: bytes, and hash. ``aliases``: names of tied tensors by their
     other names. ``about``: information that loading does not need, such as versions and the model's configuration.
-    ``num_model`` consecutive ranks of the ``num_ranks`` shared one computation; a marker without it has 1.
-    """
+    ``num_model`` consecutive ranks of the ``num_ranks`` shared one computation; a marker without it has 1."""
 
     num_ranks: int
     num_steps: int

@@ -27,8 +27,7 @@ def decide_with_cache(
     request: Request, step: StepGraph, kind: type[Decision], decide: Callable[[], tuple[Decision, ...]], *said: str
 ) -> tuple[Decision, ...]:
     """The result of ``decide()`` for the captured ``step``, from the cache if an earlier run decided it; ``said`` is
-    everything else it follows from.
-    """
+    everything else it follows from."""
     cache = DiskCache(request.settings.cache_dir)
     if cache.folder is None:
         return decide()

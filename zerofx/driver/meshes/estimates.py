@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from zerofx.budgets import budget_bytes, tiers_for
 from zerofx.driver.captures import Captures
-from zerofx.driver.meshes.short_steps import MemorySavings, Short, ShortSteps, StepTotals, UnlimitedTotals
+from zerofx.driver.meshes.short_steps import Savings, Short, ShortSteps, StepTotals, Unlimited
 from zerofx.driver.prepared import Request
 from zerofx.driver.shardings import shardings_of, shared_as
 from zerofx.errors import UsageError, ZeroFXError
@@ -34,8 +34,8 @@ class Estimates:
         self._short = ShortSteps(self._request, captures, on_cpu=on_cpu)
         self._shared: dict[int, Short[Captures] | ZeroFXError] = {}
         self._alone: dict[int, StepTotals] = {}
-        self._keeping: dict[Mesh, UnlimitedTotals] = {}
-        self._given_up: dict[tuple[int, bool], list[tuple[MemorySavings, float]]] = {}
+        self._keeping: dict[Mesh, Unlimited] = {}
+        self._given_up: dict[tuple[int, bool], list[tuple[Savings, float]]] = {}
         self._floors: dict[Mesh, Floor] = {}
 
     def estimate(self, mesh: Mesh, fastest: float | None = None) -> MeshOutcome:
@@ -128,18 +128,15 @@ class Estimates:
         path = self._request.machine.host.to_device
         return max(alone.computing + given_up, floor.busy_seconds, away_bytes / path.bandwidth)
 
-    def _memory_savings(self, request: Request, numbers: StepTotals, limit: int) -> MemorySavings:
+    def _memory_savings(self, request: Request, numbers: StepTotals, limit: int) -> Savings:
         """The savings of layers for ``limit``, as shown by another mesh that has to free about as much, or by this one;
-        ``numbers``: its totals without a limit.
-        """
+        ``numbers``: its totals without a limit."""
         mesh = request.mesh
         known = self._given_up.setdefault((mesh.model, mesh.shard > 1), [])
         for shown, _ in known:
             if shown.reaches(numbers, limit):
                 return shown
-        own = self._short.simulate_savings(
-            request, self._captures_of(request), self._simulate_unlimited(request), limit
-        )
+        own = self._short.find_savings(request, self._captures_of(request), self._simulate_unlimited(request), limit)
         known.append((own, self._floor(request).held_bytes))
         return own
 
@@ -163,7 +160,7 @@ class Estimates:
             raise shared
         return shared
 
-    def _simulate_unlimited(self, request: Request) -> UnlimitedTotals:
+    def _simulate_unlimited(self, request: Request) -> Unlimited:
         if request.mesh not in self._keeping:
             self._keeping[request.mesh] = self._short.simulate_unlimited(request, self._captures_of(request))
         return self._keeping[request.mesh]

@@ -62,8 +62,7 @@ def best_prices(
 @dataclass(frozen=True)
 class _Judged:
     """A simulated layout: the bytes by which its peak misses the budget, and its seconds. ``is_forced``: whether it
-    saves memory for the budget; ``seconds_per_byte``: the approximate cost of a byte then.
-    """
+    saves memory for the budget; ``seconds_per_byte``: the approximate cost of a byte then."""
 
     missed_bytes: float
     seconds: float
@@ -96,7 +95,7 @@ class _Judge:
         numbers = keeping.all
         if self.limit is None or numbers.peak_bytes <= self.limit:
             return _Judged(0.0, numbers.step_seconds, is_forced=False, seconds_per_byte=0.0)
-        given_up = self.short.simulate_savings(self.request, shared, keeping, self.limit)
+        given_up = self.short.find_savings(self.request, shared, keeping, self.limit)
         price = given_up.seconds_per_byte or numbers.step_seconds / numbers.peak_bytes
         return _judge_totals(given_up.apply(numbers, self.limit), self.limit, price)
 

@@ -69,7 +69,7 @@ class StepTotals:
 
 
 @dataclass(frozen=True)
-class UnlimitedTotals:
+class Unlimited:
     """The totals of all layers without a memory limit, and those of the few layers they follow from.
 
     ``more`` are the totals of twice the few layers. ``times`` and ``more_times`` say how often the layers of ``few``
@@ -84,7 +84,7 @@ class UnlimitedTotals:
 
 
 @dataclass(frozen=True)
-class MemorySavings:
+class Savings:
     """The totals of a step that keeps all, and with each layer saving as much as a few of them had to for a budget.
 
     Steps that take more bytes than ``least`` and fewer than ``keeping`` are on the line between these: to free half of
@@ -141,7 +141,7 @@ class ShortSteps:
             lambda short: (short[0], tuple(decision for decision in shardings if decision.node in short[1]))
         )
 
-    def simulate_unlimited(self, request: Request, shared: Short[Captures]) -> UnlimitedTotals:
+    def simulate_unlimited(self, request: Request, shared: Short[Captures]) -> Unlimited:
         """The totals of all layers without a budget; ``shared``: the steps as one rank of the model axis runs them.
 
         Raises:
@@ -160,25 +160,21 @@ class ShortSteps:
             grown = few.peak_bytes - short.peak_bytes
             return 1.0 + (numbers.peak_bytes - short.peak_bytes) / grown if grown > 0 else 1.0
 
-        return UnlimitedTotals(every, short, more, times(every), times(more))
+        return Unlimited(every, short, more, times(every), times(more))
 
-    def simulate_savings(
-        self, request: Request, shared: Short[Captures], keeping: UnlimitedTotals, limit: int
-    ) -> MemorySavings:
+    def find_savings(self, request: Request, shared: Short[Captures], keeping: Unlimited, limit: int) -> Savings:
         """The savings of all layers within ``limit`` bytes, which are fewer than those of ``keeping``.
 
         Raises: as ``keeping``.
         """
         per_few = (keeping.all.peak_bytes - limit) / keeping.times
-        least, is_refused = self._simulate_within(request, shared.few, keeping.few, per_few)
+        least, is_refused = self._fit(request, shared.few, keeping.few, per_few)
         if is_refused:
-            return MemorySavings(keeping.all, keeping.all.plus(keeping.times, least, keeping.few), is_refused)
+            return Savings(keeping.all, keeping.all.plus(keeping.times, least, keeping.few), is_refused)
         every = keeping.all.plus(1.0, least, keeping.few)
         if keeping.more_times > 1.0:
             assert shared.twice is not None, "something is given up"
-            further, is_refused = self._simulate_within(
-                request, shared.twice, keeping.more, keeping.more_times * per_few
-            )
+            further, is_refused = self._fit(request, shared.twice, keeping.more, keeping.more_times * per_few)
             times = (keeping.times - 1.0) / (keeping.more_times - 1.0)
             every = every.plus(times, further, keeping.more).plus(times, keeping.few, least)
         # Extrapolated from two searches, which give up whole layers' values: less than nothing is none.
@@ -186,14 +182,13 @@ class ShortSteps:
             every, step_seconds=max(every.step_seconds, keeping.all.step_seconds),
             computing=max(every.computing, keeping.all.computing),
         )  # fmt: skip
-        return MemorySavings(keeping.all, every, is_refused)
+        return Savings(keeping.all, every, is_refused)
 
-    def _simulate_within(
+    def _fit(
         self, request: Request, captures: Captures, keeping: StepTotals, freed_bytes: float
     ) -> tuple[StepTotals, bool]:
         """The totals of the layers of ``captures``, ``keeping`` otherwise, with so many bytes freed; and whether that
-        is impossible: then with the least bytes possible.
-        """
+        is impossible: then with the least bytes possible."""
         budget = math.floor(keeping.peak_bytes - freed_bytes)
         try:
             return self._simulate(request, captures, budget), False

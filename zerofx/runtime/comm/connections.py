@@ -67,8 +67,7 @@ class Connections:
 
     def track(self, works: list[Message], num_bytes: int, stream: str) -> Callable[[], None]:
         """The function that waits for a collective's messages on ``stream``, ``num_bytes`` of them sent; while a step
-        is measured, a thread notes their arrival.
-        """
+        is measured, a thread notes their arrival."""
         self._started = [*(work for work in self._started if work), works]
         if self.log.is_running and works:
             self._watch = self._watch or _Watch(self.log)

@@ -53,8 +53,7 @@ class Nccl(Transport):
         groups: Groups | None = None,
     ) -> None:
         """Wrap ``group``. ``whole``: the transport between all ranks, if ``group`` is this rank's one of several
-        ``groups`` made for this transport.
-        """
+        ``groups`` made for this transport."""
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._whole = whole
         self._inner: list[Nccl] = []  # between some of these ranks

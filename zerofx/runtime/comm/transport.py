@@ -74,8 +74,7 @@ class Transport(Protocol):
 
     def split(self, groups: Groups) -> Transport:
         """Make a transport between the ranks of this rank's group, to be closed before this one. Collective, of all
-        ranks, with the same ``groups``.
-        """
+        ranks, with the same ``groups``."""
         ...
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]: ...

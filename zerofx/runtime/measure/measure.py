@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measurements of ``num_steps`` steps on this rank; fields as in ``Plan``, seconds are medians. ``print`` shows
+    """Measurements of ``num_steps`` steps on this rank; fields as in ``Plan``, seconds are medians, ``print`` shows
     all.
 
     ``exposed_seconds`` is the time in which computation waited for collectives and for copies between tiers.

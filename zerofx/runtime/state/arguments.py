@@ -53,10 +53,10 @@ class Loans:
         """Buffers, and parameters where no bucket has them, by their names in the step that reads them."""
         for lent in self.lent:
             for name, buffer in lent.model.named_buffers():
-                yield lent.named(name), buffer
+                yield lent.full_name(name), buffer
             for name, parameter in () if lent.in_buckets else lent.model.named_parameters():
                 held = parameter.detach().to(cast_of(parameter, lent.held_in))
-                yield lent.named(name), held.to(cast_of(parameter, lent.compute_dtype))
+                yield lent.full_name(name), held.to(cast_of(parameter, lent.compute_dtype))
 
 
 def state_tensors(

@@ -114,8 +114,7 @@ def set_up(before_fusion: CustomSchedulerPass, after_fusion: CustomSchedulerPass
 @contextlib.contextmanager
 def make_kernels_with(maker: type[AsyncCompile]) -> Iterator[None]:
     """While open, files generated for CPUs make their kernels with ``maker``, which can be imported; unless another
-    backend than Inductor's own is registered for CPUs.
-    """
+    backend than Inductor's own is registered for CPUs."""
 
     class Wrapper(PythonWrapperCodegen):
         @staticmethod
