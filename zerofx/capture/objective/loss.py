@@ -225,9 +225,9 @@ class LossModule(nn.Module):
 
     def _stand_in(self) -> None:
         """Register fake tensors for the free tensors that are known."""
-        found, own = self.objective.free_tensors, self.free_tensors
-        found.forget_index()
-        named = {n: tensor for n, tensor in found.tensors().items() if id(tensor) not in self._places}
+        free, own = self.objective.free_tensors, self.free_tensors
+        free.forget_index()
+        named = {n: tensor for n, tensor in free.tensors().items() if id(tensor) not in self._places}
         for index, real in enumerate(named.values()):
             fake, key = self._fake(real), str(index)
             table: dict[str, Any] = parameter_table(own) if real.requires_grad else buffer_table(own)
