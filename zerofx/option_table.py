@@ -109,8 +109,11 @@ def check_values(table: type[DataclassInstance], given: Mapping[str, Any]) -> di
     known = entries(table)
     asked = {name: given.get(name, entry.default) for name, entry in known.items()}
     for name, entry in known.items():
-        if not entry.accepts(asked[name]):
-            raise UsageError(f"expected {name} to be {entry.what}, found {_shown(asked[name])}: {texts(table)[name]}")
+        value = asked[name]
+        if not entry.accepts(value):
+            in_tuple = isinstance(value, str) and entry.accepts((value,))
+            advice = f" (give {name}=({value!r},))" if in_tuple else ""
+            raise UsageError(f"expected {name} to be {entry.what}, found {_shown(value)}{advice}: {texts(table)[name]}")
     values = {name: entry.kind.convert(asked[name]) for name, entry in known.items()}
     for name, entry in known.items():
         for exclusion in entry.excludes:

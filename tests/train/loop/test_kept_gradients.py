@@ -51,7 +51,7 @@ def test_one_is_kept_until_the_next_step_and_not_written() -> None:
         (("layers.0.wieght",), "found 'layers.0.wieght', which is none of"),
         (
             "layers.0.weight",
-            r"as in \('layers.0.weight', '\*.bias'\), found 'layers.0.weight': names of trained parameters",
+            r"found 'layers.0.weight' \(give keep_gradients=\('layers.0.weight',\)\): names of",
         ),
         ((0,), r"found \(0,\): names of"),
     ],
