@@ -13,7 +13,8 @@ until its release, so that no rank may write its slice before all of them are th
 for every rank to have started it, and all ranks run the same nodes in the same order. So a bucket is marked where a
 reduction starts after its last release and is awaited before its slice is written, or before the step ends if nothing
 writes it. That slices are complete when a step begins to gather needs no proof here: no rank's first collective runs
-before all ranks have begun the step.
+before all ranks have begun the step. But a slice whose update runs on from the step before is complete on its own rank
+only where that settles it, which the others do not know of: it is copied.
 
 What marked gathers do is the runtime's (``zerofx/runtime/comm/same_host/shared.py``): ranks that do not share memory
 copy as before.
@@ -57,7 +58,11 @@ def gathers_of_lasting_slices(step: StepGraph) -> list[fx.Node]:
             span = order[node], order[next(iter(node.users))]
             reductions.setdefault(node.kwargs.get("over"), []).append(span)
     lasting: list[fx.Node] = []
+    left = (node for node in step.calls() if node.target is ops.run_on)
+    runs_on = {storage_source(copy)[0] for node in left for copy in node.all_input_nodes}
     for shard in step.placeholders(Role.SHARD):
+        if shard in runs_on:
+            continue
         gathers = [user for user in shard.users if user.target is ops.all_gather]
         axes = gathers[0].kwargs.get("over") if gathers else None
         if _last(shard, gathers, order, reductions.get(axes, [])):

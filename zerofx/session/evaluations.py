@@ -72,6 +72,10 @@ class Evaluations:
                 "step.prepare(batch) with a batch to train on first, or give zerofx.compile an example_batch"
             )
         given = self._steps.batch_of(args, kwargs, counts=False)
+        # Before ranks agree to evaluate: in that each may read what the others have.
+        with self._life.control.report_errors():
+            taken.runtime.tiers.finish_updates()
+            self._steps.lenders.finish_updates()
         padding = self._padding(given)
         batch = given if padding is None else padding[0].pad(given, padding[1])
         compiled, agreed = self._evaluation_for(batch, taken, None if padding is None else padding[0].form)
@@ -134,7 +138,6 @@ class Evaluations:
 
     def _run(self, compiled: CompiledStep, batch: Batch, taken: TakenOver, agreed: Agreed) -> list[torch.Tensor]:
         """The tensors that an evaluation gives."""
-        taken.runtime.tiers.finish_updates()
         seeds, mesh = self._steps.seeds, self._steps.mesh
         if compiled.draws_together:
             seeds.begin(taken.device, mesh, agreed, draws_together=True)

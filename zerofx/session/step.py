@@ -152,7 +152,7 @@ class Step(Whole, Reported):
         batch = self._rungs.fit(given, num_micro_batches)
         compiled, taken, advance, agreed = self._steps.step_for(batch, RUNNING, num_micro_batches)
         batch = self._rungs.deal(batch, given, compiled)
-        taken.place(compiled.plan, agreed)
+        taken.place(compiled.plan)
         self._steps.seeds.begin(taken.device, self._steps.mesh, agreed, draws_together=compiled.draws_together)
         versions = taken.versions()
         advance.swap(taken.state)

@@ -159,6 +159,7 @@ class Steps:
             advance = self.taken.advance() if self.taken is not None and not changed else None
         variant = self._variant()
         match = self.find(self.shapes, signature, variant, batch, options.objective)
+        self._finish_updates(match.compiled)
         agreed = self.agreement(
             purpose,
             batch,
@@ -189,6 +190,17 @@ class Steps:
             self.finish()
         assert self.taken is not None and advance is not None
         return compiled, self.taken, advance, agreed
+
+    def _finish_updates(self, compiled: CompiledStep | None) -> None:
+        """Finish what the last step, and those whose models are read, have let run on; ``compiled`` waits for its own.
+
+        Before ranks agree to run a step: in that each may read what the others have.
+        """
+        waits = compiled is not None and self.taken is not None and self.taken.state.is_placed(compiled.plan)
+        with self._control.report_errors():
+            self.lenders.finish_updates()
+            if self.tiers is not None and not waits:
+                self.tiers.finish_updates()
 
     def find(self, shapes: Shapes, signature: str, variant: str, batch: Batch, objective: Objective) -> Match:
         """The step, or evaluation, for a batch, if ``shapes`` has one; where Python state has changed by which the

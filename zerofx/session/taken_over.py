@@ -138,14 +138,8 @@ class TakenOver:
         slower = {tier: size for tier, size in self._tiers.held_bytes.items() if size}
         return {"device": persistent_bytes(self.tensors(arguments).values()), **slower}
 
-    def place(self, plan: Plan, agreed: Callable[[], object]) -> None:
-        """Move states and parameters to where ``plan`` has them between steps. Collective, once all have ``agreed`` to
-        run it, where it is another plan than that of the last step."""
-        if self.state.is_placed(plan):
-            return
-        agreed()
-        with self._life.control.fail_together("finish the updates of the last step"):
-            self._tiers.finish_updates()
+    def place(self, plan: Plan) -> None:
+        """Move states and parameters to where ``plan`` has them between steps."""
         if self.state.place(plan):
             self.state.hide_parameters()
             self.watch_parameters()

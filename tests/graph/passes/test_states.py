@@ -152,3 +152,13 @@ def test_states_that_are_not_where_the_plan_says_are_refused() -> None:
         with pytest.raises(InvalidGraphError, match="plan: the graph keeps states of buckets"):
             verify(prepared.step, "all", replace(prepared.plan, states=states))
     assert {placeholder(node).bucket for node in prepared.step.placeholders(Role.STATE)} == {0, 1, 2}
+
+
+def test_slices_that_run_on_are_not_read_where_other_ranks_have_them() -> None:
+    prepared = placed("host", "host")
+    prepared.run_pipeline()
+    gathers = calls(prepared.step, ops.all_gather)
+    assert gathers and not any(gather.kwargs.get("in_place") for gather in gathers)
+    gathers[0].kwargs = {**gathers[0].kwargs, "in_place": True}
+    with pytest.raises(InvalidGraphError, match="in place: gather_0 reads slices that may be written"):
+        verify(prepared.step, "all", prepared.plan)

@@ -58,9 +58,9 @@ def test_states_that_are_where_the_plan_has_them_are_not_looked_for() -> None:
     taken = step._steps.taken
     assert taken is not None
     plan = Watched(**{field.name: getattr(step.plan, field.name) for field in fields(step.plan)})
-    taken.place(plan, lambda: None)
+    taken.place(plan)
     looks = Watched.num_looks[0]
-    taken.place(plan, lambda: None)
+    taken.place(plan)
     assert Watched.num_looks[0] == looks > 0
     step.close()
 

@@ -55,6 +55,8 @@ class TrainingState(WholeBuckets):
 
         Returns whether parameters have moved: the model then has to be shown them anew (``hide_parameters``).
         """
+        if self.is_placed(plan):
+            return False
         self._placed = None
         if any(self._is_elsewhere(plan, *pair) for pair in zip(self.layout.buckets, self.buckets, strict=True)):
             self.flush()

@@ -96,15 +96,20 @@ class Lenders:
         )
 
     def settle(self, agreed: Callable[[], object]) -> None:
-        """Wait for updates that other steps have left to the host, once all ranks have ``agreed`` to read the models.
+        """Wait for delayed updates of other steps, once all ranks have ``agreed`` to read the models.
 
-        Collective at stages 1 and 2 where they are delayed.
+        Collective at stages 1 and 2.
         """
         for steps in self._used().values():
-            if steps.taken is not None:
-                if steps.options.delayed_update is not None:
-                    agreed()
+            if steps.taken is not None and steps.options.delayed_update is not None:
+                agreed()
                 steps.taken.state.flush()
+
+    def finish_updates(self) -> None:
+        """Finish what other steps have let run on, before ranks agree to read the models."""
+        for steps in self._used().values():
+            if steps.tiers is not None:
+                steps.tiers.finish_updates()
 
     @contextlib.contextmanager
     def unguarded(self) -> Iterator[None]:

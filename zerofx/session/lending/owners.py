@@ -12,6 +12,7 @@ from torch import nn
 from zerofx.deferred import DeferredTensor
 from zerofx.errors import UsageError
 from zerofx.options import CompileOptions
+from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.session.life import Life
 from zerofx.session.taken_over import TakenOver
 
@@ -25,6 +26,7 @@ class LendingSteps(Protocol):
     options: CompileOptions
     life: Life
     taken: TakenOver | None
+    tiers: Tiers | None
     num_made: int
 
     def capturable(self) -> AbstractContextManager[None]:
