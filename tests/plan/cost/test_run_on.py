@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import pytest
-from torch import fx
 
 from tests.lib.plans import placed
 from zerofx.ir import ops
@@ -69,7 +67,8 @@ def test_bytes_that_run_on_are_there_until_they_are_settled() -> None:
     step = running_on()
     host = liveness(step, on_cpu=False).slower["host"]
     left = [node for node in step.calls() if node.target is ops.run_on]
-    held = sum(storage_bytes(tensor(value)) for node in left for value in cast("list[fx.Node]", node.args[2]))
+    values = [value for node in left for value in node.all_input_nodes if value.target is ops.empty_stored]
+    held = sum(storage_bytes(tensor(value)) for value in values)
     calls = list(step.calls())
     assert held and host.after[calls[0]] == host.after[calls[-1]] == host.persistent_bytes + held
     last = [node for node in calls if node.target is ops.settle][-1]
