@@ -15,6 +15,7 @@ import operator
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -62,7 +63,7 @@ def emit(
     instructions: Sequence[Instruction],
     live: Liveness,
     header: str,
-    host_functions: Iterable[str],
+    scalars: Mapping[int, Sequence[str]] = MappingProxyType({}),
 ) -> EmittedStep:
     """The text of the step's file, and what it needs to run.
 
@@ -71,13 +72,13 @@ def emit(
         instructions: its regions and events in order (``zerofx.codegen.regions.cut``).
         live: live bytes by node.
         header: text for the head of the file: what was planned.
-        host_functions: sources of the functions that compute hyperparameters on the host.
+        scalars: which arguments of its update's operators each bucket's hyperparameters are.
     """
     functions, definitions = _name_regions(instructions)
     names = _local_names(step, functions.values())
     state = [n for n in step.placeholders() if placeholder(n).role is not Role.INPUT]
     batch = [node for node in step.placeholders(Role.INPUT) if times_held(step, node) == 1]
-    body, outputs = _body(step, instructions, live, functions, names)
+    body, outputs = _body(step, instructions, live, functions, names, scalars)
     file = StepFile(
         header,
         {key: _region(functions[key], region) for key, region in definitions.items()},
@@ -86,7 +87,7 @@ def emit(
         body,
         outputs,
     )
-    return EmittedStep(file.text(host_functions), file)
+    return EmittedStep(file.text, file)
 
 
 def _name_regions(instructions: Sequence[Instruction]) -> tuple[dict[str, str], dict[str, Region]]:
@@ -198,12 +199,13 @@ def _body(
     live: Liveness,
     functions: Mapping[str, str],
     names: Mapping[fx.Node, str],
+    scalars: Mapping[int, Sequence[str]],
 ) -> tuple[tuple[Line, ...], tuple[str, ...]]:
     """The lines of a step, and what it returns."""
     last, loop = _last_instruction(step, instructions), loop_of(step)
     returned: Any = step.output.args[0]
     if loop is None:
-        lines = _lines(step, enumerate(instructions), live, functions, names, last)
+        lines = _lines(step, enumerate(instructions), live, functions, names, last, scalars)
         return tuple(lines), tuple(names[node] for node in returned)
     begin, end = (
         next(n for n, each in enumerate(instructions) if isinstance(each, Event) and each.node is border)
@@ -223,19 +225,19 @@ def _body(
     repeated = Repeated(
         loop.num_rounds,
         _taken(parts, names),
-        tuple(_lines(step, numbered[begin + 1 : end], live, functions, names, last)),
+        tuple(_lines(step, numbered[begin + 1 : end], live, functions, names, last, scalars)),
         tuple((list_names[node], names[node]) for node in lists),
         tuple((names[first], names[second]) for first, second in loop.carries),
     )
     over = [after[node] for node in last.get(end, ())]
     after |= list_names  # what ends a step early gives what it would have given
     return (
-        *_lines(step, numbered[:begin], live, functions, names, last),
+        *_lines(step, numbered[:begin], live, functions, names, last, scalars),
         f"micro-batches 2 to {step.num_micro_batches - 1}",
         repeated,
         f"micro-batch {step.num_micro_batches}",
         *([CallLine("", dead=tuple(over))] if over else []),
-        *_lines(step, numbered[end + 1 :], live, functions, after, last),
+        *_lines(step, numbered[end + 1 :], live, functions, after, last, scalars),
     ), tuple(after[node] for node in returned)
 
 
@@ -253,6 +255,7 @@ def _lines(
     functions: Mapping[str, str],
     names: Mapping[fx.Node, str],
     last: Mapping[int, Sequence[fx.Node]],
+    scalars: Mapping[int, Sequence[str]],
 ) -> Iterator[CallLine | RegionCall | str]:
     """The lines of some numbered instructions; ``last`` are the values to delete with each."""
     place = ""
@@ -269,6 +272,8 @@ def _lines(
             yield here
         dead = tuple(names[n] for n in last.get(index, ()))
         note = f"live {_live(live, node)} | {stream_of(node)}"
+        if node.target is ops.hyperparameters:
+            note = " | ".join([*filter(None, [", ".join(scalars.get(int(str(node.args[0])), ()))]), note])
         if isinstance(instruction, Event):
             yield _event(node, names, dead, note)
         else:

@@ -94,7 +94,7 @@ class RegionText:
 
 @dataclass(frozen=True)
 class StepFile:
-    """All of an emitted file but for the optimizer's own functions, which are traced anew in each run.
+    """All of an emitted file.
 
     ``regions`` by their keys. ``state`` and ``batch``: what the step takes from its arguments, each with its name, its
     key there, and a comment. ``body``: calls, between them titles, and the loop if there is one.
@@ -112,12 +112,11 @@ class StepFile:
         """The names of region functions by region key."""
         return {key: region.name for key, region in self.regions.items()}
 
-    def text(self, host_functions: Iterable[str]) -> str:
-        """The file; ``host_functions`` are sources of what computes hyperparameters on the host."""
+    @property
+    def text(self) -> str:
+        """The file."""
         head = "\n".join(f"# {_line(line)}".rstrip() for line in self.header.splitlines())
         parts = [head, "import torch", "", "aten = torch.ops.aten", ""]
-        for function in dict.fromkeys(host_functions):
-            parts += ["", function.rstrip(), ""]
         for region in self.regions.values():
             parts += ["", region_text(region), ""]
         return "\n".join([*parts, "", *self._step(), ""])

@@ -24,7 +24,7 @@ EVENTS = frozenset(RUNTIME + str(getattr(event, "__name__")).partition(".")[0] f
 _NOTHING = "_"  # what no line reads
 _VALUES = (type(None), bool, int, float, str, torch.dtype, torch.layout, torch.memory_format, torch.device)
 # Types of values, with the role of what is taken; bytes live, and the stream.
-_NOTE = re.compile(r"[\w\[\](), ]*|(release  # )?live [\w., -]+ \| [\w, ]+", re.ASCII)
+_NOTE = re.compile(r"[\w\[\](), ]*|(release  # |[\w., ]+ \| )?live [\w., -]+ \| [\w, ]+", re.ASCII)
 
 
 def as_data(file: StepFile) -> list[Any]:

@@ -60,15 +60,12 @@ def _add_states(step: StepGraph, bucket: Bucket, program: UpdateProgram, local: 
 
 def _add_scalars(step: StepGraph, bucket: Bucket, program: UpdateProgram) -> dict[str, fx.Node]:
     """The scalar states that a kernel reads on the device."""
-    scalars = {}
-    for scalar in program.scalar_states:
-        if scalar.name in program.tensor_scalars:
-            assert scalar.dtype is not None, "what a kernel reads on the device is a tensor"
-            scalars[scalar.name] = step.add_placeholder(
-                f"{scalar.name}_{bucket.index}", Placeholder(Role.SCALAR_STATE, scalar.name, bucket.index), (),
-                scalar.dtype,
-            )  # fmt: skip
-    return scalars
+    return {
+        scalar.name: step.add_placeholder(
+            f"{scalar.name}_{bucket.index}", Placeholder(Role.SCALAR_STATE, scalar.name, bucket.index), (), scalar.dtype
+        )
+        for scalar in program.tensor_scalars
+    }
 
 
 def add_hyperparameters(step: StepGraph, bucket: Bucket, program: UpdateProgram) -> fx.Node:

@@ -19,13 +19,13 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import Role, placeholder, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
+from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.passes.base import Pass
 from zerofx.passes.prepare.accumulate import accumulate
 from zerofx.passes.prepare.scale_loss import ScaleLoss
 from zerofx.passes.prepare.simplify import simplify
 from zerofx.passes.prepare.slice import slice_parameters
 from zerofx.pipeline import GraphStage, passes, run_passes
-from zerofx.runtime.state.optimizer import OptimizerBinding
 from zerofx.runtime.state.parameter_groups import group_of_parameters
 from zerofx.scheduler.analysis.slices import Slices, named_slices
 from zerofx.scheduler.cost.machine import Machine

@@ -1,13 +1,13 @@
-"""The optimizers and options under test, and the drivers that step a real optimizer and its traced program."""
+"""The optimizers and options under test, and the drivers that step a real optimizer and the programs of its updates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from zerofx.optimizers import UpdateProgram, run_program, trace_update
+from zerofx.optimizers import ShadowOptimizer, StandIn, UpdateProgram, run_graph
 
 LENGTH = 37
 NUM_STEPS = 12
@@ -62,7 +62,7 @@ class CountingAdam(torch.optim.Optimizer):
 
 
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-Run = Callable[..., None]  # what ``run_program`` takes
+Run = Callable[..., None]  # what ``run_graph`` takes
 o = torch.optim
 
 CASES: dict[str, Make] = {
@@ -100,50 +100,52 @@ CASES: dict[str, Make] = {
 FUSED_CASES = [name for name in CASES if name.split("_")[0] in ("sgd", "adam", "adamw", "adagrad")]
 
 
+def program_of(
+    optimizer: torch.optim.Optimizer, *, dtype: torch.dtype = torch.float32, fused: bool = False
+) -> UpdateProgram:
+    """The update of the first group's parameters in the first step."""
+    stand_in = StandIn(0, dtype, fused=fused)
+    return ShadowOptimizer(optimizer).programs([stand_in])[stand_in.key]
+
+
 class Runner:
-    """Steps a flat buffer by traced programs, tracing anew whenever a program no longer applies."""
+    """Steps a flat buffer by the programs of an optimizer that is followed."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, param: torch.Tensor, *, fused: bool = False, run: Run = run_program
+        self, optimizer: torch.optim.Optimizer, param: torch.Tensor, *, fused: bool = False, run: Run = run_graph
     ) -> None:
         self.optimizer = optimizer
+        self.shadow = ShadowOptimizer(optimizer)
         self.run = run
         self.param = param
         self.fused = fused
         self.states: dict[str, torch.Tensor] = {}
         self.scalars: dict[str, Any] = {}
         self.present: frozenset[str] = frozenset()
-        self.program: UpdateProgram | None = None
-        self.num_traces = 0
+        self.programs: list[UpdateProgram] = []
+
+    @property
+    def stand_in(self) -> StandIn:
+        dtypes = {name: value.dtype for name, value in self.states.items() if name in self.present}
+        singles = {spec.name for program in self.programs for spec in program.tensor_scalars}
+        flat = tuple(entry for entry in dtypes.items() if entry[0] not in singles)
+        single = tuple(entry for entry in dtypes.items() if entry[0] in singles)
+        return StandIn(0, self.param.dtype, flat, tuple(self.scalars.items()), single, self.fused)
 
     def step(self, grad: torch.Tensor) -> None:
-        group = self.optimizer.param_groups[0]
-        snapshot = {name: float(value) for name, value in self.scalars.items()}
-        if self.program is None or self.program.host()(group, dict(self._copies())) is None:
-            if self.program is not None:
-                assert self.program.host()(group, self.scalars) is None
-                assert snapshot == {name: float(value) for name, value in self.scalars.items()}
-            self.program = trace_update(
-                self.optimizer,
-                group,
-                state_present=self.present,
-                scalar_values={
-                    name: value if isinstance(value, int) else float(value) for name, value in self.scalars.items()
-                },
-                dtype=self.param.dtype,
-                fused=self.fused,
-            )
-            self.num_traces += 1
-            self.states = {**self.program.new_states(len(self.param), self.param.device), **self.states}
-            self.scalars = {**self.program.new_scalar_states(self.param.device), **self.scalars}
-        self.run(self.program, self.param, grad, self.states, self.scalars, group)
-        self.present |= self.program.state_after
-        if self.program.first_step_only:
-            self.program = None
-
-    def _copies(self) -> Iterator[tuple[str, Any]]:
-        for name, value in self.scalars.items():
-            yield name, value.clone() if isinstance(value, torch.Tensor) else value
+        stand_in = self.stand_in
+        program = self.shadow.programs([stand_in])[stand_in.key]
+        coming = self.shadow.next_step([stand_in])
+        update = coming.updates[stand_in.key]
+        assert update.program is program
+        if program not in self.programs:
+            self.programs.append(program)
+        new = program.new_states(len(self.param), self.param.device) | program.new_tensor_scalars(self.param.device)
+        self.states = new | self.states
+        self.run(program, self.param, grad, self.states, update.numbers)
+        self.scalars, self.present = update.scalars, update.present
+        for change in coming.changes:
+            change.swap()
 
 
 def compare(
@@ -153,7 +155,7 @@ def compare(
     fused: bool = False,
     change: Callable[[dict[str, Any], int], None] = lambda group, step: None,
 ) -> Runner:
-    """Step the real optimizer and the traced one side by side; every bit of parameter and state has to agree."""
+    """Step the real optimizer and the followed one side by side; every bit of parameter and state has to agree."""
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(LENGTH, generator=generator).to(dtype)
     real_param = start.clone().requires_grad_()
@@ -165,10 +167,10 @@ def compare(
             group["fused"] = fused
     for state in real.state.values() if fused else ():
         state["step"] = state["step"].float()
-    traced = make([torch.nn.Parameter(torch.randn(5, 3).to(dtype))])
-    runner = Runner(traced, start.clone(), fused=fused)
+    followed = make([torch.nn.Parameter(torch.randn(5, 3).to(dtype))])
+    runner = Runner(followed, start.clone(), fused=fused)
     for step in range(NUM_STEPS):
-        for optimizer in (real, traced):
+        for optimizer in (real, followed):
             group = optimizer.param_groups[0]
             group["lr"] = group["lr"] * (0.9 if step % 2 else 1.05)
             change(group, step)
@@ -185,5 +187,5 @@ def compare(
             if isinstance(found, torch.Tensor) and isinstance(value, torch.Tensor):
                 same = torch.equal(found, value)
             assert same, f"{name} differs at step {step}: {found} {value}"
-    assert not traced.state or all(not s or float(s["step"]) == 0 for s in traced.state.values())
+    assert not followed.state or all(not s or float(s["step"]) == 0 for s in followed.state.values())
     return runner

@@ -175,7 +175,7 @@ def _read(world: World, name: str, data: bytes) -> bool:
     path = world.folder / "cache" / name
     path.write_bytes(data)
     readers: dict[str, Callable[[str], object]] = {
-        "step": lambda text: KeptStep.from_json(text).set_update(()),
+        "step": KeptStep.from_json,
         "plan": Answer.from_json,
         "capture": lambda text: from_json(text, _blank(), _fake_mode()),
     }

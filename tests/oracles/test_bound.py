@@ -25,9 +25,9 @@ from zerofx.ir.bucketing import layout_of
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
+from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.passes.prepare.simplify import simplify
 from zerofx.pipeline import run_quietly
-from zerofx.runtime.state.optimizer import OptimizerBinding
 from zerofx.runtime.state.parameter_groups import group_of_parameters
 from zerofx.scheduler.analysis.saved_values import crossing_storages, value_node
 from zerofx.scheduler.cost.liveness import liveness, with_profiles

@@ -88,7 +88,7 @@ def _fill_states(source: Source, training: Training, bucket: Bucket, held: Bucke
     first, last = training.local_range(bucket)
     some = bucket.slots[0].source
     states, numbers = source.states(some), source.numbers(some)
-    held.scalars.clear()
+    held.scalars = {}
     for name in held.flat.keys() - set(states):
         del held.flat[name]  # which then begins as it did before the first step
     for name, value in numbers.items():
@@ -98,7 +98,7 @@ def _fill_states(source: Source, training: Training, bucket: Bucket, held: Bucke
             empty = torch.zeros(last - first, dtype=source.dtype_of(some, state), device=training.device)
             training.state.set_flat(bucket, state, empty)
         overwrites.run(held.flat[state], partial(_read, source, bucket, first, last, state))
-    held.present = frozenset(states) | numbers.keys()
+    held.present = frozenset(states) | frozenset(numbers)
 
 
 def _read(source: Source, bucket: Bucket, first: int, last: int, state: str | None, flat: torch.Tensor) -> None:

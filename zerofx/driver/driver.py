@@ -30,13 +30,13 @@ from zerofx.ir.graph import StepGraph
 from zerofx.lowering.load import CompiledStep, build
 from zerofx.lowering.lower import LoweredStep, lower
 from zerofx.optimizers import UpdateProgram
+from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.options import CompileOptions
 from zerofx.progress import watched
 from zerofx.report.schedule import make_schedule
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.comparisons import check_equal
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.state.optimizer import OptimizerBinding
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan

@@ -49,8 +49,7 @@ class Borrowed:
     def described(self) -> tuple[object, ...]:
         """What a step that reads it follows from."""
         return tuple(
-            (bucket, program and (program.states, program.scalar_states, sorted(program.tensor_scalars)))
-            for bucket, program in self.buckets()
+            (bucket, program and (program.states, program.tensor_scalars)) for bucket, program in self.buckets()
         )
 
     def buckets(self) -> Iterator[tuple[Bucket, UpdateProgram | None]]:

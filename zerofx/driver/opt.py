@@ -210,7 +210,7 @@ def _rewrite_regions(step: StepGraph, listed: Sequence[Listed], say: Say) -> Non
     kernels = kernels_in_use(read_settings().kernels, step.device)
     instructions = cut(step)
     live = liveness(step, is_on_cpu(step.device), compiles_regions=True)
-    emitted = emit(step, instructions, live, "Regions of a step.", ())
+    emitted = emit(step, instructions, live, "Regions of a step.")
     namespace = load_source(emitted.source, "step.py")
     first = {region.key: region for region in reversed(regions_of(instructions))}
     for key, name in emitted.functions.items():

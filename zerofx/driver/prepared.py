@@ -17,11 +17,11 @@ from zerofx.ir.bucketing import layout_of
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
+from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.option_checks import check_bucket_names
 from zerofx.options import CompileOptions
 from zerofx.progress import watched
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.state.optimizer import OptimizerBinding
 from zerofx.runtime.state.parameter_groups import group_of_parameters, histories_of
 from zerofx.runtime.state.state import TrainingState
 from zerofx.scheduler.analysis.slices import Slices
@@ -195,7 +195,7 @@ def prepare(
     check_bucket_names(request.options.policy.keep, [bucket.name for bucket in earlier.layout.buckets])
     _check_gradients(captures.first, earlier.layout)
     layout, others = _with_borrowed(earlier.layout, request, captures.first)
-    updates = [earlier.binding.programs(earlier.state) | others]
+    updates = [earlier.binding.programs(earlier.state.buckets) | others]
     return Prepared(request, captures, layout, earlier.binding, updates, groups, may_be_sliced=False)
 
 

@@ -34,8 +34,8 @@ from zerofx.ir.serialise import (
     to_json,
 )
 from zerofx.optimizers import UpdateProgram
-from zerofx.optimizers.program import ScalarStateSpec, StateSpec
-from zerofx.runtime.state.optimizer import OptimizerBinding
+from zerofx.optimizers.binding import OptimizerBinding
+from zerofx.optimizers.program import StateSpec
 from zerofx.runtime.state.parameter_groups import group_of_parameters
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.torch_private.capture import fake_mode
@@ -163,8 +163,8 @@ def _facts(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _program_data(program: UpdateProgram) -> list[Any]:
-    """The graph of an update, and its other fields but for its code."""
-    values = {each.name: getattr(program, each.name) for each in fields(program)} | {"graph": None, "host_source": ""}
+    """The graph of an update, and its other fields."""
+    values = {each.name: getattr(program, each.name) for each in fields(program)} | {"graph": None}
     for name, kind in _SPECS.items():
         values[name] = tuple(tuple(getattr(spec, field.name) for field in fields(kind)) for spec in values[name])
     return [encode_nodes(program.graph, NAMESPACES), encode(values)]
@@ -176,4 +176,4 @@ def _program(nodes: list[list[Any]], data: Any) -> UpdateProgram:
     return UpdateProgram(**{**values, **specs, "graph": decode_nodes(nodes, NAMESPACES)[0].graph})
 
 
-_SPECS: Mapping[str, type[Any]] = {"states": StateSpec, "scalar_states": ScalarStateSpec}
+_SPECS: Mapping[str, type[Any]] = {"states": StateSpec, "tensor_scalars": StateSpec}

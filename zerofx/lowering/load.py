@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -238,11 +237,10 @@ def load_step(
 
 
 def read_edited(path: str | Path, emitted: EmittedStep) -> str:
-    """The text of an edited step that has all region functions of ``emitted``, and its functions of the optimizer.
+    """The text of an edited step that has all region functions of ``emitted``.
 
     Raises:
-        PlanError: there is no such file, or it cannot be loaded, or lacks a function, or has other functions of the
-            optimizer, which do not run from there.
+        PlanError: there is no such file, or it cannot be loaded, or lacks a function.
     """
     try:
         text = Path(path).read_text()
@@ -252,21 +250,4 @@ def read_edited(path: str | Path, emitted: EmittedStep) -> str:
     missing = [name for name in emitted.functions.values() if not callable(namespace.get(name))]
     if missing:
         raise PlanError(f"expected the functions of this step's regions in {path}, found no {first_few(missing)}")
-    own, generated = _scalar_functions(text), _scalar_functions(emitted.source)
-    changed = [name for name in own.keys() & generated.keys() if own[name] != generated[name]]
-    if changed:
-        raise PlanError(
-            f"expected the optimizer's numbers to be computed as they were generated, found another "
-            f"{first_few(sorted(changed))} in {path}: they are computed ahead of the step, which gets them by "
-            f"runtime.hyperparameters; change param_groups, or what the update in the file does with them"
-        )
     return text
-
-
-def _scalar_functions(text: str) -> dict[str, str]:
-    """The functions in a step's file that compute an optimizer's numbers, by name."""
-    return {
-        node.name: ast.dump(node)
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef) and [argument.arg for argument in node.args.args] == ["group", "state"]
-    }

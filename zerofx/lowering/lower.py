@@ -44,15 +44,9 @@ def lower(
         if plan.machine != machine.name:
             plan = replace(plan, prediction=None)  # what was predicted for another machine bounds nothing here
         plan = plan.with_prediction(predict(step, plan, layout, simulation))
-        sources, header = host_sources(plan, programs), _header(plan, machine)
-        emitted = emit(step, instructions, simulation.live, header, sources)
+        scalars = {index: program.scalars for index, program in programs.items()}
+        emitted = emit(step, instructions, simulation.live, _header(plan, machine), scalars)
     return LoweredStep(step, plan, instructions, simulation, stages, emitted)
-
-
-def host_sources(plan: Plan, programs: Mapping[int, UpdateProgram]) -> list[str]:
-    """The functions that compute the scalars of a step's updates; an evaluation has none."""
-    updated = {decision.bucket for decision in plan.reduces}
-    return [program.host_source for index, program in programs.items() if index in updated]
 
 
 def _header(plan: Plan, machine: Machine) -> str:

@@ -1,23 +1,27 @@
-"""Optimizer updates on flat shards: any elementwise ``torch.optim`` optimizer as a graph and a host function."""
+"""Optimizer updates on flat shards: any elementwise ``torch.optim`` optimizer as a graph, and its numbers by step."""
 
-from zerofx.optimizers.choice import check_supported, flat_state_dtypes, scalar_state_names
 from zerofx.optimizers.outside import same
-from zerofx.optimizers.program import HostFunction, ScalarStateSpec, StateSpec, UpdateProgram, run_program
+from zerofx.optimizers.program import StateSpec, UpdateProgram, run_graph
 from zerofx.optimizers.shadow import copy_optimizer
+from zerofx.optimizers.shadow_optimizer import (
+    ShadowOptimizer,
+    check_supported,
+    flat_state_dtypes,
+    scalar_state_names,
+)
+from zerofx.optimizers.stand_in import StandIn
 from zerofx.optimizers.support import has_fused
-from zerofx.optimizers.update import trace_update
 
 __all__ = [
-    "HostFunction",
-    "ScalarStateSpec",
+    "ShadowOptimizer",
+    "StandIn",
     "StateSpec",
     "UpdateProgram",
     "check_supported",
     "copy_optimizer",
     "flat_state_dtypes",
     "has_fused",
-    "run_program",
+    "run_graph",
     "same",
     "scalar_state_names",
-    "trace_update",
 ]

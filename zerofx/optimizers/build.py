@@ -1,11 +1,10 @@
-"""Turn a trace into the fx graph of the update on flat buffers."""
+"""Turn the records of a step into the fx graph of the update on flat buffers."""
 
 from __future__ import annotations
 
 import keyword
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,20 +12,23 @@ from torch.fx import Graph, Node
 
 from zerofx.errors import OptimizerError
 from zerofx.optimizers.program import StateSpec
-from zerofx.optimizers.recorder import OpRecord, Ref
-from zerofx.optimizers.scalars import EXPR_TYPES, Expr, is_constant
-from zerofx.optimizers.trace import Trace
+from zerofx.optimizers.recorder import Heard, OpRecord, Ref
 from zerofx.torch_private.operators import base_name, pytree, schema_of
 
 _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class ScalarUse:
-    """A scalar input of the graph: its expression, and the first operator and tensor it goes to."""
+class FlatState:
+    """A tensor state after the recorded step: its value, and the record that made its memory (None for an input).
 
-    expr: Expr
-    used_by: str
+    ``is_single``: a 0-dim tensor that a fused kernel reads, the others are flat.
+    """
+
+    value: Ref
+    made_by: int | None
+    dtype: torch.dtype
+    is_single: bool
 
 
 @dataclass(frozen=True)
@@ -35,36 +37,34 @@ class BuiltUpdate:
 
     graph: Graph
     states: tuple[StateSpec, ...]
-    tensor_scalars: tuple[str, ...]
-    scalars: tuple[ScalarUse, ...]
+    tensor_scalars: tuple[StateSpec, ...]
+    scalars: tuple[Heard, ...]
 
 
 def build_graph(
-    trace: Trace, present: frozenset[str] = frozenset(), initial: Mapping[str, float] = MappingProxyType({})
+    records: tuple[OpRecord, ...], after: Mapping[str, FlatState], before: Mapping[str, float | None]
 ) -> BuiltUpdate:
-    """The graph of ``trace``, in which every state is a buffer that exists before the step.
+    """The graph of a step, in which every state is a buffer that exists before the step.
 
     Args:
-        trace: what the step did.
-        present: states that had values before the step; the others were made by it.
-        initial: fill values of the present flat states, as far as they have one.
+        records: what the step did.
+        after: the tensor states that it leaves.
+        before: states that had values before the step, with what fills them before the first step, if anything does;
+            the others were made by it.
     """
-    records = list(trace.records)
-    specs: list[StateSpec] = []
-    tensor_scalars: list[str] = []
-    for name, state in trace.flat.items():
-        if name in present:
-            fill: float | None = initial.get(name)
-            if not _is_value_of(records, state.value, name):
-                records.append(OpRecord(_aten.copy_.default, (Ref(name), state.value), (), Ref(f"%{len(records)}")))
+    whole = list(records)
+    states: list[StateSpec] = []
+    singles: list[StateSpec] = []
+    for name, state in after.items():
+        if name in before:
+            fill = before[name]
+            if not _is_value_of(whole, state.value, name):
+                whole.append(OpRecord(_aten.copy_.default, (Ref(name), state.value), (), Ref(f"%{len(whole)}")))
         else:
-            fill, records = _adopt_buffer(records, state.made_by, state.value, name)
-        if state.is_scalar:
-            tensor_scalars.append(name)
-        else:
-            specs.append(StateSpec(name, state.dtype, 0.0 if fill is None else fill, written_first=fill is None))
-    inputs = ["param", "grad", *(spec.name for spec in specs), *tensor_scalars]
-    return _emit(records, inputs, tuple(specs), tuple(tensor_scalars))
+            fill, whole = _adopt_buffer(whole, state.made_by, state.value, name)
+        spec = StateSpec(name, state.dtype, 0.0 if fill is None else fill, written_first=fill is None)
+        (singles if state.is_single else states).append(spec)
+    return _emit(whole, tuple(states), tuple(singles))
 
 
 def _is_value_of(records: list[OpRecord], value: Ref, name: str) -> bool:
@@ -89,7 +89,7 @@ def _adopt_buffer(
     fill: float | None = None
     if kind == "clone":
         first: OpRecord | None = OpRecord(_aten.copy_.default, (Ref(name), maker.args[0]), (), maker.out)
-    elif kind == "full_like" and not is_constant(maker.args[1]):
+    elif kind == "full_like" and isinstance(maker.args[1], Heard):
         first = OpRecord(_aten.fill_.Scalar, (Ref(name), maker.args[1]), (), maker.out)
     else:
         fill, first = float(maker.args[1]) if kind == "full_like" else None, None
@@ -110,27 +110,23 @@ def _rename(record: OpRecord, old: Ref, new: Ref) -> OpRecord:
     return replace(record, args=swap(record.args), kwargs=tuple((key, swap(value)) for key, value in record.kwargs))
 
 
-def _emit(
-    records: list[OpRecord], inputs: list[str], states: tuple[StateSpec, ...], tensor_scalars: tuple[str, ...]
-) -> BuiltUpdate:
-    for name in inputs[2:]:
+def _emit(records: list[OpRecord], states: tuple[StateSpec, ...], singles: tuple[StateSpec, ...]) -> BuiltUpdate:
+    names = [spec.name for spec in (*states, *singles)]
+    for name in names:
         if not name.isidentifier() or keyword.iskeyword(name) or name in ("param", "grad"):
             raise OptimizerError(f'expected state names that are Python identifiers, found state["{name}"]: rename it')
     records = _live(records)
-    scalars: dict[Expr, ScalarUse] = {}
-    for record in records:
-        for value in pytree.tree_leaves((record.args, record.kwargs)):
-            if isinstance(value, EXPR_TYPES) and value not in scalars:
-                scalars[value] = ScalarUse(value, base_name(record.op))
+    leaves = [leaf for record in records for leaf in pytree.tree_leaves((record.args, record.kwargs))]
+    scalars = tuple(leaf for leaf in leaves if isinstance(leaf, Heard))
     graph = Graph()
-    nodes: dict[Any, Node] = {Ref(name): graph.placeholder(name) for name in inputs}
-    for index, expr in enumerate(scalars):
-        nodes[expr] = graph.placeholder(f"s{index}")
+    nodes: dict[Any, Node] = {Ref(name): graph.placeholder(name) for name in ("param", "grad", *names)}
+    for index, heard in enumerate(scalars):
+        nodes[heard] = graph.placeholder(f"s{index}")
 
     def resolve(value: Any) -> Any:
         if isinstance(value, tuple):
             return [resolve(x) for x in value]
-        return nodes[value] if isinstance(value, (Ref, *EXPR_TYPES)) else value
+        return nodes[value] if isinstance(value, (Ref, Heard)) else value
 
     for record in records:
         keywords = {key: resolve(value) for key, value in record.kwargs}
@@ -138,7 +134,7 @@ def _emit(
         nodes[record.out] = graph.create_node("call_function", record.op, args, keywords, name=base_name(record.op))
     graph.output(())
     graph.lint()
-    return BuiltUpdate(graph, states, tensor_scalars, tuple(scalars.values()))
+    return BuiltUpdate(graph, states, singles, scalars)
 
 
 def _live(records: list[OpRecord]) -> list[OpRecord]:

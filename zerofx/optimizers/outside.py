@@ -7,7 +7,7 @@ import enum
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -17,6 +17,7 @@ from zerofx.optimizers.shadow import IMPLEMENTATION_FLAGS
 from zerofx.torch_private.optimizers import has_hooks, is_torchs_own
 
 _HANDLED_APART: Final = frozenset({"state", "param_groups", "defaults", "step", "grad_scale", "found_inf"})
+PLAIN: Final = frozenset({type(None), bool, int, float, str})  # most of all there is
 _ATOMS: Final = (
     type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, type, torch.dtype, torch.device,
     types.FunctionType, types.BuiltinFunctionType, types.ModuleType,
@@ -26,17 +27,44 @@ _ABSENT: Final = object()
 
 @dataclass(frozen=True)
 class OptimizerRest:
-    """Copies of what lies outside of the states: the entries of each group but its parameters, and the attributes."""
+    """What lies outside of the states: the entries of each group but its parameters, and the attributes.
 
+    ``kind`` is the optimizer's class, and ``shared`` are attributes that torch gives to all optimizers, without hooks.
+    """
+
+    kind: type[torch.optim.Optimizer]
     groups: tuple[dict[str, Any], ...]
     attributes: dict[str, Any]
+    shared: dict[str, Any]
 
-    def copied(self, owner: object) -> OptimizerRest:
-        """Another copy, to be changed: the copy of an optimizer ``owner`` whose methods take the place of its own."""
-        return OptimizerRest(
-            tuple(_copied(group, owner, "param_groups") for group in self.groups),
-            {name: _copied(value, owner, name) for name, value in self.attributes.items()},
-        )
+    def alone(self, group: int) -> OptimizerRest:
+        """The same optimizer with one of its groups."""
+        return replace(self, groups=(self.groups[group],))
+
+    def shadow(self, params: Iterable[list[Any]]) -> torch.optim.Optimizer:
+        """An optimizer of the same class, with copies of all this, these parameters in its groups, and no hooks.
+
+        Raises:
+            OptimizerError: there is what can be neither copied nor shared: another optimizer, a module.
+        """
+        shadow = object.__new__(self.kind)
+        own = vars(shadow)
+        own.update(self.shared)
+        own.update({name: _copied(value, shadow, name) for name, value in self.attributes.items()})
+        own["state"] = defaultdict(dict)
+        own["param_groups"] = [
+            {"params": mine, **{key: _copied(value, shadow, "param_groups") for key, value in group.items()}}
+            for mine, group in zip(params, self.groups, strict=True)
+        ]
+        return shadow
+
+    def attributes_of(self, shadow: torch.optim.Optimizer) -> dict[str, Any]:
+        """The own attributes of a ``shadow`` that has stepped."""
+        return {
+            name: value
+            for name, value in vars(shadow).items()
+            if name in self.attributes or not (name in self.shared or name in _HANDLED_APART or is_torchs_own(name))
+        }
 
 
 @dataclass
@@ -58,16 +86,18 @@ class Change:
 
 
 def outside(optimizer: torch.optim.Optimizer) -> OptimizerRest:
-    """What ``optimizer`` has there now, copied.
-
-    Raises:
-        OptimizerError: it holds what can be neither copied nor shared: another optimizer, a module.
-    """
+    """What ``optimizer`` has there now; not copied."""
+    own = attributes(optimizer)
+    shared = {
+        name: OrderedDict() if has_hooks(name, value) else value
+        for name, value in vars(optimizer).items()
+        if name == "defaults" or (name not in _HANDLED_APART and name not in own)
+    }
     groups = tuple(
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
     )
-    return OptimizerRest(groups, attributes(optimizer)).copied(optimizer)
+    return OptimizerRest(type(optimizer), groups, own, shared)
 
 
 def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -75,26 +105,6 @@ def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         name: value for name, value in vars(optimizer).items() if name not in _HANDLED_APART and not is_torchs_own(name)
     }
-
-
-def shadow_of(
-    optimizer: torch.optim.Optimizer, state: OptimizerRest, params: Iterable[list[Any]]
-) -> torch.optim.Optimizer:
-    """An optimizer of the same class that has a copy of ``state``, these parameters in its groups, and no hooks."""
-    shadow = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        if has_hooks(name, value):
-            vars(shadow)[name] = OrderedDict()
-        elif name not in _HANDLED_APART and name not in state.attributes:
-            vars(shadow)[name] = value
-    copied = state.copied(shadow)
-    vars(shadow).update(copied.attributes)
-    vars(shadow)["defaults"] = dict(optimizer.defaults)
-    vars(shadow)["state"] = defaultdict(dict)
-    vars(shadow)["param_groups"] = [
-        {"params": list(mine), **group} for mine, group in zip(params, copied.groups, strict=True)
-    ]
-    return shadow
 
 
 def entries_after(group: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,11 +115,25 @@ def entries_after(group: Mapping[str, Any], before: Mapping[str, Any]) -> dict[s
 
 def changes(owner: dict[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
     """What turns ``before`` into ``after``, to be done to ``owner``."""
+    if same(before, after):
+        return []
     return [
         Change(owner, key, after.get(key, _ABSENT))
         for key in dict.fromkeys([*before, *after])
         if not same(before.get(key, _ABSENT), after.get(key, _ABSENT))
     ]
+
+
+def is_unchanged(before: OptimizerRest, after: OptimizerRest) -> bool:
+    """Whether ``after`` says what ``before`` did: not so where it has what may change in its place."""
+    values = [after.attributes, *after.groups]
+    return all(_is_fixed(value) for entries in values for value in entries.values()) and same(
+        [before.attributes, *before.groups], values
+    )
+
+
+def _is_fixed(value: Any) -> bool:
+    return type(value) in PLAIN or (type(value) is tuple and all(map(_is_fixed, value)))
 
 
 def same(a: Any, b: Any) -> bool:
@@ -128,7 +152,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, _ATOMS):
         return bool(a == b)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
+        return a.keys() == b.keys() and all(value is b[key] or same(value, b[key]) for key, value in a.items())
     if isinstance(a, (list, tuple, deque)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, (set, frozenset)):
@@ -138,6 +162,8 @@ def same(a: Any, b: Any) -> bool:
 
 def _copied(value: Any, owner: object, where: str) -> Any:
     """A copy of ``value`` that a step may change; what no step changes, and tensors of many elements, are shared."""
+    if type(value) in PLAIN:
+        return value
     if isinstance(value, _ATOMS):
         return value
     if isinstance(value, torch.Tensor):

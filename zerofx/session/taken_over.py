@@ -27,7 +27,7 @@ from zerofx.runtime.executor import Runtime
 from zerofx.runtime.measure.measure import persistent_bytes
 from zerofx.runtime.state.arguments import Loans, StepArguments, state_tensors
 from zerofx.runtime.state.loss_scaler import LossScaler
-from zerofx.runtime.state.optimizer import Advance
+from zerofx.runtime.state.optimizer import Advance, advance
 from zerofx.runtime.state.optimizer_state import OptimizerState
 from zerofx.runtime.state.state import TrainingState
 from zerofx.runtime.state.values import Values
@@ -148,12 +148,12 @@ class TakenOver:
         """The coming step's scalars; the update is traced anew where the optimizer's options or states ask for it."""
         check_step_hooks(self.binding.optimizer)
         self.optimizer_state.take_loaded()
-        advance = self.binding.advance(self.state)
-        if advance is None:
-            self._allocate(self.binding.programs(self.state))
-            advance = self.binding.advance(self.state)
-            assert advance is not None, "the update has been traced for the options that hold now"
-        return advance
+        coming = advance(self.binding, self.state)
+        if coming is None:
+            self._allocate(self.binding.programs(self.state.buckets))
+            coming = advance(self.binding, self.state)
+            assert coming is not None, "the update has been traced for the options that hold now"
+        return coming
 
     def _allocate(self, programs: Mapping[int, UpdateProgram]) -> None:
         """Make the states that updates begin with."""
@@ -204,7 +204,7 @@ class TakenOver:
                 self.state.flush()
                 fill_training(source, self.training, optimizer=optimizer)
                 then()
-                self._allocate(self.binding.programs(self.state))
+                self._allocate(self.binding.programs(self.state.buckets))
         except BaseException as error:
             self._life.failure = f"{name} was loaded in part ({type(error).__name__}: {error})"
             raise

@@ -13,8 +13,8 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_torchs_own(name: str) -> bool:
-    """True if an optimizer's attribute is torch's, of its hooks, its warnings and its profiling."""
-    return name.startswith(("_optimizer_", "_opt_called", "_zero_grad_", "_warned_"))
+    """True if an optimizer's attribute is torch's, of its hooks, warnings, checks and profiling."""
+    return name.startswith(("_optimizer_", "_opt_called", "_zero_grad_", "_warned_", "_need_device_"))
 
 
 def has_hooks(name: str, value: object) -> bool:

@@ -10,7 +10,6 @@ import torch
 from zerofx.capture.trace_settings import trace_settings
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.ir.canonical import graph_parts
-from zerofx.optimizers import UpdateProgram
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 from zerofx.scheduler.search.stage import Search
@@ -75,7 +74,7 @@ def _key(problem: Problem) -> str:
         f"{torch.get_num_threads()} threads",  # each takes memory of its own
         repr(sorted(target.kernels)),
         *problem.options.texts("plan"),
-        *(f"{index}: {_program_text(program)}" for index, program in sorted(problem.rehearsal.programs.items())),
+        *(f"{index}: {program.text}" for index, program in sorted(problem.rehearsal.programs.items())),
     )  # fmt: skip
     return key_of("plan", parts)
 
@@ -85,10 +84,3 @@ def _searched(problem: Problem, rest: Search) -> str:
         return json.dumps({"plan": rest.plan(problem).to_json()})
     except BudgetMissedError as refusal:
         return json.dumps({"refusal": str(refusal), "least_bytes": refusal.least_bytes})
-
-
-def _program_text(program: UpdateProgram) -> str:
-    state = sorted(program.state_before), sorted(program.state_after), program.tensor_scalars, program.num_scalars
-    return f"{program.optimizer} {program.dtype} {program.fused} {program.first_step_only} {state}\n" + "\n".join(
-        map(str, (program.states, program.scalar_states, program.host_source, program.graph))
-    )

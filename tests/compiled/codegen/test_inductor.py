@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, *compiling.regions]
 def _first(prepared: Prepared, phase: Phase) -> tuple[Region, Any]:
     """The first region of a repeated layer in ``phase``, and its function from the emitted file."""
     instructions = cut(prepared.step)
-    emitted = emit(prepared.step, instructions, liveness(prepared.step, on_cpu=True), "", [])
+    emitted = emit(prepared.step, instructions, liveness(prepared.step, on_cpu=True), "")
     region = next(r for r in instructions if isinstance(r, Region) and r.unit and r.origin.phase is phase)
     return region, load_source(emitted.source, "tiny_step.py")[emitted.functions[region.key]]
 

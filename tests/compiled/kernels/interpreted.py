@@ -61,11 +61,9 @@ def trained(
         param: torch.Tensor,
         grad: torch.Tensor,
         states: Mapping[str, torch.Tensor],
-        scalars: dict[str, Any],
-        group: Mapping[str, Any],
+        values: tuple[float, ...],
     ) -> None:
-        values = program.host()(group, scalars)
-        tensors = [*(states[s.name] for s in program.states), *(scalars[name] for name in program.tensor_scalars)]
+        tensors = [states[spec.name] for spec in (*program.states, *program.tensor_scalars)]
         scaled = (2 * grad).to(low)
         inputs = [param, scaled, *tensors, copy, values]
         kernel = make_update_kernel(region_of(program, low), inputs, dying={1})
@@ -84,11 +82,7 @@ def trained(
         grad = torch.randn(numel).to(low).float()
         reference.step(grad.clone())
         found.step(grad.clone())
-    named = [("param", reference.param, found.param), *((n, v, found.states[n]) for n, v in reference.states.items())]
-    for name, value in reference.scalars.items():
-        if isinstance(value, torch.Tensor):
-            named.append((name, value, found.scalars[name]))
-    return named
+    return [("param", reference.param, found.param), *((n, v, found.states[n]) for n, v in reference.states.items())]
 
 
 def updated(stage: int, precision: str | None, num_micro_batches: int) -> list[tuple[str, torch.Tensor, torch.Tensor]]:

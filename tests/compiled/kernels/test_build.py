@@ -15,7 +15,7 @@ import torch
 from tests.compiled.kernels.interpreted import region_of
 from tests.lib.optimizers import CASES
 from zerofx.codegen.kernels.update import BLOCK, LAUNCH, load_kernel, make_update_kernel
-from zerofx.optimizers import trace_update
+from zerofx.optimizers import ShadowOptimizer, StandIn
 
 pytest.importorskip("triton")
 softmax = import_module("zerofx.codegen.kernels.softmax")
@@ -36,11 +36,8 @@ class Build(NamedTuple):
 
 def update(case: str, fused: bool, max_registers: int) -> Build:
     optimizer = CASES[case]([torch.nn.Parameter(torch.zeros(3))])
-    group = optimizer.param_groups[0]
-    program = trace_update(optimizer, group, fused=fused)
-    if program.first_step_only:
-        names = program.state_after
-        program = trace_update(optimizer, group, state_present=names, fused=fused)
+    shadow, stand_in = ShadowOptimizer(optimizer), StandIn(0, torch.float32, fused=fused)
+    program = shadow.forms(stand_in, shadow.programs([stand_in])[stand_in.key])[-1]
     states = [torch.zeros(8) for _ in program.states] + [torch.zeros(()) for _ in program.tensor_scalars]
     inputs = [torch.zeros(8), torch.zeros(8, dtype=_LOW), *states, torch.zeros(8, dtype=_LOW)]
     made = make_update_kernel(region_of(program, _LOW), [*inputs, (0.5,) * program.num_scalars], dying={1})

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from tests.compiled.kernels.conftest import Interpret
 from tests.compiled.kernels.interpreted import region_of, trained
-from tests.lib.optimizers import CASES, FUSED_CASES
+from tests.lib.optimizers import CASES, FUSED_CASES, program_of
 from zerofx.codegen.kernels.update import BLOCK, make_update_kernel
 from zerofx.codegen.kernels.update_writer import NoKernelError
-from zerofx.optimizers import trace_update
 
 aten = torch.ops.aten
 
@@ -67,7 +66,7 @@ def _sgd(inputs: list[Any]) -> tuple[()]:
 
 def test_each_value_is_read_and_written_once() -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))])
-    program = trace_update(optimizer, optimizer.param_groups[0], fused=True)
+    program = program_of(optimizer, fused=True)
     low = torch.bfloat16
     flat = [torch.zeros(8), torch.zeros(8, dtype=low), torch.zeros(8), torch.zeros(8)]
     inputs = [*flat, torch.tensor(0.0), torch.zeros(8, dtype=low), (0.1,) * program.num_scalars]

@@ -113,8 +113,7 @@ def test_the_passes_do_what_the_plan_says_to_any_model(sample: _Sample) -> None:
     live = liveness(step, on_cpu=True)
     assert live.peak_bytes >= live.persistent_bytes > 0
     assert all(0 <= live.after[node] <= live.during[node] <= live.peak_bytes for node in step.calls())
-    sources = [program.host_source for program in prepared.programs.values()]
-    emitted = emit(step, cut(step), live, "", sources)
+    emitted = emit(step, cut(step), live, "")
     compile(emitted.source, "<emitted>", "exec")
 
 

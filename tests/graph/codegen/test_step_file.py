@@ -26,8 +26,8 @@ CODE = "__import__('os').system('false')"
 
 def emitted(make: Callable[[], Any] = lambda: prepare(TwoBlocks())) -> EmittedStep:
     prepared = make().run()
-    sources = [program.host_source for program in prepared.programs.values()]
-    return emit(prepared.step, cut(prepared.step), liveness(prepared.step, on_cpu=True), "A step.", sources)
+    scalars = {index: program.scalars for index, program in prepared.programs.items()}
+    return emit(prepared.step, cut(prepared.step), liveness(prepared.step, on_cpu=True), "A step.", scalars)
 
 
 def as_text(file: StepFile) -> Any:
@@ -40,7 +40,7 @@ def as_text(file: StepFile) -> Any:
 def test_a_file_that_was_read_has_the_same_text(make: Callable[[], Any]) -> None:
     file = emitted(make).file
     found = step_file_of(as_text(file))
-    assert found.text(["def host(): pass"]) == file.text(["def host(): pass"]) and found.functions == file.functions
+    assert found.text == file.text and found.functions == file.functions
 
 
 def test_micro_batches_between_the_first_and_the_last_are_a_loop(golden: Callable[..., None]) -> None:
@@ -154,9 +154,9 @@ def _with_text(text: str, *, argument: str, args: int) -> StepFile:
 def test_no_text_leaves_its_place(text: str, args: int) -> None:
     hostile = _with_text(text, argument=text, args=args)
     calm = _with_text("b", argument=text, args=args)
-    found, expected = (ast.dump(ast.parse(file.text([]))) for file in (hostile, calm))
+    found, expected = (ast.dump(ast.parse(file.text)) for file in (hostile, calm))
     assert found == expected
-    (region,) = [node for node in ast.parse(hostile.text([])).body if getattr(node, "name", "") == "region"]
+    (region,) = [node for node in ast.parse(hostile.text).body if getattr(node, "name", "") == "region"]
     (call,) = [node for node in ast.walk(region) if isinstance(node, ast.Call) and len(node.args) > 1]
     assert [ast.literal_eval(argument) for argument in call.args[1:]] == [text] * args
 
@@ -177,7 +177,7 @@ def _called(node: ast.Call) -> str:
 
 def _does_what_a_step_may(file: StepFile) -> bool:
     """Whether all that the file's text calls, imports and reads from outside is what a step has."""
-    tree = ast.parse(file.text([]))
+    tree = ast.parse(file.text)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     others = [node for node in tree.body if not isinstance(node, ast.FunctionDef)]
     assert list(map(ast.unparse, others)) == ["import torch", "aten = torch.ops.aten"]
@@ -246,7 +246,7 @@ def test_values_are_written_so_that_they_are_read_as_values() -> None:
 
 @pytest.mark.parametrize("key", ["{turn.real}", f"{{{CODE}}}", f"']; {CODE} #", "\\", "{{a}}"])
 def test_the_key_of_a_rounds_batch_is_a_key(key: str) -> None:
-    text = step_file_of(_loop(batch=[["b", key, ""]])).text([])
+    text = step_file_of(_loop(batch=[["b", key, ""]])).text
     (formatted,) = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.JoinedStr)]
     assert eval(compile(ast.Expression(formatted), "", "eval"), {"turn": 3}) == f"{key}[3]"
 
@@ -264,4 +264,4 @@ def test_layers_may_have_any_name() -> None:
         model.add_module(name, torch.nn.Linear(4, 4))
     model.register_forward_hook(lambda module, args, output: output.sum())
     file = emitted(lambda: prepare(model, (torch.ones(2, 4),))).file
-    assert step_file_of(as_text(file)) and ast.parse(file.text([]))
+    assert step_file_of(as_text(file)) and ast.parse(file.text)

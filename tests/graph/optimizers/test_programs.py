@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 
-from zerofx.optimizers import trace_update
+from tests.lib.optimizers import program_of
+from zerofx.optimizers import ShadowOptimizer, StandIn, has_fused
 
 
 def text(graph: torch.fx.Graph) -> str:
@@ -24,17 +27,42 @@ def param() -> torch.nn.Parameter:
 
 def test_adamw(golden: Callable[..., None]) -> None:
     optimizer = torch.optim.AdamW([param()])
-    program = trace_update(optimizer, optimizer.param_groups[0])
-    golden(f"{program.host_source}\n{text(program.graph)}")
+    program = program_of(optimizer)
+    golden(f"{', '.join(program.scalars)}\n{text(program.graph)}")
 
 
 def test_first_step_of_sgd_writes_the_momentum_buffer(golden: Callable[..., None]) -> None:
     optimizer = torch.optim.SGD([param()], lr=0.1, momentum=0.9)
-    program = trace_update(optimizer, optimizer.param_groups[0])
+    program = program_of(optimizer)
     golden(text(program.graph))
-    assert program.first_step_only and program.state_after == {"momentum_buffer"}
+    assert [(spec.name, spec.written_first) for spec in program.states] == [("momentum_buffer", True)]
 
 
 def test_fused_adamw(golden: Callable[..., None]) -> None:
     optimizer = torch.optim.AdamW([param()])
-    golden(text(trace_update(optimizer, optimizer.param_groups[0], fused=True).graph))
+    golden(text(program_of(optimizer, fused=True).graph))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "options", "num_updates"),
+    [
+        (torch.optim.SGD, {"lr": 0.1}, 1),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 2),
+        (torch.optim.AdamW, {}, 1),
+        (torch.optim.RAdam, {}, 2),
+    ],
+)
+def test_updates_of_later_steps_are_known_before_the_first(
+    kind: Any, options: dict[str, Any], num_updates: int, dtype: torch.dtype, fused: bool
+) -> None:
+    optimizer = kind([param()], **options)
+    if fused and not has_fused(optimizer, "cuda", dtype):
+        pytest.skip("torch has no kernel")
+    shadow, stand_in = ShadowOptimizer(optimizer), StandIn(0, dtype, fused=fused)
+    first = shadow.programs([stand_in])[stand_in.key]
+    ahead = shadow.forms(stand_in, first)
+    assert len(ahead) == num_updates
+    assert ahead[0] is first and all(program.dtype == dtype for program in ahead)
+    assert not optimizer.state

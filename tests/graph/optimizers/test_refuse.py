@@ -13,7 +13,7 @@ import torch
 import zerofx
 from tests.lib.optimizers import CASES, Lion
 from zerofx.errors import OptimizerError
-from zerofx.optimizers import check_supported, trace_update
+from zerofx.optimizers import ShadowOptimizer, StandIn, check_supported
 
 Update = Callable[[torch.Tensor, dict[str, Any], dict[str, Any]], None]
 
@@ -176,24 +176,8 @@ def test_parameters_that_are_updated_in_pairs_are_refused() -> None:
         check_supported(Pairs([matrix(), matrix()]))
 
 
-def test_counts_among_hyperparameters_may_be_integers() -> None:
-    def update(p: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        assert p.grad is not None
-        for _ in range(group["count"]):
-            p.sub_(p.grad, alpha=group["lr"])
-
-    optimizer = Custom([matrix()], update)
-    program = trace_update(optimizer, optimizer.param_groups[0])
-    assert program.host()({"lr": 0.5, "count": 2}, {}) == (-0.5,) or program.num_scalars == 1
-    assert program.host()({"lr": 0.5, "count": 3}, {}) is None
-
-
 def test_a_state_that_an_option_adds_half_way_is_refused() -> None:
     optimizer = torch.optim.RMSprop([matrix()], momentum=0.9)
+    before = StandIn(0, torch.float32, (("square_avg", torch.float32),), (("step", torch.tensor(1.0)),))
     with pytest.raises(OptimizerError, match="momentum_buffer"):
-        trace_update(
-            optimizer,
-            optimizer.param_groups[0],
-            state_present=frozenset({"step", "square_avg"}),
-            scalar_values={"step": 1},
-        )
+        ShadowOptimizer(optimizer).programs([before])

@@ -29,7 +29,7 @@ def test_snippets_of_inside_zerofx_are_what_is_printed() -> None:
         *map(repr, prepared.plan.gathers),
         *map(repr, prepared.plan.reduces),
         *(repr(slot) for bucket in prepared.layout.buckets for slot in bucket.slots),
-        emit(prepared.step, cut(prepared.step), live, "", []).source,
+        emit(prepared.step, cut(prepared.step), live, "").source,
     ]
     joined = [_joined(text) for text in printed]
     page = (ROOT / "docs" / "inside_zerofx.md").read_text()

@@ -13,7 +13,6 @@ _MAY = {
     "codegen/kernels/choose.py": {"exec"},  # what has been emitted here
     "codegen/kernels/update.py": {"exec", "compile"},  # a kernel that has been written here
     "codegen/step_file.py": {"exec", "compile"},  # an emitted step, or an edited one
-    "zerofx/optimizers/program.py": {"exec", "compile"},  # an optimizer's function, which has been traced here
     "codegen/kernels/table.py": {"import_module"},  # triton, or a kernel of ours
     "zerofx/__init__.py": {"import_module"},  # a public name's module
     "zerofx/ir/op_kernels/own_operator.py": {"import_module"},  # an operator's kernel

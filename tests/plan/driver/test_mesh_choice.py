@@ -17,7 +17,7 @@ from zerofx import MemoryBudgetError, UsageError, ZeroFXWarning
 from zerofx.driver.meshes.choice import candidates
 from zerofx.driver.meshes.estimates import Estimates
 from zerofx.driver.plan_only import capture_for_plans
-from zerofx.optimizers import trace_update
+from zerofx.optimizers import ShadowOptimizer
 from zerofx.options import check_options
 from zerofx.report.meshes import MeshComparison, MeshOutcome
 from zerofx.scheduler.plan.mesh import Mesh
@@ -146,7 +146,7 @@ def test_no_mesh_takes_less_than_its_bound(samples: int) -> None:
 def test_what_many_meshes_share_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The optimizer is traced once, and a plan that is simulated is not simulated again for its numbers."""
     traced, carried_out = 0, []
-    trace, carry_out = trace_update, Rehearsal.carried_out
+    trace, carry_out = ShadowOptimizer.programs, Rehearsal.carried_out
 
     def counted(*args: Any, **named: Any) -> Any:
         nonlocal traced
@@ -157,7 +157,7 @@ def test_what_many_meshes_share_is_made_once(monkeypatch: pytest.MonkeyPatch) ->
         carried_out.append((len(rehearsal.captured.units), plan.replicate, plan.model, plan.has_parts))
         return carry_out(rehearsal, plan)
 
-    monkeypatch.setattr("zerofx.runtime.state.optimizer.trace_update", counted)
+    monkeypatch.setattr(ShadowOptimizer, "programs", counted)
     monkeypatch.setattr(Rehearsal, "carried_out", noted)
     estimates = estimated(Tower, 8)
     for mesh in (Mesh(shard=8), Mesh(2, 4), Mesh(8)):

@@ -33,9 +33,9 @@ from zerofx.scheduler.plan.facts import Tier
 
 
 def _emit(prepared: Prepared) -> EmittedStep:
-    sources = [program.host_source for program in prepared.programs.values()]
+    scalars = {index: program.scalars for index, program in prepared.programs.items()}
     live = liveness(prepared.step, on_cpu=True)
-    return emit(prepared.step, cut(prepared.step), live, "A tiny step.", sources)
+    return emit(prepared.step, cut(prepared.step), live, "A tiny step.", scalars)
 
 
 def _function(source: str) -> StepFunction:

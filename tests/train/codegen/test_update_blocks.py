@@ -28,7 +28,7 @@ Region = Callable[[list[Any]], Any]
 
 def region_of(program: UpdateProgram) -> Region:
     """The update as a step's file has it on the host: a gradient cast to the master's dtype, new values in bfloat16."""
-    names = [*(spec.name for spec in program.states), *program.tensor_scalars]
+    names = [spec.name for spec in (*program.states, *program.tensor_scalars)]
 
     def update(inputs: list[Any]) -> tuple[()]:
         grad, low, param, scalars, *states = inputs
@@ -61,14 +61,10 @@ class Trained:
         param: torch.Tensor,
         grad: torch.Tensor,
         states: Mapping[str, torch.Tensor],
-        scalar_states: dict[str, Any],
-        group: Mapping[str, Any],
+        scalars: tuple[float, ...],
     ) -> None:
-        scalars = program.host()(group, scalar_states)
-        assert scalars is not None
-        known = {**states, **scalar_states}
-        names = [*(spec.name for spec in program.states), *program.tensor_scalars]
-        inputs = [grad, self.low, param, scalars, *(known[name] for name in names)]
+        names = [spec.name for spec in (*program.states, *program.tensor_scalars)]
+        inputs = [grad, self.low, param, scalars, *(states[name] for name in names)]
         self.regions.append(self._make(region_of(program), inputs))
         with torch.no_grad():
             self.regions[-1](inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,11 +28,11 @@ from zerofx.torch_private.capture import fake_mode
 class KeptStep:
     """A step that an earlier run has built.
 
-    ``program`` has the plan with the predictions for the compiled regions, which hold ``memory``. Its source is kept as
-    data: a step that was read has none before ``set_update``. ``plan_text`` and ``decisions_hash`` are the plan's.
-    ``gradients`` names the parameters of the captured graph that have one. ``variant`` is the optimizer's update
-    (``OptimizerBinding.variant``). ``measured`` is the known memory of regions when the step was planned, from earlier
-    plans that did not fit.
+    ``program`` has the plan with the predictions that hold for the compiled regions, which hold ``memory``. Its
+    source is kept as data.
+    ``plan_text`` and ``decisions_hash`` are the plan's. ``gradients`` names the parameters of the captured graph that
+    have one. ``variant`` is the optimizer's update (``OptimizerBinding.variant``). ``measured`` is what regions were
+    known to hold when the step was planned, from plans that had been built before and did not fit.
     """
 
     program: StepProgram
@@ -57,12 +57,6 @@ class KeptStep:
         file = json.dumps(as_data(self.program.emitted.file))
         parts = (self.decisions_hash, repr(self.layout), self.variant, file)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-    def set_update(self, host_functions: Iterable[str]) -> KeptStep:
-        """A copy with its source, given these functions of the optimizer (``StepFile.text``)."""
-        file = self.program.emitted.file
-        emitted = EmittedStep(file.text(host_functions), file)
-        return replace(self, program=replace(self.program, emitted=emitted))
 
     def to_json(self) -> str:
         """The step as text.
@@ -95,7 +89,7 @@ class KeptStep:
 
     @staticmethod
     def from_json(text: str) -> KeptStep:
-        """The step that ``to_json`` has written, without its source.
+        """The step that ``to_json`` has written.
 
         Raises:
             Exception: one of ``zerofx.disk.cache.MALFORMED``: ``to_json`` has not written the text.
@@ -114,7 +108,7 @@ class KeptStep:
         )
         return KeptStep(
             StepProgram(
-                Plan.from_json(data["plan"]), EmittedStep("", file), arguments, regions,
+                Plan.from_json(data["plan"]), EmittedStep(file.text, file), arguments, regions,
                 data["num_regions"], torch.device(data["device"]), Returned(whole=frozenset(data["whole"])),
             ),
             data["plan"], data["decisions_hash"], decode(data["layout"]),

@@ -22,12 +22,12 @@ from zerofx.driver.lent import with_borrowed
 from zerofx.driver.prepared import Earlier, Prepared, Request
 from zerofx.ir.serialise import NotStorableError
 from zerofx.lowering.load import CompiledStep, apply_memory, load_program, make_compiled_step, write_plan
-from zerofx.lowering.lower import LoweredStep, host_sources, lower
+from zerofx.lowering.lower import LoweredStep, lower
 from zerofx.optimizers import UpdateProgram
+from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.optimizers.shadow import structural_flags
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.state.optimizer import OptimizerBinding
 from zerofx.runtime.state.parameter_groups import group_of_parameters, histories_of
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import RegionMemory
@@ -90,7 +90,7 @@ def find(key: str, request: Request, captures: Captures, earlier: Earlier | None
     model, optimizer = request.model, request.optimizer
     group_of_parameters(model, optimizer, recorded.place.blank.parameters, set(step.gradients))
     if earlier is not None:
-        binding, programs = earlier.binding, earlier.binding.programs(earlier.state)
+        binding, programs = earlier.binding, earlier.binding.programs(earlier.state.buckets)
     else:
         fused = request.options.compiles_regions
         binding = OptimizerBinding(optimizer, step.layout.own, step.program.device, prefer_fused=fused)
@@ -99,7 +99,7 @@ def find(key: str, request: Request, captures: Captures, earlier: Earlier | None
     # The update follows from code that is no part of zerofx, and from states that the optimizer holds.
     if binding.variant != step.variant:
         return None
-    return CacheHit(step.set_update(host_sources(step.program.plan, programs)), binding, programs | of_others)
+    return CacheHit(step, binding, programs | of_others)
 
 
 def is_everywhere(recalled: CacheHit | None, control: Control) -> bool:

@@ -18,7 +18,7 @@ from zerofx.driver.captures import Captures
 from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.ir.facts import Phase, origin
 from zerofx.ir.graph import StepGraph
-from zerofx.runtime.state.optimizer import OptimizerBinding
+from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.scheduler.analysis.shallow import KEPT, rows_of, shallow
 from zerofx.scheduler.cost.simulate import Simulation
 from zerofx.scheduler.cost.wire_volume import ACROSS, WITHIN

@@ -22,7 +22,8 @@ class BucketState:
     this rank's slice, at stages 1 and 2 a view of ``full``; ``tier`` is where it lives. ``part`` ([part_numel]), where
     the optimizer updates a part of a slice, is a view of that part. ``master`` holds the stored
     values where their dtype is another, or where the update runs on the host and ``shard`` is not in a slower tier.
-    ``flat`` and ``scalars`` are the optimizer's states; ``present`` names those that have their values. ``decision``
+    ``flat`` and ``scalars`` are the optimizer's states; ``present`` names those that have their values. ``scalars`` are
+    replaced, never changed: buckets that are updated alike have the same. ``decision``
     says in which tier ``master`` and ``flat`` are; None is the device. ``delayed`` is what a delayed update hands over
     from one step to the next, by the names that ``Role.DELAYED`` has.
     """
@@ -41,7 +42,7 @@ class BucketState:
     def forget(self) -> None:
         """Let go of the optimizer's states, which then begin as they did before the first step."""
         self.flat.clear()
-        self.scalars.clear()
+        self.scalars = {}
         self.present = frozenset()
 
     @property

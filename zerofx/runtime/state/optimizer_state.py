@@ -10,8 +10,8 @@ import torch
 
 from zerofx.capture.checks import refuse_step
 from zerofx.errors import UsageError
+from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.state.optimizer import OptimizerBinding
 from zerofx.runtime.state.state import TrainingState
 
 
@@ -137,8 +137,7 @@ class OptimizerState:
                 mine.forget()
         for index, states in held.items():
             bucket, mine = self._state.layout.buckets[index], self._state.buckets[index]
-            for name, value in states.scalars.items():
-                mine.scalars[name] = _copied(value)
+            mine.scalars = {**mine.scalars, **{name: _copied(value) for name, value in states.scalars.items()}}
             for name, values in states.flat.items():
                 whole = torch.zeros(bucket.numel, dtype=values[0].dtype.to_real(), device=self._state.device)
                 for slot, value in zip(bucket.slots, values, strict=True):

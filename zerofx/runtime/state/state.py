@@ -160,7 +160,8 @@ class TrainingState(WholeBuckets):
         """Give a bucket the value of one scalar state: a number, or a tensor of one."""
         state = self.buckets[bucket.index]
         device = self._device_of_update(state)
-        state.scalars[name] = value.to(device) if isinstance(value, torch.Tensor) else value
+        value = value.to(device) if isinstance(value, torch.Tensor) else value
+        state.scalars = {**state.scalars, name: value}
 
     def set_flat(self, bucket: Bucket, name: str, values: torch.Tensor) -> None:
         """Give a bucket the values of one flat state, which are stored in the bucket's dtype for states.
@@ -182,9 +183,7 @@ class TrainingState(WholeBuckets):
                 state.flat[spec.name] = self._put(state, initial)
             elif state.flat[spec.name].dtype != spec.dtype:
                 state.flat[spec.name] = self._put(state, self.load(state.flat[spec.name]).to(spec.dtype))
-        for name, scalar in program.new_scalar_states(self._device_of_update(state)).items():
-            state.scalars.setdefault(name, scalar)
-        state.present |= program.state_before
+        state.scalars = program.new_tensor_scalars(self._device_of_update(state)) | state.scalars
 
     def _device_of_update(self, state: BucketState) -> torch.device:
         """Where a bucket's update finds its scalar states."""

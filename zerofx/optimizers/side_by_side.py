@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import torch
 
-from zerofx.optimizers.following.stand_in import StandIn, copied_scalars
-from zerofx.optimizers.outside import OptimizerRest, attributes, changes, entries_after, same, shadow_of
+from zerofx.optimizers.outside import OptimizerRest, attributes, changes, entries_after, same
 from zerofx.optimizers.program import UpdateProgram, run_graph
-from zerofx.optimizers.shadow import keep_to_single_tensors, run_step, sample
+from zerofx.optimizers.shadow import choose_implementation, on_host, run_step, sample
+from zerofx.optimizers.stand_in import StandIn, copied_scalars
 
 # The second has more elements than optimizers ask for before they take another way.
 _SHAPES: Final = ((23,), (96, 130))
@@ -33,12 +33,13 @@ class ComingUpdate:
 class SideBySide:
     """A copy of an optimizer with two parameters for each stand-in, and flat copies of them for the programs."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, state: OptimizerRest, stand_ins: Sequence[StandIn]) -> None:
+    def __init__(self, state: OptimizerRest, stand_ins: Sequence[StandIn]) -> None:
         self._pairs = [_Pair(stand_in) for stand_in in stand_ins]
         groups = range(len(state.groups))
         params = [[p for pair in self._pairs if pair.stand_in.group == index for p in pair.params] for index in groups]
-        self._optimizer = shadow_of(optimizer, state, params)
-        keep_to_single_tensors(self._optimizer)
+        self._optimizer = state.shadow(params)
+        for group in self._optimizer.param_groups:
+            choose_implementation(state.kind, group, fused=any(stand_in.fused for stand_in in stand_ins))
         for pair in self._pairs:
             pair.give_states(self._optimizer)
         self._num_steps = 0
@@ -53,7 +54,8 @@ class SideBySide:
         self._num_steps += 1
         for pair in self._pairs:
             pair.take_gradients(self._num_steps)
-        run_step(self._optimizer)
+        with on_host():
+            run_step(self._optimizer)
         for pair in self._pairs:
             update = updates.get(pair.stand_in.key)
             if update is not None:
@@ -77,13 +79,16 @@ class _Pair:
         ]
         self._flat = [p.detach().flatten().clone() for p in self.params]
         self._states = [
-            {name: sample((p.numel(),), dtype, 0.1, 0.9) for name, dtype in stand_in.flat} for p in self._flat
+            {name: sample((p.numel(),), dtype, 0.1, 0.9) for name, dtype in stand_in.flat}
+            | {name: torch.full((), 3.0, dtype=dtype, device="cpu") for name, dtype in stand_in.singles}
+            for p in self._flat
         ]
         self._scalars = dict(stand_in.scalars)
 
     def give_states(self, optimizer: torch.optim.Optimizer) -> None:
         for param, states in zip(self.params, self._states, strict=True):
-            before = {name: value.clone().reshape(param.shape) for name, value in states.items()}
+            singles = dict(self.stand_in.singles)
+            before = {n: v.clone() if n in singles else v.clone().reshape(param.shape) for n, v in states.items()}
             before |= copied_scalars(self._scalars)
             if before:
                 optimizer.state[param] = before
@@ -100,11 +105,16 @@ class _Pair:
     def run(self, update: ComingUpdate, number: int) -> None:
         """Run ``update`` on the flat copies, with the gradients of the ``number``-th step."""
         for param, flat, states in zip(self.params, self._flat, self._states, strict=True):
-            for name, value in update.program.new_states(len(flat)).items():
+            for name, value in (update.program.new_states(len(flat)) | update.program.new_tensor_scalars()).items():
                 states.setdefault(name, value)
             run_graph(update.program, flat, self._gradient(param, number).flatten(), states, update.numbers)
         dtypes = {name: value.dtype for name, value in self._states[0].items() if name in update.present}
-        self.stand_in = replace(self.stand_in, flat=tuple(dtypes.items()), scalars=tuple(update.scalars.items()))
+        singles = {spec.name for spec in update.program.tensor_scalars}
+        self.stand_in = replace(
+            self.stand_in, flat=tuple(entry for entry in dtypes.items() if entry[0] not in singles),
+            singles=tuple(entry for entry in dtypes.items() if entry[0] in singles),
+            scalars=tuple(update.scalars.items()),
+        )  # fmt: skip
 
     def difference(self, optimizer: torch.optim.Optimizer) -> str:
         """What is not the same, bit for bit, in the optimizer's parameters and states and in the flat copies."""
@@ -113,7 +123,7 @@ class _Pair:
             if not _same_bits(flat, param):
                 return "parameter"
             real = optimizer.state.get(param, {})
-            if real.keys() != {name for name, _ in self.stand_in.flat} | scalars.keys():
+            if real.keys() != {name for name, _ in (*self.stand_in.flat, *self.stand_in.singles)} | scalars.keys():
                 return "set of states"
             for name, value in real.items():
                 if not (same(scalars[name], value) if name in scalars else _same_bits(states[name], value)):
@@ -123,7 +133,7 @@ class _Pair:
 
 def _same_bits(flat: torch.Tensor, value: torch.Tensor) -> bool:
     """NaN for NaN; the sign of a zero counts."""
-    value = value.detach().flatten()
+    flat, value = flat.flatten(), value.detach().flatten()
     if flat.dtype != value.dtype or not torch.allclose(flat, value, rtol=0.0, atol=0.0, equal_nan=True):
         return False
     return not flat.is_floating_point() or torch.equal(flat.signbit() & (flat == 0), value.signbit() & (value == 0))

@@ -10,7 +10,7 @@ import torch
 
 from zerofx.errors import OptimizerError
 from zerofx.ir.buckets import Bucket
-from zerofx.optimizers import same
+from zerofx.optimizers.outside import same
 
 
 @dataclass(frozen=True)
