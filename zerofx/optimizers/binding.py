@@ -161,6 +161,7 @@ class OptimizerBinding:
             # Buckets that were updated alike share the scalars that this has left.
             of_bucket = (
                 bucket.group, bucket.dtype, bucket.state_dtype, start.present,
+                tuple([(name, _dtype_of(value)) for name, value in start.flat.items()]),
                 None if fused or not start.scalars else id(start.scalars),
             )  # fmt: skip
             if of_bucket not in alike:

@@ -9,7 +9,7 @@ import torch
 
 from tests.lib.optimizers import CASES, FUSED_CASES, CountingAdam, Runner, compare, program_of
 from zerofx.errors import OptimizerError
-from zerofx.optimizers import ShadowOptimizer, StandIn, check_supported, has_fused, scalar_state_names
+from zerofx.optimizers import ShadowOptimizer, StandIn, check_supported, has_fused, scalar_state_names, shadow_optimizer
 
 
 class Eager(torch.optim.Optimizer):
@@ -129,6 +129,26 @@ def test_initial_values() -> None:
     assert (spec.name, spec.initial, spec.written_first) == ("exp_avg", 0.0, False)
     rprop = program_of(torch.optim.Rprop([param()]))
     assert [s.name for s in rprop.states if s.written_first] == ["step_size"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [
+        ("adamw", True), ("sgd_momentum", True), *((name, False) for name in (
+            "adamw_amsgrad", "sgd_nesterov", "nadam", "radam", "rprop", "asgd_averaging", "lion", "counting_adam"
+        ))
+    ],
+)  # fmt: skip
+def test_a_step_is_recorded_once_and_repeated_for_its_numbers(
+    monkeypatch: pytest.MonkeyPatch, name: str, fused: bool
+) -> None:
+    runner, grad = Runner(CASES[name]([param()]), torch.linspace(-1, 1, 5), fused=fused), torch.linspace(1, -2, 5)
+    for _ in range(8):
+        runner.step(grad.clone())
+    monkeypatch.setattr(shadow_optimizer, "StandInStep", None)
+    for _ in range(3):
+        runner.optimizer.param_groups[0]["lr"] *= 0.9
+        runner.step(grad.clone())
 
 
 def test_numbers_that_cannot_be_told_apart_are_heard_by_recording_each_step() -> None:
