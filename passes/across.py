@@ -78,7 +78,7 @@ class Across:
 
 
 def _stays_in_slice(plan: Plan, bucket: Bucket) -> bool:
-    """Whether replicas all have the whole sum in the end."""
+    """True if all replicas have the whole sum in the end."""
     return bucket.num_parts == 1 or not bucket.is_cut(plan.stage)
 
 

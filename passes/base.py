@@ -19,7 +19,7 @@ Pass: TypeAlias = Rewrite[[StepGraph, Plan]]
 
 @dataclass(frozen=True)
 class PassReport:
-    """What a pass did: nodes added and removed by operator, and the peak before and after it in bytes."""
+    """Effects of a pass: nodes added and removed by operator, and the peak before and after it in bytes."""
 
     name: str
     added: dict[str, int]
@@ -30,5 +30,5 @@ class PassReport:
 
 
 def op_counts(step: StepGraph) -> Counter[str]:
-    """How many times each operator is called."""
+    """The number of calls of each operator."""
     return Counter(target_name(node) for node in step.calls())

@@ -58,7 +58,7 @@ class Direct:
 
 
 def _fits(slot: fx.Node, product: fx.Node) -> bool:
-    """Whether ``slot`` is a place in a gradient buffer with the layout of ``product``, which nothing else writes to."""
+    """True if ``slot`` is a place in a gradient buffer with the layout of ``product``, which nothing else writes to."""
     buffer = slot.args[0]
     result, place = value(product), value(slot)
     return (

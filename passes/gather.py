@@ -56,7 +56,7 @@ class Gather:
         for shard in step.placeholders(Role.SHARD):
             index = placeholder(shard).bucket
             if index is not None and shard.users:
-                whole[index], shards[index] = _gathered_at_start(shard), shard
+                whole[index], shards[index] = _whole_at_start(shard), shard
         reads = {index: sorted(consumers(full), key=order.__getitem__) for index, full in whole.items()}
         never_apart = {placeholder(node).bucket for node in step.placeholders(Role.FULL)}
         for number, decision in enumerate(plan.gathers):
@@ -78,7 +78,7 @@ class Gather:
             _erase_with_views(step.graph, full)
 
 
-def _gathered_at_start(shard: fx.Node) -> fx.Node:
+def _whole_at_start(shard: fx.Node) -> fx.Node:
     """The whole bucket that the shard pass has made of a slice."""
     node = shard
     while started := [user for user in node.users if user.target in (ops.reload, ops.all_gather)]:
@@ -100,7 +100,7 @@ def _add_residency(
     with graph.inserting_before(start_of_unit(step, reads[0])):
         full = shard
         if tier_of(shard) != DEVICE:
-            full = _bring_up(graph, bucket, number, decision, shard, where)
+            full = _load_slice(graph, bucket, number, decision, shard, where)
         if bucket.num_ranks > 1:
             pending = insert_call(
                 graph, ops.all_gather, (full, bucket.index, bucket.num_ranks), where,
@@ -119,10 +119,10 @@ def _add_residency(
         insert_call(graph, ops.release, (full,), Origin(bucket.name, origin(reads[-1]).phase))
 
 
-def _bring_up(
+def _load_slice(
     graph: fx.Graph, bucket: Bucket, number: int, decision: GatherDecision, shard: fx.Node, where: Origin
 ) -> fx.Node:
-    """This rank's slice, copied to the device from where it lives."""
+    """This rank's slice, copied to the device from its tier."""
     stored = shard
     if decision.read is not None:
         read = set_tier(insert_call(graph, ops.reload, (shard, "host"), where, name=f"read_{number}"), "host")

@@ -104,7 +104,7 @@ def _check(step: StepGraph, decision: GradientDecision, buckets: list[int]) -> N
 
 
 def _writes(buffer: fx.Node, num_bodies: int, num_slots: int) -> list[list[fx.Node]]:
-    """What writes gradients to a buffer, in order, by body."""
+    """The writes of gradients to a buffer, in order, by body."""
     written = sorted(node for node in consumers(buffer) if mutated_inputs(node))
     # Slots are written through views. The buffer itself is what is divided (in float16 before it is reduced, too), and
     # at stage 0 reduced and gathered where it lies.

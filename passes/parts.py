@@ -45,7 +45,7 @@ def _give_part(step: StepGraph, read: fx.Node, first: fx.Node, *others: fx.Node)
     """Make ``read``, if it is a view, in front of its ``first`` reader, for that and ``others``."""
     if not is_view(read) or read.target in ops.EVENTS:
         return
-    owner, fake, where = _made(read), tensor(read), origin(read if first is step.output else first)
+    owner, fake, where = _owner(read), tensor(read), origin(read if first is step.output else first)
     offset = int(fake.storage_offset())
     if _is_parameter(owner):
         # What was made of a parameter is of its own memory, which by now is a part of a bucket's.
@@ -62,8 +62,8 @@ def _give_part(step: StepGraph, read: fx.Node, first: fx.Node, *others: fx.Node)
         reader.replace_input_with(read, part)
 
 
-def _made(view: fx.Node) -> fx.Node:
-    """What a view is of that the runtime has by itself: what an operator or an event gave, or a parameter."""
+def _owner(view: fx.Node) -> fx.Node:
+    """The runtime's own tensor of which a view is a view: a result of an operator or an event, or a parameter."""
     node = view
     while node.target not in ops.EVENTS and is_view(node) and not _is_parameter(node):
         (source,) = node.all_input_nodes
@@ -74,7 +74,7 @@ def _made(view: fx.Node) -> fx.Node:
 
 
 def _is_parameter(node: fx.Node) -> bool:
-    """Whether a node is a parameter as a view of its bucket (``passes/shard.py``)."""
+    """True if a node is a parameter as a view of its bucket (``passes/shard.py``)."""
     if node.target is not torch.ops.aten.as_strided.default:
         return False
     (full, *_) = node.all_input_nodes

@@ -51,7 +51,7 @@ class Prefetch:
 
 
 def _places(decision: GatherDecision) -> Iterator[tuple[Job, str]]:
-    """What is started for a residency, in order, and the node before which."""
+    """The jobs that start for a residency, in order, each with the node that it starts before."""
     reload = decision.reload or decision.issue
     yield Job.READ, decision.read or reload
     yield Job.RELOAD, reload

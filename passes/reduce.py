@@ -110,7 +110,9 @@ class Reduce:
         }
 
         def place(node_name: str | None, body: int = -1) -> fx.Node:
-            return end_of_unit(step, tails.after(node_named(by_name, node_name))) if node_name else ends[body].prev
+            return (
+                end_of_unit(step, tails.skip_outputs(node_named(by_name, node_name))) if node_name else ends[body].prev
+            )
 
         for decision in plan.reduces:
             bucket = self.layout.buckets[decision.bucket]
@@ -129,7 +131,7 @@ def _name(name: str, body: int) -> str:
 
 
 def _reduces_each(step: StepGraph, plan: Plan, bucket: Bucket, decision: ReduceDecision) -> bool:
-    """Whether each micro-batch's gradients are reduced by themselves.
+    """True if each micro-batch's gradients are reduced separately.
 
     Raises:
         PlanError: they are to be where that cannot be.
@@ -155,7 +157,7 @@ class _Tails:
     def __init__(self) -> None:
         self._last: dict[fx.Node, fx.Node] = {}
 
-    def after(self, node: fx.Node) -> fx.Node:
+    def skip_outputs(self, node: fx.Node) -> fx.Node:
         anchor = node.args[0] if node.target is operator.getitem else node
         assert isinstance(anchor, fx.Node)
         return self._last.setdefault(anchor, skip_getitems(anchor))
@@ -174,7 +176,7 @@ def _fill_buffer(
     turns = _turns_in_unit(step, bucket, first)
     if turns:
         _put_off(step, first, [gradient for gradient, _ in members[0][1:]], bucket.gradient_bytes)
-    with graph.inserting_before(tails.after(first).next if turns else start_of_unit(step, first)):
+    with graph.inserting_before(tails.skip_outputs(first).next if turns else start_of_unit(step, first)):
         buffer = insert_call(
             graph, ops.empty_gradients, (bucket.index, bucket.numel), Origin(bucket.name, Phase.BACKWARD),
             {"dtype": bucket.reduce_dtype, "device": torch.device(step.device.type)},
@@ -186,7 +188,9 @@ def _fill_buffer(
     sums = [(_aten.add_.Tensor, *member) for later in members[1:] for member in later]
     for write, gradient, slot in (*copies, *sums):
         where = Origin(origin(gradient).layer, Phase.BACKWARD)
-        with graph.inserting_after(max(tails.after(gradient), buffer)):  # nodes compare by their place in the graph
+        with graph.inserting_after(
+            max(tails.skip_outputs(gradient), buffer)
+        ):  # nodes compare by their place in the graph
             place = (buffer, list(slot.shape), list(slot.stride), slot.offset)
             fake = step.fake_view(buffer, slot.shape, slot.stride, slot.offset)
             view = insert_call(graph, _aten.as_strided.default, place, where, fake=fake)
@@ -197,7 +201,7 @@ def _fill_buffer(
 
 
 def _turns_in_unit(step: StepGraph, bucket: Bucket, first: fx.Node) -> bool:
-    """Whether forward turns into backward inside the unit of a bucket, with nothing between it and the first gradient.
+    """True if forward turns into backward inside the unit of a bucket, with nothing between it and the first gradient.
 
     The buffer is then made when there is a gradient to write, so that the run around the loss is not cut. A slice of a
     weight cuts it in any case.
@@ -229,7 +233,7 @@ def _put_off(step: StepGraph, gradient: fx.Node, others: list[fx.Node], buffer_b
     rest = [node for node in order if order[last] < order[node] <= order[end] and node is not gradient]
     while end.next.target is ops.release and storage_source(end.next.all_input_nodes[0]) not in read:
         end = end.next
-    most, left = _held_and_left(rest)
+    most, left = _peak_and_rest(rest)
     if all(order[user] > order[end] for user in gradient.users) and (
         not is_view(gradient) and most <= _LITTLE * buffer_bytes and left <= _NEXT_TO_NOTHING * buffer_bytes
     ):
@@ -238,13 +242,13 @@ def _put_off(step: StepGraph, gradient: fx.Node, others: list[fx.Node], buffer_b
         skip_getitems(last).append(gradient)
 
 
-def _held_and_left(nodes: list[fx.Node]) -> tuple[int, int]:
-    """Bytes that nodes in a row hold at once of what they make, and those of it that are read after them."""
+def _peak_and_rest(nodes: list[fx.Node]) -> tuple[int, int]:
+    """Peak bytes of a run of nodes' results, and those of them that are read after the run."""
     position = {node: number for number, node in enumerate(nodes)}
     dying: Counter[int] = Counter()
     live = most = 0
     for number, node in enumerate(nodes):
-        allocated, readers = _made_bytes(node), consumers(node)
+        allocated, readers = _output_bytes(node), consumers(node)
         live += allocated
         most = max(most, live)
         if all(reader in position for reader in readers):
@@ -253,7 +257,7 @@ def _held_and_left(nodes: list[fx.Node]) -> tuple[int, int]:
     return most, live
 
 
-def _made_bytes(node: fx.Node) -> int:
+def _output_bytes(node: fx.Node) -> int:
     """Bytes of the values that a node makes."""
     if is_view(node) or aliased_input(node) is not None:
         return 0

@@ -70,7 +70,7 @@ class Shard:
 
 
 def parameter_tier(plan: Plan, bucket: Bucket) -> Tier:
-    """Where this rank's slice of a bucket's parameters lives between uses.
+    """The tier of this rank's slice of a bucket's parameters between uses.
 
     Raises:
         PlanError: the plan says what cannot be.

@@ -115,14 +115,14 @@ class _Forward:
             count, losses = self._num_targets(), list[fx.Node]()
             for number in range(num_tiles):
                 loss, *_ = self._loss(*self._span(number, num_tiles))
-                losses = self._summed(losses, self._cast(loss, tensor(count).dtype))
+                losses = self._sum(losses, self._cast(loss, tensor(count).dtype))
             self._replace_loss(losses[0], count)
 
     def _span(self, number: int, num_tiles: int) -> tuple[int, int]:
         """The first row of a tile, and the one after its last."""
         return self._head.num_rows * number // num_tiles, self._head.num_rows * (number + 1) // num_tiles
 
-    def _summed(self, losses: list[fx.Node], loss: fx.Node) -> list[fx.Node]:
+    def _sum(self, losses: list[fx.Node], loss: fx.Node) -> list[fx.Node]:
         return [self._call(_aten.add.Tensor, losses[0], loss) if losses else loss]
 
     def _replace_loss(self, summed: fx.Node, count: fx.Node) -> None:
@@ -134,7 +134,7 @@ class _Forward:
                 user.replace_all_uses_with(loss)
 
     def _num_targets(self) -> fx.Node:
-        """How many targets are not ignored: a count that a float32 holds exactly, and the loss's own dtype may not."""
+        """The number of targets that are not ignored; a float32 holds it exactly, the loss's own dtype may not."""
         _, target, _, _, ignored = self._head.loss.args
         dtype = sum_dtype(tensor(self._head.softmax).dtype)
         counted = self._call(_aten.ne.Scalar, target, ignored)
@@ -182,7 +182,7 @@ class _Tiler(_Forward):
             for number in range(num_tiles):
                 start, end = self._span(number, num_tiles)
                 loss, grad = self._tile(start, end, total)
-                losses = self._summed(losses, self._cast(loss, tensor(count).dtype))
+                losses = self._sum(losses, self._cast(loss, tensor(count).dtype))
                 for node in head.by_row:
                     rows[node].append(self._call(node.target, grad, *node.args[1:]))
                 for node in head.over_rows:
@@ -206,7 +206,7 @@ class _Tiler(_Forward):
         return loss, grad
 
     def _add(self, node: fx.Node, total: fx.Node | None, grad: fx.Node, start: int, end: int) -> fx.Node:
-        """What ``node`` sums over the rows, up to row ``end``, in float32 at least."""
+        """Add the sum of ``node`` over the rows up to row ``end`` to that of the rows before, in float32 at least."""
         wide = sum_dtype(tensor(node).dtype)
         if node.target is _aten.mm.default:
             factors = self._call(_aten.t.default, grad), self._rows(node.args[1], start, end)

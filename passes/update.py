@@ -72,7 +72,7 @@ from zerofx.passes.lib.placed_states import (
     new_values,
     state_decision,
 )
-from zerofx.passes.lib.rising import Rising, RisingGather, finish, go_on, start, what_is_updated
+from zerofx.passes.lib.rising import Rising, RisingGather, finish, go_on, start, update_target
 from zerofx.passes.lib.update_inputs import add_hyperparameters, add_stored
 from zerofx.scheduler.plan.plan import Plan
 
@@ -240,7 +240,7 @@ class _Updates:
 
     def _updated(self, bucket: Bucket, program: UpdateProgram, full: fx.Node | None) -> _Updated:
         step, plan = self._step, self._plan
-        low, levels = what_is_updated(step, plan, bucket, full, self.known.of(Role.SHARD, bucket))
+        low, levels = update_target(step, plan, bucket, full, self.known.of(Role.SHARD, bucket))
         stored, delayed, scalars = add_stored(step, plan, bucket, program, self.known.of(Role.MASTER, bucket))
         master = stored.get("param")
         if master is None and tier_of(low) != DEVICE:

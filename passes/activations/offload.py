@@ -65,7 +65,7 @@ class Offload:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where one decision is carried out: after ``issue`` and ``free``, before ``reload`` and ``first``.
+    """Positions of one decision's copies: out after ``issue`` and ``free``, back before ``reload`` and ``first``.
 
     ``readers`` are the nodes of backward that read the value, in order.
     """
@@ -130,7 +130,7 @@ def _place(
 
 
 def refusal(node: fx.Node) -> str | None:
-    """Why a node's value cannot be offloaded, or None if it can."""
+    """The reason that a node's value cannot be offloaded, or None if it can."""
     if node.op != "call_function" or origin(node).phase is not Phase.FORWARD or len(tensors_of(node)) != 1:
         return f"expected to offload a tensor that forward computes, found {node.name}"
     source, index = storage_source(node)
@@ -151,17 +151,17 @@ def _copy_out(step: StepGraph, places: Sequence[_Place]) -> dict[fx.Node, fx.Nod
     # Copies start before others are awaited at the same place, so that they run meanwhile.
     for place in places:
         out = (place.value, place.decision.tier)
-        added = _after(step, tails, place.issue, place.value, ops.offload, out, f"offload_{place.value.name}")
+        added = _append_call(step, tails, place.issue, place.value, ops.offload, out, f"offload_{place.value.name}")
         pending[place.value] = set_tier(added, place.decision.tier)
     stored = {}
     for place in places:
         args = (pending[place.value], place.value)
-        added = _after(step, tails, place.free, place.value, ops.wait, args, f"stored_{place.value.name}")
+        added = _append_call(step, tails, place.free, place.value, ops.wait, args, f"stored_{place.value.name}")
         stored[place.value] = set_tier(added, place.decision.tier)
     return stored
 
 
-def _after(
+def _append_call(
     step: StepGraph,
     tails: dict[fx.Node, fx.Node],
     anchor: fx.Node,
@@ -170,7 +170,7 @@ def _after(
     args: tuple[object, ...],
     name: str,
 ) -> fx.Node:
-    """A call after ``anchor`` and after all that was put there before."""
+    """Insert a call after ``anchor`` and all calls appended to it before."""
     with step.graph.inserting_after(tails.get(anchor, anchor)):
         where = Origin(origin(value).layer, Phase.FORWARD)
         tails[anchor] = insert_call(step.graph, target, args, where, name=name, fake=tensor(value))

@@ -71,16 +71,16 @@ def recompute(step: StepGraph, dropped: frozenset[str], extra: frozenset[str]) -
     for reader in backward:
         for source in reader.all_input_nodes:
             if source.op == "call_function" and origin(source).phase is Phase.FORWARD:
-                replacement = _again(step, source, saved, copies, reader)
+                replacement = _recompute(step, source, saved, copies, reader)
                 if replacement is not source:
                     reader.replace_input_with(source, replacement)
     erase_unread(step.graph)
 
 
-def _again(
+def _recompute(
     step: StepGraph, node: fx.Node, saved: set[fx.Node], copies: dict[fx.Node, fx.Node], reader: fx.Node
 ) -> fx.Node:
-    """``node`` as ``reader`` can have it: itself if kept, else a copy before ``reader`` that later ones share."""
+    """``node`` for ``reader``: itself if kept, else a copy before ``reader`` that later readers share."""
     pending = [node]
     while pending:
         current = pending[-1]

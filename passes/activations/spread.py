@@ -64,7 +64,7 @@ def spread(step: StepGraph, decisions: Sequence[SpreadDecision], num_parts: int)
 
 
 def can_be_spread(value: fx.Node, num_parts: int) -> bool:
-    """Whether a node gives a value of forward of which each rank can keep a part until backward."""
+    """True if a node's value is one of forward of which each rank can keep a part until backward."""
     if refusal(value) is not None or not tensor(value).is_contiguous() or tensor(value).numel() % num_parts:
         return False
     phases = {origin(reader).phase for reader in consumers(value)}
@@ -79,12 +79,12 @@ def _spread(step: StepGraph, value: fx.Node, num_parts: int, order: dict[fx.Node
     shape, graph = list(tensor(value).shape), step.graph
     with graph.inserting_before(skip_getitems(last).next):
         local = LocalGraph(graph, num_parts, rank, None, Origin(origin(last).layer, Phase.FORWARD))
-        flat = local.viewed(value, [tensor(value).numel()])
-        part = local.converted(flat, REPLICATED, Sharded(0))
+        flat = local.reshape(value, [tensor(value).numel()])
+        part = local.convert(flat, REPLICATED, Sharded(0))
     where = Origin(origin(backward[0]).layer, Phase.BACKWARD)
     with graph.inserting_before(start_of_unit(step, backward[0], by_piece=True)):
         local = LocalGraph(graph, num_parts, rank, None, where)
-        again = local.viewed(local.converted(part, Sharded(0), REPLICATED), shape)
+        again = local.reshape(local.convert(part, Sharded(0), REPLICATED), shape)
     copies = {value: again}
     for reader in backward:
         read_instead(reader, value, copies, where)

@@ -1,1 +1,1 @@
-"""What updates wait for: the norm of all gradients, their scale, and whether they and the loss are finite."""
+"""Conditions on all gradients that updates wait for: their norm, their scale, and that they and the loss are finite."""

@@ -42,7 +42,7 @@ from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase
 from zerofx.ir.graph import Clipping, StepGraph
 from zerofx.ir.op_kernels.norms import norm_dtype
-from zerofx.passes.barrier.numbers import numbers_of_slices, of_all_ranks
+from zerofx.passes.barrier.numbers import gather_number, numbers_of_slices
 from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
@@ -67,14 +67,14 @@ class Clip:
         if plan.max_grad_norm is not None:
             self._norm(step, plan, squares)
         if plan.grad_norms:
-            self._of_buckets(step, plan, squares)
+            self._output_squares(step, plan, squares)
 
-    def _of_buckets(self, step: StepGraph, plan: Plan, squares: list[fx.Node]) -> None:
-        """The squares of each bucket's gradient on all ranks, handed out."""
+    def _output_squares(self, step: StepGraph, plan: Plan, squares: list[fx.Node]) -> None:
+        """Output the squares of each bucket's gradient on all ranks."""
         graph = step.graph
         with graph.inserting_before(step.output):
             together = insert_call(graph, _aten.cat.default, (squares,), _WHERE, name="squares_of_buckets")
-            parts = of_all_ranks(step, plan, together, "squares_of_buckets")
+            parts = gather_number(step, plan, together, "squares_of_buckets")
             parts = insert_call(graph, _aten.view.default, (parts, [plan.num_ranks, len(squares)]), _WHERE)
             total = insert_call(graph, _aten.sum.dim_IntList, (parts, [0]), _WHERE)
             if step.unscaling is not None:
@@ -92,7 +92,7 @@ class Clip:
         with graph.inserting_before(step.output):
             together = insert_call(graph, _aten.cat.default, (squares,), _WHERE, name="squares")
             total = insert_call(graph, _aten.sum.dim_IntList, (together, [0], True), _WHERE)
-            total = insert_call(graph, _aten.sum.default, (of_all_ranks(step, plan, total, "squares"),), _WHERE)
+            total = insert_call(graph, _aten.sum.default, (gather_number(step, plan, total, "squares"),), _WHERE)
             root = insert_call(graph, _aten.sqrt.default, (total,), _WHERE)
             if step.unscaling is not None:
                 root = insert_call(graph, _aten.mul.Tensor, (root, step.unscaling.inverse), _WHERE)

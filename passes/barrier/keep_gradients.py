@@ -28,7 +28,7 @@ _aten = torch.ops.aten
 
 
 def kept_buckets(layout: BucketLayout, plan: Plan) -> list[Bucket]:
-    """Those whose gradients are handed out, in the order in which they are."""
+    """The buckets whose gradients are outputs, in this order."""
     return [bucket for bucket in layout.buckets if bucket.trainable and bucket.name in plan.kept_gradients]
 
 

@@ -19,7 +19,7 @@ from zerofx.torch_private.operators import OpOverload
 def numbers_of_slices(
     step: StepGraph, plan: Plan, layout: BucketLayout, operator: OpOverload, what: str
 ) -> list[fx.Node]:
-    """What ``operator`` gives of this rank's slice of each gradient, in the order of buckets: float64, shape ``[1]``.
+    """``operator`` of this rank's slice of each gradient, in the order of buckets: float64, shape ``[1]``.
 
     It runs as soon as the gradient is reduced; its node is called ``what`` and the bucket's index.
     """
@@ -36,8 +36,8 @@ def numbers_of_slices(
     return [numbers[index] for index in sorted(numbers)]
 
 
-def of_all_ranks(step: StepGraph, plan: Plan, number: fx.Node, what: str) -> fx.Node:
-    """``number``, of shape ``[1]``, of each rank, made at the insertion point; itself on one rank."""
+def gather_number(step: StepGraph, plan: Plan, number: fx.Node, what: str) -> fx.Node:
+    """``number``, of shape ``[1]``, gathered from all ranks at the insertion point; itself on one rank."""
     if plan.num_ranks == 1:
         return number
     where = Origin("", Phase.UPDATE)

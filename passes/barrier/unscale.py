@@ -32,7 +32,7 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase
 from zerofx.ir.graph import StepGraph, Unscaling
-from zerofx.passes.barrier.numbers import numbers_of_slices, of_all_ranks
+from zerofx.passes.barrier.numbers import gather_number, numbers_of_slices
 from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
@@ -62,7 +62,7 @@ class Unscale:
         step.unscaling = Unscaling(rounded, largest, double if begin is None else begin)
 
     def _norm_says(self, plan: Plan) -> bool:
-        """Whether the norm that clipping takes is not finite exactly where a gradient is not."""
+        """True if the norm that clipping takes is not finite exactly if a gradient is not."""
         trained = [bucket for bucket in self.layout.buckets if bucket.trainable]
         return plan.max_grad_norm is not None and all(bucket.reduce_dtype is torch.float16 for bucket in trained)
 
@@ -72,6 +72,6 @@ class Unscale:
         with graph.inserting_before(step.output):
             together = insert_call(graph, _aten.cat.default, (parts,), _WHERE, name="largest_of_buckets")
             largest = insert_call(graph, _aten.amax.default, (together, [0], True), _WHERE)
-            largest = of_all_ranks(step, plan, largest, "largest")
+            largest = gather_number(step, plan, largest, "largest")
             largest = insert_call(graph, _aten.amax.default, (largest,), _WHERE, name="largest_gradient")
         return largest, together

@@ -1,4 +1,4 @@
-"""One rank's graph, as it is written: calls of local sizes, and what brings a value from one placement to another.
+"""One rank's graph, as it is written: calls of local sizes, and conversions of a value from one placement to another.
 
 R -> S     index_select of this rank's part, by its number on the axis
 S -> R     gather_values, wait, and the ranks' parts put in their places
@@ -55,7 +55,7 @@ class LocalGraph:
         return node
 
     def all_reduce(self, node: fx.Node, reduction: str = "sum") -> fx.Node:
-        return self._sent(ops.all_reduce_values, self._dense(node), reduction)
+        return self._collective(ops.all_reduce_values, self._dense(node), reduction)
 
     def start_shift(self, node: fx.Node) -> fx.Node:
         return self.call(ops.shift_values, self._dense(node), self.num_ranks, over=AXIS)
@@ -64,46 +64,46 @@ class LocalGraph:
         sent = pending.args[0]
         return self.call(ops.wait, pending, sent)
 
-    def converted(self, node: fx.Node, source: Placement, target: Placement) -> fx.Node:
-        """``node``, which lies as ``source``, as ``target``."""
+    def convert(self, node: fx.Node, source: Placement, target: Placement) -> fx.Node:
+        """Convert ``node`` from placement ``source`` to ``target``."""
         if source == target:
             return node
         match source, target:
             case Replicated(), Sharded():
                 return self._own_part(node, target)
             case Sharded(), Replicated():
-                return self._gathered(node, source)
+                return self._gather(node, source)
             case Sharded(), Sharded():
-                return self._exchanged(node, source, target)
+                return self._exchange(node, source, target)
             case Partial(), Replicated():
                 return self.all_reduce(node, source.reduction)
             case Partial("sum"), Sharded():
-                return self._scattered(node, target)
+                return self._scatter(node, target)
             case Partial(), Sharded():
                 return self._own_part(self.all_reduce(node, source.reduction), target)
             case Replicated(), Partial("sum"):
-                return self._on_first_rank(node)
+                return self._zero_elsewhere(node)
             case Replicated(), Partial():
                 return node  # the largest, or smallest, of what is the same everywhere
             case Replicated(), Ragged():
-                return self._of_rows(own_rows, node, target)
+                return self._row_call(own_rows, node, target)
             case Ragged(), Partial("sum"):
-                return self._of_rows(whole_rows, node, source)
+                return self._row_call(whole_rows, node, source)
             case Ragged(), Replicated() | Sharded():
-                return self.converted(self._of_rows(whole_rows, node, source), SUM, target)
+                return self.convert(self._row_call(whole_rows, node, source), SUM, target)
             case _, Partial() | Ragged():
-                return self.converted(self.converted(node, source, REPLICATED), REPLICATED, target)
+                return self.convert(self.convert(node, source, REPLICATED), REPLICATED, target)
         raise AssertionError(f"{source} -> {target}: no such conversion")
 
-    def viewed(self, node: fx.Node, shape: list[int]) -> fx.Node:
-        """``node`` under another shape: a view, or of a copy where its strides allow none."""
+    def reshape(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        """``node`` under another shape: a view, or of a copy if its strides allow none."""
         try:
             tensor(node).view(shape)
         except (RuntimeError, ValueError):  # torch's own word on strides
             node = self._dense(node)
         return self.call(_aten.view.default, node, shape)
 
-    def in_format_of(self, node: fx.Node, whole: torch.Tensor) -> fx.Node:
+    def match_format(self, node: fx.Node, whole: torch.Tensor) -> fx.Node:
         """``node``, or a copy of it, dense in the memory format of ``whole``."""
         formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
         ranks = {torch.channels_last: 4, torch.channels_last_3d: 5}
@@ -122,12 +122,12 @@ class LocalGraph:
         shape = list(tensor(node).shape)
         size = shape[placement.dim] // (placement.groups * self.num_ranks)
         shape[placement.dim : placement.dim + 1] = [placement.groups, self.num_ranks, size]
-        return self._shaped(node, shape)
+        return self._ensure_shape(node, shape)
 
-    def _shaped(self, node: fx.Node, shape: list[int]) -> fx.Node:
+    def _ensure_shape(self, node: fx.Node, shape: list[int]) -> fx.Node:
         if list(tensor(node).shape) == shape:
             return node
-        return self.viewed(node, shape)
+        return self.reshape(node, shape)
 
     def _ranks_first(self, node: fx.Node, placement: Sharded) -> fx.Node:
         """With a first dimension of ranks: each one's part along ``placement``, of its local shape."""
@@ -137,46 +137,46 @@ class LocalGraph:
         front = self.call(_aten.permute.default, split, order) if dim or placement.groups > 1 else split
         shape = list(tensor(node).shape)
         shape[dim] //= self.num_ranks
-        return self._shaped(front, [self.num_ranks, *shape])
+        return self._ensure_shape(front, [self.num_ranks, *shape])
 
     def _from_ranks(self, parts: fx.Node, placement: Sharded) -> fx.Node:
-        """What ``_ranks_first`` made its result of."""
+        """Undo ``_ranks_first``."""
         shape, dim = list(tensor(parts).shape[1:]), placement.dim
         size = shape[dim] // placement.groups
-        grouped = self._shaped(parts, [self.num_ranks, *shape[:dim], placement.groups, size, *shape[dim + 1 :]])
+        grouped = self._ensure_shape(parts, [self.num_ranks, *shape[:dim], placement.groups, size, *shape[dim + 1 :]])
         rank = len(shape) + 2
         order = [*range(1, dim + 2), 0, *range(dim + 2, rank)]
         joined = self.call(_aten.permute.default, grouped, order) if dim or placement.groups > 1 else grouped
         shape[dim] *= self.num_ranks
-        return self._shaped(joined, shape)
+        return self._ensure_shape(joined, shape)
 
     def _own_part(self, node: fx.Node, placement: Sharded) -> fx.Node:
         picked = self.call(_aten.index_select.default, self._split(node, placement), placement.dim + 1, self.rank)
         shape = list(tensor(node).shape)
         shape[placement.dim] //= self.num_ranks
-        return self._shaped(picked, shape)
+        return self._ensure_shape(picked, shape)
 
-    def _gathered(self, node: fx.Node, placement: Sharded) -> fx.Node:
-        return self._from_ranks(self._sent(ops.gather_values, self._dense(node)), placement)
+    def _gather(self, node: fx.Node, placement: Sharded) -> fx.Node:
+        return self._from_ranks(self._collective(ops.gather_values, self._dense(node)), placement)
 
-    def _scattered(self, node: fx.Node, placement: Sharded) -> fx.Node:
-        return self._sent(ops.reduce_scatter_values, self._dense(self._ranks_first(node, placement)))
+    def _scatter(self, node: fx.Node, placement: Sharded) -> fx.Node:
+        return self._collective(ops.reduce_scatter_values, self._dense(self._ranks_first(node, placement)))
 
-    def _exchanged(self, node: fx.Node, source: Sharded, target: Sharded) -> fx.Node:
+    def _exchange(self, node: fx.Node, source: Sharded, target: Sharded) -> fx.Node:
         if source.dim == target.dim:  # other groups: whole first, as parts of parts would have to be named
-            return self._own_part(self._gathered(node, source), target)
+            return self._own_part(self._gather(node, source), target)
         parts = self._dense(self._ranks_first(node, target))
-        return self._from_ranks(self._sent(ops.exchange_values, parts), source)
+        return self._from_ranks(self._collective(ops.exchange_values, parts), source)
 
-    def _sent(self, target: OpOverload[..., Any], value: fx.Node, *more: Any) -> fx.Node:
-        """What a collective makes of a value, awaited; the value, which it reads, is held until then."""
+    def _collective(self, target: OpOverload[..., Any], value: fx.Node, *more: Any) -> fx.Node:
+        """The awaited result of a collective on a value, which is held until then, as the collective reads it."""
         return self.call(ops.wait, self.call(target, value, *more, self.num_ranks, over=AXIS), value)
 
-    def _of_rows(self, target: OpOverload[..., Any], node: fx.Node, placement: Ragged) -> fx.Node:
+    def _row_call(self, target: OpOverload[..., Any], node: fx.Node, placement: Ragged) -> fx.Node:
         assert self.values is not None
         return self.call(target, node, self.values(placement.ends, self), self.rank, self.num_ranks, placement.dim)
 
-    def _on_first_rank(self, node: fx.Node) -> fx.Node:
+    def _zero_elsewhere(self, node: fx.Node) -> fx.Node:
         others = self.call(_aten.ne.Scalar, self.rank, 0)
         if not tensor(node).shape:
             others = self.call(_aten.view.default, others, [])
@@ -185,7 +185,7 @@ class LocalGraph:
 
 @dataclass
 class LocalCallOf:
-    """What a rule writes one rank's share of ``node`` with (``zerofx/ir/sharding/rule.py``)."""
+    """Writer of one rank's share of ``node``, for a rule (``zerofx/ir/sharding/rule.py``)."""
 
     node: fx.Node
     rule: Rule

@@ -41,7 +41,7 @@ def check_norm(step: StepGraph, layout: BucketLayout) -> None:
                 cut |= axes
             elif node.target in _GATHERS:
                 cut -= axes
-        asked = _with_copies(bucket, layout.mesh)
+        asked = _copy_axes(bucket, layout.mesh)
         if cut != asked:
             _fail(squares, cut, asked)
 
@@ -63,7 +63,7 @@ def _bucket(way: list[fx.Node], layout: BucketLayout) -> Bucket | None:
     return layout.buckets[index] if isinstance(index, int) else None
 
 
-def _with_copies(bucket: Bucket, mesh: Mesh) -> set[Axis]:
+def _copy_axes(bucket: Bucket, mesh: Mesh) -> set[Axis]:
     """The axes on which ranks have the bucket's parameters, and so the sum of their gradients."""
     return set(mesh.occupied(mesh.world)) - (set(MODEL) if bucket.has_model_parts else set())
 

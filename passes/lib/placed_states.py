@@ -71,7 +71,7 @@ class Started:
 
 
 def state_decision(plan: Plan, bucket: Bucket) -> StateDecision | None:
-    """Where a bucket's states live; None for on the device.
+    """The decision about a bucket's states; None if they are on the device.
 
     Raises:
         PlanError: the plan says what cannot be.
@@ -166,7 +166,7 @@ class PlacedStates:
         return set_tier(insert_call(self._step.graph, ops.wait, (pending, source), self._where, name=name), tier)
 
     def await_reloads(self) -> dict[str, fx.Node]:
-        """What the update works on, awaited at the insertion point."""
+        """Wait for the update's operands at the insertion point."""
         if self.at_once:
             self._reload()
         states = dict(self._kept)
@@ -262,5 +262,5 @@ def await_copies(step: StepGraph, started: Sequence[Started]) -> dict[int, fx.No
 
 
 def leads_to_nvme(copy: Started) -> bool:
-    """Whether a copy ends on nvme."""
+    """True if a copy ends on nvme."""
     return ends_of(copy.node)[1] == "nvme"

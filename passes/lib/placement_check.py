@@ -57,7 +57,7 @@ class WholeCall:
 
 def whole_calls(step: StepGraph) -> Mapping[str, WholeCall]:
     """The nodes of a graph of whole values, by name: what ``check_placements`` is to compare with."""
-    return {node.name: _described(node) for node in step.graph.nodes if node.op != "output"}
+    return {node.name: _describe(node) for node in step.graph.nodes if node.op != "output"}
 
 
 def check_placements(step: StepGraph, whole: Mapping[str, WholeCall], num_ranks: int) -> list[fx.Node]:
@@ -84,13 +84,13 @@ class _Check:
         parts = {info.name: info.part for info in self.step.parameters}
         for node in self.step.graph.nodes:
             if node.op == "placeholder":
-                self.values[node] = (frozenset({_given(node, parts)}),)
+                self.values[node] = (frozenset({_input_kind(node, parts)}),)
             elif node.op == "call_function":
                 self._check_numbers(node)
-                self.values[node] = self._named(node, self._called(node))
+                self.values[node] = self._select(node, self._call(node))
         self._check_results(parts)
 
-    def _called(self, node: fx.Node) -> tuple[Kinds, ...] | None:
+    def _call(self, node: fx.Node) -> tuple[Kinds, ...] | None:
         if node.target is operator.getitem:
             source, index = node.args
             given = self.values[source]  # type: ignore[index]  # a node
@@ -103,7 +103,7 @@ class _Check:
             self.unknown.append(node)
             return None
         if node.target in ops.VALUE_COLLECTIVES:
-            return (self._sent(node, kinds[0]),)
+            return (self._collective(node, kinds[0]),)
         if node.target is ops.wait:
             return (kinds[0],)
         possible = kinds_of_call(node, kinds, self.num_ranks, self.known)
@@ -114,11 +114,11 @@ class _Check:
         return possible
 
     def _attends_to_some(self, node: fx.Node) -> bool:
-        """Whether a call is one of several that together attend from a rank's tokens to all others."""
+        """True if a call is one of several that together attend from a rank's tokens to all others."""
         return node.name not in self.whole and is_attention(node.target)
 
-    def _sent(self, node: fx.Node, kinds: Kinds) -> Kinds:
-        """What a collective gives."""
+    def _collective(self, node: fx.Node, kinds: Kinds) -> Kinds:
+        """Kinds of a collective's result."""
         if node.target is ops.gather_values:
             return self._if(node, kinds, Sharded, frozenset({REPLICATED}), "parts")
         if node.target is ops.all_reduce_values:
@@ -138,8 +138,8 @@ class _Check:
             self._fail(node, f"a collective of {what} is given none")
         return possible
 
-    def _named(self, node: fx.Node, possible: tuple[Kinds, ...] | None) -> tuple[Kinds, ...] | None:
-        """Of the ways in which results may lie, those with the whole graph's shapes."""
+    def _select(self, node: fx.Node, possible: tuple[Kinds, ...] | None) -> tuple[Kinds, ...] | None:
+        """Those kinds of results that give the whole graph's shapes."""
         whole = self.whole.get(node.name)
         if whole is None or possible is None:
             return possible
@@ -165,7 +165,7 @@ class _Check:
         whole = self.whole.get(node.name)
         if whole is None or whole.target is not node.target or not facts_of(node.target).is_pointwise:
             return
-        if (own := _described(node).numbers) != whole.numbers:
+        if (own := _describe(node).numbers) != whole.numbers:
             self._fail(node, f"numbers among its arguments are {own}, and {whole.numbers} in the whole graph")
 
     def _check_results(self, parts: Mapping[str, Sharded | None]) -> None:
@@ -187,15 +187,15 @@ class _Check:
         nodes = list(self.step.graph.nodes)
         at = nodes.index(node)
         around = [*node.all_input_nodes, *(n for n in nodes[max(0, at - _NEIGHBOURS) : at] if n not in node.args), node]
-        lines = [f"{'>' if n is node else ' '} {node_text(n)}  # {self._said(n)}" for n in dict.fromkeys(around)]
+        lines = [f"{'>' if n is node else ' '} {node_text(n)}  # {self._text(n)}" for n in dict.fromkeys(around)]
         raise InvalidGraphError(f"placements: {node.name}: {what}\n" + "\n".join(lines))
 
-    def _said(self, node: fx.Node) -> str:
+    def _text(self, node: fx.Node) -> str:
         kinds: Sequence[Kinds] | None = self.values.get(node)
         return "?" if kinds is None else "; ".join(" or ".join(map(str, sorted(each, key=str))) for each in kinds)
 
 
-def _given(node: fx.Node, parts: Mapping[str, Sharded | None]) -> Kind:
+def _input_kind(node: fx.Node, parts: Mapping[str, Sharded | None]) -> Kind:
     facts = placeholder(node)
     if facts.role in (Role.RANK, Role.HOST_RANK):
         return Own("number")
@@ -203,7 +203,7 @@ def _given(node: fx.Node, parts: Mapping[str, Sharded | None]) -> Kind:
     return REPLICATED if part is None else part
 
 
-def _described(node: fx.Node) -> WholeCall:
+def _describe(node: fx.Node) -> WholeCall:
     arguments = pytree.tree_leaves((node.args, node.kwargs))
     numbers = tuple(leaf for leaf in arguments if isinstance(leaf, int | float) and not isinstance(leaf, bool))
     shapes = tuple(tuple(t.shape) if isinstance(t, Tensor) else None for t in results_of(node))

@@ -1,4 +1,4 @@
-"""Whether a graph does what its plan says, no less and no more: the verifier's rule ``plan``."""
+"""The verifier's rule ``plan``: a graph does exactly what its plan says."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Compared = tuple[str, Sequence[object], Sequence[object]]
 
 
 def differences(step: StepGraph, plan: Plan) -> Iterator[str]:
-    """What the graph after the last pass does otherwise than ``plan`` says, a sentence a kind of decision."""
+    """Differences between the graph after the last pass and ``plan``, a sentence a kind of decision."""
     for subject in (_gathers, _reductions, _places, _waiting_gradients, _looks_at_gradients, _delays, _wire, _offloads):
         for what, carried_out, planned in subject(step, plan):
             if Counter(carried_out) != Counter(planned):
@@ -56,18 +56,18 @@ def _places(step: StepGraph, plan: Plan) -> Iterator[Compared]:
     stored = [node for role in (Role.MASTER, Role.STATE) for node in step.placeholders(role)]
     stateful = {placeholder(node).bucket for node in stored}
     states = [f"{decision.bucket} on {decision.tier}" for decision in plan.states if decision.bucket in stateful]
-    yield "keeps states of buckets", sorted(set(_off_device(stored))), states
+    yield "keeps states of buckets", sorted(set(_slow_tiers(stored))), states
     parameters = [f"{decision.bucket} on {decision.tier}" for decision in plan.parameters]
-    yield "keeps parameters of buckets", _off_device(step.placeholders(Role.SHARD)), parameters
+    yield "keeps parameters of buckets", _slow_tiers(step.placeholders(Role.SHARD)), parameters
 
 
-def _off_device(stored: Iterable[fx.Node]) -> list[str]:
+def _slow_tiers(stored: Iterable[fx.Node]) -> list[str]:
     return [f"{placeholder(node).bucket} on {tier_of(node)}" for node in stored if tier_of(node) != DEVICE]
 
 
 def _waiting_gradients(step: StepGraph, plan: Plan) -> Iterator[Compared]:
     """Gradients in slower tiers between micro-batches."""
-    waiting = [f"{_bucket_of_gradients(node)} on {node.args[1]}" for node in _offloaded_in(step, Phase.BACKWARD)]
+    waiting = [f"{_bucket_of_gradients(node)} on {node.args[1]}" for node in _offload_calls(step, Phase.BACKWARD)]
     planned = [f"{decision.bucket} on {decision.tier}" for decision in plan.gradients for _ in decision.free_after]
     yield "has gradients waiting of buckets", waiting, planned
 
@@ -86,15 +86,15 @@ def _delays(step: StepGraph, plan: Plan) -> Iterator[Compared]:
 
 
 def _wire(step: StepGraph, plan: Plan) -> Iterator[Compared]:
-    yield "sends", _of_wire(step), _planned_wire(plan)
+    yield "sends", _actual_wire(step), _planned_wire(plan)
 
 
 def _offloads(step: StepGraph, plan: Plan) -> Iterator[Compared]:
-    offloaded = [f"{node.all_input_nodes[0].name} to {node.args[1]}" for node in _offloaded_in(step, Phase.FORWARD)]
+    offloaded = [f"{node.all_input_nodes[0].name} to {node.args[1]}" for node in _offload_calls(step, Phase.FORWARD)]
     yield "offloads", offloaded, [f"{decision.value} to {decision.tier}" for decision in plan.offloads]
 
 
-def _offloaded_in(step: StepGraph, phase: Phase) -> list[fx.Node]:
+def _offload_calls(step: StepGraph, phase: Phase) -> list[fx.Node]:
     return [node for node in step.calls() if node.target is ops.offload and origin(node).phase is phase]
 
 
@@ -107,7 +107,7 @@ def _bucket_of_gradients(offload: fx.Node) -> object:
 
 
 def parameter_gathers(step: StepGraph) -> list[fx.Node]:
-    """What makes a whole bucket of a rank's slice: its gather, or on one rank its copy to the device."""
+    """The nodes that make a whole bucket of a rank's slice: its gather, or on one rank its copy to the device."""
     gathered = []
     for node in step.calls():
         gathers = node.target in GATHERS
@@ -126,18 +126,18 @@ def _bucket_gathered(gather: fx.Node) -> int | None:
 
 
 def is_reduction(node: fx.Node) -> bool:
-    """Whether a bucket's reduction starts here: a hop across nodes or replicas belongs to one that has."""
+    """True if a bucket's reduction starts here; a hop across nodes or replicas belongs to one that has started."""
     return _sums(node) and not _crosses(node)
 
 
 def _crosses(node: fx.Node) -> bool:
-    """Whether the hop of a reduction across replicas starts here."""
+    """True if the hop of a reduction across replicas starts here."""
     task = task_of(node)
     return _sums(node) and task is not None and task.job is Job.CROSSING
 
 
 def _sums(node: fx.Node) -> bool:
-    """Whether gradients of other ranks are asked for here; what goes on across nodes has been."""
+    """True if a node requests gradients of other ranks; a second hop across nodes does not count."""
     return node.target in ops.REDUCTIONS or (node.target is ops.exchange and node.args[3] != "across")
 
 
@@ -150,8 +150,8 @@ def _planned_wire(plan: Plan) -> list[str]:
     return lines
 
 
-def _of_wire(step: StepGraph) -> list[str]:
-    """How buckets are sent otherwise than exactly, in words."""
+def _actual_wire(step: StepGraph) -> list[str]:
+    """Quantised sends of buckets, in words."""
     lines = set()
     for node in step.calls():
         if node.target is ops.quantise and slice_gathered(node) is not None:

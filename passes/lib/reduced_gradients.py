@@ -11,7 +11,7 @@ from zerofx.ir.graph import StepGraph
 
 
 def divisors(dtype: torch.dtype, num_ranks: int) -> tuple[int, float]:
-    """What gradients of ``dtype`` are divided by before their sum over the ranks is taken, and what the sum is after.
+    """Divisors of gradients of ``dtype``, before their sum over the ranks and of the sum.
 
     Where float16 is reduced both parts are near the root of the number of ranks, so that neither small values nor
     large sums leave its range (as in ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``).
@@ -26,7 +26,7 @@ def divisors(dtype: torch.dtype, num_ranks: int) -> tuple[int, float]:
 
 
 def own_slice(step: StepGraph, bucket: Bucket) -> fx.Node:
-    """What no other rank has of a bucket's reduced gradient, which at stage 0 is gathered from all ranks again."""
+    """This rank's own slice of a bucket's reduced gradient, which at stage 0 is gathered from all ranks again."""
     own = step.reduced[bucket.index]
     while isinstance(gather := own.args[0], fx.Node) and gather.target is ops.all_gather_into:
         assert isinstance(gather.args[1], fx.Node)

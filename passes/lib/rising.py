@@ -1,4 +1,5 @@
-"""What ranks have updated, gathered into what all of them compute with: along one axis of a mesh after the other."""
+"""Gathers of updated parameters, along one axis of a mesh after the other, up to the tensors that ranks compute
+with."""
 
 from __future__ import annotations
 
@@ -37,10 +38,10 @@ class Rising:
     rest: tuple[RisingGather, ...]
 
 
-def what_is_updated(
+def update_target(
     step: StepGraph, plan: Plan, bucket: Bucket, full: fx.Node | None, shard: fx.Node | None
 ) -> tuple[fx.Node, tuple[RisingGather, ...]]:
-    """The placeholder of what this rank updates of a bucket, in the compute dtype, and the gathers that follow.
+    """The placeholder that this rank updates of a bucket, in the compute dtype, and the gathers that follow.
 
     ``full`` and ``shard`` are the placeholders of the whole bucket and of this rank's slice, as far as there are any.
     """

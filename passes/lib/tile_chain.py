@@ -54,7 +54,7 @@ def tile_chain(step: StepGraph, chain: Chain, num_tiles: int) -> None:
 
 @dataclass
 class _Tile:
-    """What rows ``start`` to ``end`` have been given so far: parts of values, and copies of nodes."""
+    """Results for rows ``start`` to ``end`` so far: parts of values, and copies of nodes."""
 
     name: str
     start: int
@@ -76,7 +76,7 @@ class _PartTiler:
         rows: dict[fx.Node, list[fx.Node]] = {}
         sums: dict[fx.Node, fx.Node] = {}
         anchor = self._part.nodes[-1].next
-        waiting = self._depending()
+        waiting = self._dependents()
         with self._step.graph.inserting_before(anchor):
             for number in range(num_tiles):
                 start, end = (self._chain.num_rows * n // num_tiles for n in (number, number + 1))
@@ -99,8 +99,8 @@ class _PartTiler:
                 if user not in self._chain.members:
                     user.replace_input_with(old, new)
 
-    def _depending(self) -> list[fx.Node]:
-        """What stands between the part's nodes and depends on them."""
+    def _dependents(self) -> list[fx.Node]:
+        """The nodes between the part's nodes that depend on them."""
         members, depending = set(self._part.nodes), dict[fx.Node, None]()
         node, last = self._part.nodes[0], self._part.nodes[-1]
         while node is not last:
@@ -128,7 +128,7 @@ class _PartTiler:
         return tile.copies[node]
 
     def _add(self, node: fx.Node, total: fx.Node | None, tile: _Tile) -> fx.Node:
-        """What ``node`` sums over the rows, up to those of ``tile``, in float32 at least."""
+        """Add the sum of ``node`` over the rows of ``tile`` to that of the rows before, in float32 at least."""
         wide = sum_dtype(tensor(node).dtype)
         if node.target is _aten.mm.default and total is not None and wide == tensor(node).dtype:
             for source in node.all_input_nodes:
@@ -143,13 +143,13 @@ class _PartTiler:
     def _arguments(self, node: fx.Node, tile: _Tile) -> tuple[Any, Any]:
         rows_given = self._chain.given[node]
 
-        def of(source: fx.Node) -> fx.Node:
+        def replacement(source: fx.Node) -> fx.Node:
             rows = rows_given[source]
             if source in tile.copies:
                 return tile.copies[source]
             return source if rows is None else tile.slices[source, rows]
 
-        return fx.map_arg((node.args, node.kwargs), of)
+        return fx.map_arg((node.args, node.kwargs), replacement)
 
     def _cut(self, tile: _Tile) -> None:
         """Take the rows of a tile from all that enters it."""

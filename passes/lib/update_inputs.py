@@ -18,8 +18,8 @@ from zerofx.scheduler.plan.plan import Plan
 def add_stored(
     step: StepGraph, plan: Plan, bucket: Bucket, program: UpdateProgram, master: fx.Node | None
 ) -> tuple[dict[str, fx.Node], dict[str, fx.Node], dict[str, fx.Node]]:
-    """What stays of a bucket between steps besides its parameters: states, and the master as ``param`` if there is one;
-    what a delayed update has on the host; and the scalar states that a kernel reads on the device.
+    """Placeholders of a bucket's state between steps besides its parameters: states, and the master as ``param`` if
+    there is one; the host buffers of a delayed update; and the scalar states that a kernel reads on the device.
 
     ``master``: the placeholder of the master that is there already, if there is one.
     """
@@ -35,8 +35,8 @@ def add_stored(
 
 
 def _add_delayed(step: StepGraph, bucket: Bucket, local: int) -> dict[str, fx.Node]:
-    """What stays on the host from one step to the next for a delayed update: the gradient as it is reduced, and the
-    parameters' new values in the compute dtype where the master has them in another."""
+    """Placeholders of a delayed update's host buffers, which stay from one step to the next: the reduced gradient, and
+    the parameters' new values in the compute dtype if the master has another."""
     dtypes = {"grad": bucket.reduce_dtype} | ({"low": bucket.compute_dtype} if bucket.has_master else {})
     return {
         name: set_tier(

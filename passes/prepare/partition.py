@@ -101,12 +101,12 @@ class _Partitioning:
         step = self._step
         for node in step.placeholders():
             self._place(node)
-        rank = self._placed("model_rank", step.fake((1,), torch.int64), Role.RANK)
+        rank = self._add_input("model_rank", step.fake((1,), torch.int64), Role.RANK)
         host_rank = None
         if any(map(is_random, step.calls())):
             fake = torch.empty((), dtype=torch.int64, device="cpu")
-            host_rank = self._placed("model_rank_on_host", fake, Role.HOST_RANK)
-        asked = self._asked_of_outputs()
+            host_rank = self._add_input("model_rank_on_host", fake, Role.HOST_RANK)
+        asked = self._output_placements()
         completed: dict[fx.Node, list[Placement]] = {}
         for node, placement in asked[len(asked) - len(step.gradient_names) :]:
             completed.setdefault(node, []).append(placement)
@@ -119,9 +119,9 @@ class _Partitioning:
             elif node.op == "call_function":
                 self._call(node, local)
             elif node.op == "output":
-                self._graph.output(tuple(self._as(result, placement, local) for result, placement in asked))
+                self._graph.output(tuple(self._convert(result, placement, local) for result, placement in asked))
             for placement in completed.get(node, ()):  # not where the step ends: no bucket would be complete before
-                self._as(node, placement, local)
+                self._convert(node, placement, local)
         self._name_nodes()
         for node in self._alike:
             set_alike(value_node(storage_source(node)), 1)
@@ -132,13 +132,13 @@ class _Partitioning:
         step.graph = self._graph
         step.shardings = tuple(self._decided.values())
 
-    def _placed(self, name: str, fake: torch.Tensor, role: Role) -> fx.Node:
+    def _add_input(self, name: str, fake: torch.Tensor, role: Role) -> fx.Node:
         node = self._graph.placeholder(name)
         set_placeholder(node, Placeholder(role, AXIS))
         return set_value(node, fake)
 
     def _whole_value(self, name: str, local: LocalGraph) -> fx.Node:
-        return self._as(self._named[name], REPLICATED, local)
+        return self._convert(self._named[name], REPLICATED, local)
 
     def _name_nodes(self) -> None:
         """Nodes of the whole graph keep their names; those that are put in have ones that it has not."""
@@ -190,11 +190,11 @@ class _Partitioning:
         rule = self._rule(node)
         read, takes_dense = iter(rule.inputs), facts_of(node.target).takes_dense
 
-        def given(source: fx.Node) -> fx.Node:
-            part = self._as(source, next(read), local)
-            return local.in_format_of(part, tensor(source)) if takes_dense else part
+        def local_argument(source: fx.Node) -> fx.Node:
+            part = self._convert(source, next(read), local)
+            return local.match_format(part, tensor(source)) if takes_dense else part
 
-        args, kwargs = fx.map_arg((node.args, node.kwargs), given)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), local_argument)
         results = (rule.local or _same_call)(LocalCallOf(node, rule, args, dict(kwargs), local))
         self._results[node] = results, rule
         self._check(node, results, rule)
@@ -228,8 +228,8 @@ class _Partitioning:
             )
         return rule
 
-    def _as(self, source: fx.Node, target: Placement, local: LocalGraph) -> fx.Node:
-        """A value of the whole graph as a reader at the end of the local one asks for it."""
+    def _convert(self, source: fx.Node, target: Placement, local: LocalGraph) -> fx.Node:
+        """A value of the whole graph in a reader's placement, at the end of the local graph."""
         node, placement = self._values[source]
         if placement == target:
             return node
@@ -238,12 +238,13 @@ class _Partitioning:
         again = decision is not None and str(target) in decision.again
         key = (source, target, local.where.phase if again else None)
         if key not in self._converted:
-            self._converted[key] = local.converted(node, placement, target)
+            self._converted[key] = local.convert(node, placement, target)
             self._alike += [self._converted[key]] if target == REPLICATED else []
         return self._converted[key]
 
-    def _asked_of_outputs(self) -> list[tuple[fx.Node, Placement]]:
-        """The step's results: whole, but gradients, which lie as their parameters, or add up where these are whole."""
+    def _output_placements(self) -> list[tuple[fx.Node, Placement]]:
+        """The step's results with their placements: whole, but gradients are placed like their parameters, or are
+        partial sums if these are whole."""
         step = self._step
         parameters = {placeholder(node).name: node for node in step.placeholders(Role.PARAMETER)}
         lies = [self._values[parameters[name]][1] for name in step.gradient_names]
@@ -272,5 +273,5 @@ def _same_call(rank: LocalCallOf) -> fx.Node:
             elif argument.name in _SIZES and argument.name in kwargs:
                 kwargs[argument.name] = shape
     if facts_of(node.target).kind is OperatorKind.RESHAPE:
-        return rank.graph.viewed(args[0], args[1])
+        return rank.graph.reshape(args[0], args[1])
     return rank.call(node.target, *args, **kwargs)

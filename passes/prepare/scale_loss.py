@@ -1,4 +1,4 @@
-"""Let backward begin with the loss's scale in the place of 1.
+"""Let backward begin with the loss's scale instead of 1.
 
     one = full([], 1.0)                     seed = clone(loss_scale_float16)
     gradient = mul(one, x)           ->     gradient = mul(seed, x)

@@ -58,14 +58,14 @@ def simplify(step: StepGraph) -> None:
 
 
 def _is_scattered(source: fx.Node, copy: fx.Node) -> bool:
-    """Whether a copy, in the source's dtype and shape, is only put into other tensors."""
+    """True if a copy, in the source's dtype and shape, is only written into other tensors."""
     original, other = tensor(source), tensor(copy)
     is_put = all(facts_of(user.target).kind is OperatorKind.SCATTER and user.args[0] is not copy for user in copy.users)
     return is_put and (original.dtype, original.shape) == (other.dtype, other.shape)
 
 
 def _is_like(source: fx.Node, copy: fx.Node) -> bool:
-    """Whether a copy is of something that an operator has made for it alone, and in its dtype and strides."""
+    """True if a copy is of a result that only it reads, and has its dtype and strides."""
     if source.op != "call_function" or aliased_input(source) is not None or len(source.users) > 1:
         return False
     original, other = tensor(source), tensor(copy)

@@ -77,7 +77,7 @@ class _Slicer:
         step, what = self._step, self._what
         self._weights = [self._placeholder(number) for number in range(len(self._bounds))]
         parts: dict[fx.Node, list[fx.Node]] = {}
-        beside = self._beside()
+        beside = self._use_for_gradient()
         for use in what.uses:
             gradient = what.gradient[-1] if use is beside else None
             joined, of_slices = self._use(use, gradient)
@@ -111,7 +111,7 @@ class _Slicer:
         fake = self._step.fake((end - start, *tensor(whole).shape[1:]), tensor(whole).dtype)
         return insert_parameter(self._step, whole, name, fake)
 
-    def _beside(self) -> Use | None:
+    def _use_for_gradient(self) -> Use | None:
         """The use in backward next to which the gradient can be computed slice by slice, if there is one."""
         gradient = self._what.gradient
         product = product_of(gradient[0]) if len(gradient) == 1 else None
@@ -126,7 +126,7 @@ class _Slicer:
         return None
 
     def _use(self, use: Use, gradient: fx.Node | None) -> tuple[fx.Node, list[fx.Node]]:
-        """What ``use`` gives, put together of slices in front of it; and the slices of ``gradient`` with them."""
+        """The result of ``use``, assembled from slices in front of it; and the slices of ``gradient`` with them."""
         graph, count = self._step.graph, len(self._bounds)
         product = product_of(gradient) if gradient is not None else None
         if product is not None:
@@ -186,20 +186,20 @@ class _Slicer:
         return self._call(use.node, number, _aten.add.Tensor, before[0], part)
 
     def _lookup(self, node: fx.Node, number: int, before: list[fx.Node]) -> fx.Node:
-        """What the indices up to slice ``number`` find; an index outside of all slices fails as in the whole."""
+        """The rows for the indices up to slice ``number``; an index outside all slices fails as in the whole."""
         indices = node.args[1]
         assert isinstance(indices, fx.Node)
         last = len(self._bounds) - 1
-        outside = self._outside(node, number, indices, first=number == 0, last=number == last)
-        within = self._within(node, number, indices, outside, 0)
+        outside = self._find_outside(node, number, indices, first=number == 0, last=number == last)
+        within = self._shift_into(node, number, indices, outside, 0)
         rows = self._call(node, number, _aten.embedding.default, self._weights[number], within)
         if not before:
             return rows
         apart = self._call(node, number, _aten.unsqueeze.default, outside, -1)
         return self._call(node, number, _aten.where.self, apart, before[0], rows)
 
-    def _outside(self, node: fx.Node, number: int, indices: fx.Node, *, first: bool, last: bool) -> fx.Node:
-        """Which of the indices do not lie in a slice; the ``first`` has all below it, the ``last`` all above."""
+    def _find_outside(self, node: fx.Node, number: int, indices: fx.Node, *, first: bool, last: bool) -> fx.Node:
+        """A mask of the indices outside a slice; the ``first`` has all below it, the ``last`` all above."""
         start, end = self._bounds[number]
         below = None if first else self._call(node, number, _aten.lt.Scalar, indices, start)
         above = None if last else self._call(node, number, _aten.ge.Scalar, indices, end)
@@ -209,7 +209,7 @@ class _Slicer:
         assert outside is not None, "there are two slices at least"
         return outside
 
-    def _within(self, node: fx.Node, number: int, indices: fx.Node, outside: fx.Node, otherwise: int) -> fx.Node:
+    def _shift_into(self, node: fx.Node, number: int, indices: fx.Node, outside: fx.Node, otherwise: int) -> fx.Node:
         """Indices into a slice, ``otherwise`` where they are outside of it."""
         moved = self._call(node, number, _aten.sub.Tensor, indices, self._bounds[number][0])
         return self._call(node, number, _aten.masked_fill.Scalar, moved, outside, otherwise)
@@ -230,12 +230,12 @@ class _Slicer:
         grad, indices, _, padding, by_frequency = node.args
         assert isinstance(indices, fx.Node) and isinstance(padding, int)
         rows = self._bounds[number][1] - self._bounds[number][0]
-        outside = self._outside(node, number, indices, first=number == 0, last=number == len(self._bounds) - 1)
+        outside = self._find_outside(node, number, indices, first=number == 0, last=number == len(self._bounds) - 1)
         if padding >= 0:
             padded = self._call(node, number, _aten.eq.Scalar, indices, padding)
             outside = self._call(node, number, _aten.logical_or.default, outside, padded)
         # What lies elsewhere goes to a row after the slice, which is its padding.
-        within = self._within(node, number, indices, outside, rows)
+        within = self._shift_into(node, number, indices, outside, rows)
         args = (grad, within, rows + 1, rows, by_frequency)
         gradient_of_padded = self._call(node, number, node.target, *args)
         return self._call(node, number, _aten.slice.Tensor, gradient_of_padded, 0, 0, rows)

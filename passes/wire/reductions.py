@@ -89,11 +89,11 @@ class QuantiseReductions:
                 _quantise(step, plan, bucket, reduction, decision.reduce, None)
             _quantise(step, plan, bucket, last, decision.reduce, hop)
             if bucket.index in crossing:
-                _in_one_hop(step, crossing[bucket.index], decision.reduce, "cross", "crossed")
+                _send_in_one_hop(step, crossing[bucket.index], decision.reduce, "cross", "crossed")
 
 
 def is_two_hops(num_nodes: int, ranks_per_node: int | None) -> bool:
-    """Whether a reduction that is not exact goes within nodes first: there are several nodes, of several ranks."""
+    """True if a quantised reduction goes within nodes first: there are several nodes, of several ranks."""
     return num_nodes > 1 and ranks_per_node is not None and ranks_per_node > 1
 
 
@@ -103,10 +103,10 @@ def _quantise(step: StepGraph, plan: Plan, bucket: Bucket, reduce: fx.Node, enco
     (awaited,) = reduce.users
     num_nodes, local = plan.nodes_along(bucket.reduced_over)
     if not is_two_hops(num_nodes, local):
-        _in_one_hop(step, reduce, encoding, "grads", "reduced")
+        _send_in_one_hop(step, reduce, encoding, "grads", "reduced")
         return
     small = _send(step, reduce, local, "node", encoding, f"small_grads_{index}", num_nodes)
-    anchor = _after(step, reduce, hop) if hop is not None else awaited.prev
+    anchor = _second_hop_anchor(step, reduce, hop) if hop is not None else awaited.prev
     with graph.inserting_before(anchor.next):
         received = insert_call(graph, ops.wait, (reduce, small), where, name=f"hop_{index}")
         summed = insert_call(
@@ -118,8 +118,8 @@ def _quantise(step: StepGraph, plan: Plan, bucket: Bucket, reduce: fx.Node, enco
     _add_up(step, awaited, across, num_nodes, encoding, f"reduced_{index}")
 
 
-def _in_one_hop(step: StepGraph, reduce: fx.Node, encoding: str, given: str, gives: str) -> None:
-    """Let a reduction send each of its ranks its slice; ``given`` and ``gives`` name what it reads and makes."""
+def _send_in_one_hop(step: StepGraph, reduce: fx.Node, encoding: str, given: str, gives: str) -> None:
+    """Let a reduction send each of its ranks its slice; ``given`` and ``gives`` name its operand and result."""
     (_, index, num_ranks), (awaited,) = reduce.args, reduce.users
     assert isinstance(num_ranks, int)
     _send(step, reduce, num_ranks, "all", encoding, f"small_{given}_{index}")
@@ -154,8 +154,9 @@ def _add_up(step: StepGraph, awaited: fx.Node, sent: fx.Node, num_parts: int, en
         step.reduced[index] = total
 
 
-def _after(step: StepGraph, reduce: fx.Node, hop: fx.Node) -> fx.Node:
-    """Where the second hop begins: after the unit's run that ``hop`` ends, and what is released and started there."""
+def _second_hop_anchor(step: StepGraph, reduce: fx.Node, hop: fx.Node) -> fx.Node:
+    """The node after which the second hop begins: past the end of the unit's run with ``hop``, and the releases and
+    starts there."""
     anchor = max(end_of_unit(step, skip_getitems(hop)), reduce)  # nodes compare by their place in the graph
     while anchor.next.target in (ops.release, ops.quantise, ops.reduce_scatter, ops.exchange):
         anchor = anchor.next
