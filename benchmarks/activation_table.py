@@ -34,7 +34,7 @@ from zerofx.ir.ops import gather_values
 from zerofx.ir.sharding.rule import results_of
 from zerofx.passes.activations.recompute import recompute
 from zerofx.passes.prepare.partition import partition
-from zerofx.scheduler.analysis.saved_values import crossing_storages, storage_size, value_node
+from zerofx.scheduler.analysis.saved_values import saved_storages, storage_size, value_node
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, sharding_ways, slot_of
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.sharding_seconds import Prices
@@ -119,7 +119,7 @@ def kept_values(step: StepGraph, unit: str = LAYER) -> dict[fx.Node, int]:
 
     The layer's own input is counted with the layer that made it, and its output with it: as many bytes.
     """
-    return {value_node(s): storage_size(s) for s in crossing_storages(step) if step.unit_of(s[0]) == unit}
+    return {value_node(s): storage_size(s) for s in saved_storages(step) if step.unit_of(s[0]) == unit}
 
 
 def _share(step: StepGraph, num_ranks: int, sequence_parallel: bool) -> None:

@@ -64,7 +64,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import borders
 from zerofx.passes.lib.reduced_gradients import divisors
 from zerofx.scheduler.analysis.saved_values import outputs_of, storage_size
-from zerofx.scheduler.plan.decisions import ReduceDecision, of_bucket
+from zerofx.scheduler.plan.decisions import ReduceDecision, bucket_decisions
 from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
@@ -143,7 +143,7 @@ def _reduces_each(step: StepGraph, plan: Plan, bucket: Bucket, decision: ReduceD
             f"expected {bucket.name} to be reduced in each of {step.num_bodies} bodies of micro-batches at stages 1 to "
             f"3, on several ranks, found {decision} at stage {plan.stage} on {plan.num_ranks}: make the plan anew"
         )
-    if of_bucket(plan.gradients, bucket.index):
+    if bucket_decisions(plan.gradients, bucket.index):
         raise PlanError(
             f"expected {bucket.name} to be reduced in each micro-batch or its gradients to wait elsewhere for the next "
             f"one, found both: make the plan anew"
@@ -315,7 +315,7 @@ def _add(
 
 def _sum_dtype(bucket: Bucket, plan: Plan) -> torch.dtype:
     """The dtype in which slices are added up: that of the update, which a delayed one gets from what it is handed."""
-    delayed = any(decision.delayed for decision in of_bucket(plan.states, bucket.index))
+    delayed = any(decision.delayed for decision in bucket_decisions(plan.states, bucket.index))
     return bucket.reduce_dtype if delayed else bucket.dtype
 
 

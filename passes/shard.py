@@ -29,7 +29,7 @@ from zerofx.ir.collective_axes import axes_argument
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import DEVICE, Origin, Phase, Placeholder, Role, placeholder, set_tier, tier_of
 from zerofx.ir.graph import StepGraph
-from zerofx.scheduler.plan.decisions import of_bucket
+from zerofx.scheduler.plan.decisions import bucket_decisions
 from zerofx.scheduler.plan.facts import TIERS, Tier
 from zerofx.scheduler.plan.plan import Plan
 
@@ -75,7 +75,7 @@ def parameter_tier(plan: Plan, bucket: Bucket) -> Tier:
     Raises:
         PlanError: the plan says what cannot be.
     """
-    decisions = of_bucket(plan.parameters, bucket.index)
+    decisions = bucket_decisions(plan.parameters, bucket.index)
     tier = next((tier for tier in TIERS if decisions and tier == decisions[0].tier), DEVICE)
     if decisions and (len(decisions) > 1 or tier == DEVICE or bucket.effective_stage(plan.stage) != 3):
         raise PlanError(

@@ -57,7 +57,7 @@ from zerofx.passes.wire.gathers import QuantiseGathers
 from zerofx.passes.wire.reductions import QuantiseReductions
 from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision, SliceDecision
-from zerofx.scheduler.plan.pass_options import Decisions, options_of, with_options
+from zerofx.scheduler.plan.pass_options import Decisions, options_of, replace_options
 from zerofx.scheduler.plan.pipeline_text import PassText
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
@@ -247,7 +247,7 @@ def with_pass_texts(plan: Plan, given: Sequence[PassText]) -> Plan:
     Raises:
         UsageError: there is no such pass, or it has no such option, or not this value.
     """
-    return with_options(plan, [(entry.name, find(entry.name).decisions, entry.options) for entry in given])
+    return replace_options(plan, [(entry.name, find(entry.name).decisions, entry.options) for entry in given])
 
 
 def find(name: str) -> Listed:

@@ -44,7 +44,7 @@ from zerofx.ir.facts import (
     value,
 )
 from zerofx.ir.graph import StepGraph
-from zerofx.scheduler.analysis.saved_values import crossing_values, value_node
+from zerofx.scheduler.analysis.saved_values import saved_values, value_node
 from zerofx.scheduler.plan.plan import Plan
 
 
@@ -64,7 +64,7 @@ def recompute(step: StepGraph, dropped: frozenset[str], extra: frozenset[str]) -
     """Recompute the values named in ``dropped`` from what backward reads otherwise, and from ``extra``."""
     if not dropped:
         return
-    saved = {node for node in crossing_values(step) if node.name not in dropped}
+    saved = {node for node in saved_values(step) if node.name not in dropped}
     saved |= {node for node in step.calls() if node.name in extra}
     copies: dict[fx.Node, fx.Node] = {}
     backward = [node for node in step.calls() if origin(node).phase is Phase.BACKWARD]

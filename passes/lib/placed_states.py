@@ -52,7 +52,7 @@ from zerofx.ir.facts import DEVICE, Origin, Phase, set_tier, tensor, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import ends_of
 from zerofx.passes.shard import parameter_tier
-from zerofx.scheduler.plan.decisions import StateDecision, of_bucket
+from zerofx.scheduler.plan.decisions import StateDecision, bucket_decisions
 from zerofx.scheduler.plan.facts import TIERS
 from zerofx.scheduler.plan.plan import Plan
 
@@ -76,7 +76,7 @@ def state_decision(plan: Plan, bucket: Bucket) -> StateDecision | None:
     Raises:
         PlanError: the plan says what cannot be.
     """
-    decisions = of_bucket(plan.states, bucket.index)
+    decisions = bucket_decisions(plan.states, bucket.index)
     if not decisions:
         return None
     decision = decisions[0]
@@ -90,7 +90,7 @@ def state_decision(plan: Plan, bucket: Bucket) -> StateDecision | None:
             f"expected one decision about the states of {bucket.name}, with tier host or nvme and update on device or "
             f"host; found {decisions}: make the plan anew"
         )
-    away = of_bucket(plan.parameters, bucket.index)
+    away = bucket_decisions(plan.parameters, bucket.index)
     if decision.delayed and (decision.tier != HOST or decision.update != HOST or away):
         raise PlanError(
             f"expected a delayed update of {bucket.name} with states on host, the update on host and parameters on the "

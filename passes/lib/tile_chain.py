@@ -38,7 +38,7 @@ from zerofx.ir.operators.rows import SUM, Rows, tile_shape
 from zerofx.ir.operators.table import facts_of
 from zerofx.scheduler.analysis.loss_heads import sum_dtype
 from zerofx.scheduler.analysis.saved_values import value_node
-from zerofx.scheduler.analysis.tile_chains import Chain, ChainHalf, by_stride
+from zerofx.scheduler.analysis.tile_chains import Chain, ChainHalf, stride_order
 
 _aten = torch.ops.aten
 
@@ -184,7 +184,7 @@ class _PartTiler:
         if fake.is_contiguous():
             whole = self._call(node, _aten.cat.default, parts, rows.first)
             return whole if rows.span == 1 else self._view(node, whole, list(fake.shape))
-        order = by_stride(fake)
+        order = stride_order(fake)
         permuted = [self._call(node, _aten.permute.default, part, order) for part in parts]
         whole = self._call(node, _aten.cat.default, permuted, order.index(rows.first))
         return self._call(node, _aten.permute.default, whole, [order.index(d) for d in range(fake.dim())])

@@ -1,4 +1,4 @@
-"""Which nodes of a step do the same work in layers that are alike."""
+"""Classes of nodes that do the same work in equal layers."""
 
 from __future__ import annotations
 

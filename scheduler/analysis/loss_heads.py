@@ -49,7 +49,7 @@ class ForwardHead:
 
     @property
     def has_classes(self) -> bool:
-        """Whether it can be tiled over its classes too."""
+        """True if it can be tiled over its classes too."""
         return False
 
     @property
@@ -95,7 +95,8 @@ class LossHead(ForwardHead):
 
     @property
     def has_classes(self) -> bool:
-        """Whether it can be tiled over its classes too: the softmax is in float32, and a bias has one for each."""
+        """True if it can be tiled over its classes too: the softmax is in float32, and a bias has one element a
+        class."""
         bias = [tensor(arg) for arg in self.product.args[:-2] if isinstance(arg, fx.Node)]
         return tensor(self.softmax).dtype == torch.float32 and all(
             vector.shape == (self.num_classes,) for vector in bias
@@ -137,7 +138,7 @@ def _logits(softmax: fx.Node, weights: object, reduction: object) -> tuple[fx.No
         return None
     if softmax.args[1] not in (1, -1) or tensor(softmax).dtype not in _SUMMABLE:
         return None
-    product, cast = _made_from(softmax)
+    product, cast = _logits_product(softmax)
     if product is None or tensor(product).shape != tensor(softmax).shape:
         return None
     if set(consumers(product)) != {cast or softmax} or (cast is not None and set(consumers(cast)) != {softmax}):
@@ -168,7 +169,7 @@ def _head(grad_loss: fx.Node, order: dict[fx.Node, int]) -> LossHead | None:
     over_rows = [n for n in readers if n not in by_row]
     if not readers or not all(_sums_rows(node, sources) for node in over_rows):
         return None
-    late = _made_after(grad_loss, [node.args[1] for node in readers if node.target is _aten.mm.default], order)
+    late = _sources_from(grad_loss, [node.args[1] for node in readers if node.target is _aten.mm.default], order)
     if grad_loss in late:
         return None
     return LossHead(
@@ -176,8 +177,8 @@ def _head(grad_loss: fx.Node, order: dict[fx.Node, int]) -> LossHead | None:
     )
 
 
-def _made_after(place: fx.Node, values: list[object], order: dict[fx.Node, int]) -> tuple[fx.Node, ...]:
-    """What ``values`` are made of from ``place`` on, in order."""
+def _sources_from(place: fx.Node, values: list[object], order: dict[fx.Node, int]) -> tuple[fx.Node, ...]:
+    """The nodes from ``place`` on that ``values`` depend on, in order."""
     late: set[fx.Node] = set()
     pending = [value for value in values if isinstance(value, fx.Node)]
     while pending:
@@ -188,17 +189,17 @@ def _made_after(place: fx.Node, values: list[object], order: dict[fx.Node, int])
     return tuple(sorted(late, key=order.__getitem__))
 
 
-def _made_from(softmax: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+def _logits_product(softmax: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     """The product that gives a softmax its logits, and the conversion between them."""
-    source, cast = _through_reshapes(softmax.args[0]), None
+    source, cast = _skip_reshapes(softmax.args[0]), None
     if _is_cast(source):
-        cast, source = source, _through_reshapes(source.args[0])
+        cast, source = source, _skip_reshapes(source.args[0])
     is_product = source.target in (_aten.mm.default, _aten.addmm.default) and not source.kwargs
     return (source if is_product else None), cast
 
 
 def _is_cast(node: fx.Node) -> bool:
-    """Whether a node only changes the dtype; backward's casts name the layout and the device, too."""
+    """True if a node only changes the dtype; backward's casts name the layout and the device, too."""
     if node.target is not _aten._to_copy.default or not set(node.kwargs) <= {"dtype", "layout", "device"}:
         return False
     source = node.args[0]
@@ -210,7 +211,7 @@ def _is_reshape(node: fx.Node) -> bool:
     return facts_of(node.target).kind is OperatorKind.RESHAPE
 
 
-def _through_reshapes(node: object) -> fx.Node:
+def _skip_reshapes(node: object) -> fx.Node:
     assert isinstance(node, fx.Node)
     while _is_reshape(node):
         source = node.args[0]
@@ -232,7 +233,7 @@ def _same_rows(node: fx.Node) -> set[fx.Node]:
 
 
 def _sums_rows(node: fx.Node, sources: set[fx.Node]) -> bool:
-    """Whether ``node`` is t(gradient) times a matrix that has the same rows, or the sum of the gradient's rows."""
+    """True if ``node`` is t(gradient) times a matrix that has the same rows, or the sum of the gradient's rows."""
     if node.target is _aten.mm.default:
         left, right = node.args
         assert isinstance(left, fx.Node)
@@ -241,7 +242,7 @@ def _sums_rows(node: fx.Node, sources: set[fx.Node]) -> bool:
 
 
 def _is_first_used_after(loss: fx.Node, place: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """Whether nothing before ``place`` reads the loss: its value may then be made there."""
+    """True if nothing before ``place`` reads the loss, so that its value can be computed there."""
     total = next((user for user in loss.users if user.args[1] == 1), None)
     if total is not None and set(total.users) != {place}:
         return False

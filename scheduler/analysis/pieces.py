@@ -51,13 +51,13 @@ def forward_runs(step: StepGraph, crossing: Collection[Storage], *, divides: boo
 
     Args:
         step: a captured graph; values may be tiled in it.
-        crossing: ``crossing_storages(step)``.
+        crossing: ``saved_storages(step)``.
         divides: whether anything is divided. What is not can be computed again as a whole.
     """
     all_runs: list[ForwardRun] = []
-    for runs in _by_micro_batch(step):
+    for runs in _forward_runs(step):
         crossing_bytes = sum(
-            storage_size(storage) for _, nodes in runs for node in nodes for storage in _made(node, crossing)
+            storage_size(storage) for _, nodes in runs for node in nodes for storage in _saved_outputs(node, crossing)
         )
         layers = {unit for unit, nodes in runs if unit and _is_layer(nodes, crossing)}
         divided: list[tuple[list[tuple[str, list[fx.Node]]], list[list[fx.Node]]]] = []
@@ -92,7 +92,7 @@ def pieces(step: StepGraph, runs: Sequence[ForwardRun]) -> tuple[PieceDecision, 
     return tuple(decisions)
 
 
-def _by_micro_batch(step: StepGraph) -> list[list[tuple[str, list[fx.Node]]]]:
+def _forward_runs(step: StepGraph) -> list[list[tuple[str, list[fx.Node]]]]:
     """The runs of forward by unit, for each micro-batch."""
     by_micro_batch: list[list[tuple[str, list[fx.Node]]]] = []
     ended = True
@@ -111,13 +111,13 @@ def _by_micro_batch(step: StepGraph) -> list[list[tuple[str, list[fx.Node]]]]:
 
 
 def _is_layer(nodes: Sequence[fx.Node], crossing: Collection[Storage]) -> bool:
-    """Whether backward reads at least as much of what a run makes for itself as the run hands on."""
+    """True if backward reads at least as many bytes of a run's inner values as of those that it passes on."""
     uses = list(_uses(nodes, crossing))
     inside = sum(use.num_bytes for use in uses if use.crosses and use.last < len(nodes))
     return inside >= sum(use.num_bytes for use in uses if use.last == len(nodes))
 
 
-def _made(node: fx.Node, crossing: Collection[Storage]) -> list[Storage]:
+def _saved_outputs(node: fx.Node, crossing: Collection[Storage]) -> list[Storage]:
     return [storage for storage in dict.fromkeys(outputs_of(node)) if storage in crossing]
 
 

@@ -14,7 +14,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.ops import VALUE_COLLECTIVES
 
 
-def crossing_storages(step: StepGraph) -> dict[Storage, None]:
+def saved_storages(step: StepGraph) -> dict[Storage, None]:
     """Storages that forward makes and backward reads, in the order in which they are made."""
     order = step.positions()
     read = {
@@ -28,9 +28,9 @@ def crossing_storages(step: StepGraph) -> dict[Storage, None]:
     return dict.fromkeys(sorted(computed, key=lambda s: (order[s[0]], s[1])))
 
 
-def crossing_values(step: StepGraph) -> list[fx.Node]:
+def saved_values(step: StepGraph) -> list[fx.Node]:
     """The nodes that name the crossing storages: an operator, the getitem of one of its outputs, or a wait."""
-    return [value_node(storage) for storage in crossing_storages(step)]
+    return [value_node(storage) for storage in saved_storages(step)]
 
 
 def value_node(storage: Storage) -> fx.Node:
@@ -44,7 +44,7 @@ def value_node(storage: Storage) -> fx.Node:
 
 
 def is_forward_call(node: fx.Node) -> bool:
-    """Whether the node computes in forward."""
+    """True if the node computes in forward."""
     computes = node.op == "call_function" and node.target is not ops.next_micro_batch
     return computes and origin(node).phase is Phase.FORWARD
 

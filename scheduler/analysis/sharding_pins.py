@@ -55,7 +55,7 @@ class Pins:
 
     @property
     def marks(self) -> dict[fx.Node, str]:
-        """What tells layers apart that are alike but for what is said of them."""
+        """Marks that distinguish otherwise equal layers with different pins."""
         return {
             **{node: ", ".join(pin.word for pin in pins) for node, pins in self.parameters.items()},
             **{node: pin.word for node, pin in self.results.items()},
@@ -73,7 +73,7 @@ def pins_of(step: StepGraph, asked: Mapping[str, str]) -> Pins:
     nodes = {placeholder(node).name: node for node in step.placeholders(Role.PARAMETER)}
     own = [info for info in step.parameters if info.name in nodes and not info.lent]
     named = {alias: nodes[info.name] for info in own for alias in info.aliases}
-    given = _given_by_modules(step)
+    given = _module_outputs(step)
     modules = dict.fromkeys([*(alias.rpartition(".")[0] for alias in named), *given])
     by_name, results, ignored = dict[str, Pin](), dict[fx.Node, Pin](), list[str]()
     for pattern, word in asked.items():
@@ -102,7 +102,7 @@ def pins_of(step: StepGraph, asked: Mapping[str, str]) -> Pins:
     return Pins(pins, results, tuple(ignored))
 
 
-def pinned(ways: ShardingWays, pins: Pins) -> ShardingWays:
+def apply_pins(ways: ShardingWays, pins: Pins) -> ShardingWays:
     """The ways of ``ways``, whose classes are told apart by ``pins.marks``, that do as the pins say.
 
     Raises:
@@ -112,10 +112,10 @@ def pinned(ways: ShardingWays, pins: Pins) -> ShardingWays:
     for node, of_node in pins.parameters.items():
         first = ways.classes.first[node]
         for pin in of_node:
-            allowed = _allowed(ways, node, pin)
+            allowed = _placements_for(ways, node, pin)
             left = [placement for placement in placeholders[first] if placement in allowed]
             if not allowed:
-                raise UsageError(_in_the_way(ways, node, pin))
+                raise UsageError(_conflict(ways, node, pin))
             if not left:
                 raise UsageError(
                     f"expected one way for {placeholder(node).name} to lie in, found "
@@ -157,7 +157,7 @@ def _keep_readers(
             _keep_readers(ways, rules, reader, module, [placement for placement in given if placement is not None])
 
 
-def _given_by_modules(step: StepGraph) -> dict[str, list[fx.Node]]:
+def _module_outputs(step: StepGraph) -> dict[str, list[fx.Node]]:
     """For each module, what it gives in forward to what is outside it, of tokens and features in floating point."""
     given: dict[str, list[fx.Node]] = {}
     for node in step.calls():
@@ -175,7 +175,7 @@ def _has_tokens(node: fx.Node) -> bool:
     return len(tensors) == 1 and tensors[0] is not None and tensors[0].ndim >= 2 and tensors[0].is_floating_point()
 
 
-def _allowed(ways: ShardingWays, node: fx.Node, pin: Pin) -> Collection[Placement]:
+def _placements_for(ways: ShardingWays, node: fx.Node, pin: Pin) -> Collection[Placement]:
     """The placements of a parameter that do as ``pin`` says, of those it may have."""
     possible = ways.placeholders[ways.classes.first[node]]
     shards = [placement for placement in possible if isinstance(placement, Sharded)]
@@ -194,7 +194,7 @@ def _allowed(ways: ShardingWays, node: fx.Node, pin: Pin) -> Collection[Placemen
 
 
 def _effects(ways: ShardingWays, node: fx.Node, lies: Placement, module: str) -> Iterator[str]:
-    """What the forward of ``module`` gives of a weight that lies so."""
+    """Results of the forward of ``module`` for a weight with this placement."""
     for reader, place in _forward_readers(node, module):
         read = read_tensors(reader)
         for rule in ways.rules[ways.classes.first[reader]]:
@@ -221,8 +221,9 @@ def _is_along(placement: Placement | None, dim: int) -> bool:
     return isinstance(placement, Sharded) and placement.dim == dim
 
 
-def _in_the_way(ways: ShardingWays, node: fx.Node, pin: Pin) -> str:
-    """Why a parameter cannot lie as ``pin`` says: the first product that reads it has no such way."""
+def _conflict(ways: ShardingWays, node: fx.Node, pin: Pin) -> str:
+    """The error for a parameter that cannot be placed as ``pin`` says: the first product that reads it has no such
+    rule."""
     reader, module = node, pin.module
     while following := _forward_readers(reader, module):
         reader = following[0][0]

@@ -58,15 +58,15 @@ class ShardingWays:
         return self.classes.first[source], index
 
     def can_lie(self, node: fx.Node, placement: Placement) -> bool:
-        """Whether a value can lie so on account of where it is: rows of groups that a layer makes stay in it."""
+        """True if a value can have the placement at its position: ragged rows that a layer makes stay in it."""
         if not isinstance(placement, Ragged):
             return True
         ends = self.named[placement.ends]
         is_alone = len(self.classes.members[self.classes.first[ends]]) == 1
         return node.op == "call_function" and (is_alone or self.step.unit_of(node) == self.step.unit_of(ends))
 
-    def of_member(self, member: fx.Node, placement: Placement) -> Placement:
-        """How a node lies whose class lies as ``placement``: what ends groups of rows is its layer's."""
+    def member_placement(self, member: fx.Node, placement: Placement) -> Placement:
+        """The placement of a node whose class has ``placement``: ragged rows end where those of its own layer do."""
         if not isinstance(placement, Ragged):
             return placement
         alike = self.classes.members[self.classes.first[self.named[placement.ends]]]
@@ -103,7 +103,7 @@ def sharding_ways(step: StepGraph, num_ranks: int, marks: Mapping[fx.Node, str] 
         leads = _leads(node)
         rules = rules_of(calls[node], num_ranks, read_ways, given_ways, plain=leads)
         ways.rules[node] = rules
-        for slot, placement in _said(rules, node, sources[node]):
+        for slot, placement in _shardings(rules, node, sources[node]):
             if placement not in candidates[slot] and ways.can_lie(slot[0], placement):
                 candidates[slot].add(placement)
                 pending.update(dict.fromkeys([*([slot[0]] if slot[0] in calls else []), *readers.get(slot, ())]))
@@ -116,7 +116,7 @@ def sharding_ways(step: StepGraph, num_ranks: int, marks: Mapping[fx.Node, str] 
 
 
 def _leads(node: fx.Node) -> bool:
-    """Whether a call is one that others follow."""
+    """True if a call is one that others follow."""
     facts, target = facts_of(node.target), node.target
     is_counted = isinstance(target, OpOverload) and target.overloadpacket in flop_registry
     return facts.is_cubic or facts.traffic is Traffic.PICKS or facts.counted_as is not None or is_counted
@@ -128,7 +128,9 @@ def _sources(ways: ShardingWays, node: fx.Node) -> list[list[Result]]:
     return [list(dict.fromkeys(slots)) for slots in zip(*read, strict=True)]
 
 
-def _said(rules: list[Rule], node: fx.Node, sources: list[list[Result]]) -> Iterator[tuple[Result, Sharded | Ragged]]:
+def _shardings(
+    rules: list[Rule], node: fx.Node, sources: list[list[Result]]
+) -> Iterator[tuple[Result, Sharded | Ragged]]:
     for rule in rules:
         for index, placement in enumerate(rule.outputs):
             if isinstance(placement, Sharded | Ragged):

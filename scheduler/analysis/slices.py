@@ -41,7 +41,7 @@ _HELD = 6
 
 
 class Way(StrEnum):
-    """What a slice of a parameter gives to the result of an operator that reads it."""
+    """Effect of a slice of a parameter on the result of an operator that reads it."""
 
     COLUMNS = "columns"  # mm(x, t(w)): some columns
     ROWS = "rows"  # mm(w, x): some rows
@@ -107,7 +107,7 @@ def sliceable(step: StepGraph, name: str) -> Sliceable | str:
 
 
 def is_transpose(node: fx.Node) -> bool:
-    """Whether a node is the transpose of a matrix."""
+    """True if a node is the transpose of a matrix."""
     if node.target is _aten.t.default:
         return True
     dims: Any = node.args[1:]
@@ -117,7 +117,7 @@ def is_transpose(node: fx.Node) -> bool:
 
 
 def _readers(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """What reads a parameter, and as what: itself, or a transpose of it."""
+    """The readers of a parameter, each with its operand: the parameter itself, or a transpose of it."""
     readers = []
     for user in node.users:
         if is_transpose(user) and not any(is_transpose(source) for source in user.all_input_nodes):
@@ -171,7 +171,7 @@ def _collect(step: StepGraph, node: fx.Node, nodes: list[fx.Node]) -> fx.Node | 
     return node
 
 
-def named_slices(step: StepGraph, counts_by_name: Mapping[str, int]) -> Slices:
+def slices_of_names(step: StepGraph, counts_by_name: Mapping[str, int]) -> Slices:
     """The parameters among what ``counts_by_name`` names, in so many slices; other names are those of modules.
 
     Raises:
@@ -239,7 +239,7 @@ def slice_rungs(step: StepGraph, missing_bytes: int) -> list[Slices]:
 
 
 def find_sliceable(step: StepGraph, decision: SliceDecision) -> Sliceable:
-    """What a decision is about.
+    """The parameter of a decision, with its uses.
 
     Raises:
         PlanError: the graph has no such parameter, or not so many rows of it, or needs it whole.

@@ -87,12 +87,12 @@ class Chain:
 
     @property
     def is_current(self) -> bool:
-        """Whether the chain's nodes still read what they did when it was found."""
+        """True if the chain's nodes still have the inputs that they had when it was found."""
         nodes = (*self.forward.nodes, *self.backward.nodes)
         return all(source in self.given[node] for node in nodes for source in node.all_input_nodes)
 
     def most_tiles(self) -> int:
-        """How many tiles still leave enough rows to matrix products."""
+        """The largest number of tiles that leaves enough rows to matrix products."""
         rows, shape = self.rows[self.product], tensor(self.product).shape
         assert isinstance(rows, Rows)
         each = rows.each * (int(shape[1]) if len(shape) > 2 else 1)
@@ -121,7 +121,7 @@ def _is_product(node: fx.Node) -> bool:
 
 
 def _row_counts(product: fx.Node) -> Iterator[int]:
-    """What may be a row: the most rows first. Shapes of the product and of its views tell."""
+    """Candidates for the number of rows, largest first, from the shapes of the product and of its views."""
     counts: set[int] = set()
     pending = [product]
     while pending:
@@ -164,7 +164,7 @@ class _Finder:
         ordered = sorted(members, key=self._order.__getitem__)
         forward = ChainHalf(tuple(n for n in ordered if origin(n).phase is Phase.FORWARD))
         backward = [n for n in ordered if origin(n).phase is Phase.BACKWARD]
-        again = _needed(backward, set(forward.nodes))
+        again = _needs(backward, set(forward.nodes))
         chain = Chain(
             product, num_rows, _bytes(product), forward,
             ChainHalf(tuple(backward), tuple(n for n in forward.nodes if n in again)), labels.given, labels.rows,
@@ -172,7 +172,7 @@ class _Finder:
         return chain if self._can_stand_together(chain) and _is_worth_it(chain) else None
 
     def _can_stand_together(self, chain: Chain) -> bool:
-        """Whether each part can run in one place: nothing it needs depends on what it gives."""
+        """True if each part can run in one place: none of its inputs depends on its results."""
         for part in chain.parts:
             dependent: set[fx.Node] = set()
             node, last, members = part.nodes[0], part.nodes[-1], set(part.nodes)
@@ -189,7 +189,7 @@ class _Finder:
 
 
 class _Labels:
-    """Where the rows lie in the values of one layer."""
+    """Rows of the values of one layer."""
 
     def __init__(self, nodes: list[fx.Node], weights: set[fx.Node], num_rows: int) -> None:
         self._weights, self._num_rows = weights, num_rows
@@ -289,8 +289,8 @@ def _makes_large(node: fx.Node, labels: _Labels, least: float) -> bool:
     return isinstance(labels.rows.get(node), Rows) and isinstance(value(node), torch.Tensor) and _bytes(node) >= least
 
 
-def _needed(nodes: list[fx.Node], available: set[fx.Node]) -> set[fx.Node]:
-    """What of ``available`` has to be computed for ``nodes``."""
+def _needs(nodes: list[fx.Node], available: set[fx.Node]) -> set[fx.Node]:
+    """The nodes of ``available`` that ``nodes`` depend on."""
     needed: set[fx.Node] = set()
     pending = [source for node in nodes for source in node.all_input_nodes]
     while pending:
@@ -302,7 +302,7 @@ def _needed(nodes: list[fx.Node], available: set[fx.Node]) -> set[fx.Node]:
 
 
 def _is_worth_it(chain: Chain) -> bool:
-    """Whether tiles can be cut from what goes in and put together to what comes out, and this is smaller."""
+    """True if tiles can be cut from the inputs and joined to outputs of at most half the chain's bytes."""
     for part in chain.parts:
         inside = {*part.nodes, *part.again}
         entering = {
@@ -324,21 +324,21 @@ def _is_worth_it(chain: Chain) -> bool:
 
 
 def is_mergeable(fake: torch.Tensor, rows: Rows) -> bool:
-    """Whether the dimensions of the rows can be made one by a view."""
+    """True if a view can merge the dimensions of the rows."""
     strides, shape = fake.stride(), fake.shape
     dims = [d for d in rows.dims if shape[d] != 1]
     return all(strides[a] == strides[b] * shape[b] for a, b in itertools.pairwise(dims))
 
 
 def is_restorable(fake: torch.Tensor, rows: Rows) -> bool:
-    """Whether a value joined from tiles can have the strides of ``fake``."""
+    """True if a value joined from tiles can have the strides of ``fake``."""
     if fake.is_contiguous():
         return True
-    return rows.span == 1 and fake.permute(by_stride(fake)).is_contiguous()
+    return rows.span == 1 and fake.permute(stride_order(fake)).is_contiguous()
 
 
-def by_stride(fake: torch.Tensor) -> list[int]:
-    """The dimensions of a value in the order in which they lie in memory, the outermost first."""
+def stride_order(fake: torch.Tensor) -> list[int]:
+    """The dimensions of a value in the order of memory, the outermost first."""
     strides = fake.stride()
     return sorted(range(fake.dim()), key=lambda d: (-strides[d], d))
 

@@ -23,7 +23,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.ops import VALUE_COLLECTIVES
 from zerofx.ir.text import target_name
 from zerofx.scheduler.analysis.pieces import ForwardRun, forward_runs
-from zerofx.scheduler.analysis.saved_values import crossing_storages, is_forward_call, outputs_of, storage_size
+from zerofx.scheduler.analysis.saved_values import is_forward_call, outputs_of, saved_storages, storage_size
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.wire_volume import value_collective_seconds
@@ -103,7 +103,7 @@ def segments(step: StepGraph, runs: Sequence[ForwardRun] | None = None) -> list[
     Outside layers, the piece that ends in the loss is left as it is: backward begins there. ``runs``: forward's
     runs and pieces, found here if not given.
     """
-    crossing = crossing_storages(step)
+    crossing = saved_storages(step)
     if runs is None:
         runs = forward_runs(step, crossing)
     run_of = {node: number for number, run in enumerate(runs) for node in run.nodes}

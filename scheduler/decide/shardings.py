@@ -192,7 +192,7 @@ class _Nodes:
             for member in self._ways.classes.members[node]:
 
                 def written(placement: Placement, member: fx.Node = member) -> str:
-                    return str(self._ways.of_member(member, placement))
+                    return str(self._ways.member_placement(member, placement))
 
                 outputs = tuple(None if placement is None else written(placement) for placement in rule.outputs)
                 inputs, made_again = tuple(map(written, rule.inputs)), tuple(map(written, again))

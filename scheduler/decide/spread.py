@@ -15,7 +15,7 @@ from zerofx.ir.aliasing import storage_bytes, tensors_of
 from zerofx.ir.facts import origin
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.activations.spread import can_be_spread
-from zerofx.scheduler.analysis.saved_values import crossing_values, storage_size, value_node
+from zerofx.scheduler.analysis.saved_values import saved_values, storage_size, value_node
 from zerofx.scheduler.decide.activations import Segment
 from zerofx.scheduler.plan.decisions import SpreadDecision
 
@@ -57,6 +57,6 @@ def spreads_of(
     out; ``without`` those that are elsewhere meanwhile."""
     return tuple(
         SpreadDecision(node.name, storage_bytes(tensors_of(node)[0]), reasons[node.name], origin(node).layer)
-        for node in crossing_values(step)
+        for node in saved_values(step)
         if node.name in reasons and node.name not in without and can_be_spread(node, num_parts)
     )

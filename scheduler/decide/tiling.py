@@ -45,7 +45,7 @@ def rungs(step: StepGraph, allowed: bool, *, classes: bool = False) -> list[list
 def named_tiles(step: StepGraph, counts_by_name: Mapping[str, int]) -> Tiles:
     """All that can be tiled in the modules that ``counts_by_name`` names (``""``: the whole model), into as many tiles.
 
-    Names of parameters are about slices (``scheduler.analysis.slices.named_slices``).
+    Names of parameters are about slices (``scheduler.analysis.slices.slices_of_names``).
 
     Raises:
         UsageError: there is nothing to tile in one of them, or not so many rows; lists what there is.

@@ -107,7 +107,7 @@ class SliceDecision:
 
 @dataclass(frozen=True)
 class ShardingDecision:
-    """How the ranks of the model axis share a node of the captured graph, and its values lie on them.
+    """Sharding rule and placements of a node of the captured graph on the model axis.
 
     ``outputs`` and ``inputs`` are placements of its results and of its tensor arguments, as
     ``scheduler/plan/placements.py`` writes them; a ``parameter``, which is said by its name, has an output alone.
@@ -167,7 +167,7 @@ class SpreadDecision:
 
 @dataclass(frozen=True)
 class StateDecision:
-    """Where a bucket's optimizer states and fp32 masters live between steps (``tier``), and where its update runs.
+    """The tier of a bucket's optimizer states and fp32 masters between steps (``tier``), and of its update.
 
     ``update`` is ``"device"`` (the states come up for the update and go down again) or ``"host"`` (the gradient goes
     down, and the parameters come up). A bucket without a decision has its states on the device.
@@ -193,7 +193,7 @@ class StateDecision:
 
     @property
     def place(self) -> str:
-        """Where the states live and are updated, in words."""
+        """The tier of the states and of their update, in words."""
         return f"on {self.tier}, updated on the {self.update}{' during the next step' if self.delayed else ''}"
 
 
@@ -248,7 +248,7 @@ class GradientDecision:
 
 @dataclass(frozen=True)
 class WireDecision:
-    """How a bucket goes over the wire where the user allows results that are not exact.
+    """Encodings of a bucket's collectives, if the user allows inexact results.
 
     ``gather`` and ``reduce`` are ``"exact"`` or in ``zerofx.ir.op_kernels.quantise.ENCODINGS``; nothing is gathered in
     ``"int4"``. With ``second_shard`` each rank keeps the part of the first gathered bucket that is its own among the
@@ -266,7 +266,7 @@ class WireDecision:
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing about the bucket is changed."""
+        """True if the bucket is sent unchanged."""
         return self.gather == "exact" and not self.second_shard and self.reduce == "exact"
 
 
@@ -282,6 +282,6 @@ class Locations:
 D = TypeVar("D", GatherDecision, ReduceDecision, StateDecision, ParameterDecision, GradientDecision, WireDecision)
 
 
-def of_bucket(decisions: Iterable[D], bucket: int) -> list[D]:
+def bucket_decisions(decisions: Iterable[D], bucket: int) -> list[D]:
     """The decisions about one bucket: of most kinds, one or none."""
     return [decision for decision in decisions if decision.bucket == bucket]

@@ -13,7 +13,7 @@ from zerofx.scheduler.plan.mesh import SHARD, Axes
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan leads to, per rank: bytes by tier, seconds, bytes sent on the wire in one step, FLOPs.
+    """Predictions for a plan, per rank: bytes by tier, seconds, bytes sent on the wire in one step, FLOPs.
 
     ``peak_bytes`` has the device and the slower tiers that the plan uses, ``peak_node`` is where the device's peak is
     reached, and ``peak_live`` what is live there, by category. ``link_bytes`` are moved between tiers in one step, by
@@ -61,7 +61,7 @@ class BucketSummary:
 
 @dataclass(frozen=True)
 class GraphSummary:
-    """What a plan must know of the captured graph to say how another one differs.
+    """Facts about the captured graph from which a plan can tell how another one differs.
 
     ``placeholders`` are types by role and name (``"parameter head.weight"``: ``"float32[8, 4]"``), ``operators``
     numbers of calls by operator.
@@ -72,7 +72,7 @@ class GraphSummary:
 
 
 def is_within(inner: str, outer: str) -> bool:
-    """Whether a dotted path is ``outer``, or that of something in it."""
+    """True if a dotted path is ``outer``, or inside it."""
     return inner == outer or inner.startswith(f"{outer}.")
 
 

@@ -99,17 +99,17 @@ class Mesh:
         return tuple(self.members(rank, axes) for rank in firsts)
 
     def on_node(self, axes: Axes, ranks_per_node: int) -> int:
-        """How many ranks of the first group along ``axes`` are on its first node."""
+        """The number of ranks of the first group along ``axes`` that are on its first node."""
         return self.num_below(self.occupied(axes), ranks_per_node)
 
     def fills_nodes(self, axes: Axes, ranks_per_node: int) -> bool:
-        """Whether every group along ``axes`` has as many ranks on each node that it is on as on any other."""
+        """True if every group along ``axes`` has the same number of ranks on each of its nodes."""
         local = self.on_node(axes, ranks_per_node)
         nodes = (Counter(rank // ranks_per_node for rank in members) for members in self.groups(axes))
         return all(number == local for of_group in nodes for number in of_group.values())
 
     def num_below(self, axes: Axes, limit: int) -> int:
-        """How many ranks of the first group along ``axes`` (outer to inner) have a number below ``limit``."""
+        """The number of ranks of the first group along ``axes`` (outer to inner) with a number below ``limit``."""
         if limit <= 0 or not axes:
             return int(limit > 0)
         outer, *inner = axes

@@ -1,4 +1,4 @@
-"""What a plan decides for each pass, as the options of a pipeline's text, and a plan with other options in their place.
+"""A plan's decisions for each pass as the options of a pipeline's text, and a plan with other options instead.
 
 A pass carries out some fields of some of the plan's decisions. Of ``GatherDecision``, say, where residencies begin and
 end is for one pass, and how far ahead they start for another. An option is such a field, with a value for each
@@ -25,7 +25,7 @@ _SAID_BESIDES: dict[str, Any] = {"reason": "given in a pipeline", "num_bytes": 0
 
 
 def options_of(plan: Plan, decisions: Decisions) -> Options:
-    """What ``plan`` decides for the pass that carries out ``decisions``."""
+    """The options in ``plan`` for the pass that carries out ``decisions``."""
     options: list[tuple[str, tuple[OptionValue, ...]]] = []
     for entry, columns in decisions.items():
         rows = getattr(plan, entry)
@@ -41,7 +41,7 @@ def options_of(plan: Plan, decisions: Decisions) -> Options:
     return tuple(options)
 
 
-def with_options(plan: Plan, given: Iterable[tuple[str, Decisions, Options]]) -> Plan:
+def replace_options(plan: Plan, given: Iterable[tuple[str, Decisions, Options]]) -> Plan:
     """``plan`` with the decisions that options give: names of passes, what each carries out, its options.
 
     Passes without options have those of ``plan``.
@@ -60,11 +60,11 @@ def with_options(plan: Plan, given: Iterable[tuple[str, Decisions, Options]]) ->
             raise UsageError(
                 f"expected options of {name} ({', '.join(known) or 'it has none'}), found {', '.join(unknown)}"
             )
-        values = {key: _as_json(option) for key, option in options}
+        values = {key: _to_lists(option) for key, option in options}
         for entry, columns in decisions.items():
             if columns:
                 own = {column: values[column] for column in columns if column in values}
-                changed.setdefault(entry, {}).update(_in_full(name, entry, columns, own))
+                changed.setdefault(entry, {}).update(_fill_columns(name, entry, columns, own))
             elif isinstance(_defaults(Plan)[entry], tuple):
                 data[entry] = values.get(entry, [])
             elif len(single := values.get(entry, [_defaults(Plan)[entry]])) == 1:
@@ -81,7 +81,9 @@ def with_options(plan: Plan, given: Iterable[tuple[str, Decisions, Options]]) ->
         ) from error
 
 
-def _in_full(name: str, entry: str, columns: tuple[str, ...], given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+def _fill_columns(
+    name: str, entry: str, columns: tuple[str, ...], given: Mapping[str, list[Any]]
+) -> dict[str, list[Any]]:
     """All ``columns`` of a pass's decisions, those that are not ``given`` by their defaults."""
     number, defaults = len(next(iter(given.values()), [])), _defaults(_kind(entry))
     missing = [column for column in columns if number and column not in given and column not in defaults]
@@ -116,8 +118,8 @@ def _rows(entry: str, changed: Mapping[str, list[Any]], before: list[dict[str, A
     ]
 
 
-def _as_json(value: Any) -> Any:
-    return [_as_json(entry) for entry in value] if isinstance(value, tuple) else value
+def _to_lists(value: Any) -> Any:
+    return [_to_lists(entry) for entry in value] if isinstance(value, tuple) else value
 
 
 @functools.cache

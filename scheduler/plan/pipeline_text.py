@@ -39,7 +39,7 @@ class PassText:
 
 
 def pipeline_text(passes: Sequence[PassText]) -> str:
-    """What ``read_pipeline`` reads."""
+    """Write a pipeline as the text that ``read_pipeline`` reads."""
     return ",".join(map(str, passes))
 
 

@@ -1,4 +1,4 @@
-"""How a value lies on the ranks of the ``model`` axis: whole on each, a part of a dimension on each, or as a sum.
+"""Placements of a value on the ranks of the ``model`` axis: replicated, sharded along a dimension, or a partial sum.
 
 Of rows in groups of lengths that only the step knows, tokens of experts, each rank may have those of its groups.
 """
@@ -94,7 +94,7 @@ def local_shape(shape: tuple[int, ...], placement: Placement, num_ranks: int) ->
 
 
 def divides(shape: tuple[int, ...], placement: Placement, num_ranks: int) -> bool:
-    """Whether a value of ``shape`` can lie so: its parts are equal."""
+    """True if a value of ``shape`` can have the placement: its parts are equal."""
     if not isinstance(placement, Sharded):
         return True
     return (

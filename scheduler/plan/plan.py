@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def updates_wait(self) -> bool:
-        """Whether all updates come after all reductions, as they need to know something of all gradients."""
+        """True if all updates come after all reductions, as they depend on all gradients."""
         return self.max_grad_norm is not None or self.loss_scaled
 
     @property
@@ -109,7 +109,7 @@ class Plan:
 
     @property
     def has_parts(self) -> bool:
-        """Whether replicas update parts of a slice each."""
+        """True if replicas update parts of a slice each."""
         return any(bucket.group is not None and bucket.states_over != bucket.gathered_over for bucket in self.buckets)
 
     def num_slices(self, bucket: BucketSummary) -> int:
@@ -118,12 +118,12 @@ class Plan:
 
     @property
     def gathers_parameters(self) -> bool:
-        """Whether parameters are sharded: stage 3 on more than one rank that does not only replicate."""
+        """True if parameters are sharded: stage 3 on more than one rank that does not only replicate."""
         return self.stage == 3 and self.num_ranks > self.replicate
 
     @property
     def has_residencies(self) -> bool:
-        """Whether some bucket is on the device, whole, only while it is used: sharded, or in a slower tier."""
+        """True if some bucket is whole on the device only while it is used: sharded, or in a slower tier."""
         return self.gathers_parameters or bool(self.parameters or self.gathers)
 
     @property
@@ -141,7 +141,7 @@ class Plan:
     @property
     def peak_bytes(self) -> dict[str, int]:
         """Predicted peak bytes by tier, per rank."""
-        return self._predicted().peak_bytes
+        return self._require_prediction().peak_bytes
 
     @property
     def slower_peak_bytes(self) -> dict[str, int]:
@@ -151,32 +151,32 @@ class Plan:
     @property
     def step_seconds(self) -> float:
         """Predicted seconds of one step."""
-        return self._predicted().step_seconds
+        return self._require_prediction().step_seconds
 
     @property
     def exposed_seconds(self) -> float:
         """Predicted seconds in which computation waits for communication."""
-        return self._predicted().exposed_seconds
+        return self._require_prediction().exposed_seconds
 
     @property
     def wire_bytes(self) -> int:
         """Predicted bytes that one rank sends in one step, padding included."""
-        return self._predicted().wire_bytes
+        return self._require_prediction().wire_bytes
 
     @property
     def node_wire_bytes(self) -> dict[str, int]:
         """Predicted bytes that the ranks of one node send together, within it and across nodes; empty if exact."""
-        return self._predicted().node_wire_bytes
+        return self._require_prediction().node_wire_bytes
 
     @property
     def link_bytes(self) -> dict[str, int]:
         """Predicted bytes that one rank moves between tiers in one step, by stream."""
-        return self._predicted().link_bytes
+        return self._require_prediction().link_bytes
 
     @property
     def model_state_bytes(self) -> int:
         """Bytes of parameters, gradients and optimizer states of one rank, as ZeRO (1910.02054, section 3) counts."""
-        return self._predicted().model_state_bytes
+        return self._require_prediction().model_state_bytes
 
     def with_prediction(self, prediction: Prediction) -> Plan:
         """The same decisions with another prediction."""
@@ -244,7 +244,7 @@ class Plan:
         return why(self, name)
 
     def diff(self, other: Plan) -> str:
-        """What is different in ``other``, in words: this plan's decisions and predictions -> those of ``other``."""
+        """The differences of ``other``, in words: this plan's decisions and predictions -> those of ``other``."""
         # As in __str__.
         from zerofx.scheduler.plan.text.diff import diff_plans
 
@@ -256,7 +256,7 @@ class Plan:
 
         return describe_plan(self)
 
-    def _predicted(self) -> Prediction:
+    def _require_prediction(self) -> Prediction:
         if self.prediction is None:
             raise PlanError("this plan has not been simulated yet: compile or plan a step with it first")
         return self.prediction

@@ -39,7 +39,7 @@ from zerofx.ir.micro_batches import times_run
 from zerofx.passes.activations.recompute import recompute
 from zerofx.passes.divide import divide
 from zerofx.scheduler.analysis.pieces import forward_runs, pieces
-from zerofx.scheduler.analysis.saved_values import crossing_storages, is_forward_call, storage_size
+from zerofx.scheduler.analysis.saved_values import is_forward_call, saved_storages, storage_size
 from zerofx.scheduler.cost.cpu.workspace import workspace_bytes
 from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.cost.machine import Machine
@@ -102,7 +102,7 @@ def bound(
     bounds, tried = [], []
     for divides in (False, True):
         marked = step.clone()
-        runs = forward_runs(marked, crossing_storages(marked), divides=divides)
+        runs = forward_runs(marked, saved_storages(marked), divides=divides)
         divided = pieces(marked, runs)
         if divided not in tried:
             tried.append(divided)

@@ -12,7 +12,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.passes.divide import divide
 from zerofx.passes.tile import tile
 from zerofx.scheduler.analysis.pieces import ForwardRun, forward_runs, pieces
-from zerofx.scheduler.analysis.saved_values import crossing_storages
+from zerofx.scheduler.analysis.saved_values import saved_storages
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import UnitPhase, seconds_by_place
 from zerofx.scheduler.decide.activations import Segment, segments
@@ -58,7 +58,7 @@ class GraphFacts:
 
     @cached_property
     def _runs(self) -> list[ForwardRun]:
-        return forward_runs(self.tiled, crossing_storages(self.tiled), divides=self.divides)
+        return forward_runs(self.tiled, saved_storages(self.tiled), divides=self.divides)
 
     @cached_property
     def _pieces(self) -> tuple[PieceDecision, ...]:
@@ -92,4 +92,4 @@ class GraphFacts:
     @cached_property
     def crossing(self) -> dict[Storage, None]:
         """Storages that forward makes and backward reads."""
-        return crossing_storages(self.divided)
+        return saved_storages(self.divided)

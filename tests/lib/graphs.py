@@ -27,7 +27,7 @@ from zerofx.passes.prepare.simplify import simplify
 from zerofx.passes.prepare.slice import slice_parameters
 from zerofx.pipeline import GraphStage, passes, run_passes
 from zerofx.runtime.state.parameter_groups import group_of_parameters
-from zerofx.scheduler.analysis.slices import Slices, named_slices
+from zerofx.scheduler.analysis.slices import Slices, slices_of_names
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
@@ -286,7 +286,7 @@ def prepare(
         ScaleLoss().run(step)
     optimizer = optimizer or sgd(model)
     groups = group_of_parameters(model, optimizer, step.parameters, set(step.gradients))
-    slice_parameters(step, named_slices(step, slices or {}))
+    slice_parameters(step, slices_of_names(step, slices or {}))
     accumulate(step, num_micro_batches, taken.divided_names())
     layout = layout_of(
         step, groups, mesh or Mesh(shard=num_ranks), block=block,

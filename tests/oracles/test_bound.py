@@ -29,7 +29,7 @@ from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.passes.prepare.simplify import simplify
 from zerofx.pipeline import run_quietly
 from zerofx.runtime.state.parameter_groups import group_of_parameters
-from zerofx.scheduler.analysis.saved_values import crossing_storages, value_node
+from zerofx.scheduler.analysis.saved_values import saved_storages, value_node
 from zerofx.scheduler.cost.liveness import liveness, with_profiles
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
@@ -139,7 +139,7 @@ class Case:
 
     def every_plan(self, prefetch: int = 1) -> Iterator[Plan]:
         """All choices of values to keep in all repeated layers; what a random operator gives is always kept."""
-        crossing = crossing_storages(self.step)
+        crossing = saved_storages(self.step)
         for choice in itertools.product(*[list(self._choices(number)) for number in range(len(segments(self.step)))]):
             dropped, extra = [], []
             for part, kept in zip(segments(self.step), choice, strict=True):

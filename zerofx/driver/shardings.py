@@ -19,7 +19,7 @@ from zerofx.option_table import defaults_for
 from zerofx.options import CompileOptions
 from zerofx.progress import watched
 from zerofx.runtime.state.optimizer import hyperparameter_texts
-from zerofx.scheduler.analysis.sharding_pins import pinned, pins_of
+from zerofx.scheduler.analysis.sharding_pins import apply_pins, pins_of
 from zerofx.scheduler.analysis.sharding_ways import sharding_ways
 from zerofx.scheduler.cost.sharding_seconds import Prices
 from zerofx.scheduler.decide.shardings import decide_shardings
@@ -199,7 +199,7 @@ def _decided(
 
     def decide() -> tuple[ShardingDecision, ...]:
         marks = {node: f"{pins.marks.get(node, '')} {lies}" for node, lies in lying.items()}
-        ways = pinned(sharding_ways(step, request.mesh.model, {**pins.marks, **marks}), pins)
+        ways = apply_pins(sharding_ways(step, request.mesh.model, {**pins.marks, **marks}), pins)
         for node, lies in lying.items():  # whether or not what reads it here can
             possible = ways.placeholders[ways.classes.first[node]]
             possible += [] if lies in possible else [lies]

@@ -139,7 +139,7 @@ def _decisions(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "tiles", f"{tiled.value} of {tiled.layer or '(model)'} in {tiles_words(tiled)}", tiled.reason
     for kind, listed in reasons(plan).items():
         for reason in listed:
-            yield kind, reason.about, reason.text
+            yield kind, reason.subject, reason.text
 
 
 def _row(lowered: LoweredStep, node: fx.Node, position: int, region: str) -> ScheduleRow:

@@ -11,7 +11,7 @@ from zerofx.scheduler.plan.decisions import GatherDecision, OffloadDecision, Red
 from zerofx.scheduler.plan.facts import TIERS
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
-from zerofx.scheduler.plan.text.overview import D, by_unit, count_values, tiles_words, wire_words
+from zerofx.scheduler.plan.text.overview import D, count_values, group_by_unit, tiles_words, wire_words
 from zerofx.units import format_bytes, format_count, format_seconds
 
 SAME = "the plans are the same"
@@ -19,7 +19,7 @@ SAME = "the plans are the same"
 
 @dataclass(frozen=True)
 class _Change:
-    """What changed about one bucket or layer; in folded lines each is one of several."""
+    """A change of one bucket or layer; in folded lines each is one of several."""
 
     name: str
     text: str
@@ -29,25 +29,25 @@ def diff_plans(first: Plan, other: Plan) -> str:
     """What changed from ``first`` to ``other``, a line each, as ``before -> after``; layers in a row that changed alike
     are one line. Plans with equal decisions and predictions are the same.
     """
-    placed = partial(_placed, first, other)
+    placed = partial(_place_changes, first, other)
     sections = {
         "made for": list(_settings(first, other)),
         "buckets": list(_buckets(first, other)),
-        "gathers": _folded(_gathers(first, other)),
-        "reductions": _folded(_reductions(first, other)),
-        "wire": _folded(placed(lambda plan: [(d.bucket, wire_words(d)) for d in plan.wires], "sent exactly")),
+        "gathers": _fold_changes(_gathers(first, other)),
+        "reductions": _fold_changes(_reductions(first, other)),
+        "wire": _fold_changes(placed(lambda plan: [(d.bucket, wire_words(d)) for d in plan.wires], "sent exactly")),
         "tiled": list(_tiles(first, other)),
-        "parameters": _folded(placed(lambda plan: [(d.bucket, f"on {d.tier}") for d in plan.parameters])),
-        "optimizer states": _folded(placed(lambda plan: [(d.bucket, d.place) for d in plan.states])),
-        "gradients": _folded(
+        "parameters": _fold_changes(placed(lambda plan: [(d.bucket, f"on {d.tier}") for d in plan.parameters])),
+        "optimizer states": _fold_changes(placed(lambda plan: [(d.bucket, d.place) for d in plan.states])),
+        "gradients": _fold_changes(
             placed(lambda plan: [(d.bucket, f"on {d.tier} between micro-batches") for d in plan.gradients])
         ),
         "recomputed": [
-            *_folded(_values(first, *(by_unit(plan, plan.recomputes) for plan in (first, other)))),
+            *_fold_changes(_values(first, *(group_by_unit(plan, plan.recomputes) for plan in (first, other)))),
             *_extra_keeps(first, other),
         ],
-        "kept in parts": _folded(_values(first, *(by_unit(plan, plan.spreads) for plan in (first, other)))),
-        **{f"offloaded to {tier}": _folded(_offloads(first, other, tier)) for tier in TIERS if tier != "device"},
+        "kept in parts": _fold_changes(_values(first, *(group_by_unit(plan, plan.spreads) for plan in (first, other)))),
+        **{f"offloaded to {tier}": _fold_changes(_offloads(first, other, tier)) for tier in TIERS if tier != "device"},
         "predicted, per rank": list(_predictions(first, other)),
     }
     lines = [line for title, lines in sections.items() if lines for line in (title, *(f"  {text}" for text in lines))]
@@ -111,16 +111,16 @@ def _gathers(first: Plan, other: Plan) -> list[_Change]:
     changes = []
     for name in dict.fromkeys([*before, *after]):
         old, new = before.get(name, []), after.get(name, [])
-        if [_when(timed) for timed in old] == [_when(timed) for timed in new]:
+        if [_positions(timed) for timed in old] == [_positions(timed) for timed in new]:
             continue
         if len(old) != len(new):
             text = f"{_times(len(old))} -> {_times(len(new))}"
             if {len(old), len(new)} == {1, 2}:
-                text += f" ({_kept(len(old))} -> {_kept(len(new))})"
-        elif _merged(old) != _merged(new):
-            text = f"{_merged(old)} -> {_merged(new)}"
-        elif _ahead(old) != _ahead(new):
-            text = f"issued {_ahead(old)} -> {_ahead(new)} gathers ahead"
+                text += f" ({_keep_words(len(old))} -> {_keep_words(len(new))})"
+        elif _merge_words(old) != _merge_words(new):
+            text = f"{_merge_words(old)} -> {_merge_words(new)}"
+        elif _distances(old) != _distances(new):
+            text = f"issued {_distances(old)} -> {_distances(new)} gathers ahead"
         else:
             text = f"{_times(len(new))} as before, at other nodes"
         changes.append(_Change(name, text))
@@ -138,13 +138,13 @@ def _gathers_of(plan: Plan) -> dict[str, list[tuple[GatherDecision, int]]]:
     return gathers
 
 
-def _when(timed: tuple[GatherDecision, int]) -> tuple[str | bool | None, ...]:
+def _positions(timed: tuple[GatherDecision, int]) -> tuple[str | bool | None, ...]:
     gather, _ = timed
     return (gather.first, gather.last, gather.issue, gather.reload, gather.read, gather.merged)
 
 
-def _merged(gathers: list[tuple[GatherDecision, int]]) -> str:
-    """How each gather of a bucket starts."""
+def _merge_words(gathers: list[tuple[GatherDecision, int]]) -> str:
+    """The start of each gather of a bucket, in words."""
     ways = ["as one collective with the gather before it" if gather.merged else "alone" for gather, _ in gathers]
     return f"gathered {' and '.join(dict.fromkeys(ways))}"
 
@@ -153,16 +153,16 @@ def _times(number: int) -> str:
     return {0: "not gathered", 1: "gathered once", 2: "gathered twice"}.get(number, f"gathered {number} times")
 
 
-def _kept(number: int) -> str:
-    """What it means to be gathered once or twice: whether the bucket stays on the device in between."""
+def _keep_words(number: int) -> str:
+    """The residency of a bucket that is gathered once or twice, in words."""
     return "kept from forward to backward" if number == 1 else "released between"
 
 
-def _ahead(gathers: list[tuple[GatherDecision, int]]) -> str:
+def _distances(gathers: list[tuple[GatherDecision, int]]) -> str:
     return " and ".join(str(ahead) for ahead in dict.fromkeys(ahead for _, ahead in gathers))
 
 
-def _awaited(reduce: ReduceDecision) -> str:
+def _wait_words(reduce: ReduceDecision) -> str:
     where = reduce.wait_after or "the end of the step"
     if reduce.crossed_after != "":
         where += f", across replicas after {reduce.crossed_after or 'the end of the step'}"
@@ -175,7 +175,7 @@ def _reductions(first: Plan, other: Plan) -> list[_Change]:
     def known(plan: Plan) -> dict[str, str]:
         # On one rank nothing is reduced, whatever the plan says of when.
         decided = plan.reduces if plan.num_ranks > 1 else ()
-        return {plan.buckets[d.bucket].name: _awaited(d) for d in decided}
+        return {plan.buckets[d.bucket].name: _wait_words(d) for d in decided}
 
     before, after = known(first), known(other)
     changes = []
@@ -193,40 +193,41 @@ def _tiles(first: Plan, other: Plan) -> Iterator[str]:
         slices = {sliced.parameter: f"{sliced.num_slices} slices" for sliced in plan.slices}
         return slices | {tiled.value: tiles_words(tiled) for tiled in plan.tiles}
 
-    return (f"{change.name}: {change.text}" for change in _differing(known(first), known(other), "whole"))
+    return (f"{change.name}: {change.text}" for change in _changes(known(first), known(other), "whole"))
 
 
-def _placed(
+def _place_changes(
     first: Plan, other: Plan, known: Callable[[Plan], list[tuple[int, str]]], otherwise: str = "on the device"
 ) -> list[_Change]:
-    """What is elsewhere, or otherwise, than before; ``otherwise`` are the buckets that ``known`` says nothing of."""
+    """Changes of tier; ``otherwise`` is the text of buckets that ``known`` leaves out."""
     before, after = ({plan.buckets[index].name: text for index, text in known(plan)} for plan in (first, other))
-    return _differing(before, after, otherwise)
+    return _changes(before, after, otherwise)
 
 
-def _differing(before: Mapping[str, str], after: Mapping[str, str], otherwise: str) -> list[_Change]:
+def _changes(before: Mapping[str, str], after: Mapping[str, str], otherwise: str) -> list[_Change]:
     sides = {name: (before.get(name, otherwise), after.get(name, otherwise)) for name in {**before, **after}}
     return [_Change(name, f"{old} -> {new}") for name, (old, new) in sides.items() if old != new]
 
 
 def _offloads(first: Plan, other: Plan, tier: str) -> list[_Change]:
     before, after = (
-        by_unit(plan, (decision for decision in plan.offloads if decision.tier == tier)) for plan in (first, other)
+        group_by_unit(plan, (decision for decision in plan.offloads if decision.tier == tier))
+        for plan in (first, other)
     )
     changes = _values(first, before, after)
     changed = {change.name for change in changes}
     for unit in after:
-        if (unit or "(model)") not in changed and _copied(before[unit]) != _copied(after[unit]):
+        if (unit or "(model)") not in changed and _copy_positions(before[unit]) != _copy_positions(after[unit]):
             changes.append(_Change(unit or "(model)", "the same values, copied at other nodes"))
     return changes
 
 
-def _copied(decisions: Sequence[OffloadDecision]) -> list[tuple[str, str]]:
+def _copy_positions(decisions: Sequence[OffloadDecision]) -> list[tuple[str, str]]:
     return [(decision.free_after, decision.reload_before) for decision in decisions]
 
 
 def _values(first: Plan, before: Mapping[str, list[D]], after: Mapping[str, list[D]]) -> list[_Change]:
-    """What happens to values of each repeated layer before and after."""
+    """Changes of the values of each repeated layer."""
     order = [bucket.name for bucket in first.buckets]
     units = sorted({*before, *after}, key=lambda unit: order.index(unit) if unit in order else len(order))
     changes = []
@@ -293,7 +294,7 @@ def _change(what: str, before: float, after: float, text: Callable[[float], str]
         yield f"{what}: {text(before)} -> {text(after)}{share}"
 
 
-def _folded(changes: list[_Change]) -> list[str]:
+def _fold_changes(changes: list[_Change]) -> list[str]:
     """Successive names to which the same happened, as one line. Nodes in the text differ from layer to layer."""
     shapes = [change.text for change in changes]
     lines = []

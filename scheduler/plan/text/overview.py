@@ -22,7 +22,7 @@ from zerofx.scheduler.plan.mesh import SHARD
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
 from zerofx.scheduler.plan.text.reasons import OF_VALUES, reasons
-from zerofx.scheduler.plan.text.shared import shared_lines
+from zerofx.scheduler.plan.text.shared import sharding_lines
 from zerofx.units import format_bytes, format_count, format_seconds, on_tiers
 
 AboutValue = RecomputeDecision | OffloadDecision | SpreadDecision
@@ -46,7 +46,7 @@ def describe_plan(plan: Plan) -> str:
         )
         lines += [f"sent by each node: {node_wire(plan)}"] if plan.node_wire_bytes else []
         lines += _from_best(plan)
-    lines += _chosen_by_card(plan)
+    lines += _attention_kernels(plan)
     if any(gather.merged for gather in plan.gathers):
         lines.append(f"{len(plan.gathers)} gathers in {len(plan.launches)} collectives")
     if plan.num_micro_batches > 1:
@@ -57,7 +57,7 @@ def describe_plan(plan: Plan) -> str:
         if kind not in OF_VALUES:
             lines += ["", kind, *(f"  {reason}" for reason in of_kind)]
     if plan.model > 1:
-        lines += ["", *shared_lines(plan)]
+        lines += ["", *sharding_lines(plan)]
     if plan.slices:
         lines += [
             "",
@@ -68,11 +68,11 @@ def describe_plan(plan: Plan) -> str:
         over = " over classes" if tiled.over == "classes" else ""
         lines += ["", f"tiled{over}: {tiled.value} of {tiled.layer or '(model)'} and what follows: {tiled.reason}"]
     if plan.recomputes:
-        lines += ["", *_recomputed(plan)]
+        lines += ["", *_recompute_lines(plan)]
     if plan.spreads:
-        lines += ["", *_spread(plan)]
+        lines += ["", *_spread_lines(plan)]
     if plan.offloads:
-        lines += ["", *_offloaded(plan)]
+        lines += ["", *_offload_lines(plan)]
     return "\n".join(lines)
 
 
@@ -82,7 +82,7 @@ def tiles_words(decision: TileDecision) -> str:
 
 
 def wire_words(decision: WireDecision) -> str:
-    """How a bucket is sent."""
+    """The encoding of a bucket's collectives, in words."""
     if decision.is_exact:
         return "sent exactly"
     parts = [
@@ -94,7 +94,7 @@ def wire_words(decision: WireDecision) -> str:
 
 
 def node_wire(plan: Plan) -> str:
-    """What the ranks of a node send together, by where it goes."""
+    """Bytes that the ranks of a node send together, by destination."""
     return ", ".join(f"{format_bytes(size)} {where}" for where, size in plan.node_wire_bytes.items()) + " nodes"
 
 
@@ -109,7 +109,7 @@ def _budget(plan: Plan) -> str:
 
 
 def _from_best(plan: Plan) -> list[str]:
-    """How far from the fastest plan of its kind this one may be."""
+    """The bound on the distance to the fastest plan of its kind."""
     least = plan.prediction.least_seconds if plan.prediction is not None else None
     if least is None:
         return []
@@ -120,7 +120,7 @@ def _from_best(plan: Plan) -> list[str]:
     ]
 
 
-def _chosen_by_card(plan: Plan) -> list[str]:
+def _attention_kernels(plan: Plan) -> list[str]:
     """The attention kernels of a GPU: which one it takes, torch chooses by its model, and builds of torch differ."""
     calls = plan.summary.operators if plan.summary is not None else {}
     kernels = {match[1]: number for name, number in calls.items() if (match := _ATTENTION.fullmatch(name))}
@@ -130,7 +130,7 @@ def _chosen_by_card(plan: Plan) -> list[str]:
     return [f"attention by {listed}, as torch chooses on the GPU that is planned for"]
 
 
-def by_unit(plan: Plan, decisions: Iterable[D]) -> dict[str, list[D]]:
+def group_by_unit(plan: Plan, decisions: Iterable[D]) -> dict[str, list[D]]:
     """Decisions about values by the repeated layer, or piece of the rest, that makes them, in their order.
 
     ``""`` is what is outside layers where that is not divided.
@@ -149,41 +149,41 @@ def count_values(number: int) -> str:
     return f"{number} value{'' if number == 1 else 's'}"
 
 
-def _recomputed(plan: Plan) -> Iterator[str]:
+def _recompute_lines(plan: Plan) -> Iterator[str]:
     """A line for all layers in a row of which the same is computed again for the same reason."""
     total = sum(decision.num_bytes for decision in plan.recomputes)
     yield f"recomputed: {count_values(len(plan.recomputes))}, {format_bytes(total)} freed between forward and backward"
-    yield from _layers(by_unit(plan, plan.recomputes))
+    yield from _layers(group_by_unit(plan, plan.recomputes))
     if plan.extra_keeps:
         yield f"  kept for it, though backward does not read it: {count_values(len(plan.extra_keeps))}"
 
 
-def _spread(plan: Plan) -> Iterator[str]:
-    """As ``_recomputed``."""
+def _spread_lines(plan: Plan) -> Iterator[str]:
+    """Lines like those of ``_recompute_lines``."""
     freed = sum(decision.num_bytes for decision in plan.spreads) * (plan.model - 1) // plan.model
     yield (
         f"kept as one part on each of {plan.model} ranks: {count_values(len(plan.spreads))}, {format_bytes(freed)} "
         f"freed between forward and backward, which gathers them"
     )
-    yield from _layers(by_unit(plan, plan.spreads))
+    yield from _layers(group_by_unit(plan, plan.spreads))
 
 
-def _offloaded(plan: Plan) -> Iterator[str]:
-    """As ``_recomputed``, for each tier."""
+def _offload_lines(plan: Plan) -> Iterator[str]:
+    """Lines like those of ``_recompute_lines``, for each tier."""
     for tier in dict.fromkeys(decision.tier for decision in plan.offloads):
         there = [decision for decision in plan.offloads if decision.tier == tier]
         total = sum(decision.num_bytes for decision in there)
         yield (
             f"offloaded to {tier}: {count_values(len(there))}, {format_bytes(total)} freed between forward and backward"
         )
-        yield from _layers(by_unit(plan, there))
+        yield from _layers(group_by_unit(plan, there))
 
 
 def _layers(units: Mapping[str, Sequence[AboutValue]]) -> Iterator[str]:
     """A line for all layers in a row with equal decisions and reasons."""
     listed = list(units.items())
     shapes = [
-        (unit != "", tuple(decision.num_bytes for decision in decisions), _why(unit, decisions))
+        (unit != "", tuple(decision.num_bytes for decision in decisions), _common_reasons(unit, decisions))
         for unit, decisions in listed
     ]
     for block in fold(shapes):
@@ -195,7 +195,7 @@ def _layers(units: Mapping[str, Sequence[AboutValue]]) -> Iterator[str]:
             what = f"{count_values(len(decisions))}, {format_bytes(size)} freed"
             if len(rows) > 1:
                 what = f"{what} in each, {format_bytes(size * len(rows))} in all"
-            why = _why(names[0], decisions) if len(rows) > 1 else "; ".join(_distinct(decisions))
+            why = _common_reasons(names[0], decisions) if len(rows) > 1 else "; ".join(_distinct(decisions))
             count = f"  x{len(rows)}" if len(rows) > 1 else ""
             yield f"  {span([unit or '(model)' for unit in names])}{count}: {what}; {why}"
 
@@ -204,7 +204,7 @@ def _distinct(decisions: Sequence[AboutValue]) -> list[str]:
     return list(dict.fromkeys(decision.reason for decision in decisions))
 
 
-def _why(unit: str, decisions: Sequence[AboutValue]) -> str:
+def _common_reasons(unit: str, decisions: Sequence[AboutValue]) -> str:
     """The reasons as they read for any one of several layers."""
     text = "; ".join(_distinct(decisions))
     return re.sub(rf"(?<![\w.]){re.escape(unit)}(?![\w.]*\w)", "each", text) if unit else text

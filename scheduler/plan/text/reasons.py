@@ -25,12 +25,12 @@ class Reason:
     text: str
 
     @property
-    def about(self) -> str:
-        """What the decisions are about, and how many there are."""
+    def subject(self) -> str:
+        """The names that the decisions are about, and their number."""
         return span(self.names) + (f"  x{len(self.names)}" if len(self.names) > 1 else "")
 
     def __str__(self) -> str:
-        return f"{self.about}: {self.text}"
+        return f"{self.subject}: {self.text}"
 
 
 def reasons(plan: Plan) -> dict[str, list[Reason]]:
@@ -42,13 +42,13 @@ def reasons(plan: Plan) -> dict[str, list[Reason]]:
     gathers = [(names[decision.bucket], decision.reason) for decision in plan.gathers]
     reductions = [(names[decision.bucket], decision.reason) for decision in plan.reduces if plan.num_ranks > 1]
     pieces = {value: piece.name for piece in plan.pieces for value in piece.values}
-    again, out = (list(_of_values(decisions, names, pieces)) for decisions in (plan.recomputes, plan.offloads))
+    again, out = (list(_value_entries(decisions, names, pieces)) for decisions in (plan.recomputes, plan.offloads))
     wires = [(names[decision.bucket], decision.reason) for decision in plan.wires]
     parameters = [(names[d.bucket], f"on {d.tier}; {d.reason}") for d in plan.parameters]
     states = [(names[d.bucket], f"{d.place}; {d.reason}") for d in plan.states]
     gradients = [(names[d.bucket], f"on {d.tier} between micro-batches; {d.reason}") for d in plan.gradients]
     lists = [gathers, reductions, wires, parameters, states, gradients, again, out]
-    return {kind: _folded(entries, names) for kind, entries in zip(KINDS, lists, strict=True) if entries}
+    return {kind: _fold_reasons(entries, names) for kind, entries in zip(KINDS, lists, strict=True) if entries}
 
 
 def one_line(kind: str, reasons_given: Sequence[Reason]) -> str:
@@ -61,7 +61,7 @@ def one_line(kind: str, reasons_given: Sequence[Reason]) -> str:
     return f"{kind} in {share} places: {text}" if kind in OF_VALUES else f"{kind}: {share} {text}"
 
 
-def _of_values(
+def _value_entries(
     decisions: Sequence[RecomputeDecision] | Sequence[OffloadDecision], names: Sequence[str], pieces: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     """One entry for all values that are treated so for one reason: they are of one layer, or one piece of the rest."""
@@ -76,7 +76,7 @@ def _of_values(
         yield places[reason], f"{len(sizes)} values, {format_bytes(sum(sizes))}; {reason}"
 
 
-def _folded(entries: Sequence[tuple[str, str]], names: Sequence[str]) -> list[Reason]:
+def _fold_reasons(entries: Sequence[tuple[str, str]], names: Sequence[str]) -> list[Reason]:
     pattern = _any_of(names)
     runs: list[tuple[str, list[str], str]] = []
     for name, reason in entries:
@@ -89,7 +89,7 @@ def _folded(entries: Sequence[tuple[str, str]], names: Sequence[str]) -> list[Re
 
 
 def _part(name: str, match: re.Match[str]) -> str:
-    """What a name in the reason is to the decision about ``name``."""
+    """The replacement for a name in the reason, relative to the decision's ``name``."""
     return "each" if match[0] == name else "its neighbour"
 
 

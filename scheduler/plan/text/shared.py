@@ -1,4 +1,4 @@
-"""How the ranks of the model axis share a step, in words."""
+"""Sharding on the model axis, in words."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from zerofx.scheduler.plan.plan import Plan
 
 
-def shared_lines(plan: Plan) -> Iterator[str]:
-    """Which parameters lie in parts, those of equal layers in one line, and how many nodes are not done whole."""
+def sharding_lines(plan: Plan) -> Iterator[str]:
+    """The sharded parameters, those of equal layers in one line, and the number of nodes that are sharded."""
     if plan.model == 1:
         return
     shared = [decision for decision in plan.shardings if not decision.has_no_way]
@@ -30,7 +30,7 @@ def shared_lines(plan: Plan) -> Iterator[str]:
 
 
 def _parameters(decisions: Iterable[ShardingDecision]) -> Iterator[str]:
-    """How parameters lie and why, those of equal layers in one line."""
+    """Placements of parameters and their reasons, those of equal layers in one line."""
     alike: dict[tuple[str, str, str], int] = {}
     for decision in decisions:
         name = re.sub(r"(^|\.)\d+(?=\.)", r"\1*", decision.parameter)

@@ -1,4 +1,4 @@
-"""Why a plan treats a layer, a bucket or a node as it does: ``plan.why("layers.7.mlp")``."""
+"""The reasons of a plan's decisions on a layer, a bucket or a node: ``plan.why("layers.7.mlp")``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerofx.scheduler.plan.decisions import (
     ReduceDecision,
     SpreadDecision,
     TileDecision,
-    of_bucket,
+    bucket_decisions,
 )
 from zerofx.scheduler.plan.facts import is_within
 from zerofx.scheduler.plan.plan import Plan
@@ -33,7 +33,7 @@ def why(plan: Plan, name: str) -> str:
     Raises:
         PlanError: the plan knows no such name.
     """
-    lines = [*_of_step(plan, name), *_of_node(plan, name), *_of_module(plan, name)]
+    lines = [*_step_lines(plan, name), *_node_lines(plan, name), *_module_lines(plan, name)]
     if not lines:
         raise PlanError(
             f"expected the name of a layer, a bucket or a node that the plan decides about, found {name!r}: "
@@ -42,13 +42,13 @@ def why(plan: Plan, name: str) -> str:
     return "\n".join([f"{name}:", *(f"  {line}" for line in lines)])
 
 
-def _of_step(plan: Plan, name: str) -> Iterator[str]:
+def _step_lines(plan: Plan, name: str) -> Iterator[str]:
     """Decisions about the step as a whole."""
     if name == "accumulate":
         yield f"{plan.num_micro_batches} micro-batch(es) before each update: {plan.micro_batches_reason}"
 
 
-def _of_node(plan: Plan, name: str) -> Iterator[str]:
+def _node_lines(plan: Plan, name: str) -> Iterator[str]:
     """Decisions that name a node."""
     for gather in plan.gathers:
         bucket = plan.buckets[gather.bucket].name
@@ -101,18 +101,18 @@ def _of_node(plan: Plan, name: str) -> Iterator[str]:
         yield f"the device's peak is here, {format_bytes(plan.peak_bytes['device'])}: {live}"
 
 
-def _of_module(plan: Plan, name: str) -> Iterator[str]:
+def _module_lines(plan: Plan, name: str) -> Iterator[str]:
     """Decisions about the buckets that a module is in, or that are in it, and about the values it makes."""
     for index, bucket in enumerate(plan.buckets):
-        if not _related(bucket.name, name):
+        if not _is_related(bucket.name, name):
             continue
         num_slices = plan.num_slices(bucket)
         whole = bucket.shard_numel * num_slices * itemsize(bucket)
         yield f"bucket {bucket.name}: {bucket.num_parameters} parameters, {format_bytes(whole)} whole" + (
             f", {format_bytes(whole // num_slices)} on each of {num_slices} ranks" if plan.gathers_parameters else ""
         )
-        yield from map(_gather, of_bucket(plan.gathers, index))
-        where = of_bucket(plan.parameters, index)
+        yield from map(_gather, bucket_decisions(plan.gathers, index))
+        where = bucket_decisions(plan.parameters, index)
         yield from (f"parameters on {decision.tier} between uses: {decision.reason}" for decision in where)
         if not plan.gathers_parameters and not where:
             yield f"never gathered: stage {plan.stage} on {plan.num_ranks} rank(s) keeps parameters whole on the device"
@@ -121,11 +121,11 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
         elif plan.num_ranks == 1:
             yield "never reduced: there is one rank"
         else:
-            yield from map(_reduce, of_bucket(plan.reduces, index))
-        for waiting in of_bucket(plan.gradients, index):
+            yield from map(_reduce, bucket_decisions(plan.reduces, index))
+        for waiting in bucket_decisions(plan.gradients, index):
             yield f"gradients on {waiting.tier} between micro-batches: {waiting.reason}"
-        yield from (f"wire: {wire.reason}" for wire in of_bucket(plan.wires, index))
-        yield from (f"optimizer states {state.place}: {state.reason}" for state in of_bucket(plan.states, index))
+        yield from (f"wire: {wire.reason}" for wire in bucket_decisions(plan.wires, index))
+        yield from (f"optimizer states {state.place}: {state.reason}" for state in bucket_decisions(plan.states, index))
     for shared in plan.shardings:
         if shared.parameter and is_within(shared.parameter, name):
             words = placement_words(str(shared.outputs[0]))
@@ -140,7 +140,7 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
         total = sum(decision.num_bytes for decision in again)
         yield f"computed again in backward: {count_values(len(again))}, {format_bytes(total)} freed"
         yield from (f"  {_recompute(decision)}" for decision in again)
-    elif any(_related(bucket.name, name) for bucket in plan.buckets):
+    elif any(_is_related(bucket.name, name) for bucket in plan.buckets):
         yield "nothing is computed again in backward"
     out = [decision for decision in plan.offloads if is_within(decision.layer, name)]
     if out:
@@ -206,8 +206,8 @@ def _parts(bucket: str) -> list[str]:
     return bucket.split("+")
 
 
-def _related(bucket: str, name: str) -> bool:
-    """Whether a name is a bucket's, or that of a module in it or around it, or of a parameter that it is a slice of."""
+def _is_related(bucket: str, name: str) -> bool:
+    """True if a name is a bucket's, or that of a module in it or around it, or of a parameter that it is a slice of."""
     return name in (bucket, bucket.partition("[")[0]) or any(
         is_within(part, name) or is_within(name, part) for part in _parts(bucket)
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.options import CompileOptions
-from zerofx.scheduler.analysis.slices import Slices, named_slices, slice_rungs
+from zerofx.scheduler.analysis.slices import Slices, slice_rungs, slices_of_names
 from zerofx.scheduler.plan.decisions import SliceDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
@@ -23,7 +23,7 @@ def slices_asked(captured: StepGraph, options: CompileOptions) -> Slices:
     """
     if isinstance(options.plan, Plan):
         return options.plan.slices
-    return named_slices(captured, options.tile) if isinstance(options.tile, Mapping) else ()
+    return slices_of_names(captured, options.tile) if isinstance(options.tile, Mapping) else ()
 
 
 def slices_of(layout: BucketLayout) -> Slices:

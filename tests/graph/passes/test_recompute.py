@@ -13,7 +13,7 @@ from zerofx.ir.facts import Phase, copied_from, origin
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.activations.recompute import recompute
 from zerofx.passes.prepare.simplify import simplify
-from zerofx.scheduler.analysis.saved_values import crossing_values
+from zerofx.scheduler.analysis.saved_values import saved_values
 
 
 class Dropping(nn.Module):
@@ -42,7 +42,7 @@ def captured(model: nn.Module) -> StepGraph:
 
 def test_dropped_values_are_computed_again_before_their_first_reader(golden: object) -> None:
     step = captured(Squashing())
-    dropped = frozenset(node.name for node in crossing_values(step) if "tanh" in node.name)
+    dropped = frozenset(node.name for node in saved_values(step) if "tanh" in node.name)
     recompute(step, dropped, frozenset())
     assert callable(golden)
     golden(step.text())
@@ -57,7 +57,7 @@ def test_nothing_dropped_leaves_the_graph_as_it_is() -> None:
 
 def test_a_dropped_value_is_read_by_no_backward_node() -> None:
     step = captured(Squashing())
-    dropped = {node.name for node in crossing_values(step)}
+    dropped = {node.name for node in saved_values(step)}
     recompute(step, frozenset(dropped), frozenset())
     for node in step.calls():
         if origin(node).phase is Phase.BACKWARD:
@@ -67,14 +67,14 @@ def test_a_dropped_value_is_read_by_no_backward_node() -> None:
 
 def test_each_value_is_computed_again_once() -> None:
     step = captured(Squashing())
-    recompute(step, frozenset(node.name for node in crossing_values(step)), frozenset())
+    recompute(step, frozenset(node.name for node in saved_values(step)), frozenset())
     again = [name for node in step.calls() if (name := copied_from(node))]
     assert len(again) == len(set(again))
 
 
 def test_a_random_operator_is_never_computed_again() -> None:
     step = captured(Dropping())
-    everything = frozenset(node.name for node in crossing_values(step))
+    everything = frozenset(node.name for node in saved_values(step))
     with pytest.raises(PlanError, match="random operators"):
         recompute(step, everything, frozenset())
 
@@ -83,6 +83,6 @@ def test_a_clone_is_equal_and_apart() -> None:
     step = captured(Squashing())
     text, copy = step.text(), step.clone()
     assert copy.text() == text
-    recompute(copy, frozenset(node.name for node in crossing_values(copy)), frozenset())
+    recompute(copy, frozenset(node.name for node in saved_values(copy)), frozenset())
     assert step.text() == text and copy.text() != text
     assert replace(step).text() == text

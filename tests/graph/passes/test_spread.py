@@ -15,13 +15,13 @@ from zerofx.ir.facts import Phase, origin, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.activations.spread import can_be_spread, spread
 from zerofx.passes.prepare.partition import partition
-from zerofx.scheduler.analysis.saved_values import crossing_values
+from zerofx.scheduler.analysis.saved_values import saved_values
 from zerofx.scheduler.plan.decisions import ShardingDecision, SpreadDecision
 
 
 def _decisions(step: StepGraph, num_ranks: int) -> list[SpreadDecision]:
     """About all that can be kept so."""
-    values = [node for node in crossing_values(step) if can_be_spread(node, num_ranks)]
+    values = [node for node in saved_values(step) if can_be_spread(node, num_ranks)]
     return [SpreadDecision(node.name, storage_bytes(tensor(node)), "a test") for node in values]
 
 
@@ -46,7 +46,7 @@ def test_what_is_gathered_is_what_was_kept(name: str, num_ranks: int) -> None:
     # Between forward and backward there is a part of each.
     parts = [gather.all_input_nodes[0] for gather in gathers]
     assert sum(storage_bytes(tensor(part)) for part in parts) * num_ranks == before
-    assert {decision.value for decision in decisions}.isdisjoint(node.name for node in crossing_values(step))
+    assert {decision.value for decision in decisions}.isdisjoint(node.name for node in saved_values(step))
     for whole, given in zip(expected, run(step.graph, feeds), strict=True):
         for one, other in zip(whole, given, strict=True):
             assert torch.equal(one, other)
@@ -71,5 +71,5 @@ def test_results_and_values_without_equal_parts_are_not_spread() -> None:
     def can_be(node: fx.Node) -> bool:
         return can_be_spread(node, 5)
 
-    assert not any(map(can_be, crossing_values(step)))
+    assert not any(map(can_be, saved_values(step)))
     assert not can_be_spread(step.loss, 2)

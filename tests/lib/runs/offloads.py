@@ -22,7 +22,7 @@ from zerofx.ir.facts import Phase, is_random, origin, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.activations.recompute import recompute
 from zerofx.runtime.measure.measure import Measurement
-from zerofx.scheduler.analysis.saved_values import crossing_values
+from zerofx.scheduler.analysis.saved_values import saved_values
 from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.decisions import OffloadDecision, ParameterDecision, RecomputeDecision, StateDecision
 from zerofx.scheduler.plan.mesh import Mesh
@@ -125,7 +125,7 @@ def parameters_away(prepared: Prepared, tier: str, states: tuple[str, str] | Non
 
 def recomputing(prepared: Prepared) -> Plan:
     """The plan of ``prepared``, with every third value of backward's computed again."""
-    values = [node for node in crossing_values(prepared.step) if not _is_drawn(node) and _lives(node)][::3]
+    values = [node for node in saved_values(prepared.step) if not _is_drawn(node) and _lives(node)][::3]
     recomputes = tuple(RecomputeDecision(n.name, storage_bytes(tensor(n)), "by hand") for n in values)
     return decided(prepared.step, prepared.layout, replace(_undecided(prepared), recomputes=recomputes))
 

@@ -17,7 +17,7 @@ from zerofx.ir.edit import consumers
 from zerofx.ir.facts import Phase, origin
 from zerofx.passes.prepare.accumulate import accumulate
 from zerofx.passes.prepare.simplify import simplify
-from zerofx.scheduler.analysis.saved_values import crossing_values, storage_size
+from zerofx.scheduler.analysis.saved_values import saved_values, storage_size
 from zerofx.scheduler.cost.machine import Link, Machine, Nvme
 from zerofx.scheduler.cost.timeline import runs, seconds_by_place
 from zerofx.scheduler.cost.transfers import copy_seconds
@@ -88,7 +88,7 @@ def test_a_buffer_that_the_next_micro_batch_reads_stays() -> None:
     order = step.positions()
     stays: list[str] = []
     goes: list[str] = []
-    for node in crossing_values(step):
+    for node in saved_values(step):
         forward = [order[n] for n in consumers(node) if origin(n).phase is Phase.FORWARD]
         backward = [order[n] for n in consumers(node) if origin(n).phase is Phase.BACKWARD]
         (stays if max(forward, default=0) > min(backward) else goes).append(node.name)

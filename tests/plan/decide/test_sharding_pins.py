@@ -15,7 +15,7 @@ from tests.plan.decide.test_shardings import FAST, captured, placements_of
 from zerofx import UsageError
 from zerofx.ir.facts import Phase, origin
 from zerofx.ir.graph import StepGraph
-from zerofx.scheduler.analysis.sharding_pins import pinned, pins_of
+from zerofx.scheduler.analysis.sharding_pins import apply_pins, pins_of
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, sharding_ways
 from zerofx.scheduler.cost.sharding_seconds import Prices
 from zerofx.scheduler.decide.shardings import decide_shardings
@@ -42,7 +42,7 @@ def half_llama() -> nn.Module:
 def left(step: StepGraph, asked: dict[str, str], num_ranks: int = 2) -> ShardingWays:
     """The ways that ``asked`` leaves."""
     pins = pins_of(step, asked)
-    return pinned(sharding_ways(step, num_ranks, pins.marks), pins)
+    return apply_pins(sharding_ways(step, num_ranks, pins.marks), pins)
 
 
 def of_layers(placements: dict[str, str]) -> dict[str, str]:
@@ -54,7 +54,7 @@ def test_the_plan_of_transformers_is_the_one_that_is_found_unasked() -> None:
     step = language_model(half_llama)
     pins = pins_of(step, dict(half_llama().tp_plan))  # type: ignore[arg-type]  # a property of its class
     assert pins.ignored == ()
-    asked = placements_of(step, pinned(sharding_ways(step, 2, pins.marks), pins))
+    asked = placements_of(step, apply_pins(sharding_ways(step, 2, pins.marks), pins))
     unasked = placements_of(step, sharding_ways(step, 2))
     assert of_layers(asked) == of_layers(unasked)
     assert len(of_layers(asked)) == 2 * 7
@@ -86,7 +86,7 @@ def test_words_are_about_what_products_give(make: Callable[[], nn.Module]) -> No
 def test_norms_by_sequence_have_their_parameters_whole_and_give_parts_of_tokens() -> None:
     step = language_model()
     pins = pins_of(step, {"*norm": "sequence"})
-    ways = pinned(sharding_ways(step, 2, pins.marks), pins)
+    ways = apply_pins(sharding_ways(step, 2, pins.marks), pins)
     decisions = {d.node: d for d in decide_shardings(ways, Mesh(model=2), FAST, Prices())}
     assert {decisions[node.name].outputs for node in pins.results} == {("S1",)}
     assert all(lies == "R" for name, lies in placements_of(step, ways).items() if name.endswith("norm.weight"))
@@ -96,7 +96,7 @@ def test_what_is_replicated_every_rank_does_whole() -> None:
     """Its results too, of which the last entry that names a module says where they lie."""
     step = language_model()
     pins = pins_of(step, {"*norm": "sequence", "*input_layernorm": "replicated", "model.layers.?": "replicated"})
-    ways = pinned(sharding_ways(step, 2, pins.marks), pins)
+    ways = apply_pins(sharding_ways(step, 2, pins.marks), pins)
     outputs = {d.node: d.outputs for d in decide_shardings(ways, Mesh(model=2), FAST, Prices())}
     lie = {pin.module.rpartition(".")[2]: outputs.get(node.name, ("R",)) for node, pin in pins.results.items()}
     whole, in_parts = ("0", "1", "input_layernorm"), ("post_attention_layernorm", "norm")
@@ -159,7 +159,7 @@ def test_what_cannot_be_is_refused(asked: dict[str, str], num_ranks: int, messag
 def test_products_read_what_is_pinned_as_it_lies() -> None:
     step = language_model()
     pins = pins_of(step, {"*.up_proj": "column", "*.down_proj": "row"})
-    ways = pinned(sharding_ways(step, 2, pins.marks), pins)
+    ways = apply_pins(sharding_ways(step, 2, pins.marks), pins)
     decisions = {d.node: d for d in decide_shardings(ways, Mesh(model=2), FAST, Prices())}
     for node in pins.parameters:
         is_up, (transposed,) = "up_proj" in node.name, [n for n in node.users if n.target is torch.ops.aten.t.default]

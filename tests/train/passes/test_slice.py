@@ -31,7 +31,7 @@ from zerofx.ir.facts import Phase, origin, slice_of, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.prepare.slice import slice_parameters
 from zerofx.passes.verify import verify
-from zerofx.scheduler.analysis.slices import named_slices, slice_rungs
+from zerofx.scheduler.analysis.slices import slice_rungs, slices_of_names
 from zerofx.scheduler.analysis.tile_chains import find_chains
 from zerofx.scheduler.plan.decisions import SliceDecision
 
@@ -62,7 +62,7 @@ NAMES = ("embed.weight", "up.weight", "right", "left", "turned")
 
 def sliced(step: StepGraph, asked: dict[str, int]) -> StepGraph:
     found = step.clone()
-    slice_parameters(found, named_slices(found, asked))
+    slice_parameters(found, slices_of_names(found, asked))
     verify(found, "slice", None)
     return found
 
@@ -188,15 +188,15 @@ def test_a_weight_that_is_used_twice_sums_its_slices_gradients() -> None:
 def test_what_cannot_be_sliced_is_refused_with_the_reason() -> None:
     step = captured(Scaling(), torch.randn(3, 4))
     with pytest.raises(UsageError, match=r"found that linear.weight is read by aten\.\S+ \(.*\): leave it out"):
-        named_slices(step, {"linear.weight": 2})
+        slices_of_names(step, {"linear.weight": 2})
     with pytest.raises(UsageError, match=r"linear.bias has 1 dimensions"):
-        named_slices(step, {"linear.bias": 2})
+        slices_of_names(step, {"linear.bias": 2})
 
 
 def test_more_slices_than_rows_are_refused() -> None:
     step = captured(Reading(), torch.randint(11, (5,)))
     with pytest.raises(UsageError, match=r"up to 10 slices of up.weight.* found 11"):
-        named_slices(step, {"up.weight": 11})
+        slices_of_names(step, {"up.weight": 11})
     with pytest.raises(PlanError, match=r"up.weight has 10 rows for 11 slices"):
         slice_parameters(step, [SliceDecision("up.weight", 11, 0, "by hand")])
     with pytest.raises(PlanError, match=r"down.weight is no parameter of this model"):
@@ -205,7 +205,7 @@ def test_more_slices_than_rows_are_refused() -> None:
 
 def test_two_numbers_for_one_tied_parameter_are_refused() -> None:
     with pytest.raises(UsageError, match=r"same parameter as head.weight, found 2 and 3"):
-        named_slices(captured(Tied(), *token_ids()), {"embed.weight": 2, "head.weight": 3})
+        slices_of_names(captured(Tied(), *token_ids()), {"embed.weight": 2, "head.weight": 3})
 
 
 def test_a_name_that_is_neither_is_refused_before_anything_is_changed() -> None:

@@ -16,7 +16,7 @@ import zerofx
 from tests.lib.budgets import Chain, convnet, encoder_decoder, gpt, least_and_most, llama, planned, same_bits, trained
 from tests.lib.graphs import captured
 from zerofx.errors import MemoryBudgetError
-from zerofx.scheduler.analysis.saved_values import crossing_storages
+from zerofx.scheduler.analysis.saved_values import saved_storages
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.activations import menu, segments
 
@@ -120,7 +120,7 @@ def test_a_menu_keeps_less_and_computes_more_at_every_level() -> None:
     assert len(levels) > 2
     for before, after in itertools.pairwise(levels):
         assert after.num_bytes < before.num_bytes and after.seconds > before.seconds
-    crossing = crossing_storages(step)
+    crossing = saved_storages(step)
     assert all(parts[0].values[i] in crossing for i in levels[0].saved)
 
 

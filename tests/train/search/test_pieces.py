@@ -23,7 +23,7 @@ from zerofx.ir.facts import Phase, origin, piece_of
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.divide import divide
 from zerofx.scheduler.analysis.pieces import forward_runs, pieces
-from zerofx.scheduler.analysis.saved_values import crossing_storages, storage_size
+from zerofx.scheduler.analysis.saved_values import saved_storages, storage_size
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.activations import segments
 from zerofx.scheduler.plan.plan import Plan
@@ -201,7 +201,7 @@ def test_every_operator_is_in_one_run_and_pieces_make_more_inside_than_they_hand
     make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]],
 ) -> None:
     step = _captured(make())
-    crossing = crossing_storages(step)
+    crossing = saved_storages(step)
     runs = forward_runs(step, crossing)
     forward = [n for n in step.calls() if origin(n).phase is Phase.FORWARD and not is_view(n)]
     assert [node for run in runs for node in run.nodes] == forward
@@ -215,7 +215,7 @@ def test_every_operator_is_in_one_run_and_pieces_make_more_inside_than_they_hand
 def test_borders_of_equal_operators_are_those_of_the_square_root() -> None:
     """Of n equal values, k borders hold k + n / (k + 1) of them and two gradients; the best k is near sqrt(n)."""
     step = captured(Unlike((8,) * 37, ("tanh",)), torch.randn(64, 8))
-    runs = forward_runs(step, crossing_storages(step))
+    runs = forward_runs(step, saved_storages(step))
     lengths = [sum("tanh" in node.name for node in run.nodes) for run in runs]
     assert sum(lengths) == 36
     held = [sum(n > 0 for n in lengths[:i]) + n for i, n in enumerate(lengths)]
@@ -224,15 +224,15 @@ def test_borders_of_equal_operators_are_those_of_the_square_root() -> None:
 
 def test_a_layer_that_makes_more_than_it_hands_on_stays_whole() -> None:
     step = _captured(stem())
-    runs = forward_runs(step, crossing_storages(step))
+    runs = forward_runs(step, saved_storages(step))
     assert [run.unit for run in runs if run.unit] == ["layers.0", "layers.1", "layers.2"]
-    whole = forward_runs(step, crossing_storages(step), divides=False)
+    whole = forward_runs(step, saved_storages(step), divides=False)
     assert not any(run.name for run in whole) and len(whole) < len(runs)
 
 
 def test_backward_of_a_piece_reads_its_values_and_those_before_it_alone() -> None:
     step = _captured(unlike())
-    divided = pieces(step, forward_runs(step, crossing_storages(step)))
+    divided = pieces(step, forward_runs(step, saved_storages(step)))
     divide(step, divided)
     names = [piece.name for piece in divided]
     found = [piece_of(node) for node in step.calls() if origin(node).phase is Phase.BACKWARD and not is_view(node)]
@@ -308,7 +308,7 @@ def test_sharded_plans_of_unlike_layers_are_monotonic(stage: int) -> None:
 def test_micro_batches_have_pieces_of_their_own() -> None:
     model, batch = unlike()
     step = prepare(model, batch, num_micro_batches=2).step
-    runs = forward_runs(step, crossing_storages(step))
+    runs = forward_runs(step, saved_storages(step))
     assert len(runs) % 2 == 0 and [run.ends for run in runs].count(True) == 2
     half = len(runs) // 2
     assert [len(run.nodes) for run in runs[: half - 1]] == [len(run.nodes) for run in runs[half:-1]]

@@ -76,8 +76,10 @@ def _is_extreme(placement: Placement) -> bool:
 
 
 def decision(ways: ShardingWays, node: fx.Node, rule: Rule) -> ShardingDecision:
-    outputs = tuple(None if placement is None else str(ways.of_member(node, placement)) for placement in rule.outputs)
-    return ShardingDecision(node.name, outputs, tuple(str(ways.of_member(node, p)) for p in rule.inputs))
+    outputs = tuple(
+        None if placement is None else str(ways.member_placement(node, placement)) for placement in rule.outputs
+    )
+    return ShardingDecision(node.name, outputs, tuple(str(ways.member_placement(node, p)) for p in rule.inputs))
 
 
 def compare(
