@@ -229,7 +229,7 @@ def test_paths_without_weights_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=match):
             compile_eager(tiny(), tmp_path / name)
-    with pytest.raises(UsageError, match=r"weights to be the path .*, found int"):
+    with pytest.raises(UsageError, match="weights to be a path, or None, found 3"):
         zerofx.compile(tiny(), adamw(tiny()), weights=3)  # type: ignore[arg-type]  # what is tested
 
 
