@@ -19,18 +19,33 @@ MOST_NAMES = 0.09
 MOST_DOCSTRINGS = 0.09
 
 _NOUNS = frozenset(
-    "embedding padding sharding setting string mapping binding bucketing casting need seed speed embed feed thread "
-    "timing offloading prefetching recomputing heading reading warning".split()
+    re.findall(
+        r"\w+",
+        """
+        embedding padding sharding setting string mapping binding bucketing casting need seed speed embed
+        feed thread timing offloading prefetching recomputing heading reading warning
+        """,
+    )
 )
 _IRREGULAR = frozenset(
-    "held kept made known given sent shown taken built found said told begun written drawn chosen left lent "
-    "heard laid lost seen stood overwritten rewritten frozen broken gone done become".split()
+    re.findall(
+        r"\w+",
+        """
+        held kept made known given sent shown taken built found said told begun written drawn chosen left
+        lent heard laid lost seen stood overwritten rewritten frozen broken gone done become
+        """,
+    )
 )
 _LITTLE_WORDS = frozenset(
-    "of in on at by as for with within without under over after before between among along across through past beside "
-    "besides below behind inside outside off about like unlike away again anew once twice only still always already "
-    "now then where when how why what which together apart alone alike elsewhere everywhere lazily instead ahead "
-    "inwards outwards also besides almost".split()
+    re.findall(
+        r"\w+",
+        """
+        of in on at by as for with within without under over after before between among along across through
+        past beside besides below behind inside outside off about like unlike away again anew once twice
+        only still always already now then where when how why what which together apart alone alike
+        elsewhere everywhere lazily instead ahead inwards outwards also besides almost
+        """,
+    )
 )
 # Conventions of Python, each with its reason.
 _EXCEPTIONS = {

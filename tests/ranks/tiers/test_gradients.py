@@ -167,7 +167,7 @@ def test_a_given_plan_has_gradients_where_they_are_asked_to_be() -> None:
     plan = waiting(_prepared(2, 4), "nvme")
     with pytest.raises(
         zerofx.UsageError,
-        match="a plan that has gradients wait on nvme between micro-batches, found offload={.gradients.: .host.}",
+        match=r"a plan that has gradients wait on nvme between micro-batches, found offload={.gradients.: .host.}",
     ):
         _step(plan, accumulate=2, offload={"gradients": "host"}, machine="cpu")
     _step(plan, accumulate=2, offload={"gradients": "nvme"}, machine="cpu").close()
