@@ -109,6 +109,7 @@ class PlanKeywords(TuneKeywords, total=False):
     tile: Tiling
     delayed_update: int | None
     machine: Machine | str | None
+    arena: bool
 
 
 class CompileKeywords(PlanKeywords, total=False):
@@ -286,6 +287,16 @@ class CompileOptions:
 
     cuda_graphs: CudaGraphs = option(False, any_of(FLAG, words(Literal["auto"])), not_for=_IN_GRAPH)
     """whether kernels are launched as CUDA graphs: False, ``"auto"`` where they can be, or True."""
+
+    arena: bool = option(
+        False,
+        FLAG,
+        Exclusion("backend", "ATen's operators allocate for themselves", theirs=one_of("eager")),
+        Exclusion("cuda_graphs", "CUDA graphs have a memory pool of their own", theirs=one_of(True)),
+        not_for=("sharing",),
+    )
+    """whether what a step makes lies in one pool at planned offsets, so that ``memory_budget`` holds for what the
+    device's allocator reserves."""
 
     objective: Objective = field(default=None, compare=False)  # type: ignore[assignment]  # made of the options
 

@@ -63,6 +63,8 @@ def _first(setup: Setup) -> Iterator[Case]:
     yield _step(setup, 80, 0.6, deep=True, cost=69)
     for share in (0.6, 0.3):
         yield _step(setup, 75, share, variables=SEGMENTS, suffix=", expandable segments", cost=38)
+        if sizes.backend == "inductor":
+            yield _step(setup, 75, share, suffix=", arena", options={"arena": True}, cost=38)
     whole = ("--groups", "whole", "--ready-again")
     yield _one_gpu(setup, sizes.shape, "whole", 70, whole, cost=85, device_gb=70.0)
     for model, backend, masters in (("llama", sizes.backend, True), ("gpt", "eager", False), ("llama", "eager", False)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from zerofx.torch_private.inductor.compile import (
     compile_graph,
     inductor_decompositions,
     make_kernels_with,
+    replace_allocator,
     set_up,
     shape_aware_mode,
     source_of,
@@ -45,12 +46,14 @@ class CompiledRegion:
     """A compiled region: takes its inputs in a list that it empties, like the function it was made from.
 
     ``memory`` is what it takes and frees on the way, its outputs included. ``background``: what is being built for it.
+    ``replace_allocator`` makes the same function of one that gives it its tensors, by size, stride and dtype.
     """
 
     name: str
     call: RegionFunction
     memory: tuple[MemoryEvent, ...]
     background: Background
+    replace_allocator: Callable[[Callable[..., torch.Tensor]], RegionFunction] | None = None
 
     def finish(self) -> None:
         """Wait until all that it calls has been built.
@@ -117,7 +120,13 @@ def _compiled(function: RegionFunction, inputs: Sequence[Any], name: str, kernel
     except Exception as error:
         raise _could_not_be_compiled(name, error) from error
     memory = memory_record(source_of(compiled), examples, [i for i, _ in region.views], region.mode)
-    return CompiledRegion(name, _with_views(name, region.views, compiled), memory, background)
+    call = _with_views(name, region.views, compiled)
+    if replace_allocator(compiled, torch.empty_strided) is None:
+        return CompiledRegion(name, call, tuple(replace(event, block=None) for event in memory), background)
+    return CompiledRegion(
+        name, call, memory, background,
+        lambda allocate: _with_views(name, region.views, replace_allocator(compiled, allocate)),
+    )  # fmt: skip
 
 
 def rewritten(

@@ -71,6 +71,8 @@ class _Record:
         self._owner = {memory_of(i): owner for i, owner in zip(inputs, owners, strict=True) if isinstance(i, Tensor)}
         self._views = Counter(self._owner.values())  # storages of inputs that are still held, by region input
         self._unnamed: list[Tensor] = []  # what the statement has made on the way to its value
+        self._blocks: dict[int, int] = {}  # by storage: the number of what the wrapper itself has allocated
+        self._num_blocks = 0
 
     def run(self) -> tuple[MemoryEvent, ...]:
         self._block(self._wrapper.body)
@@ -92,7 +94,8 @@ class _Record:
                         self._release(self._unnamed.pop())
                 case ast.Expr():
                     self._evaluate(statement.value)
-                case ast.Return():
+                case ast.Return(value=ast.expr() as value):
+                    self._leave(self._evaluate(value))
                     return
                 case _:
                     raise unknown_statement(statement)
@@ -117,6 +120,19 @@ class _Record:
             self._sizes[key] = tensor.untyped_storage().nbytes()
             self._events.append(MemoryEvent(self._sizes[key]))
 
+    def _allocate(self, tensor: Tensor) -> None:
+        key = memory_of(tensor)
+        self._sizes[key], self._blocks[key] = tensor.untyped_storage().nbytes(), self._num_blocks
+        self._events.append(MemoryEvent(self._sizes[key], block=self._num_blocks))
+        self._num_blocks += 1
+
+    def _leave(self, values: Sequence[Any]) -> None:
+        """Say which blocks the wrapper's results lie in."""
+        for number, value in enumerate(values):
+            block = self._blocks.get(memory_of(value)) if isinstance(value, Tensor) else None
+            if block is not None:
+                self._events.append(MemoryEvent(block=block, output=number))
+
     def _release(self, value: Any) -> None:
         for tensor in tensors_in(value):
             key = memory_of(tensor)
@@ -124,7 +140,7 @@ class _Record:
             if self._names[key]:
                 continue
             if key in self._sizes:
-                self._events.append(MemoryEvent(-self._sizes.pop(key)))
+                self._events.append(MemoryEvent(-self._sizes.pop(key), block=self._blocks.pop(key, None)))
             else:
                 owner = self._owner[key]
                 self._views[owner] -= 1
@@ -178,7 +194,11 @@ class _Record:
             return torch.device(*args, **keywords)
         if name.startswith(EMPTY):
             size, stride, dtype = args
-            return torch.empty_strided(size, stride, dtype=dtype, device=name.removeprefix(EMPTY).split("_")[0])
+            device, _, pinned = name.removeprefix(EMPTY).partition("_")
+            tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
+            if not pinned:
+                self._allocate(tensor)
+            return tensor
         raise unknown_statement(call)
 
     def _method(self, call: ast.Call, function: ast.Attribute) -> Any:

@@ -28,6 +28,7 @@ class Category(StrEnum):
     BATCH = "batch"
     ACTIVATIONS = "activations"  # made in forward, and what is reloaded of it
     TEMPORARIES = "temporaries"  # made in backward or update, or inside an operator or region
+    GAPS = "arena's gaps"  # what an arena and all outside of it take beyond what is live
 
 
 OF_ROLE: Mapping[Role, Category] = {
@@ -91,7 +92,8 @@ def memory_curve(step: StepGraph, live: Liveness) -> Iterator[Moment]:
 def peak_memory(step: StepGraph, live: Liveness) -> dict[Category, int]:
     """Bytes at the peak by category, zeros left out; they add up to ``live.peak_bytes``."""
     at_peak = peak_moment(step, live)
-    return at_peak.during if at_peak is not None else _nonzero(_persistent(step))
+    held = at_peak.during if at_peak is not None else _nonzero(_persistent(step))
+    return _nonzero({**held, Category.GAPS: live.peak_bytes - live.peak_live_bytes})
 
 
 def peak_moment(step: StepGraph, live: Liveness) -> Moment | None:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from zerofx.ir.aliasing import Storage, aliased_input, is_view, mutated_inputs, storage_source, tensors_of
-from zerofx.ir.operators.operator import Inductor
+from zerofx.ir.operators.operator import Inductor, OperatorKind
 from zerofx.ir.operators.table import facts_of
 from zerofx.scheduler.analysis.saved_values import storage_size
 from zerofx.scheduler.cost.cpu.workspace import compiled_workspace_bytes
@@ -77,6 +77,7 @@ def estimated_memory(
         dying.setdefault(number, []).append(storage)
     given = {storage_source(value): number for number, value in enumerate(region.inputs)}
     live: dict[Storage, int] = {}
+    blocks: dict[Storage, int | None] = {}  # None for what a kernel of ATen's allocates itself
     events: list[MemoryEvent] = []
     for number, kernel in enumerate(kernels):
         free = [s for s in dying.get(number, ()) if s in live and s not in leaving]
@@ -86,18 +87,22 @@ def estimated_memory(
                 size = storage_size(storage)
                 taken = next((s for s in free if s in over[node] and live[s] == size), None)
                 if taken is None:
-                    events.append(MemoryEvent(size))
+                    blocks[storage] = len(blocks) if _is_written(node) else None
+                    events.append(MemoryEvent(size, block=blocks[storage]))
                 else:
                     free.remove(taken)
                     del live[taken]
+                    blocks[storage] = blocks[taken]
                 live[storage] = size
                 if storage not in last and storage not in leaving:
                     free.append(storage)
         aten = [node for node in kernel if not is_loop(node)] if on_cpu else []
         scratch = sum(compiled_workspace_bytes(node, kernels_in_use) for node in aten)
         events += [MemoryEvent(scratch), MemoryEvent(-scratch)] if scratch else []
-        events += [MemoryEvent(-live.pop(storage)) for storage in free]
+        events += [MemoryEvent(-live.pop(storage), block=blocks[storage]) for storage in free]
         events += [MemoryEvent(freed=given[storage]) for storage in dying.get(number, ()) if storage in given]
+    lying = ((number, blocks.get(storage_source(output))) for number, output in enumerate(region.outputs))
+    events += [MemoryEvent(block=block, output=number) for number, block in lying if block is not None]
     return tuple(events)
 
 
@@ -262,6 +267,11 @@ def _is_reduction(node: fx.Node) -> bool:
 def is_loop(node: fx.Node) -> bool:
     """Whether Inductor writes the kernel that computes ``node``."""
     return is_inlined(node) or _is_reduction(node)
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether Inductor allocates what ``node`` makes, and has a kernel write it there."""
+    return is_loop(node) or facts_of(node.target).kind is OperatorKind.PRODUCT
 
 
 def outputs_of(node: fx.Node) -> list[Storage]:

@@ -29,15 +29,18 @@ from zerofx.ir.operators.table import facts_of
 from zerofx.ir.streams import hops_of, runs_on_host
 from zerofx.scheduler.cost.blocks import size_class
 from zerofx.scheduler.cost.cpu.workspace import memories
-from zerofx.scheduler.plan.facts import TIERS
+from zerofx.scheduler.plan.facts import TIERS, Arena
 
 
 class RegionLike(Protocol):
-    """What is asked of a region here (``codegen.regions.Region``): its input values, the nodes of the graph that it
-    runs, both in order, and the key that equal regions share."""
+    """What is asked of a region here (``codegen.regions.Region``): its input and output values, the nodes of the graph
+    that it runs, all in order, and the key that equal regions share."""
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]: ...
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]: ...
 
     @property
     def own(self) -> tuple[fx.Node, ...]: ...
@@ -78,7 +81,8 @@ class Liveness:
     ``last_use`` and ``sizes`` are the last reader and the bytes of each storage on the device that a call owns. Of
     ``running_on``, which are there as the step begins, the reader is what settles them, in the next step.
     ``slower`` has the other tiers that the step uses, the faster first. ``compiled`` are the compiled regions: what
-    ``after`` says inside one of them holds for its nodes run one by one.
+    ``after`` says inside one of them holds for its nodes run one by one. ``arena``: the pool that a step's tensors lie
+    in, where it has one.
     """
 
     during: dict[fx.Node, int]
@@ -89,6 +93,7 @@ class Liveness:
     slower: dict[str, TierUse] = field(default_factory=dict)
     compiled: dict[tuple[fx.Node, ...], FusedRegion] = field(default_factory=dict)
     running_on: tuple[Storage, ...] = ()
+    arena: Arena | None = None
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -102,7 +107,14 @@ class Liveness:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak bytes on the device."""
+        """Peak bytes on the device: of what is live, or with an arena of what is taken for that."""
+        if self.arena is not None:
+            return self.persistent_bytes + self.arena.num_bytes
+        return self.peak_live_bytes
+
+    @property
+    def peak_live_bytes(self) -> int:
+        """The most bytes that are live on the device at once."""
         return max([self.persistent_bytes, *self.during.values()])
 
     @property
@@ -219,10 +231,16 @@ def _by_reader(last_use: Mapping[Storage, fx.Node]) -> dict[fx.Node, list[Storag
 
 @dataclass(frozen=True)
 class MemoryEvent:
-    """One change of a compiled region's memory: ``num_bytes`` taken (given back, if negative), or input ``freed``."""
+    """One change of a compiled region's memory: ``num_bytes`` taken (given back, if negative), or input ``freed``.
+
+    ``block``: the number of what is taken among all that the region allocates itself, which a caller can give it the
+    memory for; None for what operators allocate. ``output``: the output that lies in it.
+    """
 
     num_bytes: int = 0
     freed: int | None = None
+    block: int | None = None
+    output: int | None = None
 
 
 def with_profiles(

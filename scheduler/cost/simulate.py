@@ -398,6 +398,7 @@ def predict(step: StepGraph, plan: Plan, layout: BucketLayout, simulation: Simul
         node_wire_bytes={}
         if plan.wire == "exact" and plan.replicate == plan.model == 1
         else simulation.node_wire_bytes,
+        arena=simulation.live.arena,
         least_seconds=plan.prediction.least_seconds if plan.prediction is not None else None,
     )
 

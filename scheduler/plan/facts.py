@@ -12,6 +12,26 @@ from zerofx.scheduler.plan.mesh import SHARD, Axes
 
 
 @dataclass(frozen=True)
+class Arena:
+    """One pool of memory for what a step makes on the device, each at a planned offset: ``pool_bytes``.
+
+    ``least_bytes`` are the most of what lies in it that are live at once: no pool can be smaller. ``outside_bytes`` is
+    the most at once of what a step makes elsewhere: what it returns, and what operators allocate themselves, such as
+    results and workspaces of libraries; ``outside`` names whose that is, with bytes by operator at that moment.
+    """
+
+    pool_bytes: int
+    least_bytes: int
+    outside_bytes: int
+    outside: dict[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """All that a step takes besides what it holds throughout."""
+        return self.pool_bytes + self.outside_bytes
+
+
+@dataclass(frozen=True)
 class Prediction:
     """Predictions for a plan, per rank: bytes by tier, seconds, bytes sent on the wire in one step, FLOPs.
 
@@ -22,6 +42,7 @@ class Prediction:
     where the plan was free to send less than exact values; empty elsewhere.
     ``least_seconds`` bounds the step from below: within the same budget, no choice of values to keep and to compute
     again takes less (``scheduler.search.bound``); None where nobody asked.
+    ``arena``: the pool that the device's peak has in the place of what is live, where the step has one.
     """
 
     peak_bytes: dict[str, int]
@@ -35,6 +56,7 @@ class Prediction:
     link_bytes: dict[str, int] = field(default_factory=dict)
     least_seconds: float | None = None
     node_wire_bytes: dict[str, int] = field(default_factory=dict, metadata=ONLY_IF_SET)
+    arena: Arena | None = field(default=None, metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from zerofx.scheduler.plan.decisions import (
     TileDecision,
     WireDecision,
 )
-from zerofx.scheduler.plan.facts import BucketSummary, GraphSummary, Prediction
+from zerofx.scheduler.plan.facts import Arena, BucketSummary, GraphSummary, Prediction
 from zerofx.scheduler.plan.mesh import Axes, Mesh
 
 _FORMAT = 1
@@ -147,6 +147,11 @@ class Plan:
     def slower_peak_bytes(self) -> dict[str, int]:
         """Predicted peak bytes of the slower tiers that the plan uses, per rank."""
         return {tier: size for tier, size in self.peak_bytes.items() if tier != "device"}
+
+    @property
+    def arena(self) -> Arena | None:
+        """The pool that what a step makes lies in, and what is outside of it; None where the step has none."""
+        return self._require_prediction().arena
 
     @property
     def step_seconds(self) -> float:

@@ -26,7 +26,8 @@ class Target:
     ``on_cpu``: whether kernels and collectives are those of a CPU, which hold memory of their own.
     ``compiles_regions``: whether Inductor makes the kernels of regions, which hold less inside then. ``kernels``: those
     of zerofx's own that the step uses. ``shares_kernels``: whether other steps differ from it in sizes alone, so that
-    its regions' kernels are built for all of them, once they are needed. ``costs``: measured costs to go by;
+    its regions' kernels are built for all of them, once they are needed. ``arena``: whether what a step makes lies in
+    one pool. ``costs``: measured costs to go by;
     ``machine`` has their links.
     ``measured_regions``: what regions hold that have been compiled; ``estimates``: a dict that simulations fill in
     place, of what regions hold by an estimate where they have not been measured. ``region_seconds``: what they take,
@@ -40,6 +41,7 @@ class Target:
     compiles_regions: bool
     kernels: frozenset[str]
     shares_kernels: bool = False
+    arena: bool = False
     costs: MeasuredCosts | None = None
     measured_regions: RegionMemory = field(default_factory=dict)
     estimates: dict[str, tuple[MemoryEvent, ...]] = field(default_factory=dict, repr=False, compare=False)
@@ -60,7 +62,7 @@ class Target:
         compiles_regions = options.compiles_regions
         kernels = kernels_in_use(settings.kernels, device) if compiles_regions else frozenset[str]()
         shares = compiles_regions and options.lengths is not None
-        return Target(machine, settings, on_cpu, compiles_regions, kernels, shares, verbose=verbose)
+        return Target(machine, settings, on_cpu, compiles_regions, kernels, shares, options.arena, verbose=verbose)
 
     @property
     def fuses(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -88,6 +89,41 @@ def test_what_leaves_the_device_comes_back_the_same(options: dict[str, Any], dri
     # The host's vector instructions round an update otherwise than the device's kernel.
     tolerance = 1e-4 if on_host else 0.0
     assert differences(without_key_biases(expected), without_key_biases(trained), tolerance) == []
+
+
+@pytest.mark.parametrize("share", [None, 0.7])
+def test_an_arena_reserves_what_is_planned_and_changes_no_bits(share: float | None) -> None:
+    case = replace(moved(LARGER, DEVICE), steps=3)
+    with deterministic():
+        expected = train_compiled(case, 3, backend="inductor")
+        assert differences(expected, train_compiled(case, 3, backend="inductor", arena=True)) == []
+    batch = (torch.randn(4096, 1024, device=DEVICE),)
+    batch[0] @ batch[0].T  # what libraries keep from their first use on
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    model = _layers().to(DEVICE)
+
+    def compiled(**options: Any) -> zerofx.Step:
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        return zerofx.compile(
+            model, optimizer, loss_fn=_mean_square, example_batch=batch, backend="inductor", arena=True, **options
+        )
+
+    step = compiled()
+    if share is not None:
+        budget = int(share * step.plan.peak_bytes["device"])
+        step.close()
+        step = compiled(memory_budget=budget)
+        assert step.plan.peak_bytes["device"] <= budget
+    for _ in range(3):
+        step(*batch)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step(*batch)
+    reserved = torch.cuda.max_memory_reserved() - before + batch[0].nbytes
+    assert reserved == pytest.approx(step.plan.peak_bytes["device"], rel=0.01)
+    step.close()
 
 
 def _layers() -> nn.Module:

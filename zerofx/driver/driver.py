@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerofx.budgets import budget_bytes
@@ -207,7 +207,8 @@ def _within_budget(prepared: Prepared, control: Control) -> tuple[Prepared, Comp
             return planned, compiled, target.measured_regions
         needed = min(peak, needed or peak)
         short = max(short, peak - plan.peak_bytes["device"])
-        if number >= _FULL_ROUNDS:
+        # Once all regions are known, the same plan would be made again for the same budget.
+        if number >= _FULL_ROUNDS or compiled.memory.keys() <= target.measured_regions.keys():
             aim = budget - short
         target = target.with_measured(compiled.memory)
     assert needed is not None
@@ -251,9 +252,10 @@ def _agree_on_plan(
         if options.plan is not None:
             return options.plan.to_json()
         request = prepared.request
-        return make_plan(
-            Problem.of(prepared, target, options, memory_budget, request.locations, request.fixed)
-        ).to_json()
+        plan = make_plan(Problem.of(prepared, target, options, memory_budget, request.locations, request.fixed))
+        if options.arena:  # the plan is within the whole budget, though it was searched for less
+            plan = replace(plan, memory_budget=budget_bytes(options.memory_budget, request.machine))
+        return plan.to_json()
 
     plan = Plan.from_json(control.share("share the plan", planned))
     if prepared.may_be_sliced and not prepared.is_for(plan):

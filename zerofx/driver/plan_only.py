@@ -45,7 +45,7 @@ from zerofx.scheduler.cost.roofline import matmul_seconds_at_peak
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
-from zerofx.scheduler.search.problem import Problem
+from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 from zerofx.scheduler.search.target import Target
 from zerofx.settings import Settings, read_settings
 from zerofx.units import format_bytes, format_seconds, on_tiers
@@ -300,13 +300,30 @@ def plan_captured(captured: CapturedStep, mesh: Mesh, *, verbose: bool = True) -
 def _planned(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedStep:
     options, machine = captured.request.options, captured.machine.for_ranks(mesh.num_ranks)
     request = replace(captured.request, mesh=mesh, machine=machine, verbose=verbose)
+    budget = aim = budget_bytes(options.memory_budget, machine)
+    nearest: int | None = None
 
     def decided_of(one_rank: Captures) -> tuple[Prepared, Target, Plan]:
         prepared = prepare(request, one_rank)
         target = request.target(prepared.captured.device, on_cpu=machine.is_cpu)
-        decided = make_plan(Problem.of(prepared, target, options, budget_bytes(options.memory_budget, machine)))
+        decided = replace(make_plan(Problem.of(prepared, target, options, aim)), memory_budget=budget)
         return prepared.for_plan(decided), target, decided
 
-    prepared, target, decided = with_best_layout(request, captured.captures, None, alone, decided_of)
-    lowered = lower_step(prepared, prepared.graph(decided.num_micro_batches), decided, target)
-    return PlannedStep(lowered, prepared.layout, machine)
+    while True:
+        try:
+            prepared, target, decided = with_best_layout(request, captured.captures, None, alone, decided_of)
+        except BudgetMissedError as missed:
+            if nearest is None:
+                raise
+            raise BudgetMissedError(
+                f"memory_budget={budget} bytes cannot be met with an arena: the plan that came nearest needs {nearest} "
+                f"bytes; allow as much, or leave arena=True out",
+                nearest,
+            ) from missed
+        lowered = lower_step(prepared, prepared.graph(decided.num_micro_batches), decided, target)
+        peak = lowered.plan.peak_bytes["device"]
+        if budget is None or not options.arena or peak <= budget:
+            return PlannedStep(lowered, prepared.layout, machine)
+        # Plans are searched for what is live at once; an arena takes more.
+        nearest = min(peak, nearest or peak)
+        aim = budget - (peak - decided.peak_bytes["device"])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zerofx.codegen.arena import Take, plan_arena
 from zerofx.codegen.cpu.update_blocks import NoBlocksError, make_block_update
 from zerofx.codegen.emit import EmittedStep
 from zerofx.codegen.kernels.choose import UpdateKernels, kernels_of_facts
@@ -28,6 +29,7 @@ from zerofx.ir.micro_batches import micro_batches_of
 from zerofx.ir.returned import Returned
 from zerofx.lowering.lower import LoweredStep
 from zerofx.progress import watched
+from zerofx.runtime.arena import Allocate, Allocations
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.executor import Runtime, StepFunction, functions_of, with_functions
@@ -71,7 +73,8 @@ class CompiledStep(StepProgram):
     """A step that can be run: the path of its source, the memory of its regions, and the kernel of each update.
 
     ``details`` returns the lowered step, which only reports read: for a step that an earlier run kept, it is made on
-    demand.
+    demand. ``takes`` are the places of its allocations in the arena, where it has one, and ``allocations`` hands those
+    out.
     """
 
     source_path: Path
@@ -79,6 +82,8 @@ class CompiledStep(StepProgram):
     memory: RegionMemory
     updates: UpdateKernels
     details: Callable[[], LoweredStep]
+    takes: tuple[Take, ...] = ()
+    allocations: Allocations | None = None
 
     def extras(self, tensors: Sequence[Any], *, as_list: bool) -> Any:
         """The outputs of ``forward`` after its loss, rebuilt from a step's tensors; for several micro-batches a list.
@@ -94,6 +99,7 @@ class CompiledStep(StepProgram):
 
     def function_for(self, runtime: Runtime) -> StepFunction:
         """The step's ``function``; during a save, its updates first keep the values that they overwrite."""
+        runtime.allocate_in(self.allocations)
         if runtime.tiers.snapshot is None:
             return self.function
         names_of_updates = {self.emitted.functions[region.key] for region in self.regions if region.is_update}
@@ -117,9 +123,9 @@ def build(lowered: LoweredStep, layout: BucketLayout, target: Target, control: C
     """Write the step's source, load it, and compile its regions if ``target`` says so."""
     program = StepProgram.from_lowered(lowered, target.kernels)
     path, loaded = load_program(program, target, control, lowered.plan.decisions_hash())
-    final = apply_memory(lowered, layout, loaded.memory)
+    final, takes = apply_memory(lowered, layout, loaded.memory, in_arena=target.arena)
     write_plan(path, final.plan.to_json(), control)
-    return make_compiled_step(program, path, loaded, final.plan, lambda: final)
+    return make_compiled_step(program, path, loaded, final.plan, takes, lambda: final)
 
 
 def load_program(
@@ -136,14 +142,23 @@ def load_program(
     return path, loaded
 
 
-def apply_memory(lowered: LoweredStep, layout: BucketLayout, memory: RegionMemory) -> LoweredStep:
-    """Replace estimates in ``lowered`` by the memory of its compiled regions."""
+def apply_memory(
+    lowered: LoweredStep, layout: BucketLayout, memory: RegionMemory, *, in_arena: bool
+) -> tuple[LoweredStep, tuple[Take, ...]]:
+    """Replace estimates in ``lowered`` by the memory of its compiled regions, and place its allocations.
+
+    ``in_arena``: whether these lie in an arena.
+    """
     if not memory:
-        return lowered
+        return lowered, ()
     profiles = [(region, memory[region.key]) for region in regions_of(lowered.instructions) if region.key in memory]
-    simulation = replace(lowered.simulation, live=with_profiles(lowered.simulation.live, lowered.graph, profiles))
+    live, takes = with_profiles(lowered.simulation.live, lowered.graph, profiles), tuple[Take, ...]()
+    if in_arena:
+        arena = plan_arena(lowered.graph, lowered.instructions, live, memory)
+        live, takes = replace(live, arena=arena.use), arena.takes
+    simulation = replace(lowered.simulation, live=live)
     plan = lowered.plan.with_prediction(predict(lowered.graph, lowered.plan, layout, simulation))
-    return replace(lowered, simulation=simulation, plan=plan)
+    return replace(lowered, simulation=simulation, plan=plan), takes
 
 
 def write_plan(source_path: Path, text: str, control: Control) -> None:
@@ -153,13 +168,25 @@ def write_plan(source_path: Path, text: str, control: Control) -> None:
 
 
 def make_compiled_step(
-    program: StepProgram, path: Path, loaded: LoadedStep, plan: Plan, details: Callable[[], LoweredStep]
+    program: StepProgram,
+    path: Path,
+    loaded: LoadedStep,
+    plan: Plan,
+    takes: tuple[Take, ...],
+    details: Callable[[], LoweredStep],
 ) -> CompiledStep:
-    """The compiled step of a program that was loaded; ``plan`` has its predictions."""
+    """The compiled step of a program that was loaded; ``plan`` has its predictions, ``takes`` are the places in its
+    arena."""
+    function, arena, allocations = loaded.function, plan.arena, None
+    if arena is not None:
+        allocations = Allocations(takes, arena.pool_bytes)
+        function = with_functions(
+            function, {name: make(allocations.take) for name, make in loaded.replace_allocator.items()}
+        )
     return CompiledStep(
         plan, program.emitted, program.arguments, program.regions, program.num_regions, program.device,
         program.returned, path,
-        loaded.function, loaded.memory, loaded.updates, details,
+        function, loaded.memory, loaded.updates, details, takes, allocations,
     )  # fmt: skip
 
 
@@ -169,11 +196,15 @@ def _is_for_cpu(inputs: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True)
 class LoadedStep:
-    """A step function, the memory that its compiled regions take and free, by key, and the kernels of its updates."""
+    """A step function, the memory that its compiled regions take and free, by key, and the kernels of its updates.
+
+    ``replace_allocator``: by the name of a compiled region, what has it take its tensors from an allocator.
+    """
 
     function: StepFunction
     memory: RegionMemory
     updates: UpdateKernels
+    replace_allocator: Mapping[str, Callable[[Allocate], Callable[..., Any]]]
 
 
 def load_step(
@@ -233,7 +264,9 @@ def load_step(
         for key, done in compiled.items():
             namespace[functions[key]] = done.call
     memory = {key: done.memory for key, done in compiled.items()} | dict.fromkeys(updates.kernels, ())
-    return LoadedStep(namespace["step"], memory, updates)
+    makers = {functions[key]: done.replace_allocator for key, done in compiled.items()}
+    allocating = {name: maker for name, maker in makers.items() if maker is not None}
+    return LoadedStep(namespace["step"], memory, updates, allocating)
 
 
 def read_edited(path: str | Path, emitted: EmittedStep) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from zerofx.codegen.arena import plan_arena
 from zerofx.codegen.emit import EmittedStep, emit
 from zerofx.codegen.regions import Instruction, cut
 from zerofx.ir.buckets import BucketLayout
@@ -41,6 +42,9 @@ def lower(
         stages = run_passes(step, plan, layout, programs, target.settings, on_cpu=target.on_cpu, talk=target.verbose)
         instructions = cut(step)
         simulation = simulate_step(step, instructions, layout, target)
+        if target.arena:
+            planned = plan_arena(step, instructions, simulation.live, target.estimates)
+            simulation = replace(simulation, live=replace(simulation.live, arena=planned.use))
         if plan.machine != machine.name:
             plan = replace(plan, prediction=None)  # what was predicted for another machine bounds nothing here
         plan = plan.with_prediction(predict(step, plan, layout, simulation))

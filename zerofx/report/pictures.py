@@ -28,6 +28,7 @@ COLOURS: Mapping[str, str] = {
     Category.GRADIENTS: "#e15759",
     Category.ACTIVATIONS: "#f28e2b",
     Category.TEMPORARIES: "#e0c23a",
+    Category.GAPS: "#d3d3d3",
 }
 _OTHER = "#59a14f"
 TIER_COLOUR = "#7a88b8"

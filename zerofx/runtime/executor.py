@@ -11,9 +11,12 @@ import torch
 
 from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError
 from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.facts import DEVICE
+from zerofx.runtime.arena import Allocate, Allocations, Arena
 from zerofx.runtime.comm.collectives import JointGathers
 from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.comm.transport import Group, LostRankError, Pending, Transport
+from zerofx.runtime.tiers.stored import Stored
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.plan.mesh import Mesh
 
@@ -32,8 +35,10 @@ class Runtime:
         self._scalars: Mapping[int, tuple[float, ...]] = {}
         self._agreed: Callable[[], object] | None = None
         self._joint = JointGathers()
+        self.arena = Arena(device)
+        self._allocate: Allocate = self._anywhere
         # What is between tiers is theirs; a step's file asks the runtime for all that it does.
-        self.offload, self.reload, self.copy_into = tiers.offload, tiers.reload, tiers.copy_into
+        self.offload, self.copy_into = tiers.offload, tiers.copy_into
         self.empty_stored, self.settle = tiers.empty_stored, tiers.settle_host
         self.host, self.run_on = tiers.on_host, tiers.run_on
         # What the step that was ended last has given: ``check_finite`` has its loss, ``check_gradients`` all of it.
@@ -51,6 +56,16 @@ class Runtime:
         self._scalars = scalars
         self._agreed = agreed
         self._joint = JointGathers()  # a step that failed may have left some
+        self._allocate = self._anywhere
+
+    def allocate_in(self, allocations: Allocations | None) -> None:
+        """Until the step is over, give buffers the places that are planned for them."""
+        if allocations is not None:
+            allocations.begin(self.arena)
+            self._allocate = allocations.take
+
+    def _anywhere(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=self._device)
 
     def begin_with_equal_buffers(self, step: object) -> None:
         """Give ranks rank 0's buffers where the steps before were not ``step`` and changed some, as
@@ -67,11 +82,13 @@ class Runtime:
         Raises:
             LostRankError: a rank has failed meanwhile.
         """
+        self._allocate = self._anywhere
         self._agree()
         self._check_reachable()
 
     def close(self) -> None:
         """After the last step of all ranks: let go of what moves tensors between them."""
+        self.arena.clear()
         self._communicators.close()
 
     @property
@@ -105,7 +122,7 @@ class Runtime:
     def empty_gradients(self, bucket: int) -> torch.Tensor:
         """A flat gradient buffer; only its padding is defined, and zero."""
         layout = self._layout.buckets[bucket]
-        buffer = torch.empty(layout.numel, dtype=layout.reduce_dtype, device=self._device)
+        buffer = self._allocate((layout.numel,), (1,), layout.reduce_dtype)
         for start, end in layout.padding():
             buffer[start:end].zero_()
         return buffer
@@ -120,7 +137,7 @@ class Runtime:
         in_place: bool = False,
         over: str = "shard",
     ) -> Pending[torch.Tensor]:
-        full = shard.new_empty(shard.numel() * num_ranks)
+        full = self._allocate((shard.numel() * num_ranks,), (1,), shard.dtype)
         whole = self._along(over).read_in_place(full, shard) if in_place else None
         if whole is None:
             return self.all_gather_onto(full, shard, more, bucket, over=over)
@@ -193,6 +210,11 @@ class Runtime:
 
     def second_shard(self, full: torch.Tensor, bucket: int, num_ranks: int, *, over: str = "shard") -> torch.Tensor:
         return full.chunk(num_ranks)[self._along(over).rank % num_ranks].clone()
+
+    def reload(self, stored: Stored, tier: str = DEVICE) -> Pending[Any]:
+        if tier != DEVICE:
+            return self.tiers.reload(stored, tier)
+        return self.tiers.reload(stored, tier, self._allocate(stored.shape, stored.stride, stored.dtype))
 
     def update(self, function: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         """An update's region, on the device: what is saved of its inputs is kept first."""

@@ -32,7 +32,7 @@ class EditedStep:
             loaded = load_step(text, str(path), compiled.regions, functions, target, control, edited=True)
         self._path = Path(path)
         return replace(
-            compiled, function=loaded.function, updates=loaded.updates, source_path=self._path,
+            compiled, function=loaded.function, updates=loaded.updates, source_path=self._path, allocations=None,
             emitted=replace(compiled.emitted, source=text),
         )  # fmt: skip
 

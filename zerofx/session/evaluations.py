@@ -148,7 +148,9 @@ class Evaluations:
             if self._meter is None:
                 outcome = self._graphs.run(compiled, taken.runtime, state, tensors)
             else:
-                outcome = self._meter(compiled.function, compiled.emitted.functions, taken.runtime, state, tensors)
+                outcome = self._meter(
+                    compiled.function_for(taken.runtime), compiled.emitted.functions, taken.runtime, state, tensors
+                )
         taken.runtime.end()
         assert isinstance(outcome, tuple), "what stands for a loss is handed out once more"
         return list(outcome[1:])

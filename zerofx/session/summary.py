@@ -22,7 +22,7 @@ from zerofx.scheduler.cost.categories import Category, peak_memory
 from zerofx.scheduler.cost.cpu.workspace import is_unknown
 from zerofx.scheduler.cost.machine import MEASURED
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.text.overview import bucket_table, heading
+from zerofx.scheduler.plan.text.overview import arena_words, bucket_table, heading
 from zerofx.scheduler.plan.text.reasons import one_line, reasons
 from zerofx.units import first_few, format_bytes, format_count, format_seconds
 
@@ -72,8 +72,9 @@ def summary(step: Summarised, compiled: CompiledStep | None, measured: Measureme
         "",
         _predictions(plan, measured),
         *_not_predicted(compiled),
+        *arena_words(plan),
         *_off(plan, measured),
-        *reserves_more(compiled.device, plan.memory_budget),
+        *([] if plan.arena is not None else reserves_more(compiled.device, plan.memory_budget)),
         "",
         f"On the device at the peak, in {_place(compiled, step.options.backend)}:",
         _shares(peak_memory(lowered.graph, lowered.simulation.live)),

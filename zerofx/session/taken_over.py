@@ -136,7 +136,8 @@ class TakenOver:
         """Bytes that this rank holds between steps, by tier: the device's, and others' that are used now."""
         self._tiers.finish_updates()
         slower = {tier: size for tier, size in self._tiers.held_bytes.items() if size}
-        return {"device": persistent_bytes(self.tensors(arguments).values()), **slower}
+        held = persistent_bytes(self.tensors(arguments).values()) + self.runtime.arena.num_bytes
+        return {"device": held, **slower}
 
     def place(self, plan: Plan) -> None:
         """Move states and parameters to where ``plan`` has them between steps."""

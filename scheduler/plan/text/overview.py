@@ -44,6 +44,7 @@ def describe_plan(plan: Plan) -> str:
             f"{format_seconds(plan.exposed_seconds)} waits for communication, {format_bytes(plan.wire_bytes)} sent, "
             f"{format_count(plan.prediction.flops)} FLOPs"
         )
+        lines += arena_words(plan)
         lines += [f"sent by each node: {node_wire(plan)}"] if plan.node_wire_bytes else []
         lines += _from_best(plan)
     lines += _attention_kernels(plan)
@@ -74,6 +75,21 @@ def describe_plan(plan: Plan) -> str:
     if plan.offloads:
         lines += ["", *_offload_lines(plan)]
     return "\n".join(lines)
+
+
+def arena_words(plan: Plan) -> list[str]:
+    """What the device's peak is made of where a step has an arena."""
+    arena = plan.arena
+    if arena is None:
+        return []
+    throughout = plan.peak_bytes["device"] - arena.num_bytes
+    above = arena.pool_bytes / arena.least_bytes - 1 if arena.least_bytes else 0.0
+    whose = ", ".join(f"{format_bytes(size)} {name}" for name, size in arena.outside.items())
+    return [
+        f"of the peak, {format_bytes(throughout)} are held throughout; {format_bytes(arena.pool_bytes)} are the arena, "
+        f"{above:.2%} more than is live in it at once; at most {format_bytes(arena.outside_bytes)} are outside of it"
+        + (f" ({whose})" if whose else "")
+    ]
 
 
 def tiles_words(decision: TileDecision) -> str:

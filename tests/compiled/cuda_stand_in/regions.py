@@ -77,6 +77,7 @@ def written(options: dict[str, Any]) -> dict[str, Any]:
     from zerofx.codegen.region_facts import region_facts
     from zerofx.codegen.regions import regions_of
     from zerofx.codegen.step_file import load_source
+    from zerofx.json_format import as_data
     from zerofx.lowering.load import apply_memory
 
     planned = plan(0, **options)
@@ -85,16 +86,27 @@ def written(options: dict[str, Any]) -> dict[str, Any]:
     kernels = kernels_in_use(None, torch.device("cuda", 0))
     sources: dict[str, str] = {}
     memory = {}
+    num_blocks: dict[str, list[int]] = {}
     for region in region_facts(regions_of(lowered.instructions), with_updates=False):
         if region.is_update or not region.inputs or region.key in memory:
             continue
         name = lowered.emitted.functions[region.key]
 
         with mock.patch.object(inductor, "memory_record", wraps=memory_record) as recorded:
-            memory[region.key] = compile_region(namespace[name], region.inputs, name, kernels).memory
-        sources[name] = recorded.call_args.args[0]
-    compiled = apply_memory(lowered, planned.layout, memory)
+            compiled_region = compile_region(namespace[name], region.inputs, name, kernels)
+        memory[region.key], sources[name] = compiled_region.memory, recorded.call_args.args[0]
+        num_blocks[name] = [
+            sources[name].count("= empty_strided_cuda("),
+            sum(event.num_bytes >= 0 and event.block is not None and event.output is None
+                for event in compiled_region.memory if event.freed is None),
+        ]  # fmt: skip
+        assert compiled_region.replace_allocator is not None
+    compiled, _ = apply_memory(lowered, planned.layout, memory, in_arena=False)
+    in_arena, takes = apply_memory(lowered, planned.layout, memory, in_arena=True)
     return {
+        "num blocks": num_blocks,
+        "num takes": sum(take is not None for take in takes),
+        "arena": as_data(in_arena.plan.arena),
         "sources": sources,
         "planned peak": planned.plan.peak_bytes["device"],
         "compiled peak": compiled.plan.peak_bytes["device"],

@@ -64,6 +64,13 @@ def test_regions_sum_in_one_order_and_within_what_is_planned_for_them(library: P
         assert kernels.count("'deterministic': True") == kernels.count("'deterministic':") > 0
         assert "embedding_gradient" in kernels
         assert found["compiled peak"] <= found["planned peak"]
+        # All that the wrappers allocate can be given a place in an arena.
+        assert all(in_source == recorded for in_source, recorded in found["num blocks"].values()), found["num blocks"]
+        assert found["num takes"] > len(found["num blocks"])
+        assert found["arena"]["least_bytes"] <= found["arena"]["pool_bytes"] <= 1.1 * found["arena"]["least_bytes"]
+        assert any(
+            "attention" in name or "embedding" in name or "backward" in name for name in found["arena"]["outside"]
+        )
 
 
 def test_a_graph_that_is_captured_for_an_absent_gpu_is_the_one_that_it_captures(library: Path, tmp_path: Path) -> None:

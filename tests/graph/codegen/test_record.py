@@ -20,13 +20,18 @@ triton_fused_0 = async_compile.triton('triton_fused_0', '', device_str='cuda')
 
 def record(body: str, inputs: list[tuple[int, ...]], owners: list[int]) -> list[tuple[int, int | None]]:
     """Bytes and freed input of each event of a wrapper with ``body``, given contiguous inputs."""
+    return [(event.num_bytes, event.freed) for event in events(body, inputs, owners) if event.output is None]
+
+
+def events(body: str, inputs: list[tuple[int, ...]], owners: list[int]) -> tuple[MemoryEvent, ...]:
+    """The events of a wrapper with ``body``, given contiguous inputs."""
     lines = "\n".join(f"        {line}" for line in body.strip().splitlines())
     mode = FakeTensorMode()
     with mode:
         given: list[Any] = [torch.empty(shape) for shape in inputs]
     source = f"{KERNELS}class Runner:\n    def call(self, args):\n{lines}\n"
-    events: tuple[MemoryEvent, ...] = memory_record(source, given, owners, mode)
-    return [(event.num_bytes, event.freed) for event in events]
+    recorded: tuple[MemoryEvent, ...] = memory_record(source, given, owners, mode)
+    return recorded
 
 
 def test_buffers_live_from_their_allocation_to_their_last_name() -> None:
@@ -42,6 +47,28 @@ del buf2
 return ()
 """
     assert record(body, [(4, 8)], [0]) == [(128, None), (0, 0), (-128, None)]
+
+
+def test_what_the_wrapper_allocates_is_numbered_and_outputs_say_where_they_lie() -> None:
+    body = """
+x, = args
+args.clear()
+buf0 = empty_strided_cpu((4, 8), (8, 1), torch.float32)
+buf1 = empty_strided_cpu((2, ), (1, ), torch.float32)
+cpp_fused_0(x, buf0, buf1)
+buf2 = torch.ops.aten.max.dim(x, 1)
+buf3 = buf2[0]
+del buf2
+del buf0
+buf4 = empty_strided_cpu((8, ), (1, ), torch.float32)
+buf5 = empty_strided_cpu_pinned((8, ), (1, ), torch.float32)
+return (buf3, reinterpret_tensor(buf4, (2, 4), (4, 1), 0), buf1, x, )
+"""
+    numbered = [event for event in events(body, [(4, 8)], [0]) if event.block is not None]
+    assert numbered == [
+        MemoryEvent(128, block=0), MemoryEvent(8, block=1), MemoryEvent(-128, block=0), MemoryEvent(32, block=2),
+        MemoryEvent(block=2, output=1), MemoryEvent(block=1, output=2),
+    ]  # fmt: skip
 
 
 def test_an_input_is_freed_with_the_last_view_of_it() -> None:

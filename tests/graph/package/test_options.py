@@ -125,6 +125,8 @@ EXCLUDED: Sequence[tuple[dict[str, Any], str]] = [
     ({"delayed_update": 0, "precision": "fp16"}, "delayed_update=0 and precision='fp16': all gradients of a scaled"),
     ({"delayed_update": 1, "max_grad_norm": 1}, "delayed_update=1 and max_grad_norm=1: the norm of all gradients"),
     ({"delayed_update": 1, "on_nonfinite": "skip"}, "on_nonfinite='skip': updates are under way"),
+    ({"arena": True, "backend": "eager"}, "arena=True and backend='eager': ATen's operators allocate for themselves"),
+    ({"arena": True, "backend": "inductor", "cuda_graphs": True}, "arena=True and cuda_graphs=True: CUDA graphs have"),
 ]
 
 

@@ -208,6 +208,7 @@ def test_what_waits_elsewhere_is_not_on_the_device() -> None:
 class _Region:
     inputs: tuple[fx.Node, ...]
     own: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...] = ()
     key: str = ""
 
 

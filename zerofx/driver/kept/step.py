@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
 
+from zerofx.codegen.arena import Take
 from zerofx.codegen.emit import EmittedStep
 from zerofx.codegen.region_facts import RegionFacts
 from zerofx.codegen.step_file_data import as_data, step_file_of
@@ -28,11 +29,11 @@ from zerofx.torch_private.capture import fake_mode
 class KeptStep:
     """A step that an earlier run has built.
 
-    ``program`` has the plan with the predictions that hold for the compiled regions, which hold ``memory``. Its
-    source is kept as data.
-    ``plan_text`` and ``decisions_hash`` are the plan's. ``gradients`` names the parameters of the captured graph that
-    have one. ``variant`` is the optimizer's update (``OptimizerBinding.variant``). ``measured`` is what regions were
-    known to hold when the step was planned, from plans that had been built before and did not fit.
+    ``program`` has the plan with the predictions for the compiled regions, which hold ``memory``. Its source is kept as
+    data. ``plan_text`` and ``decisions_hash`` are the plan's.
+    ``gradients`` names the parameters of the captured graph that have one. ``variant`` is the optimizer's update
+    (``OptimizerBinding.variant``). ``measured`` is the known memory of regions when the step was planned, from earlier
+    plans that did not fit. ``takes``: the places of its allocations in its arena.
     """
 
     program: StepProgram
@@ -43,6 +44,7 @@ class KeptStep:
     variant: str
     memory: RegionMemory
     measured: RegionMemory
+    takes: tuple[Take, ...]
 
     def set_returned(self, returned: Returned) -> KeptStep:
         """A copy with the output structure, which holds user classes and cannot be serialised.
@@ -73,6 +75,7 @@ class KeptStep:
             "variant": self.variant,
             "memory": _memory_data(self.memory),
             "measured": _memory_data(self.measured),
+            "takes": self.takes,
             "file": as_data(program.emitted.file),
             "placeholders": encode(dict(program.arguments.placeholders)),
             "constants": {name: encode_constant(constant) for name, constant in program.arguments.constants.items()},
@@ -113,11 +116,12 @@ class KeptStep:
             ),
             data["plan"], data["decisions_hash"], decode(data["layout"]),
             tuple(data["gradients"]), data["variant"], _memory(data["memory"]), _memory(data["measured"]),
+            tuple(None if place is None else (int(place[0]), int(place[1])) for place in data["takes"]),
         )  # fmt: skip
 
 
-def _memory_data(memory: RegionMemory) -> dict[str, list[tuple[int, int | None]]]:
-    return {key: [(event.num_bytes, event.freed) for event in events] for key, events in memory.items()}
+def _memory_data(memory: RegionMemory) -> dict[str, list[tuple[int | None, ...]]]:
+    return {key: [astuple(event) for event in events] for key, events in memory.items()}
 
 
 def _memory(data: Mapping[str, list[list[Any]]]) -> RegionMemory:

@@ -125,9 +125,9 @@ def load(request: Request, captures: Captures, recalled: CacheHit, control: Cont
         captured = graphs.graph(plan.num_micro_batches).clone()
         lowered = lower(captured, plan, layout, programs, target.with_measured(step.measured))
         assert lowered.emitted == step.program.emitted, "what was kept is what its captured graph leads to"
-        return apply_memory(lowered, layout, step.memory)
+        return apply_memory(lowered, layout, step.memory, in_arena=target.arena)[0]
 
-    return make_compiled_step(step.program, path, loaded, plan, details)
+    return make_compiled_step(step.program, path, loaded, plan, step.takes, details)
 
 
 def keep(
@@ -145,7 +145,7 @@ def keep(
     plan = compiled.plan
     step = KeptStep(
         compiled, plan.to_json(), plan.decisions_hash(), prepared.layout, tuple(captures.first.gradients),
-        prepared.binding.variant, dict(compiled.memory), measured,
+        prepared.binding.variant, dict(compiled.memory), measured, compiled.takes,
     )  # fmt: skip
     try:
         DiskCache(request.settings.cache_dir).write(key, step.to_json())

@@ -37,6 +37,8 @@ def step_obstacle(lowered: LoweredStep, device: torch.device, budget_bytes: int 
 
     Graphs read the batch from buffers of their own: ``budget_bytes``, if there is a budget, has to leave room for them.
     """
+    if lowered.plan.arena is not None:
+        return "arena=True, and CUDA graphs have a memory pool of their own"
     for node in lowered.graph.calls():
         obstacle = _node_obstacle(node, device.type)
         if obstacle:

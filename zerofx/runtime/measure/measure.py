@@ -150,7 +150,7 @@ class Meter:
                 seconds,
                 sum(sum(spans) for spans in waits.spans().values()),
                 runtime.sent_bytes - sent,
-                held + peak.num_bytes if peak is not None else 0,
+                held + runtime.arena.num_bytes + peak.num_bytes if peak is not None else 0,
                 profiled=isinstance(peak, CpuPeak),
                 tier_peaks={tier: size for tier, size in runtime.tiers.peak_bytes.items() if size},
                 link_bytes={

@@ -89,11 +89,15 @@ class Tiers:
         """Start copying ``value`` out to ``"host"`` or ``"nvme"``."""
         return self._start(Stored(value, self._lease(tier, storage_bytes(value))), value)
 
-    def reload(self, stored: Stored, tier: str = DEVICE) -> Pending[Any]:
-        """Start copying what is stored into a fresh tensor of the same strides on the device, or back to the host."""
+    def reload(self, stored: Stored, tier: str = DEVICE, fresh: torch.Tensor | None = None) -> Pending[Any]:
+        """Start copying what is stored into a fresh tensor of the same strides on the device, or back to the host.
+
+        ``fresh``: that tensor, where there is one.
+        """
         if tier != DEVICE:
             return self._start(Stored(stored, self._lease(tier, stored.lease.num_bytes)), stored)
-        fresh = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=self.device)
+        if fresh is None:
+            fresh = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=self.device)
         return self._start(fresh, stored)
 
     def copy_into(self, into: Place, source: Place) -> Pending[Any]:

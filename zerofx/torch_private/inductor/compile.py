@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch._inductor.lowering import make_fallback
 from zerofx.torch_private.capture import FakeTensorMode
 from zerofx.torch_private.inductor.fusion import keep_dependencies
 from zerofx.torch_private.inductor.scheduler import CustomSchedulerPass
+from zerofx.torch_private.inductor.wrapper import ALLOCATORS
 from zerofx.torch_private.versions import TORCH
 
 
@@ -74,6 +76,32 @@ def source_of(compiled: Any) -> str:
     """The file that Inductor generated for the result of ``compile_graph``."""
     source: str = compiled.source_code
     return source
+
+
+def replace_allocator(compiled: Any, allocate: Callable[..., torch.Tensor]) -> Any:
+    """What ``compile_graph`` gave, but with tensors on its device from ``allocate``, which is given size, stride and
+    dtype; None where what Inductor has put around the function that it generated is not known."""
+    return _replace_names(compiled.current_callable, dict.fromkeys(ALLOCATORS, allocate))
+
+
+def _replace_names(call: Any, replaced: Mapping[str, Any]) -> Any:
+    """A generated function that reads other things under these names."""
+    if isinstance(call, MethodType) and isinstance(call.__func__, FunctionType):
+        function = call.__func__
+        names = {**function.__globals__, **replaced}
+        return MethodType(FunctionType(function.__code__, names, function.__name__), call.__self__)
+    if not isinstance(call, FunctionType) or _GENERATED not in call.__code__.co_freevars:
+        return None
+    # What has it called with aligned copies of the inputs that it writes into.
+    cells = dict(zip(call.__code__.co_freevars, call.__closure__ or (), strict=True))
+    generated = _replace_names(cells[_GENERATED].cell_contents, replaced)
+    if generated is None:
+        return None
+    closure = tuple((cells | {_GENERATED: CellType(generated)}).values())
+    return FunctionType(call.__code__, call.__globals__, call.__name__, call.__defaults__, closure)
+
+
+_GENERATED = "model"  # what the closure of ``align_inputs_from_check_idxs`` calls the generated function
 
 
 @contextlib.contextmanager

@@ -19,6 +19,9 @@ from zerofx.torch_private.operators import OpOverload, OpOverloadPacket
 EMPTY = "empty_strided_"
 """What allocates begins with this, and the device's type; it is given size, stride and dtype."""
 
+ALLOCATORS = (f"{EMPTY}cpu", f"{EMPTY}cuda")
+"""Those of devices that steps run on."""
+
 VIEW = "reinterpret_tensor"
 """A view, by tensor, size, stride and offset."""
 
