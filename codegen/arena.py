@@ -21,14 +21,16 @@ from torch import fx
 from zerofx.codegen.packing import Block, pack
 from zerofx.codegen.regions import Event, Instruction, Region
 from zerofx.ir import ops
-from zerofx.ir.aliasing import Storage, storage_source
+from zerofx.ir.aliasing import Storage, is_view, storage_source
 from zerofx.ir.facts import origin
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of
 from zerofx.ir.streams import runs_on_host
-from zerofx.ir.text import target_name
+from zerofx.ir.text import call_name
+from zerofx.scheduler.cost.fusion import is_written
 from zerofx.scheduler.cost.liveness import Liveness, MemoryEvent
 from zerofx.scheduler.plan.facts import Arena
+from zerofx.units import first_few
 
 Take = tuple[int, int] | None
 """Offset and bytes of an allocation in the pool; None for one that stays outside."""
@@ -129,7 +131,7 @@ class _Walk:
             if block is not None:
                 self._at[node, 0] = block
         largest = max(nodes, key=self._live.during.__getitem__)
-        self._count(self._live.during[largest] - self._live.persistent_bytes - self._inside(), target_name(largest))
+        self._count(self._live.during[largest] - self._live.persistent_bytes - self._inside(), call_name(largest))
         self._leave(nodes)
 
     def call_compiled(self, region: Region, events: Sequence[MemoryEvent]) -> None:
@@ -140,7 +142,7 @@ class _Walk:
         members, here = set(region.own), dict[int, int]()
         outside = self._after - self._live.persistent_bytes - self._inside()
         freed = set[Storage]()
-        name = f"{origin(region.nodes[-1]).phase} {region.unit or origin(region.nodes[-1]).layer or '(model)'}"
+        name = _allocator_names(region)
         for event in events:
             self._clock += 1
             if event.freed is not None:
@@ -205,7 +207,7 @@ class _Walk:
             return
         self.most_outside, self.outside = outside, {}
         for (node, _), size in self._others.items():
-            owner = target_name(node)
+            owner = call_name(node)
             self.outside[owner] = self.outside.get(owner, 0) + size
         rest = outside - sum(self.outside.values())
         self.outside[name] = self.outside.get(name, 0) + rest
@@ -224,6 +226,13 @@ class _Walk:
                     self._others[storage] = self._live.sizes[storage]
                 index += 1
         self._after = self._live.after[last]
+
+
+def _allocator_names(region: Region) -> str:
+    """The operators of a compiled region that allocate for themselves, and where they are."""
+    names = dict.fromkeys(call_name(node) for node in region.own if not is_view(node) and not is_written(node))
+    last = origin(region.nodes[-1])
+    return f"{first_few(names) if names else 'results'} in {last.phase} of {region.unit or last.layer or 'the model'}"
 
 
 def _outside_storages(step: StepGraph, live: Liveness) -> set[Storage]:

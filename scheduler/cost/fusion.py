@@ -87,7 +87,7 @@ def estimated_memory(
                 size = storage_size(storage)
                 taken = next((s for s in free if s in over[node] and live[s] == size), None)
                 if taken is None:
-                    blocks[storage] = len(blocks) if _is_written(node) else None
+                    blocks[storage] = len(blocks) if is_written(node) else None
                     events.append(MemoryEvent(size, block=blocks[storage]))
                 else:
                     free.remove(taken)
@@ -269,7 +269,7 @@ def is_loop(node: fx.Node) -> bool:
     return is_inlined(node) or _is_reduction(node)
 
 
-def _is_written(node: fx.Node) -> bool:
+def is_written(node: fx.Node) -> bool:
     """Whether Inductor allocates what ``node`` makes, and has a kernel write it there."""
     return is_loop(node) or facts_of(node.target).kind is OperatorKind.PRODUCT
 
