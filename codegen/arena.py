@@ -66,7 +66,6 @@ def plan_arena(
     for instruction in instructions:
         if loop is not None and isinstance(instruction, Event) and instruction.node in (loop.begin, loop.end):
             bodies.append(len(walk.takes))
-            walk.enter_loop() if instruction.node is loop.begin else walk.leave_loop()
         if isinstance(instruction, Region) and instruction.key in memory:
             walk.call_compiled(instruction, memory[instruction.key])
         else:
@@ -101,8 +100,6 @@ class _Walk:
         self._others = {storage: live.sizes[storage] for storage in live.running_on}  # bytes of what lies outside
         self._held: set[int] = set()  # blocks that are live
         self._clock = 0
-        self._before_loop: frozenset[int] | None = None
-        self._after_loop: set[int] = set()
         self._after = live.persistent_bytes + sum(self._others.values())
 
     @property
@@ -110,15 +107,6 @@ class _Walk:
         """All blocks, with their lifetimes."""
         ends = (self._clock + 1 if number in self._held else end for number, end in enumerate(self._ends))
         return [Block(*lifetime) for lifetime in zip(self.sizes, self._starts, ends, strict=True)]
-
-    def enter_loop(self) -> None:
-        """What is live here is live until the last round is over."""
-        self._before_loop = frozenset(self._held)
-
-    def leave_loop(self) -> None:
-        self._before_loop = None
-        for block in self._after_loop:
-            self._end(block)
 
     def call(self, instruction: Instruction) -> None:
         """An event, or a region whose operators allocate for themselves."""
@@ -186,9 +174,6 @@ class _Walk:
 
     def _end(self, block: int) -> None:
         self._clock += 1
-        if self._before_loop is not None and block in self._before_loop:
-            self._after_loop.add(block)
-            return
         self._ends[block] = self._clock
         self._held.discard(block)
 
@@ -249,4 +234,6 @@ def _outside_storages(step: StepGraph, live: Liveness) -> set[Storage]:
     loop = loop_of(step)
     if loop is not None:
         out |= {storage_source(node) for pair in loop.carries for node in pair}
+        inside = set(loop.body())  # what is read in each round is live until the last is over
+        out |= {storage for storage, last in live.last_use.items() if last in inside and storage[0] not in inside}
     return out

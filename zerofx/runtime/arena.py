@@ -38,8 +38,12 @@ class Arena:
         """Give the memory back."""
         self._tensors.clear()
         self._memory = None
+        self.tidy()  # a pool of another size does not fit where this one was
+
+    def tidy(self) -> None:
+        """Have the allocator give back what it only keeps."""
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # a pool of another size does not fit where this one was
+            torch.cuda.empty_cache()
 
     def tensor(self, offset: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The tensor at ``offset``, in a storage of its own as if it had been allocated; the same one for the same
@@ -65,12 +69,15 @@ class Allocations:
     def __init__(self, takes: Sequence[Take], pool_bytes: int) -> None:
         self._takes, self._pool_bytes = takes, pool_bytes
         self._arena = Arena(torch.device("meta"))
-        self._next = 0
+        self._next = self._num_begun = 0
 
     def begin(self, arena: Arena) -> None:
         """The step begins, in the memory of ``arena``."""
         arena.reserve(self._pool_bytes)
+        if self._num_begun == 1:
+            arena.tidy()  # what kernels were tuned with in the first step
         self._arena, self._next = arena, 0
+        self._num_begun += 1
 
     def take(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The next tensor.

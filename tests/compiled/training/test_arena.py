@@ -192,6 +192,20 @@ def test_an_allocation_that_was_not_planned_is_an_error() -> None:
         allocations.take((5,), (1,), torch.float32)
 
 
+def test_what_a_first_step_leaves_in_the_allocator_is_given_back_once() -> None:
+    class Told(Arena):
+        num_tidied = 0
+
+        def tidy(self) -> None:
+            self.num_tidied += 1
+
+    allocations, arena, counts = Allocations([], 512), Told(CPU), []
+    for _ in range(4):
+        allocations.begin(arena)
+        counts.append(arena.num_tidied)
+    assert counts == [1, 2, 2, 2]  # before the pool is taken, and after the first step
+
+
 def _empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype)
 
