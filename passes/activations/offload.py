@@ -180,7 +180,8 @@ def _append_call(
 def _copy_back(step: StepGraph, places: Sequence[_Place], stored: dict[fx.Node, fx.Node]) -> None:
     graph = step.graph
     pending = {}
-    for place in places:
+    # What starts at one place takes the link in the order in which it is read.
+    for place in sorted(places, key=lambda place: place.first):
         where = Origin(origin(place.value).layer, Phase.BACKWARD)
         with graph.inserting_before(place.reload):
             name = f"reload_{place.value.name}"

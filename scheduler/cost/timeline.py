@@ -40,13 +40,18 @@ class UnitRun:
     end_seconds: float
 
 
-def seconds_by_place(step: StepGraph, machine: Machine) -> dict[UnitPhase, float]:
-    """Seconds of computation in each unit and phase, over all its runs."""
+def seconds_by_place(
+    step: StepGraph, machine: Machine, measured: Mapping[str, float] | None = None
+) -> dict[UnitPhase, float]:
+    """Seconds of computation in each unit and phase, over all its runs; ``measured`` as for ``simulate``."""
     by_place: dict[UnitPhase, float] = {}
     for node in step.calls():
         if not is_view(node):
             place = (step.unit_of(node), origin(node).phase)
-            by_place[place] = by_place.get(place, 0.0) + node_cost(node, machine).seconds
+            seconds = measured.get(node.name) if measured is not None else None
+            by_place[place] = by_place.get(place, 0.0) + (
+                node_cost(node, machine).seconds if seconds is None else seconds
+            )
     return by_place
 
 

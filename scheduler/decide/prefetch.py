@@ -1,7 +1,7 @@
 """Prefetch from slower tiers: each copy starts as late as it can without keeping computation waiting.
 
-Parameters are wanted where a residency begins (or its gather is issued), states where their bucket is updated. Copies
-are made in the order in which they are wanted, one at a time on each link. First the links set the pace: every copy is
+Parameters are wanted where a residency begins (or its gather is issued), activations where backward reads them first,
+states where their bucket is updated. All share the links. First the lanes set the pace (``update_sides.py``): each is
 made as soon as its link is free, and computation waits where it is not there in time; fetching farther ahead would not
 make it wait less. On that timeline every copy is then put as late as it can be. So a link that is slower than
 computation is always busy, and yet little has arrived before it is wanted; one that is faster is used just in time.
@@ -18,36 +18,27 @@ while the one before it is updated and the one before that is written back. A re
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.edit import consumers
+from zerofx.ir.facts import Phase, origin
 from zerofx.ir.graph import StepGraph
+from zerofx.passes.lib.placed_states import may_run_on
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.timeline import Positions, UnitPhase, runs
+from zerofx.scheduler.cost.timeline import Positions, UnitPhase, UnitRun, runs
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.residency import parameter_uses
+from zerofx.scheduler.decide.states import NUM_BUFFERS, touched_bytes
+from zerofx.scheduler.decide.update_sides import Arrival, Handed, Update, balance_updates, latest_starts, pace
 from zerofx.scheduler.plan.decisions import GatherDecision, ReduceDecision, StateDecision
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
 
-NUM_BUFFERS = 3  # buckets whose states are on their way from and to nvme: read, updated, written back
+_LEGS: Final[tuple[tuple[Tier, Tier], ...]] = (("host", "device"), ("nvme", "host"))  # the last first
 _ROUNDING = 1e-9  # of the step's seconds: sums of the same numbers in another order may differ by as much
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """``num_bytes`` that are wanted on tier ``to`` before run ``needed``.
-
-    They may be asked for from run ``earliest`` on, and up to run ``latest``.
-    """
-
-    num_bytes: int
-    tier: Tier
-    to: Tier
-    needed: int
-    latest: int
-    earliest: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,22 +49,39 @@ class CopyStart:
     read: int
 
 
-def starts_of(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine: Machine) -> list[CopyStart]:
-    """Where each copy starts, given the seconds of each run of the step."""
-    reached = _reached(arrivals, run_seconds, machine)
-    free: dict[tuple[Tier, Tier], float] = {}
-    starts: dict[int, CopyStart] = {}
-    for number in sorted(range(len(arrivals)), key=lambda n: (arrivals[n].needed, n), reverse=True):
-        arrival = arrivals[number]
-        place, places, deadline = arrival.latest, [], reached[arrival.needed]
-        for leg in reversed(_legs(arrival)):
-            deadline = min(free.get(leg, deadline), deadline) - copy_seconds(arrival.num_bytes, *leg, machine)
-            free[leg] = deadline
-            place = max(arrival.earliest, min(place, bisect_right(reached, deadline + _ROUNDING * reached[-1]) - 1))
-            places.append(place)
-            deadline = reached[place]
-        starts[number] = CopyStart(places[0], places[-1])
-    return [starts[number] for number in range(len(arrivals))]
+def starts_of(
+    arrivals: Sequence[Arrival],
+    run_seconds: Sequence[float],
+    machine: Machine,
+    updates: Sequence[Update] = (),
+    on_host: Collection[int] = (),
+) -> list[CopyStart]:
+    """Where each copy starts, those for ``updates`` on the device after the others.
+
+    Args:
+        arrivals: what is wanted from slower tiers, but for the states of ``updates``.
+        run_seconds: those of each run of the step.
+        machine: its links.
+        updates: those of states on the host.
+        on_host: indices of the buckets of those that run there.
+    """
+    paced = pace(arrivals, updates, on_host, run_seconds, machine)
+    reached = paced.reached
+    coming = [*arrivals, *(update.states for update in updates if update.bucket.index not in on_host)]
+    reads, copies = [arrival.latest for arrival in coming], [arrival.latest for arrival in coming]
+    deadlines = [reached[arrival.needed] for arrival in coming]
+    for leg in _LEGS:
+        numbers = [number for number, arrival in enumerate(coming) if leg in _legs(arrival)]
+        seconds = [copy_seconds(coming[number].num_bytes, *leg, machine) for number in numbers]
+        ends, others = [deadlines[number] for number in numbers], paced.new if leg == _LEGS[0] else ()
+        starts = latest_starts([coming[number] for number in numbers], ends, seconds, others)
+        for number, start in zip(numbers, starts, strict=True):
+            run = bisect_right(reached, start + _ROUNDING * reached[-1]) - 1
+            run = reads[number] = max(coming[number].earliest, min(reads[number], run))
+            deadlines[number] = reached[run]
+            if leg == _legs(coming[number])[-1]:
+                copies[number] = run
+    return [CopyStart(copy, read) for copy, read in zip(copies, reads, strict=True)]
 
 
 def _read_ahead(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine: Machine) -> list[CopyStart]:
@@ -92,22 +100,6 @@ def _read_ahead(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machi
     return starts
 
 
-def _reached(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine: Machine) -> list[float]:
-    """When computation reaches each run, and the step's end, if every copy is made as soon as its link is free."""
-    free: dict[tuple[Tier, Tier], float] = {}
-    there = [0.0] * (len(run_seconds) + 1)
-    for arrival in sorted(arrivals, key=lambda arrival: arrival.needed):
-        now = 0.0
-        for leg in _legs(arrival):
-            now = free[leg] = max(now, free.get(leg, 0.0)) + copy_seconds(arrival.num_bytes, *leg, machine)
-        there[arrival.needed] = max(there[arrival.needed], now)
-    reached, now = [], 0.0
-    for ready, seconds in zip(there, (*run_seconds, 0.0), strict=True):
-        reached.append(max(now, ready))
-        now = reached[-1] + seconds
-    return reached
-
-
 def _legs(arrival: Arrival) -> list[tuple[Tier, Tier]]:
     if arrival.tier == "nvme" and arrival.to == "device":
         return [("nvme", "host"), ("host", "device")]
@@ -123,8 +115,9 @@ def place_arrivals(
     machine: Machine,
     *,
     ahead: bool,
+    handed: Handed | None = None,
 ) -> Plan:
-    """``plan`` with the nodes before which parameters and states in slower tiers start on their way.
+    """``plan`` with the nodes before which parameters, activations and states in slower tiers start on their way.
 
     Args:
         plan: what is where, and when buckets are gathered, reduced and updated.
@@ -135,11 +128,68 @@ def place_arrivals(
         machine: its links.
         ahead: whether copies overlap with computation, for memory that is held on the device meanwhile, or are awaited
             at once; what comes from nvme is read into the host's memory ahead in any case.
+        handed: what the host may be handed, where sides of updates are still to be found; None where they are as
+            ``plan`` says.
     """
-    if not plan.parameters and not plan.states:
+    if not plan.parameters and not plan.states and not (plan.offloads and ahead):
         return plan
     spans = runs(step, seconds)
-    at = Positions(step, spans)
+    coming = _coming(plan, step, layout, state_bytes, spans, machine)
+    run_seconds = coming.run_seconds
+    states = [entry for entry in coming.states if ahead or plan.states[entry[0]].update == "host"]
+    entries = [*coming.gathers, *(coming.offloads if ahead else ()), *states]
+    arrivals = [arrival for _, arrival in entries]
+    if handed is not None:
+        sides = balance_updates(plan.states, coming.updates, arrivals, run_seconds, handed, machine, ahead=ahead)
+        plan = replace(plan, states=sides)
+    on_host = {decision.bucket for decision in plan.states if decision.update == "host"}
+    if ahead:
+        starts = starts_of(arrivals, run_seconds, machine, coming.updates, on_host)
+    else:
+        starts = _read_ahead(arrivals, run_seconds, machine)
+    names = [run.first.name for run in spans]
+    gathers, offloads = list(plan.gathers), list(plan.offloads)
+    placed = list(plan.states if ahead else map(_at_once, plan.states))
+    for (number, arrival), start in zip(coming.gathers, starts, strict=False):
+        gathers[number] = _gather(gathers[number], arrival, start, names)
+    for (number, _), start in zip(coming.offloads if ahead else (), starts[len(coming.gathers) :], strict=False):
+        offloads[number] = replace(offloads[number], reload_before=names[start.copy])
+    numbers = {decision.bucket: number for number, decision in enumerate(placed)}
+    # Those that come up after the last reduction start where the bucket before them is updated.
+    through = [] if plan.updates_wait or not ahead else [u for u in coming.updates if u.bucket.index not in on_host]
+    moved = [*(number for number, _ in states), *(numbers[update.bucket.index] for update in through)]
+    for number, start in zip(moved, starts[len(entries) - len(states) :], strict=False):
+        placed[number] = _state(plan.states[number], start, names)
+    in_turn = _in_turn(placed, coming.updated)
+    return replace(plan, gathers=tuple(gathers), offloads=tuple(offloads), states=tuple(in_turn))
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """What comes from slower tiers in a plan, by its number among the plan's decisions of a kind, and updates whose
+    states are on the host.
+
+    ``states`` are those on nvme. ``updated``: the run after which each trained bucket is updated. ``run_seconds`` are
+    those of runs, with the updates after them whose states are on the device.
+    """
+
+    gathers: list[tuple[int, Arrival]]
+    offloads: list[tuple[int, Arrival]]
+    states: list[tuple[int, Arrival]]
+    updates: list[Update]
+    updated: Mapping[int, int]
+    run_seconds: list[float]
+
+
+def _coming(
+    plan: Plan,
+    step: StepGraph,
+    layout: BucketLayout,
+    state_bytes: Mapping[int, int],
+    spans: Sequence[UnitRun],
+    machine: Machine,
+) -> _Coming:
+    at, away = Positions(step, spans), plan.away
     tiers = {decision.bucket: decision.tier for decision in plan.parameters}
     gathers: list[tuple[int, Arrival]] = []
     for number, gather in enumerate(plan.gathers):
@@ -147,28 +197,48 @@ def place_arrivals(
             bucket = layout.buckets[gather.bucket]
             run = at.run(gather.issue if bucket.num_ranks > 1 else gather.first)
             size, tier = bucket.shard_bytes, tiers[gather.bucket]
-            gathers.append((number, Arrival(size, tier, "device", run, run, at.begin_of_body(run))))
-    states: list[tuple[int, Arrival]] = []
-    updated = updates_of(plan, step, layout, at)
+            gathers.append((number, Arrival(size, tier, "device", run, run, at.begin_of_body(run), gather.bucket)))
+    updated, last_run = updates_of(plan, step, layout, at), len(spans) - 1
+    uses = {
+        bucket.index: at.run_of(nodes[0]) for bucket, nodes in parameter_uses(step, layout) if may_run_on(plan, bucket)
+    }
+    states, updates = list[tuple[int, Arrival]](), dict[int, Update]()
     for number, decision in enumerate(plan.states):
-        size = state_bytes.get(decision.bucket, 0)
-        if decision.bucket in tiers and not layout.buckets[decision.bucket].has_master:
-            size += layout.buckets[decision.bucket].shard_bytes
-        source, side = decision.tier, decision.update
-        if source != side and size and not plan.updates_wait and (ahead or side == "host"):
-            last = updated[decision.bucket]
-            states.append((number, Arrival(size, source, side, last + 1, last, at.begin_of_body(last))))
-    arrivals = [arrival for _, arrival in (*gathers, *states)]
+        bucket, size = layout.buckets[decision.bucket], state_bytes.get(decision.bucket, 0)
+        size += bucket.shard_bytes if decision.bucket in tiers and not bucket.has_master else 0
+        if not size or decision.delayed or decision.bucket not in updated:
+            continue
+        last = last_run if plan.updates_wait else updated[decision.bucket]
+        earliest = last if plan.updates_wait else at.begin_of_body(last)
+        if decision.tier == "host":
+            arrival = Arrival(size, "host", "device", last + 1, last, earliest)
+            updates[decision.bucket] = Update.of(
+                bucket, arrival, plan.stage, machine, is_away=decision.bucket in away,
+                used=uses.get(decision.bucket), waits=plan.updates_wait,
+            )  # fmt: skip
+        elif decision.tier != decision.update and not plan.updates_wait:
+            states.append((number, Arrival(size, decision.tier, decision.update, last + 1, last, earliest)))
     run_seconds = [run.end_seconds - run.start_seconds for run in spans]
-    starts = (starts_of if ahead else _read_ahead)(arrivals, run_seconds, machine)
-    new_gathers, new_states = list(plan.gathers), list(plan.states if ahead else map(_at_once, plan.states))
-    names = [run.first.name for run in spans]
-    for (number, arrival), start in zip(gathers, starts, strict=False):
-        new_gathers[number] = _gather(plan.gathers[number], arrival, start, names)
-    for (number, _), start in zip(states, starts[len(gathers) :], strict=True):
-        new_states[number] = _state(plan.states[number], start, names)
-    new_states = _in_turn(new_states, updated)
-    return replace(plan, gathers=tuple(new_gathers), states=tuple(new_states))
+    for index in updated.keys() - {decision.bucket for decision in plan.states}:
+        bucket, size = layout.buckets[index], state_bytes.get(index, 0)
+        last = last_run if plan.updates_wait else updated[index]
+        touched = touched_bytes(bucket, size, bucket.updated_numel(plan.stage))
+        run_seconds[last] += touched / machine.memory_bandwidth
+    in_order = [updates[bucket] for bucket in updated if bucket in updates]
+    return _Coming(gathers, _reloads(plan, step, spans, at), states, in_order, updated, run_seconds)
+
+
+def _reloads(plan: Plan, step: StepGraph, spans: Sequence[UnitRun], at: Positions) -> list[tuple[int, Arrival]]:
+    """The copies back of activations on the host: after those are gone, and not before backward begins."""
+    by_name, reloads = step.nodes_by_name(), list[tuple[int, Arrival]]()
+    for number, offload in enumerate(plan.offloads):
+        if offload.tier != "host":
+            continue
+        again = (node for node in consumers(by_name[offload.value]) if origin(node).phase is not Phase.FORWARD)
+        needed, freed = min(map(at.run_of, again)), at.run(offload.free_after)
+        backward = next(run for run in range(freed, needed + 1) if spans[run].phase is not Phase.FORWARD)
+        reloads.append((number, Arrival(offload.num_bytes, "host", "device", needed, needed, max(backward, freed + 2))))
+    return reloads
 
 
 def _gather(decision: GatherDecision, arrival: Arrival, start: CopyStart, names: Sequence[str]) -> GatherDecision:

@@ -18,11 +18,11 @@ from zerofx.ir.operators.lists import OPERATORS
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import UnitPhase
 from zerofx.scheduler.cost.transfers import copy_seconds
-from zerofx.scheduler.decide.prefetch import NUM_BUFFERS
 from zerofx.scheduler.plan.decisions import StateDecision
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.units import format_bytes, format_seconds
 
+NUM_BUFFERS = 3  # buckets whose states are on their way from and to nvme: read, updated, written back
 _FLOPS = OPERATORS["_fused_adam_"].per_element
 
 
@@ -158,12 +158,16 @@ def _on_host(bucket: Bucket, num_bytes: int, numel: int, tier: Tier, machine: Ma
 
 
 def host_seconds(bucket: Bucket, num_bytes: int, numel: int, machine: Machine) -> float:
-    """Seconds of the host's for an update of ``numel`` elements in one pass over its memory: it reads the gradient,
-    reads and writes ``num_bytes`` of states and what it updates, and writes new parameters where they are a cast."""
+    """Seconds of the host's for an update of ``numel`` elements in one pass over its memory."""
+    return machine.host_seconds(_FLOPS * numel, touched_bytes(bucket, num_bytes, numel))
+
+
+def touched_bytes(bucket: Bucket, num_bytes: int, numel: int) -> int:
+    """What an update of ``numel`` elements reads and writes in one pass: it reads the gradient, reads and writes
+    ``num_bytes`` of states and what it updates, and writes new parameters where they are a cast."""
     updated = 0 if bucket.has_master else numel * bucket.dtype.itemsize
     new = numel * bucket.compute_dtype.itemsize if bucket.has_master else 0
-    touched = 2 * (num_bytes + updated) + numel * bucket.reduce_dtype.itemsize + new
-    return machine.host_seconds(_FLOPS * numel, touched)
+    return 2 * (num_bytes + updated) + numel * bucket.reduce_dtype.itemsize + new
 
 
 def delayed_levels(layout: BucketLayout, state_bytes: Mapping[int, int], stage: int) -> dict[Bucket, StateLevel]:

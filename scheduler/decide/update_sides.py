@@ -3,86 +3,388 @@
 Through the device a bucket's states and masters come up and go down again. On the host its gradient goes down, the host
 computes, and the new parameters come up. The first way takes the links, the second the host's memory: two resources
 that work at once. The updates that run on the host are the first ones, which have the rest of backward to hide in, or
-every second or third one, so that links have the time of several layers for each of the others: whatever leaves the
-step the shortest on a timeline of links, host and computation.
+they are spread evenly, so that links have the time of several layers for each of the others: whatever lets the step end
+the soonest by the pace of its lanes: when computation reaches each run of layers, with what links and the host do
+meanwhile.
 
-    host way      gradient down -> update on the host -> parameters up
-    device way    states up -> update on the device -> states down
+Runs compute in order. What arrives from a slower tier is copied one at a time on each link, of what may be asked for
+the one that is wanted first, and computation waits where it is not there in time. A bucket whose states are on the host
+is updated after the run that completes its gradient, on one of two sides:
 
-Where gradients are clipped all updates are after the last reduction, those on the host first, in the order in which the
-next step needs them: what it needs late may be updated while it runs.
+    on the host      gradient down -> update on the host -> parameters up
+    on the device    states up -> computation waits for them -> states down
+
+Computation goes on meanwhile, but for one thing: what the update before has on its way down is awaited where the next
+update is, so that no more than one bucket's is held. Nor does the step's end wait for what may run on into the next one
+(``may_run_on``), which waits where it first reads those parameters: the pace is that of a step among steps like it.
+
+Where gradients are clipped, all updates are after the last run, those on the host first, in the order in which the next
+step needs them: what it needs late may be updated while it runs.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 
 from zerofx.ir.buckets import Bucket
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.transfers import copy_seconds
-from zerofx.scheduler.decide.states import StateLevel, host_seconds
+from zerofx.scheduler.decide.states import StateLevel, host_seconds, touched_bytes
 from zerofx.scheduler.plan.decisions import StateDecision
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.units import format_seconds
 
-
-@dataclass(frozen=True)
-class Ready:
-    """A bucket whose states are on the host; when its gradient is complete, and when the next step needs what was
-    updated on the host, in seconds from the step's begin."""
-
-    bucket: Bucket
-    num_state_bytes: int
-    seconds: float
-    use_seconds: float = 0.0
+_NEW = -1  # parameters that the host has updated go up before all that later runs want
+_STEPS = 4  # paced at most, until two are alike; with nothing that runs on, one
+_SAME_SECONDS = 1e-9  # what two steps like each other differ by, as their seconds are rounded
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """What is known of a step before its updates: when it has computed all, and from when on states may come up, after
-    the activations that links bring back; ``ahead``: whether they come up, and go down, while something else computes.
-    No update begins before ``begin_seconds``.
+class Arrival:
+    """``num_bytes`` that are wanted on tier ``to`` before run ``needed``.
+
+    They may be asked for from run ``earliest`` on, and up to run ``latest``. ``bucket``: whose parameters they are,
+    which come up once the host has updated them.
     """
 
+    num_bytes: int
+    tier: Tier
+    to: Tier
+    needed: int
+    latest: int
+    earliest: int = 0
+    bucket: int | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """A bucket with states on the host, whose gradient is complete ``after`` a run, and the seconds that its update
+    takes of links, of the host and of the device on either side.
+
+    ``states``: how they arrive for an update on the device. ``handed_bytes`` are what the host is given for an update
+    there, besides the states. ``used``: the run of the next step that first reads parameters that the host may go on to
+    update in it; None where their own step awaits them. ``waits``: whether the update is after the step's last run.
+    """
+
+    bucket: Bucket
+    after: int
+    states: Arrival
+    computed: float
+    states_down: float
+    gradient_down: float
+    host: float
+    parameters_up: float
+    handed_bytes: int
+    used: int | None = None
+    waits: bool = False
+
+    @staticmethod
+    def of(
+        bucket: Bucket, states: Arrival, stage: int, machine: Machine, *,
+        is_away: bool, used: int | None = None, waits: bool = False,
+    ) -> Update:  # fmt: skip
+        """The update of ``bucket`` after run ``states.latest``; ``is_away``: whether its parameters are on the host
+        too. One that ``waits`` has its gradient on the host by then."""
+        numel = bucket.updated_numel(stage)
+        gradient, new = numel * bucket.reduce_dtype.itemsize, numel * bucket.compute_dtype.itemsize
+        stored = states.num_bytes - (new if is_away and not bucket.has_master else 0)
+        return Update(
+            bucket,
+            states.latest,
+            states,
+            touched_bytes(bucket, stored, numel) / machine.memory_bandwidth,
+            copy_seconds(stored + (new if is_away else 0), "device", "host", machine),
+            0.0 if waits else copy_seconds(gradient, "device", "host", machine),
+            host_seconds(bucket, stored, numel, machine),
+            0.0 if is_away else copy_seconds(new, "host", "device", machine),
+            gradient + (new if bucket.has_master else 0),
+            used,
+            waits,
+        )
+
+    def turn(self, *, on_host: bool) -> tuple[bool, int]:
+        """What updates are sorted by that would run one after the other otherwise."""
+        runs_on = self.waits and on_host and self.used is not None
+        return not runs_on, (self.used or 0) if runs_on else 0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """In seconds from a step's begin: ``reached``, when computation reaches each run, and the end of the last;
+    ``end_seconds``, when the next step begins; ``new``, when parameters that the host has updated are up, each with the
+    seconds that its copy takes.
+    """
+
+    reached: tuple[float, ...]
     end_seconds: float
-    up_seconds: float
-    ahead: bool = True
-    begin_seconds: float = 0.0
+    new: tuple[tuple[float, float], ...] = ()
+
+    def is_like(self, other: Pace) -> bool:
+        """Whether another step is at each run at the same time."""
+        times = zip((*self.reached, self.end_seconds), (*other.reached, other.end_seconds), strict=True)
+        return all(abs(mine - others) <= _SAME_SECONDS for mine, others in times)
+
+
+def pace(
+    arrivals: Sequence[Arrival],
+    updates: Sequence[Update],
+    on_host: Collection[int],
+    run_seconds: Sequence[float],
+    machine: Machine,
+    *,
+    ahead: bool = True,
+) -> Pace:
+    """The pace of a step, among steps like it, in which all is copied as soon as its link is free.
+
+    Args:
+        arrivals: what is wanted from slower tiers, but for the states of ``updates``.
+        updates: in their order.
+        on_host: indices of the buckets that are updated on the host; the others are on the device.
+        run_seconds: those of each run.
+        machine: its links.
+        ahead: whether copies overlap with computation, or are awaited at once.
+    """
+    lanes = _Lanes(machine, ahead)
+    paced = _pace_one(lanes, arrivals, updates, on_host, run_seconds)
+    for _ in range(_STEPS - 1 if lanes.runs_on else 0):
+        before, paced = paced, _pace_one(lanes, arrivals, updates, on_host, run_seconds)
+        if paced.is_like(before):
+            break
+    return paced
+
+
+def _pace_one(
+    lanes: _Lanes,
+    arrivals: Sequence[Arrival],
+    updates: Sequence[Update],
+    on_host: Collection[int],
+    run_seconds: Sequence[float],
+) -> Pace:
+    """The pace of the step that comes next on ``lanes``."""
+    there = [update for update in updates if update.bucket.index in on_host]
+    coming = [*arrivals, *(update.states for update in updates if update.bucket.index not in on_host)]
+    asked = sorted(coming, key=lambda arrival: arrival.earliest, reverse=True)
+    wanted = sorted(arrivals, key=lambda arrival: arrival.needed, reverse=True)
+    used = sorted(((u.used, u.bucket.index) for u in there if u.used is not None), reverse=True)
+    due = sorted(updates, key=lambda update: update.turn(on_host=update.bucket.index in on_host))[::-1]
+    begun, reached = lanes.begin(), []
+    for run, seconds in enumerate((*run_seconds, 0.0)):
+        while due and due[-1].after < run:
+            update = due.pop()
+            lanes.update(update, on_host=update.bucket.index in on_host)
+        while lanes.ahead and asked and asked[-1].earliest <= run:
+            lanes.ask(asked.pop())
+        while used and used[-1][0] <= run:
+            lanes.settle(used.pop()[1])
+        while wanted and wanted[-1].needed <= run:
+            lanes.wait(wanted.pop())
+        reached.append(lanes.now - begun)
+        lanes.now += seconds
+    lanes.end([update.bucket.index for update in there if update.used is None])
+    new = ((end - begun, seconds) for end, seconds in lanes.new if end > begun)
+    return Pace(tuple(reached), lanes.now - begun, tuple(new))
+
+
+class _Lanes:
+    """When computation (``now``), each link and the host are free; ``ahead`` as in ``pace``."""
+
+    def __init__(self, machine: Machine, ahead: bool) -> None:
+        self._machine, self.ahead, self.now = machine, ahead, 0.0
+        self._up = self._down = self._host = self._drive = 0.0
+        # When it may be copied up, for which run, number, seconds.
+        self._asked: list[tuple[float, int, int, float]] = []
+        self._ready: list[tuple[int, int, float]] = []  # of those, what may be copied by now
+        self._count = itertools.count()
+        self._numbers: dict[int, int] = {}  # of a step's arrivals, in the order in which they were asked for
+        self._there: dict[int, float] = {}  # when each is there, by number
+        self._new_seconds: dict[int, float] = {}
+        self._updated: dict[int, float] = {}  # when the host has updated a bucket
+        self._under_way: dict[int, int] = {}  # by bucket, the number of the copy up of what the host has updated
+        self.new: list[tuple[float, float]] = []
+
+    @property
+    def runs_on(self) -> bool:
+        """Whether the next step begins with something under way."""
+        return bool(self._under_way)
+
+    def begin(self) -> float:
+        """Begin a step, with what is under way; returns when that is."""
+        self._numbers.clear()
+        self.new.clear()
+        return self.now
+
+    def ask(self, arrival: Arrival) -> None:
+        """Let what is wanted be copied from now on."""
+        number, begin = self._next(arrival), self.now
+        if arrival.bucket is not None:
+            begin = max(begin, self._updated.get(arrival.bucket, 0.0))
+        if arrival.tier == "nvme":
+            seconds = copy_seconds(arrival.num_bytes, "nvme", "host", self._machine)
+            begin = self._drive = max(begin, self._drive) + seconds
+        if arrival.to == "device":
+            seconds = copy_seconds(arrival.num_bytes, "host", "device", self._machine)
+            heappush(self._asked, (begin, arrival.needed, number, seconds))
+        else:
+            self._there[number] = begin
+
+    def _next(self, asked: Arrival | Update) -> int:
+        return self._numbers.setdefault(id(asked), next(self._count))
+
+    def wait(self, arrival: Arrival) -> None:
+        """Computation stands still until it is there."""
+        if not self.ahead:
+            self.ask(arrival)
+        self._hold(self._numbers[id(arrival)])
+
+    def settle(self, bucket: int) -> None:
+        """Computation stands still until what the host has updated is there, if it is still under way."""
+        if bucket in self._under_way:
+            self._hold(self._under_way.pop(bucket))
+
+    def _hold(self, number: int) -> None:
+        while number not in self._there:
+            self._copy_up()
+        self.now = max(self.now, self._there[number])
+
+    def _copy_up(self) -> None:
+        """Copy the one that is wanted first, of what may be copied by now, until it is done or another one may be too.
+
+        A copy that is under way is put off for one that is wanted before it: it could have been begun later.
+        """
+        if not self._ready:
+            self._up = max(self._up, self._asked[0][0])
+        while self._asked and self._asked[0][0] <= self._up:
+            _, needed, number, seconds = heappop(self._asked)
+            heappush(self._ready, (needed, number, seconds))
+        needed, number, seconds = heappop(self._ready)
+        if self._asked and self._asked[0][0] < self._up + seconds:
+            heappush(self._ready, (needed, number, self._up + seconds - self._asked[0][0]))
+            self._up = self._asked[0][0]
+            return
+        self._up += seconds
+        self._there[number] = self._up
+        if needed == _NEW:
+            self.new.append((self._up, self._new_seconds[number]))
+
+    def update(self, update: Update, *, on_host: bool) -> None:
+        """Update a bucket once what the update before has on its way is down."""
+        self.now = max(self.now, self._down)
+        if on_host:
+            self._down = self.now + update.gradient_down
+            self._host = max(self._host, self._down) + update.host
+            self._updated[update.bucket.index] = self._host
+            number = self._under_way[update.bucket.index] = self._next(update)
+            self._new_seconds[number] = update.parameters_up
+            heappush(self._asked, (self._host, _NEW, number, update.parameters_up))
+        else:
+            self.wait(update.states)
+            self.now += update.computed
+            self._down = self.now + update.states_down
+        if not self.ahead:
+            self.now = self._down
+
+    def end(self, awaited: Iterable[int]) -> None:
+        """End a step once all is down, and what the host updates of the buckets ``awaited`` is there."""
+        self.now = max(self.now, self._down)
+        for bucket in awaited:
+            self.settle(bucket)
+        while self._up < self.now and (self._ready or (self._asked and self._asked[0][0] < self.now)):
+            self._copy_up()
+
+
+def latest_starts(
+    arrivals: Sequence[Arrival],
+    deadlines: Sequence[float],
+    seconds: Sequence[float],
+    others: Sequence[tuple[float, float]] = (),
+) -> list[float]:
+    """When copies on one link may begin at the latest.
+
+    Going back from the last deadline, of what may end then the one is copied that may be asked for the latest.
+    ``others``: when what else is copied ends, each with the seconds that it takes.
+    """
+    # From the last to the first to be asked for: a fixed copy before all else.
+    rank = [(-arrival.earliest, -arrival.needed) for arrival in arrivals] + [(-math.inf, 0)] * len(others)
+    ends = [*deadlines, *(end for end, _ in others)]
+    takes = [*seconds, *(time for _, time in others)]
+    order = sorted(range(len(ends)), key=lambda n: (ends[n], -rank[n][1], n))
+    starts = [0.0] * len(ends)
+    free, ending = math.inf, list[tuple[float, int, int]]()
+    while order or ending:
+        if not ending:
+            free = min(free, ends[order[-1]])
+        while order and ends[order[-1]] >= free:
+            number = order.pop()
+            heappush(ending, (*rank[number], -number))
+        number = -heappop(ending)[2]
+        free = starts[number] = min(free, ends[number]) - takes[number]
+    return starts[: len(arrivals)]
+
+
+_TRIED = 16  # numbers of updates on the host that are tried at first, before those around the best
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What the host may be handed for updates: ``levels`` say what buckets take of it already, ``spare_bytes`` what it
+    has left for gradients and new parameters."""
+
+    levels: Mapping[Bucket, StateLevel]
+    spare_bytes: int
+
+    def of(self, update: Update) -> int:
+        """Bytes that an update on the host takes of what is left."""
+        return 0 if self.levels[update.bucket].update == "host" else update.handed_bytes
 
 
 def balance_updates(
     decisions: Sequence[StateDecision],
-    levels: Mapping[Bucket, StateLevel],
-    ready: Sequence[Ready],
-    timeline: Timeline,
-    spare_bytes: int,
-    stage: int,
+    updates: Sequence[Update],
+    arrivals: Sequence[Arrival],
+    run_seconds: Sequence[float],
+    handed: Handed,
     machine: Machine,
+    *,
+    ahead: bool,
 ) -> tuple[StateDecision, ...]:
-    """``decisions``, with the side of each update that leaves the step the shortest.
+    """``decisions``, with the side of each update that lets the step end the soonest.
 
     Args:
-        decisions: where states are; those that are delayed, or not on the host, stay as they are.
-        levels: what each of these buckets takes of the host.
-        ready: the buckets that may be updated on either side.
-        timeline: what the updates overlap with.
-        spare_bytes: what the host has left for gradients and new parameters of buckets that are updated there.
-        stage: the ZeRO stage.
+        decisions: where states are; those that are not of ``updates`` stay as they are.
+        updates: those that may run on either side, in their order.
+        arrivals: what else comes up from slower tiers.
+        run_seconds: those of each run of the step.
+        handed: what the host may be handed.
         machine: its links and its host.
+        ahead: whether copies overlap with computation.
     """
-    in_order = sorted(ready, key=lambda entry: (entry.seconds, -entry.use_seconds))
-    costs = [_Costs.of(entry, stage, machine) for entry in in_order]
-    needed = [0 if levels[e.bucket].update == "host" else c.handed_bytes for e, c in zip(in_order, costs, strict=True)]
-    fitting = [ways for ways in _ways(len(costs)) if sum(itertools.compress(needed, ways)) <= spare_bytes]
-    best = min(fitting, key=lambda ways: _end(costs, ways, timeline), default=(False,) * len(costs))
-    exposed = max(0.0, _end(costs, best, timeline) - timeline.end_seconds)
+    if not updates:
+        return tuple(decisions)
+    needed = [handed.of(update) for update in updates]
+    ends: dict[frozenset[int], float] = {}
+
+    def end(on_host: frozenset[int]) -> float:
+        if on_host not in ends:
+            buckets = [updates[number].bucket.index for number in on_host]
+            fits = sum(needed[number] for number in on_host) <= handed.spare_bytes
+            paced = pace(arrivals, updates, buckets, run_seconds, machine, ahead=ahead) if fits else None
+            ends[on_host] = paced.end_seconds if paced else float("inf")
+        return ends[on_host]
+
+    gap = max(1, len(updates) // _TRIED)
+    best = min((way for most in range(0, len(updates) + 1, gap) for way in _ways(most, len(updates))), key=end)
+    while gap := gap // 2:
+        near = (most for most in (len(best) - gap, len(best) + gap) if 0 <= most <= len(updates))
+        best = min([best, *(way for most in near for way in _ways(most, len(updates)))], key=end)
+    exposed = max(0.0, end(best) - sum(run_seconds))
+    why = f"{len(best)} of {len(updates)} are updated on the host, and {format_seconds(exposed)} exposed for all"
     sides: dict[int, Tier] = {
-        entry.bucket.index: "host" if on_host else "device" for entry, on_host in zip(in_order, best, strict=True)
+        update.bucket.index: "host" if n in best else "device" for n, update in enumerate(updates)
     }
-    why = f"{sum(best)} of {len(best)} are updated on the host, and {format_seconds(exposed)} exposed for all"
     return tuple(
         replace(decision, update=side, reason=f"{decision.reason.partition(';')[0]}; updated on the {side}: {why}")
         if (side := sides.get(decision.bucket))
@@ -91,87 +393,9 @@ def balance_updates(
     )
 
 
-def _ways(num: int) -> Iterator[tuple[bool, ...]]:
-    """Which updates, in their order, may run on the host: any number of them, the first ones or spread evenly."""
-    for most in range(num + 1):
-        yield tuple(i < most for i in range(num))
-        yield tuple((i + 1) * most // num > i * most // num for i in range(num))
-
-
-@dataclass(frozen=True)
-class _Costs:
-    """Seconds of one bucket's update on each link and on the host, either way, and when its gradient is complete."""
-
-    ready: float
-    use: float
-    states_up: float
-    states_down: float
-    gradient_down: float
-    host: float
-    parameters_up: float
-    handed_bytes: int
-
-    @staticmethod
-    def of(entry: Ready, stage: int, machine: Machine) -> _Costs:
-        numel, states = entry.bucket.updated_numel(stage), entry.num_state_bytes
-        gradient, new = numel * entry.bucket.reduce_dtype.itemsize, numel * entry.bucket.compute_dtype.itemsize
-        return _Costs(
-            entry.seconds,
-            entry.use_seconds,
-            copy_seconds(states, "host", "device", machine),
-            copy_seconds(states, "device", "host", machine),
-            copy_seconds(gradient, "device", "host", machine),
-            host_seconds(entry.bucket, states, numel, machine),
-            copy_seconds(new, "host", "device", machine),
-            gradient + (new if entry.bucket.has_master else 0),
-        )
-
-
-def _end(costs: Sequence[_Costs], on_host: Sequence[bool], timeline: Timeline) -> float:
-    """The seconds of a step of whose updates these run ``on_host``, to the begin of the next one, which runs next to
-    what they leave under way.
-
-    An update on the device holds computation until its states are there, and those of the update before are down.
-    """
-    begins, ends, up = timeline.begin_seconds, timeline.end_seconds, timeline.up_seconds
-    down = host = held = 0.0
-    given: list[tuple[float, float, _Costs]] = []  # to the host, and when the gradient has landed
-    updated: list[tuple[float, _Costs]] = []  # when the host is done with each
-
-    def update_given() -> None:
-        nonlocal host
-        for _, landed, cost in sorted(given, key=lambda entry: (entry[0], entry[2].use)):
-            host = max(host, landed) + cost.host
-            updated.append((host, cost))
-        given.clear()
-
-    def bring_up(until: float) -> None:
-        nonlocal up, ends
-        while updated and updated[0][0] <= until:
-            done, cost = updated.pop(0)
-            up = max(up, done) + cost.parameters_up
-            ends = max(ends, up - cost.use)
-
-    sides = zip(costs, on_host, strict=True)
-    for cost, is_on_host in sorted(
-        sides, key=lambda entry: entry[0].ready if entry[1] else max(entry[0].ready, begins)
-    ):
-        if is_on_host:
-            down = max(down, cost.ready + held) + cost.gradient_down
-            given.append((max(cost.ready, begins), max(down, begins), cost))
-            continue
-        now = max(cost.ready, begins) + held
-        update_given()
-        bring_up(up)
-        if not timeline.ahead:
-            done = max(now, up, down) + cost.states_up
-            up = down = done + cost.states_down
-            held += down - now
-        else:
-            up += cost.states_up
-            done = max(now, up, down)
-            held += done - now
-            down = done + cost.states_down
-    update_given()
-    bring_up(math.inf)
-    return max(timeline.end_seconds + held, ends, down)
+def _ways(most: int, num: int) -> Iterator[frozenset[int]]:
+    """Which ``most`` of ``num`` updates, in their order, may run on the host: the first ones, or spread evenly, with
+    the last or the first among them."""
+    yield frozenset(range(most))
+    yield frozenset(i for i in range(num) if (i + 1) * most // num > i * most // num)
+    yield frozenset(i for i in range(num) if -(i + 1) * most // num < -i * most // num)

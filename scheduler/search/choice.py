@@ -7,21 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zerofx.ir.buckets import Bucket
-from zerofx.ir.facts import Phase
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.activations.recompute import put_off, recompute
 from zerofx.passes.activations.spread import spread
 from zerofx.passes.divide import end_regions_at
-from zerofx.passes.lib.placed_states import may_run_on
-from zerofx.scheduler.cost.timeline import Positions, UnitPhase, runs
-from zerofx.scheduler.cost.transfers import copy_seconds
+from zerofx.scheduler.cost.timeline import UnitPhase
 from zerofx.scheduler.decide.gradients import place_gradients
 from zerofx.scheduler.decide.offload import Capacity, OffloadRequest, place
-from zerofx.scheduler.decide.prefetch import NUM_BUFFERS, place_arrivals, updates_of
-from zerofx.scheduler.decide.residency import PolicyOptions, decide, parameter_uses
+from zerofx.scheduler.decide.prefetch import place_arrivals
+from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.decide.spread import spreads_of
-from zerofx.scheduler.decide.states import StateLevel, decisions_of
-from zerofx.scheduler.decide.update_sides import Ready, Timeline, balance_updates
+from zerofx.scheduler.decide.states import NUM_BUFFERS, StateLevel, decisions_of
+from zerofx.scheduler.decide.update_sides import Handed
 from zerofx.scheduler.plan.decisions import (
     GradientDecision,
     ParameterDecision,
@@ -97,9 +94,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
     keep = "all" if question.asked.keep == "all" else chosen.keep
     options = PolicyOptions(chosen.prefetch, keep, chosen.hide_reductions)
     plan = decide(carried_out, question.layout, plan, options, each=chosen.each)
-    if question.fixed is None:
-        spare = left.host - sum(decision.num_bytes for decision in offloads if decision.tier == "host")
-        plan = replace(plan, states=_balance(plan, carried_out, chosen, spare, question))
+    spare = left.host - sum(decision.num_bytes for decision in offloads if decision.tier == "host")
     plan = place_arrivals(
         plan,
         carried_out,
@@ -108,46 +103,16 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         chosen.seconds,
         question.machine,
         ahead=chosen.prefetch > 0,
+        handed=Handed(chosen.state_levels, spare) if question.fixed is None else None,
     )
     return plan, carried_out
-
-
-def _balance(
-    plan: Plan, step: StepGraph, chosen: Choice, spare_bytes: int, question: Question
-) -> tuple[StateDecision, ...]:
-    """Where states are, each with the side of its update that leaves the step the shortest."""
-    spans = runs(step, chosen.seconds)
-    at, end = Positions(step, spans), spans[-1].end_seconds
-    last_runs = updates_of(plan, step, question.layout, at)
-    uses = {
-        bucket.index: spans[at.run_of(nodes[0])].start_seconds
-        for bucket, nodes in parameter_uses(step, question.layout)
-        if may_run_on(plan, bucket)
-    }
-    ready = [
-        Ready(
-            question.layout.buckets[decision.bucket],
-            question.state_bytes[decision.bucket],
-            spans[last_runs[decision.bucket]].end_seconds,
-            uses.get(decision.bucket, 0.0),
-        )
-        for decision in plan.states
-        if decision.tier == "host" and not decision.delayed and decision.bucket in last_runs
-    ]
-    back = next((run.start_seconds for run in spans if run.phase is Phase.BACKWARD), 0.0)
-    back += sum(copy_seconds(decision.num_bytes, "host", "device", question.machine) for decision in plan.offloads)
-    begin = end if plan.updates_wait else 0.0
-    timeline = Timeline(end, max(back, begin), chosen.prefetch > 0, begin)
-    return balance_updates(
-        plan.states, chosen.state_levels, ready, timeline, spare_bytes, question.stage, question.machine
-    )
 
 
 def _choice(question: Question, items: Sequence[Item], moves: Mapping[int, Move]) -> Choice:
     """What is decided about each item, given the last move made for those that have been moved."""
     asked = question.asked
     named = () if isinstance(asked.keep, str) else asked.keep
-    chosen = Choice(asked.prefetch, dict.fromkeys(named, "as asked"), dict(question.facts.seconds))
+    chosen = Choice(asked.prefetch, dict.fromkeys(named, "as asked"), dict(question.facts.run_seconds))
     chosen.states += decisions_of(question.delayed)
     chosen.state_levels |= question.delayed
     if question.fixed is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zerofx.ir.aliasing import Storage, storage_source
-from zerofx.ir.facts import piece_of
+from zerofx.ir.facts import Phase, piece_of
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.divide import divide
 from zerofx.passes.tile import tile
@@ -17,6 +17,7 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import UnitPhase, seconds_by_place
 from zerofx.scheduler.decide.activations import Segment, segments
 from zerofx.scheduler.plan.decisions import PieceDecision, TileDecision
+from zerofx.scheduler.search.target import Target
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,14 @@ class GraphFacts:
     """A captured graph and a machine, with what follows from the two whatever is asked; each found once.
 
     ``tiles``: what is tiled in it. ``divides``: whether what is outside layers is divided into pieces where that pays;
-    what is not can be computed again as a whole.
+    what is not can be computed again as a whole. ``target`` says how the step runs, where that is known.
     """
 
     step: StepGraph
     machine: Machine
     tiles: tuple[TileDecision, ...] = ()
     divides: bool = True
+    target: Target | None = None
 
     @cached_property
     def tiled(self) -> StepGraph:
@@ -83,6 +85,16 @@ class GraphFacts:
     def seconds(self) -> dict[UnitPhase, float]:
         """Seconds of computation by unit and phase."""
         return seconds_by_place(self.divided, self.machine)
+
+    @cached_property
+    def run_seconds(self) -> dict[UnitPhase, float]:
+        """Seconds of computation by unit and phase as the step runs, which copies are placed by."""
+        return self.seconds if self.target is None else self.target.seconds_by_place(self.divided)
+
+    def share_run(self, unit: str) -> float:
+        """What forward of a unit takes as the step runs, for one second by the rooflines of its operators."""
+        alone = self.seconds.get((unit, Phase.FORWARD), 0.0)
+        return self.run_seconds[unit, Phase.FORWARD] / alone if alone else 1.0
 
     @cached_property
     def seconds_of_one(self) -> dict[UnitPhase, float]:

@@ -39,7 +39,8 @@ class Activations(Item):
     def choose(self, move: Move, question: Question, chosen: Choice) -> None:
         segment, level = self.segment, self.levels[move.level]
         again = (segment.unit, Phase.BACKWARD)
-        chosen.seconds[again] = chosen.seconds.get(again, 0.0) + level.seconds
+        extra = level.seconds * question.facts.share_run(segment.unit)
+        chosen.seconds[again] = chosen.seconds.get(again, 0.0) + extra
         reached_level = f"level {move.level} of {len(self.levels) - 1} for {segment.name}"
         reason = (
             f"{reached_level}: the last move frees {format_bytes(move.freed_bytes)} for "
@@ -256,7 +257,7 @@ def _activations(question: Question, leaning: Leaning) -> list[Activations]:
     entries_of = {
         key: entries(part, machine, tier, alike[_kind(part)], recompute=recompute) for key, part in first.items()
     }
-    spans = runs(question.facts.divided, question.facts.seconds)
+    spans = runs(question.facts.divided, question.facts.run_seconds)
     return [Activations(part, joint_menu(entries_of[part.key], away_seconds(part, spans))) for part in parts]
 
 

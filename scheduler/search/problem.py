@@ -151,7 +151,7 @@ class Problem:
             UsageError: ``options.tile`` names what cannot be tiled.
         """
         tiles = named_tiles(self.captured, self.options.tile) if isinstance(self.options.tile, Mapping) else ()
-        return GraphFacts(self.captured, self.machine, tiles)
+        return GraphFacts(self.captured, self.machine, tiles, target=self.target)
 
     def gradients(self) -> tuple[GradientDecision, ...]:
         """The gradients that are asked to wait elsewhere between micro-batches."""

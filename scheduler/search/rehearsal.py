@@ -14,7 +14,7 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
 from zerofx.pipeline import run_quietly
-from zerofx.scheduler.cost.fusion import estimated_memory, fused_seconds
+from zerofx.scheduler.cost.fusion import estimated_memory
 from zerofx.scheduler.cost.liveness import Liveness, liveness, with_profiles
 from zerofx.scheduler.cost.simulate import Simulation, predict, simulate
 from zerofx.scheduler.plan.facts import Prediction
@@ -114,12 +114,11 @@ def _seconds_when_compiled(instructions: tuple[Instruction, ...], target: Target
     """Seconds of nodes in regions that are compiled for a GPU, by name: the last that computes has those of its region,
     which runs as one piece. Equal regions take equal times."""
     seconds: dict[str, float] = {}
+    of_regions = target.fused_seconds(regions_of(instructions))
     for region in regions_of(instructions):
-        if region.key not in target.region_seconds:
-            target.region_seconds[region.key] = fused_seconds(region, target.machine)
         seconds |= dict.fromkeys((node.name for node in region.own), 0.0)
         last = next((node for node in reversed(region.own) if not is_view(node)), region.own[-1])
-        seconds[last.name] = target.region_seconds[region.key]
+        seconds[last.name] = of_regions[region.key]
     return seconds
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from zerofx.codegen.kernels.table import kernels_in_use
+from zerofx.codegen.regions import cut, regions_of
+from zerofx.ir.graph import StepGraph
 from zerofx.options import CompileOptions
-from zerofx.scheduler.cost.liveness import MemoryEvent
+from zerofx.scheduler.cost.fusion import fused_seconds
+from zerofx.scheduler.cost.liveness import MemoryEvent, RegionLike
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.measured import MeasuredCosts
+from zerofx.scheduler.cost.timeline import UnitPhase, seconds_by_place
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.settings import Settings
 
@@ -68,6 +72,21 @@ class Target:
     def fuses(self) -> bool:
         """Whether times are those of fused kernels, which wait for memory: on a GPU, where regions are compiled."""
         return self.compiles_regions and not self.on_cpu
+
+    def fused_seconds(self, regions: Iterable[RegionLike]) -> Mapping[str, float]:
+        """What compiled regions take, by key: these, and all that were asked for before."""
+        for region in regions:
+            if region.key not in self.region_seconds:
+                self.region_seconds[region.key] = fused_seconds(region, self.machine)
+        return self.region_seconds
+
+    def seconds_by_place(self, step: StepGraph) -> dict[UnitPhase, float]:
+        """Seconds of computation in each unit and phase of a captured step, as its regions run."""
+        if self.costs is None and not self.fuses:
+            return seconds_by_place(step, self.machine)
+        regions = regions_of(cut(step))
+        costs = self.costs or MeasuredCosts(self.fused_seconds(regions))
+        return seconds_by_place(step, self.machine, costs.of_nodes(regions, self.machine))
 
     def with_costs(self, costs: MeasuredCosts, mesh: Mesh) -> Target:
         """The same where operators, and links between the ranks of ``mesh``, take what was measured."""

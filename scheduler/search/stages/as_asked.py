@@ -37,7 +37,9 @@ def _as_asked(problem: Problem) -> Plan:
     facts, gradients = problem.facts(), problem.gradients()
     # Only copies that are to be placed ask how long computation takes.
     placed = (
-        place_gradients(gradients, facts.divided, problem.layout, facts.seconds, problem.machine) if gradients else ()
+        place_gradients(gradients, facts.divided, problem.layout, facts.run_seconds, problem.machine)
+        if gradients
+        else ()
     )
     plan = replace(problem.undecided(), tiles=facts.tiles, states=decisions_of(problem.delayed()), gradients=placed)
     return decide(facts.tiled, problem.layout, plan, problem.options.policy, each=problem.reduced_each())

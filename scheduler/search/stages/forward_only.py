@@ -55,7 +55,7 @@ def _plans(problem: Problem) -> Iterator[Plan]:
     ladder = rungs(problem.captured, may_tile)
     undecided = problem.undecided()
     for tiles in (tiles for rung in ladder for tiles in rung):
-        facts = GraphFacts(problem.captured, problem.machine, tiles)
+        facts = GraphFacts(problem.captured, problem.machine, tiles, target=problem.target)
         for units in range(problem.options.policy.prefetch, -1, -1):
             yield _plan(problem, replace(undecided, tiles=tiles), facts, units)
 
@@ -65,5 +65,5 @@ def _plan(problem: Problem, plan: Plan, facts: GraphFacts, units: int) -> Plan:
     assert locations is not None, "it is known where an evaluation's parameters lie"
     plan = replace(plan, parameters=locations.parameters)
     plan = decide(facts.divided, problem.layout, plan, PolicyOptions(units))
-    plan = place_arrivals(plan, facts.divided, problem.layout, {}, facts.seconds, problem.machine, ahead=units > 0)
+    plan = place_arrivals(plan, facts.divided, problem.layout, {}, facts.run_seconds, problem.machine, ahead=units > 0)
     return replace(plan, states=locations.states)

@@ -13,6 +13,7 @@ from tests.lib.graphs import Block, Prepared, prepare
 from tests.lib.runs.offloads import offloading
 from zerofx.codegen.regions import Region, cut, is_free_view
 from zerofx.errors import PlanError
+from zerofx.ir import ops
 from zerofx.ir.facts import Phase, origin
 from zerofx.scheduler.plan.decisions import OffloadDecision
 
@@ -57,6 +58,20 @@ def _runs(prepared: Prepared) -> Counter[tuple[str, Phase]]:
         for region in regions
         for phase in {origin(node).phase for node in region.own if not is_free_view(node)}
     )
+
+
+def test_copies_back_that_start_at_one_place_take_the_link_in_the_order_in_which_they_are_read() -> None:
+    prepared = prepare(ThreeBlocks())
+    plan, order = offloading(prepared, prepared.plan, ["host"], near=False), prepared.step.positions()
+    by_name = prepared.step.nodes_by_name()
+    first = min((decision.reload_before for decision in plan.offloads), key=lambda name: order[by_name[name]])
+    offloads = (replace(decision, reload_before=first) for decision in plan.offloads)
+    prepared.plan = replace(plan, offloads=tuple(offloads))
+    calls = list(prepared.run().step.calls())
+    started = [node for node in calls if node.target is ops.reload]
+    awaited = [node.args[0] for node in calls if node.target is ops.wait and node.args[0] in started]
+    assert len(started) > 2
+    assert started == awaited
 
 
 def test_a_plan_without_offloads_changes_nothing() -> None:

@@ -19,9 +19,10 @@ from tests.lib.runs.training import build
 from zerofx.scheduler.cost.machine import Link, Machine, Nvme
 from zerofx.scheduler.cost.timeline import seconds_by_place
 from zerofx.scheduler.cost.transfers import copy_seconds
-from zerofx.scheduler.decide.prefetch import Arrival, place_arrivals, starts_of
+from zerofx.scheduler.decide.prefetch import place_arrivals, starts_of
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.decide.undecided import undecided
+from zerofx.scheduler.decide.update_sides import Arrival
 from zerofx.scheduler.plan.decisions import ParameterDecision, StateDecision
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
