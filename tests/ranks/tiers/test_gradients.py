@@ -197,7 +197,7 @@ def test_a_budget_sends_gradients_away() -> None:
     options: dict[str, Any] = {"accumulate": 4, "machine": small_machine(1e9), "recompute": "none"}
     free = _step(None, **options)
     expected = [free(*args) for _ in range(2)]
-    budget = int(0.6 * free.plan.peak_bytes["device"])
+    budget = int(0.55 * free.plan.peak_bytes["device"])
     step = _step(None, memory_budget=budget, offload="host", **options)
     assert [float(step(*args)) for _ in range(2)] == [float(loss) for loss in expected]
     assert step.plan.gradients and step.plan.peak_bytes["device"] <= budget
