@@ -55,7 +55,7 @@ def as_node(argument: object) -> fx.Node:
 
 @dataclass(frozen=True)
 class HoistViews:
-    """Turn ``as_strided`` views of inputs into inputs: Inductor then sees plain contiguous tensors.
+    """Turn ``as_strided`` views of inputs into inputs. Inductor then sees plain contiguous tensors.
 
         f(full, x):                                      f(x, view_0):
             w = as_strided(full, [4, 4], [4, 1], 16)         return mm(x, view_0)
@@ -99,7 +99,7 @@ _COPIES = {_aten.clone.default: 0, _aten.copy.default: 1}
 
 @dataclass(frozen=True)
 class KeepCopies:
-    """Have copies of what is written into made of a product with one: Inductor would read the original after the write.
+    """Have copies of what is written into made of a product with one. Inductor would read the original after the write.
 
         before = clone(a)               kept = mul(a, 1)
         copy_(a, b)               ->    before = clone(kept)

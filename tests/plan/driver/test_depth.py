@@ -72,7 +72,7 @@ def test_24_layers_have_the_distinct_regions_of_4(stage: int) -> None:
 
 def test_the_graph_is_not_gone_through_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes as long as the graph is deep is done as often in a deep one as in a shallow one, tiers or none."""
-    counted = dict.fromkeys(("by_name", "placeholders", "positions"), 0)
+    counted = dict.fromkeys(("nodes_by_name", "placeholders", "positions"), 0)
     for name in counted:
         monkeypatch.setattr(StepGraph, name, _counting(name, counted))
     numbers = []

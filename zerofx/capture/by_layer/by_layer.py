@@ -175,7 +175,7 @@ def _stamp_layers(whole: Forward, repeats: Sequence[Repeat], expected: str) -> S
 
 @dataclass(frozen=True)
 class Stamp:
-    """Put the layers that were not traced into the graph of a model that has four of them, and tell ``names`` of them.
+    """Put the layers that were not traced into the graph of a model that has four of them. ``names`` is told of them.
 
     0 1 2 3   ->   0 1 a b c 2 3        ``replicate.py`` says how, and what it does not handle
     """
