@@ -237,8 +237,7 @@ def test_gathers_stay_ahead_where_that_is_faster_than_the_memory_they_free_is_wo
     least, most = least_and_most(model, batch, **options)
     budget = (least + most) // 2
     plan = planned(model, batch, budget, **options)
-    with mock.patch.object(Prefixes, "staying_ahead", return_value=None):
-        without = planned(model, batch, budget, **options)
+    without = planned(model, batch, budget, prefetch=0, **options)
     assert plan.peak_bytes["device"] <= budget and plan.step_seconds < 0.95 * without.step_seconds
     later, ahead = (sum("ahead to overlap" in gather.reason for gather in each.gathers) for each in (without, plan))
     assert later == 0 and ahead > 0
