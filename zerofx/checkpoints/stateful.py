@@ -20,6 +20,7 @@ from zerofx.checkpoints.training import Training
 from zerofx.disk.checkpoint.boxes import Box
 from zerofx.errors import CheckpointError
 from zerofx.ir.buckets import Bucket
+from zerofx.optimizers import initial_scalars
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.on_host import shown_on_host
 from zerofx.units import first_few
@@ -35,6 +36,7 @@ def state_of(training: Training, names: ModelNames, numbers: StepCounts) -> dict
     latest = _Latest(training)
     model: dict[str, torch.Tensor] = {}
     states: dict[str, dict[str, Any]] = {}
+    initial: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
     held_by: dict[str, list[tuple[Bucket, BucketState]]] = {}
     for bucket, held in training.buckets():
         for source in dict.fromkeys(slot.source for slot in bucket.slots):
@@ -46,8 +48,13 @@ def state_of(training: Training, names: ModelNames, numbers: StepCounts) -> dict
         first, held = places[0]
         model[name] = _make_boxed(latest, parameter, first.dtype, None, owned, mine)
         if first.trainable:
-            present = held.present or held.flat.keys() | held.scalars.keys()
-            states[name] = {n: _number(v) for n, v in held.scalars.items() if n in present}
+            assert first.group is not None
+            key = (first.group, first.dtype)
+            if not held.present and key not in initial:
+                initial[key] = initial_scalars(training.optimizer, first.group, dtype=first.dtype)
+            scalars = held.scalars if held.present else initial[key]
+            present = held.present or scalars.keys() | held.flat.keys()
+            states[name] = {n: _number(v) for n, v in scalars.items() if n in present}
             states[name] |= {
                 n: _make_boxed(latest, parameter, v.dtype, n, owned, mine) for n, v in held.flat.items() if n in present
             }

@@ -7,6 +7,7 @@ from zerofx.optimizers.shadow_optimizer import (
     ShadowOptimizer,
     check_supported,
     flat_state_dtypes,
+    initial_scalars,
     scalar_state_names,
 )
 from zerofx.optimizers.stand_in import StandIn
@@ -21,6 +22,7 @@ __all__ = [
     "copy_optimizer",
     "flat_state_dtypes",
     "has_fused",
+    "initial_scalars",
     "run_graph",
     "same",
     "scalar_state_names",

@@ -24,7 +24,7 @@ from zerofx.optimizers.outside import Change, OptimizerRest, changes, is_unchang
 from zerofx.optimizers.program import UpdateProgram
 from zerofx.optimizers.shadow import on_host
 from zerofx.optimizers.side_by_side import ComingUpdate, SideBySide
-from zerofx.optimizers.stand_in import SHAPES, Repeated, StandIn, StandInOutcome, StandInStep
+from zerofx.optimizers.stand_in import SHAPES, Repeated, StandIn, StandInOutcome, StandInStep, first_scalars
 from zerofx.optimizers.support import refuse_by_name, refuse_dtype
 
 # What is compiled is a program for each form of the update: an update that counts what it calls has one a step.
@@ -321,6 +321,16 @@ def scalar_state_names(
     held = _scalars_by_shape(optimizer, optimizer.param_groups[index])
     flat, scalars = _states_of_update(optimizer, index, dtype, fused)
     return scalars | frozenset(name for name in held.keys() - flat.keys() if held[name])
+
+
+def initial_scalars(optimizer: torch.optim.Optimizer, index: int, *, dtype: torch.dtype) -> dict[str, Any]:
+    """The states of the group ``index`` that are no flat tensors, as they begin.
+
+    Raises:
+        OptimizerError: the step does what cannot be done on flat shards.
+    """
+    with on_host():
+        return first_scalars(outside(optimizer), StandIn(index, dtype))
 
 
 def flat_state_dtypes(

@@ -229,6 +229,33 @@ class StandInStep:
         return scalars
 
 
+class _FirstValues(dict[str, Any]):
+    """A parameter's states, with each one's first value that is no flat tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, Any] = {}
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self.first and _is_scalar(value):
+            self.first |= copied_scalars({name: value})
+        super().__setitem__(name, value)
+
+
+def first_scalars(state: OptimizerRest, stand_in: StandIn) -> dict[str, Any]:
+    """The states that are no flat tensors as the first step makes them, before it counts on.
+
+    Raises:
+        OptimizerError: the step does what cannot be done on a flat shard, or cannot be run.
+    """
+    step = StandInStep(state, stand_in)
+    shadow = _shadow(state.alone(stand_in.group), [[step.param]], {0} if stand_in.fused else set())
+    step.put_into(shadow, stand_in)
+    shadow.state[step.param] = states = _FirstValues()
+    run_step(shadow)
+    return states.first
+
+
 class Repeated:
     """Recorded steps that are done again together, for stand-ins of the same forms: each call on a flat tensor has to
     be the recorded one, and is not made."""
