@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -36,6 +37,8 @@ class Runtime:
         self._agreed: Callable[[], object] | None = None
         self._joint = JointGathers()
         self.arena = Arena(device)
+        # No method of its own, by which a closed runtime would keep itself, and its connections.
+        self._anywhere: Allocate = partial(_allocate_anywhere, device)
         self._allocate: Allocate = self._anywhere
         # What is between tiers is theirs; a step's file asks the runtime for all that it does.
         self.offload, self.copy_into = tiers.offload, tiers.copy_into
@@ -63,9 +66,6 @@ class Runtime:
         if allocations is not None:
             allocations.begin(self.arena)
             self._allocate = allocations.take
-
-    def _anywhere(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device=self._device)
 
     def begin_with_equal_buffers(self, step: object) -> None:
         """Give ranks rank 0's buffers where the steps before were not ``step`` and changed some, as
@@ -324,3 +324,9 @@ def with_functions(function: StepFunction, replaced: Mapping[str, Callable[..., 
     """A step function like ``function``, but with others in the place of functions that it calls by name."""
     assert isinstance(function, FunctionType)
     return FunctionType(function.__code__, {**function.__globals__, **replaced}, function.__name__)
+
+
+def _allocate_anywhere(
+    device: torch.device, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
