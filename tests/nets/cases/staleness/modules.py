@@ -280,7 +280,8 @@ def added_parameter() -> Script:
     model = Model()
 
     def change(count: int) -> None:
-        model.second.register_parameter("scale", nn.Parameter(torch.ones(2), requires_grad=False))
+        values = torch.full((2,), float(1 + count % 2))
+        model.second.register_parameter("scale", nn.Parameter(values, requires_grad=False))
 
     return Script(model, change)
 
