@@ -35,7 +35,7 @@ COMPARES: tuple[tuple[Any, str], ...] = (
 )
 """What a step calls to compare Python's state, and torch's settings; each gives the same when it is called again."""
 
-BEFORE: tuple[tuple[Any, str], ...] = ((Steps, "batch_of"), (Steps, "of"))
+BEFORE: tuple[tuple[Any, str], ...] = ((Steps, "batch_of"), (Steps, "step_for"))
 """All that a step does before its state is put together and it runs, in which those are called."""
 
 Method = Callable[..., Any]
