@@ -32,7 +32,6 @@ class Runtime:
         self._layout = layout
         self._communicators = communicators
         self._transport = communicators.world
-        self._device = device
         self._scalars: Mapping[int, tuple[float, ...]] = {}
         self._agreed: Callable[[], object] | None = None
         self._joint = JointGathers()
