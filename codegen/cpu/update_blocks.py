@@ -22,6 +22,7 @@ as they are.
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,13 +79,23 @@ def _filled(arg: Any, values: list[Any]) -> Any:
     return arg
 
 
+class _Scratch(threading.local):
+    """What each call makes of a block, by the number of its result: the next block's is written over it.
+
+    Each thread has its own: buckets on the device and buckets on the host share a region where both are one machine's
+    memory, and are updated at the same time.
+    """
+
+    def __init__(self) -> None:
+        self.of_call: dict[int, torch.Tensor] = {}
+
+
 @dataclass(frozen=True)
 class BlockUpdate:
     """Called like the region that it was made from, with inputs that it empties.
 
     ``once`` are calls on numbers and 0-dim tensors, such as a count of steps, which run before the first block;
     ``each`` run for every block. ``flat`` are the numbers of the inputs that have ``numel`` elements.
-    ``scratch`` has what each call makes of a block, by the number of its result: the next block's is written over it.
     """
 
     whole: RegionFunction
@@ -93,7 +104,7 @@ class BlockUpdate:
     flat: tuple[int, ...]
     num_values: int
     numel: int
-    scratch: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
+    scratch: _Scratch = field(default_factory=_Scratch, compare=False)
 
     def __call__(self, inputs: list[Any]) -> Any:
         if not all(inputs[number].is_cpu for number in self.flat):
@@ -103,16 +114,17 @@ class BlockUpdate:
         for call in self.once:
             values[call.result] = call.run(values, None)
         whole = [(number, values[number]) for number in self.flat]
+        scratch = self.scratch.of_call
         for begin, end in blocks(self.numel, torch.get_num_threads()):
             for number, tensor in whole:
                 values[number] = tensor[begin:end]
             for call in self.each:
-                into = self.scratch.get(call.result) if call.out is not None else None
+                into = scratch.get(call.result) if call.out is not None else None
                 if into is not None and len(into) < end - begin:
                     into = None
                 value = call.run(values, None if into is None else into[: end - begin])
                 if call.out is not None and into is None:
-                    self.scratch[call.result] = value
+                    scratch[call.result] = value
                 values[call.result] = value
         return ()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -121,7 +122,7 @@ def test_an_update_makes_no_pages_and_nothing_of_the_buckets_size() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     update(list(inputs))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000
-    assert sum(tensor.numel() for tensor in update.scratch.values()) == blocks.BLOCK * torch.get_num_threads()
+    assert sum(tensor.numel() for tensor in update.scratch.of_call.values()) == blocks.BLOCK * torch.get_num_threads()
 
 
 def test_what_is_kept_serves_larger_blocks_when_there_are_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +135,24 @@ def test_what_is_kept_serves_larger_blocks_when_there_are_more_threads(monkeypat
     for _ in range(2):
         whole(list(expected))
     assert all(map(torch.equal, inputs, expected))
+
+
+def test_buckets_that_are_updated_at_the_same_time_have_their_own_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK", SMALL)
+    whole, inputs = _adamw(16 * SMALL)
+    buckets = [[value + number if value.dim() else value.clone() for value in inputs] for number in range(2)]
+    expected = [[value.clone() for value in bucket] for bucket in buckets]
+    update = make_block_update(whole, inputs)
+
+    def train(function: Region, bucket: list[Any]) -> None:
+        for _ in range(100):
+            function(list(bucket))
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(train, [update] * 2, buckets))
+    for bucket, values in zip(buckets, expected, strict=True):
+        train(whole, values)
+        assert all(map(torch.equal, bucket, values))
 
 
 def test_a_count_of_steps_is_raised_once() -> None:
