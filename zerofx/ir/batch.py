@@ -197,7 +197,8 @@ def _map(name: str, value: Any, visit: Callable[[str, Any], Any], structure: lis
 def _open(name: str, value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any], str] | None:
     """A container's children, each with its path, a function that rebuilds the container from other children, and a
     text for its static content besides its class."""
-    paths, spec = flatten_with_paths(value, is_leaf=lambda inner: inner is not value)
+    own = id(value)  # no reference: pytree's functions refer to each other, and would keep the value for the collector
+    paths, spec = flatten_with_paths(value, is_leaf=lambda inner: id(inner) != own)
     if not (len(paths) == 1 and paths[0][0] == ()):
         children = [(pytree.keystr(path), child) for path, child in paths]
         static = _suffixes(children) if type(value) in _BY_KEY else _context_text(name, value, spec.context)

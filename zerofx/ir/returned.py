@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zerofx.ir.batch import Batch
+from zerofx.torch_private.dispatch import without_modes
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,8 @@ class Returned:
     @staticmethod
     def _from_batch(flattened: Batch) -> tuple[Returned, tuple[torch.Tensor, ...]]:
         tensors = tuple(tensor.detach() for tensor in flattened.tensors)
-        like = tuple(
-            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta") for tensor in tensors
-        )
+        with without_modes():  # it is no part of what the forward does
+            like = tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors)
         return Returned(
             flattened.replace_tensors(like), tuple(int(tensor.storage_offset()) for tensor in tensors)
         ), tensors

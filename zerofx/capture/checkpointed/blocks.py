@@ -27,10 +27,9 @@ from zerofx.units import first_few
 
 
 class CheckpointedBlocks:
-    """The calls of checkpointed blocks, in order. ``buffers``: the buffers that blocks may write to, by name."""
+    """The calls of checkpointed blocks, in order."""
 
-    def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        self._buffers = buffers
+    def __init__(self) -> None:
         self._open: list[_Block] = []
         self._closed: list[_Block] = []
 
@@ -54,14 +53,21 @@ class CheckpointedBlocks:
             outer.has_inner(range(began, len(outer.calls)), kind)
         self._closed.append(block)
 
-    def run_again(self, loss: torch.Tensor, after: Mapping[str, torch.Tensor]) -> None:
-        """Write to buffers what eager mode writes when it recomputes blocks in the backward of ``loss``.
+    def run_again(
+        self, loss: torch.Tensor, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Write to buffers what eager mode writes when it recomputes blocks in the backward of ``loss``, and let go of
+        the calls.
 
-        ``after``: the buffers after the forward, some of which may be other tensors.
+        Args:
+            loss: of this forward.
+            before: the buffers that blocks may write to, by name.
+            after: the buffers after the forward, some of which may be other tensors.
         """
-        names = {id(buffer): name for name, buffer in reversed(list(self._buffers.items()))}
-        put = {id(buffer): name for name, buffer in after.items() if buffer is not self._buffers.get(name)}
-        again = [(block.writes(names), block.gives(put)) for block in reversed(self._closed)]
+        names = {id(buffer): name for name, buffer in reversed(list(before.items()))}
+        put = {id(buffer): name for name, buffer in after.items() if buffer is not before.get(name)}
+        blocks, self._closed = self._closed, []
+        again = [(block.writes(names), block.gives(put)) for block in reversed(blocks)]
         reached = _nodes_from(loss.grad_fn) if any(writes or gives for writes, gives in again) else set()
         for writes, gives in again:
             computes = writes.run() if writes is not None and not reached.isdisjoint(writes.functions) else []

@@ -279,11 +279,11 @@ class LossModule(nn.Module):
             counts = pop_term_counts(kwargs)
             if not self.trains:
                 inner.enter_context(torch.no_grad())
-            blocks = CheckpointedBlocks(held)
+            blocks = CheckpointedBlocks()
             with blocks.watch(), self.objective.executed:
                 loss, self.returned, extras = self.objective.run(self.model, args, kwargs, self._loss_scope)
             now, elsewhere_now = self.all_buffers(), self._buffers_outside()
-            blocks.run_again(loss, now)
+            blocks.run_again(loss, held, now)
         for name, layout in layouts.items():
             if (held[name].shape, held[name].stride()) != layout:
                 raise CaptureError(
