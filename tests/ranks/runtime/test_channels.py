@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import weakref
@@ -20,7 +21,8 @@ import torch.distributed as dist
 from tests.lib.distributed import PATIENCE_SECONDS, run_ranks
 from zerofx.runtime.comm.same_host import channels
 from zerofx.runtime.comm.same_host.channels import GlooChannel, MemoryChannel, open_channels, read_memory
-from zerofx.runtime.comm.same_host.lines import Calls
+from zerofx.runtime.comm.same_host.lines import AnnouncingEnd, Calls, ReadingEnd
+from zerofx.runtime.comm.transport import LostRankError
 from zerofx.runtime.tiers.copies import Workers
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
@@ -137,6 +139,18 @@ def _one_dies() -> str:
 def test_a_message_fails_where_the_other_rank_is_killed() -> None:
     with pytest.raises(LookupError, match="the connection to rank 1 is gone: it was closed"):
         run_ranks(_one_dies, 2)
+
+
+@linux
+def test_a_message_whose_sender_has_ended_names_its_rank() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    here, there = socket.socketpair()
+    sender, reader, source = AnnouncingEnd(there, 0), ReadingEnd(here, 1), torch.ones(10)
+    sender.announce(1, source.data_ptr(), source.nbytes)
+    channel = MemoryChannel(sender, reader, ended.pid, Workers("messages"))
+    with pytest.raises(LostRankError, match=r"the connection to rank 1 is gone: process \d+ cannot be read any more: "):
+        channel.receive(torch.empty(10), 1).wait()
 
 
 def _one_is_late() -> str:

@@ -114,7 +114,7 @@ class MemoryChannel:
                 else:
                     _read_added(self._pid, address, tensor, own, spare)
             except OSError as error:
-                raise LostRankError(f"process {self._pid} of another rank cannot be read any more: {error}") from error
+                raise self._here.failure(f"process {self._pid} cannot be read any more: {error}") from error
             # A thread's job outlives the moment at which it is known to be done, and the buffers may be freed then.
             del tensor, own, spare
             self._here.tell_read()

@@ -75,6 +75,10 @@ class ReadingEnd:
         """Confirm that the next message, in order, has been read."""
         self._connection.send(b"\0")
 
+    def failure(self, why: object) -> LostRankError:
+        """The error of a message that was announced, and cannot be read."""
+        return self._connection.failure(why)
+
     def close(self) -> None:
         """Make the other end fail if it waits, now or later."""
         self._connection.close()
@@ -166,7 +170,7 @@ class _Connection:
         except BlockingIOError as error:
             raise LostRankError(f"rank {self._peer} did not come in time") from error
         except OSError as error:
-            raise self._failure(error) from error
+            raise self.failure(error) from error
 
     def receive(self, num_bytes: int) -> bytes:
         """Receive at least one byte and at most ``num_bytes``."""
@@ -175,16 +179,16 @@ class _Connection:
         except BlockingIOError as error:
             raise LostRankError(f"rank {self._peer} did not come in time") from error
         except OSError as error:
-            raise self._failure(error) from error
+            raise self.failure(error) from error
         if not received:
-            raise self._failure("it was closed")
+            raise self.failure("it was closed")
         return received
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # closed there already
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _failure(self, why: object) -> LostRankError:
+    def failure(self, why: object) -> LostRankError:
         return LostRankError(f"the connection to rank {self._peer} is gone: {why}")
 
 
