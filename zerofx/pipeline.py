@@ -57,11 +57,12 @@ from zerofx.passes.wire.gathers import QuantiseGathers
 from zerofx.passes.wire.reductions import QuantiseReductions
 from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision, SliceDecision
-from zerofx.scheduler.plan.pass_options import Decisions, options_of, replace_options
-from zerofx.scheduler.plan.pipeline_text import PassText
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
 from zerofx.units import format_bytes, format_seconds
+
+# Fields of ``Plan``; of each those of a decision, or none for the field itself.
+Decisions = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -233,21 +234,6 @@ def passes(
 ) -> tuple[Pass, ...]:
     """The passes that have something to do for ``plan``, in order; ``guarded`` as the step's graph is."""
     return tuple(entry.instance(layout=layout, programs=programs) for entry in PLAN if entry.when(plan, guarded))
-
-
-def pass_texts(plan: Plan, *, guarded: bool = False) -> tuple[PassText, ...]:
-    """The preparations and passes that have something to do for ``plan``, each with what it decides for them."""
-    listed = [entry for entry in (*PREPARE, *PLAN) if entry.when(plan, guarded)]
-    return tuple(PassText(element.name, options_of(plan, element.decisions)) for element in listed)
-
-
-def with_pass_texts(plan: Plan, given: Sequence[PassText]) -> Plan:
-    """``plan`` with the decisions that the passes of a pipeline are given in their place.
-
-    Raises:
-        UsageError: there is no such pass, or it has no such option, or not this value.
-    """
-    return replace_options(plan, [(entry.name, find(entry.name).decisions, entry.options) for entry in given])
 
 
 def find(name: str) -> Listed:
