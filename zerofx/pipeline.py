@@ -23,9 +23,8 @@ from zerofx.passes.across import Across
 from zerofx.passes.activations.offload import Offload
 from zerofx.passes.activations.recompute import Recompute
 from zerofx.passes.activations.spread import Spread
-from zerofx.passes.barrier.check_gradients import CheckGradients
 from zerofx.passes.barrier.clip import Clip
-from zerofx.passes.barrier.guard_loss import GuardLoss
+from zerofx.passes.barrier.guard_loss import CheckGradients, GuardLoss
 from zerofx.passes.barrier.keep_gradients import KeepGradients
 from zerofx.passes.barrier.unscale import Unscale
 from zerofx.passes.base import Pass, PassReport, Preparation, op_counts

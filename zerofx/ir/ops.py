@@ -77,7 +77,7 @@ from __future__ import annotations
 
 import torch
 
-from zerofx.ir.op_kernels import as_aten, fakes, norms, recurrent, softmax, value_gradients
+from zerofx.ir.op_kernels import as_aten, fakes, norms, recurrent, softmax
 from zerofx.ir.op_kernels import onednn_lstm as _onednn_lstm
 from zerofx.ir.op_kernels import quantise as _quantise
 from zerofx.ir.op_kernels.attention import empty_results
@@ -147,11 +147,11 @@ asserted = own_operator(
 masked_sum = own_operator(
     "masked_sum(Tensor values, Tensor mask, int[] size) -> Tensor",
     fakes.tensor_of_size,
-    kernel=value_gradients.sum_where,
+    kernel=as_aten.sum_where,
 )
 prod_gradient = own_operator(
     "prod_gradient(Tensor gradient, Tensor x, Tensor result, int? dim, bool keepdim) -> Tensor", fakes.factors,
-    kernel=value_gradients.prod_gradient,
+    kernel=as_aten.prod_gradient,
 )  # fmt: skip
 embedding_gradient = own_operator(
     "embedding_gradient(Tensor grad, Tensor indices, int num_weights, int padding_idx, bool scale_grad_by_freq) "
