@@ -125,9 +125,7 @@ PLAN = (
     Listed(Tile, {"tiles": ("value", "num_tiles", "over")}),  # output layer and loss a few rows at a time
     # What is outside layers in pieces that are decided about one by one.
     Listed(
-        Divide,
-        {"pieces": ("name", "first", "last", "back_first", "back_last", "values")},
-        lambda plan, _: plan.pieces,
+        Divide, {"pieces": ("name", "first", "last", "back_first", "back_last", "values")}, lambda plan, _: plan.pieces
     ),
     # Activations that are not kept, computed again in backward.
     Listed(Recompute, {"recomputes": ("value",), "extra_keeps": ()}),
@@ -149,9 +147,7 @@ PLAN = (
     Listed(Unscale, {"loss_scaled": ()}, lambda plan, _: plan.loss_scaled),
     # The norm of all gradients, and a factor; the norms of layers.
     Listed(
-        Clip,
-        {"max_grad_norm": (), "grad_norms": ()},
-        lambda plan, _: plan.max_grad_norm is not None or plan.grad_norms,
+        Clip, {"max_grad_norm": (), "grad_norms": ()}, lambda plan, _: plan.max_grad_norm is not None or plan.grad_norms
     ),
     # Gradients that are asked for by name.
     Listed(KeepGradients, {"kept_gradients": ()}, lambda plan, _: plan.kept_gradients),

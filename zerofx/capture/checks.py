@@ -17,10 +17,7 @@ from zerofx.torch_private.optimizers import is_set_up, step_hooks
 from zerofx.torch_private.tensors import has_hooks
 from zerofx.units import first_few
 
-_WRAPPERS = (
-    nn.parallel.DistributedDataParallel,
-    nn.DataParallel,
-)
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def check_model(model: nn.Module, *, on_meta: bool = False) -> None:

@@ -114,12 +114,7 @@ def start(training: Training, names: ModelNames, numbers: StepCounts, state: Map
 
 
 def save(
-    training: Training,
-    names: ModelNames,
-    numbers: StepCounts,
-    state: Mapping[str, Any],
-    folder: Path,
-    keep: int | None,
+    training: Training, names: ModelNames, numbers: StepCounts, state: Mapping[str, Any], folder: Path, keep: int | None
 ) -> Path:
     """Write a checkpoint into ``folder``, and move it into place once it is whole; returns its path. Collective.
 

@@ -101,12 +101,7 @@ def plan_command(
 @click.option("--num-steps", type=click.IntRange(min=2), default=5, show_default=True, help="Steps of each candidate.")
 @click.option("--num-candidates", type=click.IntRange(min=1), default=4, show_default=True, help="Plans run at first.")
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the best, for compile(plan=...).")
-def tune_command(
-    where: str,
-    device: str | None,
-    save: Path | None,
-    **options: Any,
-) -> None:
+def tune_command(where: str, device: str | None, save: Path | None, **options: Any) -> None:
     """Run plans on the device at hand, and keep the fastest that fits.
 
     MODULE:FUNCTION is as for `zerofx plan`; it is called with torch's default device set to the one to run on. Several

@@ -286,8 +286,7 @@ def _words(schedule: ScheduleData) -> str:
     """Explanations of the instructions in the table that are not computation."""
     used = {row.op for row in schedule.instructions}
     return _table(
-        ("instruction", "about"),
-        [[_cell(op), _cell(about)] for op, about in ABOUT_INSTRUCTIONS.items() if op in used],
+        ("instruction", "about"), [[_cell(op), _cell(about)] for op, about in ABOUT_INSTRUCTIONS.items() if op in used]
     )
 
 

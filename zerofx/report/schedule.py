@@ -64,12 +64,7 @@ class Schedule(ScheduleData):
         write_named(path, json.dumps(trace))
 
     def to_html(
-        self,
-        path: str | Path,
-        title: str = "zerofx step",
-        *,
-        limits: Mapping[str, int] | None = None,
-        notes: str = "",
+        self, path: str | Path, title: str = "zerofx step", *, limits: Mapping[str, int] | None = None, notes: str = ""
     ) -> None:
         """Write one self-contained page for a browser: decisions, the peak's tensors, memory, streams and the table,
         with explanations.

@@ -16,12 +16,7 @@ from tabulate import tabulate
 from torch import nn
 
 from zerofx.budgets import budget_bytes
-from zerofx.driver.plan_only import (
-    PlannedStep,
-    capture_for_plans,
-    plan_captured,
-    planned_mesh,
-)
+from zerofx.driver.plan_only import PlannedStep, capture_for_plans, plan_captured, planned_mesh
 from zerofx.errors import MemoryBudgetError, UsageError
 from zerofx.option_checks import check_count
 from zerofx.option_table import check_names

@@ -17,16 +17,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
-from zerofx.ir.operators import (
-    attention,
-    convolutions,
-    elementwise,
-    movement,
-    own,
-    products,
-    recurrent,
-    reductions,
-)
+from zerofx.ir.operators import attention, convolutions, elementwise, movement, own, products, recurrent, reductions
 from zerofx.ir.operators.operator import Inductor, Operator
 from zerofx.torch_private.operators import OpOverload, base_name
 

@@ -204,9 +204,7 @@ class _Share:
         """The additive causal mask: where a key comes after a query, a number whose exponential is 0."""
         rank, query = self.rank, tensor(self.given["query"])
         later = rank.call(
-            _aten.gt.Tensor,
-            rank.call(_aten.unsqueeze.default, columns, 0),
-            rank.call(_aten.unsqueeze.default, rows, 1),
+            _aten.gt.Tensor, rank.call(_aten.unsqueeze.default, columns, 0), rank.call(_aten.unsqueeze.default, rows, 1)
         )
         zeros = rank.call(
             _aten.zeros.default, [*shape_of(rows), *shape_of(columns)], dtype=query.dtype, device=query.device
