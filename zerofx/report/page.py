@@ -227,11 +227,15 @@ def _memory_picture(
             steps = "".join(f"H{x}V{_y(level, top):.1f}" for (x, _), level in zip(points, levels, strict=True))
             outline = f"M{_LEFT} {_HEIGHT}{steps}H{_WIDTH}V{_HEIGHT}Z"
             areas.append(f'<path d="{outline}" fill="{colour}"><title>{escape(name)}</title></path>')
-    lines = [*((size, name, "limit") for name, size in drawn.items()), (totals.peak_bytes, "peak", "peak")]
+    # The peak's words are at the other end and below, as a limit may be next to it.
+    lines = [
+        *((size, name, "limit", f'x="{_LEFT + 4}"', -5) for name, size in drawn.items()),
+        (totals.peak_bytes, "peak", "peak", f'x="{_WIDTH - 4}" text-anchor="end"', 15),
+    ]
     marks = "".join(
         f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{_y(size, top):.1f}" y2="{_y(size, top):.1f}" class="{kind}"/>'
-        f'<text x="{_LEFT + 4}" y="{_y(size, top) - 5:.1f}">{escape(name)}: {format_bytes(size)}</text>'
-        for size, name, kind in lines
+        f'<text {place} y="{_y(size, top) + below:.1f}">{escape(name)}: {format_bytes(size)}</text>'
+        for size, name, kind, place, below in lines
     )
     # Each area hides the lower part of the one above it, so that only its own share is seen.
     return (
