@@ -48,10 +48,7 @@ class PlannedArena:
 
 
 def plan_arena(
-    step: StepGraph,
-    instructions: Sequence[Instruction],
-    live: Liveness,
-    memory: Mapping[str, Sequence[MemoryEvent]],
+    step: StepGraph, instructions: Sequence[Instruction], live: Liveness, memory: Mapping[str, Sequence[MemoryEvent]]
 ) -> PlannedArena:
     """The arena of a step after all passes.
 

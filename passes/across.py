@@ -35,10 +35,10 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.collective_axes import axes_argument
 from zerofx.ir.edit import end_of_unit, insert_call, node_named, skip_getitems, skip_releases
 from zerofx.ir.facts import Job, Origin, Phase, Task, set_task, tensor
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.streams import axes_argument
 from zerofx.passes.lib.reduced_gradients import divisors, own_slice
 from zerofx.scheduler.plan.decisions import ReduceDecision
 from zerofx.scheduler.plan.plan import Plan

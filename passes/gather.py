@@ -33,10 +33,10 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.collective_axes import axes_argument
 from zerofx.ir.edit import consumers, end_of_unit, insert_call, node_named, read_instead, skip_getitems, start_of_unit
 from zerofx.ir.facts import DEVICE, Job, Origin, Role, Task, origin, placeholder, set_task, set_tier, tier_of
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.streams import axes_argument
 from zerofx.scheduler.plan.decisions import GatherDecision
 from zerofx.scheduler.plan.plan import Plan
 

@@ -57,11 +57,11 @@ from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.aliasing import aliased_input, is_view, storage_source
 from zerofx.ir.buckets import Bucket, BucketLayout, Slot
-from zerofx.ir.collective_axes import axes_argument
 from zerofx.ir.edit import consumers, end_of_unit, insert_call, node_named, skip_getitems, skip_releases, start_of_unit
 from zerofx.ir.facts import Job, Origin, Phase, Task, is_random, origin, set_task
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import borders
+from zerofx.ir.streams import axes_argument
 from zerofx.passes.lib.reduced_gradients import divisors
 from zerofx.scheduler.analysis.saved_values import outputs_of, storage_size
 from zerofx.scheduler.plan.decisions import ReduceDecision, bucket_decisions

@@ -25,10 +25,10 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.collective_axes import axes_argument
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import DEVICE, Origin, Phase, Placeholder, Role, placeholder, set_tier, tier_of
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.streams import axes_argument
 from zerofx.scheduler.plan.decisions import bucket_decisions
 from zerofx.scheduler.plan.facts import TIERS, Tier
 from zerofx.scheduler.plan.plan import Plan

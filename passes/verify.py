@@ -41,16 +41,7 @@ from zerofx.errors import InvalidGraphError
 from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs, storage_source
 from zerofx.ir.edit import consumers
-from zerofx.ir.facts import (
-    DEVICE,
-    Role,
-    copied_from,
-    delayed_bucket,
-    host_bucket,
-    is_random,
-    placeholder,
-    tier_of,
-)
+from zerofx.ir.facts import DEVICE, Role, copied_from, delayed_bucket, host_bucket, is_random, placeholder, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of
 from zerofx.ir.ops import VALUE_COLLECTIVES

@@ -24,15 +24,7 @@ from zerofx.choices import (
 )
 from zerofx.errors import UsageError, notify
 from zerofx.mesh_option import AUTO, MeshLike
-from zerofx.option_checks import (
-    GRADIENTS_ALONE,
-    LENGTHS,
-    MACHINE,
-    MESH,
-    SHARDINGS,
-    TILES,
-    warn_of_ignored_shardings,
-)
+from zerofx.option_checks import GRADIENTS_ALONE, LENGTHS, MACHINE, MESH, SHARDINGS, TILES, warn_of_ignored_shardings
 from zerofx.option_table import (
     FLAG,
     FUNCTION,

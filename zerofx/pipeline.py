@@ -23,9 +23,8 @@ from zerofx.passes.across import Across
 from zerofx.passes.activations.offload import Offload
 from zerofx.passes.activations.recompute import Recompute
 from zerofx.passes.activations.spread import Spread
-from zerofx.passes.barrier.check_gradients import CheckGradients
 from zerofx.passes.barrier.clip import Clip
-from zerofx.passes.barrier.guard_loss import GuardLoss
+from zerofx.passes.barrier.guard_loss import CheckGradients, GuardLoss
 from zerofx.passes.barrier.keep_gradients import KeepGradients
 from zerofx.passes.barrier.unscale import Unscale
 from zerofx.passes.base import Pass, PassReport, Preparation, op_counts
@@ -57,11 +56,12 @@ from zerofx.passes.wire.gathers import QuantiseGathers
 from zerofx.passes.wire.reductions import QuantiseReductions
 from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision, SliceDecision
-from zerofx.scheduler.plan.pass_options import Decisions, options_of, replace_options
-from zerofx.scheduler.plan.pipeline_text import PassText
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
 from zerofx.units import format_bytes, format_seconds
+
+# Fields of ``Plan``; of each those of a decision, or none for the field itself.
+Decisions = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,7 @@ PLAN = (
     Listed(Tile, {"tiles": ("value", "num_tiles", "over")}),  # output layer and loss a few rows at a time
     # What is outside layers in pieces that are decided about one by one.
     Listed(
-        Divide,
-        {"pieces": ("name", "first", "last", "back_first", "back_last", "values")},
-        lambda plan, _: plan.pieces,
+        Divide, {"pieces": ("name", "first", "last", "back_first", "back_last", "values")}, lambda plan, _: plan.pieces
     ),
     # Activations that are not kept, computed again in backward.
     Listed(Recompute, {"recomputes": ("value",), "extra_keeps": ()}),
@@ -149,9 +147,7 @@ PLAN = (
     Listed(Unscale, {"loss_scaled": ()}, lambda plan, _: plan.loss_scaled),
     # The norm of all gradients, and a factor; the norms of layers.
     Listed(
-        Clip,
-        {"max_grad_norm": (), "grad_norms": ()},
-        lambda plan, _: plan.max_grad_norm is not None or plan.grad_norms,
+        Clip, {"max_grad_norm": (), "grad_norms": ()}, lambda plan, _: plan.max_grad_norm is not None or plan.grad_norms
     ),
     # Gradients that are asked for by name.
     Listed(KeepGradients, {"kept_gradients": ()}, lambda plan, _: plan.kept_gradients),
@@ -233,21 +229,6 @@ def passes(
 ) -> tuple[Pass, ...]:
     """The passes that have something to do for ``plan``, in order; ``guarded`` as the step's graph is."""
     return tuple(entry.instance(layout=layout, programs=programs) for entry in PLAN if entry.when(plan, guarded))
-
-
-def pass_texts(plan: Plan, *, guarded: bool = False) -> tuple[PassText, ...]:
-    """The preparations and passes that have something to do for ``plan``, each with what it decides for them."""
-    listed = [entry for entry in (*PREPARE, *PLAN) if entry.when(plan, guarded)]
-    return tuple(PassText(element.name, options_of(plan, element.decisions)) for element in listed)
-
-
-def with_pass_texts(plan: Plan, given: Sequence[PassText]) -> Plan:
-    """``plan`` with the decisions that the passes of a pipeline are given in their place.
-
-    Raises:
-        UsageError: there is no such pass, or it has no such option, or not this value.
-    """
-    return replace_options(plan, [(entry.name, find(entry.name).decisions, entry.options) for entry in given])
 
 
 def find(name: str) -> Listed:

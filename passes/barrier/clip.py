@@ -42,7 +42,7 @@ from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase
 from zerofx.ir.graph import Clipping, StepGraph
 from zerofx.ir.op_kernels.norms import norm_dtype
-from zerofx.passes.barrier.numbers import gather_number, numbers_of_slices
+from zerofx.passes.lib.reduced_gradients import gather_number, numbers_of_slices
 from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""End a step before its first update if a loss is not finite.
+"""End a step before its first update if a loss, or a gradient, is not finite.
 
     loss = mean(losses)                          loss = mean(losses)
     ...                                          ...
@@ -10,7 +10,15 @@ The step's graph says whether it is wanted (``StepGraph.guarded``). What forward
 is computed of that stands after the first update moves in front of it: the ranks of the model axis may each have a term
 of the loss, and add these up where the step ends.
 
-Does not handle: delayed updates, which are refused next to it.
+    largest_gradient = amax(parts)               largest_gradient = amax(parts)
+                                                 check_gradients(largest_gradient, [loss])
+    return loss                                  return loss
+
+Where gradients are checked, the host waits for all of them, once in a step, as ``torch.amp.GradScaler.step`` does, and
+the step gives what it would have given: its loss, its extras and the norm of its gradients.
+
+Does not handle: delayed updates, which are refused next to either; updates before the check of gradients, for which the
+update pass comes after it, and the verifier sees to it.
 """
 
 from __future__ import annotations
@@ -66,3 +74,19 @@ def _read_after(place: fx.Node, node: fx.Node) -> set[fx.Node]:
             late.add(current)
             pending.extend(current.all_input_nodes)
     return late
+
+
+@dataclass(frozen=True)
+class CheckGradients:
+    """End the step where a gradient is not finite, before anything is updated."""
+
+    name: str = "check_gradients"
+
+    def run(self, step: StepGraph, plan: Plan) -> None:
+        assert step.unscaling is not None, "gradients are looked at first"
+        norm = [] if step.clipping is None else [step.clipping.norm]
+        squares = [] if step.layer_squares is None else [step.layer_squares]
+        largest = step.unscaling.largest or norm[0]
+        with step.graph.inserting_before(step.output):
+            args = (largest, [step.loss, *step.extras, *norm, *squares, *step.kept_gradients])
+            insert_call(step.graph, ops.check_gradients, args, Origin("", Phase.UPDATE), name="check_gradients")

@@ -10,7 +10,7 @@
                                             inverse_scale = reciprocal(loss_scale)        # in float64, as GradScaler
     return loss                             return loss
 
-The largest magnitude of values is infinite or NaN exactly where one of them is. ``passes/barrier/check_gradients.py``
+The largest magnitude of values is infinite or NaN exactly where one of them is. ``passes/barrier/guard_loss.py``
 ends the step before its updates then; else the update pass multiplies each bucket's gradient by ``inverse_scale``.
 
 Where gradients are clipped, and all of them are in float16, their norm says as much, and is all that is read of them:
@@ -32,7 +32,7 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase
 from zerofx.ir.graph import StepGraph, Unscaling
-from zerofx.passes.barrier.numbers import gather_number, numbers_of_slices
+from zerofx.passes.lib.reduced_gradients import gather_number, numbers_of_slices
 from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten

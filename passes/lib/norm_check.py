@@ -15,8 +15,8 @@ from torch import fx
 from zerofx.errors import InvalidGraphError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.collective_axes import axes_of
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.streams import axes_of
 from zerofx.ir.text import node_text
 from zerofx.scheduler.plan.mesh import MODEL, Axis, Mesh
 

@@ -35,9 +35,8 @@ from zerofx.ir.facts import Role, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.sharding.attention import is_attention
-from zerofx.ir.sharding.kinds import Kind, Kinds, Own
 from zerofx.ir.sharding.placed_calls import kinds_of_call
-from zerofx.ir.sharding.placed_moves import chunk_placements
+from zerofx.ir.sharding.placed_moves import Kind, Kinds, Own, chunk_placements
 from zerofx.ir.sharding.rule import read_tensors, results_of
 from zerofx.ir.text import node_text
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Sharded, local_shape

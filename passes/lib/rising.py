@@ -10,10 +10,10 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket
-from zerofx.ir.collective_axes import axes_argument
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase, Placeholder, Role
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.streams import axes_argument
 from zerofx.passes.shard import add_shard
 from zerofx.scheduler.plan.mesh import Axes
 from zerofx.scheduler.plan.plan import Plan

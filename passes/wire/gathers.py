@@ -26,12 +26,11 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.collective_axes import axes_argument
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import DEVICE, origin, set_value, task_of, tensor, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.quantise import BLOCK, ENCODINGS
-from zerofx.ir.streams import slice_gathered
+from zerofx.ir.streams import axes_argument, slice_gathered
 from zerofx.scheduler.plan.decisions import WireDecision
 from zerofx.scheduler.plan.plan import Plan
 

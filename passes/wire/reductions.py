@@ -46,11 +46,11 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.collective_axes import axes_argument
 from zerofx.ir.edit import end_of_unit, insert_call, node_named, skip_getitems
 from zerofx.ir.facts import origin, set_value, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.quantise import ENCODINGS
+from zerofx.ir.streams import axes_argument
 from zerofx.passes.lib.plan_check import is_reduction
 from zerofx.passes.wire.gathers import check_block
 from zerofx.scheduler.plan.plan import Plan

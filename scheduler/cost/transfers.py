@@ -38,12 +38,7 @@ def wire_bytes(kind: CollectiveKind, full_bytes: int, world_size: int) -> int:
 
 
 def collective_seconds(
-    kind: CollectiveKind,
-    num_bytes_full: int,
-    world_size: int,
-    machine: Machine,
-    *,
-    ranks_on_node: int | None = None,
+    kind: CollectiveKind, num_bytes_full: int, world_size: int, machine: Machine, *, ranks_on_node: int | None = None
 ) -> float:
     """Seconds of a ring collective over `num_bytes_full` bytes (the whole tensor), without the launch.
 

@@ -15,8 +15,8 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_bytes, tensors_of
-from zerofx.ir.collective_axes import axes_of
 from zerofx.ir.facts import tensor
+from zerofx.ir.streams import axes_of
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.transfers import CollectiveKind, collective_seconds
 from zerofx.scheduler.plan.mesh import Axes, Mesh

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Phase
-from zerofx.ir.operators.lists import OPERATORS
+from zerofx.ir.operators.elementwise import OPERATORS
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import UnitPhase
 from zerofx.scheduler.cost.transfers import copy_seconds

@@ -2,7 +2,7 @@
 
 A graph is read where the record of a model's forward is the same (``zerofx/capture/cache.py``), so that each model is
 captured once in a run; how ranks share it is read where all that it follows from is the same
-(``zerofx/driver/kept/shardings.py``). Plans, steps and kernels are made anew in every test.
+(``zerofx/driver/shardings.py``). Plans, steps and kernels are made anew in every test.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ def shared_captures() -> Iterator[None]:
         yield
         return
     from zerofx.disk.cache import DiskCache
-    from zerofx.driver import captures
-    from zerofx.driver.kept import shardings
+    from zerofx.driver import captures, shardings
 
     def shared(given: Path | None) -> DiskCache:
         return DiskCache(given or Path(folder))

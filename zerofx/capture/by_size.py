@@ -26,8 +26,7 @@ import torch
 from torch import fx
 
 from zerofx.capture.by_layer.forward_record import ForwardRecord
-from zerofx.capture.cache import KeptCapture
-from zerofx.capture.trace_settings import trace_settings
+from zerofx.capture.cache import KeptCapture, trace_settings
 from zerofx.disk.cache import MALFORMED
 from zerofx.ir.aliasing import tensors_in
 from zerofx.ir.facts import value

@@ -9,6 +9,7 @@ writes as literals, ``torch.tensor(0.5)``, are kept by value. ``ZEROFX_DEBUG=1``
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,12 +17,11 @@ import torch
 from torch import fx
 
 from zerofx.capture.by_layer.forward_record import ForwardRecord
-from zerofx.capture.trace_settings import trace_settings
 from zerofx.capture.traceable import Forward
 from zerofx.disk.cache import MALFORMED, DiskCache, key_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.serialise import NAMESPACES, NotStorableError, from_json, same_graph, to_json
-from zerofx.torch_private.capture import fake_mode
+from zerofx.torch_private.capture import aot_configuration, fake_mode
 
 
 @dataclass(frozen=True)
@@ -82,3 +82,36 @@ class KeptCapture:
         if reason:
             say(f"not kept for the next run: {reason}")
         return step
+
+
+def trace_settings() -> tuple[str, ...]:
+    """Texts of all that tracing may depend on besides the model, its batch and installed versions."""
+    kinds = ("cpu", "cuda")
+    return (
+        platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+        aot_configuration(),
+        f"{torch.get_default_dtype()} {torch.get_default_device().type}",
+        f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}",
+        f"autocast {[(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]}",
+        _kernel_settings(),
+        torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
+    )
+
+
+def per_call_settings() -> dict[str, str]:
+    """Settings that programs change from call to call, under names of two words each."""
+    autocast = [
+        f"{torch.get_autocast_dtype(kind)} on {kind}" for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+    ]
+    defaults = {"default dtype": str(torch.get_default_dtype()), "default device": torch.get_default_device().type}
+    return {**defaults, "autocast to": ", ".join(autocast) or "none", "choice of kernels": _kernel_settings()}
+
+
+def _kernel_settings() -> str:
+    """The settings by which torch chooses kernels, and which a forward may query."""
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
+    libraries = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark
+    precision = torch.get_float32_matmul_precision()
+    processor = torch.backends.cpu.get_cpu_capability()  # oneDNN's kernels keep what they need for it
+    return f"deterministic {deterministic}, libraries {libraries}, float32 products {precision}, for {processor}"

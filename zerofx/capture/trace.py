@@ -6,7 +6,6 @@ it came from, in forward *and* backward. Nothing of the model is computed or cha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Unpack
 
 import torch
@@ -17,7 +16,7 @@ from zerofx.capture.compat.decompositions import eager_decompositions
 from zerofx.capture.for_gpu.gpu import retarget
 from zerofx.capture.free_tensors.free_tensors import RetraceError
 from zerofx.capture.layers import SourceLines
-from zerofx.capture.normalise.joint import Joint, Normalisation
+from zerofx.capture.normalise.joint import Joint
 from zerofx.capture.normalise.phase import NORMALISATIONS
 from zerofx.capture.objective.loss import LossModule
 from zerofx.capture.objective.two_calls import check_second_call
@@ -30,13 +29,7 @@ from zerofx.torch_private.capture import FakeTensorMode, joint_graph
 from zerofx.units import first_few
 
 
-def capture(
-    model: nn.Module,
-    batch: Batch,
-    *,
-    rewrites: Sequence[Normalisation] = NORMALISATIONS,
-    **options: Unpack[CaptureOptions],
-) -> StepGraph:
+def capture(model: nn.Module, batch: Batch, **options: Unpack[CaptureOptions]) -> StepGraph:
     """Trace ``loss = model(*batch)`` and its backward.
 
     Args:
@@ -49,7 +42,6 @@ def capture(
         num_micro_batches: the divisor of the loss, if ``batch`` is one of several whose gradients are summed.
         strides: strides of parameters whose tensors do not have them at present, because their values are elsewhere.
         gpu: an absent GPU to capture for; None for the model's device.
-        rewrites: the rewrites of the traced graph into a step's graph, in order.
 
     Returns:
         A ``StepGraph`` whose placeholders are parameters, buffers and batch tensors, and whose outputs are the loss,
@@ -58,17 +50,17 @@ def capture(
     Raises:
         CaptureError: the model cannot be one graph; the message names the source line.
     """
-    return capture_forward(Forward(model, batch, **options), rewrites)
+    return capture_forward(Forward(model, batch, **options))
 
 
-def capture_forward(forward: Forward, rewrites: Sequence[Normalisation] = NORMALISATIONS) -> StepGraph:
+def capture_forward(forward: Forward) -> StepGraph:
     """The result of ``capture`` for a ``Forward`` of the same arguments."""
     return try_eager_then_compiled(
-        lambda compiled: forward.objective.free_tensors.retrace(lambda: _capture(forward, rewrites, compiled))
+        lambda compiled: forward.objective.free_tensors.retrace(lambda: _capture(forward, compiled))
     )
 
 
-def _capture(forward: Forward, rewrites: Sequence[Normalisation], compiled: bool) -> StepGraph:
+def _capture(forward: Forward, compiled: bool) -> StepGraph:
     """The result of ``capture`` for a forward that is told whether it is ``compiled``.
 
     Raises:
@@ -93,7 +85,7 @@ def _capture(forward: Forward, rewrites: Sequence[Normalisation], compiled: bool
     with working("make a step graph of what was captured"):
         step = StepGraph(joint.graph, device, forward.parameters(), forward.units())
         rewritten = Joint(step, joint, forward.model, batch, watcher, lossy)
-        for rewrite in rewrites:
+        for rewrite in NORMALISATIONS:
             rewrite.run(rewritten)
         return step
 

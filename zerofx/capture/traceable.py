@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
+import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,28 +16,28 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, TypedDict, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
 from zerofx.capture.blame import depends_on_values, reads_leaked_tensor, user_line
 from zerofx.capture.compat.decompositions import dropouts_that_may_drop_nothing
-from zerofx.capture.float32_modules import compute_in_float32
 from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.free_tensors.free_tensors import StandInMaker
 from zerofx.capture.free_tensors.shared_model import SharedModel
 from zerofx.capture.layers import LOSS_LAYER, annotate_layer, find_units, layer_annotations
 from zerofx.capture.leaked_tensors import learn_caches
 from zerofx.capture.objective.loss import Loss, LossModule, Objective
-from zerofx.capture.randomness import require_torch_randomness
 from zerofx.capture.values.collective_calls import traceable_collectives
 from zerofx.capture.values.known import KnownValues
 from zerofx.errors import CaptureError, in_short, warn
 from zerofx.ir.batch import Batch
-from zerofx.ir.casts import ComputeDtype, cast_of
+from zerofx.ir.casts import Casts, ComputeDtype, cast_of
 from zerofx.ir.parameters import ParameterInfo, Strides, parameter_infos
 from zerofx.torch_private.capture import FakeTensorMode, fake_mode, fake_tensor, pretend_compiling
 from zerofx.torch_private.dispatch import silence_fake_log, without_modes
 from zerofx.torch_private.modules import buffer_table, parameter_table
+from zerofx.torch_private.operators import pytree
 from zerofx.torch_private.tensors import mark_as_parameter
 
 T = TypeVar("T")
@@ -219,3 +221,80 @@ def _fake_state(
     finally:
         for table, name, real in saved:
             table[name] = real
+
+
+@contextlib.contextmanager
+def compute_in_float32(compute_dtype: ComputeDtype) -> Iterator[None]:
+    """While open, the modules that keep float32 get their inputs in it, and return their results in the others' dtype.
+
+    Scalars that they return stay in float32: a loss, say.
+    """
+    if not isinstance(compute_dtype, Casts):
+        yield
+        return
+    low = compute_dtype.dtype
+
+    def widen(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return pytree.tree_map(lambda leaf: leaf.float() if _is_of(leaf, low) else leaf, (args, kwargs))
+
+    def narrow(_module: nn.Module, _args: Any, output: Any) -> Any:
+        return pytree.tree_map(
+            lambda leaf: leaf.to(low) if _is_of(leaf, torch.float32) and leaf.dim() else leaf, output
+        )
+
+    handles: list[Any] = []
+    try:
+        for module in compute_dtype.modules:
+            handles.append(module.register_forward_pre_hook(widen, with_kwargs=True))
+            handles.append(module.register_forward_hook(narrow, prepend=True))  # inside of the module's layer
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_of(leaf: Any, dtype: torch.dtype) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dtype is dtype
+
+
+@contextlib.contextmanager
+def preserve_randomness(device: torch.device) -> Iterator[None]:
+    """Leave the random generators of torch, numpy and Python as they were, bit for bit."""
+    with _preserve_python_and_numpy(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+
+
+@contextlib.contextmanager
+def require_torch_randomness() -> Iterator[None]:
+    """While open, torch alone may draw at random: anything else would be drawn once, for all steps.
+
+    Tracing does not advance torch's generators; if the forward seeds them, they are restored.
+
+    Raises:
+        CaptureError: the generator of Python or of numpy has been drawn from; both are restored first.
+    """
+    with _preserve_python_and_numpy(), torch.random.fork_rng([]):
+        before = _states()
+        yield
+        drawn = [name for name, state in _states().items() if state != before[name]]
+        if drawn:
+            raise CaptureError(
+                f"expected a forward that draws at random with torch alone, found that it draws with "
+                f"{' and '.join(drawn)}: a step is captured once, and what is drawn then would be in all steps. Draw "
+                f"with torch (and torch.where instead of an if), or where the batch is made, as a tensor of it; "
+                f"or turn off what draws (layers skipped at random, masks of SpecAugment)"
+            )
+
+
+@contextlib.contextmanager
+def _preserve_python_and_numpy() -> Iterator[None]:
+    plain, array = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(plain)
+        np.random.set_state(array)
+
+
+def _states() -> dict[str, bytes]:
+    return {"Python's random": pickle.dumps(random.getstate()), "numpy.random": pickle.dumps(np.random.get_state())}

@@ -17,7 +17,7 @@ import torch
 
 from zerofx.checkpoints.names import number_from, options_from
 from zerofx.disk.checkpoint.boxes import Box
-from zerofx.disk.checkpoint.file_names import STATE, state_name
+from zerofx.disk.checkpoint.marker import STATE, state_name
 from zerofx.disk.checkpoint.reader import CheckpointReader, open_checkpoint
 from zerofx.disk.checkpoint.shard_file import Entry, ShardWriter, sort_by_alignment
 from zerofx.errors import UsageError

@@ -18,8 +18,7 @@ from zerofx.checkpoints.random_states import predecessor, read_random_states, se
 from zerofx.checkpoints.together import run_on_all, run_on_first
 from zerofx.checkpoints.user_state import read_state, take_over
 from zerofx.disk.checkpoint.boxes import Box
-from zerofx.disk.checkpoint.file_names import STATE, state_name
-from zerofx.disk.checkpoint.marker import Scalar
+from zerofx.disk.checkpoint.marker import STATE, Scalar, state_name
 from zerofx.disk.checkpoint.plain import from_plain
 from zerofx.disk.checkpoint.reader import CheckpointReader, open_checkpoint
 from zerofx.runtime.comm.control import Control

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
-from zerofx.disk.checkpoint.file_names import RANDOM, STATE
+from zerofx.disk.checkpoint.marker import RANDOM, STATE
 from zerofx.disk.checkpoint.reader import CheckpointReader
 from zerofx.errors import CheckpointError
 

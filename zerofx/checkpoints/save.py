@@ -20,9 +20,8 @@ from zerofx.checkpoints.random_states import random_states
 from zerofx.checkpoints.together import run_on_all, run_on_first
 from zerofx.checkpoints.training import OwnedValues, Training, parts_of, whole_entry
 from zerofx.checkpoints.user_state import WORD, describe_state
-from zerofx.disk.checkpoint.file_names import MODEL, STATE, file_name
 from zerofx.disk.checkpoint.folder import Unfinished, begin, commit, prune
-from zerofx.disk.checkpoint.marker import Marker, OptimizerInfo, Scalar, TensorInfo
+from zerofx.disk.checkpoint.marker import MODEL, STATE, Marker, OptimizerInfo, Scalar, TensorInfo, file_name
 from zerofx.disk.checkpoint.plain import to_plain
 from zerofx.disk.checkpoint.shard_file import Entry, ShardWriter, Written, bytes_of, sort_by_alignment
 from zerofx.errors import CheckpointError, warn
@@ -115,12 +114,7 @@ def start(training: Training, names: ModelNames, numbers: StepCounts, state: Map
 
 
 def save(
-    training: Training,
-    names: ModelNames,
-    numbers: StepCounts,
-    state: Mapping[str, Any],
-    folder: Path,
-    keep: int | None,
+    training: Training, names: ModelNames, numbers: StepCounts, state: Mapping[str, Any], folder: Path, keep: int | None
 ) -> Path:
     """Write a checkpoint into ``folder``, and move it into place once it is whole; returns its path. Collective.
 

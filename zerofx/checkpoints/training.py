@@ -11,7 +11,7 @@ from torch import nn
 from zerofx.checkpoints.names import ModelNames
 from zerofx.checkpoints.pieces import Piece, pieces_of
 from zerofx.disk.checkpoint.boxes import Box
-from zerofx.disk.checkpoint.file_names import MODEL, STATE, state_name
+from zerofx.disk.checkpoint.marker import MODEL, STATE, state_name
 from zerofx.disk.checkpoint.shard_file import Entry
 from zerofx.ir.buckets import Bucket
 from zerofx.runtime.comm.control import Control

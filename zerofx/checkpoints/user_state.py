@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerofx.disk.checkpoint.file_names import STATE, USER
+from zerofx.disk.checkpoint.marker import STATE, USER
 from zerofx.disk.checkpoint.plain import from_plain, is_plain, to_plain
 from zerofx.disk.checkpoint.reader import CheckpointReader
 from zerofx.errors import CheckpointError, UsageError, warn

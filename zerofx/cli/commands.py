@@ -101,12 +101,7 @@ def plan_command(
 @click.option("--num-steps", type=click.IntRange(min=2), default=5, show_default=True, help="Steps of each candidate.")
 @click.option("--num-candidates", type=click.IntRange(min=1), default=4, show_default=True, help="Plans run at first.")
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the best, for compile(plan=...).")
-def tune_command(
-    where: str,
-    device: str | None,
-    save: Path | None,
-    **options: Any,
-) -> None:
+def tune_command(where: str, device: str | None, save: Path | None, **options: Any) -> None:
     """Run plans on the device at hand, and keep the fastest that fits.
 
     MODULE:FUNCTION is as for `zerofx plan`; it is called with torch's default device set to the one to run on. Several
@@ -139,10 +134,9 @@ def report_command(plan_file: Path, full: bool, html: Path | None) -> None:
 @main.command("opt")
 @click.argument("source", metavar="[GRAPH.json]", required=False)
 @click.option("--plan", "plan_file", type=click.Path(dir_okay=False, path_type=Path), help="What passes carry out.")
-@click.option("--passes", metavar="PIPELINE", help="Those to run, in order: 'simplify,tile{value=mm_2 num_tiles=4}'.")
-@click.option("--phase", type=click.Choice(("capture", "prepare", "plan", "region")), help="All passes of a phase.")
+@click.option("--passes", metavar="NAMES", help="Those to run, in order: 'simplify,slice'.")
+@click.option("--phase", type=click.Choice(("prepare", "plan", "region")), help="All passes of a phase.")
 @click.option("--print-after-all", is_flag=True, help="Print the graph after each pass, not after the last alone.")
-@click.option("--print-pipeline", is_flag=True, help="Print the passes, with what the plan decides for each, instead.")
 @click.option("--list", "list_all", is_flag=True, help="Print every rewrite there is, by phase, instead.")
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the graph, to go on from there.")
 def opt_command(
@@ -151,31 +145,27 @@ def opt_command(
     passes: str | None,
     phase: str | None,
     print_after_all: bool,
-    print_pipeline: bool,
     list_all: bool,
     save: Path | None,
 ) -> None:
     """Run rewrites on a saved graph, one after the other, and print the graph that they leave.
 
     GRAPH.json is what `zerofx plan --save-graph` or --save has written. Without --passes and --phase, all preparations
-    are run, and with --plan the passes that carry it out. --phase capture takes MODULE:FUNCTION in the place of a
-    graph, as `zerofx plan` does. Nothing but what is asked for is run.
+    are run, and with --plan the passes that carry it out. Nothing but what is asked for is run.
     """
-    from zerofx.cli import opt  # as there
+    from zerofx.driver.opt import list_rewrites, rewrite_file
     from zerofx.scheduler.plan.plan import Plan
 
     with _clean_errors():
         plan = None if plan_file is None else Plan.load(plan_file)
         if list_all:
-            _say("\n".join(opt.listed()))
-        elif print_pipeline:
-            _say(opt.print_pipeline(passes, phase, plan))
+            _say("\n".join(list_rewrites()))
         elif source is None:
             raise UsageError(
                 "expected GRAPH.json, found no argument: `zerofx plan ... --save-graph GRAPH.json` makes it"
             )
         else:
-            _say(opt.rewritten(source, passes, phase, plan, save, every=print_after_all))
+            _say(rewrite_file(source, passes, phase, plan, save, every=print_after_all))
             _say_written(save)
 
 

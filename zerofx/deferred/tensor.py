@@ -8,14 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.deferred.recipe import (
-    Cell,
-    Constant,
-    Value,
-    fills_first_argument,
-    note,
-    replay,
-)
+from zerofx.deferred.recipe import Cell, Constant, Value, fills_first_argument, note, replay
 from zerofx.errors import UsageError
 from zerofx.ir.op_kernels.own_draws import generator_of
 from zerofx.torch_private.dispatch import TorchDispatchMode

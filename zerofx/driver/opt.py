@@ -6,84 +6,114 @@ Nothing is decided here, and nothing is run that was not asked for: a pass finds
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from pathlib import Path
 
-from torch import nn
-
-from zerofx.capture.normalise.joint import Joint
-from zerofx.capture.normalise.phase import NORMALISATIONS
-from zerofx.capture.trace import capture
 from zerofx.codegen.emit import emit
-from zerofx.codegen.inductor.region_rewrites import TracedRegion
+from zerofx.codegen.inductor.region_rewrites import RegionRewrite, TracedRegion
 from zerofx.codegen.kernels.table import kernels_in_use
 from zerofx.codegen.regions import cut, regions_of
 from zerofx.codegen.step_file import load_source
 from zerofx.disk.cache import MALFORMED
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.errors import PlanError, UsageError, ZeroFXError
-from zerofx.ir.batch import Batch
 from zerofx.ir.bucketing import layout_of
 from zerofx.ir.buckets import BucketLayout
-from zerofx.ir.edit import Rewrite
 from zerofx.ir.facts import value
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.quantise import BLOCK
 from zerofx.ir.text import node_text
 from zerofx.optimizers.stored import storing_states
-from zerofx.options import CompileOptions
 from zerofx.passes.verify import verify
-from zerofx.pipeline import CAPTURE, PLAN, PREPARE, REGION, Listed, find, pass_texts, with_pass_texts
+from zerofx.pipeline import CAPTURE, PLAN, PREPARE, REGION, Listed, check_disabled, find, phases
 from zerofx.precision import dtype_named
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.decide.undecided import summarise
-from zerofx.scheduler.plan.pipeline_text import PassText
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import read_settings
 
 # Is told what has run, the text of what it has rewritten, and the region that this is ("" for the step's graph).
 Say = Callable[[str, str, str], object]
 
-T = TypeVar("T")
-
 _NO_PLAN = Plan(0, 1, None, "", "", (), (), ())
+_ABOUT = {
+    "capture": "what was traced becomes a step's graph",
+    "prepare": "a captured graph, before there is a plan",
+    "plan": "the prepared graph, as a plan says",
+    "region": "each region of the planned graph, in front of Inductor and on its kernels",
+}
 
 
-def phase_passes(phase: str | None, plan: Plan | None, *, guarded: bool, disabled: Collection[str]) -> list[PassText]:
+def list_rewrites() -> Iterator[str]:
+    """Every rewrite, a line each, by phase and in order; a star marks those that ``ZEROFX_DISABLE`` may name."""
+    for phase, rewrites in phases().items():
+        yield f"{phase}: {_ABOUT[phase]}"
+        yield from (f"  {entry.name + ('*' if entry.optional else ''):20} {entry.about}" for entry in rewrites)
+
+
+def rewrite_file(
+    source: str | Path, passes: str | None, phase: str | None, plan: Plan | None, save: Path | None, *, every: bool
+) -> str:
+    """The graph in a file after the passes or the phase that are asked for, as text; ``save``: a file for the graph.
+
+    ``every``: after each rewrite, not only the last.
+
+    Raises:
+        ZeroFXError: there is no such graph, or it cannot be rewritten so.
+    """
+    stages: dict[tuple[str, str], str] = {}
+
+    def say(name: str, text: str, region: str) -> None:
+        stages[region, name if every else ""] = text
+
+    saved = SavedGraph.load(source)
+    if passes is not None and phase is not None:
+        raise UsageError("expected --passes or --phase, found both: name the passes, or the phase that has them")
+    names = passes.split(",") if passes is not None else None
+    asked = phase_passes(phase, plan, guarded=saved.step.guarded) if names is None else [find(n.strip()) for n in names]
+    if not asked:
+        say("nothing", saved.step.text(), "")
+    result = rewrite(saved, asked, plan, say)
+    if save is not None:
+        result.save(save)
+    return "\n\n".join(f"{_head(*at)}{text}" for at, text in stages.items())
+
+
+def _head(region: str, name: str) -> str:
+    parts = [f"after {name}" if name else "", f"region {region}" if region else ""]
+    return f"# {' in '.join(filter(None, parts))}\n" if any(parts) else ""
+
+
+def phase_passes(phase: str | None, plan: Plan | None, *, guarded: bool) -> list[Listed]:
     """The passes of a phase, or of all that a graph can go through (None), that have something to do for ``plan``.
 
     Raises:
-        UsageError: the phase needs a plan, and there is none; or it is no phase of a saved graph.
+        UsageError: the phase needs a plan, and there is none.
     """
-    if phase == "capture":
-        raise _refused_capture("the phase capture")
+    settings = read_settings()
+    check_disabled(settings)
+    if phase == "region":
+        return list(REGION)
     if phase == "plan" and plan is None:
         raise _no_plan("the phase plan")
-    if phase == "region":
-        return [PassText(entry.name) for entry in REGION]
     asked = {"prepare": PREPARE, "plan": PLAN}.get(phase or "", (*PREPARE, *(PLAN if plan is not None else ())))
-    names = {element.name for element in asked} - set(disabled)
-    return [order for order in pass_texts(plan or _NO_PLAN, guarded=guarded) if order.name in names]
+    return [e for e in asked if e.when(plan or _NO_PLAN, guarded) and e.name not in settings.disable]
 
 
-def rewrite(saved: SavedGraph, passes: Sequence[PassText], plan: Plan | None, say: Say) -> SavedGraph:
-    """Run ``passes`` on the saved graph, which they edit, and check it after each of them.
-
-    Passes have the decisions that their options give, or else those of ``plan``.
+def rewrite(saved: SavedGraph, passes: Sequence[Listed], plan: Plan | None, say: Say) -> SavedGraph:
+    """Run ``passes``, with the decisions of ``plan``, on the saved graph, which they edit, and check it after each.
 
     Raises:
-        UsageError: there is no such pass, it has no such option, or it needs a plan, or another graph.
+        UsageError: a pass needs a plan, or another graph.
         PlanError: the plan is for another graph.
         InvalidGraphError: a pass has left a graph that breaks a rule.
     """
-    listed = [find(element.name) for element in passes]
-    _check(passes, listed, plan)
-    ordered = with_pass_texts(plan or _NO_PLAN, passes)
+    _check(passes, plan)
+    ordered = plan or _NO_PLAN
     step, layout = saved.step, saved.layout
-    for entry in listed:
+    for entry in passes:
         if entry in REGION:
             break
         if entry in PLAN and layout is None:
@@ -93,7 +123,7 @@ def rewrite(saved: SavedGraph, passes: Sequence[PassText], plan: Plan | None, sa
             _run(entry, step, saved, layout, ordered)
         verify(step, entry.name)
         say(entry.name, step.text(), "")
-    if of_regions := [item for item in listed if item in REGION]:
+    if of_regions := [item for item in passes if item in REGION]:
         _rewrite_regions(step, of_regions, say)
     return replace(saved, step=step, layout=layout)
 
@@ -132,31 +162,24 @@ def _on_this_graph(name: str) -> Iterator[None]:
         ) from error
 
 
-def _check(passes: Sequence[PassText], listed: Sequence[Listed], plan: Plan | None) -> None:
+def _check(passes: Sequence[Listed], plan: Plan | None) -> None:
     begun = False
-    times_of = Counter(given.name for given in passes if given.options)
-    if twice := [name for name, times in times_of.items() if times > 1]:
-        raise UsageError(f"expected the options of a pass once in a pipeline, found {', '.join(twice)} with several")
-    for given, entry in zip(passes, listed, strict=True):
+    for entry in passes:
         if entry in CAPTURE:
-            raise _refused_capture(entry.name)
-        if plan is None and (entry in PLAN or (entry.decisions and not given.options)):
-            raise _no_plan(entry.name, "" if entry in PLAN else f", or {entry.name} its options")
+            raise UsageError(
+                f"expected passes on a graph that has been captured, found {entry.name}, which is for one that is "
+                f"being traced: `zerofx opt --list` has those of the other phases"
+            )
+        if plan is None and (entry in PLAN or entry.decisions):
+            raise _no_plan(entry.name)
         if begun and entry not in REGION:
             raise UsageError(f"expected passes of regions after all others, found {entry.name} after one of those")
         begun = entry in REGION
 
 
-def _no_plan(name: str, otherwise: str = "") -> UsageError:
+def _no_plan(name: str) -> UsageError:
     return UsageError(
-        f"expected a plan for {name}, found none: give --plan PLAN.json, which `zerofx plan --save` writes{otherwise}"
-    )
-
-
-def _refused_capture(name: str) -> UsageError:
-    return UsageError(
-        f"expected passes on a graph that has been captured, found {name}, which is for one that is being traced: "
-        f"`zerofx opt MODULE:FUNCTION --phase capture` runs that phase"
+        f"expected a plan for {name}, found none: give --plan PLAN.json, which `zerofx plan --save` writes"
     )
 
 
@@ -185,21 +208,20 @@ def _layout(step: StepGraph, saved: SavedGraph, plan: Plan) -> BucketLayout:
 
 
 @dataclass(frozen=True)
-class _Watched(Generic[T]):
-    """A rewrite that is told of, with the ``text`` of what it has rewritten."""
+class _Watched:
+    """A rewrite of a region that is told of, with the text of what it has rewritten."""
 
-    inner: Rewrite[[T]]
+    inner: RegionRewrite
     say: Say
-    text: Callable[[T], str]
-    region: str = ""
+    region: str
 
     @property
     def name(self) -> str:
         return self.inner.name
 
-    def run(self, traced: T, /) -> None:
+    def run(self, traced: TracedRegion, /) -> None:
         self.inner.run(traced)
-        self.say(self.name, self.text(traced), self.region)
+        self.say(self.name, "\n".join(map(node_text, traced.graph.nodes)), self.region)
 
 
 def _rewrite_regions(step: StepGraph, listed: Sequence[Listed], say: Say) -> None:
@@ -216,23 +238,5 @@ def _rewrite_regions(step: StepGraph, listed: Sequence[Listed], say: Say) -> Non
     for key, name in emitted.functions.items():
         region = first[key]
         if region.inputs and not region.is_update:
-            watched = [_Watched(entry.instance(), say, _region_text, name) for entry in listed]
+            watched = [_Watched(entry.instance(), say, name) for entry in listed]
             rewritten(namespace[name], [value(node) for node in region.inputs], kernels, watched)
-
-
-def _region_text(region: TracedRegion) -> str:
-    return "\n".join(map(node_text, region.graph.nodes))
-
-
-def _joint_text(joint: Joint) -> str:
-    return joint.step.text()
-
-
-def rewrite_traced(model: nn.Module, batch: Batch, options: CompileOptions, say: Say) -> None:
-    """Trace a model, and run the rewrites of the capture phase on what comes of it.
-
-    Raises:
-        CaptureError: the model cannot be captured.
-    """
-    watched = [_Watched(normalisation, say, _joint_text) for normalisation in NORMALISATIONS]
-    capture(model, batch, loss_fn=options.objective, compute_dtype=options.casts(model), rewrites=watched)

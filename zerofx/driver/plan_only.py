@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,8 @@ from zerofx.progress import watched
 from zerofx.report.meshes import MeshComparison
 from zerofx.report.saved import SavedPlan
 from zerofx.report.schedule import Schedule, make_schedule
+from zerofx.runtime.comm.collectives import is_on_cpu
+from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.parameter_groups import group_of_parameters
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import matmul_seconds_at_peak
@@ -327,3 +330,27 @@ def _planned(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedSte
         # Plans are searched for what is live at once; an arena takes more.
         nearest = min(peak, nearest or peak)
         aim = budget - (peak - decided.peak_bytes["device"])
+
+
+def best_mesh(request: Request, control: Control) -> Mesh:
+    """The mesh of all ranks on which the step of ``request``, which has no mesh yet, is fastest. Collective.
+
+    With ``ZEROFX_DEBUG=1`` rank 0 writes the meshes that were compared.
+
+    Raises:
+        MemoryBudgetError: no mesh has a plan that fits.
+        ZeroFXError: the step cannot be captured, or run on any mesh.
+    """
+    return control.share("choose a mesh", lambda: _choose(request, control.num_ranks))
+
+
+def _choose(request: Request, num_ranks: int) -> Mesh:
+    captures = Captures(request.model, request.batch, request.options, request.settings)
+    captured = CapturedStep(request, captures)
+    _, comparison = choose_mesh(
+        request, captures, num_ranks, lambda mesh: plan_captured(captured, mesh, verbose=False),
+        on_cpu=is_on_cpu(captures.first.device),
+    )  # fmt: skip
+    if request.settings.debug:
+        sys.stderr.write(f"{comparison}\n")
+    return comparison.best.mesh

@@ -1,14 +1,15 @@
-"""A captured step with its buckets and the update of each: what a plan is made for."""
+"""A captured step with its buckets and the update of each: what a plan is made for, in training or evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from zerofx.capture.by_size import KnownSizes
+from zerofx.capture.objective.evaluation import Evaluation
 from zerofx.driver.captures import Captures
 from zerofx.driver.lent import Borrowed, with_borrowed
 from zerofx.errors import UsageError
@@ -19,6 +20,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
 from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.option_checks import check_bucket_names
+from zerofx.option_table import defaults_for
 from zerofx.options import CompileOptions
 from zerofx.progress import watched
 from zerofx.runtime.comm.control import Control
@@ -258,3 +260,27 @@ def _check_gradients(captured: StepGraph, layout: BucketLayout) -> None:
             f"expected a gradient for the parameters that the first batch trained, found a difference in "
             f"{first_few(changed)}: parameters must be trained, or not, in every step"
         )
+
+
+def request_to_evaluate(training: Request, batch: Batch, locations: Locations) -> Request:
+    """The request for what a step that is asked for as ``training`` computes of a batch without training on it.
+
+    What is gathered is sent exactly as it is, and what is only about gradients and updates is left out.
+    """
+    return replace(training, batch=batch, options=_options(training.options), locations=locations, fixed=None)
+
+
+def untrained(earlier: Earlier) -> Earlier:
+    """What the first step of a model has made, for an evaluation: the same buckets, of which none is trained."""
+    return replace(earlier, layout=earlier.layout.freeze())
+
+
+def _options(options: CompileOptions) -> CompileOptions:
+    changed = defaults_for(CompileOptions, "evaluation") | {
+        "objective": Evaluation(options.objective),
+        "recompute": "none",
+        "offload": "none",
+        "tile": "none" if options.tile == "none" else "auto",
+        "precision": replace(options.precision, reduce_dtype=None),
+    }
+    return replace(options, **changed)

@@ -1,20 +1,29 @@
-"""How the ranks of the model axis share a step's computation: decided on rank 0, the same on all."""
+"""How the ranks of the model axis share a step's computation: decided on rank 0, the same on all, and kept on disk.
+
+Deciding it takes longer than making most plans. It follows from the captured graph, the mesh, the machine and the
+requested placements; if layouts are simulated to choose among them, also from everything that a plan follows from.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 import xxhash
 
+from zerofx.capture.cache import trace_settings
+from zerofx.disk.cache import DiskCache, key_of
 from zerofx.driver.captures import Captures
-from zerofx.driver.kept.shardings import decide_with_cache, from_json, to_json
 from zerofx.driver.meshes.layouts import best_prices
 from zerofx.driver.prepared import Earlier, Request, Shared
 from zerofx.errors import RankMismatchError, UsageError, notify
 from zerofx.ir.batch import Batch, hash_of
+from zerofx.ir.canonical import graph_parts
 from zerofx.ir.facts import Role, placeholder
+from zerofx.ir.graph import StepGraph
+from zerofx.json_format import typed
 from zerofx.option_table import defaults_for
 from zerofx.options import CompileOptions
 from zerofx.progress import watched
@@ -29,7 +38,40 @@ from zerofx.scheduler.plan.mesh import MODEL, Mesh
 from zerofx.scheduler.plan.placements import Placement
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError
+from zerofx.torch_private.profiler import is_profiling
 from zerofx.units import first_few
+
+Decision = TypeVar("Decision", ShardingDecision, OverlapDecision)
+
+
+def decide_with_cache(
+    request: Request, step: StepGraph, kind: type[Decision], decide: Callable[[], tuple[Decision, ...]], *said: str
+) -> tuple[Decision, ...]:
+    """The result of ``decide()`` for the captured ``step``, from the cache if an earlier run decided it; ``said`` is
+    everything else it follows from."""
+    cache = DiskCache(request.settings.cache_dir)
+    if cache.folder is None:
+        return decide()
+    key = key_of("sharing", (
+        kind.__name__, *graph_parts(step), repr(request.mesh), repr(request.machine), *trace_settings(), *said,
+    ))  # fmt: skip
+    decisions = cache.read_as(key, lambda text: from_json(kind, text))
+    if decisions is None:
+        decisions = decide()
+        if not is_profiling():  # as of plans
+            cache.write(key, to_json(decisions))
+    return decisions
+
+
+def to_json(decisions: Sequence[ShardingDecision | OverlapDecision]) -> str:
+    """Decisions as JSON."""
+    return json.dumps([asdict(decision) for decision in decisions])
+
+
+def from_json(kind: type[Decision], text: str) -> tuple[Decision, ...]:
+    """The decisions that ``to_json`` wrote as ``text``."""
+    return tuple(typed(kind, item) for item in json.loads(text))
+
 
 GatherHashes = Callable[[Mapping[str, str], str], Sequence[Mapping[str, str]]]
 T = TypeVar("T")

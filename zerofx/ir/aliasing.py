@@ -8,7 +8,7 @@ the operator's schema, never from its name:
 - every other return has its own storage.
 
 A few operators share storage without saying so, or say so and still copy when strides do not permit a view: the table
-of operators lists them (``zerofx/ir/operators/views.py``). Nodes carry fake or meta tensors in ``node.meta["val"]``;
+of operators lists them (``zerofx/ir/operators/movement.py``). Nodes carry fake or meta tensors in ``node.meta["val"]``;
 nothing here reads their data.
 """
 

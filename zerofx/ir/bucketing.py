@@ -27,12 +27,7 @@ class LayoutOptions(TypedDict, total=False):
     histories: Mapping[str, str]
 
 
-def layout_of(
-    step: StepGraph,
-    groups: Mapping[str, int],
-    mesh: Mesh,
-    **options: Unpack[LayoutOptions],
-) -> BucketLayout:
+def layout_of(step: StepGraph, groups: Mapping[str, int], mesh: Mesh, **options: Unpack[LayoutOptions]) -> BucketLayout:
     """The buckets of a captured graph's own parameters; other arguments as for ``make_layout``."""
     order = step.positions()
     first_use = {

@@ -77,7 +77,7 @@ from __future__ import annotations
 
 import torch
 
-from zerofx.ir.op_kernels import as_aten, fakes, norms, recurrent, softmax, value_gradients
+from zerofx.ir.op_kernels import as_aten, fakes, norms, recurrent, softmax
 from zerofx.ir.op_kernels import onednn_lstm as _onednn_lstm
 from zerofx.ir.op_kernels import quantise as _quantise
 from zerofx.ir.op_kernels.attention import empty_results
@@ -100,7 +100,7 @@ reduce_scatter = own_operator(
 )
 reduce_scatter_into = own_operator(
     "reduce_scatter_into(Tensor(a!) gradients, int bucket, int num_ranks, *, str over='shard') -> Tensor(a!)",
-    fakes.slice_within,
+    lambda gradients, bucket, num_ranks, **_: gradients.narrow(0, 0, gradients.numel() // num_ranks),
 )
 gather_on_node = own_operator(
     "gather_on_node(Tensor part, int bucket, int num_ranks, *, str over='shard') -> Tensor", fakes.whole_bucket
@@ -117,13 +117,15 @@ release = own_operator("release(Tensor full) -> ()", fakes.no_result)
 run_on = own_operator("run_on(int bucket, Tensor[] copies, Tensor[] held) -> ()", fakes.no_result)
 settle = own_operator("settle(int bucket, Tensor[]? held=None) -> ()", fakes.no_result)
 empty_gradients = own_operator(
-    "empty_gradients(int bucket, int numel, *, ScalarType dtype, Device device) -> Tensor", fakes.gradients
+    "empty_gradients(int bucket, int numel, *, ScalarType dtype, Device device) -> Tensor",
+    lambda bucket, numel, **kinds: torch.empty(numel, **kinds),
 )
 offload = own_operator("offload(Tensor value, str tier) -> Tensor", fakes.like_first)
 reload = own_operator("reload(Tensor stored, str tier='device') -> Tensor", fakes.like_first)
 copy_into = own_operator("copy_into(Tensor(a!) into, Tensor source) -> Tensor(a!)", fakes.first)
 empty_stored = own_operator(
-    "empty_stored(int numel, ScalarType dtype, str tier, *, Device device) -> Tensor", fakes.flat_tensor
+    "empty_stored(int numel, ScalarType dtype, str tier, *, Device device) -> Tensor",
+    lambda numel, dtype, tier, *, device: torch.empty(numel, dtype=dtype, device=device),
 )
 check_finite = own_operator("check_finite(Tensor loss) -> ()", fakes.no_result)
 check_gradients = own_operator("check_gradients(Tensor largest, Tensor[] outcome) -> ()", fakes.no_result)
@@ -137,26 +139,27 @@ bernoulli_into = own_operator(
     tags=(torch.Tag.nondeterministic_seeded,),
 )  # fmt: skip
 checked = own_operator(
-    "checked(Tensor value, Tensor info, str name, bool is_matrix) -> Tensor", fakes.clone, kernel=as_aten.check_linalg,
-    tags=(torch.Tag.cudagraph_unsafe,),
+    "checked(Tensor value, Tensor info, str name, bool is_matrix) -> Tensor",
+    lambda value, *_: value.clone(), kernel=as_aten.check_linalg, tags=(torch.Tag.cudagraph_unsafe,),
 )  # fmt: skip
 asserted = own_operator(
-    "asserted(Tensor value, Tensor holds, str text) -> Tensor", fakes.clone, kernel=as_aten.assert_holds,
-    tags=(torch.Tag.cudagraph_unsafe,),
+    "asserted(Tensor value, Tensor holds, str text) -> Tensor",
+    lambda value, *_: value.clone(), kernel=as_aten.assert_holds, tags=(torch.Tag.cudagraph_unsafe,),
 )  # fmt: skip
 masked_sum = own_operator(
     "masked_sum(Tensor values, Tensor mask, int[] size) -> Tensor",
-    fakes.tensor_of_size,
-    kernel=value_gradients.sum_where,
+    lambda values, mask, size: values.new_empty(size),
+    kernel=as_aten.sum_where,
 )
 prod_gradient = own_operator(
-    "prod_gradient(Tensor gradient, Tensor x, Tensor result, int? dim, bool keepdim) -> Tensor", fakes.factors,
-    kernel=value_gradients.prod_gradient,
+    "prod_gradient(Tensor gradient, Tensor x, Tensor result, int? dim, bool keepdim) -> Tensor",
+    lambda gradient, x, *_: x.new_empty(x.shape), kernel=as_aten.prod_gradient,
 )  # fmt: skip
 embedding_gradient = own_operator(
     "embedding_gradient(Tensor grad, Tensor indices, int num_weights, int padding_idx, bool scale_grad_by_freq) "
     "-> Tensor",
-    fakes.embedding, kernel=as_aten.embedding_gradient,
+    lambda grad, indices, num_weights, *_: grad.new_empty(num_weights, grad.shape[-1]),
+    kernel=as_aten.embedding_gradient,
 )  # fmt: skip
 product = own_operator(
     "product(Tensor left, Tensor right, Tensor? bias) -> Tensor", empty_result,
@@ -173,7 +176,7 @@ attention = own_operator(
 attention_backward = own_operator(
     "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor result, Tensor log_sums, "
     "Tensor? mask, bool is_causal, float? scale) -> (Tensor, Tensor, Tensor)",
-    fakes.attention_gradients, cpu=launcher("cpu.attention", "attention_backward"),
+    lambda grad, *inputs: tuple(map(torch.empty_like, inputs[:3])), cpu=launcher("cpu.attention", "attention_backward"),
 )  # fmt: skip
 onednn_lstm = own_operator(
     "onednn_lstm(Tensor x, Tensor w_ih, Tensor w_hh, Tensor b_ih, Tensor b_hh, Tensor h, Tensor c, bool reverse, "
@@ -198,7 +201,8 @@ recurrent_steps_backward = own_operator(
     recurrent.empty_gradients, cpu=recurrent.steps_backward,
 )  # fmt: skip
 softmax_chunk = own_operator(
-    "softmax_chunk(Tensor logits, Tensor target, int first_class, Tensor? stats) -> Tensor", fakes.softmax_stats,
+    "softmax_chunk(Tensor logits, Tensor target, int first_class, Tensor? stats) -> Tensor",
+    lambda logits, *_: logits.new_empty(3, logits.shape[0], dtype=torch.float32),
     cpu=softmax.softmax_chunk, cuda=launcher("kernels.softmax", "softmax_chunk"),
 )  # fmt: skip
 softmax_gradient = own_operator(
@@ -229,17 +233,13 @@ def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:
     return (0.0,) * num_scalars
 
 
-def _gather_fake(part: torch.Tensor, num_ranks: int, *, over: str) -> torch.Tensor:
-    return part.new_empty(num_ranks, *part.shape)
-
-
-def _scatter_fake(parts: torch.Tensor, num_ranks: int, *, over: str) -> torch.Tensor:
-    return parts.new_empty(parts.shape[1:])
-
-
-gather_values = own_operator("gather_values(Tensor part, int num_ranks, *, str over) -> Tensor", _gather_fake)
+gather_values = own_operator(
+    "gather_values(Tensor part, int num_ranks, *, str over) -> Tensor",
+    lambda part, num_ranks, *, over: part.new_empty(num_ranks, *part.shape),
+)
 reduce_scatter_values = own_operator(
-    "reduce_scatter_values(Tensor parts, int num_ranks, *, str over) -> Tensor", _scatter_fake
+    "reduce_scatter_values(Tensor parts, int num_ranks, *, str over) -> Tensor",
+    lambda parts, *_, over: parts.new_empty(parts.shape[1:]),
 )
 all_reduce_values = own_operator(
     "all_reduce_values(Tensor value, str reduction, int num_ranks, *, str over) -> Tensor", dense

@@ -127,10 +127,7 @@ def to_json(step: StepGraph, namespaces: frozenset[str] = TORCH_NAMESPACES) -> s
 
 
 def from_json(
-    text: str,
-    like: StepGraph,
-    mode: AbstractContextManager[Any],
-    namespaces: frozenset[str] = TORCH_NAMESPACES,
+    text: str, like: StepGraph, mode: AbstractContextManager[Any], namespaces: frozenset[str] = TORCH_NAMESPACES
 ) -> StepGraph:
     """The graph that ``to_json`` has written, with fake values made in ``mode``; what is not in it is ``like``'s.
 

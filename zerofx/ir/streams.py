@@ -1,18 +1,21 @@
-"""The streams that a step's nodes run on: computation, collectives, the host's, and the copies between tiers."""
+"""The streams that a step's nodes run on: computation, collectives, the host's, and the copies between tiers.
+
+A collective names the axes of the mesh that it runs over, unless that is ``shard`` alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_source
-from zerofx.ir.collective_axes import axes_named, axes_text
 from zerofx.ir.facts import DEVICE, Role, placeholder, tier_of
 from zerofx.scheduler.plan.facts import Tier
-from zerofx.scheduler.plan.mesh import SHARD, Axes
+from zerofx.scheduler.plan.mesh import SHARD, Axes, Axis, Mesh
 
 COMPUTE, COLLECTIVE, HOST = "compute", "collective", "host"
 TO_HOST, TO_DEVICE, NVME_READ, NVME_WRITE = "to_host", "to_device", "nvme_read", "nvme_write"
@@ -114,3 +117,29 @@ def stream_of(node: fx.Node) -> str:
         return HOST
     legs = [hop.stream for hop in hops_of(node)]
     return next((stream for stream in legs if stream in (NVME_READ, NVME_WRITE)), legs[0]) if legs else COMPUTE
+
+
+_SEPARATOR = ","
+
+
+def axes_argument(axes: Axes) -> Mapping[str, str]:
+    """The keyword argument with the axes of a collective's node."""
+    return {} if axes == SHARD else {"over": axes_text(axes)}
+
+
+def axes_text(axes: Axes) -> str:
+    """Axes as a node has them: ``"replicate,shard"``."""
+    return _SEPARATOR.join(axes)
+
+
+def axes_named(text: str) -> Axes:
+    """The axes in a text of ``axes_text``."""
+    known: dict[str, Axis] = {axis: axis for axis in get_args(Axis)}
+    return tuple(known[axis] for axis in text.split(_SEPARATOR))
+
+
+def axes_of(node: fx.Node, mesh: Mesh) -> Axes:
+    """The axes that a collective's node runs over: a broadcast over all."""
+    if node.target in ops.OVER_AXES:
+        return axes_named(str(node.kwargs.get("over", axes_text(SHARD))))
+    return mesh.world

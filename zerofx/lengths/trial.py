@@ -14,7 +14,7 @@ from zerofx.capture.checks import device_of
 from zerofx.capture.objective.evaluation import evaluation_mode
 from zerofx.capture.objective.loss import Objective
 from zerofx.capture.objective.token_weighted_loss import COUNTS, pop_term_counts
-from zerofx.capture.randomness import preserve_randomness
+from zerofx.capture.traceable import preserve_randomness
 from zerofx.ir.batch import Batch
 from zerofx.lengths.axes import BatchAxes
 from zerofx.lengths.filling import MASK, Filling, cut

@@ -40,13 +40,6 @@ def fill_value(op: OpOverload[..., Any], args: tuple[Any, ...]) -> Any:
     return args[_FILL_ARGUMENT[name]] if name in _FILL_ARGUMENT else _FILLS.get(name)
 
 
-def in_place_target(op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensor that ``op`` writes to: its first argument, or ``out``; None for a functional operator."""
-    if not schema_of(op).is_mutable:
-        return None
-    return kwargs["out"] if "out" in kwargs else args[0]
-
-
 def functional(op: OpOverload[..., Any]) -> OpOverload[..., Any]:
     """The overload that returns what ``op`` would write in place or to ``out``; ``op`` itself if there is none."""
     if not schema_of(op).is_mutable:

@@ -10,16 +10,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_bytes, tensors_of
-from zerofx.ir.facts import (
-    DEVICE,
-    Phase,
-    Role,
-    copied_from,
-    origin,
-    placeholder,
-    source_line,
-    tier_of,
-)
+from zerofx.ir.facts import DEVICE, Phase, Role, copied_from, origin, placeholder, source_line, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import ends_of
 from zerofx.ir.text import call_name, type_text

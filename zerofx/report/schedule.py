@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torch import fx
@@ -22,10 +22,10 @@ from zerofx.ir.facts import copied_from, origin, tier_of
 from zerofx.ir.streams import stream_of
 from zerofx.ir.text import call_name
 from zerofx.lowering.lower import LoweredStep
-from zerofx.report.page import page
-from zerofx.report.peak import Peak, peak_of
+from zerofx.report.page import ScheduleData, page
+from zerofx.report.peak import peak_of
 from zerofx.report.rows import ScheduleRow, Totals
-from zerofx.report.shared_layer import SharedLayer, shared_layer
+from zerofx.report.shared_layer import shared_layer
 from zerofx.report.table import schedule_table
 from zerofx.report.trace import chrome_trace
 from zerofx.scheduler.cost.categories import memory_curve
@@ -38,7 +38,7 @@ FORMAT = 2
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(ScheduleData):
     """The table of a step. ``print`` shows it by instruction, with repeated layers folded into one.
 
     ``rows`` has every node, ``instructions`` every region and event. ``memory`` has seconds from the step's start and
@@ -46,15 +46,6 @@ class Schedule:
     use. ``peak`` has the tensors at the peak, ``decisions`` the kind of each decision, its subject, and its reason.
     ``shared`` is one layer as ranks of the axis ``model`` share it, if they do.
     """
-
-    rows: tuple[ScheduleRow, ...]
-    instructions: tuple[ScheduleRow, ...]
-    totals: Totals
-    memory: tuple[tuple[float, dict[str, int]], ...]
-    slower_memory: dict[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
-    peak: Peak = field(default_factory=lambda: Peak((), {}))
-    decisions: tuple[tuple[str, str, str], ...] = ()
-    shared: SharedLayer | None = None
 
     def table(self, fold: bool = True) -> str:
         """The instructions as text; ``fold=False`` writes every layer out."""
@@ -73,12 +64,7 @@ class Schedule:
         write_named(path, json.dumps(trace))
 
     def to_html(
-        self,
-        path: str | Path,
-        title: str = "zerofx step",
-        *,
-        limits: Mapping[str, int] | None = None,
-        notes: str = "",
+        self, path: str | Path, title: str = "zerofx step", *, limits: Mapping[str, int] | None = None, notes: str = ""
     ) -> None:
         """Write one self-contained page for a browser: decisions, the peak's tensors, memory, streams and the table,
         with explanations.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from html import escape
 
 from torch import fx
 
@@ -13,16 +12,10 @@ from zerofx.ir.aliasing import storage_source, tensors_of
 from zerofx.ir.facts import Phase, copied_from, origin
 from zerofx.ir.text import call_name
 from zerofx.lowering.lower import LoweredStep
-from zerofx.report.axes import RIGHT, svg_open
 from zerofx.report.rows import ScheduleRow
 from zerofx.scheduler.plan.decisions import ShardingDecision
-from zerofx.scheduler.plan.placements import Partial, Ragged, Sharded, placement_of
 from zerofx.scheduler.plan.text.shared import placement_words
 from zerofx.units import format_bytes, format_seconds
-
-_ROW, _BOX, _MOST_BOXES = 24, 14, 8  # height of a row, side of a rank's box, ranks that have one
-_BOXES_AT, _SHAPES_AT, _WORDS_AT = 8, 720, 880
-_PART, _SUM, _SENT = "#4e79a7", "#f28e2b", "#b0609f"
 
 
 @dataclass(frozen=True)
@@ -126,49 +119,12 @@ def _merge(steps: Iterator[tuple[SharedStep, bool]]) -> list[SharedStep]:
     return merged
 
 
-def render_shared_layer(shared: SharedLayer | None) -> str:
-    """The layer as a section of the page, with explanations; empty if there is none."""
-    if shared is None:
-        return ""
-    return f"""<h2>One layer, shared</h2>
-<p>The forward of {escape(shared.layer)} as the {shared.num_ranks} ranks of the axis <i>model</i> share it, from top to
-bottom, with the shape that one of them has. Boxes are ranks: filled ones have the whole result, one filled box of many
-says that each has its own part, orange ones that the result is the sum of what they have. A bar is a collective between
-them.</p>
-<div class="wide">{_picture(shared)}</div>
-"""
-
-
-def _picture(shared: SharedLayer) -> str:
-    parts = [svg_open(_ROW * len(shared.steps) + 4, f"{shared.layer}, shared by {shared.num_ranks} ranks", "shared")]
-    for number, step in enumerate(shared.steps):
-        parts += _draw(step, _ROW * number + 4, shared.num_ranks)
-    return "".join([*parts, "</svg>"])
-
-
-def _draw(step: SharedStep, top: int, num_ranks: int) -> Iterator[str]:
-    middle, width = top + _BOX / 2 + 4, (_BOX + 3) * min(num_ranks, _MOST_BOXES) - 3
-    if step.placement:
-        for rank in range(min(num_ranks, _MOST_BOXES)):
-            yield (
-                f'<rect x="{_BOXES_AT + (_BOX + 3) * rank}" y="{top}" width="{_BOX}" height="{_BOX}" '
-                f'fill="{_fill(step.placement, rank)}" class="rank"/>'
-            )
-        words = placement_words(step.placement)
-    else:
-        yield f'<rect x="{_BOXES_AT}" y="{top + 3}" width="{width}" height="{_BOX - 6}" fill="{_SENT}"/>'
-        waited = f", {format_seconds(step.waited_seconds)} waited for" if step.waited_seconds else ", hidden"
-        words = f"{format_bytes(step.num_bytes)} sent, {format_seconds(step.seconds)}{waited}"
-    at = _BOXES_AT + width + 24
-    name = step.name if len(step.name) <= 72 else f"{step.name[:70]}…"
-    yield f'<text x="{at}" y="{middle}" class="name">{escape(name)}<title>{escape(step.name)}</title></text>'
-    yield f'<text x="{_SHAPES_AT}" y="{middle}">{" x ".join(map(str, step.shape))}</text>'
-    yield f'<text x="{_WORDS_AT}" y="{middle}">{escape(words)}</text>'
-    yield f'<line x1="{_BOXES_AT}" x2="{RIGHT}" y1="{top + _BOX + 5}" y2="{top + _BOX + 5}" class="grid"/>'
-
-
-def _fill(text: str, rank: int) -> str:
-    placement = placement_of(text)
-    if isinstance(placement, Partial):
-        return _SUM
-    return _PART if rank == 0 or not isinstance(placement, Sharded | Ragged) else "none"
+def shared_lines(shared: SharedLayer) -> Iterator[tuple[str, str, str]]:
+    """Name, shape and placement of each step of the layer; of a collective, what is sent and waited for."""
+    for step in shared.steps:
+        if step.placement:
+            words = placement_words(step.placement)
+        else:
+            waited = f", {format_seconds(step.waited_seconds)} waited for" if step.waited_seconds else ", hidden"
+            words = f"{format_bytes(step.num_bytes)} sent, {format_seconds(step.seconds)}{waited}"
+        yield step.name, " x ".join(map(str, step.shape)), words

@@ -22,11 +22,10 @@ from zerofx.errors import CheckpointError, RankMismatchError, UsageError, workin
 from zerofx.option_checks import check_count
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.loss_scaler import check_scale
-from zerofx.session.awaited import Awaited
 from zerofx.session.batches.micro_batches import MicroBatches
 from zerofx.session.life import Life
 from zerofx.session.steps import Steps
-from zerofx.session.taken_over import TakenOver
+from zerofx.session.taken_over import Awaited, TakenOver
 from zerofx.units import first_few
 
 _SCALE = "loss_scale"

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.capture.cache import per_call_settings
 from zerofx.capture.objective.evaluation import Evaluation, evaluation_mode
-from zerofx.capture.trace_settings import per_call_settings
 from zerofx.checkpoints.random_states import random_states, set_random_states
 from zerofx.driver.driver import build_step
-from zerofx.driver.evaluation import request_to_evaluate, untrained
+from zerofx.driver.prepared import request_to_evaluate, untrained
 from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch
 from zerofx.lengths.outputs import PaddedEvaluation

@@ -15,20 +15,20 @@ from torch import nn
 from zerofx.budgets import budget_bytes, host_budget_bytes
 from zerofx.capture.absent_gradients import AbsentGradients
 from zerofx.capture.by_size import KnownSizes
+from zerofx.capture.cache import per_call_settings
 from zerofx.capture.checks import check_batch, device_of
 from zerofx.capture.leaked_tensors import warn_of_leaked_tensors
 from zerofx.capture.objective.loss import Objective
 from zerofx.capture.objective.module_state import Change
 from zerofx.capture.objective.token_weighted_loss import add_term_counts
 from zerofx.capture.python_state.watch import PythonState
-from zerofx.capture.trace_settings import per_call_settings
 from zerofx.capture.traceable import Forward, trace_device
 from zerofx.capture.values.constant_arguments import ConstantArguments
 from zerofx.codegen.cpu.extras import CHANNELS
 from zerofx.driver.asked import machine_at_hand
 from zerofx.driver.driver import build_step
 from zerofx.driver.given_plan import take_plan
-from zerofx.driver.meshes.best import best_mesh
+from zerofx.driver.plan_only import best_mesh
 from zerofx.driver.prepared import Request
 from zerofx.driver.shardings import check_digests, digest_of
 from zerofx.errors import UsageError, notify
@@ -49,7 +49,6 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import Target
-from zerofx.session.awaited import Awaited
 from zerofx.session.batches.agreement import MICRO_BATCHES, forward_parts, lines, update_parts
 from zerofx.session.edited import EditedStep
 from zerofx.session.ending import end_connections, let_go
@@ -59,7 +58,7 @@ from zerofx.session.lending.owners import Owner
 from zerofx.session.life import Life
 from zerofx.session.seeds import SeedWatch
 from zerofx.session.shapes import Match, Shapes
-from zerofx.session.taken_over import TakenOver
+from zerofx.session.taken_over import Awaited, TakenOver
 from zerofx.settings import Settings
 
 RUNNING = "call step(batch)"

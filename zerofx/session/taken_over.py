@@ -1,4 +1,7 @@
-"""A model and an optimizer that a step has taken over: their values are in its buckets until it is closed."""
+"""A model and an optimizer that a step has taken over: their values are in its buckets until it is closed.
+
+A checkpoint that is loaded before the first step waits for these buckets with its optimizer states (``Awaited``).
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,12 @@ from torch import nn
 
 from zerofx.capture.checks import check_step_hooks
 from zerofx.checkpoints.fill import Source, fill_training
+from zerofx.checkpoints.load import Loadable, entries_of, load_buffers
 from zerofx.checkpoints.training import Training
 from zerofx.deferred import allow_replacement
 from zerofx.driver.driver import Built
 from zerofx.driver.prepared import Earlier
-from zerofx.errors import notify
+from zerofx.errors import UsageError, notify
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.collectives import make_transport
@@ -249,3 +253,40 @@ class TakenOver:
         outcome, self.runtime.stopped = self.runtime.stopped, None
         assert outcome is not None
         return own_memory(outcome)
+
+
+class Awaited:
+    """Has put stand-ins of what was saved into ``optimizer.state``, by which the update is captured.
+
+    They take no memory. Until the first step has been prepared, ``optimizer.state_dict()`` and ``load_state_dict()``
+    are refused.
+    """
+
+    def __init__(self, checked: Loadable, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._checked = checked
+        parameters = dict(model.named_parameters())
+        optimizer.state.clear()
+        for own, entry in entries_of(checked, parameters).items():
+            optimizer.state[parameters[own]] = entry
+        self._handles = [
+            optimizer.register_state_dict_pre_hook(_refuse),
+            optimizer.register_load_state_dict_pre_hook(_refuse),
+        ]
+
+    def take_over(self, taken: TakenOver) -> None:
+        """Give a model and an optimizer that have just been taken over their values. Collective."""
+        checked = self._checked
+        taken.load(checked, str(checked.reader.place), lambda: load_buffers(checked))
+
+    def end(self) -> None:
+        """The states are where they belong, or another checkpoint has been loaded."""
+        for handle in self._handles:
+            handle.remove()
+        self._checked.reader.close()
+
+
+def _refuse(*_: Any) -> None:
+    raise UsageError(
+        "expected the optimizer's states to be asked for, or set, once those of the loaded checkpoint have their "
+        "place, found that no step has been prepared since: call step.prepare(batch) first"
+    )

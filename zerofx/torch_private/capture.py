@@ -21,7 +21,7 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses import FakeTensor
 from torch._subclasses import FakeTensorMode as FakeTensorMode
 
-from zerofx.torch_private import grouped_products as grouped_products
+from zerofx.torch_private import operators as operators  # whose fakes a trace needs
 from zerofx.torch_private.versions import TORCH
 
 

@@ -1,26 +1,72 @@
-"""Decisions of ``zerofx.tune``: the candidate plans, which of them to run, and which is the best."""
+"""Decisions of ``zerofx.tune``: variations of the options, candidate plans, which of them to run, and the best."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zerofx.budgets import budget_bytes
 from zerofx.codegen.regions import Region
 from zerofx.driver.prepared import Prepared, Request
 from zerofx.errors import MemoryBudgetError
+from zerofx.options import CompileOptions
 from zerofx.scheduler.cost.links import Transfer
 from zerofx.scheduler.cost.measured import MeasuredCosts
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 from zerofx.scheduler.search.rehearsal import Rehearsal
 from zerofx.scheduler.search.target import Target
 from zerofx.tuning.result import Candidate, candidate_table
-from zerofx.tuning.variations import Variation, variations
 from zerofx.units import format_bytes
+
+_PREFETCHES = (0, 2, 4)  # units to gather ahead, besides what was asked for
+
+
+@dataclass(frozen=True)
+class Variation:
+    """Options with one strategy. ``searched``: whether the plan is searched within the memory budget; one that is not
+    follows the options, and is not run if it does not fit."""
+
+    name: str
+    options: CompileOptions
+    searched: bool = True
+
+
+def variations(options: CompileOptions, mesh: Mesh) -> tuple[Variation, ...]:
+    """All variations of the requested options, those first. Several may lead to one plan."""
+    gathers = options.stage == 3 and mesh.num_ranks > mesh.replicate
+    return (
+        Variation("as asked", options),
+        *_vary_recompute(options),
+        *_vary_offload(options),
+        *(_vary_gathers(options) if gathers else ()),
+    )
+
+
+def _vary_recompute(options: CompileOptions) -> Iterator[Variation]:
+    if options.recompute == "auto":
+        yield Variation("recompute nothing", replace(options, recompute="none"))
+    if options.recompute != "none":
+        yield Variation("recompute all", replace(options, recompute="full"), searched=False)
+
+
+def _vary_offload(options: CompileOptions) -> Iterator[Variation]:
+    if options.offload not in ("auto", "none"):
+        yield Variation("offload nothing", replace(options, offload="none"))
+
+
+def _vary_gathers(options: CompileOptions) -> Iterator[Variation]:
+    for ahead in _PREFETCHES:
+        if ahead != options.prefetch:
+            yield Variation(f"prefetch {ahead}", replace(options, prefetch=ahead))
+    if options.keep_gathered != "all":
+        yield Variation("keep all gathered", replace(options, keep_gathered="all"))
+    if options.keep_gathered:
+        yield Variation("keep none gathered", replace(options, keep_gathered=()))
 
 
 @dataclass(frozen=True)

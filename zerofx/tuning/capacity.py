@@ -1,29 +1,22 @@
 """Search the largest micro-batch, or the fewest ranks: ``zerofx.largest_micro_batch`` and ``zerofx.smallest_world``.
 
-Both double until the answer is passed, then bisect. They rely on monotony, which holds up to details of the allocation:
-a larger micro-batch takes more memory, and more ranks do not take more than fewer.
+Both are one search: sizes double until the answer is passed, then it bisects. It relies on monotony, which holds up to
+details of the allocation: a larger micro-batch takes more memory, and more ranks do not take more than fewer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Unpack
 
 import torch
 from tabulate import tabulate
 from torch import nn
-from tqdm import tqdm
 
 from zerofx.budgets import budget_bytes
-from zerofx.driver.plan_only import (
-    CapturedStep,
-    PlannedStep,
-    capture_for_plans,
-    plan_captured,
-    planned_mesh,
-)
+from zerofx.driver.plan_only import PlannedStep, capture_for_plans, plan_captured, planned_mesh
 from zerofx.errors import MemoryBudgetError, UsageError
 from zerofx.option_checks import check_count
 from zerofx.option_table import check_names
@@ -112,17 +105,11 @@ def largest_micro_batch(
             capture_for_plans(model, optimizer, make_batch(samples), options, verbose=False), mesh, verbose=False
         )
 
-    with _Trials("micro-batch", attempt).show_progress() as trials:
-        if not trials.fits(1):
-            raise MemoryBudgetError(f"expected a micro-batch of 1 to fit: {trials.refusals[1]}")
-        fitting, missed = 1, limit + 1
-        while fitting < limit and missed > limit:
-            following = min(2 * fitting, limit)
-            if trials.fits(following):
-                fitting = following
-            else:
-                missed = following
-        return trials.result(trials.border(fitting, missed, 1), _limit_bytes(options))
+    def refuse(_: int, refusal: str) -> str:
+        return f"expected a micro-batch of 1 to fit: {refusal}"
+
+    sizes = range(1, limit + 1)
+    return _search("micro-batch", sizes, attempt, refuse, _limit_bytes(options), grows=True)
 
 
 def smallest_world(
@@ -159,88 +146,63 @@ def smallest_world(
     def attempt(ranks: int) -> PlannedStep:
         return plan_captured(captured, Mesh(shard=ranks), verbose=False)
 
-    with _Trials("ranks", attempt).show_progress() as trials:
-        missed = 0
-        for fitting in _double(node, limit):
-            if trials.fits(fitting):
-                break
-            missed = fitting
-        else:
-            raise MemoryBudgetError(
-                f"expected {_most(captured, limit)} to be enough: with {trials.least.value} of them, "
-                f"{trials.refusals[trials.least.value]}"
-            )
-        unit = 1 if fitting <= node else node
-        return trials.result(trials.border(fitting, missed, unit), _limit_bytes(captured.request.options))
+    sizes = [*range(1, min(node, limit) + 1), *range(2 * node, limit + 1, node)]
+
+    def refuse(ranks: int, refusal: str) -> str:
+        most = f"up to {sizes[-1]} rank{'s' if sizes[-1] > 1 else ''} of {captured.machine.name}"
+        stage = captured.request.options.stage
+        return f"expected {most} at stage {stage} to be enough: with {ranks} of them, {refusal}"
+
+    limit_bytes = _limit_bytes(captured.request.options)
+    return _search("ranks", sizes, attempt, refuse, limit_bytes, grows=False)
 
 
-class _Trials:
-    """The plans that were tried, each once."""
+def _search(
+    quantity: str,
+    sizes: Sequence[int],
+    attempt: Callable[[int], PlannedStep],
+    refuse: Callable[[int, str], str],
+    limit_bytes: int,
+    *,
+    grows: bool,
+) -> SearchResult:
+    """Find the last of ``sizes`` that fits where steps grow with them (``grows``), or else the first.
 
-    def __init__(self, quantity: str, attempt: Callable[[int], PlannedStep]) -> None:
-        self.refusals: dict[int, str] = {}
-        self._quantity = quantity
-        self._attempt = attempt
-        self._tried: list[SizeTried] = []
-        self._fitting: PlannedStep | None = None  # the last that fits: with a search's end, its answer
-        self._bar: tqdm[Any] | None = None
+    Raises:
+        MemoryBudgetError: none fits; ``refuse`` words it, for the trial of the least peak and its refusal.
+    """
+    tried: list[SizeTried] = []
+    refusals: dict[int, str] = {}
+    fitting: PlannedStep | None = None  # the last that fits: with the search's end, its answer
+    with watched(f"{quantity} {sizes[0]}", "plans") as bar:
 
-    @contextmanager
-    def show_progress(self) -> Iterator[_Trials]:
-        """Show a progress bar, if it takes long: the current value, since the search's length is unknown."""
-        with watched(f"{self._quantity} 1", "plans") as self._bar:
-            yield self
+        def turns(value: int) -> bool:
+            """Plan for ``value``; true from the first size on at which it no longer fits, or does at last."""
+            nonlocal fitting
+            bar.set_description(f"{quantity} {value}", refresh=False)
+            try:
+                planned = attempt(value)
+            except BudgetMissedError as error:
+                refusals[value] = str(error)
+                tried.append(SizeTried(value, error.least_bytes, False))
+            else:
+                fitting = planned
+                tried.append(SizeTried(value, planned.plan.peak_bytes["device"], True))
+            bar.update()
+            return tried[-1].fits != grows
 
-    def border(self, fitting: int, missed: int, unit: int) -> int:
-        """The multiple of ``unit`` that fits, next to one that does not, between ``fitting`` and ``missed``."""
-        while abs(fitting - missed) > unit:
-            middle = (fitting // unit + missed // unit) // 2 * unit
-            fitting, missed = (middle, missed) if self.fits(middle) else (fitting, middle)
-        return fitting
-
-    def fits(self, value: int) -> bool:
-        """Plan for ``value``; true if it fits."""
-        assert self._bar is not None
-        self._bar.set_description(f"{self._quantity} {value}", refresh=False)
-        try:
-            planned = self._attempt(value)
-        except BudgetMissedError as error:
-            self.refusals[value] = str(error)
-            self._tried.append(SizeTried(value, error.least_bytes, False))
-        else:
-            self._fitting = planned
-            self._tried.append(SizeTried(value, planned.plan.peak_bytes["device"], True))
-        self._bar.update()
-        return self._tried[-1].fits
-
-    @property
-    def least(self) -> SizeTried:
-        """The trial of the least peak."""
-        return min(self._tried, key=lambda trial: trial.peak_bytes)
-
-    def result(self, value: int, limit_bytes: int) -> SearchResult:
-        """The outcome of the search: ``value``, the last that fits."""
-        assert self._fitting is not None and [trial.value for trial in self._tried if trial.fits][-1] == value
-        return SearchResult(value, self._fitting, tuple(self._tried), self._quantity, limit_bytes)
-
-
-def _double(node: int, limit: int) -> Iterator[int]:
-    """Numbers of ranks: 1, 2, 4 and so on to a whole node, then whole nodes, up to the limit."""
-    ranks, last = 1, _last(node, limit)
-    while ranks < last:
-        yield ranks
-        ranks = min(2 * ranks, last, *([node] if ranks < node else []))
-    yield last
-
-
-def _last(node: int, limit: int) -> int:
-    return limit if limit < node else limit // node * node
-
-
-def _most(captured: CapturedStep, limit: int) -> str:
-    machine = captured.machine
-    last = _last(machine.ranks_per_node, limit)
-    return f"up to {last} rank{'s' if last > 1 else ''} of {machine.name} at stage {captured.request.options.stage}"
+        before, place = -1, 0
+        while place < len(sizes) and not turns(sizes[place]):
+            before = place
+            place = bisect_right(sizes, 2 * sizes[place]) - 1 if place < len(sizes) - 1 else len(sizes)
+        while place - before > 1 and fitting is not None:
+            middle = (before + place) // 2
+            before, place = (before, middle) if turns(sizes[middle]) else (middle, place)
+    if fitting is None:
+        least = min(tried, key=lambda trial: trial.peak_bytes)
+        raise MemoryBudgetError(refuse(least.value, refusals[least.value]))
+    value = [trial.value for trial in tried if trial.fits][-1]
+    return SearchResult(value, fitting, tuple(tried), quantity, limit_bytes)
 
 
 def _options(stage: int, plan_options: PlanKeywords, function: str) -> CompileOptions:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.capture.randomness import preserve_randomness
+from zerofx.capture.traceable import preserve_randomness
 from zerofx.codegen.regions import Region, regions_of
 from zerofx.errors import UsageError, ZeroFXError, in_short
 from zerofx.ir.streams import axes_of_stream

@@ -15,7 +15,7 @@ Not covered, and so ``None``: operators of others than ATen and zerofx (their ke
 on values that are made up, and outputs whose shapes depend on values. Where an operator's memory depends on values
 (``linalg_matrix_exp``: on the norm), what is known is that for large, well-conditioned matrices, for values between 0
 and 1, or for conditions that all hold. Operators of zerofx take the same for all
-(``zerofx/ir/op_kernels/value_gradients.py``).
+(``zerofx/ir/op_kernels/as_aten.py``).
 """
 
 from __future__ import annotations

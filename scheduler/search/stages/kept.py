@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerofx.capture.trace_settings import trace_settings
+from zerofx.capture.cache import trace_settings
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.ir.canonical import graph_parts
 from zerofx.scheduler.plan.plan import Plan

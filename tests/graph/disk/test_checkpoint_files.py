@@ -21,8 +21,7 @@ from zerofx.disk.checkpoint import folder as folders
 from zerofx.disk.checkpoint import shard_file
 from zerofx.disk.checkpoint.boxes import Box, boxes_of_range
 from zerofx.disk.checkpoint.contents import parse_marker
-from zerofx.disk.checkpoint.file_names import file_name
-from zerofx.disk.checkpoint.marker import Marker, OptimizerInfo, Scalar, TensorInfo
+from zerofx.disk.checkpoint.marker import Marker, OptimizerInfo, Scalar, TensorInfo, file_name
 from zerofx.disk.checkpoint.plain import from_plain, to_plain
 from zerofx.disk.checkpoint.shard_file import Entry, OpenFiles, ShardFile, ShardWriter, sort_by_alignment
 

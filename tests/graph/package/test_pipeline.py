@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+import math
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from zerofx.ir.facts import Origin, Phase
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.base import Pass
 from zerofx.passes.prefetch import Prefetch
-from zerofx.pipeline import check_disabled
+from zerofx.pipeline import PLAN, PREPARE, check_disabled, find
 from zerofx.scheduler.plan.plan import Plan
 
 _NAMES = [
@@ -196,3 +199,37 @@ def test_a_pass_that_is_needed_cannot_be_disabled(name: str) -> None:
         UsageError, match=rf"what can be left out \(channels, in_place, prefetch, simplify, stamp\), found {name}"
     ):
         check_disabled(settings(disable=frozenset({name, "prefetch"})))
+
+
+def test_every_decision_is_carried_out_by_one_rewrite() -> None:
+    carried = Counter(
+        (entry, column)
+        for one in (*PREPARE, *PLAN)
+        for entry, columns in one.decisions.items()
+        for column in columns or ("",)
+    )
+    besides = {"reason", "num_bytes", "layer"}
+    about = {"stage", "num_ranks", "precision", "machine", "graph", "buckets", "memory_budget", "wire", "summary"}
+    # What a plan is for, and what it leads to.
+    about |= {"micro_batches_reason", "ranks_per_node", "replicate", "model", "states_reason"}
+    about |= {"prediction"}
+    hints = get_type_hints(Plan)
+    expected = set()
+    for entry in {one.name for one in fields(Plan)} - about:
+        kinds = get_args(hints[entry])
+        decided = kinds and not isinstance(kinds[0], type(None)) and hasattr(kinds[0], "__dataclass_fields__")
+        columns = {one.name for one in fields(kinds[0])} - besides if decided else {""}
+        expected |= {(entry, column) for column in columns}
+    # A bucket's number says which decision the columns of a second pass are of.
+    assert set(carried) == expected and set(carried.values()) == {1}
+
+
+def test_a_pass_runs_only_where_it_has_something_to_do() -> None:
+    bare = Plan(0, 2, None, "cpu", "", (), (), ())
+    names = [one.name for one in (*PREPARE, *PLAN) if one.when(bare, False)]
+    assert names == [
+        "simplify", "tile", "recompute", "offload", "shard", "reduce", "direct", "update", "buffers", "prefetch",
+    ]  # fmt: skip
+    clipped = replace(bare, max_grad_norm=math.inf)
+    assert {"clip", "guard_loss"} <= {one.name for one in PLAN if one.when(clipped, True)}
+    assert find("update").about == "Inline each bucket's update program after its reduction."

@@ -20,9 +20,7 @@ from tests.lib.lowered import lowered
 from tests.lib.models import CASES, batches
 from zerofx.ir import ops
 from zerofx.json_format import typed
-from zerofx.report.axes import time_axis
-from zerofx.report.page import ABOUT_INSTRUCTIONS
-from zerofx.report.pictures import COLOURS, KINDS, timeline_picture
+from zerofx.report.page import ABOUT_INSTRUCTIONS, CATEGORIES
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.report.table import schedule_lines
 from zerofx.scheduler.cost.categories import Category
@@ -63,7 +61,7 @@ def test_well_formed_and_self_contained(tmp_path: Path, stage: int, num_ranks: i
     balance.feed(text)
     assert balance.open == []
     pictures = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
-    assert [ElementTree.fromstring(picture).get("id") for picture in pictures] == ["memory", "timeline"]
+    assert [ElementTree.fromstring(picture).get("id") for picture in pictures] == ["memory"]
     assert not re.search(r"https?:|//\w|\bsrc=|\bhref=|@import|url\(", text)
     assert not re.search(r"nan|inf\b", "".join(re.findall(r'="([^"]*)"', "".join(pictures))))
 
@@ -81,16 +79,13 @@ def test_it_has_the_numbers_the_table_and_the_layers(tmp_path: Path) -> None:
         assert f"<b>{number}</b>" in text
     for cells in schedule_lines(schedule.instructions, fold_layers=True):
         assert all(escape(cell.strip()) in text for cell in cells)
-    # On hover, slices name what ran, where and for how long.
-    titles = re.findall(r"<title>(.*?)</title>", text, flags=re.DOTALL)
-    assert any("layers.3" in title and "all_gather" in title and "sends" in title for title in titles)
 
 
 def test_limits_are_drawn_when_near_and_always_told(tmp_path: Path) -> None:
     schedule = make_schedule(lowered())
     peak = schedule.totals.peak_bytes
     text = page(schedule, tmp_path, limits={"budget": peak // 2, "device": peak * 100}, notes="because")
-    assert text.count('class="limit"/>') == 1
+    assert text.count('class="limit"/>') == 1 and text.count('class="peak"/>') == 1
     assert f"The peak is {format_bytes(peak - peak // 2)} ABOVE the budget" in text
     assert f"The peak is {format_bytes(peak * 99)} below the device" in text
     assert "<pre>because</pre>" in text
@@ -100,12 +95,10 @@ def test_slower_tiers_have_a_picture_each_and_survive_json(tmp_path: Path) -> No
     step = lowered(tiers=("host", "nvme"))
     schedule = make_schedule(step)
     text = page(schedule, tmp_path)
-    pictures = re.findall(r'<svg id="([\w-]+)"', text)
-    assert pictures == ["memory", "memory-host", "memory-nvme", "timeline"]
     for tier, use in step.simulation.live.slower.items():
         sizes = [size for _, size in schedule.slower_memory[tier]]
         assert max(sizes) == use.peak_bytes and sizes[0] == use.persistent_bytes
-        assert f"{tier}, peak: {format_bytes(use.peak_bytes)}" in text
+        assert f"<b>{format_bytes(use.peak_bytes)}</b><small>peak on {tier}</small>" in text
     data = json.loads(schedule.to_json())
     del data["format"]
     again = typed(Schedule, data)
@@ -116,7 +109,7 @@ def test_slower_tiers_have_a_picture_each_and_survive_json(tmp_path: Path) -> No
 def test_only_what_the_step_uses_is_explained(tmp_path: Path) -> None:
     alone = page(make_schedule(lowered(stage=0, num_ranks=1)), tmp_path)
     together = page(make_schedule(lowered(stage=3, num_ranks=2, tiers=("nvme",))), tmp_path)
-    for word in ("<dt>all_gather</dt>", "<dt>offload</dt>", "<i>nvme_write</i>", "<i>collective</i>"):
+    for word in ("<td>all_gather</td>", "<td>offload</td>", "<td>nvme_write</td>", "<td>collective</td>"):
         assert word in together and word not in alone
 
 
@@ -126,31 +119,12 @@ def test_every_event_that_has_a_line_is_explained() -> None:
     assert set(ops.EVENTS) - set(operators) == {ops.hyperparameters}
 
 
-@pytest.mark.parametrize("seconds", [3e-6, 0.119, 40.0])
-def test_times_on_the_axis_are_round(seconds: float) -> None:
-    marks = re.findall(r">([^<]+)</text>", "".join(time_axis(0, seconds)))
-    assert marks[0] == "0" and 3 <= len(marks) <= 9
-    assert all(re.fullmatch(r"[1-9]\d*(\.[1-9])? (µs|ms|s)", mark) for mark in marks[1:])
-
-
-def test_what_the_pointer_reads_is_the_curve(tmp_path: Path) -> None:
-    schedule = make_schedule(lowered())
-    found = re.search(r'id="data">(.*?)</script>', page(schedule, tmp_path))
-    assert found is not None
-    data = json.loads(found[1])
-    assert {tuple(point[1:]) for point in data["points"]} <= {
-        tuple(round(held.get(name, 0) / 2**20) for name in data["names"]) for _, held in schedule.memory
-    }
-    xs = [point[0] for point in data["points"]]
-    assert xs == sorted(xs) and data["left"] <= xs[0] and xs[-1] <= data["right"]
-
-
 def test_every_category_has_a_colour() -> None:
-    assert set(COLOURS) == set(Category)
+    assert set(CATEGORIES) == set(Category)
 
 
 def test_a_big_schedule_makes_a_small_page(tmp_path: Path) -> None:
-    """The schedule of many steps, one after the other: the pictures do not grow, and the highest point is kept."""
+    """The schedule of many steps, one after the other: the picture does not grow, and the highest point is kept."""
     one = make_schedule(lowered(6))
     seconds, copies = one.totals.step_seconds, 300
     instructions = tuple(
@@ -162,10 +136,8 @@ def test_a_big_schedule_makes_a_small_page(tmp_path: Path) -> None:
     memory[len(memory) // 2] = (memory[len(memory) // 2][0], {"activations": 77 * 2**40})
     many = Schedule((), instructions, replace(one.totals, step_seconds=copies * seconds), tuple(memory))
     assert len(many.instructions) > 10_000
-    picture, _ = timeline_picture(many.instructions, many.totals.step_seconds)
-    assert len(picture) < 800_000
     text = page(replace(many, instructions=one.instructions), tmp_path)
-    assert len(text) < 300_000
+    assert len(text) < 400_000
     assert "77.0 TiB" in text
 
 
@@ -193,12 +165,17 @@ def test_what_was_decided_comes_first_and_the_schedule_last(tmp_path: Path) -> N
     assert "position: sticky" in text and "<th>peak</th>" in text
 
 
-def test_values_that_are_computed_again_have_a_colour_of_their_own(tmp_path: Path) -> None:
+def test_streams_have_the_seconds_that_they_are_busy(tmp_path: Path) -> None:
+    schedule = make_schedule(lowered(num_ranks=8))
+    text = page(schedule, tmp_path)
+    for stream in {row.stream for row in schedule.instructions}:
+        busy = sum(row.seconds for row in schedule.instructions if row.stream == stream)
+        assert f'<td>{stream}</td><td class="number">{format_seconds(busy)}</td>' in text
+
+
+def test_values_that_are_computed_again_have_their_seconds() -> None:
     case = CASES["gpt"]
     model, (args, _) = case.model(), next(batches(case, 0, 1))
-    planned = zerofx.plan(model, sgd(model), args, world_size=1, machine="cpu", recompute="full")
-    schedule = planned.schedule()
+    schedule = zerofx.plan(model, sgd(model), args, world_size=1, machine="cpu", recompute="full").schedule()
     again = sum(row.recompute_seconds for row in schedule.rows)
     assert again > 0 and again == pytest.approx(sum(row.recompute_seconds for row in schedule.instructions))
-    assert f'fill="{KINDS["recomputation"]}"' in page(schedule, tmp_path)
-    assert "recomputation" not in page(make_schedule(lowered(stage=0, num_ranks=1)), tmp_path)

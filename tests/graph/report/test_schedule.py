@@ -47,7 +47,7 @@ def test_a_copy_of_two_legs_is_on_two_tracks(tmp_path: Path) -> None:
     assert row.tier == "nvme" and next(row for row in schedule.rows if row.op == "reload").tier == "device"
     schedule.to_html(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert all(word in page for word in ("nvme_write", "copied out to a slower tier", "peak on nvme"))
+    assert all(word in page for word in ("nvme_write", "writes to the drive", "peak on nvme"))
     assert schedule.totals.slower_peak_bytes.keys() == {"host", "nvme"}
 
 

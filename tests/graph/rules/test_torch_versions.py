@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tests.lib.checkout import ROOT
 from zerofx.errors import UsageError
-from zerofx.torch_private import capture, distributed, grouped_products, operators, optimizers
+from zerofx.torch_private import capture, distributed, operators, optimizers
 from zerofx.torch_private.versions import TORCH, limitations
 
 aten = torch.ops.aten
@@ -66,7 +66,7 @@ def test_fakes_of_grouped_products_have_all_dtypes_of_kernels_from_torch_2_15_on
     from torch._meta_registrations import meta_grouped_mm
 
     operands = torch.empty(4, 8, device="meta"), torch.empty(2, 8, 8, device="meta")
-    refuses = grouped_products.refuses_dtypes()
+    refuses = operators.refuses_dtypes()
     with pytest.raises(RuntimeError, match="BF16") if refuses else contextlib.nullcontext():
         meta_grouped_mm(*operands, torch.empty(2, dtype=torch.int32, device="meta"))
 
@@ -107,32 +107,32 @@ def test_attention_of_grouped_heads_is_counted() -> None:
 def test_inductor_knows_passes_over_kernels_from_torch_2_13_on() -> None:
     from torch._inductor import custom_graph_pass
 
-    from zerofx.torch_private.inductor import fusion
+    from zerofx.torch_private.inductor import scheduler
 
     assert hasattr(custom_graph_pass, "CustomSchedulerPass") == (TORCH >= (2, 13))
-    assert {"__call__", "uuid"} <= fusion.scheduler_pass_class().__abstractmethods__
+    assert {"__call__", "uuid"} <= scheduler.scheduler_pass_class().__abstractmethods__
 
 
 def test_inductor_forgets_dependencies_in_torch_2_11() -> None:
     """It takes them from the loops anew, and looks at none of those that there were."""
     from torch._inductor.scheduler import SchedulerNode
 
-    from zerofx.torch_private.inductor import fusion
+    from zerofx.torch_private.inductor import scheduler
 
     keeps = "fake_deps" in inspect.getsource(SchedulerNode.recompute_size_and_body)
-    assert fusion.forgets_dependencies() == (not keeps)
+    assert scheduler.forgets_dependencies() == (not keeps)
 
 
 def test_fusions_are_decided_where_inductor_asks() -> None:
     from torch._inductor.scheduler import Scheduler
     from torch._inductor.virtualized import V
 
-    from zerofx.torch_private.inductor import fusion
+    from zerofx.torch_private.inductor import scheduler
 
     assert "V.choices.can_fuse(" in inspect.getsource(Scheduler)
     before = type(V.choices)
-    with fusion.keep_dependencies():
-        assert (type(V.choices) is not before) == fusion.forgets_dependencies()
+    with scheduler.keep_dependencies():
+        assert (type(V.choices) is not before) == scheduler.forgets_dependencies()
     assert type(V.choices) is before
 
 

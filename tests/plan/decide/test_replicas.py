@@ -14,7 +14,7 @@ from tests.lib.graphs import TwoBlocks
 from zerofx import Machine, Plan, PlannedStep
 from zerofx.errors import UsageError
 from zerofx.ir import ops
-from zerofx.ir.collective_axes import axes_of
+from zerofx.ir.streams import axes_of
 from zerofx.scheduler.cost.wire_volume import seconds_along
 from zerofx.scheduler.plan.mesh import Mesh
 

@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 import zerofx
 from zerofx.driver.plan_only import PlannedStep
 from zerofx.errors import UsageError
-from zerofx.ir.collective_axes import axes_of
 from zerofx.ir.op_kernels.quantise import BLOCK
 from zerofx.ir.ops import COLLECTIVES, exchange, gather_on_node
+from zerofx.ir.streams import axes_of
 from zerofx.scheduler.cost.machine import Link, Machine
 from zerofx.scheduler.cost.simulate import Simulation
 from zerofx.scheduler.cost.wire_volume import node_wire_bytes

@@ -20,8 +20,8 @@ from zerofx.driver.plan_only import captured_graph
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.errors import PlanError, UsageError
 from zerofx.ir.serialise import same_graph
-from zerofx.pipeline import CAPTURE, pass_texts
-from zerofx.scheduler.plan.pipeline_text import pipeline_text, read_pipeline
+from zerofx.pipeline import find
+from zerofx.scheduler.plan.decisions import SliceDecision
 from zerofx.scheduler.plan.plan import Plan
 
 Made = tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, ...]]
@@ -64,11 +64,12 @@ def test_one_pass_on_a_saved_graph(graph: Path, golden: Callable[..., None]) -> 
 
 
 @pytest.mark.parametrize("name", ["slice", "accumulate", "shard"])
-def test_what_a_pass_changes(name: str, graph: Path, golden: Callable[..., None]) -> None:
-    given = {"slice": "{parameter=layers.0.linear.weight num_slices=2}", "accumulate": "{num_micro_batches=2}"}
-    plan = ("--plan", plan_of(graph)) if name == "shard" else ()
+def test_what_a_pass_changes(name: str, graph: Path, tmp_path: Path, golden: Callable[..., None]) -> None:
+    sliced = SliceDecision("layers.0.linear.weight", 2, 0, "by hand")
+    edits: dict[str, dict[str, Any]] = {"slice": {"slices": (sliced,)}, "accumulate": {"num_micro_batches": 2}}
+    replace(Plan.load(plan_of(graph)), **edits.get(name, {})).save(tmp_path / "plan.json")
     before = texts(graph, "--passes", "simplify")
-    golden(difference(before, texts(graph, *plan, "--passes", f"simplify,{name}{given.get(name, '')}")))
+    golden(difference(before, texts(graph, "--plan", tmp_path / "plan.json", "--passes", f"simplify,{name}")))
 
 
 def test_a_pass_alone_on_the_graph_that_others_left(graph: Path, tmp_path: Path, golden: Callable[..., None]) -> None:
@@ -86,36 +87,12 @@ def test_a_whole_phase(graph: Path, tmp_path: Path, golden: Callable[..., None])
     assert texts(graph, *plan) == text == SavedGraph.load(done).step.text()
 
 
-def test_a_trace_on_its_way_to_a_graph(golden: Callable[..., None]) -> None:
-    stages = texts(MAKE, "--phase", "capture", "--print-after-all").split("\n\n")
-    heads = [text.partition("\n")[0] for text in stages]
-    assert heads == [f"# after {one.name}" for one in CAPTURE if one.name != "stamp"]
-    assert texts(MAKE, "--phase", "capture") == stages[-1].partition("\n")[2]
-    golden("\n\n".join(text for text in stages if text.startswith(("# after check_results", "# after begin_backward"))))
-
-
 def test_every_pass_is_printed_after_its_name(graph: Path) -> None:
     plan = Plan.load(plan_of(graph))
     stages = texts(graph, "--plan", plan_of(graph), "--print-after-all").split("\n\n")
-    assert [text.partition("\n")[0] for text in stages] == [f"# after {one.name}" for one in pass_texts(plan)]
-
-
-def test_the_pipeline_of_a_plan_is_read_back(graph: Path, golden: Callable[..., None]) -> None:
-    plan = ("--plan", plan_of(graph))
-    pipeline = texts(*plan, "--print-pipeline")
-    golden(pipeline)
-    assert texts(*plan, "--print-pipeline", "--passes", pipeline) == pipeline
-    assert texts(graph, *plan, "--passes", pipeline) == texts(graph, *plan)
-
-
-def test_decisions_of_the_pipeline_go_before_the_plans(graph: Path) -> None:
-    plan = ("--plan", plan_of(graph))
-    moved = texts(*plan, "--print-pipeline").replace("wait_after=mm_5,mm_7,none", "wait_after=none,none,none")
-    assert moved.count("none") == 3
-    text = texts(graph, *plan, "--passes", moved)
-    assert text != texts(graph, *plan)
-    lines = [line for line in text.splitlines() if "= zerofx.wait.default(reduce_" in line]
-    assert [line.split(":")[0] for line in lines] == ["grad_2", "grad_1", "grad_0"]
+    assert [text.partition("\n")[0] for text in stages] == [
+        f"# after {one.name}" for one in phase_passes(None, plan, guarded=False)
+    ]
 
 
 class _Deep(nn.Module):
@@ -164,16 +141,9 @@ def test_a_graph_and_a_plan_from_files_give_what_planning_gives(options: dict[st
     )
     plan, saved = Plan.load(tmp_path / "plan.json"), SavedGraph.load(tmp_path / "graph.json")
     expected = planned.lowered.graph.text()
-    passes = phase_passes(None, plan, guarded=False, disabled=())
+    passes = phase_passes(None, plan, guarded=False)
     result = rewrite(saved, passes, plan, lambda *_: None)
     assert result.step.text() == expected
-    # What the plan decides is in the pipeline, all of it.
-    blank = replace(
-        plan, tiles=(), pieces=(), recomputes=(), extra_keeps=(), offloads=(), parameters=(), gathers=(), reduces=(),
-        gradients=(), states=(), wires=(), slices=(), max_grad_norm=None, num_micro_batches=1, loss_scaled=False,
-    )  # fmt: skip
-    again = read_pipeline(pipeline_text(passes))
-    assert rewrite(SavedGraph.load(tmp_path / "graph.json"), again, blank, lambda *_: None).step.text() == expected
 
 
 def test_an_optimizer_that_has_stepped_has_the_update_of_its_next_step() -> None:
@@ -183,7 +153,7 @@ def test_an_optimizer_that_has_stepped_has_the_update_of_its_next_step() -> None
     optimizer.step()
     planned = zerofx.plan(model, optimizer, batch, world_size=2, machine="cpu", stage=1)
     saved = captured_graph(model, optimizer, batch, planned.plan, machine=planned.machine)
-    passes = phase_passes(None, planned.plan, guarded=False, disabled=())
+    passes = phase_passes(None, planned.plan, guarded=False)
     assert rewrite(saved, passes, planned.plan, lambda *_: None).step.text() == planned.lowered.graph.text()
 
 
@@ -204,7 +174,7 @@ def test_a_graph_comes_back_from_its_file_after_any_pass(tmp_path: Path) -> None
         planned.plan,
         captured_graph(model, optimizer, batch, planned.plan, machine=planned.machine, backend="eager"),
     )
-    passes = phase_passes(None, plan, guarded=False, disabled=())
+    passes = phase_passes(None, plan, guarded=False)
     for one in passes:
         saved = rewrite(saved, [one], plan, lambda *_: None)
         saved.save(path)
@@ -250,27 +220,20 @@ def test_a_graph_of_foreign_operators_is_not_saved(tmp_path: Path) -> None:
         ((), "expected GRAPH.json, found no argument"),
         (("PLAN",), "it is a plan, not a graph): save one with `zerofx plan MODULE:FUNCTION --save-graph FILE`"),
         (("none.json",), "expected a graph in the file none.json, found none (FileNotFoundError"),
-        ((MAKE,), "expected GRAPH.json, or MODULE:FUNCTION with --phase capture alone, found 'tests.plan"),
         (("GRAPH", "--passes", "tile"), "expected a plan for tile, found none: give --plan PLAN.json, which"),
         (("GRAPH", "--phase", "plan"), "expected a plan for the phase plan, found none"),
         (("GRAPH", "--passes", "slice"), "expected a plan for slice, found none: give --plan PLAN.json, which `zerofx"),
         (("GRAPH", "--passes", "tiles"), "expected the name of a pass (check_results, bring_forward, set_origins"),
-        (("GRAPH", "--passes", "tile{"), "in the pipeline at character 6"),
-        (("GRAPH", "--passes", "refuse"), "found refuse, which is for one that is being traced: `zerofx opt MODULE"),
-        (("GRAPH", "--phase", "capture"), "found the phase capture, which is for one that is being traced"),
+        (("GRAPH", "--passes", "refuse"), "found refuse, which is for one that is being traced: `zerofx opt --list"),
+        (("GRAPH", "--passes", "simplify{hard=true}"), "expected the name of a pass"),
         (("GRAPH", "--passes", "hoist_views,simplify"), "found simplify after one of those"),
         (
             ("GRAPH", "--plan", "PLAN", "--passes", "gather"),
             "expected a graph that the passes before gather have left, ",
         ),
         (("GRAPH", "--plan", "PLAN", "--passes", "shard,shard"), "expected a graph that the passes before shard have"),
-        (
-            ("GRAPH", "--passes", "slice{parameter=},slice{parameter=}"),
-            "options of a pass once in a pipeline, found sl",
-        ),
         (("GRAPH", "--passes", "simplify", "--phase", "plan"), "expected --passes or --phase, found both"),
         (("GRAPH", "--plan", "GRAPH"), "expected the JSON of a zerofx plan, found something else"),
-        (("GRAPH", "--plan", "PLAN", "--passes", "gather{bucket=0 first=mm last=mm}"), "expected issue for 1 gathers"),
     ],
 )
 def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...], message: str, graph: Path) -> None:
@@ -285,7 +248,7 @@ def test_a_plan_for_other_buckets_is_refused(graph: Path) -> None:
         model, sgd(model), (torch.zeros(ROWS, DIM),), machine="cpu", world_size=2, loss_fn=lambda out, x: out.sum()
     ).plan
     with pytest.raises(PlanError, match=r"expected a graph with the buckets that the plan is for \(.*\), found layers"):
-        rewrite(SavedGraph.load(graph), read_pipeline("simplify,shard"), other, lambda *_: None)
+        rewrite(SavedGraph.load(graph), [find("simplify"), find("shard")], other, lambda *_: None)
 
 
 def test_the_list_is_that_of_the_documentation() -> None:

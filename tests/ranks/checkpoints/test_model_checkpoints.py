@@ -20,8 +20,8 @@ from tests.lib.runs.checkpoints import Outcome, outcome
 from tests.lib.runs.sharing import PARTED, SHARING
 from tests.lib.runs.training import build, world
 from zerofx.disk.checkpoint.boxes import Box
-from zerofx.disk.checkpoint.file_names import STATE, state_name
 from zerofx.disk.checkpoint.folder import read_marker
+from zerofx.disk.checkpoint.marker import STATE, state_name
 from zerofx.disk.checkpoint.reader import CheckpointReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(ShardedTensor|TypedStorage|no_dist|torch.distributed is).*")

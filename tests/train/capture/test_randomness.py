@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zerofx
 from tests.lib.models import DIM, Case, Regression, rows
 from tests.lib.runs.training import differences, train_compiled, train_plain
-from zerofx.capture.randomness import preserve_randomness
+from zerofx.capture.traceable import preserve_randomness
 from zerofx.errors import CaptureError
 
 

@@ -20,7 +20,7 @@ from zerofx import MemoryBudgetError, Plan, UsageError, ZeroFXWarning
 from zerofx.options import check_options
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.tuning import tuner as tuning
-from zerofx.tuning.variations import variations
+from zerofx.tuning.candidates import variations
 
 
 def test_micro_batches_are_tuned_too() -> None:

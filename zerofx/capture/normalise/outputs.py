@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx.capture.checks import find_overlap
 from zerofx.capture.free_tensors.free_tensors import change_error
 from zerofx.capture.normalise.joint import Joint, Outputs, free_tensor_name, is_free_tensor
-from zerofx.capture.shared_memory import find_overlap
 from zerofx.errors import CaptureError
 from zerofx.ir import ops
 from zerofx.ir.aliasing import aliased_input

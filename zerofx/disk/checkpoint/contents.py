@@ -15,8 +15,18 @@ from typing import Any
 import torch
 
 from zerofx.disk.checkpoint.boxes import Box
-from zerofx.disk.checkpoint.file_names import BUFFER, MODEL, RANDOM, STATE, USER, file_name, state_name
-from zerofx.disk.checkpoint.marker import Marker, OptimizerInfo, read_content
+from zerofx.disk.checkpoint.marker import (
+    BUFFER,
+    MODEL,
+    RANDOM,
+    STATE,
+    USER,
+    Marker,
+    OptimizerInfo,
+    file_name,
+    read_content,
+    state_name,
+)
 from zerofx.disk.checkpoint.plain import from_plain
 from zerofx.disk.checkpoint.shard_file import Entry, ShardFile
 from zerofx.errors import CheckpointError

@@ -23,8 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zerofx.disk.checkpoint.contents import parse_marker
-from zerofx.disk.checkpoint.file_names import MARKER
-from zerofx.disk.checkpoint.marker import MOST_MARKER_BYTES, Marker
+from zerofx.disk.checkpoint.marker import MARKER, MOST_MARKER_BYTES, Marker
 from zerofx.disk.own_files import open_plain, read_plain
 from zerofx.errors import CheckpointError
 from zerofx.units import first_few

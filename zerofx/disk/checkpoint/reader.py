@@ -8,9 +8,8 @@ import torch
 
 from zerofx.disk.checkpoint.boxes import Box
 from zerofx.disk.checkpoint.contents import check_contents
-from zerofx.disk.checkpoint.file_names import MARKER, MODEL, STATE, file_name
 from zerofx.disk.checkpoint.folder import check_sizes, marker_in, resolve
-from zerofx.disk.checkpoint.marker import Marker
+from zerofx.disk.checkpoint.marker import MARKER, MODEL, STATE, Marker, file_name
 from zerofx.disk.checkpoint.shard_file import OpenFiles, Placed, ShardFile
 from zerofx.errors import CheckpointError
 

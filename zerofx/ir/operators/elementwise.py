@@ -5,6 +5,7 @@ from __future__ import annotations
 from zerofx.ir.operators.operator import Inductor, Operator, ResultLayout, Traffic
 
 _IN_ORDER = Operator(layout=ResultLayout.IN_ORDER)
+_LISTS_OVERWRITTEN = Operator(of_lists=True, per_element=0, traffic=Traffic.OVERWRITES)
 
 
 def _elementwise(*arguments: int, is_pointwise: bool = False) -> Operator:
@@ -77,4 +78,13 @@ OPERATORS: dict[str, Operator] = {
     "normal_": Operator(traffic=Traffic.OVERWRITES),
     "random_": Operator(traffic=Traffic.OVERWRITES),
     "uniform_": Operator(traffic=Traffic.OVERWRITES),
+    # The same to each tensor of a list: updates of many parameters
+    "_foreach_copy_": _LISTS_OVERWRITTEN,
+    "_foreach_zero_": _LISTS_OVERWRITTEN,
+    "_foreach_*": Operator(of_lists=True),
+    # Two moments (6), bias corrections (2), root, add, divide, step; decay (2).
+    "_fused_adam_": Operator(of_lists=True, per_element=14),
+    "_fused_adamw_": Operator(of_lists=True, per_element=14),
+    "_fused_sgd_": Operator(of_lists=True, per_element=5),
+    "_fused_adagrad_": Operator(of_lists=True, per_element=7),
 }

@@ -17,27 +17,11 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
-from zerofx.ir.operators import (
-    attention,
-    convolutions,
-    elementwise,
-    indexing,
-    lists,
-    memory,
-    normalisations,
-    own,
-    products,
-    recurrent,
-    reductions,
-    views,
-)
+from zerofx.ir.operators import attention, convolutions, elementwise, movement, own, products, recurrent, reductions
 from zerofx.ir.operators.operator import Inductor, Operator
 from zerofx.torch_private.operators import OpOverload, base_name
 
-_FAMILIES = (
-    elementwise, products, convolutions, attention, recurrent, normalisations, reductions, indexing, memory, lists,
-    views, own,
-)  # fmt: skip
+_FAMILIES = (elementwise, products, convolutions, attention, recurrent, reductions, movement, own)
 TABLE: Mapping[str, Operator] = MappingProxyType(
     {name: entry for family in _FAMILIES for name, entry in family.OPERATORS.items()}
 )

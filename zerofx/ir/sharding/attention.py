@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.ir.sharding.attention_call import is_backward, named_argument, places, queries_and_keys
 from zerofx.ir.sharding.pattern import Pattern
 from zerofx.ir.sharding.rule import Local, read_tensors, results_of, shape_of
 from zerofx.ir.sharding.shapes import PatternsOf
-from zerofx.ir.sharding.tokens import token_patterns
+from zerofx.ir.sharding.tokens import is_backward, named_argument, places, queries_and_keys, token_patterns
 from zerofx.torch_private.operators import OpOverload, base_name
 
 _aten = torch.ops.aten

@@ -37,11 +37,7 @@ def _convolution_backward(node: fx.Node) -> list[Pattern]:
     by_image = [pattern(0, "sum", "sum", 0, 0, None)]
     if argument(node, 9, "groups", 1) != 1 or argument(node, 7, "transposed", False):
         return by_image
-    return [
-        *by_image,
-        pattern("sum", 0, 0, 1, None, 0, local=_fewer_biases),
-        pattern(1, 1, None, None, 1, 1),
-    ]
+    return [*by_image, pattern("sum", 0, 0, 1, None, 0, local=_fewer_biases), pattern(1, 1, None, None, 1, 1)]
 
 
 def _fewer_biases(rank: Local) -> Any:

@@ -23,9 +23,7 @@ def own_indices(rank: Local, indices: fx.Node, size: int) -> tuple[fx.Node, fx.N
     first = rank.call(_aten.mul.Scalar, rank.rank(), size)
     shifted = rank.call(_aten.sub.Tensor, indices, first)
     inside = rank.call(
-        _aten.bitwise_and.Tensor,
-        rank.call(_aten.ge.Scalar, shifted, 0),
-        rank.call(_aten.lt.Scalar, shifted, size),
+        _aten.bitwise_and.Tensor, rank.call(_aten.ge.Scalar, shifted, 0), rank.call(_aten.lt.Scalar, shifted, size)
     )
     return rank.call(_aten.masked_fill.Scalar, shifted, rank.call(_aten.logical_not.default, inside), 0), inside
 

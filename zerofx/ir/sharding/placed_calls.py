@@ -19,8 +19,18 @@ from torch import Tensor, fx
 
 from zerofx.ir.facts import ints, is_random, set_value, value
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
-from zerofx.ir.sharding.kinds import NOTHING, WHOLE, Averaged, Kind, Kinds, KindsRule, Own, parts_of
-from zerofx.ir.sharding.placed_moves import MOVES, any_part
+from zerofx.ir.sharding.placed_moves import (
+    MOVES,
+    NOTHING,
+    WHOLE,
+    Averaged,
+    Kind,
+    Kinds,
+    KindsRule,
+    Own,
+    any_part,
+    parts_of,
+)
 from zerofx.ir.sharding.placed_numbers import RANK_NUMBER_RULES
 from zerofx.ir.sharding.rule import argument, read_tensors, results_of, shape_of, sharing_key
 from zerofx.ir.sharding.rules import Ways, rules_of

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 
@@ -11,10 +12,46 @@ import torch
 from torch import fx
 
 from zerofx.ir.facts import ints, value
-from zerofx.ir.sharding.kinds import WHOLE, Kind, Kinds, KindsRule
 from zerofx.ir.sharding.rule import argument, dims_of, read_tensors, shape_of
-from zerofx.scheduler.plan.placements import REPLICATED, SUM, Sharded, local_shape
+from zerofx.scheduler.plan.placements import REPLICATED, SUM, Placement, Sharded, local_shape
 from zerofx.torch_private.operators import base_name
+
+
+@dataclass(frozen=True)
+class Own:
+    """A value computed from this rank's number: ``what`` names it, ``size`` is that of its part of a dimension."""
+
+    what: str
+    size: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.what} of this rank"
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """Every rank has a tensor of the value's shape; the value is their mean."""
+
+    def __str__(self) -> str:
+        return "parts whose mean it is"
+
+
+Kind = Placement | Own | Averaged
+Kinds = frozenset[Kind]
+"""Possible kinds of one value: shapes alone may leave several. Empty: none is possible."""
+
+KindsRule = Callable[[fx.Node, Sequence[Kinds], int], Kinds | tuple[Kinds, ...] | None]
+"""Kinds of a call's result, or of each of several, by those of its tensor arguments and the number of ranks; None where
+nothing is known of such a call."""
+
+NOTHING: Kinds = frozenset()
+WHOLE: Kinds = frozenset({REPLICATED})
+
+
+def parts_of(kinds: Kinds) -> frozenset[Sharded]:
+    """The kinds in which a rank has a part of the value."""
+    return frozenset(kind for kind in kinds if isinstance(kind, Sharded))
+
 
 _aten = torch.ops.aten
 _MOST_GROUPS = 64

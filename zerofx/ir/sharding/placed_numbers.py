@@ -16,8 +16,7 @@ import torch
 from torch import fx
 
 from zerofx.ir.sharding.grouped import GROUPED, group_placements
-from zerofx.ir.sharding.kinds import NOTHING, Kind, Kinds, KindsRule, Own
-from zerofx.ir.sharding.placed_moves import dim_of, same
+from zerofx.ir.sharding.placed_moves import NOTHING, Kind, Kinds, KindsRule, Own, dim_of, same
 from zerofx.ir.sharding.rule import argument, read_tensors, shape_of
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Ragged, Sharded
 

@@ -11,15 +11,7 @@ from torch import fx
 
 from zerofx.ir.facts import tensor
 from zerofx.ir.sharding.pattern import Lies, Pattern, linear, same_dims, uniform_pattern
-from zerofx.ir.sharding.rule import (
-    Local,
-    argument,
-    dims_of,
-    num_bytes,
-    read_tensors,
-    results_of,
-    shape_of,
-)
+from zerofx.ir.sharding.rule import Local, argument, dims_of, num_bytes, read_tensors, results_of, shape_of
 from zerofx.ir.sharding.shapes import PatternsOf, whole_along
 from zerofx.scheduler.plan.placements import Reduction
 

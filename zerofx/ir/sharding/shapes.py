@@ -132,10 +132,7 @@ def cat(node: fx.Node) -> list[Pattern]:
     dim = dims_of(argument(node, 1, "dim", 0), len(shape))[0]
     joined_parts = [part for part in parts if shape_of(part) != (0,)]
     whole = [d for d in range(len(shape)) if d != dim or len(joined_parts) == 1]
-    return [
-        *(Pattern((d,), tuple(d if part in joined_parts else None for part in parts)) for d in whole),
-        linear(node),
-    ]
+    return [*(Pattern((d,), tuple(d if part in joined_parts else None for part in parts)) for d in whole), linear(node)]
 
 
 def reshape_map(node: fx.Node) -> DimMap:

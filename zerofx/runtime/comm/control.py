@@ -22,11 +22,16 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # documen
 from zerofx.errors import RankMismatchError, TierError, ZeroFXError
 from zerofx.runtime.comm.comparisons import Comparison, check_comparisons, check_equal
 from zerofx.runtime.comm.groups import close_connections, destroy_with, gloo_over
-from zerofx.runtime.comm.heartbeat import WAYS_TO_WAIT, JointWork, SilentRankError, rank_timeout_seconds, wait_for
-from zerofx.runtime.comm.notes import Notes
-from zerofx.runtime.comm.outcomes import Outcomes
+from zerofx.runtime.comm.heartbeat import (
+    WAYS_TO_WAIT,
+    JointWork,
+    SilentRankError,
+    Watch,
+    rank_timeout_seconds,
+    wait_for,
+)
+from zerofx.runtime.comm.notes import Notes, Outcomes
 from zerofx.runtime.comm.transport import LostRankError
-from zerofx.runtime.comm.watch import Watch
 
 T = TypeVar("T")
 

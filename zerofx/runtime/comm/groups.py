@@ -13,8 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from zerofx.ir.collective_axes import axes_text
-from zerofx.ir.streams import stream_along
+from zerofx.ir.streams import axes_text, stream_along
 from zerofx.runtime.comm.transport import Transport
 from zerofx.scheduler.plan.mesh import Axes, Mesh
 
@@ -80,7 +79,7 @@ class Communicators:
             self._over[axes_text(axes)] = transport
 
     def transport(self, axes: str) -> Transport:
-        """The transport along ``axes``, in the text form of ``zerofx/ir/collective_axes.py``."""
+        """The transport along ``axes``, in the text form of ``zerofx/ir/streams.py``."""
         return self._over[axes]
 
     def transport_along(self, axes: Axes) -> Transport:

@@ -1,4 +1,4 @@
-"""Notes that ranks leave for one another in the process group's store: arrivals, and the first failure.
+"""Notes that ranks leave for one another in the process group's store: arrivals, the first failure, and outcomes.
 
 The store answers where collectives do not: a rank asks it after waiting in vain.
 """
@@ -11,10 +11,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, but not listed as public
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed as public
 
 from zerofx.runtime.comm.heartbeat import call_with_timeout
-from zerofx.runtime.comm.outcomes import Outcomes
 from zerofx.torch_private.distributed import default_store
 
 T = TypeVar("T")
@@ -104,3 +103,42 @@ class Notes:
 
     def _keys(self, meeting: int) -> list[str]:
         return [f"{meeting}/{rank}" for rank in range(self._num_ranks)]
+
+
+_FAILURE = "failed"
+
+
+class Outcomes:
+    """Outcomes of one piece of work that each rank does in a thread of its own, by rank.
+
+    No collective runs in such a thread, and a rank that fails can say so even if its drive hangs.
+
+    Raises:
+        RuntimeError: from every method but ``forget``, where the store has failed.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, num_ranks: int) -> None:
+        self._store = PrefixStore(name, store)
+        self._rank, self._keys = rank, [str(number) for number in range(num_ranks)]
+
+    def tell(self, outcome: str) -> None:
+        """Report that the work is done on this rank."""
+        self._store.set(self._keys[self._rank], outcome)
+
+    def fail(self, failure: str) -> None:
+        """Report that the work has failed on this rank."""
+        self._store.set(_FAILURE, failure)
+
+    def has_failed(self) -> bool:
+        """True if a rank has reported a failure."""
+        return bool(self._store.check([_FAILURE]))
+
+    def read_all(self) -> list[str] | None:
+        """The outcomes of all ranks, in their order; None until all are there."""
+        return [self._store.get(key).decode() for key in self._keys] if self._store.check(self._keys) else None
+
+    def forget(self) -> None:
+        """Remove all outcomes from the store, on one rank, once no other rank reads them."""
+        with contextlib.suppress(RuntimeError):
+            for key in (*self._keys, _FAILURE):
+                self._store.delete_key(key)

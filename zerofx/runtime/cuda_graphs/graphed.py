@@ -79,11 +79,7 @@ class GraphedSteps:
         return self._entries[id(step)]
 
     def run(
-        self,
-        step: CompiledStep,
-        runtime: Runtime,
-        state: Mapping[str, Any],
-        batch: Mapping[str, torch.Tensor],
+        self, step: CompiledStep, runtime: Runtime, state: Mapping[str, Any], batch: Mapping[str, torch.Tensor]
     ) -> Outcome:
         """Run one step; returns its loss, and the norm of gradients that are clipped.
 

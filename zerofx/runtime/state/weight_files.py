@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from zerofx.disk.checkpoint.boxes import Box
-from zerofx.disk.checkpoint.file_names import MARKER
 from zerofx.disk.checkpoint.folder import LATEST
+from zerofx.disk.checkpoint.marker import MARKER
 from zerofx.disk.checkpoint.reader import open_checkpoint
 from zerofx.disk.checkpoint.shard_file import DTYPES
 from zerofx.errors import CheckpointError, UsageError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -87,3 +87,11 @@ class Stored:
         place = self.lease.place
         assert isinstance(place, torch.Tensor), "what is in a file has to be copied to the host first"
         return place[: self.lease.num_bytes].view(self.dtype).as_strided(self.shape, self.stride)
+
+
+class Keeper(Protocol):
+    """Keeps values that are about to be written over, as ``Snapshot`` does."""
+
+    def keep_before_update(self, inputs: Sequence[object]) -> None: ...
+    def keep_stored(self, place: Stored, *, in_place: bool) -> None: ...
+    def end(self) -> None: ...

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,10 +26,7 @@ from zerofx.runtime.tiers.copies import Copies, Copy, CudaCopies, FutureCopy, Th
 from zerofx.runtime.tiers.host_memory import HostMemory
 from zerofx.runtime.tiers.nvme import NvmeFile, NvmeFiles
 from zerofx.runtime.tiers.nvme_folders import check_folders
-from zerofx.runtime.tiers.stored import Lease, Place, Stored
-
-if TYPE_CHECKING:
-    from zerofx.runtime.tiers.snapshot import Snapshot
+from zerofx.runtime.tiers.stored import Keeper, Lease, Place, Stored
 
 
 class Tiers:
@@ -52,7 +49,7 @@ class Tiers:
         self._held = {"host": 0, "nvme": 0}
         self._peak = dict(self._held)
         self.moved_bytes = dict.fromkeys(LINKS, 0)
-        self.snapshot: Snapshot | None = None
+        self.snapshot: Keeper | None = None
 
     @property
     def held_bytes(self) -> dict[str, int]:

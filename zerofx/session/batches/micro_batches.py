@@ -10,8 +10,8 @@ import torch
 from zerofx.capture.objective.token_weighted_loss import total_terms
 from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch
-from zerofx.ir.collective_axes import axes_text
 from zerofx.ir.ops import NO_BUCKET
+from zerofx.ir.streams import axes_text
 from zerofx.runtime.executor import Runtime
 
 

@@ -20,8 +20,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import make_fallback
 
 from zerofx.torch_private.capture import FakeTensorMode
-from zerofx.torch_private.inductor.fusion import keep_dependencies
-from zerofx.torch_private.inductor.scheduler import CustomSchedulerPass
+from zerofx.torch_private.inductor.scheduler import CustomSchedulerPass, keep_dependencies
 from zerofx.torch_private.inductor.wrapper import ALLOCATORS
 from zerofx.torch_private.versions import TORCH
 

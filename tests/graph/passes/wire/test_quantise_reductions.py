@@ -10,8 +10,8 @@ import pytest
 from tests.lib.graphs import Prepared, calls, order_of, prepare
 from zerofx.errors import PlanError
 from zerofx.ir import ops
-from zerofx.ir.collective_axes import axes_of
 from zerofx.ir.op_kernels.quantise import BLOCK
+from zerofx.ir.streams import axes_of
 from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.plan.decisions import WireDecision
 from zerofx.scheduler.plan.mesh import Mesh
