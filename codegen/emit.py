@@ -313,7 +313,7 @@ def _event(node: fx.Node, names: Mapping[fx.Node, str], dead: tuple[str, ...], n
     args, _ = _arguments(node, names)
     if node.target is ops.hyperparameters or node.target is ops.empty_gradients:
         args = args[:1]
-    how = tuple((name, node.kwargs[name]) for name in ("in_place", "over") if node.kwargs.get(name))
+    how = tuple((name, node.kwargs[name]) for name in ("in_place", "over", "back") if node.kwargs.get(name))
     assert callable(node.target)
     function = RUNTIME + node.target.__name__.partition(".")[0]
     targets = () if value(node) is None else (names[node],)

@@ -6,8 +6,9 @@
     run_on(0, [shard_0_copy])           run_on(0, [shard_0_copy])
 
 Gathers are where they are to be issued by then: what waits is the first node that reads what a copy writes, or what the
-host updates. A copy from the host's memory waits for the host by itself, and so only its wait does here. In the first
-step, and after whatever has finished updates since, there is nothing to wait for.
+host updates. A copy from the host's memory waits for the host by itself, and so only its wait does here. What goes back
+to its tier is awaited where the plan says, for the memory that it holds until then, or where it is read before that. In
+the first step, and after whatever has finished updates since, there is nothing to wait for.
 
 Does not handle: a loop over micro-batches by itself: all that is read in it is read in the first micro-batch.
 """
@@ -20,10 +21,10 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs, storage_source
-from zerofx.ir.edit import consumers, insert_call, start_of_unit
+from zerofx.ir.edit import consumers, insert_call, node_named, start_of_unit
 from zerofx.ir.facts import host_bucket, origin, tier_of
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.streams import num_gathers_after, runs_on_host
+from zerofx.ir.streams import num_gathers_after, runs_on_host, what_runs_on
 from zerofx.scheduler.plan.plan import Plan
 
 
@@ -34,22 +35,28 @@ class Settle:
     name: str = "settle"
 
     def run(self, step: StepGraph, plan: Plan) -> None:
-        order = step.positions()
+        order, by_name = step.positions(), step.nodes_by_name()
+        planned = {decision.bucket: decision.back_by for decision in plan.states}
         for run_on in [node for node in step.calls() if node.target is ops.run_on]:
-            first = min(readers_next(step, run_on), key=order.__getitem__)
+            bucket, back = what_runs_on(run_on)
+            needed, by = readers_next(step, run_on), planned.get(bucket)
+            if back and by is not None:
+                needed.append(start_of_unit(step, node_named(by_name, by)))
+            first = min(needed, key=order.__getitem__)
             while num_gathers_after(first.prev):
                 first = first.prev
-            bucket = run_on.args[0]
+            name, how = (f"back_{bucket}", {"back": True}) if back else (f"settled_{bucket}", {})
             with step.graph.inserting_before(first if first.target in ops.EVENTS else start_of_unit(step, first)):
-                insert_call(step.graph, ops.settle, (bucket, []), origin(run_on), name=f"settled_{bucket}")
+                insert_call(step.graph, ops.settle, (bucket, []), origin(run_on), how, name=name)
 
 
 def readers_next(step: StepGraph, run_on: fx.Node) -> list[fx.Node]:
     """What of a step may run only once what ``run_on`` has let run on in the step before is done."""
-    bucket, copies, _ = run_on.args
+    (bucket, back), copies = what_runs_on(run_on), run_on.args[1]
     assert isinstance(copies, list | tuple)
     copied = {storage_source(copy)[0] for copy in copies if isinstance(copy, fx.Node)}
-    on_host = [node for node in step.calls() if runs_on_host(node) and host_bucket(node) == bucket]
+    calls = step.calls() if not back else ()
+    on_host = [node for node in calls if runs_on_host(node) and host_bucket(node) == bucket]
     updated = {storage_source(node)[0] for update in on_host for node in mutated_inputs(update)}
     return [
         reader

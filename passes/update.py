@@ -195,6 +195,7 @@ class _Updates:
         self._step, self._plan, self._factors = step, plan, factors
         self.known = _Known.before(step)
         self._copies: list[Started] = []  # still to be awaited
+        self._back: dict[int, list[Started]] = {}  # what goes back and runs on into the next step, by bucket
         self._on_host: list[_OnHost] = []  # likewise
         self._rising: list[Rising] = []  # gathers of new values, where other ranks need them
         self._written: dict[int, fx.Node] = {}  # the last wait for what each bucket copies back
@@ -233,9 +234,11 @@ class _Updates:
             await_copies(self._step, self._copies)
             for update in self._on_host:
                 if update.num_ahead is None and may_run_on(self._plan, update.bucket):
-                    self._run_on(update)
+                    self._run_on(update.bucket, update.copies, update.held)
                 else:
                     self._settle(update)
+            for copies in self._back.values():
+                self._run_on(copies[0].bucket, copies, back=True)
         finish(self._step, self._rising)
 
     def _updated(self, bucket: Bucket, program: UpdateProgram, full: fx.Node | None) -> _Updated:
@@ -280,7 +283,7 @@ class _Updates:
         _insert_update(step, bucket, updated.program, known, where, DEVICE, self._factors[DEVICE])
         up = [] if updated.master is None else new_values(step, bucket, low, tensors["param"])
         self._leave(up, at_once=bool(updated.levels))  # the gather below reads it
-        self._leave(placed.write_back(tensors), at_once=placed.at_once)
+        self._leave_back(placed.write_back(tensors), at_once=placed.at_once)
         self._rising += start(step, bucket, updated.levels)
 
     def _run_on_host(self, updated: _Updated, placed: PlacedStates, *, at_once: bool) -> None:
@@ -308,7 +311,7 @@ class _Updates:
         num_ahead = 1 if to_nvme else 2 if updated.levels else None
         copies = (*up, *(copy for copy in back if copy not in to_nvme))
         update = _OnHost(bucket, copies, tuple(held), updated.levels, num_ahead)
-        self._leave(to_nvme, at_once=at_once)
+        self._leave_back(to_nvme, at_once=at_once)
         if at_once and to_nvme:
             self._settle(update)
         else:
@@ -329,12 +332,15 @@ class _Updates:
         insert_call(self._step.graph, ops.settle, args, where, name=f"settled_{update.bucket.index}")
         self._rising += start(self._step, update.bucket, update.levels)
 
-    def _run_on(self, update: _OnHost) -> None:
-        """Let an update on the host, and what is copied of it, run on into the next step (``passes/settle.py``)."""
-        sources = [copy.source for copy in update.copies if copy.source.op != "placeholder"]
-        copies, held = [copy.node for copy in update.copies], list(dict.fromkeys([*update.held, *sources]))
-        where, index = Origin(update.bucket.name, Phase.UPDATE), update.bucket.index
-        insert_call(self._step.graph, ops.run_on, (index, copies, held), where, name=f"run_on_{index}")
+    def _run_on(
+        self, bucket: Bucket, copies: Sequence[Started], held: Sequence[fx.Node] = (), *, back: bool = False
+    ) -> None:
+        """Let ``copies``, and the update on the host that they are of or else go ``back`` after, run on into the next
+        step (``passes/settle.py``)."""
+        sources = [copy.source for copy in copies if copy.source.op != "placeholder"]
+        args = (bucket.index, [copy.node for copy in copies], list(dict.fromkeys([*held, *sources])))
+        name, how = (f"run_back_{bucket.index}", {"back": True}) if back else (f"run_on_{bucket.index}", {})
+        insert_call(self._step.graph, ops.run_on, args, Origin(bucket.name, Phase.UPDATE), how, name=name)
 
     def _await(self, copies: Sequence[Started]) -> None:
         self._written |= await_copies(self._step, copies)
@@ -345,6 +351,14 @@ class _Updates:
             await_copies(self._step, copies)
         else:
             self._copies += copies
+
+    def _leave_back(self, copies: Sequence[Started], *, at_once: bool) -> None:
+        """The same of what goes back to its tier, which may run on into the next step."""
+        decision = state_decision(self._plan, copies[0].bucket) if copies else None
+        if decision is not None and decision.back_by is not None and not at_once:
+            self._back[decision.bucket] = list(copies)
+        else:
+            self._leave(copies, at_once=at_once)
 
 
 def _factors(step: StepGraph) -> dict[str, list[fx.Node]]:

@@ -20,7 +20,7 @@ random operators       none is run twice
 clipping               nothing is updated before the factors that gradients are multiplied by are known
 scaling                nothing is updated before all gradients are known to be finite
 host                   an update on the host is awaited in its step, or where it is delayed before the next one of it,
-                       or where it runs on before what needs it in the next step
+                       or where it runs on, as what goes back to its tier may, before what needs it in the next step
                        begins
 states                 what lives in a slower tier is only copied, or read where it lives
 offload                what is stored in a slower tier is reloaded, and read by nothing else; a value is not read on the
@@ -45,7 +45,7 @@ from zerofx.ir.facts import DEVICE, Role, copied_from, delayed_bucket, host_buck
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of
 from zerofx.ir.ops import VALUE_COLLECTIVES
-from zerofx.ir.streams import num_gathers_after, runs_on_host
+from zerofx.ir.streams import num_gathers_after, runs_on_host, what_runs_on
 from zerofx.ir.text import target_name
 from zerofx.passes.in_place import gathers_of_lasting_slices
 from zerofx.passes.lib.plan_check import GATHERS, differences, is_reduction, parameter_gathers
@@ -161,8 +161,10 @@ def _check_placed(step: StepGraph, after: str) -> None:
 
 
 def _check_on_host(step: StepGraph, after: str, order: dict[fx.Node, int], *, is_last: bool) -> None:
-    settled = {node.args[0]: order[node] for node in step.calls() if node.target is ops.settle}
-    runs_on = {node.args[0]: node for node in step.calls() if node.target is ops.run_on}
+    all_settled = {what_runs_on(node): order[node] for node in step.calls() if node.target is ops.settle}
+    all_run_on = {what_runs_on(node): node for node in step.calls() if node.target is ops.run_on}
+    settled: dict[int | None, int] = {bucket: place for (bucket, back), place in all_settled.items() if not back}
+    runs_on = {bucket: node for (bucket, back), node in all_run_on.items() if not back}
     for node in filter(runs_on_host, step.calls()):
         bucket, begins_after = host_bucket(node), order[node] > settled.get(host_bucket(node), len(order))
         if bucket in runs_on and order[node] < order[runs_on[bucket]]:
@@ -170,9 +172,9 @@ def _check_on_host(step: StepGraph, after: str, order: dict[fx.Node, int], *, is
         if bucket not in settled or begins_after != (delayed_bucket(node) is not None):
             which = "the last update" if delayed_bucket(node) is not None else "the update"
             _fail(step, after, node, f"host: {node.name} is of bucket {bucket}, {which} of which is not awaited")
-    for node in runs_on.values() if settled.keys() & runs_on.keys() or is_last else ():
+    for left, node in all_run_on.items() if all_settled.keys() & all_run_on.keys() or is_last else ():
         for reader in readers_next(step, node):
-            if order[reader] < settled.get(node.args[0], len(order)):
+            if order[reader] < all_settled.get(left, len(order)):
                 what = f"host: {reader.name} reads what {node.name} has let run on in the step before, not awaited"
                 _fail(step, after, reader, what)
 

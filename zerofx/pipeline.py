@@ -160,7 +160,7 @@ PLAN = (
     # Several gathers as one collective.
     Listed(Merge, {"gathers": ("merged",)}, lambda plan, _: any(gather.merged for gather in plan.gathers)),
     # What runs on from the step before, awaited where it is needed.
-    Listed(Settle, when=lambda plan, _: plan.states),
+    Listed(Settle, {"states": ("back_by",)}, lambda plan, _: plan.states),
     # What is not sent exactly as it is: in few bits, or from second shards on each node.
     Listed(QuantiseGathers, {"wires": ("bucket", "gather", "second_shard")}, lambda plan, _: plan.wires),
     Listed(QuantiseReductions, {"wires": ("reduce", "hop_after")}, lambda plan, _: plan.wires),

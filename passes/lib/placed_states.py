@@ -20,8 +20,8 @@ the one before it of those whose states are elsewhere is updated. A gradient tha
 soon as it is reduced and its squares are summed, is awaited after the next bucket's reduction, and waits on the host.
 
 The last copies of a bucket that is updated on the device are awaited where the next one is updated, so that they run
-meanwhile, or where the step ends. States on nvme whose update runs on the host are read into its memory and written
-back.
+meanwhile, or where the step ends, or in the next one where the plan says so (``back_by``). States on nvme whose update
+runs on the host are read into its memory and written back.
 
 A delayed update (2101.06840, section 5) leaves the host to itself. What it did in the step before is awaited where
 computation needs the old parameters no more; then the new ones come up, this step's gradient goes down, and the host

@@ -26,7 +26,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import Loop, loop_of, times_held
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
-from zerofx.ir.streams import hops_of, runs_on_host
+from zerofx.ir.streams import hops_of, runs_on_host, what_runs_on
 from zerofx.scheduler.cost.blocks import size_class
 from zerofx.scheduler.cost.cpu.workspace import memories
 from zerofx.scheduler.plan.facts import TIERS, Arena
@@ -163,16 +163,18 @@ def liveness(step: StepGraph, on_cpu: bool, *, compiles_regions: bool = False) -
         after[node] = live
     away = any(tier_of(node) != DEVICE for node in step.graph.nodes)
     tiers = [tier for tier in TIERS if tier != DEVICE] if away else []
-    slower: dict[str, TierUse] = {tier: _tier_use(step, tier, last_use, owned, running_on) for tier in tiers}
+    slower: dict[str, TierUse] = {
+        tier: _tier_use(step, tier, last_use, owned, running_on, settled_by) for tier in tiers
+    }
     used = {tier: use for tier, use in slower.items() if use.peak_bytes}
     return Liveness(during, after, persistent, last_here, sizes, used, running_on=running_here)
 
 
 def _settled_by(step: StepGraph) -> dict[fx.Node, fx.Node]:
     """The node that awaits, in the next step, what each ``run_on`` has let run on."""
-    runs_on = {node.args[0]: node for node in step.calls() if node.target is ops.run_on}
+    runs_on = {what_runs_on(node): node for node in step.calls() if node.target is ops.run_on}
     settled = (node for node in step.calls() if node.target is ops.settle)
-    return {runs_on[node.args[0]]: node for node in settled if node.args[0] in runs_on}
+    return {runs_on[what]: node for node in settled if (what := what_runs_on(node)) in runs_on}
 
 
 def _handed_out_bytes(
@@ -189,21 +191,25 @@ def _tier_use(
     last_use: Mapping[Storage, fx.Node],
     owned: Mapping[fx.Node, list[tuple[int, int]]],
     running_on: Sequence[Storage],
+    settled_by: Mapping[fx.Node, fx.Node],
 ) -> TierUse:
     """Bytes on a slower tier: what is kept and copied there, without what operators on the host hold inside."""
+    left = {settle: _left_passing(run_on) if tier == "host" else [] for run_on, settle in settled_by.items()}
     held = {node for node in owned if node.target in ops.EVENTS and tier_of(node) == tier}
     dying = _by_reader({storage: reader for storage, reader in last_use.items() if storage[0] in held})
     persistent = _persistent_bytes(step, tier)
     there = [size for node, i in running_on if node in held for index, size in owned[node] if index == i]
+    there += itertools.chain.from_iterable(left.values())
     live, during, after = persistent + sum(there), {}, {}
     blocks = most_blocks = _persistent_bytes(step, tier, size_class) + sum(map(size_class, there))
     for node in step.calls():
-        passing = _passing_through(node) if tier == "host" else 0
-        if not passing and node not in held and node not in dying:  # most nodes
+        passing, settled = _passing_through(node) if tier == "host" else 0, left.get(node, ())
+        if not passing and not settled and node not in held and node not in dying:  # most nodes
             during[node] = after[node] = live
             continue
         taken = [size for _, size in owned.get(node, ())] if node in held else []
         freed = [next(size for i, size in owned[source] if i == index) for source, index in dying.get(node, ())]
+        freed += settled
         if passing:
             (taken if passing > 0 else freed).append(abs(passing))
         live += sum(taken)
@@ -322,6 +328,11 @@ def _passing_through(node: fx.Node) -> int:
     if node.target is ops.wait and isinstance(node.args[0], fx.Node) and node.args[0].target in ops.TRANSFERS:
         return -_passing_through(node.args[0])
     return 0
+
+
+def _left_passing(run_on: fx.Node) -> list[int]:
+    """Bytes that each copy which runs on holds on the host on its way to nvme."""
+    return [size for copy in run_on.all_input_nodes if (size := _passing_through(copy)) > 0]
 
 
 def _padding(node: fx.Node) -> int:

@@ -24,7 +24,7 @@ from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Role, host_bucket, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of, times_run
-from zerofx.ir.streams import LINKS, hops_of, num_gathers_after, runs_on_host, stream_of
+from zerofx.ir.streams import LINKS, hops_of, num_gathers_after, runs_on_host, stream_of, what_runs_on
 from zerofx.scheduler.cost.categories import peak_memory
 from zerofx.scheduler.cost.liveness import Liveness, liveness
 from zerofx.scheduler.cost.machine import Machine
@@ -157,7 +157,7 @@ class _UnderWay:
 
     Until when the ``host`` and ``links`` are busy; when updates on the host are done, by bucket (``settled``), and by
     what is kept in a slower tier (``updated``), and when that was copied last (``landed``); which copies run on, by
-    bucket, when they are ``done``, and when those may begin that wait for the host (``held_back``).
+    what ``settle`` awaits, when they are ``done``, and when those may begin that wait for the host (``held_back``).
     """
 
     host: float = 0.0
@@ -165,7 +165,7 @@ class _UnderWay:
     settled: Mapping[int, float] = field(default_factory=dict)
     updated: Mapping[fx.Node, float] = field(default_factory=dict)
     landed: Mapping[fx.Node, float] = field(default_factory=dict)
-    runs_on: Mapping[int, tuple[fx.Node, ...]] = field(default_factory=dict)
+    runs_on: Mapping[tuple[int, bool], tuple[fx.Node, ...]] = field(default_factory=dict)
     done: Mapping[fx.Node, float] = field(default_factory=dict)
     held_back: Mapping[fx.Node, float] = field(default_factory=dict)
 
@@ -226,7 +226,8 @@ class _Clocks:
         self._updated = dict(before.updated)  # when it was last updated on the host
         self._settled = dict(before.settled)  # when a bucket's update on the host is done
         self._held_back = dict(before.held_back)  # copies that begin once the host is done, with when that is
-        self._runs_on: dict[int, tuple[fx.Node, ...]] = {}  # copies that nothing in their step waits for, by bucket
+        # Copies that nothing in their step waits for, by what ``settle`` awaits.
+        self._runs_on: dict[tuple[int, bool], tuple[fx.Node, ...]] = {}
         self._together: list[fx.Node] = []  # gathers that start with the next one
 
     def skip(self, seconds: float) -> None:
@@ -353,19 +354,18 @@ class _Clocks:
         self._hold(node, until=self._done[pending], seconds=_sum_seconds(pending, self._machine))
 
     def _settle(self, node: fx.Node) -> None:
-        bucket = node.args[0]
-        assert isinstance(bucket, int)
-        copies = self._before.runs_on.get(bucket, ())
+        bucket, back = what = what_runs_on(node)
+        copies = self._before.runs_on.get(what, ())
         for copy in copies:
             if copy in self._held_back:
                 self._place(copy)
         done = (self._done.get(copy, 0.0) for copy in copies)
-        self._hold(node, until=max([self._settled.get(bucket, 0.0), *done]))
+        self._hold(node, until=max([0.0 if back else self._settled.get(bucket, 0.0), *done]))
 
     def _run_on(self, node: fx.Node) -> None:
-        bucket, copies, _ = node.args
-        assert isinstance(bucket, int) and isinstance(copies, list | tuple)
-        self._runs_on[bucket] = tuple(copy for copy in copies if isinstance(copy, fx.Node))
+        copies = node.args[1]
+        assert isinstance(copies, list | tuple)
+        self._runs_on[what_runs_on(node)] = tuple(copy for copy in copies if isinstance(copy, fx.Node))
         self._hold(node, until=self.compute)
 
     def _update_on_host(self, node: fx.Node) -> None:

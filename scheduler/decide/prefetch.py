@@ -17,7 +17,8 @@ while the one before it is updated and the one before that is written back. A re
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -32,7 +33,16 @@ from zerofx.scheduler.cost.timeline import Positions, UnitPhase, UnitRun, runs
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.residency import parameter_uses
 from zerofx.scheduler.decide.states import NUM_BUFFERS, touched_bytes
-from zerofx.scheduler.decide.update_sides import Arrival, Handed, Update, balance_updates, latest_starts, pace
+from zerofx.scheduler.decide.update_sides import (
+    Arrival,
+    Departure,
+    Handed,
+    Pace,
+    Update,
+    balance_updates,
+    latest_starts,
+    pace,
+)
 from zerofx.scheduler.plan.decisions import GatherDecision, ReduceDecision, StateDecision
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
@@ -55,6 +65,7 @@ def starts_of(
     machine: Machine,
     updates: Sequence[Update] = (),
     on_host: Collection[int] = (),
+    departures: Sequence[Departure] = (),
 ) -> list[CopyStart]:
     """Where each copy starts, those for ``updates`` on the device after the others.
 
@@ -64,8 +75,9 @@ def starts_of(
         machine: its links.
         updates: those of states on the host.
         on_host: indices of the buckets of those that run there.
+        departures: what leaves the device for the host.
     """
-    paced = pace(arrivals, updates, on_host, run_seconds, machine)
+    paced = pace(arrivals, updates, on_host, run_seconds, machine, departures=departures)
     reached = paced.reached
     coming = [*arrivals, *(update.states for update in updates if update.bucket.index not in on_host)]
     reads, copies = [arrival.latest for arrival in coming], [arrival.latest for arrival in coming]
@@ -116,6 +128,7 @@ def place_arrivals(
     *,
     ahead: bool,
     handed: Handed | None = None,
+    leaves_down: bool = True,
 ) -> Plan:
     """``plan`` with the nodes before which parameters, activations and states in slower tiers start on their way.
 
@@ -130,21 +143,25 @@ def place_arrivals(
             at once; what comes from nvme is read into the host's memory ahead in any case.
         handed: what the host may be handed, where sides of updates are still to be found; None where they are as
             ``plan`` says.
+        leaves_down: whether what goes back to its tier may run on into the next step.
     """
     if not plan.parameters and not plan.states and not (plan.offloads and ahead):
         return plan
     spans = runs(step, seconds)
-    coming = _coming(plan, step, layout, state_bytes, spans, machine)
+    coming = _coming(plan, step, layout, state_bytes, spans, machine, leaves_down=leaves_down and ahead)
     run_seconds = coming.run_seconds
     states = [entry for entry in coming.states if ahead or plan.states[entry[0]].update == "host"]
     entries = [*coming.gathers, *(coming.offloads if ahead else ()), *states]
     arrivals = [arrival for _, arrival in entries]
     if handed is not None:
-        sides = balance_updates(plan.states, coming.updates, arrivals, run_seconds, handed, machine, ahead=ahead)
+        sides = balance_updates(
+            plan.states, coming.updates, arrivals, run_seconds, handed, machine,
+            departures=coming.departures, ahead=ahead,
+        )  # fmt: skip
         plan = replace(plan, states=sides)
     on_host = {decision.bucket for decision in plan.states if decision.update == "host"}
     if ahead:
-        starts = starts_of(arrivals, run_seconds, machine, coming.updates, on_host)
+        starts = starts_of(arrivals, run_seconds, machine, coming.updates, on_host, coming.departures)
     else:
         starts = _read_ahead(arrivals, run_seconds, machine)
     names = [run.first.name for run in spans]
@@ -160,6 +177,9 @@ def place_arrivals(
     moved = [*(number for number, _ in states), *(numbers[update.bucket.index] for update in through)]
     for number, start in zip(moved, starts[len(entries) - len(states) :], strict=False):
         placed[number] = _state(plan.states[number], start, names)
+    if leaves_down and ahead:
+        paced = pace(arrivals, coming.updates, on_host, run_seconds, machine, departures=coming.departures)
+        placed = _going_back(replace(plan, states=tuple(placed)), coming, paced, layout, state_bytes, names, machine)
     in_turn = _in_turn(placed, coming.updated)
     return replace(plan, gathers=tuple(gathers), offloads=tuple(offloads), states=tuple(in_turn))
 
@@ -169,13 +189,15 @@ class _Coming:
     """What comes from slower tiers in a plan, by its number among the plan's decisions of a kind, and updates whose
     states are on the host.
 
-    ``states`` are those on nvme. ``updated``: the run after which each trained bucket is updated. ``run_seconds`` are
-    those of runs, with the updates after them whose states are on the device.
+    ``states`` are those on nvme. ``departures``: the copies of activations to the host. ``updated``: the run after
+    which each trained bucket is updated. ``run_seconds`` are those of runs, with the updates after them whose states
+    are on the device.
     """
 
     gathers: list[tuple[int, Arrival]]
     offloads: list[tuple[int, Arrival]]
     states: list[tuple[int, Arrival]]
+    departures: list[Departure]
     updates: list[Update]
     updated: Mapping[int, int]
     run_seconds: list[float]
@@ -188,6 +210,8 @@ def _coming(
     state_bytes: Mapping[int, int],
     spans: Sequence[UnitRun],
     machine: Machine,
+    *,
+    leaves_down: bool,
 ) -> _Coming:
     at, away = Positions(step, spans), plan.away
     tiers = {decision.bucket: decision.tier for decision in plan.parameters}
@@ -215,6 +239,7 @@ def _coming(
             updates[decision.bucket] = Update.of(
                 bucket, arrival, plan.stage, machine, is_away=decision.bucket in away,
                 used=uses.get(decision.bucket), waits=plan.updates_wait,
+                leaves_down=leaves_down and decision.bucket not in away,
             )  # fmt: skip
         elif decision.tier != decision.update and not plan.updates_wait:
             states.append((number, Arrival(size, decision.tier, decision.update, last + 1, last, earliest)))
@@ -225,20 +250,28 @@ def _coming(
         touched = touched_bytes(bucket, size, bucket.updated_numel(plan.stage))
         run_seconds[last] += touched / machine.memory_bandwidth
     in_order = [updates[bucket] for bucket in updated if bucket in updates]
-    return _Coming(gathers, _reloads(plan, step, spans, at), states, in_order, updated, run_seconds)
+    reloads, departures = _activations(plan, step, spans, at)
+    return _Coming(gathers, reloads, states, departures, in_order, updated, run_seconds)
 
 
-def _reloads(plan: Plan, step: StepGraph, spans: Sequence[UnitRun], at: Positions) -> list[tuple[int, Arrival]]:
-    """The copies back of activations on the host: after those are gone, and not before backward begins."""
-    by_name, reloads = step.nodes_by_name(), list[tuple[int, Arrival]]()
+def _activations(
+    plan: Plan, step: StepGraph, spans: Sequence[UnitRun], at: Positions
+) -> tuple[list[tuple[int, Arrival]], list[Departure]]:
+    """The copies back of activations on the host, after those are gone, and not before backward begins; and those out,
+    once the last of forward has read them."""
+    by_name, reloads, departures = step.nodes_by_name(), list[tuple[int, Arrival]](), list[Departure]()
     for number, offload in enumerate(plan.offloads):
         if offload.tier != "host":
             continue
-        again = (node for node in consumers(by_name[offload.value]) if origin(node).phase is not Phase.FORWARD)
-        needed, freed = min(map(at.run_of, again)), at.run(offload.free_after)
+        value, freed = by_name[offload.value], at.run(offload.free_after)
+        readers = consumers(value)
+        again = [node for node in readers if origin(node).phase is not Phase.FORWARD]
+        read = max(at.run_of(node) for node in (value, *readers) if node not in again)
+        departures.append(Departure(offload.num_bytes, read, freed))
+        needed = min(map(at.run_of, again))
         backward = next(run for run in range(freed, needed + 1) if spans[run].phase is not Phase.FORWARD)
         reloads.append((number, Arrival(offload.num_bytes, "host", "device", needed, needed, max(backward, freed + 2))))
-    return reloads
+    return reloads, departures
 
 
 def _gather(decision: GatherDecision, arrival: Arrival, start: CopyStart, names: Sequence[str]) -> GatherDecision:
@@ -265,6 +298,51 @@ def _in_turn(decisions: Sequence[StateDecision], updated: Mapping[int, int]) -> 
     order = [bucket for bucket in updated if bucket in ahead]
     before = dict(zip(order[num_buffers:], order, strict=False))
     return [replace(decision, takes_over=before.get(decision.bucket)) for decision in decisions]
+
+
+def _going_back(
+    plan: Plan,
+    coming: _Coming,
+    paced: Pace,
+    layout: BucketLayout,
+    state_bytes: Mapping[int, int],
+    names: Sequence[str],
+    machine: Machine,
+) -> list[StateDecision]:
+    """The states of ``plan``, with the run of the next step that those of the last update are to be back before.
+
+    Those of the others are back where the next update is. What is on the device until then is held no longer than the
+    copy takes; what is written to nvme, whose buffers are those of a bucket, is there before as many others are read as
+    there are buffers. Parameters that go back are read first in the next step, and so nothing of theirs runs on.
+    """
+    decisions, numbers = list(plan.states), {decision.bucket: n for n, decision in enumerate(plan.states)}
+    in_order = [
+        number
+        for bucket in coming.updated
+        if (number := numbers.get(bucket)) is not None
+        and not (plan.updates_wait and _is_of_the_host(decisions[number]) and may_run_on(plan, layout.buckets[bucket]))
+    ]
+    last = in_order[-1] if in_order else None
+    if last is None or _is_of_the_host(decisions[last]) or decisions[last].at_once or decisions[last].delayed:
+        return decisions
+    decision = decisions[last]
+    if decision.bucket in plan.away:
+        return decisions
+    if decision.tier == "nvme":
+        seconds = copy_seconds(state_bytes.get(decision.bucket, 0), decision.update, "nvme", machine)
+        run = bisect_left(list(itertools.accumulate(coming.run_seconds, initial=0.0)), seconds)
+        reads = [decisions[n].read or decisions[n].reload for n in in_order if decisions[n].tier == "nvme"]
+        if len(reads) >= NUM_BUFFERS and (third := reads[NUM_BUFFERS - 1]) is not None:
+            run = min(run, names.index(third) - 1)
+    else:
+        run = bisect_left(paced.reached, paced.down - _ROUNDING * paced.end_seconds)
+    if 0 < run < len(names):
+        decisions[last] = replace(decision, back_by=names[run])
+    return decisions
+
+
+def _is_of_the_host(decision: StateDecision) -> bool:
+    return decision.tier == decision.update == "host"
 
 
 def _state(decision: StateDecision, start: CopyStart, names: Sequence[str]) -> StateDecision:

@@ -15,8 +15,9 @@ is updated after the run that completes its gradient, on one of two sides:
     on the device    states up -> computation waits for them -> states down
 
 Computation goes on meanwhile, but for one thing: what the update before has on its way down is awaited where the next
-update is, so that no more than one bucket's is held. Nor does the step's end wait for what may run on into the next one
-(``may_run_on``), which waits where it first reads those parameters: the pace is that of a step among steps like it.
+update is, so that no more than one bucket's is held. Nor does the step's end wait for what may run on into the next
+one: for what the last update has on its way down, and for the host (``may_run_on``), which that waits for where it
+first reads those parameters. So the pace is that of a step among steps like it.
 
 Where gradients are clipped, all updates are after the last run, those on the host first, in the order in which the next
 step needs them: what it needs late may be updated while it runs.
@@ -61,6 +62,15 @@ class Arrival:
 
 
 @dataclass(frozen=True)
+class Departure:
+    """``num_bytes`` that leave the device for the host after run ``after``, and are there at the end of run ``by``."""
+
+    num_bytes: int
+    after: int
+    by: int
+
+
+@dataclass(frozen=True)
 class Update:
     """A bucket with states on the host, whose gradient is complete ``after`` a run, and the seconds that its update
     takes of links, of the host and of the device on either side.
@@ -68,6 +78,7 @@ class Update:
     ``states``: how they arrive for an update on the device. ``handed_bytes`` are what the host is given for an update
     there, besides the states. ``used``: the run of the next step that first reads parameters that the host may go on to
     update in it; None where their own step awaits them. ``waits``: whether the update is after the step's last run.
+    ``leaves_down``: whether a step may end while an update on the device has states on their way down.
     """
 
     bucket: Bucket
@@ -81,11 +92,12 @@ class Update:
     handed_bytes: int
     used: int | None = None
     waits: bool = False
+    leaves_down: bool = False
 
     @staticmethod
     def of(
         bucket: Bucket, states: Arrival, stage: int, machine: Machine, *,
-        is_away: bool, used: int | None = None, waits: bool = False,
+        is_away: bool, used: int | None = None, waits: bool = False, leaves_down: bool = False,
     ) -> Update:  # fmt: skip
         """The update of ``bucket`` after run ``states.latest``; ``is_away``: whether its parameters are on the host
         too. One that ``waits`` has its gradient on the host by then."""
@@ -104,6 +116,7 @@ class Update:
             gradient + (new if bucket.has_master else 0),
             used,
             waits,
+            leaves_down,
         )
 
     def turn(self, *, on_host: bool) -> tuple[bool, int]:
@@ -116,12 +129,13 @@ class Update:
 class Pace:
     """In seconds from a step's begin: ``reached``, when computation reaches each run, and the end of the last;
     ``end_seconds``, when the next step begins; ``new``, when parameters that the host has updated are up, each with the
-    seconds that its copy takes.
+    seconds that its copy takes; ``down``, when what the step before has left on its way down is there.
     """
 
     reached: tuple[float, ...]
     end_seconds: float
     new: tuple[tuple[float, float], ...] = ()
+    down: float = 0.0
 
     def is_like(self, other: Pace) -> bool:
         """Whether another step is at each run at the same time."""
@@ -136,6 +150,7 @@ def pace(
     run_seconds: Sequence[float],
     machine: Machine,
     *,
+    departures: Sequence[Departure] = (),
     ahead: bool = True,
 ) -> Pace:
     """The pace of a step, among steps like it, in which all is copied as soon as its link is free.
@@ -146,12 +161,13 @@ def pace(
         on_host: indices of the buckets that are updated on the host; the others are on the device.
         run_seconds: those of each run.
         machine: its links.
+        departures: what leaves the device besides.
         ahead: whether copies overlap with computation, or are awaited at once.
     """
     lanes = _Lanes(machine, ahead)
-    paced = _pace_one(lanes, arrivals, updates, on_host, run_seconds)
+    paced = _pace_one(lanes, arrivals, updates, on_host, run_seconds, departures)
     for _ in range(_STEPS - 1 if lanes.runs_on else 0):
-        before, paced = paced, _pace_one(lanes, arrivals, updates, on_host, run_seconds)
+        before, paced = paced, _pace_one(lanes, arrivals, updates, on_host, run_seconds, departures)
         if paced.is_like(before):
             break
     return paced
@@ -163,6 +179,7 @@ def _pace_one(
     updates: Sequence[Update],
     on_host: Collection[int],
     run_seconds: Sequence[float],
+    departures: Sequence[Departure],
 ) -> Pace:
     """The pace of the step that comes next on ``lanes``."""
     there = [update for update in updates if update.bucket.index in on_host]
@@ -171,11 +188,17 @@ def _pace_one(
     wanted = sorted(arrivals, key=lambda arrival: arrival.needed, reverse=True)
     used = sorted(((u.used, u.bucket.index) for u in there if u.used is not None), reverse=True)
     due = sorted(updates, key=lambda update: update.turn(on_host=update.bucket.index in on_host))[::-1]
-    begun, reached = lanes.begin(), []
+    leaving = sorted(departures, key=lambda departure: departure.after, reverse=True)
+    awaited = sorted(departures, key=lambda departure: departure.by, reverse=True)
+    begun, left, reached = lanes.begin(), lanes.left_down, []
     for run, seconds in enumerate((*run_seconds, 0.0)):
         while due and due[-1].after < run:
             update = due.pop()
             lanes.update(update, on_host=update.bucket.index in on_host)
+        while leaving and leaving[-1].after < run:
+            lanes.leave(leaving.pop())
+        while awaited and awaited[-1].by < run:
+            lanes.hold_until_gone(awaited.pop())
         while lanes.ahead and asked and asked[-1].earliest <= run:
             lanes.ask(asked.pop())
         while used and used[-1][0] <= run:
@@ -186,7 +209,7 @@ def _pace_one(
         lanes.now += seconds
     lanes.end([update.bucket.index for update in there if update.used is None])
     new = ((end - begun, seconds) for end, seconds in lanes.new if end > begun)
-    return Pace(tuple(reached), lanes.now - begun, tuple(new))
+    return Pace(tuple(reached), lanes.now - begun, tuple(new), left)
 
 
 class _Lanes:
@@ -195,6 +218,7 @@ class _Lanes:
     def __init__(self, machine: Machine, ahead: bool) -> None:
         self._machine, self.ahead, self.now = machine, ahead, 0.0
         self._up = self._down = self._host = self._drive = 0.0
+        self._leaves_down = False  # whether the step may end before what is on its way down is there
         # When it may be copied up, for which run, number, seconds.
         self._asked: list[tuple[float, int, int, float]] = []
         self._ready: list[tuple[int, int, float]] = []  # of those, what may be copied by now
@@ -202,6 +226,7 @@ class _Lanes:
         self._numbers: dict[int, int] = {}  # of a step's arrivals, in the order in which they were asked for
         self._there: dict[int, float] = {}  # when each is there, by number
         self._new_seconds: dict[int, float] = {}
+        self._gone: dict[int, float] = {}  # when what leaves the device has left it
         self._updated: dict[int, float] = {}  # when the host has updated a bucket
         self._under_way: dict[int, int] = {}  # by bucket, the number of the copy up of what the host has updated
         self.new: list[tuple[float, float]] = []
@@ -209,7 +234,12 @@ class _Lanes:
     @property
     def runs_on(self) -> bool:
         """Whether the next step begins with something under way."""
-        return bool(self._under_way)
+        return bool(self._under_way) or self.left_down > 0.0
+
+    @property
+    def left_down(self) -> float:
+        """Seconds until what is on its way down is there."""
+        return max(0.0, self._down - self.now)
 
     def begin(self) -> float:
         """Begin a step, with what is under way; returns when that is."""
@@ -270,9 +300,20 @@ class _Lanes:
         if needed == _NEW:
             self.new.append((self._up, self._new_seconds[number]))
 
+    def leave(self, departure: Departure) -> None:
+        """Let what leaves the device be copied from now on."""
+        begin = max(self.now, self._down)
+        self._down = begin + copy_seconds(departure.num_bytes, "device", "host", self._machine)
+        self._gone[id(departure)] = self._down
+
+    def hold_until_gone(self, departure: Departure) -> None:
+        """Computation stands still until it has left."""
+        self.now = max(self.now, self._gone[id(departure)])
+
     def update(self, update: Update, *, on_host: bool) -> None:
         """Update a bucket once what the update before has on its way is down."""
         self.now = max(self.now, self._down)
+        self._leaves_down = update.leaves_down and not on_host
         if on_host:
             self._down = self.now + update.gradient_down
             self._host = max(self._host, self._down) + update.host
@@ -288,8 +329,8 @@ class _Lanes:
             self.now = self._down
 
     def end(self, awaited: Iterable[int]) -> None:
-        """End a step once all is down, and what the host updates of the buckets ``awaited`` is there."""
-        self.now = max(self.now, self._down)
+        """End a step once all is down that has to be, and what the host updates of the buckets ``awaited`` is there."""
+        self.now = self.now if self._leaves_down else max(self.now, self._down)
         for bucket in awaited:
             self.settle(bucket)
         while self._up < self.now and (self._ready or (self._asked and self._asked[0][0] < self.now)):
@@ -349,6 +390,7 @@ def balance_updates(
     handed: Handed,
     machine: Machine,
     *,
+    departures: Sequence[Departure] = (),
     ahead: bool,
 ) -> tuple[StateDecision, ...]:
     """``decisions``, with the side of each update that lets the step end the soonest.
@@ -360,6 +402,7 @@ def balance_updates(
         run_seconds: those of each run of the step.
         handed: what the host may be handed.
         machine: its links and its host.
+        departures: what leaves the device for the host besides.
         ahead: whether copies overlap with computation.
     """
     if not updates:
@@ -371,8 +414,10 @@ def balance_updates(
         if on_host not in ends:
             buckets = [updates[number].bucket.index for number in on_host]
             fits = sum(needed[number] for number in on_host) <= handed.spare_bytes
-            paced = pace(arrivals, updates, buckets, run_seconds, machine, ahead=ahead) if fits else None
-            ends[on_host] = paced.end_seconds if paced else float("inf")
+            ends[on_host] = float("inf")
+            if fits:
+                paced = pace(arrivals, updates, buckets, run_seconds, machine, departures=departures, ahead=ahead)
+                ends[on_host] = paced.end_seconds
         return ends[on_host]
 
     gap = max(1, len(updates) // _TRIED)

@@ -176,7 +176,8 @@ class StateDecision:
     (None: with the copy). ``at_once``: all copies are made, and awaited, where the update is; nothing is held for it
     while something else computes, and nothing overlaps with them. ``takes_over`` is the
     bucket whose buffers on the host it takes over on its way from nvme: its read starts when that bucket is written
-    back, at the earliest.
+    back, at the earliest. ``back_by``: what goes back to its tier after the update runs on into the next step, and is
+    awaited there before this node; None: in its own step.
     ``delayed``: an update on the host runs during the next step, which computes with the parameters from before it and
     brings the new ones up when it needs the old no more (2101.06840, section 5: one-step delayed parameter update).
     """
@@ -190,6 +191,7 @@ class StateDecision:
     at_once: bool = False
     delayed: bool = False
     takes_over: int | None = None
+    back_by: str | None = None
 
     @property
     def place(self) -> str:

@@ -104,6 +104,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         question.machine,
         ahead=chosen.prefetch > 0,
         handed=Handed(chosen.state_levels, spare) if question.fixed is None else None,
+        leaves_down=not question.has_arena,
     )
     return plan, carried_out
 

@@ -76,6 +76,11 @@ class Question:
         return {bucket: off for bucket, (_, off) in menus.items() if bucket.index in away}
 
     @property
+    def has_arena(self) -> bool:
+        """Whether what a step makes lies in one pool, outside of which is what runs on into the next one."""
+        return self.facts.target is not None and self.facts.target.arena
+
+    @property
     def stage(self) -> int:
         return self.undecided.stage
 

@@ -27,7 +27,7 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``check_gradients``   end the step before its updates where a gradient is not finite: where ``largest`` is not, which is
                       the same on all ranks; ``outcome`` is what the step gives then
 ``run_on``            a step may end before the host is done with a bucket's update, and before ``copies`` of it are;
-                      ``held`` is what they read until then
+                      ``held`` is what they read until then; ``back``: it is what goes back to its tier that may go on
 ``settle``            hold until the host is done with the update of a bucket, and copies of it that run on: of this
                       step, or of the one before; ``held`` is what the host reads until then
 ``part``              a view of some elements of a tensor that enters a region as it stands: one serves them all
@@ -114,8 +114,8 @@ second_shard = own_operator(
 broadcast = own_operator("broadcast(Tensor(a!)[] buffers) -> ()", fakes.no_result)
 wait = own_operator("wait(Tensor(a) pending, Tensor? source=None) -> Tensor(a)", fakes.first)
 release = own_operator("release(Tensor full) -> ()", fakes.no_result)
-run_on = own_operator("run_on(int bucket, Tensor[] copies, Tensor[] held) -> ()", fakes.no_result)
-settle = own_operator("settle(int bucket, Tensor[]? held=None) -> ()", fakes.no_result)
+run_on = own_operator("run_on(int bucket, Tensor[] copies, Tensor[] held, *, bool back=False) -> ()", fakes.no_result)
+settle = own_operator("settle(int bucket, Tensor[]? held=None, *, bool back=False) -> ()", fakes.no_result)
 empty_gradients = own_operator(
     "empty_gradients(int bucket, int numel, *, ScalarType dtype, Device device) -> Tensor",
     lambda bucket, numel, **kinds: torch.empty(numel, **kinds),

@@ -86,6 +86,18 @@ def test_what_holds_nothing_on_the_device_comes_ahead_in_any_case(ahead: bool, t
         assert (decision.reload is not None) == (not decision.at_once)
 
 
+@pytest.mark.parametrize(
+    ("tier", "update"), [("host", "device"), ("nvme", "device"), ("nvme", "host"), ("host", "host")]
+)
+def test_what_the_last_update_writes_back_is_awaited_in_the_next_step(tier: str, update: str) -> None:
+    plan = _placed_plan(True, tier, update, away=False)
+    left = [decision.bucket for decision in plan.states if decision.back_by is not None]
+    last = [reduce.bucket for reduce in plan.reduces][-1:]
+    assert left == ([] if tier == update == "host" else last)
+    for how in (_placed_plan(False, tier, update, away=False), _placed_plan(True, tier, update)):
+        assert all(decision.back_by is None for decision in how.states), "awaited at once, or read first"
+
+
 def test_parameters_are_read_ahead_where_they_are_not_copied_ahead() -> None:
     at_once, ahead = (_placed_plan(early, "nvme", "host", depth=6) for early in (False, True))
     assert any(gather.read is not None for gather in at_once.gathers)
@@ -93,15 +105,15 @@ def test_parameters_are_read_ahead_where_they_are_not_copied_ahead() -> None:
     assert not all("copied up where it is used" in gather.reason for gather in ahead.gathers)
 
 
-def _placed_plan(ahead: bool, tier: str, update: str, depth: int = 4) -> Plan:
-    """Of one rank, with the states of all buckets in ``tier``, and their parameters on nvme."""
+def _placed_plan(ahead: bool, tier: str, update: str, depth: int = 4, *, away: bool = True) -> Plan:
+    """Of one rank, with the states of all buckets in ``tier``, and their parameters on nvme, if they are ``away``."""
     prepared = prepare(Deep(depth), stage=3, num_ranks=1)
     layout, fast = prepared.layout, machine(1e4, 2e3)
     indices = [decision.bucket for decision in prepared.plan.reduces]
     by_hand = replace(
         undecided(prepared.step, layout, 3, None, "by hand"),
         states=tuple(StateDecision(index, cast(Tier, tier), cast(Tier, update), "by hand") for index in indices),
-        parameters=tuple(ParameterDecision(index, "nvme", "by hand") for index in indices),
+        parameters=tuple(ParameterDecision(index, "nvme", "by hand") for index in indices if away),
     )
     plan = decide(prepared.step, layout, by_hand, PolicyOptions())
     held = {bucket.index: 8 * bucket.shard_numel for bucket in layout.buckets}

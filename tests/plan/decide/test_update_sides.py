@@ -10,7 +10,7 @@ from zerofx.ir.buckets import Bucket
 from zerofx.scheduler.cost.machine import HostUpdate, Link, Machine
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.states import StateLevel
-from zerofx.scheduler.decide.update_sides import Arrival, Handed, Update, balance_updates, pace
+from zerofx.scheduler.decide.update_sides import Arrival, Departure, Handed, Update, balance_updates, pace
 from zerofx.scheduler.plan.decisions import StateDecision
 
 _, LAYOUT = captured_gpt(num_layers=12, num_ranks=1)
@@ -30,10 +30,11 @@ def machine(link: float, host: float, flops: float = 1e14) -> Machine:
 
 
 def update_of(
-    bucket: Bucket, after: int, machine: Machine, *, used: int | None = None, waits: bool = False, is_away: bool = False
-) -> Update:
+    bucket: Bucket, after: int, machine: Machine, *, used: int | None = None, waits: bool = False,
+    is_away: bool = False, leaves_down: bool = False,
+) -> Update:  # fmt: skip
     states = Arrival(STATES[bucket.index], "host", "device", after + 1, after, after if waits else 0)
-    return Update.of(bucket, states, 3, machine, is_away=is_away, used=used, waits=waits)
+    return Update.of(bucket, states, 3, machine, is_away=is_away, used=used, waits=waits, leaves_down=leaves_down)
 
 
 def sides(machine: Machine, spare_bytes: int = 1 << 40) -> list[str]:
@@ -105,6 +106,24 @@ def test_what_runs_on_costs_a_step_nothing_but_where_the_next_one_needs_it() -> 
     needed_at_once = pace([], [early], there, runs, both)
     assert abs(needed_at_once.end_seconds - 3 * took) < 1e-12
     assert abs(needed_at_once.reached[0] - took + early.gradient_down) < 1e-12
+
+
+def test_states_on_their_way_down_cost_a_step_nothing_but_what_the_next_one_copies_down_at_once() -> None:
+    both = machine(link=1e8, host=1e8)
+    layer = BUCKETS[1]
+    awaited, left = (update_of(layer, 2, both, leaves_down=leaves) for leaves in (False, True))
+    down = awaited.states_down
+    runs = [down] * 3
+    computed = 3 * down + awaited.computed
+    waiting = pace([], [awaited], [], runs, both)
+    assert abs(waiting.end_seconds - computed - down) < 1e-12 and waiting.down == 0.0
+    going_on = pace([], [left], [], runs, both)
+    assert abs(going_on.end_seconds - computed) < 1e-12 and abs(going_on.down - down) < 1e-12
+    # What leaves the device after the first run finds the link free; half of it later it had to wait for half of it.
+    leaving = [Departure(int(1e8 * down / 2), 0, 1)]
+    assert abs(pace([], [left], [], runs, both, departures=leaving).end_seconds - computed) < 1e-12
+    late = pace([], [left], [], [down / 2, down / 4, 9 * down / 4], both, departures=leaving)
+    assert abs(late.end_seconds - computed - 3 * down / 4) < 1e-12
 
 
 def test_parameters_come_up_in_the_next_step_once_the_host_has_updated_them() -> None:

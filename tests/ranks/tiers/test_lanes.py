@@ -97,7 +97,7 @@ def throttle(monkeypatch: pytest.MonkeyPatch, lanes: Lanes) -> None:
         def start(self, stream: str, source: Tensor, destination: Any, after: Callable[[], None] | None = None) -> Copy:
             return super().start(stream, source, _Throttled(destination, stream, lanes), after)  # type: ignore[arg-type]
 
-    def run_update(function: Any, tensors: list[Any], awaited: Sequence[Callable[[], None]]) -> None:
+    def run_update(bucket: int, function: Any, tensors: list[Any], awaited: Sequence[Callable[[], None]]) -> None:
         for await_one in awaited:
             await_one()
         # Parameter, gradient and two moments: all are read, and all but the gradient are written.
@@ -144,7 +144,8 @@ def test_lanes_are_busy_at_once_for_as_long_as_predicted(monkeypatch: pytest.Mon
     lanes.busy.clear()
     seconds = _measured(step, batch, Products(lanes))
     step.close()
-    measured = min(seconds)  # what other programs add is least in it
+    # The first one begins with no throttled lane under way; what other programs add is least in this one of the others.
+    measured = min(seconds[1:])
     busy = {lane: total / STEPS for lane, total in lanes.busy.items()}
     assert busy.keys() == {"device", "host", TO_HOST, TO_DEVICE}
     assert 0.9 <= measured / step.plan.step_seconds <= 1.1, (measured, step.plan.step_seconds, busy)

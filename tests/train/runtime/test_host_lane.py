@@ -47,6 +47,30 @@ def test_copies_of_its_results_wait_for_an_update_and_others_do_not(tiers: Tiers
     assert torch.equal(low, torch.full((NUMEL,), 2.0))
 
 
+def test_of_copies_that_wait_each_begins_when_it_may_whichever_was_started_first(tiers: Tiers) -> None:
+    """Parameters come up in the order of forward, and are updated in that of backward, the last layer's first."""
+    late, early = (tiers.hold(torch.full((NUMEL,), value), "host") for value in (1.0, 5.0))
+    updates = [Gate(), Gate()]
+    for bucket, (gate, stored) in enumerate(zip(updates, (early, late), strict=True)):
+        tiers.on_host(gate, [stored], bucket)
+    first, second = tiers.reload(late), tiers.reload(early)
+    updates[0].opened.set()
+    landed = threading.Event()
+
+    def wait() -> None:
+        second.finish(early)
+        landed.set()
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    came_up = landed.wait(SECONDS / 3)
+    updates[1].opened.set()
+    waiter.join()
+    assert came_up, "it waited for the update of what was started before it"
+    assert torch.equal(first.finish(late), torch.full((NUMEL,), 2.0))
+    assert torch.equal(second.result, torch.full((NUMEL,), 6.0))
+
+
 def test_an_update_waits_for_its_gradient(tiers: Tiers) -> None:
     master, gradient = (tiers.hold(torch.zeros(NUMEL), "host") for _ in range(2))
     begun, gate = threading.Event(), threading.Event()

@@ -64,3 +64,25 @@ def test_spans_of_all_threads_are_noted_in_order_of_their_begin() -> None:
     assert (compute.stream, copy.stream, copy.num_bytes) == ("compute", "to_host", 5)
     assert 0 <= compute.start_seconds <= copy.start_seconds
     assert copy.seconds >= 0.02 and copy.end_seconds <= compute.end_seconds
+
+
+class Event:
+    """An event of a device that reaches it only where it is waited for."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.is_reached = seconds, False
+
+    def synchronize(self) -> None:
+        self.is_reached = True
+
+    def elapsed_time(self, later: Event) -> float:
+        assert later.is_reached or later.seconds <= 1.0, "not ready"
+        return 1e3 * (later.seconds - self.seconds)
+
+
+def test_copies_that_a_thread_has_launched_late_are_waited_for() -> None:
+    log = SpanLog()
+    log.start(CPU)
+    log._first = Event(0.0)  # type: ignore[assignment]  # as on a device
+    log.add_events("to_host", Event(1.0), Event(3.0), 5)  # type: ignore[arg-type]
+    assert log.stop() == (Span("to_host", 1.0, 2.0, 5),)

@@ -298,9 +298,9 @@ class _TimedRuntime:
     def host(self, function: Callable[[list[Any]], Any], inputs: list[Any], bucket: int) -> None:
         self._runtime.host(function.run_on_host if isinstance(function, _TimedRegion) else function, inputs, bucket)
 
-    def settle(self, bucket: int, held: Sequence[object] = ()) -> None:
+    def settle(self, bucket: int, held: Sequence[object] = (), *, back: bool = False) -> None:
         with self._waits.measure("settle"):
-            self._runtime.settle(bucket, held)
+            self._runtime.settle(bucket, held, back=back)
 
     def broadcast(self, buffers: list[torch.Tensor]) -> None:
         with self._waits.measure("broadcast"):

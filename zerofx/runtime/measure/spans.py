@@ -70,13 +70,18 @@ class SpanLog:
             self._events.append((stream, before, after, num_bytes))
 
     def stop(self) -> tuple[Span, ...]:
-        """All spans in order of their start; on CUDA, once the device is synchronised."""
-        spans = self._spans or []
-        for stream, before, after, num_bytes in self._events:
+        """All spans in order of their start; on CUDA, once what they are of is done.
+
+        A thread may have launched something since the device was synchronised.
+        """
+        spans, events = self._spans or [], self._events
+        self._spans, self._events = None, []
+        for stream, before, after, num_bytes in events:
             assert self._first is not None, "a device's events come after the first one"
+            after.synchronize()
             start = float(self._first.elapsed_time(before)) / 1e3
             spans.append(Span(stream, start, float(before.elapsed_time(after)) / 1e3, num_bytes))
-        self._spans, self._events, self._first = None, [], None
+        self._first = None
         return tuple(sorted(spans, key=lambda span: (span.start_seconds, span.end_seconds)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -12,6 +13,8 @@ import torch
 from zerofx.codegen.kernels.current_device import on_device
 from zerofx.ir.streams import TO_DEVICE, TO_HOST
 from zerofx.runtime.measure.spans import SpanLog
+
+NUM_LAUNCHERS = 32  # copies that may wait at once for what comes before them, each of which leaves its link to others
 
 
 class Copy(Protocol):
@@ -29,7 +32,7 @@ class Copy(Protocol):
 
 
 class Copies(Protocol):
-    """Starts copies of bytes; those of one stream run one after the other."""
+    """Starts copies of bytes; those of one stream run one after the other, each once it may begin."""
 
     def start(
         self, stream: str, source: torch.Tensor, destination: torch.Tensor, after: Callable[[], None] | None = None
@@ -64,11 +67,11 @@ class Workers:
 
 
 class ThreadCopies:
-    """Copies on a CPU machine: a thread for each direction, and one for what has to wait before it is given to them."""
+    """Copies on a CPU machine: a thread for each direction, and others for what is given to it once it may begin."""
 
     def __init__(self, log: SpanLog) -> None:
         self._log = log
-        self._launcher = Workers("launch")
+        self._launcher = Workers("launch", NUM_LAUNCHERS)
         self._workers = {stream: Workers(stream) for stream in (TO_HOST, TO_DEVICE)}
 
     def start(
@@ -130,7 +133,8 @@ class CudaCopies:
     def __init__(self, device: torch.device, log: SpanLog) -> None:
         self._device, self._log = device, log
         self._streams = {stream: torch.cuda.Stream(device) for stream in (TO_HOST, TO_DEVICE)}
-        self._launcher = Workers("launch")
+        self._launcher = Workers("launch", NUM_LAUNCHERS)
+        self._launching = threading.Lock()  # what one copy gives its stream stays together
 
     def start(
         self, stream: str, source: torch.Tensor, destination: torch.Tensor, after: Callable[[], None] | None = None
@@ -143,7 +147,7 @@ class CudaCopies:
         def launch() -> None:
             if after is not None:
                 after()
-            with on_device(self._device), torch.cuda.stream(self._streams[stream]):
+            with self._launching, on_device(self._device), torch.cuda.stream(self._streams[stream]):
                 self._streams[stream].wait_event(reached)
                 begun = torch.cuda.Event(enable_timing=timed)
                 begun.record(self._streams[stream])

@@ -45,7 +45,8 @@ class Tiers:
         self._files: NvmeFiles | None = None
         self._host_thread: ThreadPoolExecutor | None = None
         self._updates: dict[int, Future[None]] = {}  # on the host, by bucket, until they are settled
-        self._running_on: dict[int, _RunningOn] = {}  # beyond the step that began it, by bucket, likewise
+        # Beyond the step that began it, by bucket and whether it goes back to its tier, likewise.
+        self._running_on: dict[tuple[int, bool], _RunningOn] = {}
         self._held = {"host": 0, "nvme": 0}
         self._peak = dict(self._held)
         self.moved_bytes = dict.fromkeys(LINKS, 0)
@@ -182,21 +183,26 @@ class Tiers:
             value.lease.used_by(FutureCopy(update))
         self._updates[bucket] = update
 
-    def run_on(self, bucket: int, copies: Sequence[Pending[Any]], held: Sequence[object]) -> None:
+    def run_on(
+        self, bucket: int, copies: Sequence[Pending[Any]], held: Sequence[object], *, back: bool = False
+    ) -> None:
         """Let a step end before the host is done with the update of ``bucket``, and before ``copies`` of it are, which
-        read what is ``held``: the next ``settle_host`` of the bucket, or ``finish_updates``, waits for them."""
-        self._running_on[bucket] = _RunningOn(tuple(copies), tuple(held), self._updates.pop(bucket, None))
+        read what is ``held``: the next ``settle_host`` of the bucket, or ``finish_updates``, waits for them. ``back``:
+        the copies are of what goes back to its tier, and are all that is waited for."""
+        update = None if back else self._updates.pop(bucket, None)
+        self._running_on[bucket, back] = _RunningOn(tuple(copies), tuple(held), update)
 
-    def settle_host(self, bucket: int, held: Sequence[object] = ()) -> None:
-        """Block until the last update of ``bucket`` on the host, which may read what is ``held``, is done.
+    def settle_host(self, bucket: int, held: Sequence[object] = (), *, back: bool = False) -> None:
+        """Block until the last update of ``bucket`` on the host, which may read what is ``held``, is done, or what goes
+        ``back`` to its tier is there.
 
         Raises:
             TierError: it has failed; again in every later call, where it has run on after its step.
         """
-        if (earlier := self._running_on.get(bucket)) is not None:
+        if (earlier := self._running_on.get((bucket, back))) is not None:
             earlier.finish()
-            del self._running_on[bucket]
-        update = self._updates.pop(bucket, None)
+            del self._running_on[bucket, back]
+        update = None if back else self._updates.pop(bucket, None)
         if update is not None:
             update.result()
 
@@ -204,10 +210,10 @@ class Tiers:
         """Block until all that runs on after the last step is done, and the device may read it.
 
         Raises:
-            TierError: an update has failed.
+            TierError: an update, or a copy, has failed.
         """
-        for bucket in list(self._running_on):
-            self.settle_host(bucket)
+        for bucket, back in list(self._running_on):
+            self.settle_host(bucket, back=back)
 
     def _host_worker(self) -> ThreadPoolExecutor:
         if self._host_thread is None:
