@@ -20,6 +20,7 @@ from zerofx.codegen.cpu.extras import ATTENTION
 from zerofx.codegen.inductor.background import Background
 from zerofx.codegen.inductor.cpp import preparation, without_damaged_libraries
 from zerofx.codegen.inductor.decompositions import with_own
+from zerofx.codegen.inductor.kernel_library import loading
 from zerofx.codegen.inductor.kernel_passes import KERNEL_PASSES
 from zerofx.codegen.inductor.memory_record import memory_record
 from zerofx.codegen.inductor.phase import REGION_REWRITES
@@ -83,9 +84,10 @@ def compile_region(
 ) -> CompiledRegion:
     """Compile ``function`` for inputs like ``inputs`` (fake tensors or scalars).
 
-    ``kernels``: those of zerofx's own that it uses (``codegen/kernels/table.py``). Where one has to be built it may
-    still be when this returns: see ``CompiledRegion.finish``. ``shared``: whether kernels for CPUs are shared with
-    those of other sizes, and built by ``finish_shared`` or where they are called first.
+    Kernels for CPUs may still be built when this returns: see ``CompiledRegion.finish``.
+
+    ``kernels``: those of zerofx's own that it uses (``codegen/kernels/table.py``). ``shared``: whether kernels for CPUs
+    are shared with those of other sizes, and built by ``finish_shared`` or where they are called first.
 
     Raises:
         CompilerError: Inductor could not compile it; the message names the region.
@@ -115,8 +117,10 @@ def _compiled(function: RegionFunction, inputs: Sequence[Any], name: str, kernel
         background = Background("zerofx-kernels", _builds(region.graph))
         background.resume()
         examples = [node.meta["val"] for node in region.graph.find_nodes(op="placeholder")]
-        with set_up(*KERNEL_PASSES), make_kernels_with(FileKernels):
+        with set_up(*KERNEL_PASSES), make_kernels_with(FileKernels), loading().libraries() as libraries:
             compiled = compile_graph(region.module, examples, region.mode)
+        for library in libraries:
+            background.append(library.finish)
     except Exception as error:
         raise _could_not_be_compiled(name, error) from error
     memory = memory_record(source_of(compiled), examples, [i for i, _ in region.views], region.mode)

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 from zerofx.codegen.inductor.cpp import without_damaged_libraries
+from zerofx.codegen.inductor.kernel_library import KernelLibrary, loading
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.settings import read_settings
 from zerofx.torch_private.inductor.cpp import AsyncCompile
@@ -164,14 +165,17 @@ def shared_kernels() -> SharedKernels:
 
 
 class FileKernels(AsyncCompile):
-    """What a file of Inductor's makes its kernels with."""
+    """What a file of Inductor's makes its kernels with; files that Inductor keeps have its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._library = KernelLibrary()
 
     def cpp_pybinding(self, argtypes: list[str], source_code: str) -> Any:
         kernels = shared_kernels()
-        if kernels.is_open:
-            return kernels.kernel(argtypes, source_code)
-        return super().cpp_pybinding(argtypes, source_code)
+        return kernels.kernel(argtypes, source_code) if kernels.is_open else self._library.add(argtypes, source_code)
 
     def wait(self, scope: dict[str, Any]) -> None:
         super().wait(scope)
         shared_kernels().wait_for(scope)
+        loading().begin(self._library, scope)

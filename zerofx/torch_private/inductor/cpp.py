@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from torch._dynamo.device_interface import get_interface_for_device as get_interface_for_device
 from torch._inductor import codecache
 from torch._inductor import config as config
@@ -31,3 +34,26 @@ def header_to_precompile() -> str | None:
     """The header that generated code for CPUs begins with; None if there is none."""
     header: str | None = CppPythonBindingsCodeCache._get_uncompiled_header("cpu")
     return header
+
+
+def bindings(argument_types: Sequence[str], name: str) -> str:
+    """C++ by which Python calls ``kernel``, as the function ``name`` of a module of that name."""
+    maker = CppPythonBindingsCodeCache
+    parsed = (f"parse_arg<{each.replace('const ', '')}>(args, {n})" for n, each in enumerate(argument_types))
+    return maker.suffix_template.format(
+        arg_len=len(argument_types), call_entry_func=maker.call_entry_function.format(", ".join(parsed)),
+        entry_func=name, extra_parse_arg=maker.extra_parse_arg,
+    )  # fmt: skip
+
+
+def begin_library(source: str, names: Sequence[str]) -> Callable[[], list[Callable[..., None]]]:
+    """Begin to build a text with ``bindings`` of these names, ``kernel`` first; waits for it, and loads it."""
+    load = CppPythonBindingsCodeCache.load_async(source, submit_fn=AsyncCompile.submit)
+
+    def functions() -> list[Callable[..., None]]:
+        first: Any = load()
+        loaders: list[Any] = [type("Loader", (CppPythonBindingsCodeCache,), {"entry_function": name}) for name in names]
+        modules = (loader._load_library(first.__file__, first.key) for loader in loaders)
+        return [getattr(module, name) for module, name in zip(modules, names, strict=True)]
+
+    return functions
