@@ -29,8 +29,9 @@ from zerofx.scheduler.analysis.saved_values import storage_size
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.timeline import UnitPhase, UnitRun, runs
-from zerofx.scheduler.cost.transfers import copy_seconds, first_with_room
-from zerofx.scheduler.decide.activations import ActivationLevel, Segment, at_prices, cheapest, keep_all, menu
+from zerofx.scheduler.cost.transfers import copy_seconds
+from zerofx.scheduler.decide.activations import Segment, at_prices, cheapest, keep_all, menu
+from zerofx.scheduler.decide.ledger import Ledger, Level
 from zerofx.scheduler.plan.decisions import OffloadDecision
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.units import format_seconds
@@ -41,15 +42,7 @@ _NUM_BYTE_PRICES = 24  # how many prices of a byte are tried, between the cheape
 _BACKWARD = 2.0  # seconds of backward for one of forward: two matrix products for each
 
 
-@dataclass(frozen=True)
-class OffloadLevel:
-    """A level, and the seconds that its values take to go out and come back."""
-
-    level: ActivationLevel
-    copy_seconds: float
-
-
-def entries(segment: Segment, machine: Machine, tier: Tier, num_layers: int, *, recompute: bool) -> list[OffloadLevel]:
+def entries(segment: Segment, machine: Machine, tier: Tier, num_layers: int, *, recompute: bool) -> list[Level]:
     """Levels of a segment whose values may be offloaded to ``tier`` and, with ``recompute``, computed again.
 
     Their ``seconds`` are those of computing again and the exposed part of copying, if the segment's own run is all
@@ -64,13 +57,13 @@ def entries(segment: Segment, machine: Machine, tier: Tier, num_layers: int, *, 
     return [links.offload(level, share) for level in levels for share in _LINK_SHARES]
 
 
-def joint_menu(candidates: Sequence[OffloadLevel], away_seconds: float) -> tuple[ActivationLevel, ...]:
+def joint_menu(candidates: Sequence[Level], away_seconds: float) -> tuple[Level, ...]:
     """A menu of the entries whose values can be gone and back in ``away_seconds``.
 
     It goes from keeping all to keeping least, each level with fewer bytes than the one before, for more and more
     seconds a byte.
     """
-    return _hull([entry.level for entry in candidates if entry.copy_seconds <= away_seconds])
+    return _hull([level for level in candidates if level.copy_seconds <= away_seconds])
 
 
 def away_seconds(segment: Segment, spans: Sequence[UnitRun]) -> float:
@@ -97,7 +90,7 @@ class _Links:
         shortest = copy_seconds(0, "device", tier, machine) + machine.device.launch_latency
         self.movable = [i for i, (node, _) in enumerate(segment.values) if node in computed and self.down[i] > shortest]
 
-    def offload(self, level: ActivationLevel, share: float) -> OffloadLevel:
+    def offload(self, level: Level, share: float) -> Level:
         """``level`` with its largest values offloaded, as long as copying them out takes ``share`` of the forward."""
         left, out = share * self.forward, []
         for i in sorted(level.saved.intersection(self.movable), key=lambda i: (-self.sizes[i], i)):
@@ -109,10 +102,12 @@ class _Links:
         stays = (
             sum(self.sizes[i] for i in level.saved.difference(out)) + sum(self.sizes[i] for i in out) // self.num_layers
         )
-        return OffloadLevel(ActivationLevel(level.saved, stays, level.seconds + exposed, frozenset(out)), down + up)
+        return replace(
+            level, num_bytes=stays, seconds=level.seconds + exposed, offloaded=frozenset(out), copy_seconds=down + up
+        )
 
 
-def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> Iterator[ActivationLevel]:
+def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> Iterator[Level]:
     """What to keep, on whatever tier, at each price of a byte and of the link."""
     busy = [s for s in seconds.values() if s]
     if not busy or not links.movable:
@@ -122,7 +117,7 @@ def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> 
     prices = [high * (low / high) ** (number / (_NUM_BYTE_PRICES - 1)) for number in range(_NUM_BYTE_PRICES)]
     for link_price in _LINK_PRICES:
 
-        def cut(price: float, link_price: float = link_price) -> ActivationLevel:
+        def cut(price: float, link_price: float = link_price) -> Level:
             weights: list[float] = list(links.sizes)
             for i in links.movable:
                 weights[i] = min(weights[i], price * link_price * (links.down[i] + links.up[i]))
@@ -131,7 +126,7 @@ def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> 
         yield from at_prices(prices, cut)
 
 
-def _hull(levels: Sequence[ActivationLevel]) -> tuple[ActivationLevel, ...]:
+def _hull(levels: Sequence[Level]) -> tuple[Level, ...]:
     """The lower convex hull of bytes against seconds after the first level, from the most bytes to the least."""
     hull = [levels[0]]
     for level in sorted(levels[1:], key=lambda level: (level.seconds, level.num_bytes)):
@@ -143,7 +138,7 @@ def _hull(levels: Sequence[ActivationLevel]) -> tuple[ActivationLevel, ...]:
     return tuple(hull)
 
 
-def _rate(before: ActivationLevel, after: ActivationLevel) -> float:
+def _rate(before: Level, after: Level) -> float:
     spent = after.seconds - before.seconds
     return (before.num_bytes - after.num_bytes) / spent if spent > 0 else float("inf")
 
@@ -154,15 +149,6 @@ class OffloadRequest:
 
     value: str
     reason: str
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """Bytes of each tier that activations may take, the first being filled first, and what the host has left to them:
-    for those that stay there, and for copies that pass through it."""
-
-    tiers: Mapping[Tier, int]
-    host: int
 
 
 @dataclass(frozen=True)
@@ -180,7 +166,7 @@ def place(
     requests: Sequence[OffloadRequest],
     seconds: Mapping[UnitPhase, float],
     machine: Machine,
-    capacity: Capacity,
+    ledger: Ledger,
 ) -> tuple[OffloadDecision, ...]:
     """When each value goes out and comes back, on links that carry one copy at a time.
 
@@ -189,14 +175,15 @@ def place(
         requests: what to offload. What would be needed again as soon as it is gone is left out.
         seconds: computation by unit and phase (``scheduler.cost.timeline.seconds_by_place``).
         machine: its links.
-        capacity: what they may take.
+        ledger: what they may take.
     """
     spans = runs(step, seconds)
-    copies = _copies(step, spans, requests, capacity)
+    ledger = ledger.copy()
+    copies = _copies(step, spans, requests, ledger)
     gone = _ways_out(copies, spans, machine)
     back = _ways_back(copies, spans, machine)
     decisions = []
-    passing = [capacity.host - sum(copy.num_bytes for copy in copies if copy.tier == "host")] * len(spans)
+    passing = [ledger.left["host"]] * len(spans)
     for copy in copies:
         freed, reload = gone[copy.request], back[copy.request]
         if freed + 1 >= reload:
@@ -227,27 +214,27 @@ def place(
 
 
 def _copies(
-    step: StepGraph, spans: Sequence[UnitRun], requests: Sequence[OffloadRequest], capacity: Capacity
+    step: StepGraph, spans: Sequence[UnitRun], requests: Sequence[OffloadRequest], ledger: Ledger
 ) -> list[_Copy]:
     order = step.positions()
     starts = [order[run.first] for run in spans]
     by_name = step.nodes_by_name()
-    left = dict(capacity.tiers)
     sizes = [storage_bytes(tensors_of(by_name[request.value])[0]) for request in requests]
-    if "host" in left and "nvme" in left and sum(sizes) > left["host"]:
-        left["host"] -= min(2 * max(sizes), left["host"] // 2)  # for those on their way to nvme, and back
+    on_host, reserve = ledger.left["host"], 0
+    if {"host", "nvme"} <= {*ledger.tiers} and sum(sizes) > on_host:
+        reserve = min(2 * max(sizes), on_host // 2)  # for those on their way to nvme, and back
     copies = []
     for request in sorted(requests, key=lambda request: order[by_name[request.value]]):
         node = by_name[request.value]
         num_bytes = storage_bytes(tensors_of(node)[0])
         readers = [order[reader] for reader in consumers(node) if origin(reader).phase is Phase.FORWARD]
         again = [order[reader] for reader in consumers(node) if origin(reader).phase is not Phase.FORWARD]
-        tier = first_with_room(left, num_bytes)
+        tier = ledger.first(num_bytes, reserve)
         # A buffer is read by the next micro-batch's forward: after its reload it would be needed twice.
         needed_twice = bool(again) and max(readers, default=0) > min(again)
         if tier is None or not again or needed_twice or refusal(node) is not None:
             continue
-        left[tier] -= num_bytes
+        ledger.take(tier, num_bytes)
         made_in = bisect_right(starts, max([order[node], *readers])) - 1
         copies.append(_Copy(request, node, num_bytes, tier, made_in, bisect_right(starts, min(again)) - 1))
     return copies

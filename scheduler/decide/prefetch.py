@@ -30,8 +30,9 @@ from zerofx.passes.lib.placed_states import may_run_on
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import Positions, UnitPhase, UnitRun, runs
 from zerofx.scheduler.cost.transfers import copy_seconds
+from zerofx.scheduler.decide.ledger import NUM_BUFFERS
 from zerofx.scheduler.decide.residency import parameter_uses
-from zerofx.scheduler.decide.states import NUM_BUFFERS, touched_bytes
+from zerofx.scheduler.decide.states import touched_bytes
 from zerofx.scheduler.decide.update_sides import Arrival, Handed, Update, balance_updates, latest_starts, pace
 from zerofx.scheduler.plan.decisions import GatherDecision, ReduceDecision, StateDecision
 from zerofx.scheduler.plan.facts import Tier

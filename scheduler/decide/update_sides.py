@@ -33,7 +33,8 @@ from heapq import heappop, heappush
 from zerofx.ir.buckets import Bucket
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.transfers import copy_seconds
-from zerofx.scheduler.decide.states import StateLevel, host_seconds, touched_bytes
+from zerofx.scheduler.decide.ledger import Level
+from zerofx.scheduler.decide.states import host_seconds, touched_bytes
 from zerofx.scheduler.plan.decisions import StateDecision
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.units import format_seconds
@@ -333,7 +334,7 @@ class Handed:
     """What the host may be handed for updates: ``levels`` say what buckets take of it already, ``spare_bytes`` what it
     has left for gradients and new parameters."""
 
-    levels: Mapping[Bucket, StateLevel]
+    levels: Mapping[Bucket, Level]
     spare_bytes: int
 
     def of(self, update: Update) -> int:

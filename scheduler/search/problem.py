@@ -17,7 +17,8 @@ from zerofx.options import CompileOptions
 from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.gradients import gradients_asked, reduced_each
-from zerofx.scheduler.decide.states import StateLevel, delayed_levels
+from zerofx.scheduler.decide.ledger import Level
+from zerofx.scheduler.decide.states import delayed_levels
 from zerofx.scheduler.decide.tiling import named_tiles
 from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.decisions import GradientDecision, Locations
@@ -175,7 +176,7 @@ class Problem:
         num = self.captured.num_micro_batches
         return reduced_each(self.layout, options.stage, num, options.reduce, searched=searched)
 
-    def delayed(self) -> dict[Bucket, StateLevel]:
+    def delayed(self) -> dict[Bucket, Level]:
         """Where states are whose updates are asked to run next to the following step."""
         if self.options.delayed_update is None:
             return {}

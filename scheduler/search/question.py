@@ -11,8 +11,9 @@ from zerofx.choices import ReduceOption
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.decide.ledger import Ledger, Level
 from zerofx.scheduler.decide.residency import PolicyOptions
-from zerofx.scheduler.decide.states import StateLevel, state_menus
+from zerofx.scheduler.decide.states import state_menus
 from zerofx.scheduler.plan.decisions import GradientDecision, Locations, TileDecision
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
@@ -45,7 +46,7 @@ class Question:
     state_bytes: Mapping[int, int] = field(default_factory=dict)
     tile: bool = False
     tile_classes: bool = False
-    delayed: Mapping[Bucket, StateLevel] = field(default_factory=dict)
+    delayed: Mapping[Bucket, Level] = field(default_factory=dict)
     fixed: Locations | None = None
     inlines: bool = False
     gradients: tuple[GradientDecision, ...] = ()
@@ -64,14 +65,14 @@ class Question:
         return (self, replace(self, facts=replace(self.facts, divides=False)))
 
     @cached_property
-    def levels_where_fixed(self) -> dict[Bucket, StateLevel]:
+    def levels_where_fixed(self) -> dict[Bucket, Level]:
         """What states that ``fixed`` leaves off the device take where they are."""
         away = {decision.bucket for decision in self.fixed.states} if self.fixed is not None else set()
         if not away:
             return {}
         menus = state_menus(
-            self.layout, self.state_bytes, self.stage, self.facts.seconds_of_one, self.machine, self.tiers,
-            clipped=self.undecided.updates_wait,
+            self.layout, self.state_bytes, self.stage, self.facts.seconds_of_one, self.machine,
+            Ledger.of(self.machine, self.tiers), clipped=self.undecided.updates_wait,
         )  # fmt: skip
         return {bucket: off for bucket, (_, off) in menus.items() if bucket.index in away}
 

@@ -21,8 +21,9 @@ from zerofx.scheduler.analysis.saved_values import saved_values, storage_size
 from zerofx.scheduler.cost.machine import Link, Machine, Nvme
 from zerofx.scheduler.cost.timeline import runs, seconds_by_place
 from zerofx.scheduler.cost.transfers import copy_seconds
-from zerofx.scheduler.decide.activations import ActivationLevel, Segment, menu, segments
-from zerofx.scheduler.decide.offload import Capacity, OffloadRequest, away_seconds, entries, joint_menu, place
+from zerofx.scheduler.decide.activations import Segment, menu, segments
+from zerofx.scheduler.decide.ledger import Ledger, Level
+from zerofx.scheduler.decide.offload import OffloadRequest, away_seconds, entries, joint_menu, place
 from zerofx.scheduler.decide.prefetch import place_arrivals
 from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.decisions import OffloadDecision
@@ -30,7 +31,7 @@ from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.choice import plan_of
 from zerofx.scheduler.search.graph_facts import GraphFacts
-from zerofx.scheduler.search.items import Activations, items_of
+from zerofx.scheduler.search.items import items_of
 from zerofx.scheduler.search.order import order_moves
 from zerofx.scheduler.search.question import Question
 
@@ -62,11 +63,11 @@ def layers_of(asked: Question) -> list[Segment]:
 
 
 def everything_offloaded(asked: Question) -> Plan:
-    items = [item for item in items_of(asked, "offload") if isinstance(item, Activations)]
+    items = [item for item in items_of(asked, "offload") if item.kind == "activations"]
     return plan_of(asked, items, order_moves([item.levels for item in items]))[0]
 
 
-def offloading(segment: Segment, machine: Machine, *, recompute: bool = True) -> tuple[ActivationLevel, ...]:
+def offloading(segment: Segment, machine: Machine, *, recompute: bool = True) -> tuple[Level, ...]:
     """The menu of one of endlessly many layers, away from the device for as long as it likes."""
     return joint_menu(entries(segment, machine, "host", 10**9, recompute=recompute), float("inf"))
 
@@ -96,11 +97,14 @@ def test_a_buffer_that_the_next_micro_batch_reads_stays() -> None:
         (stays if max(forward, default=0) > min(backward) else goes).append(node.name)
     assert stays and goes
     requests = [OffloadRequest(name, "by hand") for name in (*stays, *goes)]
-    placed = {decision.value for decision in place(step, requests, seconds, H100, Capacity({"host": 1 << 30}, 1 << 30))}
+    placed = {
+        decision.value
+        for decision in place(step, requests, seconds, H100, Ledger(("host",), {"host": 1 << 30, "nvme": 0}))
+    }
     assert placed and not placed.intersection(stays)
 
 
-def seconds_for(levels: tuple[ActivationLevel, ...], num_bytes: int) -> float:
+def seconds_for(levels: tuple[Level, ...], num_bytes: int) -> float:
     """The least seconds at which a menu holds at most ``num_bytes``, its levels mixed over many layers."""
     points = [(level.num_bytes, level.seconds) for level in levels]
     if num_bytes >= points[0][0]:
@@ -166,7 +170,7 @@ def test_copies_fit_on_their_link_one_after_the_other_and_are_done_when_they_are
 
 def test_the_last_layer_is_the_last_to_leave_the_device() -> None:
     asked = question(with_link(2e10))
-    items = [item for item in items_of(asked, "offload") if isinstance(item, Activations)]
+    items = [item for item in items_of(asked, "offload") if item.kind == "activations"]
     moves = order_moves([item.levels for item in items])
     seen: dict[str, None] = {}
     for length in range(len(moves) + 1):
@@ -205,7 +209,7 @@ def _placed(asked: Question, values: list[str]) -> dict[str, OffloadDecision]:
     step, seconds, machine = asked.step, asked.facts.seconds, asked.machine
     most = machine.host.memory_bytes
     requests = [OffloadRequest(value, "as asked") for value in values]
-    offloads = place(step, requests, seconds, machine, Capacity({"host": most}, most))
+    offloads = place(step, requests, seconds, machine, Ledger(("host",), {"host": most, "nvme": 0}))
     plan = replace(asked.undecided, offloads=offloads)
     plan = place_arrivals(plan, step, asked.layout, {}, seconds, machine, ahead=True)
     return {decision.value: decision for decision in plan.offloads}

@@ -9,7 +9,7 @@ from tests.lib.budgets import captured_gpt
 from zerofx.ir.buckets import Bucket
 from zerofx.scheduler.cost.machine import HostUpdate, Link, Machine
 from zerofx.scheduler.cost.transfers import copy_seconds
-from zerofx.scheduler.decide.states import StateLevel
+from zerofx.scheduler.decide.ledger import Level
 from zerofx.scheduler.decide.update_sides import Arrival, Handed, Update, balance_updates, pace
 from zerofx.scheduler.plan.decisions import StateDecision
 
@@ -39,7 +39,7 @@ def update_of(
 def sides(machine: Machine, spare_bytes: int = 1 << 40) -> list[str]:
     """On which sides buckets are updated, in the order of their updates, each after a run of its own."""
     updates = [update_of(bucket, number, machine) for number, bucket in enumerate(BUCKETS)]
-    levels = {bucket: StateLevel(0, 0.0, "host", "device", STATES[bucket.index]) for bucket in BUCKETS}
+    levels = {bucket: Level(0, 0.0, "host", "device", STATES[bucket.index]) for bucket in BUCKETS}
     decisions = [StateDecision(bucket.index, "host", "device", "frees bytes; as it was") for bucket in BUCKETS]
     seconds = [LAYER_SECONDS] * len(BUCKETS)
     found = balance_updates(decisions, updates, [], seconds, Handed(levels, spare_bytes), machine, ahead=True)
