@@ -18,16 +18,17 @@ import networkx as nx
 from torch import fx
 
 from zerofx.ir.aliasing import Storage, is_view, storage_source, tensors_of
+from zerofx.ir.edit import consumers
 from zerofx.ir.facts import is_random
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.ops import VALUE_COLLECTIVES
 from zerofx.ir.text import target_name
 from zerofx.scheduler.analysis.pieces import ForwardRun, forward_runs
 from zerofx.scheduler.analysis.saved_values import is_forward_call, outputs_of, saved_storages, storage_size
+from zerofx.scheduler.cost.fusion import is_inlined, is_loop
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.wire_volume import value_collective_seconds
-from zerofx.scheduler.decide.inlined import is_free_again
 from zerofx.scheduler.decide.ledger import Level
 
 _PRICES = 24  # how many prices are tried between the cheapest and the dearest value
@@ -140,10 +141,9 @@ def _key(nodes: Sequence[fx.Node], values: Mapping[Storage, int], needed: frozen
 def menu(segment: Segment, machine: Machine, *, inlines: bool = False) -> tuple[Level, ...]:
     """The levels of a segment, from keeping all to computing most again; each keeps less than the one before.
 
-    ``inlines``: whether backward is compiled so that some of it costs nothing (``scheduler/decide/inlined.py``): the
-    first levels are ``free_levels`` then.
+    ``inlines``: whether backward is compiled so that some of it costs nothing: first come ``free_levels`` then.
     """
-    seconds = {node: 0.0 if inlines and is_free_again(node) else _seconds(node, machine) for node in segment.operators}
+    seconds = {node: 0.0 if inlines and _is_free_again(node) else _seconds(node, machine) for node in segment.operators}
     sizes = [storage_size(storage) for storage in segment.values]
     rates = [sizes[i] / seconds[s[0]] for i, s in enumerate(segment.values) if seconds.get(s[0]) and sizes[i]]
     levels = list(free_levels(segment)) if inlines else [keep_all(segment)]
@@ -160,10 +160,23 @@ def menu(segment: Segment, machine: Machine, *, inlines: bool = False) -> tuple[
 
 def free_levels(segment: Segment) -> tuple[Level, ...]:
     """Keeping all, and where less is kept then, computing again what costs nothing in a compiled backward."""
-    seconds = {node: 0.0 if is_free_again(node) else float("inf") for node in segment.operators}
+    seconds = {node: 0.0 if _is_free_again(node) else float("inf") for node in segment.operators}
     sizes = [storage_size(storage) for storage in segment.values]
     everything, free = keep_all(segment), cheapest(segment, sizes, seconds, 1.0)
     return (everything, free) if free.num_bytes < everything.num_bytes else (everything,)
+
+
+def _is_free_again(node: fx.Node) -> bool:
+    """Whether the kernels of a compiled backward that read ``node`` compute it again for nothing: they move less
+    through memory if they read what it needs, as ``f(silu(x), x)`` does next to ``f(silu, x)``.
+
+    (AOTAutograd's partitioner goes by the bytes that are saved, too, but also computes again what has to be written out
+    to be read: what a matrix product or another operator with a kernel of its own reads.)
+    """
+    if not is_inlined(node) or is_random(node):
+        return False
+    readers = (reader for reader in consumers(node) if reader.op == "call_function" and not is_forward_call(reader))
+    return all(map(is_loop, readers))
 
 
 def _seconds(node: fx.Node, machine: Machine) -> float:

@@ -22,33 +22,19 @@ from zerofx.scheduler.cost.timeline import Positions, UnitPhase, UnitRun, runs
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.cost.wire_volume import seconds_along
 from zerofx.scheduler.decide.ledger import Ledger, Level
-from zerofx.scheduler.plan.decisions import GradientDecision
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
-from zerofx.units import format_bytes, format_seconds
+from zerofx.units import format_bytes
 
 
-def why_each(level: Level, freed_bytes: int) -> str:
-    """The reason of a bucket that is reduced in each micro-batch."""
-    return (
-        f"reduced in each micro-batch: frees {format_bytes(freed_bytes)} in between for "
-        f"{format_seconds(level.exposed_seconds)} exposed"
-    )
-
-
-def gradient_decision(level: Level, bucket: Bucket, freed_bytes: int) -> GradientDecision:
-    """The decision that a level comes to, with its reason, before its copies are placed."""
-    reason = f"frees {format_bytes(freed_bytes)} between micro-batches for {format_seconds(level.seconds)} exposed"
-    return GradientDecision(bucket.index, level.tier, bucket.gradient_bytes, (), (), reason)
-
-
-def gradients_asked(layout: BucketLayout, num_micro_batches: int, tier: Tier | None) -> tuple[GradientDecision, ...]:
+def gradients_asked(layout: BucketLayout, num_micro_batches: int, tier: Tier | None) -> tuple[Absence, ...]:
     """That all gradients wait in ``tier`` between micro-batches, before copies are placed; nothing if it is None."""
     if tier is None or num_micro_batches == 1:
         return ()
     return tuple(
-        GradientDecision(
-            bucket.index, tier, bucket.gradient_bytes, (), (),
-            f"as asked: frees {format_bytes(bucket.gradient_bytes)} between micro-batches",
+        Absence(
+            bucket=bucket.index, tier=tier, num_bytes=bucket.gradient_bytes, free_after=(), reload_before=(),
+            reason=f"as asked: frees {format_bytes(bucket.gradient_bytes)} between micro-batches",
         )
         for bucket in layout.buckets
         if bucket.trainable and bucket.gradient_bytes
@@ -132,12 +118,12 @@ def gradient_menus(
 
 
 def place_gradients(
-    decisions: Sequence[GradientDecision],
+    decisions: Sequence[Absence],
     step: StepGraph,
     layout: BucketLayout,
     seconds: Mapping[UnitPhase, float],
     machine: Machine,
-) -> tuple[GradientDecision, ...]:
+) -> tuple[Absence, ...]:
     """``decisions`` with the nodes after which copies out are awaited, and before which copies back start.
 
     ``step`` is the captured graph with tiles and recomputation carried out, ``seconds`` its computation by unit and

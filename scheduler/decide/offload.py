@@ -32,7 +32,7 @@ from zerofx.scheduler.cost.timeline import UnitPhase, UnitRun, runs
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.activations import Segment, at_prices, cheapest, keep_all, menu
 from zerofx.scheduler.decide.ledger import Ledger, Level
-from zerofx.scheduler.plan.decisions import OffloadDecision
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.units import format_seconds
 
@@ -144,16 +144,8 @@ def _rate(before: Level, after: Level) -> float:
 
 
 @dataclass(frozen=True)
-class OffloadRequest:
-    """A forward value that shall be offloaded, by the name of its node in the captured graph, and why."""
-
-    value: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class _Copy:
-    request: OffloadRequest
+    reason: str
     node: fx.Node
     num_bytes: int
     tier: Tier
@@ -163,16 +155,16 @@ class _Copy:
 
 def place(
     step: StepGraph,
-    requests: Sequence[OffloadRequest],
+    requests: Mapping[str, str],
     seconds: Mapping[UnitPhase, float],
     machine: Machine,
     ledger: Ledger,
-) -> tuple[OffloadDecision, ...]:
+) -> tuple[Absence, ...]:
     """When each value goes out and comes back, on links that carry one copy at a time.
 
     Args:
         step: the captured graph with recomputation carried out.
-        requests: what to offload. What would be needed again as soon as it is gone is left out.
+        requests: the values to offload, with reasons. What would be needed again as soon as it is gone is left out.
         seconds: computation by unit and phase (``scheduler.cost.timeline.seconds_by_place``).
         machine: its links.
         ledger: what they may take.
@@ -185,7 +177,7 @@ def place(
     decisions = []
     passing = [ledger.left["host"]] * len(spans)
     for copy in copies:
-        freed, reload = gone[copy.request], back[copy.request]
+        freed, reload = gone[copy.node], back[copy.node]
         if freed + 1 >= reload:
             # With only one run in between it would not be gone at all: backward waits for it.
             reload = copy.needed
@@ -200,32 +192,29 @@ def place(
         down = copy_seconds(copy.num_bytes, "device", copy.tier, machine)
         up = copy_seconds(copy.num_bytes, copy.tier, "device", machine)
         decisions.append(
-            OffloadDecision(
-                value=copy.request.value,
+            Absence(
+                value=copy.node.name,
                 tier=copy.tier,
                 num_bytes=copy.num_bytes,
-                free_after=spans[freed].last.name,
-                reload_before=spans[reload].first.name,
-                reason=f"{copy.request.reason}; {format_seconds(down)} out, {format_seconds(up)} back",
+                free_after=(spans[freed].last.name,),
+                reload_before=(spans[reload].first.name,),
+                reason=f"{copy.reason}; {format_seconds(down)} out, {format_seconds(up)} back",
                 layer=origin(copy.node).layer,
             )
         )
     return tuple(decisions)
 
 
-def _copies(
-    step: StepGraph, spans: Sequence[UnitRun], requests: Sequence[OffloadRequest], ledger: Ledger
-) -> list[_Copy]:
+def _copies(step: StepGraph, spans: Sequence[UnitRun], requests: Mapping[str, str], ledger: Ledger) -> list[_Copy]:
     order = step.positions()
     starts = [order[run.first] for run in spans]
     by_name = step.nodes_by_name()
-    sizes = [storage_bytes(tensors_of(by_name[request.value])[0]) for request in requests]
+    sizes = [storage_bytes(tensors_of(by_name[value])[0]) for value in requests]
     on_host, reserve = ledger.left["host"], 0
     if {"host", "nvme"} <= {*ledger.tiers} and sum(sizes) > on_host:
         reserve = min(2 * max(sizes), on_host // 2)  # for those on their way to nvme, and back
     copies = []
-    for request in sorted(requests, key=lambda request: order[by_name[request.value]]):
-        node = by_name[request.value]
+    for node in sorted(map(by_name.__getitem__, requests), key=order.__getitem__):
         num_bytes = storage_bytes(tensors_of(node)[0])
         readers = [order[reader] for reader in consumers(node) if origin(reader).phase is Phase.FORWARD]
         again = [order[reader] for reader in consumers(node) if origin(reader).phase is not Phase.FORWARD]
@@ -236,11 +225,11 @@ def _copies(
             continue
         ledger.take(tier, num_bytes)
         made_in = bisect_right(starts, max([order[node], *readers])) - 1
-        copies.append(_Copy(request, node, num_bytes, tier, made_in, bisect_right(starts, min(again)) - 1))
+        copies.append(_Copy(requests[node.name], node, num_bytes, tier, made_in, bisect_right(starts, min(again)) - 1))
     return copies
 
 
-def _ways_out(copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machine) -> dict[OffloadRequest, int]:
+def _ways_out(copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machine) -> dict[fx.Node, int]:
     """The run after which each value has been copied out, or else the last one of forward."""
     ends = [run.end_seconds for run in spans]
     free: dict[Tier, float] = {}
@@ -249,11 +238,11 @@ def _ways_out(copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machin
         begin = max(free.get(copy.tier, 0.0), ends[copy.computed_in])
         free[copy.tier] = begin + copy_seconds(copy.num_bytes, "device", copy.tier, machine)
         last_forward = next(i for i in range(copy.needed - 1, -1, -1) if spans[i].phase is Phase.FORWARD)
-        ways[copy.request] = min(bisect_left(ends, free[copy.tier], lo=copy.computed_in), last_forward)
+        ways[copy.node] = min(bisect_left(ends, free[copy.tier], lo=copy.computed_in), last_forward)
     return ways
 
 
-def _ways_back(copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machine) -> dict[OffloadRequest, int]:
+def _ways_back(copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machine) -> dict[fx.Node, int]:
     """The run before which each copy back starts to be there in time, or else the first one of backward."""
     starts = [run.start_seconds for run in spans]
     free: dict[Tier, float] = {}
@@ -262,5 +251,5 @@ def _ways_back(copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machi
         finish = min(free.get(copy.tier, float("inf")), starts[copy.needed])
         free[copy.tier] = finish - copy_seconds(copy.num_bytes, copy.tier, "device", machine)
         first_backward = next(i for i in range(copy.computed_in, len(spans)) if spans[i].phase is not Phase.FORWARD)
-        ways[copy.request] = min(max(bisect_right(starts, free[copy.tier]) - 1, first_backward), copy.needed)
+        ways[copy.node] = min(max(bisect_right(starts, free[copy.tier]) - 1, first_backward), copy.needed)
     return ways

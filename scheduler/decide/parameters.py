@@ -19,15 +19,7 @@ from zerofx.scheduler.cost.timeline import UnitPhase
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.ledger import Ledger, Level
 from zerofx.scheduler.decide.residency import Residency
-from zerofx.scheduler.plan.decisions import ParameterDecision
 from zerofx.scheduler.plan.facts import Tier
-from zerofx.units import format_bytes, format_seconds
-
-
-def parameter_decision(level: Level, bucket: Bucket, freed_bytes: int) -> ParameterDecision:
-    """The decision that a level comes to, with its reason."""
-    reason = f"frees {format_bytes(freed_bytes)} between uses for {format_seconds(level.seconds)} exposed"
-    return ParameterDecision(bucket.index, level.tier, reason)
 
 
 def parameter_menus(

@@ -17,7 +17,7 @@ from zerofx.passes.activations.spread import can_be_spread
 from zerofx.scheduler.analysis.saved_values import saved_values, storage_size, value_node
 from zerofx.scheduler.decide.activations import Segment
 from zerofx.scheduler.decide.ledger import Level
-from zerofx.scheduler.plan.decisions import SpreadDecision
+from zerofx.scheduler.plan.decisions import Absence
 
 _LEAST = 1 / 8  # of the largest value of a layer
 
@@ -42,11 +42,16 @@ def spread_menu(segment: Segment, num_parts: int, seconds: Callable[[int], float
 
 def spreads_of(
     step: StepGraph, reasons: Mapping[str, str], num_parts: int, without: Collection[str]
-) -> tuple[SpreadDecision, ...]:
+) -> tuple[Absence, ...]:
     """What of the values in ``reasons``, by name, is kept for backward in ``step``, whose other decisions are carried
     out; ``without`` those that are elsewhere meanwhile."""
     return tuple(
-        SpreadDecision(node.name, storage_bytes(tensors_of(node)[0]), reasons[node.name], origin(node).layer)
+        Absence(
+            value=node.name,
+            num_bytes=storage_bytes(tensors_of(node)[0]),
+            reason=reasons[node.name],
+            layer=origin(node).layer,
+        )
         for node in saved_values(step)
         if node.name in reasons and node.name not in without and can_be_spread(node, num_parts)
     )

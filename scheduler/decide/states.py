@@ -18,18 +18,11 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import UnitPhase
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.ledger import Ledger, Level
-from zerofx.scheduler.plan.decisions import StateDecision
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
-from zerofx.units import format_bytes, format_seconds
+from zerofx.units import format_bytes
 
 _FLOPS = OPERATORS["_fused_adam_"].per_element
-
-
-def state_decision(level: Level, bucket: Bucket, freed_bytes: int) -> StateDecision:
-    """The decision that a level comes to, with its reason."""
-    side = "updated on the host: gradients down, parameters up" if level.update == "host" else "states up and down"
-    reason = f"frees {format_bytes(freed_bytes)} for {format_seconds(level.seconds)} exposed; {side}"
-    return StateDecision(bucket.index, level.tier, level.update, reason)
 
 
 def state_menus(
@@ -161,12 +154,12 @@ def delayed_levels(layout: BucketLayout, state_bytes: Mapping[int, int], stage: 
     return levels
 
 
-def decisions_of(delayed: Mapping[Bucket, Level]) -> tuple[StateDecision, ...]:
+def decisions_of(delayed: Mapping[Bucket, Level]) -> tuple[Absence, ...]:
     """The decisions about ``delayed_levels``, with their reasons."""
     return tuple(
-        StateDecision(
-            bucket.index, "host", "host",
-            f"delayed_update: frees {format_bytes(placement.delayed_bytes)}; gradients down, parameters up",
+        Absence(
+            bucket=bucket.index, tier="host", update="host",
+            reason=f"delayed_update: frees {format_bytes(placement.delayed_bytes)}; gradients down, parameters up",
             delayed=True,
         )
         for bucket, placement in delayed.items()

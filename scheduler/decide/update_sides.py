@@ -35,7 +35,7 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.ledger import Level
 from zerofx.scheduler.decide.states import host_seconds, touched_bytes
-from zerofx.scheduler.plan.decisions import StateDecision
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.units import format_seconds
 
@@ -343,7 +343,7 @@ class Handed:
 
 
 def balance_updates(
-    decisions: Sequence[StateDecision],
+    decisions: Sequence[Absence],
     updates: Sequence[Update],
     arrivals: Sequence[Arrival],
     run_seconds: Sequence[float],
@@ -351,7 +351,7 @@ def balance_updates(
     machine: Machine,
     *,
     ahead: bool,
-) -> tuple[StateDecision, ...]:
+) -> tuple[Absence, ...]:
     """``decisions``, with the side of each update that lets the step end the soonest.
 
     Args:

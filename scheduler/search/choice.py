@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -17,20 +18,16 @@ from zerofx.scheduler.analysis.saved_values import value_node
 from zerofx.scheduler.cost.timeline import UnitPhase
 from zerofx.scheduler.decide.activations import Segment
 from zerofx.scheduler.decide.gathers import why_kept
-from zerofx.scheduler.decide.gradients import gradient_decision, place_gradients, why_each
+from zerofx.scheduler.decide.gradients import place_gradients
 from zerofx.scheduler.decide.ledger import Ledger, Level
-from zerofx.scheduler.decide.offload import OffloadRequest, place
-from zerofx.scheduler.decide.parameters import parameter_decision
+from zerofx.scheduler.decide.offload import place
 from zerofx.scheduler.decide.prefetch import place_arrivals
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.decide.spread import spreads_of
-from zerofx.scheduler.decide.states import decisions_of, state_decision
+from zerofx.scheduler.decide.states import decisions_of
 from zerofx.scheduler.decide.update_sides import Handed
 from zerofx.scheduler.plan.decisions import (
-    GradientDecision,
-    ParameterDecision,
-    RecomputeDecision,
-    StateDecision,
+    Absence,
 )
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.order import Move, reached
@@ -46,15 +43,12 @@ class Choice:
     keep: dict[str, str]
     seconds: dict[UnitPhase, float]  # of computation, what is computed again included
     hide_reductions: bool = True
-    recomputes: list[RecomputeDecision] = field(default_factory=list)
     extra_keeps: dict[str, None] = field(default_factory=dict)
-    requests: dict[str, OffloadRequest] = field(default_factory=dict)
-    states: list[StateDecision] = field(default_factory=list)
+    requests: dict[str, str] = field(default_factory=dict)
     state_levels: dict[Bucket, Level] = field(default_factory=dict)  # of the same buckets
-    parameters: list[ParameterDecision] = field(default_factory=list)
-    gradients: list[GradientDecision] = field(default_factory=list)
+    away: dict[str, list[Absence]] = field(default_factory=lambda: defaultdict(list))  # by the plan's list
     each: dict[int, str] = field(default_factory=dict)  # buckets that are reduced in each micro-batch
-    spreads: dict[str, str] = field(default_factory=dict)  # reasons by value
+    spreads: dict[str, str] = field(default_factory=dict)  # reasons by value, as of requests
 
 
 Kind = Literal["activations", "spread", "kept", "prefetch", "awaited", "states", "parameters", "gradients"]
@@ -107,16 +101,28 @@ class Item:
                 chosen.prefetch = 0 if is_last else question.asked.prefetch - move.level
             case "awaited":
                 chosen.hide_reductions = False
-            case "states":
-                chosen.states.append(state_decision(level, self.bucket, freed))
-                chosen.state_levels[self.bucket] = level
-            case "parameters":
-                chosen.parameters.append(parameter_decision(level, self.bucket, freed))
             case "gradients" if level.each:
-                chosen.each[self.bucket.index] = why_each(level, freed)
-            case "gradients":
-                chosen.each.pop(self.bucket.index, None)
-                chosen.gradients.append(gradient_decision(level, self.bucket, freed))
+                freeing = f"frees {format_bytes(freed)} in between for {format_seconds(level.exposed_seconds)} exposed"
+                chosen.each[self.bucket.index] = f"reduced in each micro-batch: {freeing}"
+            case "states" | "parameters" | "gradients":
+                chosen.away[self.kind].append(self._absence(move))
+                if self.kind == "states":
+                    chosen.state_levels[self.bucket] = level
+                elif self.kind == "gradients":
+                    chosen.each.pop(self.bucket.index, None)
+
+    def _absence(self, move: Move) -> Absence:
+        """What a bucket has off the device at the level that is reached, before copies are placed."""
+        level, when, side, num_bytes = self.levels[move.level], "", "", 0
+        if self.kind == "states":
+            on_host = level.update == "host"
+            side = "; updated on the host: gradients down, parameters up" if on_host else "; states up and down"
+        elif self.kind == "parameters":
+            when = " between uses"
+        else:
+            when, num_bytes = " between micro-batches", self.bucket.gradient_bytes
+        why = f"frees {format_bytes(move.freed_bytes)}{when} for {format_seconds(level.seconds)} exposed{side}"
+        return Absence(bucket=self.bucket.index, tier=level.tier, update=level.update, num_bytes=num_bytes, reason=why)
 
     def _choose_activations(self, move: Move, question: Question, chosen: Choice) -> None:
         segment, level = self.segment, self.levels[move.level]
@@ -134,21 +140,23 @@ class Item:
             node = value_node(storage)
             if i in segment.needed and i not in level.saved:
                 size = storage_bytes(tensors_of(node)[0])
-                chosen.recomputes.append(RecomputeDecision(node.name, size, reason, origin(node).layer))
+                chosen.away["recomputes"].append(
+                    Absence(value=node.name, num_bytes=size, reason=reason, layer=origin(node).layer)
+                )
             elif i in level.saved and storage not in question.facts.crossing:
                 chosen.extra_keeps[node.name] = None
             if i in level.offloaded:
-                chosen.requests[node.name] = OffloadRequest(node.name, reached_level)
+                chosen.requests[node.name] = reached_level
 
 
 def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) -> tuple[Plan, StepGraph]:
     """The plan that some moves lead to, and a copy of the captured graph with tiles and recomputation carried out."""
     chosen = _choice(question, items, reached(moves))
-    recomputed, extra = frozenset(decision.value for decision in chosen.recomputes), frozenset(chosen.extra_keeps)
+    recomputed = frozenset(decision.value for decision in chosen.away["recomputes"])
     carried_out = question.facts.divided.clone()
-    recompute(carried_out, recomputed, extra)
+    recompute(carried_out, recomputed, frozenset(chosen.extra_keeps))
     ledger = _ledger(question, chosen)
-    offloads = place(carried_out, list(chosen.requests.values()), chosen.seconds, question.machine, ledger)
+    offloads = place(carried_out, chosen.requests, chosen.seconds, question.machine, ledger)
     if not offloads:
         put_off(carried_out)
     num_parts, away = question.layout.mesh.model, {decision.value for decision in offloads}
@@ -158,15 +166,17 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
     spread(carried_out, spreads, num_parts)
     plan = replace(
         question.undecided,
-        recomputes=tuple(chosen.recomputes),
+        recomputes=tuple(chosen.away["recomputes"]),
         extra_keeps=tuple(chosen.extra_keeps),
         pieces=divided,
         tiles=question.tiles,
         offloads=offloads,
         spreads=spreads,
-        states=tuple(chosen.states),
-        parameters=tuple(chosen.parameters),
-        gradients=place_gradients(chosen.gradients, carried_out, question.layout, chosen.seconds, question.machine),
+        states=tuple(chosen.away["states"]),
+        parameters=tuple(chosen.away["parameters"]),
+        gradients=place_gradients(
+            chosen.away["gradients"], carried_out, question.layout, chosen.seconds, question.machine
+        ),
     )
     keep = "all" if question.asked.keep == "all" else chosen.keep
     options = PolicyOptions(chosen.prefetch, keep, chosen.hide_reductions)
@@ -191,13 +201,13 @@ def _choice(question: Question, items: Sequence[Item], moves: Mapping[int, Move]
     asked = question.asked
     named = () if isinstance(asked.keep, str) else asked.keep
     chosen = Choice(asked.prefetch, dict.fromkeys(named, "as asked"), dict(question.facts.run_seconds))
-    chosen.states += decisions_of(question.delayed)
+    chosen.away["states"] += decisions_of(question.delayed)
     chosen.state_levels |= question.delayed
     if question.fixed is not None:
-        chosen.states += question.fixed.states
-        chosen.parameters += question.fixed.parameters
+        chosen.away["states"] += question.fixed.states
+        chosen.away["parameters"] += question.fixed.parameters
         chosen.state_levels |= question.levels_where_fixed
-    chosen.gradients += question.gradients
+    chosen.away["gradients"] += question.gradients
     chosen.each |= question.reduced_each
     for number, item in enumerate(items):
         if number in moves:
@@ -211,10 +221,10 @@ def _ledger(question: Question, chosen: Choice) -> Ledger:
     """What one rank has left for activations besides what else is chosen to be off the device."""
     ledger, states = Ledger.of(question.machine, question.tiers), chosen.state_levels
     ledger.take_levels(list(states.values()))
-    for parameters in chosen.parameters:
+    for parameters in chosen.away["parameters"]:
         bucket = question.layout.buckets[parameters.bucket]
         if bucket not in states or not states[bucket].parameter_bytes:
             ledger.take(parameters.tier, bucket.shard_bytes)
-    for gradients in chosen.gradients:
+    for gradients in chosen.away["gradients"]:
         ledger.take(gradients.tier, gradients.num_bytes)
     return ledger

@@ -21,7 +21,7 @@ from zerofx.scheduler.decide.ledger import Level
 from zerofx.scheduler.decide.states import delayed_levels
 from zerofx.scheduler.decide.tiling import named_tiles
 from zerofx.scheduler.decide.undecided import undecided
-from zerofx.scheduler.plan.decisions import GradientDecision, Locations
+from zerofx.scheduler.plan.decisions import Absence, Locations
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.graph_facts import GraphFacts
 from zerofx.scheduler.search.question import Question
@@ -154,7 +154,7 @@ class Problem:
         tiles = named_tiles(self.captured, self.options.tile) if isinstance(self.options.tile, Mapping) else ()
         return GraphFacts(self.captured, self.machine, tiles, target=self.target)
 
-    def gradients(self) -> tuple[GradientDecision, ...]:
+    def gradients(self) -> tuple[Absence, ...]:
         """The gradients that are asked to wait elsewhere between micro-batches."""
         tier = gradients_tier(self.options.offload, self.machine)
         return gradients_asked(self.layout, self.captured.num_micro_batches, tier)

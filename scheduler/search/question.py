@@ -14,7 +14,7 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.ledger import Ledger, Level
 from zerofx.scheduler.decide.residency import PolicyOptions
 from zerofx.scheduler.decide.states import state_menus
-from zerofx.scheduler.plan.decisions import GradientDecision, Locations, TileDecision
+from zerofx.scheduler.plan.decisions import Absence, Locations, TileDecision
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.graph_facts import GraphFacts
@@ -32,7 +32,7 @@ class Question:
     index. ``tile``: whether values may be tiled, and ``tile_classes`` logits over their classes too.
     ``delayed``: where states are in any case, so that their updates overlap with the next step; none if empty.
     ``fixed``: where states and parameters stay in any case, which no move changes; None where moves say it.
-    ``inlines``: whether values may be computed again at no cost (``scheduler/decide/inlined.py``).
+    ``inlines``: whether values may be computed again at no cost (``decide/activations.free_levels``).
     ``gradients``: which wait elsewhere between micro-batches in any case, with copies that are still to be placed.
     ``reduce``: whether gradients may be reduced in each micro-batch, ``reduced_each`` those that are before any move.
     """
@@ -49,7 +49,7 @@ class Question:
     delayed: Mapping[Bucket, Level] = field(default_factory=dict)
     fixed: Locations | None = None
     inlines: bool = False
-    gradients: tuple[GradientDecision, ...] = ()
+    gradients: tuple[Absence, ...] = ()
     reduce: ReduceOption = "auto"
     reduced_each: Mapping[int, str] = field(default_factory=dict)
 
