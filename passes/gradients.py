@@ -32,7 +32,7 @@ from zerofx.ir.edit import consumers, end_of_unit, insert_call, node_named, star
 from zerofx.ir.facts import DEVICE, Origin, Phase, set_tier
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import borders, hand_on
-from zerofx.scheduler.plan.decisions import GradientDecision
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import TIERS
 from zerofx.scheduler.plan.plan import Plan
 
@@ -54,9 +54,7 @@ class Gradients:
             if step.reduced.get(decision.bucket) is buffer:
                 step.reduced[decision.bucket] = last
 
-    def _move(
-        self, step: StepGraph, decision: GradientDecision, buffer: fx.Node, by_name: dict[str, fx.Node]
-    ) -> fx.Node:
+    def _move(self, step: StepGraph, decision: Absence, buffer: fx.Node, by_name: dict[str, fx.Node]) -> fx.Node:
         """Insert all copies of one bucket; returns what has its gradients in the end."""
         bucket = self.layout.buckets[decision.bucket]
         where = Origin(bucket.name, Phase.BACKWARD)
@@ -88,7 +86,7 @@ class Gradients:
         return current
 
 
-def _check(step: StepGraph, decision: GradientDecision, buckets: list[int]) -> None:
+def _check(step: StepGraph, decision: Absence, buckets: list[int]) -> None:
     crossings = step.num_bodies - 1
     if (
         decision.bucket not in buckets

@@ -154,7 +154,9 @@ PLAN = (
     # No update where a gradient is not finite.
     Listed(CheckGradients, when=lambda plan, _: plan.loss_scaled),
     # The optimizer, on each bucket as soon as it is reduced.
-    Listed(Update, {"states": ("bucket", "tier", "update", "reload", "read", "at_once", "delayed", "takes_over")}),
+    Listed(
+        Update, {"states": ("bucket", "tier", "update", "reload_before", "read", "at_once", "delayed", "takes_over")}
+    ),
     Listed(Buffers),  # mutated buffers written back
     Listed(Prefetch, {"gathers": ("issue", "reload", "read")}, optional=True),  # gathers issued ahead of their use
     # Several gathers as one collective.

@@ -43,7 +43,7 @@ from zerofx.ir.edit import (
 from zerofx.ir.facts import DEVICE, Origin, Phase, origin, set_tier, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.analysis.saved_values import value_node
-from zerofx.scheduler.plan.decisions import OffloadDecision
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import TIERS
 from zerofx.scheduler.plan.plan import Plan
 
@@ -70,7 +70,7 @@ class _Place:
     ``readers`` are the nodes of backward that read the value, in order.
     """
 
-    decision: OffloadDecision
+    decision: Absence
     value: fx.Node
     readers: tuple[fx.Node, ...]
     issue: fx.Node
@@ -79,7 +79,7 @@ class _Place:
     first: fx.Node
 
 
-def _places(step: StepGraph, decisions: Sequence[OffloadDecision]) -> list[_Place]:
+def _places(step: StepGraph, decisions: Sequence[Absence]) -> list[_Place]:
     """Check every decision before anything is changed.
 
     Raises:
@@ -94,21 +94,22 @@ def _places(step: StepGraph, decisions: Sequence[OffloadDecision]) -> list[_Plac
     return places
 
 
-def _place(
-    step: StepGraph, decision: OffloadDecision, order: dict[fx.Node, int], by_name: dict[str, fx.Node]
-) -> _Place:
+def _place(step: StepGraph, decision: Absence, order: dict[fx.Node, int], by_name: dict[str, fx.Node]) -> _Place:
     node = node_named(by_name, decision.value)
     if decision.tier == DEVICE or decision.tier not in TIERS:
         raise PlanError(
             f"expected {decision.value} to be offloaded to host or nvme, found tier {decision.tier!r}: make the plan "
             f"anew"
         )
+    if len(decision.free_after) != 1 or len(decision.reload_before) != 1:
+        raise PlanError(f"expected {decision.value} to leave once and come back once, found {decision}")
     if why := refusal(node):
         raise PlanError(why)
     readers = sorted(consumers(node), key=order.__getitem__)
     backward = [reader for reader in readers if origin(reader).phase is Phase.BACKWARD]
     if not backward:
         raise PlanError(f"expected to offload what backward reads, found that it does not read {node.name}")
+    (free_after,), (reload_before,) = decision.free_after, decision.reload_before
     forward = [reader for reader in readers if origin(reader).phase is not Phase.BACKWARD]
     last = forward[-1] if forward else node
     place = _Place(
@@ -116,14 +117,14 @@ def _place(
         node,
         tuple(backward),
         issue=end_of_unit(step, skip_getitems(last), by_piece=True),
-        free=end_of_unit(step, skip_getitems(node_named(by_name, decision.free_after)), by_piece=True),
-        reload=start_of_unit(step, node_named(by_name, decision.reload_before), by_piece=True),
+        free=end_of_unit(step, skip_getitems(node_named(by_name, free_after)), by_piece=True),
+        reload=start_of_unit(step, node_named(by_name, reload_before), by_piece=True),
         first=start_of_unit(step, backward[0], by_piece=True),
     )
     if not order[place.issue] <= order[place.free] < order[place.reload] <= order[place.first]:
         raise PlanError(
-            f"expected {node.name} to be copied out after {last.name}, freed after {decision.free_after}, copied "
-            f"back before {decision.reload_before} and read by {backward[0].name}, in this order and with a unit's run "
+            f"expected {node.name} to be copied out after {last.name}, freed after {free_after}, copied "
+            f"back before {reload_before} and read by {backward[0].name}, in this order and with a unit's run "
             f"between the two in the middle; found another order: make the plan anew"
         )
     return place

@@ -28,7 +28,7 @@ from zerofx.ir.facts import Origin, Phase, Role, is_alike, origin, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.activations.offload import refusal
 from zerofx.passes.lib.local_graph import LocalGraph
-from zerofx.scheduler.plan.decisions import SpreadDecision
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.placements import REPLICATED, Sharded
 from zerofx.scheduler.plan.plan import Plan
 
@@ -43,7 +43,7 @@ class Spread:
         spread(step, plan.spreads, plan.model)
 
 
-def spread(step: StepGraph, decisions: Sequence[SpreadDecision], num_parts: int) -> None:
+def spread(step: StepGraph, decisions: Sequence[Absence], num_parts: int) -> None:
     """Carry decisions out in place.
 
     Raises:

@@ -52,7 +52,7 @@ from zerofx.ir.facts import DEVICE, Origin, Phase, set_tier, tensor, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import ends_of
 from zerofx.passes.shard import parameter_tier
-from zerofx.scheduler.plan.decisions import StateDecision, bucket_decisions
+from zerofx.scheduler.plan.decisions import Absence, bucket_decisions
 from zerofx.scheduler.plan.facts import TIERS
 from zerofx.scheduler.plan.plan import Plan
 
@@ -70,7 +70,7 @@ class Started:
     bucket: Bucket
 
 
-def state_decision(plan: Plan, bucket: Bucket) -> StateDecision | None:
+def state_decision(plan: Plan, bucket: Bucket) -> Absence | None:
     """The decision about a bucket's states; None if they are on the device.
 
     Raises:
@@ -124,7 +124,7 @@ class PlacedStates:
         by_name: Mapping[str, fx.Node],
         bucket: Bucket,
         states: Mapping[str, fx.Node],
-        decision: StateDecision | None,
+        decision: Absence | None,
         free: fx.Node | None = None,
         start: fx.Node | None = None,
     ) -> None:
@@ -137,8 +137,8 @@ class PlacedStates:
         self.at_once = decision is not None and decision.at_once
         if not away or self.at_once:
             return
-        if decision is not None and decision.reload is not None:
-            start = start_of_unit(step, node_named(by_name, decision.reload))
+        if decision is not None and decision.reload_before:
+            start = start_of_unit(step, node_named(by_name, decision.reload_before[0]))
         elif start is None:
             start = _start_of_reduction(step, bucket)
         if free is not None:

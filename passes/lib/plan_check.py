@@ -13,6 +13,7 @@ from zerofx.ir.edit import consumers
 from zerofx.ir.facts import DEVICE, Job, Phase, Role, delayed_bucket, origin, placeholder, task_of, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import num_gathers_after, slice_gathered
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.plan import Plan
 
 GATHERS = frozenset({ops.all_gather, ops.gather_on_node})
@@ -24,7 +25,7 @@ Compared = tuple[str, Sequence[object], Sequence[object]]
 
 def differences(step: StepGraph, plan: Plan) -> Iterator[str]:
     """Differences between the graph after the last pass and ``plan``, a sentence a kind of decision."""
-    for subject in (_gathers, _reductions, _places, _waiting_gradients, _looks_at_gradients, _delays, _wire, _offloads):
+    for subject in (_gathers, _reductions, _absences, _looks_at_gradients, _delays, _wire):
         for what, carried_out, planned in subject(step, plan):
             if Counter(carried_out) != Counter(planned):
                 yield f"the graph {what} {sorted(map(str, carried_out))}, the plan says {sorted(map(str, planned))}"
@@ -51,25 +52,26 @@ def _reductions(step: StepGraph, plan: Plan) -> Iterator[Compared]:
     yield "sums across replicas", crossing, [r.bucket for r in plan.reduces if r.crossed_after != ""]
 
 
-def _places(step: StepGraph, plan: Plan) -> Iterator[Compared]:
-    """Tiers of what stays between steps."""
+def _absences(step: StepGraph, plan: Plan) -> Iterator[Compared]:
+    """Tiers of what stays between steps, of gradients between micro-batches, and of values between forward and
+    backward."""
+
+    def planned(decisions: Iterable[Absence]) -> list[str]:
+        return [f"{decision.bucket} on {decision.tier}" for decision in decisions]
+
     stored = [node for role in (Role.MASTER, Role.STATE) for node in step.placeholders(role)]
     stateful = {placeholder(node).bucket for node in stored}
-    states = [f"{decision.bucket} on {decision.tier}" for decision in plan.states if decision.bucket in stateful]
-    yield "keeps states of buckets", sorted(set(_slow_tiers(stored))), states
-    parameters = [f"{decision.bucket} on {decision.tier}" for decision in plan.parameters]
-    yield "keeps parameters of buckets", _slow_tiers(step.placeholders(Role.SHARD)), parameters
+    states = (decision for decision in plan.states if decision.bucket in stateful)
+    yield "keeps states of buckets", sorted(set(_slow_tiers(stored))), planned(states)
+    yield "keeps parameters of buckets", _slow_tiers(step.placeholders(Role.SHARD)), planned(plan.parameters)
+    waiting = [f"{_bucket_of_gradients(node)} on {node.args[1]}" for node in _offload_calls(step, Phase.BACKWARD)]
+    yield "has gradients waiting of buckets", waiting, planned(d for d in plan.gradients for _ in d.free_after)
+    offloaded = [f"{node.all_input_nodes[0].name} to {node.args[1]}" for node in _offload_calls(step, Phase.FORWARD)]
+    yield "offloads", offloaded, [f"{decision.value} to {decision.tier}" for decision in plan.offloads]
 
 
 def _slow_tiers(stored: Iterable[fx.Node]) -> list[str]:
     return [f"{placeholder(node).bucket} on {tier_of(node)}" for node in stored if tier_of(node) != DEVICE]
-
-
-def _waiting_gradients(step: StepGraph, plan: Plan) -> Iterator[Compared]:
-    """Gradients in slower tiers between micro-batches."""
-    waiting = [f"{_bucket_of_gradients(node)} on {node.args[1]}" for node in _offload_calls(step, Phase.BACKWARD)]
-    planned = [f"{decision.bucket} on {decision.tier}" for decision in plan.gradients for _ in decision.free_after]
-    yield "has gradients waiting of buckets", waiting, planned
 
 
 def _looks_at_gradients(step: StepGraph, plan: Plan) -> Iterator[Compared]:
@@ -87,11 +89,6 @@ def _delays(step: StepGraph, plan: Plan) -> Iterator[Compared]:
 
 def _wire(step: StepGraph, plan: Plan) -> Iterator[Compared]:
     yield "sends", _actual_wire(step), _planned_wire(plan)
-
-
-def _offloads(step: StepGraph, plan: Plan) -> Iterator[Compared]:
-    offloaded = [f"{node.all_input_nodes[0].name} to {node.args[1]}" for node in _offload_calls(step, Phase.FORWARD)]
-    yield "offloads", offloaded, [f"{decision.value} to {decision.tier}" for decision in plan.offloads]
 
 
 def _offload_calls(step: StepGraph, phase: Phase) -> list[fx.Node]:

@@ -10,7 +10,6 @@ pessimistic for small messages on many ranks, where a tree or a switch that redu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Literal
 
 from zerofx.errors import UsageError
@@ -72,11 +71,6 @@ def collective_latency(
 
 def _ranks_on_node(world_size: int, machine: Machine, asked: int | None) -> int:
     return min(world_size, machine.ranks_per_node) if asked is None else asked
-
-
-def first_with_room(left: Mapping[Tier, int], num_bytes: int) -> Tier | None:
-    """The first tier of which at least ``num_bytes`` are left; None if there is none."""
-    return next((tier for tier in left if left[tier] >= num_bytes), None)
 
 
 def copy_seconds(num_bytes: int, source: Tier, destination: Tier, machine: Machine) -> float:

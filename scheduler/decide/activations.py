@@ -18,33 +18,21 @@ import networkx as nx
 from torch import fx
 
 from zerofx.ir.aliasing import Storage, is_view, storage_source, tensors_of
+from zerofx.ir.edit import consumers
 from zerofx.ir.facts import is_random
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.ops import VALUE_COLLECTIVES
 from zerofx.ir.text import target_name
 from zerofx.scheduler.analysis.pieces import ForwardRun, forward_runs
 from zerofx.scheduler.analysis.saved_values import is_forward_call, outputs_of, saved_storages, storage_size
+from zerofx.scheduler.cost.fusion import is_inlined, is_loop
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.wire_volume import value_collective_seconds
-from zerofx.scheduler.decide.inlined import is_free_again
+from zerofx.scheduler.decide.ledger import Level
 
 _PRICES = 24  # how many prices are tried between the cheapest and the dearest value
 _STEPS = 64  # between keeping all and nothing, those at most that are looked for between prices
-
-
-@dataclass(frozen=True)
-class ActivationLevel:
-    """One entry of a menu, as positions in its segment's list of values (see ``Segment.values``).
-
-    ``offloaded`` are those of ``saved`` that wait for backward in a slower tier. ``num_bytes`` are kept on the
-    device, ``seconds`` are computed again (or spent waiting for copies).
-    """
-
-    saved: frozenset[int]
-    num_bytes: int
-    seconds: float
-    offloaded: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -150,13 +138,12 @@ def _key(nodes: Sequence[fx.Node], values: Mapping[Storage, int], needed: frozen
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def menu(segment: Segment, machine: Machine, *, inlines: bool = False) -> tuple[ActivationLevel, ...]:
+def menu(segment: Segment, machine: Machine, *, inlines: bool = False) -> tuple[Level, ...]:
     """The levels of a segment, from keeping all to computing most again; each keeps less than the one before.
 
-    ``inlines``: whether backward is compiled so that some of it costs nothing (``scheduler/decide/inlined.py``): the
-    first levels are ``free_levels`` then.
+    ``inlines``: whether backward is compiled so that some of it costs nothing: first come ``free_levels`` then.
     """
-    seconds = {node: 0.0 if inlines and is_free_again(node) else _seconds(node, machine) for node in segment.operators}
+    seconds = {node: 0.0 if inlines and _is_free_again(node) else _seconds(node, machine) for node in segment.operators}
     sizes = [storage_size(storage) for storage in segment.values]
     rates = [sizes[i] / seconds[s[0]] for i, s in enumerate(segment.values) if seconds.get(s[0]) and sizes[i]]
     levels = list(free_levels(segment)) if inlines else [keep_all(segment)]
@@ -171,12 +158,25 @@ def menu(segment: Segment, machine: Machine, *, inlines: bool = False) -> tuple[
     return tuple(levels)
 
 
-def free_levels(segment: Segment) -> tuple[ActivationLevel, ...]:
+def free_levels(segment: Segment) -> tuple[Level, ...]:
     """Keeping all, and where less is kept then, computing again what costs nothing in a compiled backward."""
-    seconds = {node: 0.0 if is_free_again(node) else float("inf") for node in segment.operators}
+    seconds = {node: 0.0 if _is_free_again(node) else float("inf") for node in segment.operators}
     sizes = [storage_size(storage) for storage in segment.values]
     everything, free = keep_all(segment), cheapest(segment, sizes, seconds, 1.0)
     return (everything, free) if free.num_bytes < everything.num_bytes else (everything,)
+
+
+def _is_free_again(node: fx.Node) -> bool:
+    """Whether the kernels of a compiled backward that read ``node`` compute it again for nothing: they move less
+    through memory if they read what it needs, as ``f(silu(x), x)`` does next to ``f(silu, x)``.
+
+    (AOTAutograd's partitioner goes by the bytes that are saved, too, but also computes again what has to be written out
+    to be read: what a matrix product or another operator with a kernel of its own reads.)
+    """
+    if not is_inlined(node) or is_random(node):
+        return False
+    readers = (reader for reader in consumers(node) if reader.op == "call_function" and not is_forward_call(reader))
+    return all(map(is_loop, readers))
 
 
 def _seconds(node: fx.Node, machine: Machine) -> float:
@@ -186,7 +186,7 @@ def _seconds(node: fx.Node, machine: Machine) -> float:
     return node_cost(node, machine).seconds
 
 
-def at_prices(prices: Sequence[float], cut: Callable[[float], ActivationLevel]) -> list[ActivationLevel]:
+def at_prices(prices: Sequence[float], cut: Callable[[float], Level]) -> list[Level]:
     """What ``cut`` gives for each of ``prices``, which go down: where two give the same, all between them do.
 
     At a lower price of a second, no value is kept that a higher price computes again: minimum cuts are nested.
@@ -204,20 +204,20 @@ def at_prices(prices: Sequence[float], cut: Callable[[float], ActivationLevel]) 
     return [levels[number] for number in range(len(prices))]
 
 
-def keep_all(segment: Segment) -> ActivationLevel:
+def keep_all(segment: Segment) -> Level:
     """The level at which nothing is computed again."""
     saved = segment.needed | segment.fixed
-    return ActivationLevel(saved, sum(storage_size(segment.values[i]) for i in saved), 0.0)
+    return Level(sum(storage_size(segment.values[i]) for i in saved), 0.0, saved=saved)
 
 
 def _between(
     segment: Segment,
     sizes: Sequence[int],
     seconds: Mapping[fx.Node, float],
-    before: ActivationLevel,
-    after: ActivationLevel,
+    before: Level,
+    after: Level,
     grain: int,
-) -> Iterator[ActivationLevel]:
+) -> Iterator[Level]:
     """Steps on the way from one level to the next, a value at a time, the best first: a budget may lie between.
 
     Where operators cost about as much for each byte that they make, as matrix products do, one price takes them all.
@@ -242,7 +242,7 @@ def _between(
 
 def _keeping(
     segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float], saved: frozenset[int]
-) -> ActivationLevel | None:
+) -> Level | None:
     """The level that computes again what ``saved`` lacks; None where that would run a random operator again."""
     links, free = segment.links, saved | segment.fixed
     again = set[int]()
@@ -260,12 +260,10 @@ def _keeping(
                 read.add(i)
             else:
                 pending.append(links.makers[i])
-    return ActivationLevel(frozenset(read), sum(sizes[i] for i in read), _sum(segment, seconds, again))
+    return Level(sum(sizes[i] for i in read), _sum(segment, seconds, again), saved=frozenset(read))
 
 
-def cheapest(
-    segment: Segment, sizes: Sequence[float], seconds: Mapping[fx.Node, float], price: float
-) -> ActivationLevel:
+def cheapest(segment: Segment, sizes: Sequence[float], seconds: Mapping[fx.Node, float], price: float) -> Level:
     """The minimum cut when keeping value i costs ``sizes[i]``, and a second of computing again ``price`` (in bytes).
 
     ``num_bytes`` of the result are the costs of what it keeps.
@@ -284,12 +282,12 @@ def cheapest(
         if i in segment.needed:
             graph.add_edge(("value", i), "sink", capacity=float("inf"))
     if "sink" not in graph:
-        return ActivationLevel(segment.fixed, int(sum(sizes[i] for i in segment.fixed)), 0.0)
+        return Level(int(sum(sizes[i] for i in segment.fixed)), 0.0, saved=segment.fixed)
     _, (_, sink_side) = nx.minimum_cut(graph, "source", "sink")
     again = {number for number in range(len(segment.operators)) if ("operator", number) in sink_side}
     saved = {i for i, maker in enumerate(links.makers) if ("value", i) in sink_side and maker not in again}
     saved |= segment.fixed
-    return ActivationLevel(frozenset(saved), int(sum(sizes[i] for i in saved)), _sum(segment, seconds, again))
+    return Level(int(sum(sizes[i] for i in saved)), _sum(segment, seconds, again), saved=frozenset(saved))
 
 
 def _sum(segment: Segment, seconds: Mapping[fx.Node, float], numbers: set[int]) -> float:

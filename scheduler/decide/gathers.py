@@ -11,28 +11,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Phase
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import UnitPhase
 from zerofx.scheduler.cost.wire_volume import seconds_along
+from zerofx.scheduler.decide.ledger import Level
 from zerofx.scheduler.decide.residency import PolicyOptions, Residency
 from zerofx.units import format_bytes, format_seconds
 
 
-@dataclass(frozen=True)
-class CollectiveLevel:
-    """One level of a menu about gathers: bytes held, and seconds exposed."""
-
-    num_bytes: int
-    seconds: float
-
-
 def keep_menus(
     residencies: Sequence[Residency], options: PolicyOptions, seconds: Mapping[UnitPhase, float], machine: Machine
-) -> dict[Bucket, tuple[CollectiveLevel, CollectiveLevel]]:
+) -> dict[Bucket, tuple[Level, Level]]:
     """For each bucket whose second gather would be exposed: kept, and gathered again; in order of first use."""
     times = Counter(residency.bucket for residency in residencies)
     menus = {}
@@ -47,13 +39,13 @@ def keep_menus(
         exposed = max(0.0, gather + reduction - overlapping) - max(0.0, reduction - overlapping)
         if exposed > 0:
             again = (times[bucket] - 1) * exposed
-            menus[bucket] = (CollectiveLevel(bucket.full_bytes, 0.0), CollectiveLevel(0, again))
+            menus[bucket] = (Level(bucket.full_bytes, 0.0), Level(0, again))
     return menus
 
 
-def why_kept(bucket: Bucket, menu: tuple[CollectiveLevel, CollectiveLevel]) -> str:
-    """The reason of a bucket that is kept."""
-    return f"holding {format_bytes(bucket.full_bytes)} saves {format_seconds(menu[1].seconds)} of exposed gathering"
+def why_kept(bucket: Bucket, released: Level) -> str:
+    """The reason of a bucket that is kept rather than ``released`` in between."""
+    return f"holding {format_bytes(bucket.full_bytes)} saves {format_seconds(released.seconds)} of exposed gathering"
 
 
 def prefetch_menu(
@@ -62,7 +54,7 @@ def prefetch_menu(
     prefetch: int,
     seconds: Mapping[UnitPhase, float],
     machine: Machine,
-) -> tuple[CollectiveLevel, ...]:
+) -> tuple[Level, ...]:
     """The levels from gathers issued ``prefetch`` units ahead to gathers issued where they are needed.
 
     All but the last hide what fits into the computation of a unit; one more unit ahead holds one more unit.
@@ -76,19 +68,17 @@ def prefetch_menu(
         gather = seconds_along("all_gather", bucket.full_bytes, bucket.mesh, bucket.gathered_over, machine)
         hidden += min(gather, _overlapping_seconds(bucket, Phase.FORWARD, seconds))
     largest = max(units.values(), default=0)
-    return tuple(CollectiveLevel(ahead * largest, 0.0 if ahead else hidden) for ahead in range(prefetch, -1, -1))
+    return tuple(Level(ahead * largest, 0.0 if ahead else hidden) for ahead in range(prefetch, -1, -1))
 
 
-def reduction_menu(
-    layout: BucketLayout, seconds: Mapping[UnitPhase, float], machine: Machine
-) -> tuple[CollectiveLevel, CollectiveLevel]:
+def reduction_menu(layout: BucketLayout, seconds: Mapping[UnitPhase, float], machine: Machine) -> tuple[Level, Level]:
     """The levels of reductions that are awaited a unit later, and where they are issued."""
     held, hidden = 0, 0.0
     for bucket in filter(lambda bucket: bucket.trainable, layout.buckets):
         held = max(held, bucket.gradient_bytes + bucket.gradient_slice_bytes)
         reduction = seconds_along("reduce_scatter", bucket.gradient_bytes, bucket.mesh, bucket.gathered_over, machine)
         hidden += min(reduction, _overlapping_seconds(bucket, Phase.BACKWARD, seconds))
-    return CollectiveLevel(held, 0.0), CollectiveLevel(0, hidden)
+    return Level(held, 0.0), Level(0, hidden)
 
 
 def _overlapping_seconds(bucket: Bucket, phase: Phase, seconds: Mapping[UnitPhase, float]) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from zerofx.choices import ReduceOption
 from zerofx.ir.buckets import Bucket, BucketLayout
@@ -19,49 +19,22 @@ from zerofx.ir.facts import Phase
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import Positions, UnitPhase, UnitRun, runs
-from zerofx.scheduler.cost.transfers import copy_seconds, first_with_room
+from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.cost.wire_volume import seconds_along
-from zerofx.scheduler.plan.decisions import GradientDecision
+from zerofx.scheduler.decide.ledger import Ledger, Level
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
-from zerofx.units import format_bytes, format_seconds
+from zerofx.units import format_bytes
 
 
-@dataclass(frozen=True)
-class GradientLevel:
-    """One level of a menu about gradients between micro-batches: bytes on the device, seconds that count, tier.
-
-    ``each``: whether each micro-batch's are reduced, so that the bytes are those of a slice; computation waits
-    ``exposed_seconds`` for that. At stages 2 and 3, which stand for gradients in slices, ``seconds`` are 0 all the
-    same, so that a search takes this level before anything is computed again or offloaded.
-    """
-
-    num_bytes: int
-    seconds: float
-    tier: Tier = "device"
-    each: bool = False
-    exposed_seconds: float = 0.0
-
-    def why_each(self, freed_bytes: int) -> str:
-        """The reason of a bucket that is reduced in each micro-batch."""
-        return (
-            f"reduced in each micro-batch: frees {format_bytes(freed_bytes)} in between for "
-            f"{format_seconds(self.exposed_seconds)} exposed"
-        )
-
-    def decision(self, bucket: Bucket, freed_bytes: int) -> GradientDecision:
-        """The decision, with its reason, before its copies are placed."""
-        reason = f"frees {format_bytes(freed_bytes)} between micro-batches for {format_seconds(self.seconds)} exposed"
-        return GradientDecision(bucket.index, self.tier, bucket.gradient_bytes, (), (), reason)
-
-
-def gradients_asked(layout: BucketLayout, num_micro_batches: int, tier: Tier | None) -> tuple[GradientDecision, ...]:
+def gradients_asked(layout: BucketLayout, num_micro_batches: int, tier: Tier | None) -> tuple[Absence, ...]:
     """That all gradients wait in ``tier`` between micro-batches, before copies are placed; nothing if it is None."""
     if tier is None or num_micro_batches == 1:
         return ()
     return tuple(
-        GradientDecision(
-            bucket.index, tier, bucket.gradient_bytes, (), (),
-            f"as asked: frees {format_bytes(bucket.gradient_bytes)} between micro-batches",
+        Absence(
+            bucket=bucket.index, tier=tier, num_bytes=bucket.gradient_bytes, free_after=(), reload_before=(),
+            reason=f"as asked: frees {format_bytes(bucket.gradient_bytes)} between micro-batches",
         )
         for bucket in layout.buckets
         if bucket.trainable and bucket.gradient_bytes
@@ -102,8 +75,8 @@ def gradient_menus(
     asked: ReduceOption,
     seconds: Mapping[UnitPhase, float],
     machine: Machine,
-    capacity: Mapping[Tier, int],
-) -> dict[Bucket, tuple[GradientLevel, ...]]:
+    ledger: Ledger,
+) -> dict[Bucket, tuple[Level, ...]]:
     """For each trained bucket: its gradients whole on the device between micro-batches, in slices, and off it.
 
     Args:
@@ -114,40 +87,43 @@ def gradient_menus(
             left to decide.
         seconds: computation by unit and phase in one micro-batch.
         machine: its links.
-        capacity: bytes that each slower tier has for a rank's gradients; the first is filled first.
+        ledger: where gradients may go; what they take is entered there.
+
+    Slices are what stages 2 and 3 stand for: there a reduction in each micro-batch counts 0 seconds, so that a search
+    takes that level before anything is computed again or offloaded.
     """
-    left, menus = dict(capacity), {}
+    menus = {}
     for bucket in layout.buckets:
         size = bucket.gradient_bytes
         if num_micro_batches == 1 or not bucket.trainable or not size or asked == "each":
             continue
         overlapping = seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
-        levels = [GradientLevel(size, 0.0)]
+        levels = [Level(size, 0.0)]
         if asked == "auto" and bucket.may_reduce_each(stage) and slice_bytes(bucket) < size:
             reduction = seconds_along("reduce_scatter", size, bucket.mesh, bucket.gathered_over, machine)
             exposed = (num_micro_batches - 1) * max(0.0, reduction - overlapping)
             counted = exposed if stage == 1 else 0.0
-            levels.append(GradientLevel(slice_bytes(bucket), counted, each=True, exposed_seconds=exposed))
-        tier = first_with_room(left, size)
+            levels.append(Level(slice_bytes(bucket), counted, each=True, exposed_seconds=exposed))
+        tier = ledger.first(size)
         if tier is not None:
-            left[tier] -= size
+            ledger.take(tier, size)
             exposed = sum(
                 max(0.0, copy_seconds(size, *ends, machine) - overlapping)
                 for ends in (("device", tier), (tier, "device"))
             )
-            levels.append(GradientLevel(0, (num_micro_batches - 1) * exposed, tier))
+            levels.append(Level(0, (num_micro_batches - 1) * exposed, tier))
         if len(levels) > 1:
             menus[bucket] = tuple(levels)
     return menus
 
 
 def place_gradients(
-    decisions: Sequence[GradientDecision],
+    decisions: Sequence[Absence],
     step: StepGraph,
     layout: BucketLayout,
     seconds: Mapping[UnitPhase, float],
     machine: Machine,
-) -> tuple[GradientDecision, ...]:
+) -> tuple[Absence, ...]:
     """``decisions`` with the nodes after which copies out are awaited, and before which copies back start.
 
     ``step`` is the captured graph with tiles and recomputation carried out, ``seconds`` its computation by unit and

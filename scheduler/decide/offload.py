@@ -29,9 +29,10 @@ from zerofx.scheduler.analysis.saved_values import storage_size
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.timeline import UnitPhase, UnitRun, runs
-from zerofx.scheduler.cost.transfers import copy_seconds, first_with_room
-from zerofx.scheduler.decide.activations import ActivationLevel, Segment, at_prices, cheapest, keep_all, menu
-from zerofx.scheduler.plan.decisions import OffloadDecision
+from zerofx.scheduler.cost.transfers import copy_seconds
+from zerofx.scheduler.decide.activations import Segment, at_prices, cheapest, keep_all, menu
+from zerofx.scheduler.decide.ledger import Ledger, Level
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.units import format_seconds
 
@@ -41,15 +42,7 @@ _NUM_BYTE_PRICES = 24  # how many prices of a byte are tried, between the cheape
 _BACKWARD = 2.0  # seconds of backward for one of forward: two matrix products for each
 
 
-@dataclass(frozen=True)
-class OffloadLevel:
-    """A level, and the seconds that its values take to go out and come back."""
-
-    level: ActivationLevel
-    copy_seconds: float
-
-
-def entries(segment: Segment, machine: Machine, tier: Tier, num_layers: int, *, recompute: bool) -> list[OffloadLevel]:
+def entries(segment: Segment, machine: Machine, tier: Tier, num_layers: int, *, recompute: bool) -> list[Level]:
     """Levels of a segment whose values may be offloaded to ``tier`` and, with ``recompute``, computed again.
 
     Their ``seconds`` are those of computing again and the exposed part of copying, if the segment's own run is all
@@ -64,13 +57,13 @@ def entries(segment: Segment, machine: Machine, tier: Tier, num_layers: int, *, 
     return [links.offload(level, share) for level in levels for share in _LINK_SHARES]
 
 
-def joint_menu(candidates: Sequence[OffloadLevel], away_seconds: float) -> tuple[ActivationLevel, ...]:
+def joint_menu(candidates: Sequence[Level], away_seconds: float) -> tuple[Level, ...]:
     """A menu of the entries whose values can be gone and back in ``away_seconds``.
 
     It goes from keeping all to keeping least, each level with fewer bytes than the one before, for more and more
     seconds a byte.
     """
-    return _hull([entry.level for entry in candidates if entry.copy_seconds <= away_seconds])
+    return _hull([level for level in candidates if level.copy_seconds <= away_seconds])
 
 
 def away_seconds(segment: Segment, spans: Sequence[UnitRun]) -> float:
@@ -97,7 +90,7 @@ class _Links:
         shortest = copy_seconds(0, "device", tier, machine) + machine.device.launch_latency
         self.movable = [i for i, (node, _) in enumerate(segment.values) if node in computed and self.down[i] > shortest]
 
-    def offload(self, level: ActivationLevel, share: float) -> OffloadLevel:
+    def offload(self, level: Level, share: float) -> Level:
         """``level`` with its largest values offloaded, as long as copying them out takes ``share`` of the forward."""
         left, out = share * self.forward, []
         for i in sorted(level.saved.intersection(self.movable), key=lambda i: (-self.sizes[i], i)):
@@ -109,10 +102,12 @@ class _Links:
         stays = (
             sum(self.sizes[i] for i in level.saved.difference(out)) + sum(self.sizes[i] for i in out) // self.num_layers
         )
-        return OffloadLevel(ActivationLevel(level.saved, stays, level.seconds + exposed, frozenset(out)), down + up)
+        return replace(
+            level, num_bytes=stays, seconds=level.seconds + exposed, offloaded=frozenset(out), copy_seconds=down + up
+        )
 
 
-def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> Iterator[ActivationLevel]:
+def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> Iterator[Level]:
     """What to keep, on whatever tier, at each price of a byte and of the link."""
     busy = [s for s in seconds.values() if s]
     if not busy or not links.movable:
@@ -122,7 +117,7 @@ def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> 
     prices = [high * (low / high) ** (number / (_NUM_BYTE_PRICES - 1)) for number in range(_NUM_BYTE_PRICES)]
     for link_price in _LINK_PRICES:
 
-        def cut(price: float, link_price: float = link_price) -> ActivationLevel:
+        def cut(price: float, link_price: float = link_price) -> Level:
             weights: list[float] = list(links.sizes)
             for i in links.movable:
                 weights[i] = min(weights[i], price * link_price * (links.down[i] + links.up[i]))
@@ -131,7 +126,7 @@ def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> 
         yield from at_prices(prices, cut)
 
 
-def _hull(levels: Sequence[ActivationLevel]) -> tuple[ActivationLevel, ...]:
+def _hull(levels: Sequence[Level]) -> tuple[Level, ...]:
     """The lower convex hull of bytes against seconds after the first level, from the most bytes to the least."""
     hull = [levels[0]]
     for level in sorted(levels[1:], key=lambda level: (level.seconds, level.num_bytes)):
@@ -143,31 +138,14 @@ def _hull(levels: Sequence[ActivationLevel]) -> tuple[ActivationLevel, ...]:
     return tuple(hull)
 
 
-def _rate(before: ActivationLevel, after: ActivationLevel) -> float:
+def _rate(before: Level, after: Level) -> float:
     spent = after.seconds - before.seconds
     return (before.num_bytes - after.num_bytes) / spent if spent > 0 else float("inf")
 
 
 @dataclass(frozen=True)
-class OffloadRequest:
-    """A forward value that shall be offloaded, by the name of its node in the captured graph, and why."""
-
-    value: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """Bytes of each tier that activations may take, the first being filled first, and what the host has left to them:
-    for those that stay there, and for copies that pass through it."""
-
-    tiers: Mapping[Tier, int]
-    host: int
-
-
-@dataclass(frozen=True)
 class _Copy:
-    request: OffloadRequest
+    reason: str
     node: fx.Node
     num_bytes: int
     tier: Tier
@@ -177,28 +155,29 @@ class _Copy:
 
 def place(
     step: StepGraph,
-    requests: Sequence[OffloadRequest],
+    requests: Mapping[str, str],
     seconds: Mapping[UnitPhase, float],
     machine: Machine,
-    capacity: Capacity,
-) -> tuple[OffloadDecision, ...]:
+    ledger: Ledger,
+) -> tuple[Absence, ...]:
     """When each value goes out and comes back, on links that carry one copy at a time.
 
     Args:
         step: the captured graph with recomputation carried out.
-        requests: what to offload. What would be needed again as soon as it is gone is left out.
+        requests: the values to offload, with reasons. What would be needed again as soon as it is gone is left out.
         seconds: computation by unit and phase (``scheduler.cost.timeline.seconds_by_place``).
         machine: its links.
-        capacity: what they may take.
+        ledger: what they may take.
     """
     spans = runs(step, seconds)
-    copies = _copies(step, spans, requests, capacity)
+    ledger = ledger.copy()
+    copies = _copies(step, spans, requests, ledger)
     gone = _ways_out(copies, spans, machine)
     back = _ways_back(copies, spans, machine)
     decisions = []
-    passing = [capacity.host - sum(copy.num_bytes for copy in copies if copy.tier == "host")] * len(spans)
+    passing = [ledger.left["host"]] * len(spans)
     for copy in copies:
-        freed, reload = gone[copy.request], back[copy.request]
+        freed, reload = gone[copy.node], back[copy.node]
         if freed + 1 >= reload:
             # With only one run in between it would not be gone at all: backward waits for it.
             reload = copy.needed
@@ -213,47 +192,44 @@ def place(
         down = copy_seconds(copy.num_bytes, "device", copy.tier, machine)
         up = copy_seconds(copy.num_bytes, copy.tier, "device", machine)
         decisions.append(
-            OffloadDecision(
-                value=copy.request.value,
+            Absence(
+                value=copy.node.name,
                 tier=copy.tier,
                 num_bytes=copy.num_bytes,
-                free_after=spans[freed].last.name,
-                reload_before=spans[reload].first.name,
-                reason=f"{copy.request.reason}; {format_seconds(down)} out, {format_seconds(up)} back",
+                free_after=(spans[freed].last.name,),
+                reload_before=(spans[reload].first.name,),
+                reason=f"{copy.reason}; {format_seconds(down)} out, {format_seconds(up)} back",
                 layer=origin(copy.node).layer,
             )
         )
     return tuple(decisions)
 
 
-def _copies(
-    step: StepGraph, spans: Sequence[UnitRun], requests: Sequence[OffloadRequest], capacity: Capacity
-) -> list[_Copy]:
+def _copies(step: StepGraph, spans: Sequence[UnitRun], requests: Mapping[str, str], ledger: Ledger) -> list[_Copy]:
     order = step.positions()
     starts = [order[run.first] for run in spans]
     by_name = step.nodes_by_name()
-    left = dict(capacity.tiers)
-    sizes = [storage_bytes(tensors_of(by_name[request.value])[0]) for request in requests]
-    if "host" in left and "nvme" in left and sum(sizes) > left["host"]:
-        left["host"] -= min(2 * max(sizes), left["host"] // 2)  # for those on their way to nvme, and back
+    sizes = [storage_bytes(tensors_of(by_name[value])[0]) for value in requests]
+    on_host, reserve = ledger.left["host"], 0
+    if {"host", "nvme"} <= {*ledger.tiers} and sum(sizes) > on_host:
+        reserve = min(2 * max(sizes), on_host // 2)  # for those on their way to nvme, and back
     copies = []
-    for request in sorted(requests, key=lambda request: order[by_name[request.value]]):
-        node = by_name[request.value]
+    for node in sorted(map(by_name.__getitem__, requests), key=order.__getitem__):
         num_bytes = storage_bytes(tensors_of(node)[0])
         readers = [order[reader] for reader in consumers(node) if origin(reader).phase is Phase.FORWARD]
         again = [order[reader] for reader in consumers(node) if origin(reader).phase is not Phase.FORWARD]
-        tier = first_with_room(left, num_bytes)
+        tier = ledger.first(num_bytes, reserve)
         # A buffer is read by the next micro-batch's forward: after its reload it would be needed twice.
         needed_twice = bool(again) and max(readers, default=0) > min(again)
         if tier is None or not again or needed_twice or refusal(node) is not None:
             continue
-        left[tier] -= num_bytes
+        ledger.take(tier, num_bytes)
         made_in = bisect_right(starts, max([order[node], *readers])) - 1
-        copies.append(_Copy(request, node, num_bytes, tier, made_in, bisect_right(starts, min(again)) - 1))
+        copies.append(_Copy(requests[node.name], node, num_bytes, tier, made_in, bisect_right(starts, min(again)) - 1))
     return copies
 
 
-def _ways_out(copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machine) -> dict[OffloadRequest, int]:
+def _ways_out(copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machine) -> dict[fx.Node, int]:
     """The run after which each value has been copied out, or else the last one of forward."""
     ends = [run.end_seconds for run in spans]
     free: dict[Tier, float] = {}
@@ -262,11 +238,11 @@ def _ways_out(copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machin
         begin = max(free.get(copy.tier, 0.0), ends[copy.computed_in])
         free[copy.tier] = begin + copy_seconds(copy.num_bytes, "device", copy.tier, machine)
         last_forward = next(i for i in range(copy.needed - 1, -1, -1) if spans[i].phase is Phase.FORWARD)
-        ways[copy.request] = min(bisect_left(ends, free[copy.tier], lo=copy.computed_in), last_forward)
+        ways[copy.node] = min(bisect_left(ends, free[copy.tier], lo=copy.computed_in), last_forward)
     return ways
 
 
-def _ways_back(copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machine) -> dict[OffloadRequest, int]:
+def _ways_back(copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machine) -> dict[fx.Node, int]:
     """The run before which each copy back starts to be there in time, or else the first one of backward."""
     starts = [run.start_seconds for run in spans]
     free: dict[Tier, float] = {}
@@ -275,5 +251,5 @@ def _ways_back(copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machi
         finish = min(free.get(copy.tier, float("inf")), starts[copy.needed])
         free[copy.tier] = finish - copy_seconds(copy.num_bytes, copy.tier, "device", machine)
         first_backward = next(i for i in range(copy.computed_in, len(spans)) if spans[i].phase is not Phase.FORWARD)
-        ways[copy.request] = min(max(bisect_right(starts, free[copy.tier]) - 1, first_backward), copy.needed)
+        ways[copy.node] = min(max(bisect_right(starts, free[copy.tier]) - 1, first_backward), copy.needed)
     return ways

@@ -11,33 +11,15 @@ room, and only its uses cost.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Phase, origin
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import UnitPhase
-from zerofx.scheduler.cost.transfers import copy_seconds, first_with_room
-from zerofx.scheduler.decide.gathers import CollectiveLevel
+from zerofx.scheduler.cost.transfers import copy_seconds
+from zerofx.scheduler.decide.ledger import Ledger, Level
 from zerofx.scheduler.decide.residency import Residency
-from zerofx.scheduler.decide.states import StateLevel
-from zerofx.scheduler.plan.decisions import ParameterDecision
 from zerofx.scheduler.plan.facts import Tier
-from zerofx.units import format_bytes, format_seconds
-
-
-@dataclass(frozen=True)
-class ParameterLevel:
-    """One level of a menu about a bucket's parameters: bytes on the device, exposed seconds, tier."""
-
-    num_bytes: int
-    seconds: float
-    tier: Tier = "device"
-
-    def decision(self, bucket: Bucket, freed_bytes: int) -> ParameterDecision:
-        """The decision, with its reason."""
-        reason = f"frees {format_bytes(freed_bytes)} between uses for {format_seconds(self.seconds)} exposed"
-        return ParameterDecision(bucket.index, self.tier, reason)
 
 
 def parameter_menus(
@@ -46,10 +28,11 @@ def parameter_menus(
     state_bytes: Mapping[int, int],
     seconds: Mapping[UnitPhase, float],
     machine: Machine,
-    capacity: Mapping[Tier, int],
-    states_off: Mapping[Bucket, StateLevel],
+    ledger: Ledger,
+    states_off: Mapping[Bucket, Level],
     activation_bytes: int = 0,
-) -> dict[Bucket, tuple[ParameterLevel, ParameterLevel]]:
+    reserve: int = 0,
+) -> dict[Bucket, tuple[Level, Level]]:
     """For each bucket: its parameters on the device, and off it.
 
     Args:
@@ -58,21 +41,22 @@ def parameter_menus(
         state_bytes: bytes of one rank's states and masters, by bucket index.
         seconds: computation by unit and phase.
         machine: its links.
-        capacity: bytes that each slower tier has for a rank's parameters; the first is filled first.
-        states_off: where the states of buckets go that leave the device; ``capacity`` is without them.
+        ledger: where parameters may go; what they take is entered there.
+        states_off: where the states of buckets go that leave the device; ``ledger`` is without them.
         activation_bytes: what activations take elsewhere, those of all layers.
+        reserve: bytes of the host that are left to those.
     """
-    left, menus = dict(capacity), {}
+    menus = {}
     between = activation_bytes // len(layout.buckets)
     for bucket in layout.buckets:
         size, states = bucket.shard_bytes, states_off.get(bucket)
         with_states = states is not None and states.parameter_bytes > 0
-        tier = states.tier if states and with_states else first_with_room(left, size)
+        tier = states.tier if states and with_states else ledger.first(size, reserve)
         # A slice whose parts several ranks update is put together where they can reach it.
         if not size or tier is None or bucket.num_parts > 1 or bucket.is_lent:
             continue
         if not with_states:
-            left[tier] -= size
+            ledger.take(tier, size)
         up, down = copy_seconds(size, tier, "device", machine), copy_seconds(size, "device", tier, machine)
         exposed = copy_seconds(between, tier, "device", machine) if between else 0.0
         for residency in residencies:
@@ -85,17 +69,17 @@ def parameter_menus(
                 (down, copy_seconds(num_bytes, "device", tier, machine)),
             ):
                 exposed += max(0.0, states_alone + extra - overlapping) - max(0.0, states_alone - overlapping)
-        menus[bucket] = (ParameterLevel(size, 0.0), ParameterLevel(0, exposed, tier))
+        menus[bucket] = (Level(size, 0.0), Level(0, exposed, tier))
     return menus
 
 
 def copies_menu(
     layout: BucketLayout, state_bytes: Mapping[int, int], tier: Tier, machine: Machine
-) -> tuple[CollectiveLevel, CollectiveLevel]:
+) -> tuple[Level, Level]:
     """On one rank: copies from ``tier`` that start ahead of their use, and copies that start where they are wanted.
 
     One bucket with its states is there ahead of time, or every copy is waited for.
     """
     sizes = [bucket.shard_bytes + state_bytes.get(bucket.index, 0) for bucket in layout.own.buckets]
     waited = sum(copy_seconds(size, tier, "device", machine) for size in sizes)
-    return CollectiveLevel(max(sizes, default=0), 0.0), CollectiveLevel(0, waited)
+    return Level(max(sizes, default=0), 0.0), Level(0, waited)

@@ -31,8 +31,9 @@ from zerofx.passes.lib.placed_states import may_run_on
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import Positions, UnitPhase, UnitRun, runs
 from zerofx.scheduler.cost.transfers import copy_seconds
+from zerofx.scheduler.decide.ledger import NUM_BUFFERS
 from zerofx.scheduler.decide.residency import parameter_uses
-from zerofx.scheduler.decide.states import NUM_BUFFERS, touched_bytes
+from zerofx.scheduler.decide.states import touched_bytes
 from zerofx.scheduler.decide.update_sides import (
     Arrival,
     Departure,
@@ -43,7 +44,7 @@ from zerofx.scheduler.decide.update_sides import (
     latest_starts,
     pace,
 )
-from zerofx.scheduler.plan.decisions import GatherDecision, ReduceDecision, StateDecision
+from zerofx.scheduler.plan.decisions import Absence, GatherDecision, ReduceDecision
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
 
@@ -150,9 +151,9 @@ def place_arrivals(
     spans = runs(step, seconds)
     coming = _coming(plan, step, layout, state_bytes, spans, machine, leaves_down=leaves_down and ahead)
     run_seconds = coming.run_seconds
-    states = [entry for entry in coming.states if ahead or plan.states[entry[0]].update == "host"]
-    entries = [*coming.gathers, *(coming.offloads if ahead else ()), *states]
-    arrivals = [arrival for _, arrival in entries]
+    entries = [*coming.gathers, *(coming.offloads if ahead else ())]
+    entries += [entry for entry in coming.states if ahead or plan.states[entry[1]].update == "host"]
+    arrivals = [arrival for *_, arrival in entries]
     if handed is not None:
         sides = balance_updates(
             plan.states, coming.updates, arrivals, run_seconds, handed, machine,
@@ -165,38 +166,43 @@ def place_arrivals(
     else:
         starts = _read_ahead(arrivals, run_seconds, machine)
     names = [run.first.name for run in spans]
-    gathers, offloads = list(plan.gathers), list(plan.offloads)
-    placed = list(plan.states if ahead else map(_at_once, plan.states))
-    for (number, arrival), start in zip(coming.gathers, starts, strict=False):
-        gathers[number] = _gather(gathers[number], arrival, start, names)
-    for (number, _), start in zip(coming.offloads if ahead else (), starts[len(coming.gathers) :], strict=False):
-        offloads[number] = replace(offloads[number], reload_before=names[start.copy])
-    numbers = {decision.bucket: number for number, decision in enumerate(placed)}
+    gathers = list(plan.gathers)
+    away = {"offloads": list(plan.offloads), "states": list(plan.states if ahead else map(_at_once, plan.states))}
+    numbers = {decision.bucket: number for number, decision in enumerate(plan.states)}
     # Those that come up after the last reduction start where the bucket before them is updated.
     through = [] if plan.updates_wait or not ahead else [u for u in coming.updates if u.bucket.index not in on_host]
-    moved = [*(number for number, _ in states), *(numbers[update.bucket.index] for update in through)]
-    for number, start in zip(moved, starts[len(entries) - len(states) :], strict=False):
-        placed[number] = _state(plan.states[number], start, names)
+    entries += [("states", numbers[update.bucket.index], update.states) for update in through]
+    for (kind, number, arrival), start in zip(entries, starts, strict=False):
+        if kind == "gathers":
+            gathers[number] = _gather(gathers[number], arrival, start, names)
+        else:
+            decision = plan.offloads[number] if kind == "offloads" else plan.states[number]
+            read = names[start.read] if start.read < start.copy else None
+            away[kind][number] = replace(decision, reload_before=(names[start.copy],), read=read)
+    states = away["states"]
     if leaves_down and ahead:
         paced = pace(arrivals, coming.updates, on_host, run_seconds, machine, departures=coming.departures)
-        placed = _going_back(replace(plan, states=tuple(placed)), coming, paced, layout, state_bytes, names, machine)
-    in_turn = _in_turn(placed, coming.updated)
-    return replace(plan, gathers=tuple(gathers), offloads=tuple(offloads), states=tuple(in_turn))
+        states = _going_back(replace(plan, states=tuple(states)), coming, paced, layout, state_bytes, names, machine)
+    in_turn = _in_turn(states, coming.updated)
+    return replace(plan, gathers=tuple(gathers), offloads=tuple(away["offloads"]), states=tuple(in_turn))
+
+
+# What comes from a slower tier: the list of the plan that has it, its number there, and when it is wanted.
+_Entry = tuple[str, int, Arrival]
 
 
 @dataclass(frozen=True)
 class _Coming:
-    """What comes from slower tiers in a plan, by its number among the plan's decisions of a kind, and updates whose
-    states are on the host.
+    """What comes from slower tiers in a plan, and updates whose states are on the host.
 
     ``states`` are those on nvme. ``departures``: the copies of activations to the host. ``updated``: the run after
     which each trained bucket is updated. ``run_seconds`` are those of runs, with the updates after them whose states
     are on the device.
     """
 
-    gathers: list[tuple[int, Arrival]]
-    offloads: list[tuple[int, Arrival]]
-    states: list[tuple[int, Arrival]]
+    gathers: list[_Entry]
+    offloads: list[_Entry]
+    states: list[_Entry]
     departures: list[Departure]
     updates: list[Update]
     updated: Mapping[int, int]
@@ -215,18 +221,18 @@ def _coming(
 ) -> _Coming:
     at, away = Positions(step, spans), plan.away
     tiers = {decision.bucket: decision.tier for decision in plan.parameters}
-    gathers: list[tuple[int, Arrival]] = []
+    gathers: list[_Entry] = []
     for number, gather in enumerate(plan.gathers):
         if gather.bucket in tiers:
             bucket = layout.buckets[gather.bucket]
             run = at.run(gather.issue if bucket.num_ranks > 1 else gather.first)
-            size, tier = bucket.shard_bytes, tiers[gather.bucket]
-            gathers.append((number, Arrival(size, tier, "device", run, run, at.begin_of_body(run), gather.bucket)))
+            size, tier, begin = bucket.shard_bytes, tiers[gather.bucket], at.begin_of_body(run)
+            gathers.append(("gathers", number, Arrival(size, tier, "device", run, run, begin, gather.bucket)))
     updated, last_run = updates_of(plan, step, layout, at), len(spans) - 1
     uses = {
         bucket.index: at.run_of(nodes[0]) for bucket, nodes in parameter_uses(step, layout) if may_run_on(plan, bucket)
     }
-    states, updates = list[tuple[int, Arrival]](), dict[int, Update]()
+    states, updates = list[_Entry](), dict[int, Update]()
     for number, decision in enumerate(plan.states):
         bucket, size = layout.buckets[decision.bucket], state_bytes.get(decision.bucket, 0)
         size += bucket.shard_bytes if decision.bucket in tiers and not bucket.has_master else 0
@@ -242,7 +248,8 @@ def _coming(
                 leaves_down=leaves_down and decision.bucket not in away,
             )  # fmt: skip
         elif decision.tier != decision.update and not plan.updates_wait:
-            states.append((number, Arrival(size, decision.tier, decision.update, last + 1, last, earliest)))
+            arrival = Arrival(size, decision.tier, decision.update, last + 1, last, earliest)
+            states.append(("states", number, arrival))
     run_seconds = [run.end_seconds - run.start_seconds for run in spans]
     for index in updated.keys() - {decision.bucket for decision in plan.states}:
         bucket, size = layout.buckets[index], state_bytes.get(index, 0)
@@ -256,21 +263,22 @@ def _coming(
 
 def _activations(
     plan: Plan, step: StepGraph, spans: Sequence[UnitRun], at: Positions
-) -> tuple[list[tuple[int, Arrival]], list[Departure]]:
+) -> tuple[list[_Entry], list[Departure]]:
     """The copies back of activations on the host, after those are gone, and not before backward begins; and those out,
     once the last of forward has read them."""
-    by_name, reloads, departures = step.nodes_by_name(), list[tuple[int, Arrival]](), list[Departure]()
+    by_name, reloads, departures = step.nodes_by_name(), list[_Entry](), list[Departure]()
     for number, offload in enumerate(plan.offloads):
         if offload.tier != "host":
             continue
-        value, freed = by_name[offload.value], at.run(offload.free_after)
+        value, freed = by_name[offload.value], at.run(*offload.free_after)
         readers = consumers(value)
         again = [node for node in readers if origin(node).phase is not Phase.FORWARD]
         read = max(at.run_of(node) for node in (value, *readers) if node not in again)
         departures.append(Departure(offload.num_bytes, read, freed))
         needed = min(map(at.run_of, again))
         backward = next(run for run in range(freed, needed + 1) if spans[run].phase is not Phase.FORWARD)
-        reloads.append((number, Arrival(offload.num_bytes, "host", "device", needed, needed, max(backward, freed + 2))))
+        earliest = max(backward, freed + 2)
+        reloads.append(("offloads", number, Arrival(offload.num_bytes, "host", "device", needed, needed, earliest)))
     return reloads, departures
 
 
@@ -284,11 +292,11 @@ def _gather(decision: GatherDecision, arrival: Arrival, start: CopyStart, names:
     return replace(decision, reload=names[start.copy], read=read, reason=reason)
 
 
-def _at_once(decision: StateDecision) -> StateDecision:
+def _at_once(decision: Absence) -> Absence:
     return replace(decision, at_once=True, reason=f"{decision.reason}; copied and awaited where the update is")
 
 
-def _in_turn(decisions: Sequence[StateDecision], updated: Mapping[int, int]) -> list[StateDecision]:
+def _in_turn(decisions: Sequence[Absence], updated: Mapping[int, int]) -> list[Absence]:
     """States from nvme with the buckets whose buffers they take over, in the order of updates.
 
     Those that are copied at once take one buffer, one after the other.
@@ -308,7 +316,7 @@ def _going_back(
     state_bytes: Mapping[int, int],
     names: Sequence[str],
     machine: Machine,
-) -> list[StateDecision]:
+) -> list[Absence]:
     """The states of ``plan``, with the run of the next step that those of the last update are to be back before.
 
     Those of the others are back where the next update is. What is on the device until then is held no longer than the
@@ -331,7 +339,11 @@ def _going_back(
     if decision.tier == "nvme":
         seconds = copy_seconds(state_bytes.get(decision.bucket, 0), decision.update, "nvme", machine)
         run = bisect_left(list(itertools.accumulate(coming.run_seconds, initial=0.0)), seconds)
-        reads = [decisions[n].read or decisions[n].reload for n in in_order if decisions[n].tier == "nvme"]
+        reads = [
+            decisions[n].read or next(iter(decisions[n].reload_before), None)
+            for n in in_order
+            if decisions[n].tier == "nvme"
+        ]
         if len(reads) >= NUM_BUFFERS and (third := reads[NUM_BUFFERS - 1]) is not None:
             run = min(run, names.index(third) - 1)
     else:
@@ -341,13 +353,8 @@ def _going_back(
     return decisions
 
 
-def _is_of_the_host(decision: StateDecision) -> bool:
+def _is_of_the_host(decision: Absence) -> bool:
     return decision.tier == decision.update == "host"
-
-
-def _state(decision: StateDecision, start: CopyStart, names: Sequence[str]) -> StateDecision:
-    read = names[start.read] if start.read < start.copy else None
-    return replace(decision, reload=names[start.copy], read=read)
 
 
 def updates_of(plan: Plan, step: StepGraph, layout: BucketLayout, at: Positions) -> dict[int, int]:

@@ -21,7 +21,7 @@ from zerofx.ir.facts import Phase, Role, origin, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_bodies
 from zerofx.scheduler.decide.overlap import awaited_later, crossed, gathered_later, issued_ahead
-from zerofx.scheduler.plan.decisions import GatherDecision, ParameterDecision, ReduceDecision
+from zerofx.scheduler.plan.decisions import Absence, GatherDecision, ReduceDecision
 from zerofx.scheduler.plan.facts import unit_of
 from zerofx.scheduler.plan.plan import Plan
 
@@ -69,7 +69,7 @@ def decide(
     reasons.
     """
     lent = tuple(
-        ParameterDecision(bucket.index, bucket.lent_tier, "where the step has it that trains it")
+        Absence(bucket=bucket.index, tier=bucket.lent_tier, reason="where the step has it that trains it")
         for bucket in layout.buckets
         if bucket.lent_tier is not None
     )

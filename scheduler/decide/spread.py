@@ -9,7 +9,6 @@ is not spread: each value has one fate.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 
 from zerofx.ir.aliasing import storage_bytes, tensors_of
 from zerofx.ir.facts import origin
@@ -17,46 +16,42 @@ from zerofx.ir.graph import StepGraph
 from zerofx.passes.activations.spread import can_be_spread
 from zerofx.scheduler.analysis.saved_values import saved_values, storage_size, value_node
 from zerofx.scheduler.decide.activations import Segment
-from zerofx.scheduler.plan.decisions import SpreadDecision
+from zerofx.scheduler.decide.ledger import Level
+from zerofx.scheduler.plan.decisions import Absence
 
 _LEAST = 1 / 8  # of the largest value of a layer
 
 
-@dataclass(frozen=True)
-class SpreadLevel:
-    """``values`` are kept in parts, by their nodes' names: bytes that the layer's still take, and seconds."""
-
-    values: tuple[str, ...]
-    num_bytes: int
-    seconds: float
-
-
-def spread_menu(segment: Segment, num_parts: int, seconds: Callable[[int], float]) -> tuple[SpreadLevel, ...]:
+def spread_menu(segment: Segment, num_parts: int, seconds: Callable[[int], float]) -> tuple[Level, ...]:
     """A segment's levels: none of its values in parts, the largest, the two largest, and so on.
 
     ``seconds``: what it takes to cut and gather so many bytes.
     """
     makers = set(segment.operators)
-    of_segment = [segment.values[i] for i in sorted(segment.needed | segment.fixed) if segment.values[i][0] in makers]
-    sizes = {value_node(storage): storage_size(storage) for storage in of_segment}
-    sizes = {node: size for node, size in sizes.items() if can_be_spread(node, num_parts)}
+    own = [i for i in sorted(segment.needed | segment.fixed) if segment.values[i][0] in makers]
+    sizes = {i: storage_size(segment.values[i]) for i in own if can_be_spread(value_node(segment.values[i]), num_parts)}
     least = _LEAST * max(sizes.values(), default=0)
-    levels = [SpreadLevel((), sum(sizes.values()), 0.0)]
-    for node, size in sorted(sizes.items(), key=lambda entry: -entry[1]):
+    levels = [Level(sum(sizes.values()), 0.0)]
+    for i, size in sorted(sizes.items(), key=lambda entry: -entry[1]):
         if size >= least:
             before = levels[-1]
             left = before.num_bytes - size + size // num_parts
-            levels.append(SpreadLevel((*before.values, node.name), left, before.seconds + seconds(size)))
+            levels.append(Level(left, before.seconds + seconds(size), spread=before.spread | {i}))
     return tuple(levels)
 
 
 def spreads_of(
     step: StepGraph, reasons: Mapping[str, str], num_parts: int, without: Collection[str]
-) -> tuple[SpreadDecision, ...]:
+) -> tuple[Absence, ...]:
     """What of the values in ``reasons``, by name, is kept for backward in ``step``, whose other decisions are carried
     out; ``without`` those that are elsewhere meanwhile."""
     return tuple(
-        SpreadDecision(node.name, storage_bytes(tensors_of(node)[0]), reasons[node.name], origin(node).layer)
+        Absence(
+            value=node.name,
+            num_bytes=storage_bytes(tensors_of(node)[0]),
+            reason=reasons[node.name],
+            layer=origin(node).layer,
+        )
         for node in saved_values(step)
         if node.name in reasons and node.name not in without and can_be_spread(node, num_parts)
     )

@@ -10,7 +10,6 @@ buckets go which way is balanced once it is known how many leave the device (``u
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Phase
@@ -18,40 +17,12 @@ from zerofx.ir.operators.elementwise import OPERATORS
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import UnitPhase
 from zerofx.scheduler.cost.transfers import copy_seconds
-from zerofx.scheduler.plan.decisions import StateDecision
+from zerofx.scheduler.decide.ledger import Ledger, Level
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
-from zerofx.units import format_bytes, format_seconds
+from zerofx.units import format_bytes
 
-NUM_BUFFERS = 3  # buckets whose states are on their way from and to nvme: read, updated, written back
 _FLOPS = OPERATORS["_fused_adam_"].per_element
-
-
-@dataclass(frozen=True)
-class StateLevel:
-    """One level of a menu about a bucket's states: bytes on the device, exposed seconds, tier, side of the update.
-
-    ``stored_bytes`` are what it takes of its tier throughout, ``passing_bytes`` of the host while the bucket is
-    updated, ``waiting_bytes`` of the host from the bucket's reduction to its update where gradients are clipped.
-    ``parameter_bytes``, of what is stored, are the bucket's parameters, which an update on the host works on there:
-    parameters that live in ``tier`` themselves are these. ``delayed_bytes`` are those that a delayed update frees on
-    the device.
-    """
-
-    num_bytes: int
-    seconds: float
-    tier: Tier = "device"
-    update: Tier = "device"
-    stored_bytes: int = 0
-    passing_bytes: int = 0
-    waiting_bytes: int = 0
-    parameter_bytes: int = 0
-    delayed_bytes: int = 0
-
-    def decision(self, bucket: Bucket, freed_bytes: int) -> StateDecision:
-        """The decision, with its reason."""
-        side = "updated on the host: gradients down, parameters up" if self.update == "host" else "states up and down"
-        reason = f"frees {format_bytes(freed_bytes)} for {format_seconds(self.seconds)} exposed; {side}"
-        return StateDecision(bucket.index, self.tier, self.update, reason)
 
 
 def state_menus(
@@ -60,11 +31,11 @@ def state_menus(
     stage: int,
     seconds: Mapping[UnitPhase, float],
     machine: Machine,
-    tiers: tuple[Tier, ...],
+    ledger: Ledger,
     activation_bytes: int = 0,
     *,
     clipped: bool = False,
-) -> dict[Bucket, tuple[StateLevel, StateLevel]]:
+) -> dict[Bucket, tuple[Level, Level]]:
     """For each bucket with states, the last layers first: on the device, and off it.
 
     Args:
@@ -72,8 +43,8 @@ def state_menus(
         state_bytes: bytes of one rank's states and masters, by bucket index.
         stage: the ZeRO stage.
         seconds: computation by unit and phase.
-        machine: its links, its host, and how much its tiers hold for a rank.
-        tiers: where states may go; the first is filled first.
+        machine: its links and its host.
+        ledger: where states may go; what they take is entered there.
         activation_bytes: what activations may take of the host, which states that do not all fit there leave to them.
         clipped: whether updates are after all reductions: no backward overlaps with them, and gradients of buckets that
             are updated on the host wait there.
@@ -86,15 +57,19 @@ def state_menus(
             local = bucket.updated_numel(stage)
             overlapping = 0.0 if clipped else seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
             ways[bucket] = [
-                _off_the_device(bucket, num_bytes, local, overlapping, tier, machine, clipped=clipped) for tier in tiers
+                _off_the_device(bucket, num_bytes, local, overlapping, tier, machine, clipped=clipped)
+                for tier in ledger.tiers
             ]
-    levels = _filled(ways, machine)
-    if len(levels) < len(ways) and tiers[:2] == ("host", "nvme"):
+    untouched = ledger.copy()
+    levels = _filled(ways, ledger)
+    if len(levels) < len(ways) and ledger.tiers[:2] == ("host", "nvme"):
         # Not all go to the host: some of it is left to what passes through on its way to nvme and back.
         passing = 4 * max(state_bytes.values())
         activations = left_to_activations(activation_bytes, machine.host_bytes_per_rank)
-        levels = _filled(ways, machine, reserve=passing + activations)
-    return {bucket: (StateLevel(state_bytes[bucket.index], 0.0), off) for bucket, off in levels.items()}
+        ledger.left = untouched.left
+        levels = _filled(ways, ledger, passing + activations)
+    ledger.take_buffers(levels.values())
+    return {bucket: (Level(state_bytes[bucket.index], 0.0), off) for bucket, off in levels.items()}
 
 
 def left_to_activations(activation_bytes: int, host_bytes: int) -> int:
@@ -103,28 +78,15 @@ def left_to_activations(activation_bytes: int, host_bytes: int) -> int:
     return min(activation_bytes, host_bytes // 2)
 
 
-def _filled(
-    ways: Mapping[Bucket, Sequence[StateLevel]], machine: Machine, reserve: int = 0
-) -> dict[Bucket, StateLevel]:
-    """The first of each bucket's levels that there is room for, with ``reserve`` bytes of the host kept free of
-    states; buckets without one are left out."""
-    capacity = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank}
-    placed = {}
-    for bucket, levels in ways.items():
-        for off in levels:
-            on_host = NUM_BUFFERS * off.passing_bytes + off.waiting_bytes
-            on_host += off.stored_bytes + reserve if off.tier == "host" else 0
-            if capacity[off.tier] >= off.stored_bytes and capacity["host"] >= on_host:
-                capacity[off.tier] -= off.stored_bytes
-                capacity["host"] -= off.waiting_bytes
-                placed[bucket] = off
-                break
-    return placed
+def _filled(ways: Mapping[Bucket, Sequence[Level]], ledger: Ledger, reserve: int = 0) -> dict[Bucket, Level]:
+    """The first of each bucket's levels that fits; buckets without one are left out."""
+    placed = {bucket: ledger.place(levels, reserve) for bucket, levels in ways.items()}
+    return {bucket: level for bucket, level in placed.items() if level is not None}
 
 
 def _off_the_device(
     bucket: Bucket, num_bytes: int, numel: int, overlapping: float, tier: Tier, machine: Machine, *, clipped: bool
-) -> StateLevel:
+) -> Level:
     """The states of ``numel`` elements in ``tier``, updated where that exposes less.
 
     ``overlapping``: seconds of computation that copies overlap with. ``clipped``: as for ``state_menus``.
@@ -133,16 +95,16 @@ def _off_the_device(
     through = max(0.0, _through_device(num_bytes, tier, machine) - overlapping)
     on_host = max(0.0, _on_host(bucket, num_bytes, numel, tier, machine) - overlapping)
     if through <= on_host:
-        return StateLevel(0, through, tier, "device", num_bytes, num_bytes if tier == "nvme" else 0)
+        return Level(0, through, tier, "device", num_bytes, num_bytes if tier == "nvme" else 0)
     # What is updated on the host has its parameters there, and takes gradients and gives parameters back.
     parameter_bytes = 0 if bucket.has_master else numel * bucket.dtype.itemsize
     stored, new_bytes = num_bytes + parameter_bytes, numel * bucket.compute_dtype.itemsize
     if tier == "nvme":
         passing, waiting = gradient_bytes + new_bytes + stored, gradient_bytes if clipped else 0
-        return StateLevel(0, on_host, tier, "host", stored, passing, waiting, parameter_bytes)
+        return Level(0, on_host, tier, "host", stored, passing, waiting, parameter_bytes)
     # They are there until the step ends.
     stored += gradient_bytes + (new_bytes if bucket.has_master else 0)
-    return StateLevel(0, on_host, tier, "host", stored, parameter_bytes=parameter_bytes)
+    return Level(0, on_host, tier, "host", stored, parameter_bytes=parameter_bytes)
 
 
 def _through_device(num_bytes: int, tier: Tier, machine: Machine) -> float:
@@ -170,7 +132,7 @@ def touched_bytes(bucket: Bucket, num_bytes: int, numel: int) -> int:
     return 2 * (num_bytes + updated) + numel * bucket.reduce_dtype.itemsize + new
 
 
-def delayed_levels(layout: BucketLayout, state_bytes: Mapping[int, int], stage: int) -> dict[Bucket, StateLevel]:
+def delayed_levels(layout: BucketLayout, state_bytes: Mapping[int, int], stage: int) -> dict[Bucket, Level]:
     """States on the host, each bucket's with what its delayed update hands over from one step to the next: the
     gradient, and new parameters where their dtype is not the one that is updated.
 
@@ -188,18 +150,16 @@ def delayed_levels(layout: BucketLayout, state_bytes: Mapping[int, int], stage: 
         master = 0 if bucket.has_master else local * bucket.dtype.itemsize
         new_values = bucket.compute_dtype.itemsize if bucket.has_master else 0
         handed_over = local * (bucket.reduce_dtype.itemsize + new_values)
-        levels[bucket] = StateLevel(
-            0, 0.0, "host", "host", num_bytes + master + handed_over, 0, delayed_bytes=num_bytes
-        )
+        levels[bucket] = Level(0, 0.0, "host", "host", num_bytes + master + handed_over, 0, delayed_bytes=num_bytes)
     return levels
 
 
-def decisions_of(delayed: Mapping[Bucket, StateLevel]) -> tuple[StateDecision, ...]:
+def decisions_of(delayed: Mapping[Bucket, Level]) -> tuple[Absence, ...]:
     """The decisions about ``delayed_levels``, with their reasons."""
     return tuple(
-        StateDecision(
-            bucket.index, "host", "host",
-            f"delayed_update: frees {format_bytes(placement.delayed_bytes)}; gradients down, parameters up",
+        Absence(
+            bucket=bucket.index, tier="host", update="host",
+            reason=f"delayed_update: frees {format_bytes(placement.delayed_bytes)}; gradients down, parameters up",
             delayed=True,
         )
         for bucket, placement in delayed.items()

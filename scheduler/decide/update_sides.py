@@ -34,8 +34,9 @@ from heapq import heappop, heappush
 from zerofx.ir.buckets import Bucket
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.transfers import copy_seconds
-from zerofx.scheduler.decide.states import StateLevel, host_seconds, touched_bytes
-from zerofx.scheduler.plan.decisions import StateDecision
+from zerofx.scheduler.decide.ledger import Level
+from zerofx.scheduler.decide.states import host_seconds, touched_bytes
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.units import format_seconds
 
@@ -374,7 +375,7 @@ class Handed:
     """What the host may be handed for updates: ``levels`` say what buckets take of it already, ``spare_bytes`` what it
     has left for gradients and new parameters."""
 
-    levels: Mapping[Bucket, StateLevel]
+    levels: Mapping[Bucket, Level]
     spare_bytes: int
 
     def of(self, update: Update) -> int:
@@ -383,7 +384,7 @@ class Handed:
 
 
 def balance_updates(
-    decisions: Sequence[StateDecision],
+    decisions: Sequence[Absence],
     updates: Sequence[Update],
     arrivals: Sequence[Arrival],
     run_seconds: Sequence[float],
@@ -392,7 +393,7 @@ def balance_updates(
     *,
     departures: Sequence[Departure] = (),
     ahead: bool,
-) -> tuple[StateDecision, ...]:
+) -> tuple[Absence, ...]:
     """``decisions``, with the side of each update that lets the step end the soonest.
 
     Args:

@@ -62,17 +62,54 @@ class ReduceDecision:
         return next((place for place in places if place != ""), None)
 
 
-@dataclass(frozen=True)
-class RecomputeDecision:
-    """A forward value that is not kept for backward but computed again: node name, bytes, and why.
+@dataclass(frozen=True, kw_only=True)
+class Absence:
+    """A value that is not on the device for a while, or not whole: it leaves, and comes back by a link or computation.
 
-    ``layer`` is the dotted path of the module that makes the value, ``""`` the model itself.
+    The list of the plan says what it is: a forward value that backward reads (``recomputes``, ``offloads``,
+    ``spreads``), by the node ``value`` of the captured graph and ``layer``, the dotted path of the module that makes it
+    (``""``: the model itself); or of a ``bucket``, what is there between its uses: a rank's slice of parameters in the
+    compute dtype (``parameters``), optimizer states and fp32 masters (``states``), or gradients between
+    micro-batches (``gradients``). A bucket without an entry has them on the device.
+    ``tier`` is where it is meanwhile; ``"device"`` where values are computed again, or kept in parts on the ranks of
+    the model axis. ``num_bytes`` are those of the value, whole, or of the gradients.
+
+    Positions are names of nodes of the captured graph, one for each time that it leaves: for gradients one for every
+    body of a micro-batch but the last (``zerofx/ir/micro_batches.py``). The copy out starts after the last reader, or
+    the last gradient; it is awaited, and the memory given back, after ``free_after``. The copy back starts before
+    ``reload_before``, and from nvme into the host's memory before ``read`` (None: with the copy); it is awaited where
+    it is read. What an update works on comes back from where its bucket's reduction starts if there is no position.
+
+    ``update`` is the side of the update of states: on the ``"device"`` they come up for it and go down again, on the
+    ``"host"`` the gradient goes down, and the parameters come up. ``at_once``: all copies are made, and awaited, where
+    the update is; nothing is held for it while something else computes, and nothing overlaps with them. ``takes_over``
+    is the bucket whose buffers on the host it takes over on its way from nvme: its read starts when that bucket is
+    written back, at the earliest. ``back_by``: what goes back to its tier after the update runs on into the next step,
+    and is awaited there before this node; None: in its own step. ``delayed``: an update on the host runs during the
+    next step, which computes with the parameters from before it and brings the new ones up when it needs the old no
+    more (2101.06840, section 5: one-step delayed parameter update).
     """
 
-    value: str
-    num_bytes: int
     reason: str
-    layer: str = ""
+    bucket: int = field(default=-1, metadata=ONLY_IF_SET)
+    value: str = field(default="", metadata=ONLY_IF_SET)
+    layer: str = field(default="", metadata=ONLY_IF_SET)
+    tier: Tier = field(default="device", metadata=ONLY_IF_SET)
+    num_bytes: int = field(default=0, metadata=ONLY_IF_SET)
+    free_after: tuple[str, ...] = field(default=(), metadata=ONLY_IF_SET)
+    reload_before: tuple[str, ...] = field(default=(), metadata=ONLY_IF_SET)
+    read: str | None = field(default=None, metadata=ONLY_IF_SET)
+    update: Tier = field(default="device", metadata=ONLY_IF_SET)
+    at_once: bool = field(default=False, metadata=ONLY_IF_SET)
+    delayed: bool = field(default=False, metadata=ONLY_IF_SET)
+    takes_over: int | None = field(default=None, metadata=ONLY_IF_SET)
+    back_by: str | None = field(default=None, metadata=ONLY_IF_SET)
+
+    def __post_init__(self) -> None:
+        if (self.bucket < 0) == (not self.value):
+            raise ValueError(f"expected the absence of a value, or of what a bucket has, found {self}")
+        if (self.value or self.free_after) and not self.num_bytes:
+            raise ValueError(f"expected the bytes of what is not on the device, found {self}")
 
 
 @dataclass(frozen=True)
@@ -80,7 +117,7 @@ class TileDecision:
     """Logits that are made, and turned into their loss and its gradients, in ``num_tiles`` runs of rows or of classes.
 
     ``value`` is the node of the captured graph that gives the logits, ``num_bytes`` what they take whole, ``layer`` as
-    in ``RecomputeDecision``. ``over`` is ``"rows"`` or ``"classes"``.
+    in ``Absence``. ``over`` is ``"rows"`` or ``"classes"``.
     """
 
     value: str
@@ -134,85 +171,6 @@ class OverlapDecision:
 
 
 @dataclass(frozen=True)
-class OffloadDecision:
-    """A forward value that waits for backward in a slower tier: ``"host"`` or ``"nvme"``.
-
-    Positions are names of nodes of the captured graph. The copy out is issued after the value's last reader in
-    forward; it is awaited, and the value's memory on the device given back, after ``free_after``. The copy back is
-    issued before ``reload_before`` and awaited before the value's first reader in backward. ``layer`` as in
-    ``RecomputeDecision``.
-    """
-
-    value: str
-    tier: Tier
-    num_bytes: int
-    free_after: str
-    reload_before: str
-    reason: str
-    layer: str = ""
-
-
-@dataclass(frozen=True)
-class SpreadDecision:
-    """A forward value that all ranks of the model axis have, of which each keeps a part until backward gathers it.
-
-    ``value`` is a node of the captured graph, ``num_bytes`` what it takes whole, ``layer`` as in ``RecomputeDecision``.
-    """
-
-    value: str
-    num_bytes: int
-    reason: str
-    layer: str = ""
-
-
-@dataclass(frozen=True)
-class StateDecision:
-    """The tier of a bucket's optimizer states and fp32 masters between steps (``tier``), and of its update.
-
-    ``update`` is ``"device"`` (the states come up for the update and go down again) or ``"host"`` (the gradient goes
-    down, and the parameters come up). A bucket without a decision has its states on the device.
-    Positions are names of nodes of the captured graph: what the update works on is copied to it from before ``reload``
-    (None: from where the bucket's reduction starts), and from nvme into the host's memory from before ``read``
-    (None: with the copy). ``at_once``: all copies are made, and awaited, where the update is; nothing is held for it
-    while something else computes, and nothing overlaps with them. ``takes_over`` is the
-    bucket whose buffers on the host it takes over on its way from nvme: its read starts when that bucket is written
-    back, at the earliest. ``back_by``: what goes back to its tier after the update runs on into the next step, and is
-    awaited there before this node; None: in its own step.
-    ``delayed``: an update on the host runs during the next step, which computes with the parameters from before it and
-    brings the new ones up when it needs the old no more (2101.06840, section 5: one-step delayed parameter update).
-    """
-
-    bucket: int
-    tier: Tier
-    update: Tier
-    reason: str
-    reload: str | None = None
-    read: str | None = None
-    at_once: bool = False
-    delayed: bool = False
-    takes_over: int | None = None
-    back_by: str | None = None
-
-    @property
-    def place(self) -> str:
-        """The tier of the states and of their update, in words."""
-        return f"on {self.tier}, updated on the {self.update}{' during the next step' if self.delayed else ''}"
-
-
-@dataclass(frozen=True)
-class ParameterDecision:
-    """The slower tier that a rank's slice of a bucket's parameters lives in between uses: ``"host"`` or ``"nvme"``.
-
-    The slice is in the compute dtype. It is copied to the device for each of the bucket's residencies, and brought to
-    where the bucket is updated. A bucket without a decision has its parameters on the device.
-    """
-
-    bucket: int
-    tier: Tier
-    reason: str
-
-
-@dataclass(frozen=True)
 class PieceDecision:
     """A piece of what is outside repeated layers, whose values are decided about together as those of a layer are.
 
@@ -227,25 +185,6 @@ class PieceDecision:
     back_first: str | None
     back_last: str | None
     values: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class GradientDecision:
-    """The slower tier that a bucket's gradients wait in between micro-batches: ``"host"`` or ``"nvme"``.
-
-    Positions are names of nodes of the captured graph, one of each for every body of a micro-batch but the last
-    (``zerofx/ir/micro_batches.py``): the copy out
-    starts after the micro-batch's last gradient of the bucket, and is awaited after ``free_after``; the copy back
-    starts before ``reload_before``, and is awaited before the next micro-batch's first gradient. A bucket without a
-    decision has its gradients on the device.
-    """
-
-    bucket: int
-    tier: Tier
-    num_bytes: int
-    free_after: tuple[str, ...]
-    reload_before: tuple[str, ...]
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -277,11 +216,11 @@ class Locations:
     """Where parameters and states lie between steps, for evaluations, which move none of them: the buckets that have
     theirs in a slower tier; all others have them on the device."""
 
-    parameters: tuple[ParameterDecision, ...] = ()
-    states: tuple[StateDecision, ...] = ()
+    parameters: tuple[Absence, ...] = ()
+    states: tuple[Absence, ...] = ()
 
 
-D = TypeVar("D", GatherDecision, ReduceDecision, StateDecision, ParameterDecision, GradientDecision, WireDecision)
+D = TypeVar("D", GatherDecision, ReduceDecision, Absence, WireDecision)
 
 
 def bucket_decisions(decisions: Iterable[D], bucket: int) -> list[D]:

@@ -11,25 +11,20 @@ from zerofx.disk.own_files import read_named, write_named
 from zerofx.errors import PlanError
 from zerofx.json_format import ONLY_IF_SET, as_data, typed
 from zerofx.scheduler.plan.decisions import (
+    Absence,
     GatherDecision,
-    GradientDecision,
-    OffloadDecision,
     OverlapDecision,
-    ParameterDecision,
     PieceDecision,
-    RecomputeDecision,
     ReduceDecision,
     ShardingDecision,
     SliceDecision,
-    SpreadDecision,
-    StateDecision,
     TileDecision,
     WireDecision,
 )
 from zerofx.scheduler.plan.facts import Arena, BucketSummary, GraphSummary, Prediction
 from zerofx.scheduler.plan.mesh import Axes, Mesh
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -58,18 +53,18 @@ class Plan:
     buckets: tuple[BucketSummary, ...]
     gathers: tuple[GatherDecision, ...]
     reduces: tuple[ReduceDecision, ...]
-    recomputes: tuple[RecomputeDecision, ...] = ()
+    recomputes: tuple[Absence, ...] = ()
     extra_keeps: tuple[str, ...] = ()
     pieces: tuple[PieceDecision, ...] = field(default=(), metadata=ONLY_IF_SET)
     tiles: tuple[TileDecision, ...] = ()
     slices: tuple[SliceDecision, ...] = ()
     shardings: tuple[ShardingDecision, ...] = field(default=(), metadata=ONLY_IF_SET)
     overlaps: tuple[OverlapDecision, ...] = field(default=(), metadata=ONLY_IF_SET)
-    offloads: tuple[OffloadDecision, ...] = ()
-    spreads: tuple[SpreadDecision, ...] = field(default=(), metadata=ONLY_IF_SET)
-    states: tuple[StateDecision, ...] = ()
-    parameters: tuple[ParameterDecision, ...] = ()
-    gradients: tuple[GradientDecision, ...] = ()
+    offloads: tuple[Absence, ...] = ()
+    spreads: tuple[Absence, ...] = field(default=(), metadata=ONLY_IF_SET)
+    states: tuple[Absence, ...] = ()
+    parameters: tuple[Absence, ...] = ()
+    gradients: tuple[Absence, ...] = ()
     memory_budget: int | None = None
     num_micro_batches: int = 1
     max_grad_norm: float | None = field(default=None, metadata=ONLY_IF_SET)
@@ -206,7 +201,7 @@ class Plan:
         """
         try:
             data = json.loads(text)
-            if data.pop("format") != _FORMAT:
+            if data.pop("format") != _FORMAT and "reduces" in data:
                 raise PlanError(f"expected a plan of format {_FORMAT}; make the plan anew with this version of zerofx")
             needed = [entry.name for entry in fields(Plan) if entry.name in data or entry.metadata != ONLY_IF_SET]
             return typed(Plan, {name: data[name] for name in needed})  # a saved report has more

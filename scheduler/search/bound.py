@@ -45,7 +45,8 @@ from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.simulate import gradient_bytes
-from zerofx.scheduler.decide.activations import ActivationLevel, Segment, cheapest, segments
+from zerofx.scheduler.decide.activations import Segment, cheapest, segments
+from zerofx.scheduler.decide.ledger import Level
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.order import Move, moves_of
 
@@ -141,7 +142,7 @@ def least_seconds_to_free(missing: int, moves: Sequence[Move]) -> float:
     return seconds if missing <= 0 else float("inf")
 
 
-def convex_hull(segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float]) -> list[ActivationLevel]:
+def convex_hull(segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float]) -> list[Level]:
     """The corners of the lower convex hull of (bytes, seconds) over all that may be kept, least seconds first.
 
     Between two corners the cut at the price of their slope lies on the hull: either it finds a corner in between, or
@@ -159,9 +160,9 @@ def _between(
     segment: Segment,
     sizes: Sequence[int],
     seconds: Mapping[fx.Node, float],
-    left: ActivationLevel,
-    right: ActivationLevel,
-) -> list[ActivationLevel]:
+    left: Level,
+    right: Level,
+) -> list[Level]:
     """The corners after ``left`` up to ``right``."""
     freed, paid = left.num_bytes - right.num_bytes, right.seconds - left.seconds
     if freed <= 0 or paid <= 0:
@@ -344,13 +345,13 @@ def _tightest(facts: _Facts, moments: Iterable[_Moment]) -> list[tuple[tuple[int
     return list(best.items())
 
 
-def _hulls(facts: _Facts, machine: Machine) -> list[list[ActivationLevel]]:
+def _hulls(facts: _Facts, machine: Machine) -> list[list[Level]]:
     """For each segment the hull of what it may keep, without what is kept in any case.
 
     Values of other segments count nothing here, as they count where they are made; nor do operators that a plan can
     move to backward instead of running them twice.
     """
-    known: dict[Hashable, list[ActivationLevel]] = {}
+    known: dict[Hashable, list[Level]] = {}
     hulls = []
     for part in facts.parts:
         key = part.key, tuple(node in facts.stays for node in part.operators)

@@ -11,17 +11,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-
-class Priced(Protocol):
-    """A level of a menu: bytes on the device at the peak, and seconds, both compared with the other levels'."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    @property
-    def seconds(self) -> float: ...
+from zerofx.scheduler.decide.ledger import Level
 
 
 @dataclass(frozen=True)
@@ -34,7 +25,7 @@ class Move:
     extra_seconds: float
 
 
-def moves_of(item: int, levels: Sequence[Priced]) -> list[Move]:
+def moves_of(item: int, levels: Sequence[Level]) -> list[Move]:
     """The moves along the menu of one item."""
     return [
         Move(item, level, before.num_bytes - after.num_bytes, after.seconds - before.seconds)
@@ -42,7 +33,7 @@ def moves_of(item: int, levels: Sequence[Priced]) -> list[Move]:
     ]
 
 
-def order_moves(menus: Sequence[Sequence[Priced]]) -> list[Move]:
+def order_moves(menus: Sequence[Sequence[Level]]) -> list[Move]:
     """All moves, best first; the moves of one item stay in the order of its menu, earlier items come first.
 
     Where a menu is not convex, a move that is worth little opens the way to better ones: they are worth, together, what

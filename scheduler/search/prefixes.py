@@ -15,7 +15,7 @@ from itertools import accumulate
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.choice import Item, plan_of
 from zerofx.scheduler.search.held import Held
-from zerofx.scheduler.search.items import Parameters, Prefetching, num_free
+from zerofx.scheduler.search.items import num_free
 from zerofx.scheduler.search.order import order_moves
 from zerofx.scheduler.search.question import Question
 from zerofx.scheduler.search.rehearsal import Rehearsal
@@ -110,11 +110,11 @@ class Prefixes:
         None too where it has most parameters come from nvme: those that are issued ahead take the host's memory.
         """
         moved = [self._items[move.item] for move in self._moves[: self._fitting]]
-        num_parameters = sum(isinstance(item, Parameters) for item in self._items)
-        num_from_nvme = sum(isinstance(item, Parameters) and item.levels[1].tier == "nvme" for item in moved)
-        if 2 * num_from_nvme > num_parameters or not any(isinstance(item, Prefetching) for item in moved):
+        num_parameters = sum(item.kind == "parameters" for item in self._items)
+        num_from_nvme = sum(item.kind == "parameters" and item.levels[1].tier == "nvme" for item in moved)
+        if 2 * num_from_nvme > num_parameters or all(item.kind != "prefetch" for item in moved):
             return None
-        items = [item for item in self._items if not isinstance(item, Prefetching)]
+        items = [item for item in self._items if item.kind != "prefetch"]
         name = f"{self.name}, gathers as far ahead"
         return Prefixes(self._question, name, items, self._rehearsal, self, self._count)
 

@@ -17,10 +17,11 @@ from zerofx.options import CompileOptions
 from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.gradients import gradients_asked, reduced_each
-from zerofx.scheduler.decide.states import StateLevel, delayed_levels
+from zerofx.scheduler.decide.ledger import Level
+from zerofx.scheduler.decide.states import delayed_levels
 from zerofx.scheduler.decide.tiling import named_tiles
 from zerofx.scheduler.decide.undecided import undecided
-from zerofx.scheduler.plan.decisions import GradientDecision, Locations
+from zerofx.scheduler.plan.decisions import Absence, Locations
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.graph_facts import GraphFacts
 from zerofx.scheduler.search.question import Question
@@ -153,7 +154,7 @@ class Problem:
         tiles = named_tiles(self.captured, self.options.tile) if isinstance(self.options.tile, Mapping) else ()
         return GraphFacts(self.captured, self.machine, tiles, target=self.target)
 
-    def gradients(self) -> tuple[GradientDecision, ...]:
+    def gradients(self) -> tuple[Absence, ...]:
         """The gradients that are asked to wait elsewhere between micro-batches."""
         tier = gradients_tier(self.options.offload, self.machine)
         return gradients_asked(self.layout, self.captured.num_micro_batches, tier)
@@ -175,7 +176,7 @@ class Problem:
         num = self.captured.num_micro_batches
         return reduced_each(self.layout, options.stage, num, options.reduce, searched=searched)
 
-    def delayed(self) -> dict[Bucket, StateLevel]:
+    def delayed(self) -> dict[Bucket, Level]:
         """Where states are whose updates are asked to run next to the following step."""
         if self.options.delayed_update is None:
             return {}

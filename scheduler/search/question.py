@@ -11,9 +11,10 @@ from zerofx.choices import ReduceOption
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.decide.ledger import Ledger, Level
 from zerofx.scheduler.decide.residency import PolicyOptions
-from zerofx.scheduler.decide.states import StateLevel, state_menus
-from zerofx.scheduler.plan.decisions import GradientDecision, Locations, TileDecision
+from zerofx.scheduler.decide.states import state_menus
+from zerofx.scheduler.plan.decisions import Absence, Locations, TileDecision
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.graph_facts import GraphFacts
@@ -31,7 +32,7 @@ class Question:
     index. ``tile``: whether values may be tiled, and ``tile_classes`` logits over their classes too.
     ``delayed``: where states are in any case, so that their updates overlap with the next step; none if empty.
     ``fixed``: where states and parameters stay in any case, which no move changes; None where moves say it.
-    ``inlines``: whether values may be computed again at no cost (``scheduler/decide/inlined.py``).
+    ``inlines``: whether values may be computed again at no cost (``decide/activations.free_levels``).
     ``gradients``: which wait elsewhere between micro-batches in any case, with copies that are still to be placed.
     ``reduce``: whether gradients may be reduced in each micro-batch, ``reduced_each`` those that are before any move.
     """
@@ -45,10 +46,10 @@ class Question:
     state_bytes: Mapping[int, int] = field(default_factory=dict)
     tile: bool = False
     tile_classes: bool = False
-    delayed: Mapping[Bucket, StateLevel] = field(default_factory=dict)
+    delayed: Mapping[Bucket, Level] = field(default_factory=dict)
     fixed: Locations | None = None
     inlines: bool = False
-    gradients: tuple[GradientDecision, ...] = ()
+    gradients: tuple[Absence, ...] = ()
     reduce: ReduceOption = "auto"
     reduced_each: Mapping[int, str] = field(default_factory=dict)
 
@@ -64,14 +65,14 @@ class Question:
         return (self, replace(self, facts=replace(self.facts, divides=False)))
 
     @cached_property
-    def levels_where_fixed(self) -> dict[Bucket, StateLevel]:
+    def levels_where_fixed(self) -> dict[Bucket, Level]:
         """What states that ``fixed`` leaves off the device take where they are."""
         away = {decision.bucket for decision in self.fixed.states} if self.fixed is not None else set()
         if not away:
             return {}
         menus = state_menus(
-            self.layout, self.state_bytes, self.stage, self.facts.seconds_of_one, self.machine, self.tiers,
-            clipped=self.undecided.updates_wait,
+            self.layout, self.state_bytes, self.stage, self.facts.seconds_of_one, self.machine,
+            Ledger.of(self.machine, self.tiers), clipped=self.undecided.updates_wait,
         )  # fmt: skip
         return {bucket: off for bucket, (_, off) in menus.items() if bucket.index in away}
 

@@ -36,7 +36,7 @@ from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.simulate import predict, simulate
 from zerofx.scheduler.decide.activations import Segment, segments
 from zerofx.scheduler.decide.undecided import undecided
-from zerofx.scheduler.plan.decisions import OffloadDecision, RecomputeDecision
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.bound import bound, convex_hull, least_seconds_to_free, with_least_seconds
@@ -114,7 +114,9 @@ class Case:
     def plan(self, dropped: list[str], extra: list[str], prefetch: int) -> Plan:
         """The plan that computes ``dropped`` again, with its prediction."""
         by_name = {node.name: node for node in self.step.graph.nodes}
-        decisions = tuple(RecomputeDecision(name, storage_bytes(tensors_of(by_name[name])[0]), "") for name in dropped)
+        decisions = tuple(
+            Absence(value=name, num_bytes=storage_bytes(tensors_of(by_name[name])[0]), reason="") for name in dropped
+        )
         by_hand = replace(
             undecided(self.step, self.layout, self.stage, None, MACHINE.name),
             recomputes=decisions,
@@ -292,7 +294,7 @@ def test_a_budget_that_no_choice_meets_has_an_infinite_bound() -> None:
 def test_a_plan_that_offloads_has_no_bound() -> None:
     model, batch = Chain(("linear", "tanh"), 2), (torch.randn(ROWS, DIM),)
     case = Case.of(model, batch)
-    away = OffloadDecision("tanh", "host", 1, "tanh", "tanh", "")
+    away = Absence(value="tanh", tier="host", num_bytes=1, free_after=("tanh",), reload_before=("tanh",), reason="")
     asked = replace(case.plan([], [], 1), memory_budget=10**9, offloads=(away,))
     assert with_least_seconds(asked, case.step, case.layout, MACHINE, on_cpu=True) is asked
 

@@ -137,10 +137,10 @@ _OF_STEP = (
 
 def _read(text: str) -> SavedGraph:
     data = json.loads(text)
-    if data["format"] != _FORMAT or "graph" not in data:
-        raise ValueError("it was written by another version of zerofx, or is no graph")
-    if not isinstance(data["graph"], dict):
+    if isinstance(data.get("graph"), str):
         raise ValueError("it is a plan, not a graph")
+    if data["format"] != _FORMAT or not isinstance(data.get("graph"), dict):
+        raise ValueError("it was written by another version of zerofx, or is no graph")
     blank = StepGraph(fx.Graph(), torch.device("cpu"), decode(data["step"]["parameters"]))
     step = from_json(json.dumps(data["graph"]), blank, fake_mode(), NAMESPACES)
     nodes = list(step.graph.nodes)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from zerofx.scheduler.plan.decisions import GatherDecision, OffloadDecision, ReduceDecision
-from zerofx.scheduler.plan.facts import TIERS
+from zerofx.scheduler.plan.decisions import Absence, GatherDecision, ReduceDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
-from zerofx.scheduler.plan.text.overview import D, count_values, group_by_unit, tiles_words, wire_words
+from zerofx.scheduler.plan.text.overview import count_values, group_by_unit, tiles_words, wire_words
+from zerofx.scheduler.plan.text.reasons import absences, of_values
 from zerofx.units import format_bytes, format_count, format_seconds
 
 SAME = "the plans are the same"
@@ -37,17 +37,19 @@ def diff_plans(first: Plan, other: Plan) -> str:
         "reductions": _fold_changes(_reductions(first, other)),
         "wire": _fold_changes(placed(lambda plan: [(d.bucket, wire_words(d)) for d in plan.wires], "sent exactly")),
         "tiled": list(_tiles(first, other)),
-        "parameters": _fold_changes(placed(lambda plan: [(d.bucket, f"on {d.tier}") for d in plan.parameters])),
-        "optimizer states": _fold_changes(placed(lambda plan: [(d.bucket, d.place) for d in plan.states])),
-        "gradients": _fold_changes(
-            placed(lambda plan: [(d.bucket, f"on {d.tier} between micro-batches") for d in plan.gradients])
-        ),
-        "recomputed": [
-            *_fold_changes(_values(first, *(group_by_unit(plan, plan.recomputes) for plan in (first, other)))),
-            *_extra_keeps(first, other),
-        ],
-        "kept in parts": _fold_changes(_values(first, *(group_by_unit(plan, plan.spreads) for plan in (first, other)))),
-        **{f"offloaded to {tier}": _fold_changes(_offloads(first, other, tier)) for tier in TIERS if tier != "device"},
+        **{
+            kind: _fold_changes(placed(partial(_places_of, kind)))
+            for kind in ("parameters", "optimizer states", "gradients")
+        },
+        **{
+            fate: [
+                *_fold_changes(
+                    _values(first, *(group_by_unit(plan, of_values(plan)[fate]) for plan in (first, other)))
+                ),
+                *(_extra_keeps(first, other) if fate == "recomputed" else ()),
+            ]
+            for fate in of_values(first)
+        },
         "predicted, per rank": list(_predictions(first, other)),
     }
     lines = [line for title, lines in sections.items() if lines for line in (title, *(f"  {text}" for text in lines))]
@@ -196,6 +198,10 @@ def _tiles(first: Plan, other: Plan) -> Iterator[str]:
     return (f"{change.name}: {change.text}" for change in _changes(known(first), known(other), "whole"))
 
 
+def _places_of(kind: str, plan: Plan) -> list[tuple[int, str]]:
+    return [(decision.bucket, place) for decision, place in absences(plan)[kind]]
+
+
 def _place_changes(
     first: Plan, other: Plan, known: Callable[[Plan], list[tuple[int, str]]], otherwise: str = "on the device"
 ) -> list[_Change]:
@@ -209,24 +215,7 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str], otherwise: str
     return [_Change(name, f"{old} -> {new}") for name, (old, new) in sides.items() if old != new]
 
 
-def _offloads(first: Plan, other: Plan, tier: str) -> list[_Change]:
-    before, after = (
-        group_by_unit(plan, (decision for decision in plan.offloads if decision.tier == tier))
-        for plan in (first, other)
-    )
-    changes = _values(first, before, after)
-    changed = {change.name for change in changes}
-    for unit in after:
-        if (unit or "(model)") not in changed and _copy_positions(before[unit]) != _copy_positions(after[unit]):
-            changes.append(_Change(unit or "(model)", "the same values, copied at other nodes"))
-    return changes
-
-
-def _copy_positions(decisions: Sequence[OffloadDecision]) -> list[tuple[str, str]]:
-    return [(decision.free_after, decision.reload_before) for decision in decisions]
-
-
-def _values(first: Plan, before: Mapping[str, list[D]], after: Mapping[str, list[D]]) -> list[_Change]:
+def _values(first: Plan, before: Mapping[str, list[Absence]], after: Mapping[str, list[Absence]]) -> list[_Change]:
     """Changes of the values of each repeated layer."""
     order = [bucket.name for bucket in first.buckets]
     units = sorted({*before, *after}, key=lambda unit: order.index(unit) if unit in order else len(order))
@@ -241,6 +230,8 @@ def _values(first: Plan, before: Mapping[str, list[D]], after: Mapping[str, list
             changes.append(_Change(unit or "(model)", f"{sides[0]} -> {sides[1]}"))
         elif {decision.value for decision in old} != {decision.value for decision in new}:
             changes.append(_Change(unit or "(model)", f"{sides[0]}, but other values"))
+        elif [(d.free_after, d.reload_before) for d in old] != [(d.free_after, d.reload_before) for d in new]:
+            changes.append(_Change(unit or "(model)", "the same values, copied at other nodes"))
     return changes
 
 
@@ -260,32 +251,30 @@ def _predictions(first: Plan, other: Plan) -> Iterator[str]:
                 "not simulated" if after is None else "simulated"
             )
         return
-    tiers = dict.fromkeys([*before.peak_bytes, *after.peak_bytes])
-    for tier in tiers:
-        yield from _change(
-            f"peak on the {tier}", before.peak_bytes.get(tier, 0), after.peak_bytes.get(tier, 0), format_bytes
-        )
-    for kind in dict.fromkeys([*before.peak_live, *after.peak_live]):
-        yield from _change(
-            f"  {kind} at the peak", before.peak_live.get(kind, 0), after.peak_live.get(kind, 0), format_bytes
-        )
-    if before.peak_node != after.peak_node:
-        yield f"peak at: {before.peak_node} -> {after.peak_node}"
-    bytes_change = partial(_change, text=format_bytes)
-    seconds_change = partial(_change, text=format_seconds)
-    yield from bytes_change(
-        "parameters, gradients, optimizer states", before.model_state_bytes, after.model_state_bytes
-    )
-    yield from seconds_change("time of a step", before.step_seconds, after.step_seconds)
-    yield from seconds_change("waits for communication", before.exposed_seconds, after.exposed_seconds)
-    yield from bytes_change("sent in a step", before.wire_bytes, after.wire_bytes)
-    for where in dict.fromkeys([*before.node_wire_bytes, *after.node_wire_bytes]):
-        if before.node_wire_bytes and after.node_wire_bytes:
-            sides = (plan.node_wire_bytes[where] for plan in (before, after))
-            yield from bytes_change(f"sent by a node {where} nodes", *sides)
-    for stream in dict.fromkeys([*before.link_bytes, *after.link_bytes]):
-        yield from bytes_change(f"moved by {stream}", before.link_bytes.get(stream, 0), after.link_bytes.get(stream, 0))
-    yield from _change("FLOPs of a step", before.flops, after.flops, format_count)
+    for name, (words, text) in _NUMBERS.items():
+        old, new = getattr(before, name), getattr(after, name)
+        if name == "peak_node" and old != new:
+            yield words.format(f"{old} -> {new}")
+        elif isinstance(old, Mapping) and (name != "node_wire_bytes" or (old and new)):
+            for key in dict.fromkeys([*old, *new]):
+                yield from _change(words.format(key), old.get(key, 0), new.get(key, 0), text)
+        elif isinstance(old, int | float):
+            yield from _change(words, old, new, text)
+
+
+# Fields of predictions in words; those by key have its place.
+_NUMBERS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "peak_bytes": ("peak on the {}", format_bytes),
+    "peak_live": ("  {} at the peak", format_bytes),
+    "peak_node": ("peak at: {}", str),
+    "model_state_bytes": ("parameters, gradients, optimizer states", format_bytes),
+    "step_seconds": ("time of a step", format_seconds),
+    "exposed_seconds": ("waits for communication", format_seconds),
+    "wire_bytes": ("sent in a step", format_bytes),
+    "node_wire_bytes": ("sent by a node {} nodes", format_bytes),
+    "link_bytes": ("moved by {}", format_bytes),
+    "flops": ("FLOPs of a step", format_count),
+}
 
 
 def _change(what: str, before: float, after: float, text: Callable[[float], str]) -> Iterator[str]:

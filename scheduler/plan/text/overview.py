@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
 
 from tabulate import tabulate
 
 from zerofx.precision import dtype_name, dtype_named
 from zerofx.scheduler.plan.decisions import (
-    OffloadDecision,
-    RecomputeDecision,
-    SpreadDecision,
+    Absence,
     TileDecision,
     WireDecision,
 )
@@ -21,12 +18,9 @@ from zerofx.scheduler.plan.facts import BucketSummary, unit_of
 from zerofx.scheduler.plan.mesh import SHARD
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
-from zerofx.scheduler.plan.text.reasons import OF_VALUES, reasons
+from zerofx.scheduler.plan.text.reasons import OF_VALUES, of_values, reasons
 from zerofx.scheduler.plan.text.shared import sharding_lines
 from zerofx.units import format_bytes, format_count, format_seconds, on_tiers
-
-AboutValue = RecomputeDecision | OffloadDecision | SpreadDecision
-D = TypeVar("D", RecomputeDecision, OffloadDecision, SpreadDecision)
 
 _ATTENTION = re.compile(r"(?:aten\.|zerofx\.own_)_scaled_dot_product_(cudnn|flash|efficient)_attention\.default")
 _HEADERS = ("bucket", "parameters", "dtype", "slice", "whole", "group", "gathers")
@@ -68,12 +62,7 @@ def describe_plan(plan: Plan) -> str:
     for tiled in plan.tiles:
         over = " over classes" if tiled.over == "classes" else ""
         lines += ["", f"tiled{over}: {tiled.value} of {tiled.layer or '(model)'} and what follows: {tiled.reason}"]
-    if plan.recomputes:
-        lines += ["", *_recompute_lines(plan)]
-    if plan.spreads:
-        lines += ["", *_spread_lines(plan)]
-    if plan.offloads:
-        lines += ["", *_offload_lines(plan)]
+    lines += _value_lines(plan)
     return "\n".join(lines)
 
 
@@ -146,14 +135,14 @@ def _attention_kernels(plan: Plan) -> list[str]:
     return [f"attention by {listed}, as torch chooses on the GPU that is planned for"]
 
 
-def group_by_unit(plan: Plan, decisions: Iterable[D]) -> dict[str, list[D]]:
+def group_by_unit(plan: Plan, decisions: Iterable[Absence]) -> dict[str, list[Absence]]:
     """Decisions about values by the repeated layer, or piece of the rest, that makes them, in their order.
 
     ``""`` is what is outside layers where that is not divided.
     """
     units = {bucket.name for bucket in plan.buckets}
     pieces = {value: piece.name for piece in plan.pieces for value in piece.values}
-    decisions_of: dict[str, list[D]] = {}
+    decisions_of: dict[str, list[Absence]] = {}
     for decision in decisions:
         place = pieces.get(decision.value) or unit_of(decision.layer, units)
         decisions_of.setdefault(place, []).append(decision)
@@ -165,37 +154,24 @@ def count_values(number: int) -> str:
     return f"{number} value{'' if number == 1 else 's'}"
 
 
-def _recompute_lines(plan: Plan) -> Iterator[str]:
-    """A line for all layers in a row of which the same is computed again for the same reason."""
-    total = sum(decision.num_bytes for decision in plan.recomputes)
-    yield f"recomputed: {count_values(len(plan.recomputes))}, {format_bytes(total)} freed between forward and backward"
-    yield from _layers(group_by_unit(plan, plan.recomputes))
-    if plan.extra_keeps:
-        yield f"  kept for it, though backward does not read it: {count_values(len(plan.extra_keeps))}"
+def _value_lines(plan: Plan) -> Iterator[str]:
+    """A paragraph for each fate of values; in it a line for all layers in a row of which the same values have it, for
+    the same reason."""
+    for fate, decisions in of_values(plan).items():
+        freed, then = sum(decision.num_bytes for decision in decisions), ""
+        if fate == "kept in parts":
+            fate, then = f"kept as one part on each of {plan.model} ranks", ", which gathers them"
+            freed = freed * (plan.model - 1) // plan.model
+        if decisions:
+            yield ""
+            size = f"{format_bytes(freed)} freed between forward and backward{then}"
+            yield f"{fate}: {count_values(len(decisions))}, {size}"
+            yield from _layers(group_by_unit(plan, decisions))
+        if fate == "recomputed" and decisions and plan.extra_keeps:
+            yield f"  kept for it, though backward does not read it: {count_values(len(plan.extra_keeps))}"
 
 
-def _spread_lines(plan: Plan) -> Iterator[str]:
-    """Lines like those of ``_recompute_lines``."""
-    freed = sum(decision.num_bytes for decision in plan.spreads) * (plan.model - 1) // plan.model
-    yield (
-        f"kept as one part on each of {plan.model} ranks: {count_values(len(plan.spreads))}, {format_bytes(freed)} "
-        f"freed between forward and backward, which gathers them"
-    )
-    yield from _layers(group_by_unit(plan, plan.spreads))
-
-
-def _offload_lines(plan: Plan) -> Iterator[str]:
-    """Lines like those of ``_recompute_lines``, for each tier."""
-    for tier in dict.fromkeys(decision.tier for decision in plan.offloads):
-        there = [decision for decision in plan.offloads if decision.tier == tier]
-        total = sum(decision.num_bytes for decision in there)
-        yield (
-            f"offloaded to {tier}: {count_values(len(there))}, {format_bytes(total)} freed between forward and backward"
-        )
-        yield from _layers(group_by_unit(plan, there))
-
-
-def _layers(units: Mapping[str, Sequence[AboutValue]]) -> Iterator[str]:
+def _layers(units: Mapping[str, Sequence[Absence]]) -> Iterator[str]:
     """A line for all layers in a row with equal decisions and reasons."""
     listed = list(units.items())
     shapes = [
@@ -216,11 +192,11 @@ def _layers(units: Mapping[str, Sequence[AboutValue]]) -> Iterator[str]:
             yield f"  {span([unit or '(model)' for unit in names])}{count}: {what}; {why}"
 
 
-def _distinct(decisions: Sequence[AboutValue]) -> list[str]:
+def _distinct(decisions: Sequence[Absence]) -> list[str]:
     return list(dict.fromkeys(decision.reason for decision in decisions))
 
 
-def _common_reasons(unit: str, decisions: Sequence[AboutValue]) -> str:
+def _common_reasons(unit: str, decisions: Sequence[Absence]) -> str:
     """The reasons as they read for any one of several layers."""
     text = "; ".join(_distinct(decisions))
     return re.sub(rf"(?<![\w.]){re.escape(unit)}(?![\w.]*\w)", "each", text) if unit else text

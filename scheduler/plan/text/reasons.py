@@ -4,17 +4,49 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from zerofx.scheduler.plan.decisions import OffloadDecision, RecomputeDecision
+from zerofx.scheduler.plan.decisions import Absence
+from zerofx.scheduler.plan.facts import TIERS
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import span
 from zerofx.units import format_bytes
 
 OF_VALUES = ("recomputed", "offloaded")
-KINDS = ("gathers", "reductions", "wire", "parameters", "optimizer states", "gradients", *OF_VALUES)
+
+
+def absences(plan: Plan) -> dict[str, list[tuple[Absence, str]]]:
+    """All that is not on the device for a while, by kind, each with where it is, or what becomes of it."""
+
+    def listed(decisions: Sequence[Absence], place: Callable[[Absence], str]) -> list[tuple[Absence, str]]:
+        return [(decision, place(decision)) for decision in decisions]
+
+    return {
+        "parameters": listed(plan.parameters, lambda d: f"on {d.tier}"),
+        "optimizer states": listed(
+            plan.states,
+            lambda d: f"on {d.tier}, updated on the {d.update}{' during the next step' if d.delayed else ''}",
+        ),
+        "gradients": listed(plan.gradients, lambda d: f"on {d.tier} between micro-batches"),
+        "recomputed": listed(plan.recomputes, lambda _: "is computed again"),
+        "kept in parts": listed(
+            plan.spreads, lambda _: f"is kept as one part on each of {plan.model} ranks, and gathered for backward"
+        ),
+        "offloaded": listed(
+            plan.offloads,
+            lambda d: f"waits in {d.tier}, freed after {d.free_after[0]}, reloaded before {d.reload_before[0]}",
+        ),
+    }
+
+
+def of_values(plan: Plan) -> dict[str, list[Absence]]:
+    """The values that do not wait for backward on the device, or not whole, by what becomes of them."""
+    fates = {"recomputed": list(plan.recomputes), "kept in parts": list(plan.spreads)}
+    for tier in TIERS:
+        fates[f"offloaded to {tier}"] = [decision for decision in plan.offloads if decision.tier == tier]
+    return fates
 
 
 @dataclass(frozen=True)
@@ -34,7 +66,7 @@ class Reason:
 
 
 def reasons(plan: Plan) -> dict[str, list[Reason]]:
-    """The reasons by kind of decision (one of ``KINDS``), in the order of the decisions; empty kinds are left out.
+    """The reasons by kind of decision, in the order of the decisions; empty kinds are left out.
 
     On one rank nothing is reduced, whatever the plan says of when.
     """
@@ -42,13 +74,14 @@ def reasons(plan: Plan) -> dict[str, list[Reason]]:
     gathers = [(names[decision.bucket], decision.reason) for decision in plan.gathers]
     reductions = [(names[decision.bucket], decision.reason) for decision in plan.reduces if plan.num_ranks > 1]
     pieces = {value: piece.name for piece in plan.pieces for value in piece.values}
-    again, out = (list(_value_entries(decisions, names, pieces)) for decisions in (plan.recomputes, plan.offloads))
     wires = [(names[decision.bucket], decision.reason) for decision in plan.wires]
-    parameters = [(names[d.bucket], f"on {d.tier}; {d.reason}") for d in plan.parameters]
-    states = [(names[d.bucket], f"{d.place}; {d.reason}") for d in plan.states]
-    gradients = [(names[d.bucket], f"on {d.tier} between micro-batches; {d.reason}") for d in plan.gradients]
-    lists = [gathers, reductions, wires, parameters, states, gradients, again, out]
-    return {kind: _fold_reasons(entries, names) for kind, entries in zip(KINDS, lists, strict=True) if entries}
+    entries = {"gathers": gathers, "reductions": reductions, "wire": wires}
+    for kind, away in absences(plan).items():
+        if kind in OF_VALUES:
+            entries[kind] = list(_value_entries([decision for decision, _ in away], names, pieces))
+        else:
+            entries[kind] = [(names[d.bucket], f"{place}; {d.reason}") for d, place in away if not d.value]
+    return {kind: _fold_reasons(of_kind, names) for kind, of_kind in entries.items() if of_kind}
 
 
 def one_line(kind: str, reasons_given: Sequence[Reason]) -> str:
@@ -62,7 +95,7 @@ def one_line(kind: str, reasons_given: Sequence[Reason]) -> str:
 
 
 def _value_entries(
-    decisions: Sequence[RecomputeDecision] | Sequence[OffloadDecision], names: Sequence[str], pieces: Mapping[str, str]
+    decisions: Sequence[Absence], names: Sequence[str], pieces: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     """One entry for all values that are treated so for one reason: they are of one layer, or one piece of the rest."""
     values: dict[str, list[int]] = {}

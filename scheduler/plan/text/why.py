@@ -7,18 +7,17 @@ from collections.abc import Iterator
 
 from zerofx.errors import PlanError
 from zerofx.scheduler.plan.decisions import (
+    Absence,
     GatherDecision,
-    OffloadDecision,
     PieceDecision,
-    RecomputeDecision,
     ReduceDecision,
-    SpreadDecision,
     TileDecision,
     bucket_decisions,
 )
 from zerofx.scheduler.plan.facts import is_within
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.text.overview import AboutValue, count_values, itemsize, tiles_words
+from zerofx.scheduler.plan.text.overview import count_values, itemsize, tiles_words
+from zerofx.scheduler.plan.text.reasons import absences
 from zerofx.scheduler.plan.text.shared import placement_words
 from zerofx.units import format_bytes
 
@@ -71,19 +70,19 @@ def _node_lines(plan: Plan, name: str) -> Iterator[str]:
     for wire in plan.wires:
         if wire.hop_after == name and plan.num_ranks > 1:
             yield f"reduction of {plan.buckets[wire.bucket].name}: its hop across nodes begins after it: {wire.reason}"
-    for recompute in plan.recomputes:
-        if recompute.value == name:
-            yield _recompute(recompute)
-    for offload in plan.offloads:
-        at = [
-            *(["freed on the device after it"] if offload.free_after == name else []),
-            *(["its copy back is issued before it"] if offload.reload_before == name else []),
-        ]
-        if offload.value == name:
-            yield _offload(offload)
-        elif at:
-            yield f"offload of {offload.value}: {', '.join(at)}: {offload.reason}"
-    yield from (_spread(plan, decision) for decision in plan.spreads if decision.value == name)
+    for kind, away in absences(plan).items():
+        for decision, fate in away:
+            at = [
+                *(["freed on the device after it"] if name in decision.free_after else []),
+                *(["its copy back is issued before it"] if name in decision.reload_before else []),
+                *(["it is read from nvme before it"] if decision.read == name else []),
+            ]
+            if decision.value == name:
+                yield _value(decision, fate)
+            elif at:
+                whose = decision.value or plan.buckets[decision.bucket].name
+                subject = f"{'offload' if decision.value else kind} of {whose}"
+                yield f"{subject}: {', '.join(at)}: {decision.reason}"
     for tiled in plan.tiles:
         if tiled.value == name:
             yield _tile(tiled)
@@ -122,10 +121,10 @@ def _module_lines(plan: Plan, name: str) -> Iterator[str]:
             yield "never reduced: there is one rank"
         else:
             yield from map(_reduce, bucket_decisions(plan.reduces, index))
-        for waiting in bucket_decisions(plan.gradients, index):
-            yield f"gradients on {waiting.tier} between micro-batches: {waiting.reason}"
         yield from (f"wire: {wire.reason}" for wire in bucket_decisions(plan.wires, index))
-        yield from (f"optimizer states {state.place}: {state.reason}" for state in bucket_decisions(plan.states, index))
+        for kind in ("gradients", "optimizer states"):
+            away = [(d, place) for d, place in absences(plan)[kind] if d.bucket == index]
+            yield from (f"{kind} {place}: {decision.reason}" for decision, place in away)
     for shared in plan.shardings:
         if shared.parameter and is_within(shared.parameter, name):
             words = placement_words(str(shared.outputs[0]))
@@ -135,20 +134,18 @@ def _module_lines(plan: Plan, name: str) -> Iterator[str]:
         if is_within(sliced.parameter, name) or name.startswith(f"{sliced.parameter}["):
             yield f"{sliced.parameter} is worked with in {sliced.num_slices} slices: {sliced.reason}"
     yield from (_tile(tiled) for tiled in plan.tiles if is_within(tiled.layer, name))
-    again = [decision for decision in plan.recomputes if is_within(decision.layer, name)]
-    if again:
-        total = sum(decision.num_bytes for decision in again)
-        yield f"computed again in backward: {count_values(len(again))}, {format_bytes(total)} freed"
-        yield from (f"  {_recompute(decision)}" for decision in again)
-    elif any(_is_related(bucket.name, name) for bucket in plan.buckets):
-        yield "nothing is computed again in backward"
-    out = [decision for decision in plan.offloads if is_within(decision.layer, name)]
-    if out:
-        total = sum(decision.num_bytes for decision in out)
-        yield f"offloaded between forward and backward: {count_values(len(out))}, {format_bytes(total)} freed"
-        yield from (f"  {_offload(decision)}" for decision in out)
-
-    yield from (_spread(plan, decision) for decision in plan.spreads if is_within(decision.layer, name))
+    for kind, title in (
+        ("recomputed", "computed again in backward"),
+        ("offloaded", "offloaded between forward and backward"),
+        ("kept in parts", "in parts between forward and backward"),
+    ):
+        values = [(d, fate) for d, fate in absences(plan)[kind] if is_within(d.layer, name)]
+        if values:
+            total = format_bytes(sum(decision.num_bytes for decision, _ in values))
+            yield f"{title}: {count_values(len(values))}, {total} {'whole' if kind == 'kept in parts' else 'freed'}"
+            yield from (f"  {_value(decision, fate)}" for decision, fate in values)
+        elif kind == "recomputed" and any(_is_related(bucket.name, name) for bucket in plan.buckets):
+            yield "nothing is computed again in backward"
 
 
 def _gather(gather: GatherDecision) -> str:
@@ -166,25 +163,12 @@ def _reduce(reduce: ReduceDecision) -> str:
     return f"gradients reduced: {reduce.reason}{where}"
 
 
-def _recompute(decision: RecomputeDecision) -> str:
-    where = f" of {decision.layer}" if decision.layer else ""
-    return f"{decision.value}{where}, {format_bytes(decision.num_bytes)}, is computed again: {decision.reason}"
+def _value(decision: Absence, fate: str) -> str:
+    return f"{decision.value}{_of(decision.layer)}, {format_bytes(decision.num_bytes)}, {fate}: {decision.reason}"
 
 
-def _offload(decision: OffloadDecision) -> str:
-    where = f" of {decision.layer}" if decision.layer else ""
-    return (
-        f"{decision.value}{where}, {format_bytes(decision.num_bytes)}, waits in {decision.tier}, freed after "
-        f"{decision.free_after}, reloaded before {decision.reload_before}: {decision.reason}"
-    )
-
-
-def _spread(plan: Plan, decision: SpreadDecision) -> str:
-    where = f" of {decision.layer}" if decision.layer else ""
-    return (
-        f"{decision.value}{where}, {format_bytes(decision.num_bytes)}, is kept as one part on each of {plan.model} "
-        f"ranks, and gathered for backward: {decision.reason}"
-    )
+def _of(layer: str) -> str:
+    return f" of {layer}" if layer else ""
 
 
 def _piece(plan: Plan, piece: PieceDecision) -> Iterator[str]:
@@ -192,13 +176,12 @@ def _piece(plan: Plan, piece: PieceDecision) -> Iterator[str]:
     yield f"a piece of what is outside repeated layers, from {piece.first} to {piece.last} in forward{back}"
     if not piece.values:
         yield "all its values stay on the device"
-    yield from (_recompute(decision) for decision in plan.recomputes if decision.value in piece.values)
-    yield from (_offload(decision) for decision in plan.offloads if decision.value in piece.values)
+    for away in absences(plan).values():
+        yield from (_value(decision, fate) for decision, fate in away if decision.value in piece.values)
 
 
 def _tile(decision: TileDecision) -> str:
-    where = f" of {decision.layer}" if decision.layer else ""
-    return f"{decision.value}{where} and what follows run in {tiles_words(decision)}: {decision.reason}"
+    return f"{decision.value}{_of(decision.layer)} and what follows run in {tiles_words(decision)}: {decision.reason}"
 
 
 def _parts(bucket: str) -> list[str]:
@@ -214,11 +197,11 @@ def _is_related(bucket: str, name: str) -> bool:
 
 
 def _nearest(plan: Plan, name: str) -> str:
-    about_values: list[AboutValue] = [*plan.recomputes, *plan.offloads, *plan.spreads]
+    away = [decision for of_kind in absences(plan).values() for decision, _ in of_kind]
     known: list[str | None] = [
         *(bucket.name for bucket in plan.buckets),
-        *(decision.layer for decision in about_values),
-        *(decision.value for decision in about_values),
+        *(decision.layer for decision in away),
+        *(decision.value for decision in away),
         *(tiled.value for tiled in plan.tiles),
         *(piece.name for piece in plan.pieces),
         *(sliced.parameter for sliced in plan.slices),
@@ -226,7 +209,7 @@ def _nearest(plan: Plan, name: str) -> str:
         *(node for g in plan.gathers for node in (g.first, g.last, g.issue, g.reload, g.read)),
         *(node for r in plan.reduces for node in (r.wait_after, r.gathered_after, r.crossed_after)),
         *(wire.hop_after for wire in plan.wires),
-        *(node for offload in plan.offloads for node in (offload.free_after, offload.reload_before)),
+        *(node for decision in away for node in (*decision.free_after, *decision.reload_before, decision.read)),
         *(shared.parameter or shared.node for shared in plan.shardings),
     ]
     near = difflib.get_close_matches(name, filter(None, dict.fromkeys(known)), _NEAREST, cutoff=0.4)

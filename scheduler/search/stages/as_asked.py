@@ -9,7 +9,7 @@ from zerofx.scheduler.decide.residency import decide
 from zerofx.scheduler.decide.states import decisions_of
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.choice import plan_of
-from zerofx.scheduler.search.items import Activations, free_items, items_of
+from zerofx.scheduler.search.items import free_items, items_of
 from zerofx.scheduler.search.order import order_moves
 from zerofx.scheduler.search.problem import Problem
 from zerofx.scheduler.search.stage import Search
@@ -56,7 +56,7 @@ def _least_memory(problem: Problem) -> Plan:
     """The plan that computes again all it can, and gathers as asked."""
     plans = []
     for question in problem.question().divisions:
-        items = [item for item in items_of(question, "recompute") if isinstance(item, Activations)]
+        items = [item for item in items_of(question, "recompute") if item.kind == "activations"]
         plan, _ = plan_of(question, items, order_moves([item.levels for item in items]))
         plans.append(plan.with_prediction(problem.rehearsal.predicted(plan)))
     return min(plans, key=lambda plan: plan.peak_bytes["device"])

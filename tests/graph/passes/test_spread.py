@@ -16,13 +16,13 @@ from zerofx.ir.graph import StepGraph
 from zerofx.passes.activations.spread import can_be_spread, spread
 from zerofx.passes.prepare.partition import partition
 from zerofx.scheduler.analysis.saved_values import saved_values
-from zerofx.scheduler.plan.decisions import ShardingDecision, SpreadDecision
+from zerofx.scheduler.plan.decisions import Absence, ShardingDecision
 
 
-def _decisions(step: StepGraph, num_ranks: int) -> list[SpreadDecision]:
+def _decisions(step: StepGraph, num_ranks: int) -> list[Absence]:
     """About all that can be kept so."""
     values = [node for node in saved_values(step) if can_be_spread(node, num_ranks)]
-    return [SpreadDecision(node.name, storage_bytes(tensor(node)), "a test") for node in values]
+    return [Absence(value=node.name, num_bytes=storage_bytes(tensor(node)), reason="a test") for node in values]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -61,7 +61,7 @@ def test_what_ranks_have_parts_of_is_not_spread() -> None:
     partition(step, (ShardingDecision(value, ("S0",), ("S0",)),), 2)
     assert not can_be_spread(step.nodes_by_name()[value], 2)
     with pytest.raises(PlanError, match=f"expected to keep one part of {value} on each of 2 ranks"):
-        spread(step, [SpreadDecision(value, 8, "a test")], 2)
+        spread(step, [Absence(value=value, num_bytes=8, reason="a test")], 2)
 
 
 def test_results_and_values_without_equal_parts_are_not_spread() -> None:

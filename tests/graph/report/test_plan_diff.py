@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 from tests.lib.lowered import lowered
-from zerofx.scheduler.plan.decisions import RecomputeDecision, StateDecision
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.plan import Plan
 
 
 def recomputing(plan: Plan, layers: int, level: int = 1, size: int = 1024) -> Plan:
     """``level`` values of each of the first layers are computed again."""
     decisions = [
-        RecomputeDecision(f"v{i}_{j}", size, f"level {level} of 2 for layers.{i}", f"layers.{i}.linear")
+        Absence(
+            value=f"v{i}_{j}", num_bytes=size, reason=f"level {level} of 2 for layers.{i}", layer=f"layers.{i}.linear"
+        )
         for i in range(layers)
         for j in range(level)
     ]
@@ -36,7 +38,9 @@ def test_what_is_offloaded(golden: Callable[..., None]) -> None:
 
 def test_where_states_live(golden: Callable[..., None]) -> None:
     plan = lowered(4).plan
-    host = replace(plan, states=tuple(StateDecision(i, "host", "device", "by hand") for i in range(5)))
+    host = replace(
+        plan, states=tuple(Absence(bucket=i, tier="host", update="device", reason="by hand") for i in range(5))
+    )
     mixed = replace(host, states=(*host.states[:2], *(replace(d, update="host") for d in host.states[2:])))
     lines = str(mixed).splitlines()
     start = lines.index("optimizer states")
@@ -82,7 +86,7 @@ PAIRS: dict[str, Callable[[], tuple[Plan, Plan]]] = {
     "recomputed more": lambda: (recomputing(lowered(4).plan, 2), recomputing(lowered(4).plan, 2, level=2)),
     "recomputed others": lambda: (
         recomputing(lowered(4).plan, 1),
-        replace(lowered(4).plan, recomputes=(RecomputeDecision("w", 1024, "why", "layers.0"),)),
+        replace(lowered(4).plan, recomputes=(Absence(value="w", num_bytes=1024, reason="why", layer="layers.0"),)),
     ),
     "extra keeps": lambda: (lowered(2).plan, replace(lowered(2).plan, extra_keeps=("relu",))),
     "awaited later": lambda: (lowered(4).plan, changed(lowered(4).plan, "reduces", wait_after=None)),

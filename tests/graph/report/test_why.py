@@ -9,7 +9,7 @@ import pytest
 
 from tests.lib.lowered import lowered
 from zerofx.errors import PlanError
-from zerofx.scheduler.plan.decisions import RecomputeDecision, ShardingDecision
+from zerofx.scheduler.plan.decisions import Absence, ShardingDecision
 from zerofx.scheduler.plan.plan import Plan
 
 REASON = "level 1 of 2 for layers.2: the last move frees 1.5 KiB for 3 µs of computation"
@@ -18,8 +18,8 @@ REASON = "level 1 of 2 for layers.2: the last move frees 1.5 KiB for 3 µs of co
 def plan_of(num_ranks: int = 2, stage: int = 3) -> Plan:
     """Four layers and a head; of the third two values are computed again."""
     decisions = (
-        RecomputeDecision("mm_2", 1024, REASON, "layers.2.linear"),
-        RecomputeDecision("relu_2", 512, REASON, "layers.2"),
+        Absence(value="mm_2", num_bytes=1024, reason=REASON, layer="layers.2.linear"),
+        Absence(value="relu_2", num_bytes=512, reason=REASON, layer="layers.2"),
     )
     return replace(lowered(4, stage=stage, num_ranks=num_ranks).plan, recomputes=decisions, extra_keeps=("relu_1",))
 
@@ -40,7 +40,12 @@ def test_what_is_not_done_or_done_otherwise(golden: Callable[..., None]) -> None
 def test_what_is_offloaded(golden: Callable[..., None]) -> None:
     plan = lowered(4, tiers=["host", "nvme"]).plan
     first = plan.offloads[0]
-    texts = [plan.why("layers.1"), plan.why(first.value), plan.why(first.free_after), plan.why(first.reload_before)]
+    texts = [
+        plan.why("layers.1"),
+        plan.why(first.value),
+        plan.why(first.free_after[0]),
+        plan.why(first.reload_before[0]),
+    ]
     golden("\n".join(texts))
 
 
@@ -81,10 +86,21 @@ def test_all_names_that_are_answered_are_suggested() -> None:
     plan = replace(
         plan,
         reduces=(replace(plan.reduces[0], crossed_after="crossing_here"), *plan.reduces[1:]),
-        offloads=(replace(plan.offloads[0], free_after="freeing_here", reload_before="reloading_here"),),
+        offloads=(replace(plan.offloads[0], free_after=("freeing_here",), reload_before=("reloading_here",)),),
+        states=(
+            Absence(bucket=0, tier="host", reload_before=("arriving_here",), read="reading_here", reason="a test"),
+        ),
         shardings=(ShardingDecision("sharing_here", ("S0",)), ShardingDecision("p", ("S0",), parameter="lying.here")),
     )
-    for name in ("crossing_here", "freeing_here", "reloading_here", "sharing_here", "lying.here"):
+    for name in (
+        "crossing_here",
+        "freeing_here",
+        "reloading_here",
+        "arriving_here",
+        "reading_here",
+        "sharing_here",
+        "lying.here",
+    ):
         assert name in plan.why(name)
         with pytest.raises(PlanError, match=f"the nearest are {name}"):
             plan.why(f"{name}x")

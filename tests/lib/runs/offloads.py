@@ -24,7 +24,7 @@ from zerofx.passes.activations.recompute import recompute
 from zerofx.runtime.measure.measure import Measurement
 from zerofx.scheduler.analysis.saved_values import saved_values
 from zerofx.scheduler.decide.undecided import undecided
-from zerofx.scheduler.plan.decisions import OffloadDecision, ParameterDecision, RecomputeDecision, StateDecision
+from zerofx.scheduler.plan.decisions import Absence, Absence, Absence, Absence
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.facts import Tier
@@ -102,7 +102,7 @@ def prepare_case(
 def placing(prepared: Prepared, tier: str, update: str, every: int = 1) -> Plan:
     """The plan of ``prepared`` with the states of every so many buckets in ``tier``."""
     buckets = [decision.bucket for decision in prepared.plan.reduces][::every]
-    states = (StateDecision(bucket, cast(Tier, tier), cast(Tier, update), "by hand") for bucket in buckets)
+    states = (Absence(bucket=bucket, tier=cast(Tier, tier), update=cast(Tier, update), reason="by hand") for bucket in buckets)
     return replace(prepared.plan, states=tuple(states))
 
 
@@ -114,11 +114,11 @@ def parameters_away(prepared: Prepared, tier: str, states: tuple[str, str] | Non
     buckets = prepared.layout.buckets
     plan = replace(
         _undecided(prepared),
-        parameters=tuple(ParameterDecision(bucket.index, cast(Tier, tier), "by hand") for bucket in buckets[::every]),
+        parameters=tuple(Absence(bucket=bucket.index, tier=cast(Tier, tier), reason="by hand") for bucket in buckets[::every]),
     )
     if states is not None:
         where, update = cast(tuple[Tier, Tier], states)
-        on = (StateDecision(bucket.index, where, update, "by hand") for bucket in buckets if bucket.trainable)
+        on = (Absence(bucket=bucket.index, tier=where, update=update, reason="by hand") for bucket in buckets if bucket.trainable)
         plan = replace(plan, states=tuple(on))
     return decided(prepared.step, prepared.layout, plan)
 
@@ -126,7 +126,7 @@ def parameters_away(prepared: Prepared, tier: str, states: tuple[str, str] | Non
 def recomputing(prepared: Prepared) -> Plan:
     """The plan of ``prepared``, with every third value of backward's computed again."""
     values = [node for node in saved_values(prepared.step) if not _is_drawn(node) and _lives(node)][::3]
-    recomputes = tuple(RecomputeDecision(n.name, storage_bytes(tensor(n)), "by hand") for n in values)
+    recomputes = tuple(Absence(value=n.name, num_bytes=storage_bytes(tensor(n)), reason="by hand") for n in values)
     return decided(prepared.step, prepared.layout, replace(_undecided(prepared), recomputes=recomputes))
 
 
@@ -142,7 +142,7 @@ def offloading(prepared: Prepared, plan: Plan, tiers: Sequence[str], *, near: bo
     runs = _runs(step)
     home = {node: number for number, run in enumerate(runs) for node in run}
     captured = {node.name for node in prepared.step.graph.nodes}
-    found: list[OffloadDecision] = []
+    found: list[Absence] = []
     for value in (node for node in step.calls() if _lives(node)):
         readers = sorted(consumers(value), key=order.__getitem__)
         backward = [reader for reader in readers if origin(reader).phase is Phase.BACKWARD]
@@ -157,10 +157,10 @@ def offloading(prepared: Prepared, plan: Plan, tiers: Sequence[str], *, near: bo
         free_after = before[0] if apart else last
         reload_before = before[-1] if apart else (here or before)[-1]
         found.append(
-            OffloadDecision(
-                value.name, cast(Tier, tiers[len(found) % len(tiers)]), storage_bytes(tensor(value)), free_after.name,
-                reload_before.name,
-                "picked by hand", origin(value).layer,
+            Absence(
+                value=value.name, tier=cast(Tier, tiers[len(found) % len(tiers)]), num_bytes=storage_bytes(tensor(value)), free_after=(free_after.name,),
+                reload_before=(reload_before.name,),
+                reason="picked by hand", layer=origin(value).layer,
             )
         )  # fmt: skip
     if not plan.recomputes:

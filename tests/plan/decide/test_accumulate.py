@@ -11,7 +11,7 @@ from tests.lib.graphs import Prepared, prepare, target
 from zerofx.ir.graph import StepGraph
 from zerofx.options import check_options
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.plan.decisions import RecomputeDecision
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Prediction
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
@@ -42,7 +42,7 @@ class Planner:
             raise BudgetMissedError(f"{number} does not fit", least)
         seconds = self.seconds.get(number, float(number))
         prediction = Prediction({"device": least}, "mm", {}, 0, 0, seconds, 0.0, 0)
-        again = (RecomputeDecision("mm", 8, "to fit"),) if number < self.easy else ()
+        again = (Absence(value="mm", num_bytes=8, reason="to fit"),) if number < self.easy else ()
         return replace(self._prepared.plan, num_micro_batches=number, recomputes=again, prediction=prediction)
 
     def choose(self, *candidates: int) -> Plan:

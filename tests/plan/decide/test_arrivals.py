@@ -23,7 +23,7 @@ from zerofx.scheduler.decide.prefetch import place_arrivals, starts_of
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.decide.update_sides import Arrival
-from zerofx.scheduler.plan.decisions import ParameterDecision, StateDecision
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
 
@@ -83,7 +83,7 @@ def test_what_holds_nothing_on_the_device_comes_ahead_in_any_case(ahead: bool, t
     plan = _placed_plan(ahead, tier, update)
     assert {decision.at_once for decision in plan.states} == {not ahead and update == "device"}
     for decision in plan.states:
-        assert (decision.reload is not None) == (not decision.at_once)
+        assert bool(decision.reload_before) == (not decision.at_once)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,11 @@ def _placed_plan(ahead: bool, tier: str, update: str, depth: int = 4, *, away: b
     indices = [decision.bucket for decision in prepared.plan.reduces]
     by_hand = replace(
         undecided(prepared.step, layout, 3, None, "by hand"),
-        states=tuple(StateDecision(index, cast(Tier, tier), cast(Tier, update), "by hand") for index in indices),
-        parameters=tuple(ParameterDecision(index, "nvme", "by hand") for index in indices if away),
+        states=tuple(
+            Absence(bucket=index, tier=cast(Tier, tier), update=cast(Tier, update), reason="by hand")
+            for index in indices
+        ),
+        parameters=tuple(Absence(bucket=index, tier="nvme", reason="by hand") for index in indices if away),
     )
     plan = decide(prepared.step, layout, by_hand, PolicyOptions())
     held = {bucket.index: 8 * bucket.shard_numel for bucket in layout.buckets}

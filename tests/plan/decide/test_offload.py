@@ -21,16 +21,17 @@ from zerofx.scheduler.analysis.saved_values import saved_values, storage_size
 from zerofx.scheduler.cost.machine import Link, Machine, Nvme
 from zerofx.scheduler.cost.timeline import runs, seconds_by_place
 from zerofx.scheduler.cost.transfers import copy_seconds
-from zerofx.scheduler.decide.activations import ActivationLevel, Segment, menu, segments
-from zerofx.scheduler.decide.offload import Capacity, OffloadRequest, away_seconds, entries, joint_menu, place
+from zerofx.scheduler.decide.activations import Segment, menu, segments
+from zerofx.scheduler.decide.ledger import Ledger, Level
+from zerofx.scheduler.decide.offload import away_seconds, entries, joint_menu, place
 from zerofx.scheduler.decide.prefetch import place_arrivals
 from zerofx.scheduler.decide.undecided import undecided
-from zerofx.scheduler.plan.decisions import OffloadDecision
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.choice import plan_of
 from zerofx.scheduler.search.graph_facts import GraphFacts
-from zerofx.scheduler.search.items import Activations, items_of
+from zerofx.scheduler.search.items import items_of
 from zerofx.scheduler.search.order import order_moves
 from zerofx.scheduler.search.question import Question
 
@@ -62,11 +63,11 @@ def layers_of(asked: Question) -> list[Segment]:
 
 
 def everything_offloaded(asked: Question) -> Plan:
-    items = [item for item in items_of(asked, "offload") if isinstance(item, Activations)]
+    items = [item for item in items_of(asked, "offload") if item.kind == "activations"]
     return plan_of(asked, items, order_moves([item.levels for item in items]))[0]
 
 
-def offloading(segment: Segment, machine: Machine, *, recompute: bool = True) -> tuple[ActivationLevel, ...]:
+def offloading(segment: Segment, machine: Machine, *, recompute: bool = True) -> tuple[Level, ...]:
     """The menu of one of endlessly many layers, away from the device for as long as it likes."""
     return joint_menu(entries(segment, machine, "host", 10**9, recompute=recompute), float("inf"))
 
@@ -77,7 +78,7 @@ def test_each_micro_batch_has_its_values_back_in_its_own_backward() -> None:
     border = next(i for i, name in enumerate(names) if name.startswith("micro1_"))
     found: list[bool] = []
     for decision in everything_offloaded(asked).offloads:
-        places = (decision.value, decision.free_after, decision.reload_before)
+        places = (decision.value, *decision.free_after, *decision.reload_before)
         behind = {names.index(name) >= border for name in places}
         assert len(behind) == 1
         found += behind
@@ -95,12 +96,15 @@ def test_a_buffer_that_the_next_micro_batch_reads_stays() -> None:
         backward = [order[n] for n in consumers(node) if origin(n).phase is Phase.BACKWARD]
         (stays if max(forward, default=0) > min(backward) else goes).append(node.name)
     assert stays and goes
-    requests = [OffloadRequest(name, "by hand") for name in (*stays, *goes)]
-    placed = {decision.value for decision in place(step, requests, seconds, H100, Capacity({"host": 1 << 30}, 1 << 30))}
+    requests = dict.fromkeys((*stays, *goes), "by hand")
+    placed = {
+        decision.value
+        for decision in place(step, requests, seconds, H100, Ledger(("host",), {"host": 1 << 30, "nvme": 0}))
+    }
     assert placed and not placed.intersection(stays)
 
 
-def seconds_for(levels: tuple[ActivationLevel, ...], num_bytes: int) -> float:
+def seconds_for(levels: tuple[Level, ...], num_bytes: int) -> float:
     """The least seconds at which a menu holds at most ``num_bytes``, its levels mixed over many layers."""
     points = [(level.num_bytes, level.seconds) for level in levels]
     if num_bytes >= points[0][0]:
@@ -157,16 +161,16 @@ def test_copies_fit_on_their_link_one_after_the_other_and_are_done_when_they_are
     assert copy > 0.5 * forward, "the link is busy"
     for decision in plan.offloads:
         node = by_name[decision.value]
-        assert order[by_name[decision.free_after]] > order[node]
-        assert order[by_name[decision.reload_before]] > order[by_name[decision.free_after]]
+        assert order[by_name[decision.free_after[0]]] > order[node]
+        assert order[by_name[decision.reload_before[0]]] > order[by_name[decision.free_after[0]]]
         again = min(order[reader] for reader in consumers(node) if reader.meta["zerofx_origin"].phase == "backward")
-        assert order[by_name[decision.reload_before]] <= again
-        assert start_of[decision.reload_before] > end_of[decision.free_after] or decision.free_after in end_of
+        assert order[by_name[decision.reload_before[0]]] <= again
+        assert start_of[decision.reload_before[0]] > end_of[decision.free_after[0]] or decision.free_after[0] in end_of
 
 
 def test_the_last_layer_is_the_last_to_leave_the_device() -> None:
     asked = question(with_link(2e10))
-    items = [item for item in items_of(asked, "offload") if isinstance(item, Activations)]
+    items = [item for item in items_of(asked, "offload") if item.kind == "activations"]
     moves = order_moves([item.levels for item in items])
     seen: dict[str, None] = {}
     for length in range(len(moves) + 1):
@@ -195,17 +199,17 @@ def test_a_slower_link_gives_memory_back_later_and_asks_for_it_earlier() -> None
     order = {node.name: place for node, place in asked[2e10].step.positions().items()}
     slow, fast = (_placed(one, both) for one in asked.values())
     assert slow.keys() == fast.keys() == set(both)
-    assert all(order[slow[name].free_after] >= order[fast[name].free_after] for name in both)
-    assert all(order[slow[name].reload_before] <= order[fast[name].reload_before] for name in both)
-    assert any(order[slow[name].free_after] > order[fast[name].free_after] for name in both)
+    assert all(order[slow[name].free_after[0]] >= order[fast[name].free_after[0]] for name in both)
+    assert all(order[slow[name].reload_before[0]] <= order[fast[name].reload_before[0]] for name in both)
+    assert any(order[slow[name].free_after[0]] > order[fast[name].free_after[0]] for name in both)
 
 
-def _placed(asked: Question, values: list[str]) -> dict[str, OffloadDecision]:
+def _placed(asked: Question, values: list[str]) -> dict[str, Absence]:
     """Where the copies of ``values`` begin and end if nothing else is offloaded."""
     step, seconds, machine = asked.step, asked.facts.seconds, asked.machine
     most = machine.host.memory_bytes
-    requests = [OffloadRequest(value, "as asked") for value in values]
-    offloads = place(step, requests, seconds, machine, Capacity({"host": most}, most))
+    requests = dict.fromkeys(values, "as asked")
+    offloads = place(step, requests, seconds, machine, Ledger(("host",), {"host": most, "nvme": 0}))
     plan = replace(asked.undecided, offloads=offloads)
     plan = place_arrivals(plan, step, asked.layout, {}, seconds, machine, ahead=True)
     return {decision.value: decision for decision in plan.offloads}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.lib.checkout import ROOT
 from tests.lib.graphs import Tied, prepare, token_ids
 from zerofx.errors import PlanError
-from zerofx.scheduler.plan.decisions import GradientDecision, OffloadDecision, ParameterDecision, StateDecision
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Prediction
 from zerofx.scheduler.plan.plan import Plan
 
@@ -34,6 +34,14 @@ print(prepared.plan.decisions_hash())
 prepared.run()
 print(hashlib.sha256(prepared.step.text().encode()).hexdigest())
 """
+
+
+# An absence is of a value, or of what a bucket has.
+st.register_type_strategy(
+    Absence,
+    st.builds(Absence, value=st.text(min_size=1), bucket=st.just(-1))
+    | st.builds(Absence, value=st.just(""), bucket=st.integers(min_value=0)),
+)
 
 
 # No plan has a number that is none, and reading one refuses it.
@@ -74,16 +82,29 @@ def test_plan_and_graph_are_the_same_in_every_process() -> None:
     assert run.stdout.split() == expected
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "no json", '{"format": 1}', "null"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", "no json", '{"format": 2}', "null"])
 def test_what_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="expected the JSON of a zerofx plan"):
         Plan.from_json(text)
 
 
+@pytest.mark.parametrize("lost", ["bucket", "value"])
+def test_an_absence_of_nothing_is_refused(lost: str) -> None:
+    away = replace(
+        prepare().plan,
+        states=(Absence(bucket=0, tier="host", update="host", reason=""),),
+        recomputes=(Absence(value="mm", num_bytes=8, reason=""),),
+    )
+    data = json.loads(away.to_json())
+    del data["states" if lost == "bucket" else "recomputes"][0][lost]
+    with pytest.raises(PlanError, match="the absence of a value, or of what a bucket has"):
+        Plan.from_json(json.dumps(data))
+
+
 def test_a_plan_of_another_format_is_refused() -> None:
     data = json.loads(prepare().plan.to_json())
     data["format"] += 1
-    with pytest.raises(PlanError, match="format 1; make the plan anew"):
+    with pytest.raises(PlanError, match="format 2; make the plan anew"):
         Plan.from_json(json.dumps(data))
 
 
@@ -99,10 +120,10 @@ def test_a_plan_with_another_tier_is_refused(kind: str) -> None:
     plan = prepare().plan
     placed = replace(
         plan,
-        states=(StateDecision(0, "host", "host", ""),),
-        parameters=(ParameterDecision(0, "host", ""),),
-        gradients=(GradientDecision(0, "host", 8, (), (), ""),),
-        offloads=(OffloadDecision("mm", "host", 8, "mm", "mm", ""),),
+        states=(Absence(bucket=0, tier="host", update="host", reason=""),),
+        parameters=(Absence(bucket=0, tier="host", reason=""),),
+        gradients=(Absence(bucket=0, tier="host", num_bytes=8, free_after=(), reload_before=(), reason=""),),
+        offloads=(Absence(value="mm", tier="host", num_bytes=8, free_after=("mm",), reload_before=("mm",), reason=""),),
     )
     data = json.loads(placed.to_json())
     assert Plan.from_json(json.dumps(data)) == placed

@@ -9,9 +9,9 @@ from tests.lib.budgets import captured_gpt
 from zerofx.ir.buckets import Bucket
 from zerofx.scheduler.cost.machine import HostUpdate, Link, Machine
 from zerofx.scheduler.cost.transfers import copy_seconds
-from zerofx.scheduler.decide.states import StateLevel
+from zerofx.scheduler.decide.ledger import Level
 from zerofx.scheduler.decide.update_sides import Arrival, Departure, Handed, Update, balance_updates, pace
-from zerofx.scheduler.plan.decisions import StateDecision
+from zerofx.scheduler.plan.decisions import Absence
 
 _, LAYOUT = captured_gpt(num_layers=12, num_ranks=1)
 BUCKETS = list(reversed(LAYOUT.buckets))  # in the order of their updates
@@ -40,8 +40,11 @@ def update_of(
 def sides(machine: Machine, spare_bytes: int = 1 << 40) -> list[str]:
     """On which sides buckets are updated, in the order of their updates, each after a run of its own."""
     updates = [update_of(bucket, number, machine) for number, bucket in enumerate(BUCKETS)]
-    levels = {bucket: StateLevel(0, 0.0, "host", "device", STATES[bucket.index]) for bucket in BUCKETS}
-    decisions = [StateDecision(bucket.index, "host", "device", "frees bytes; as it was") for bucket in BUCKETS]
+    levels = {bucket: Level(0, 0.0, "host", "device", STATES[bucket.index]) for bucket in BUCKETS}
+    decisions = [
+        Absence(bucket=bucket.index, tier="host", update="device", reason="frees bytes; as it was")
+        for bucket in BUCKETS
+    ]
     seconds = [LAYER_SECONDS] * len(BUCKETS)
     found = balance_updates(decisions, updates, [], seconds, Handed(levels, spare_bytes), machine, ahead=True)
     assert [decision.bucket for decision in found] == [bucket.index for bucket in BUCKETS]
@@ -64,7 +67,7 @@ def test_without_room_for_gradients_there_all_go_through_the_device() -> None:
 
 def test_what_is_no_update_of_the_host_tier_stays() -> None:
     bucket = BUCKETS[0]
-    decision = StateDecision(bucket.index, "nvme", "host", "as asked")
+    decision = Absence(bucket=bucket.index, tier="nvme", update="host", reason="as asked")
     assert balance_updates([decision], [], [], [1.0], Handed({}, 0), machine(1e9, 1e9), ahead=True) == (decision,)
 
 

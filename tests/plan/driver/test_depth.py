@@ -20,7 +20,7 @@ from zerofx.codegen.regions import regions_of
 from zerofx.driver.plan_only import plan
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.cost.categories import peak_moment
-from zerofx.scheduler.plan.decisions import StateDecision
+from zerofx.scheduler.plan.decisions import Absence
 
 VOCAB = 11
 
@@ -79,7 +79,7 @@ def test_the_graph_is_not_gone_through_for_each_bucket(monkeypatch: pytest.Monke
     for depth in (4, 12):
         prepared = prepare(Deep(depth), stage=3, num_ranks=2)
         indices = [decision.bucket for decision in prepared.plan.reduces]
-        states = tuple(StateDecision(index, "nvme", "host", "by hand") for index in indices)
+        states = tuple(Absence(bucket=index, tier="nvme", update="host", reason="by hand") for index in indices)
         prepared.plan = replace(prepared.plan, states=states)
         counted.update(dict.fromkeys(counted, 0))
         prepared.run_pipeline()

@@ -19,7 +19,7 @@ import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.users import Tiny, adamw, ids, same_parameters, tiny, untouched
 from zerofx import MemoryBudgetError, Plan, PlanError, UsageError, ZeroFXError, ZeroFXWarning
-from zerofx.scheduler.plan.decisions import OffloadDecision
+from zerofx.scheduler.plan.decisions import Absence
 
 
 def batch(rows: int = 2) -> dict[str, torch.Tensor]:
@@ -178,7 +178,15 @@ def test_options_that_contradict_the_plan() -> None:
     plan = compile_eager(Wavy(), recompute="full").plan
     assert plan.recomputes
     assert "expected recompute='auto'" in refusal(UsageError, Wavy, plan=plan, recompute="none")
-    away = replace(plan, recomputes=(), offloads=(OffloadDecision("tanh", "host", 4, "tanh", "tanh", "why"),))
+    away = replace(
+        plan,
+        recomputes=(),
+        offloads=(
+            Absence(
+                value="tanh", tier="host", num_bytes=4, free_after=("tanh",), reload_before=("tanh",), reason="why"
+            ),
+        ),
+    )
     assert "has 1 values, the states of 0 buckets, the parameters of 0 and the gradients of 0 off" in refusal(
         UsageError, Wavy, plan=away, offload="none"
     )

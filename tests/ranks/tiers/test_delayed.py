@@ -17,7 +17,7 @@ from tests.lib.runs.training import Trained, build, differences, step_of, train_
 from zerofx.ir import ops
 from zerofx.ir.streams import HOST, stream_of
 from zerofx.scheduler.cost.simulate import Simulation
-from zerofx.scheduler.plan.decisions import StateDecision
+from zerofx.scheduler.plan.decisions import Absence
 
 pytestmark = pytest.mark.usefixtures("verified")
 
@@ -232,7 +232,8 @@ def test_the_update_is_predicted_to_be_off_the_critical_path() -> None:
     simulation = delayed.lowered.simulation
     assert {(one.tier, one.update, one.delayed) for one in delayed.plan.states} == {("host", "host", True)}
     exact = replace(
-        delayed.plan, states=tuple(StateDecision(one.bucket, "host", "host", "") for one in delayed.plan.states)
+        delayed.plan,
+        states=tuple(Absence(bucket=one.bucket, tier="host", update="host", reason="") for one in delayed.plan.states),
     )
     model = build(case)
     step = zerofx.compile(model, case.optimizer(model), 0, plan=exact, machine="mi300x", backend="eager")

@@ -22,7 +22,7 @@ from zerofx.passes.verify import verify
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import seconds_by_place
 from zerofx.scheduler.decide.gradients import place_gradients
-from zerofx.scheduler.plan.decisions import GradientDecision
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
 
@@ -33,7 +33,14 @@ def waiting(prepared: Prepared, tier: str, machine: Machine | None = None, every
     """The plan of ``prepared`` with the gradients of every so many buckets in ``tier`` between micro-batches."""
     machine = machine or Machine.named("cpu")
     decisions = [
-        GradientDecision(d.bucket, cast(Tier, tier), prepared.layout.buckets[d.bucket].full_bytes, (), (), "by hand")
+        Absence(
+            bucket=d.bucket,
+            tier=cast(Tier, tier),
+            num_bytes=prepared.layout.buckets[d.bucket].full_bytes,
+            free_after=(),
+            reload_before=(),
+            reason="by hand",
+        )
         for d in prepared.plan.reduces[::every]
     ]
     seconds = seconds_by_place(prepared.step, machine)

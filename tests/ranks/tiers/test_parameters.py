@@ -25,7 +25,7 @@ from tests.lib.runs.offloads import (
     trains_and_holds_as_planned,
 )
 from tests.lib.runs.training import differences, step_of, train_compiled, train_plain
-from zerofx.scheduler.plan.decisions import ParameterDecision
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
 
@@ -166,20 +166,20 @@ def test_parameters_move_when_another_plan_asks_for_it() -> None:
 def test_wrong_decisions_are_refused() -> None:
     plan = parameters_away(prepare_case(CASES["gpt"], 3, 1), "host", None)
 
-    def refusal(*parameters: ParameterDecision) -> str:
+    def refusal(*parameters: Absence) -> str:
         step, args = _step(replace(plan, parameters=parameters))
         with pytest.raises(zerofx.PlanError) as caught:
             step(*args)
         return str(caught.value)
 
-    assert "decision about the parameters" in refusal(ParameterDecision(0, "device", ""), *plan.parameters[1:])
-    no_tier = ParameterDecision(0, cast(Tier, "tape"), "")
+    assert "decision about the parameters" in refusal(Absence(bucket=0, tier="device", reason=""), *plan.parameters[1:])
+    no_tier = Absence(bucket=0, tier=cast(Tier, "tape"), reason="")
     assert "tier: expected one of 'device', 'host', 'nvme'" in refusal(no_tier, *plan.parameters[1:])
     assert re.search(r"parameters of bucket \d+", refusal(*plan.parameters, plan.parameters[0]))
 
 
 def test_only_stage_3_has_parameters_in_slower_tiers() -> None:
-    plan = replace(prepare_case(CASES["gpt"], 1, 1).plan, parameters=(ParameterDecision(0, "host", ""),))
+    plan = replace(prepare_case(CASES["gpt"], 1, 1).plan, parameters=(Absence(bucket=0, tier="host", reason=""),))
     step, args = step_of("gpt", 1, plan=plan)
     with pytest.raises(zerofx.PlanError, match="at stage 3"):
         step(*args)

@@ -24,7 +24,7 @@ from tests.lib.runs.offloads import (
     trains_and_holds_as_planned,
 )
 from tests.lib.runs.training import build, differences, step_of, train_compiled, train_plain
-from zerofx.scheduler.plan.decisions import StateDecision
+from zerofx.scheduler.plan.decisions import Absence
 
 pytestmark = pytest.mark.usefixtures("drive", "verified")
 
@@ -132,8 +132,8 @@ def test_states_move_when_another_plan_asks_for_it() -> None:
     assert taken is not None and tiers is not None
     buckets = [decision.bucket for decision in step.plan.states]
     for decisions in (
-        [StateDecision(bucket, "nvme", "device", "") for bucket in buckets],
-        [StateDecision(bucket, "host", "device", "") for bucket in buckets[:1]],
+        [Absence(bucket=bucket, tier="nvme", update="device", reason="") for bucket in buckets],
+        [Absence(bucket=bucket, tier="host", update="device", reason="") for bucket in buckets[:1]],
         [],
     ):
         tiers.prepare({"nvme": 1}, 1)

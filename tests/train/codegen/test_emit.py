@@ -28,7 +28,7 @@ from zerofx.ir.facts import Role, placeholder
 from zerofx.runtime.executor import StepFunction
 from zerofx.scheduler.cost.cpu.workspace import workspace_bytes
 from zerofx.scheduler.cost.liveness import liveness
-from zerofx.scheduler.plan.decisions import StateDecision
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
 
 
@@ -119,7 +119,9 @@ def test_a_whole_step(golden: Callable[..., None]) -> None:
 def test_a_step_with_tiers(golden: Callable[..., None], update: Tier) -> None:
     prepared = prepare(precision="bf16")
     plan = offloading(prepared, prepared.plan, ["host", "nvme"])
-    prepared.plan = replace(plan, states=tuple(StateDecision(i, "host", update, "") for i in range(3)))
+    prepared.plan = replace(
+        plan, states=tuple(Absence(bucket=i, tier="host", update=update, reason="") for i in range(3))
+    )
     golden(_emit(prepared.run()).source)
 
 

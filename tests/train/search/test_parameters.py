@@ -15,10 +15,9 @@ from zerofx.driver.plan_only import PlannedStep
 from zerofx.scheduler.cost.machine import Link, Machine, Nvme
 from zerofx.scheduler.cost.timeline import seconds_by_place
 from zerofx.scheduler.cost.transfers import copy_seconds
-from zerofx.scheduler.decide.parameters import ParameterLevel, copies_menu, parameter_menus
+from zerofx.scheduler.decide.ledger import Ledger, Level
+from zerofx.scheduler.decide.parameters import copies_menu, parameter_menus
 from zerofx.scheduler.decide.residency import PolicyOptions, residencies
-from zerofx.scheduler.decide.states import StateLevel
-from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
 
 H100 = Machine.named("h100-sxm")
@@ -30,20 +29,19 @@ def menus(
     state_bytes: int = 12,
     capacity: int = 2**40,
     *,
-    states: StateLevel | None = None,
+    states: Level | None = None,
     activation_bytes: int = 0,
-) -> dict[str, tuple[ParameterLevel, ParameterLevel]]:
+) -> dict[str, tuple[Level, Level]]:
     """``states``: where those of all buckets go that leave the device."""
     step, layout = captured_gpt(num_ranks=num_ranks)
     held = {bucket.index: state_bytes * bucket.shard_numel for bucket in layout.buckets}
-    space: dict[Tier, int] = {"host": capacity}
     found = parameter_menus(
         residencies(step, layout, PolicyOptions()),
         layout,
         held,
         seconds_by_place(step, machine),
         machine,
-        space,
+        Ledger(("host",), {"host": capacity, "nvme": 0}),
         {} if states is None else dict.fromkeys(layout.buckets, states),
         activation_bytes,
     )
@@ -54,7 +52,7 @@ def test_parameters_on_the_device_cost_nothing_and_off_it_they_hold_nothing() ->
     found = menus(H100)
     assert set(found) >= {"layers.0", "layers.1"}
     for stay, leave in found.values():
-        assert stay == ParameterLevel(stay.num_bytes, 0.0) and stay.num_bytes > 0
+        assert stay == Level(stay.num_bytes, 0.0) and stay.num_bytes > 0
         assert leave.tier == "host" and leave.num_bytes == 0 and leave.seconds > 0
 
 
@@ -105,7 +103,7 @@ def test_what_a_tier_has_no_room_for_stays() -> None:
 
 
 def test_next_to_states_that_are_updated_on_the_host_they_take_no_room_and_their_update_costs_nothing() -> None:
-    updated_there = StateLevel(0, 0.0, "host", "host", stored_bytes=12, parameter_bytes=4)
+    updated_there = Level(0, 0.0, "host", "host", stored_bytes=12, parameter_bytes=4)
     with_masters = replace(updated_there, parameter_bytes=0)
     shared = menus(H100, capacity=8, states=updated_there)
     apart = menus(H100)

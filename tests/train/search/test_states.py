@@ -14,15 +14,18 @@ from tests.lib.budgets import captured_gpt, gpt, same_bits, small_machine, train
 from zerofx.driver.plan_only import PlannedStep
 from zerofx.scheduler.cost.machine import Link, Machine
 from zerofx.scheduler.cost.timeline import seconds_by_place
-from zerofx.scheduler.decide.states import StateLevel, state_menus
+from zerofx.scheduler.decide.ledger import Ledger, Level
+from zerofx.scheduler.decide.states import state_menus
 
 H100 = Machine.named("h100-sxm")
 
 
-def menus(machine: Machine, num_ranks: int = 1) -> list[tuple[StateLevel, StateLevel]]:
+def menus(machine: Machine, num_ranks: int = 1) -> list[tuple[Level, Level]]:
     step, layout = captured_gpt(num_ranks=num_ranks)
     held = {bucket.index: 12 * bucket.shard_numel for bucket in layout.buckets}
-    return list(state_menus(layout, held, 3, seconds_by_place(step, machine), machine, ("host",)).values())
+    return list(
+        state_menus(layout, held, 3, seconds_by_place(step, machine), machine, Ledger.of(machine, ("host",))).values()
+    )
 
 
 def test_states_on_the_device_cost_nothing_and_off_it_they_hold_nothing() -> None:
@@ -55,7 +58,7 @@ def test_states_that_do_not_all_fit_the_host_leave_room_for_activations() -> Non
 
     def on_host(host_bytes: int, activation_bytes: int) -> int:
         alone = replace(H100.for_ranks(1), host=replace(H100.host, memory_bytes=host_bytes))
-        found = state_menus(layout, held, 3, {}, alone, ("host", "nvme"), activation_bytes)
+        found = state_menus(layout, held, 3, {}, alone, Ledger.of(alone, ("host", "nvme")), activation_bytes)
         assert len(found) == len(held)
         return sum(leave.stored_bytes for _, leave in found.values() if leave.tier == "host")
 

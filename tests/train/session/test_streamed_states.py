@@ -18,8 +18,8 @@ from zerofx.ir.streams import ends_of, runs_on_host
 from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.cost.machine import Link, Machine, Nvme
 from zerofx.scheduler.cost.timeline import seconds_by_place
+from zerofx.scheduler.decide.ledger import NUM_BUFFERS
 from zerofx.scheduler.decide.prefetch import place_arrivals
-from zerofx.scheduler.decide.states import NUM_BUFFERS
 from zerofx.scheduler.plan.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("drive", "verified")

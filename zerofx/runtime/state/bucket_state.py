@@ -9,7 +9,7 @@ import torch
 
 from zerofx.ir.facts import DEVICE, Role
 from zerofx.runtime.tiers.stored import Stored
-from zerofx.scheduler.plan.decisions import StateDecision
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.torch_private.tensors import version_of
 
@@ -32,7 +32,7 @@ class BucketState:
     shard: torch.Tensor | Stored | None
     master: torch.Tensor | Stored | None
     tier: Tier = DEVICE
-    decision: StateDecision | None = None
+    decision: Absence | None = None
     flat: dict[str, torch.Tensor | Stored] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
     present: frozenset[str] = frozenset()

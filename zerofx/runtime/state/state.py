@@ -16,7 +16,7 @@ from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.weights import Weights
 from zerofx.runtime.state.whole_buckets import WholeBuckets
 from zerofx.runtime.tiers.tiers import Tiers
-from zerofx.scheduler.plan.decisions import Locations, ParameterDecision, StateDecision
+from zerofx.scheduler.plan.decisions import Absence, Locations
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
 
@@ -72,9 +72,13 @@ class TrainingState(WholeBuckets):
         pairs = list(zip(self.layout.buckets, self.buckets, strict=True))
         why = "as training has them"
         return Locations(
-            tuple(ParameterDecision(bucket.index, state.tier, why) for bucket, state in pairs if state.tier != DEVICE),
             tuple(
-                StateDecision(bucket.index, d.tier, d.update, why, delayed=d.delayed)
+                Absence(bucket=bucket.index, tier=state.tier, reason=why)
+                for bucket, state in pairs
+                if state.tier != DEVICE
+            ),
+            tuple(
+                Absence(bucket=bucket.index, tier=d.tier, update=d.update, reason=why, delayed=d.delayed)
                 for bucket, state in pairs
                 if (d := state.decision) is not None
             ),
@@ -218,12 +222,12 @@ class TrainingState(WholeBuckets):
         return shard[first : first + bucket.part_numel]
 
 
-def _home(decision: StateDecision | None) -> tuple[str, str, bool]:
+def _home(decision: Absence | None) -> tuple[str, str, bool]:
     """The tier of a bucket's states, where its update runs, and whether that is delayed."""
     return ("device", "device", False) if decision is None else (decision.tier, decision.update, decision.delayed)
 
 
-def _state_decision(plan: Plan, bucket: Bucket) -> StateDecision | None:
+def _state_decision(plan: Plan, bucket: Bucket) -> Absence | None:
     return next((d for d in plan.states if d.bucket == bucket.index and bucket.trainable), None)
 
 
