@@ -22,6 +22,7 @@ from zerofx.disk.cache import MALFORMED, DiskCache, key_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.serialise import NAMESPACES, NotStorableError, from_json, same_graph, to_json
 from zerofx.torch_private.capture import aot_configuration, fake_mode
+from zerofx.torch_private.dispatch import default_device_type, flags_of_libraries
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def trace_settings() -> tuple[str, ...]:
         platform.machine(),
         torch.backends.cpu.get_cpu_capability(),
         aot_configuration(),
-        f"{torch.get_default_dtype()} {torch.get_default_device().type}",
+        f"{torch.get_default_dtype()} {default_device_type()}",
         f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}",
         f"autocast {[(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]}",
         _kernel_settings(),
@@ -104,14 +105,13 @@ def per_call_settings() -> dict[str, str]:
     autocast = [
         f"{torch.get_autocast_dtype(kind)} on {kind}" for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     ]
-    defaults = {"default dtype": str(torch.get_default_dtype()), "default device": torch.get_default_device().type}
+    defaults = {"default dtype": str(torch.get_default_dtype()), "default device": default_device_type()}
     return {**defaults, "autocast to": ", ".join(autocast) or "none", "choice of kernels": _kernel_settings()}
 
 
 def _kernel_settings() -> str:
     """The settings by which torch chooses kernels, and which a forward may query."""
-    deterministic = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
-    libraries = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark
+    deterministic, libraries = flags_of_libraries()
     precision = torch.get_float32_matmul_precision()
     processor = torch.backends.cpu.get_cpu_capability()  # oneDNN's kernels keep what they need for it
     return f"deterministic {deterministic}, libraries {libraries}, float32 products {precision}, for {processor}"

@@ -58,6 +58,12 @@ class _Arguments:
                 if not isinstance(value, torch.Tensor) or value.dtype != number.dtype or value.numel() != 1:
                     return False
                 value = value.item()
+            elif type(value) is GroupNumbers:
+                if value.kind is not type(number.value) or not number.places:
+                    return False
+                for place, kind in number.places:
+                    heard[place] = GroupNumbers([kind(each) for each in value.values])
+                continue
             elif type(value) is not type(number.value):
                 return False
             for place, kind in number.places:
@@ -89,6 +95,81 @@ class ExpectedCall:
 
 class _DiffersError(BaseException):
     """The step takes another course; nothing that catches errors in an optimizer's code catches this."""
+
+
+class GroupNumbers:
+    """A number of each of several groups, with which a step computes once for all of them, as Python would for each.
+
+    A step that decides by them, other than for all groups alike, or takes one for a single number, differs.
+    """
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values, self.kind = values, type(values[0])
+        if any(type(value) is not self.kind for value in values):
+            raise _DiffersError
+
+    @property  # type: ignore[misc]  # for who asks whether it is a number
+    def __class__(self) -> type:
+        return self.kind
+
+    def __getattr__(self, name: str) -> Any:
+        raise _DiffersError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _DiffersError
+
+    def _refuse(self, *_: Any) -> Any:
+        raise _DiffersError
+
+    __float__ = __int__ = __index__ = __complex__ = __hash__ = __repr__ = __str__ = __format__ = __reduce__ = _refuse
+    __deepcopy__ = __copy__ = __trunc__ = __floor__ = __ceil__ = _refuse
+
+    def __bool__(self) -> bool:
+        return _agreed(list(map(bool, self.values)))
+
+
+def _agreed(answers: list[Any]) -> bool:
+    """What all groups answer."""
+    if any(answer is not answers[0] for answer in answers) or type(answers[0]) is not bool:
+        raise _DiffersError
+    return answers[0]
+
+
+def _of_all(compute: Callable[..., Any], operands: tuple[Any, ...]) -> list[Any] | None:
+    """What ``compute`` gives for each group; None if an operand is no number."""
+    several = [operand.values for operand in operands if type(operand) is GroupNumbers]
+    lists = [
+        operand.values if type(operand) is GroupNumbers else [operand] * len(several[0])
+        for operand in operands
+        if type(operand) in (GroupNumbers, int, float, bool)
+    ]
+    return list(map(compute, *lists)) if len(lists) == len(operands) else None
+
+
+def _arithmetic(compute: Callable[..., Any], *, is_reflected: bool = False) -> Callable[..., Any]:
+    def calculate(*operands: Any) -> Any:
+        values = _of_all(compute, operands[::-1] if is_reflected else operands)
+        return NotImplemented if values is None else GroupNumbers(values)
+
+    return calculate
+
+
+def _comparison(compute: Callable[..., Any]) -> Callable[..., Any]:
+    def compare(*operands: Any) -> Any:
+        answers = _of_all(compute, operands)
+        return NotImplemented if answers is None else _agreed(answers)
+
+    return compare
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(GroupNumbers, f"__{_name}__", _arithmetic(getattr(operator, _name)))
+    setattr(GroupNumbers, f"__r{_name}__", _arithmetic(getattr(operator, _name), is_reflected=True))
+for _name in ("neg", "pos", "abs"):
+    setattr(GroupNumbers, f"__{_name}__", _arithmetic(getattr(operator, _name)))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(GroupNumbers, f"__{_name}__", _comparison(getattr(operator, _name)))
 
 
 def expected_call(

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from zerofx.torch_private.dispatch import default_device_type
 from zerofx.torch_private.optimizers import has_hooks
 
 # Options that choose an implementation, never the mathematics of the update.
@@ -75,7 +76,7 @@ def run_step(optimizer: torch.optim.Optimizer) -> None:
 
 def on_host() -> contextlib.AbstractContextManager[object]:
     """While it is open, scalars that a step makes are on the host, whatever the default device."""
-    return contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    return contextlib.nullcontext() if default_device_type() == "cpu" else torch.device("cpu")
 
 
 def sample(shape: tuple[int, ...], dtype: torch.dtype, low: float, high: float) -> torch.Tensor:

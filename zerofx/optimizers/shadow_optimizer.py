@@ -20,6 +20,7 @@ from zerofx.errors import OptimizerError
 from zerofx.optimizers.blame import looks_at_shapes, not_elementwise
 from zerofx.optimizers.build import build_graph
 from zerofx.optimizers.complex_parts import check_parts
+from zerofx.optimizers.merged_groups import MergedGroups, groups_alike, same_outcomes
 from zerofx.optimizers.outside import Change, OptimizerRest, changes, is_unchanged, outside, same
 from zerofx.optimizers.program import UpdateProgram
 from zerofx.optimizers.shadow import on_host
@@ -75,6 +76,8 @@ class ShadowOptimizer:
         self._recorded: dict[Any, list[StandInStep]] = {}  # by form, the last one first
         self._programs_of: dict[StandInStep, _Known] = {}
         self._together = Repeated([])
+        self._merged = MergedGroups([], ())
+        self._is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         self._programs: dict[Any, UpdateProgram] = {}
         self._compared: set[Any] = set()
         self._last: tuple[list[Any], OptimizerRest, NextStep] | None = None  # which changed nothing outside of states
@@ -197,12 +200,32 @@ class ShadowOptimizer:
         last = [self._recorded.get(stand_in.form) for stand_in in stand_ins]
         if all(last):
             steps = [recorded[0] for recorded in last if recorded]
-            if tuple(steps) != self._together.steps:
-                self._together = Repeated(steps)
-            outcomes = self._together.outcomes(state, stand_ins)
+            outcomes = self._run_together(steps, state, stand_ins)
             if outcomes is not None:
                 return list(zip(stand_ins, outcomes, [self._programs_of[step] for step in steps], strict=True))
         return [(stand_in, *self._run_alone(stand_in, state)) for stand_in in stand_ins]
+
+    def _run_together(
+        self, steps: list[StandInStep], state: OptimizerRest, stand_ins: list[StandIn]
+    ) -> list[StandInOutcome] | None:
+        """The recorded steps as one; None if it does not do the same.
+
+        Torch's own steps treat groups alike, so those that differ in numbers alone are done once for all, where that
+        was seen to give what they give group by group.
+        """
+        alike = groups_alike(steps, stand_ins)
+        merged, is_known = self._merged, self._merged.steps == steps and self._merged.alike == alike
+        if is_known and merged.is_right:
+            if (outcomes := merged.outcomes(state, stand_ins)) is not None:
+                return outcomes
+            merged.is_right = False
+        if tuple(steps) != self._together.steps:
+            self._together = Repeated(steps)
+        outcomes = self._together.outcomes(state, stand_ins)
+        if self._is_torchs and not is_known and outcomes is not None:
+            self._merged = MergedGroups(steps, alike)
+            self._merged.is_right = same_outcomes(self._merged.outcomes(state, stand_ins), outcomes)
+        return outcomes
 
     def _run_alone(self, stand_in: StandIn, state: OptimizerRest) -> tuple[StandInOutcome, _Known]:
         """The step on one stand-in: as one that was recorded, where it does the same, or else recorded."""

@@ -201,6 +201,7 @@ class StandInStep:
         self._kinds = {name: type(value) for name, value in scalars.items()}
         self.calls = functions.recorded()
         self.skeleton = Skeleton(tuple(recorder.records), tuple(flat.items()))
+        self.operators = repr(self.skeleton)
         group = _group_after(shadow, alone, 0, fused=stand_in.fused)
         self.outcome = StandInOutcome(tuple(recorder.numbers), scalars, group, attributes(shadow))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import compress
 from typing import Any
 
@@ -13,7 +13,7 @@ import xxhash
 from torch import nn
 
 from zerofx.capture.checks import check_hooks
-from zerofx.capture.python_state.columns import Column, items_of_dicts
+from zerofx.capture.python_state.columns import Tables, items_of_dicts
 from zerofx.errors import ShardedParametersError, UsageError, warn
 from zerofx.torch_private.dispatch import without_torch_functions
 from zerofx.torch_private.modules import child_table, number_of_next_hook, parameter_table
@@ -76,21 +76,22 @@ class ParameterWatch:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.named_modules())
-        self._parameters, self._names = _column((path, parameter_table(module)) for path, module in modules)
-        self._modules, self._paths = _column((path, child_table(module)) for path, module in modules)
-        self._tables = [parameter_table(module) for _, module in modules]
-        self._sizes, self._owners = list(map(len, self._tables)), [path for path, _ in modules]
-        self._tensors = {
-            name: tensor
-            for name, tensor in zip(self._names, self._parameters.values, strict=True)
-            if tensor is not None
-        }
+        self._modules = [_Registered(path, child_table(module)) for path, module in modules]
+        self._parameters = [_Registered(path, parameter_table(module)) for path, module in modules]
+        self._note()
+        named = [each for registered in self._parameters for each in registered.named()]
+        self._tensors = {name: tensor for name, tensor in named if tensor is not None}
         self._next_hook: int | None = None  # when no parameter had hooks
         self.renew()
 
+    def _note(self) -> None:
+        self._tables = Tables(each.table for each in (*self._modules, *self._parameters))
+        self._was_written = False
+
     def renew(self) -> None:
         """Take the memory that the parameters have now for theirs; which parameters they are stays."""
-        self._addresses = _addresses(self._tensors.values())
+        with without_torch_functions():  # which parameters that are held have
+            self._addresses = list(map(torch.Tensor.data_ptr, self._tensors.values()))
 
     def check(self) -> None:
         """Raise where something has changed.
@@ -98,48 +99,60 @@ class ParameterWatch:
         Raises:
             UsageError: names the parameter or module.
         """
-        for position, _ in self._modules.differences():
+        self._was_written = self._was_written or bool(self._tables.take_written())
+        replaced = self._replaced() if self._was_written else []
+        tensors = self._tensors.values()
+        with without_torch_functions():
+            if not all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), self._addresses)):
+                moved = map(operator.ne, map(torch.Tensor.data_ptr, tensors), self._addresses)
+                replaced += compress(self._tensors, moved)
+        if replaced:
             raise UsageError(
-                f"expected the modules that the step was built with, found that {self._paths[position]} was replaced "
-                f"since: call step.close() before, and compile after"
-            )
-        sizes = list(map(len, self._tables))
-        if sizes != self._sizes:
-            differ = map(operator.ne, sizes, self._sizes)
-            now, before, owner = next(compress(zip(sizes, self._sizes, self._owners, strict=True), differ))
-            raise UsageError(
-                f"expected the parameters that the step was built with, found {now} of its own in "
-                f"{owner or 'the model'}, where there were {before}: call step.close() before parameters are "
-                f"registered or deleted, and compile after"
-            )
-        changed = [self._names[position] for position, _ in self._parameters.differences()]
-        addresses = _addresses(self._tensors.values())
-        if addresses != self._addresses:
-            changed += compress(self._tensors, map(operator.ne, addresses, self._addresses))
-        if changed:
-            raise UsageError(
-                f"expected the model's parameters where compile put them, found that {changed[0]} was replaced or "
+                f"expected the model's parameters where compile put them, found that {replaced[0]} was replaced or "
                 f"moved since (by model.to(), an assignment, load_state_dict(assign=True)): change values in place "
                 f"inside `with step.full_parameters(write_back=True):`, or call step.close() before and compile after"
             )
         if (next_hook := number_of_next_hook()) != self._next_hook:
-            with without_torch_functions():  # which parameters that are held have
+            with without_torch_functions():
                 for name, tensor in self._tensors.items():
                     check_hooks(name, tensor)
             self._next_hook = next_hook
 
+    def _replaced(self) -> list[str]:
+        """The parameters that were replaced."""
+        for each in self._modules:
+            for path in each.replaced():
+                raise UsageError(
+                    f"expected the modules that the step was built with, found that {path} was replaced since: call "
+                    f"step.close() before, and compile after"
+                )
+        for each in self._parameters:
+            if len(each.table) != len(each.before):
+                raise UsageError(
+                    f"expected the parameters that the step was built with, found {len(each.table)} of its own in "
+                    f"{each.path or 'the model'}, where there were {len(each.before)}: call step.close() before "
+                    f"parameters are registered or deleted, and compile after"
+                )
+        replaced = [path for each in self._parameters for path in each.replaced()]
+        if not replaced:
+            self._note()
+        return replaced
 
-def _column(tables: Iterable[tuple[str, dict[str, Any]]]) -> tuple[Column, list[str]]:
-    """All that is registered in tables of modules, which are given by path, and what each of it is called."""
-    items = [(path, own, key) for path, own in tables for key in own]
-    values = [own[key] for _, own, key in items]
-    column = Column(items_of_dicts, [own for _, own, _ in items], [key for _, _, key in items], values)
-    return column, [f"{path}.{key}" if path else key for path, _, key in items]
 
+class _Registered:
+    """A table of what is registered in the module ``path``, and what was in it ``before``."""
 
-def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
-    with without_torch_functions():  # which parameters that are held have
-        return list(map(torch.Tensor.data_ptr, tensors))
+    def __init__(self, path: str, table: dict[str, Any]) -> None:
+        self.path, self.table, self.before = path, table, dict(table)
+
+    def named(self) -> list[tuple[str, Any]]:
+        """What was registered, with its path."""
+        return [(f"{self.path}.{key}" if self.path else key, value) for key, value in self.before.items()]
+
+    def replaced(self) -> list[str]:
+        """The paths of what is not there any more."""
+        now = items_of_dicts([self.table] * len(self.before), list(self.before))
+        return [path for (path, before), after in zip(self.named(), now, strict=True) if after is not before]
 
 
 class ModeWatch:
@@ -149,13 +162,18 @@ class ModeWatch:
         """``modules`` are looked into, the model first, each with what the paths in it begin with."""
         named = [(path, part) for root, module in modules.items() for path, part in module.named_modules(prefix=root)]
         self._paths, self._modules = zip(*named, strict=True)
-        self._flags, self._word = list[bool](), ""
+        self._tables = Tables(map(vars, self._modules))
+        self._written = [part for part in self._modules if "training" not in vars(part)]
+        self._flags: list[bool] | None = None  # of those that were written to
+        self._word = ""
 
     def mode(self) -> str:
         """``"train"``, ``"eval"``, or which modules differ from the model: the first of many, and a hash of all."""
-        flags = list(map(_IS_TRAINING, self._modules))
-        if flags != self._flags:
-            self._flags, word = flags, "train" if flags[0] else "eval"
+        if tables := set(map(id, self._tables.take_written())):
+            self._written += [module for module in self._modules if id(vars(module)) in tables]
+        if (now := list(map(_IS_TRAINING, self._written))) != self._flags:
+            self._flags, flags = now, list(map(_IS_TRAINING, self._modules))
+            word = "train" if flags[0] else "eval"
             other = "eval" if flags[0] else "train"
             differ = [path for path, flag in zip(self._paths, flags, strict=True) if flag is not flags[0]]
             few = first_few(differ)

@@ -122,10 +122,10 @@ class TakenOver:
         """Which parameters are to be trained that were not when the model was taken over, or not any more, in words."""
         parameters = self.state.parameters
         with without_torch_functions():  # which parameters that are held have
-            flags = list(map(_IS_TRAINED, parameters.values()))
-        if flags == list(self._trained.values()):
-            return ""
-        now, kinds = dict(zip(parameters, flags, strict=True)), {"trained": True, "frozen": False}
+            if all(map(operator.is_, map(_IS_TRAINED, parameters.values()), self._trained.values())):
+                return ""
+            now = {name: parameter.requires_grad for name, parameter in parameters.items()}
+        kinds = {"trained": True, "frozen": False}
         changed = {
             word: [n for n, flag in now.items() if flag != self._trained[n] and flag is to]
             for word, to in kinds.items()

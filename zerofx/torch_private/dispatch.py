@@ -30,6 +30,21 @@ without_python_dispatcher = torch._C._DisablePythonDispatcher
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """A context in which calls go past autograd, whatever their arguments: kernels see only whether it is on."""
 
+
+def default_device_type() -> str:
+    """The type of torch's default device; if it is not the CPU, one of the function modes says so."""
+    return torch.get_default_device().type if torch._C._len_torch_function_stack() else "cpu"
+
+
+def flags_of_libraries() -> tuple[tuple[bool, bool], tuple[bool, bool, bool]]:
+    """Flags of ``torch.backends``, past its properties: whether algorithms and cuDNN's have to be deterministic;
+    whether oneDNN and cuDNN are enabled, and cuDNN tries its algorithms."""
+    return (
+        (torch.are_deterministic_algorithms_enabled(), torch._C._get_cudnn_deterministic()),
+        (torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled(), torch._C._get_cudnn_benchmark()),
+    )
+
+
 _BETWEEN = tuple(
     f"{Path(torch.__file__).parent}/{place}"
     for place in ("_compile.py", "_dynamo/", "_ops.py", "_subclasses/", "overrides.py")

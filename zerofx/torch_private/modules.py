@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import fx, nn
+from torch._C._dynamo.guards import dict_version
 from torch.fx import traceback
 from torch.nn.modules import module as global_modules
 from torch.utils.hooks import RemovableHandle
@@ -118,6 +119,9 @@ def number_of_next_hook() -> int:
     """A number that grows with each hook that is added to anything."""
     return RemovableHandle.next_id
 
+
+version_of_dict = dict_version
+"""A number that grows with each write to a dictionary."""
 
 _ENTRIES = "custom"
 

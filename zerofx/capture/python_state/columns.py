@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import compress, repeat
@@ -13,6 +13,8 @@ from types import CellType, MappingProxyType
 from typing import Any
 
 import numpy as np
+
+from zerofx.torch_private.modules import version_of_dict
 
 MISSING = object()
 
@@ -37,6 +39,39 @@ class Column:
         now = list(self.read(self.containers, self.keys))
         differs = map(operator.not_, map(self.is_alike, now, self.values))
         return list(compress(enumerate(now), differs))
+
+
+class Tables:
+    """Dictionaries that nobody has written to, seen by their versions, which each write makes larger."""
+
+    def __init__(self, tables: Iterable[dict[Any, Any]]) -> None:
+        distinct = {id(table): table for table in tables}
+        # By address: each page of memory is met once.
+        self._put([distinct[address] for address in sorted(distinct)])
+
+    def _put(self, tables: list[dict[Any, Any]]) -> None:
+        self._all = tables
+        self._empty = [table for table in tables if not table]
+        self._filled = list(filter(None, tables))
+        self._versions = list(map(version_of_dict, self._filled))
+        self._sum = sum(self._versions)
+
+    def take_written(self) -> list[dict[Any, Any]]:
+        """Take those out that were written to; as versions only grow, none was if their sum is the same."""
+        load(self._all)
+        if not any(self._empty) and sum(map(version_of_dict, self._filled)) == self._sum:
+            return []
+        differs = map(operator.ne, map(version_of_dict, self._filled), self._versions)
+        written = [*filter(None, self._empty), *compress(self._filled, differs)]
+        addresses = set(map(id, written))
+        self._put([table for table in self._all if id(table) not in addresses])
+        return written
+
+
+def load(objects: Sequence[Any]) -> None:
+    """Bring objects into the processor's caches, side by side: a step drives them out, and whoever looks into one after
+    the other waits for each."""
+    deque(objects, 0)
 
 
 def items_of_dicts(tables: Sequence[dict[Any, Any]], keys: Sequence[Any]) -> Iterator[Any]:

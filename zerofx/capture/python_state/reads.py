@@ -1,8 +1,9 @@
 """Python state that a captured step depends on, compared with the current state.
 
 Each value that code of the forward may have read is an entry: a container (the dictionary of an object, a module's
-globals, a list, a closure's cell) and a key. Entries are compared by identity, a column at a time; only where one
-differs is its value looked at, and only if that is an object or a container is the state walked through again.
+globals, a list, a closure's cell) and a key. Of a dictionary the version is compared, and once it was written to its
+entries, as those of others are: by identity, a column at a time. Only where one differs is its value looked at, and
+only if that is an object or a container is the state walked through again.
 """
 
 from __future__ import annotations
@@ -16,13 +17,22 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from itertools import compress
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 
-from zerofx.capture.python_state.columns import MISSING, Column, items_of_classes, items_of_dicts, value_at
+from zerofx.capture.python_state.columns import (
+    MISSING,
+    Column,
+    Tables,
+    items_of_classes,
+    items_of_dicts,
+    load,
+    value_at,
+)
 from zerofx.capture.python_state.numbers import Number, Tape, is_number
 from zerofx.torch_private.modules import number_of_next_hook
 
@@ -184,7 +194,18 @@ class Reads:
         self._numbers.find(state)
         self._kinds = {path: type(self._numbers.value(path)) for path in self._varying}
         self._classes = list(map(type, state.objects))
-        self._columns = list(_columns(state, self._varying | self._unread))
+        self._tables = Tables(each for each in (*state.containers, *state.sized) if isinstance(each, dict))
+        self._written: set[int] = set()
+        self._compare()
+
+    def _compare(self) -> None:
+        """Compare the values and sizes of all containers but dictionaries that were not written to."""
+        state, excluded = self._state, self._varying | self._unread
+        is_compared = [not isinstance(c, dict) or id(c) in self._written for c in (*state.containers, *state.sized)]
+        indices = [i for i, path in enumerate(state.paths) if is_compared[i] and path not in excluded]
+        self._columns = list(_columns(state, indices))
+        own = is_compared[len(state.containers) :]
+        self._sized, self._sizes = list(compress(state.sized, own)), list(compress(state.sizes, own))
 
     def changes(self) -> list[Change]:
         """The values that have changed since the step was captured."""
@@ -250,10 +271,14 @@ class Reads:
     def _plain_differences(self) -> list[Change] | None:
         """Plain values that have changed where they were read; None if something else may have changed, too."""
         state = self._state
+        if written := self._tables.take_written():
+            self._written.update(map(id, written))
+            self._compare()
+        load(state.objects)
         if (
-            list(map(len, state.sized)) != state.sizes
-            or list(map(type, state.objects)) != self._classes
-            or self._has_other_hooks()
+            self._has_other_hooks()
+            or not all(map(operator.eq, map(len, self._sized), self._sizes))
+            or not all(map(operator.is_, map(type, state.objects), self._classes))
         ):
             return None
         changes = []
@@ -300,11 +325,11 @@ _READERS: Mapping[type, Callable[[Sequence[Any], Sequence[Any]], Iterator[Any]]]
 }
 
 
-def _columns(state: State, excluded: frozenset[str]) -> Iterator[tuple[list[int], Column]]:
-    """The entries of a state without the ``excluded`` paths, as columns, with each entry's index in the state."""
+def _columns(state: State, compared: Sequence[int]) -> Iterator[tuple[list[int], Column]]:
+    """The entries of a state at the indices ``compared``, as columns, each with its own indices."""
     indices: dict[type, list[int]] = {kind: [] for kind in _READERS}
-    for index, container in enumerate(state.containers):
-        if state.paths[index] not in excluded and not isinstance(container, tuple):  # which do not change
+    for index in compared:
+        if not isinstance(container := state.containers[index], tuple):  # which do not change
             indices[next(kind for kind in indices if isinstance(container, kind))].append(index)
     for kind, own in indices.items():
         containers, keys, values = ([part[i] for i in own] for part in (state.containers, state.keys, state.values))
