@@ -1,1 +1,1 @@
-"""What decides: costs, simulation and plans. Nothing here changes the graph it is asked about."""
+"""Costs, simulation and plans: all decisions are made here, and no graph is changed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zerofx.scheduler.cost.fusion import overwriting_order, overwritten
+from zerofx.scheduler.cost.fusion import find_last_reads, order_for_reuse
 from zerofx.torch_private.inductor.scheduler import (
     BaseSchedulerNode,
     CustomSchedulerPass,
@@ -94,9 +94,9 @@ def _overwrite(kernel: FusedSchedulerNode) -> None:
             readers[value] = users
             for reader in users:
                 ends[reader].add(value)
-    order = overwriting_order(list(loops), ends, {name: loop.ancestors for name, loop in loops.items()})
+    order = order_for_reuse(list(loops), ends, {name: loop.ancestors for name, loop in loops.items()})
     kernel.snodes = [loops[name] for name in order]
-    for name, values in overwritten(order, ends).items():
+    for name, values in find_last_reads(order, ends).items():
         for value in values:
             loops[name].ancestors.update(readers[value] - {name})
 

@@ -36,7 +36,7 @@ def check_norm(step: StepGraph, layout: BucketLayout) -> None:
             continue
         cut: set[Axis] = set()
         for node in reversed(way):  # from the buffer on
-            axes = set(layout.mesh.occupied(axes_of(node, layout.mesh)))
+            axes = set(layout.mesh.axes_in_use(axes_of(node, layout.mesh)))
             if node.target in ops.REDUCTIONS or node.target is ops.exchange:
                 cut |= axes
             elif node.target in _GATHERS:
@@ -65,7 +65,7 @@ def _bucket(way: list[fx.Node], layout: BucketLayout) -> Bucket | None:
 
 def _copy_axes(bucket: Bucket, mesh: Mesh) -> set[Axis]:
     """The axes on which ranks have the bucket's parameters, and so the sum of their gradients."""
-    return set(mesh.occupied(mesh.world)) - (set(MODEL) if bucket.has_model_parts else set())
+    return set(mesh.axes_in_use(mesh.world)) - (set(MODEL) if bucket.has_model_parts else set())
 
 
 def _fail(squares: fx.Node, cut: set[Axis], asked: set[Axis]) -> NoReturn:

@@ -57,7 +57,7 @@ def forward_runs(step: StepGraph, crossing: Collection[Storage], *, divides: boo
     all_runs: list[ForwardRun] = []
     for runs in _forward_runs(step):
         crossing_bytes = sum(
-            storage_size(storage) for _, nodes in runs for node in nodes for storage in _saved_outputs(node, crossing)
+            storage_size(storage) for _, nodes in runs for node in nodes for storage in _outputs_to_save(node, crossing)
         )
         layers = {unit for unit, nodes in runs if unit and _is_layer(nodes, crossing)}
         divided: list[tuple[list[tuple[str, list[fx.Node]]], list[list[fx.Node]]]] = []
@@ -117,7 +117,7 @@ def _is_layer(nodes: Sequence[fx.Node], crossing: Collection[Storage]) -> bool:
     return inside >= sum(use.num_bytes for use in uses if use.last == len(nodes))
 
 
-def _saved_outputs(node: fx.Node, crossing: Collection[Storage]) -> list[Storage]:
+def _outputs_to_save(node: fx.Node, crossing: Collection[Storage]) -> list[Storage]:
     return [storage for storage in dict.fromkeys(outputs_of(node)) if storage in crossing]
 
 

@@ -33,7 +33,7 @@ class LayerRow:
 
     repetitions: tuple[tuple[str, ...], ...]
 
-    def removed_layers(self, remaining: int) -> tuple[tuple[str, ...], ...]:
+    def layers_left_out(self, remaining: int) -> tuple[tuple[str, ...], ...]:
         """The repetitions in the middle that are left out where so many stay."""
         return self.repetitions[remaining - 2 : -2] if len(self.repetitions) > remaining else ()
 
@@ -57,7 +57,7 @@ def shallow(
     units: set[str] = set()
     for row in rows:
         number = remaining + (row is longer)
-        dropped = row.removed_layers(number)
+        dropped = row.layers_left_out(number)
         units |= {unit for repetition in dropped for unit in repetition}
         before, after = row.repetitions[number - 3], row.repetitions[-2]
         for repetition in dropped:

@@ -1,4 +1,4 @@
-"""What a user says of how modules and parameters lie on the model axis: which ways that leaves, or what is in the way.
+"""The user's layout of modules and parameters on the model axis: the ways that it leaves, or the conflict.
 
 Our own words are about what a product gives, wherever the module keeps which dimension of its weight: ``"column"``
 gives parts of features, ``"row"`` parts that add up, ``"sequence"`` parts of the last dimension but one, which is
@@ -63,7 +63,7 @@ class Pins:
 
 
 def pins_of(step: StepGraph, asked: Mapping[str, str]) -> Pins:
-    """What ``asked``, words by names or patterns of modules and parameters, says of a captured graph.
+    """Resolve ``asked``, words by names or patterns of modules and parameters, against a captured graph.
 
     Of several entries that name the same, the last counts. Parameters of other steps lie as those have them.
 

@@ -48,7 +48,7 @@ class ShardingWays:
     placeholders: dict[fx.Node, list[Placement]] = field(default_factory=dict)
 
     @functools.cached_property
-    def named(self) -> Mapping[str, fx.Node]:
+    def nodes_by_name(self) -> Mapping[str, fx.Node]:
         """The step's nodes by name."""
         return self.step.nodes_by_name()
 
@@ -61,7 +61,7 @@ class ShardingWays:
         """True if a value can have the placement at its position: ragged rows that a layer makes stay in it."""
         if not isinstance(placement, Ragged):
             return True
-        ends = self.named[placement.ends]
+        ends = self.nodes_by_name[placement.ends]
         is_alone = len(self.classes.members[self.classes.first[ends]]) == 1
         return node.op == "call_function" and (is_alone or self.step.unit_of(node) == self.step.unit_of(ends))
 
@@ -69,7 +69,7 @@ class ShardingWays:
         """The placement of a node whose class has ``placement``: ragged rows end where those of its own layer do."""
         if not isinstance(placement, Ragged):
             return placement
-        alike = self.classes.members[self.classes.first[self.named[placement.ends]]]
+        alike = self.classes.members[self.classes.first[self.nodes_by_name[placement.ends]]]
         unit = self.step.unit_of(member)
         own = next((node for node in alike if self.step.unit_of(node) == unit), alike[0])
         return replace(placement, ends=own.name)

@@ -237,8 +237,7 @@ class _Labels:
 
 
 def rows_of_result(node: fx.Node, given: Given) -> RowKinds:
-    """Where the rows lie in what ``node`` gives (in each output, if it gives several), by its operator's rule; None:
-    it needs them all at once.
+    """Rows of each output of ``node``, by its operator's rule; None where it needs all rows at once.
 
     ``given`` has the rows of what it reads; None is for what every tile reads whole.
     """

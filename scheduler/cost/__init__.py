@@ -1,1 +1,1 @@
-"""What a plan costs: bytes over time, seconds, on a machine that need not exist."""
+"""Costs of a plan: bytes over time, seconds, on a machine that need not exist."""

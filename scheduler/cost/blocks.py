@@ -1,4 +1,4 @@
-"""What the host's pool takes for a tensor: blocks of whole pages, in size classes.
+"""Bytes that the host's pool takes for a tensor: blocks of whole pages, in size classes.
 
 The pool (``zerofx/runtime/tiers/host_memory.py``) hands out such blocks, and plans count them where they are held to a
 ``host_budget``.

@@ -130,7 +130,7 @@ def _hopper(name: str, source: str, memory_gib: int, memory_bandwidth: float) ->
     )
 
 
-def built_in_machines() -> tuple[Machine, ...]:
+def list_machines() -> tuple[Machine, ...]:
     """All built-in machines, oldest first, the CPU last."""
     return (
         _gpu(
@@ -254,9 +254,9 @@ def built_in_machines() -> tuple[Machine, ...]:
     )
 
 
-def named_machine(name: str) -> Machine:
+def find_machine(name: str) -> Machine:
     """The built-in machine of that name; see `Machine.named`."""
-    rows = {machine.name: machine for machine in built_in_machines()}
+    rows = {machine.name: machine for machine in list_machines()}
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     if wanted in rows:
         return rows[wanted]
@@ -283,5 +283,5 @@ def machine_of_device(device_name: str, memory_bytes: int) -> Machine | None:
     ):
         # Whole words: an L40 is no L4, a GH200 no H200.
         if re.search(rf"\b{part}\b", device_name.lower()):
-            return named_machine(name)
+            return find_machine(name)
     return None

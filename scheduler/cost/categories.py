@@ -1,4 +1,4 @@
-"""What the bytes on the device are: parameters, gradients, activations and so on, at every node of a simulated step."""
+"""Device bytes by category, parameters, gradients, activations and so on, at every node of a simulated step."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def memory_curve(step: StepGraph, live: Liveness) -> Iterator[Moment]:
         for node in nodes:
             for category, size in taken.get(node, ()):
                 held[category] += size
-        during = _in_fused(before, live, nodes) if nodes in live.compiled else _in_call(held, live, nodes[0])
+        during = _region_bytes(before, live, nodes) if nodes in live.compiled else _call_bytes(held, live, nodes[0])
         for node in nodes:
             for category, size in dying.get(node, ()):
                 held[category] -= size
@@ -113,14 +113,14 @@ def _instructions(step: StepGraph, live: Liveness) -> Iterator[tuple[fx.Node, ..
             yield (node,)
 
 
-def _in_call(held: Counter[Category], live: Liveness, node: fx.Node) -> dict[Category, int]:
-    """What is held while a call runs; ``held`` has its results. The rest is inside the operator, or on its way in."""
+def _call_bytes(held: Counter[Category], live: Liveness, node: fx.Node) -> dict[Category, int]:
+    """Bytes held while a call runs; ``held`` has its results. The rest is inside the operator, or on its way in."""
     rest = Category.GRADIENTS if node.target in ops.REDUCTIONS else Category.TEMPORARIES
     return _nonzero(held + Counter({rest: live.during[node] - sum(held.values())}))
 
 
-def _in_fused(before: Counter[Category], live: Liveness, nodes: tuple[fx.Node, ...]) -> dict[Category, int]:
-    """What is held while a compiled region holds most: what it found and has not given back, and what it has made."""
+def _region_bytes(before: Counter[Category], live: Liveness, nodes: tuple[fx.Node, ...]) -> dict[Category, int]:
+    """Bytes held at a compiled region's peak: what it found and has not freed, and what it has made."""
     region = live.compiled[nodes]
     held = before - Counter()
     for storage in region.freed:
@@ -152,7 +152,7 @@ def category_of(owner: fx.Node) -> Category:
 
 
 def _holds_gradients(reload: fx.Node) -> bool:
-    """Whether what is reloaded had been offloaded in backward: activations are in forward."""
+    """True if the reloaded value had been offloaded in backward: activations are offloaded in forward."""
     stored = reload.args[0]
     assert isinstance(stored, fx.Node)
     return origin(stored).phase is Phase.BACKWARD

@@ -1,9 +1,9 @@
-"""What a compiled region will hold, estimated before it is compiled.
+"""Estimates of the memory of a compiled region, made before it is compiled.
 
 Inductor inlines pointwise operators and normalisations into their readers: such a value takes memory only where an
 operator with a kernel of its own (a matrix product, attention), or another region, reads it; and it is written over an
 operand of the same size that dies there (``scheduler/cost/fusion.py``). Once a region is compiled, its real record
-takes the estimate's place (``scheduler.cost.liveness.with_profiles``), and a plan that it makes too tight is made
+takes the estimate's place (``scheduler.cost.liveness.apply_profiles``), and a plan that it makes too tight is made
 again.
 """
 
@@ -22,10 +22,10 @@ from zerofx.ir.aliasing import Storage, aliased_input, is_view, mutated_inputs, 
 from zerofx.ir.operators.operator import Inductor, OperatorKind
 from zerofx.ir.operators.table import facts_of
 from zerofx.scheduler.analysis.saved_values import storage_size
-from zerofx.scheduler.cost.cpu.workspace import compiled_workspace_bytes
+from zerofx.scheduler.cost.cpu.workspace import inductor_workspace_bytes
 from zerofx.scheduler.cost.liveness import MemoryEvent, RegionLike
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.roofline import node_cost, node_flops, touched_bytes
+from zerofx.scheduler.cost.roofline import distinct_bytes, node_cost, node_flops
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,21 @@ class Fused:
 
 
 def fuse(region: RegionLike) -> Fused:
-    """What is computed together when ``region`` is compiled."""
+    """Group the nodes of ``region`` that Inductor computes together."""
     order = [node for node in region.own if not is_view(node) and node.target is not operator.getitem]
     members = set(region.own)
-    stored = _stored(order, members)
+    stored = _storages_in_memory(order, members)
     reads = {node: _storages_read(node, members, stored) for node in order}
     needs = {node: {storage[0] for storage in reads[node] if storage[0] in reads} for node in order}
     ancestors = _ancestors(order, needs)
-    kernels = _kernels([n for n in _together(order, reads, needs, ancestors, stored) if _runs(n, stored)], reads, needs)
+    kernels = _kernels([n for n in _schedule(order, reads, needs, ancestors, stored) if _runs(n, stored)], reads, needs)
     return Fused(kernels, order, members, stored, reads, ancestors)
 
 
-def estimated_memory(
+def estimate_memory(
     region: RegionLike, kernels_in_use: Collection[str], *, on_cpu: bool = True
 ) -> tuple[MemoryEvent, ...]:
-    """What ``region`` takes and gives back on its way, its outputs included, as if it were compiled.
+    """Allocations and frees of ``region``, its outputs included, as if it were compiled.
 
     ``kernels_in_use``: those of zerofx's own, by name, which hold other memory than ATen's. ``on_cpu``: whether the
     step will run on a CPU, whose kernels keep workspaces, wherever it was captured.
@@ -71,7 +71,7 @@ def estimated_memory(
     for number, kernel in enumerate(kernels):
         for node in kernel:
             last.update(dict.fromkeys(reads[node], number))
-    leaving = _leaving(order, members)
+    leaving = _storages_read_outside(order, members)
     dying: dict[int, list[Storage]] = {}
     for storage, number in last.items():
         dying.setdefault(number, []).append(storage)
@@ -81,7 +81,7 @@ def estimated_memory(
     events: list[MemoryEvent] = []
     for number, kernel in enumerate(kernels):
         free = [s for s in dying.get(number, ()) if s in live and s not in leaving]
-        kernel, over = _overwriting(kernel, free, reads, ancestors)
+        kernel, over = _reuse_buffers(kernel, free, reads, ancestors)
         for node in kernel:
             for storage in (s for s in outputs_of(node) if s in stored):
                 size = storage_size(storage)
@@ -97,7 +97,7 @@ def estimated_memory(
                 if storage not in last and storage not in leaving:
                     free.append(storage)
         aten = [node for node in kernel if not is_loop(node)] if on_cpu else []
-        scratch = sum(compiled_workspace_bytes(node, kernels_in_use) for node in aten)
+        scratch = sum(inductor_workspace_bytes(node, kernels_in_use) for node in aten)
         events += [MemoryEvent(scratch), MemoryEvent(-scratch)] if scratch else []
         events += [MemoryEvent(-live.pop(storage), block=blocks[storage]) for storage in free]
         events += [MemoryEvent(freed=given[storage]) for storage in dying.get(number, ()) if storage in given]
@@ -127,7 +127,7 @@ def _extent(node: fx.Node, reads: Mapping[fx.Node, set[Storage]]) -> int:
     return max(map(storage_size, storages), default=0)
 
 
-def _overwriting(
+def _reuse_buffers(
     kernel: list[fx.Node],
     dying: Sequence[Storage],
     reads: Mapping[fx.Node, set[Storage]],
@@ -142,8 +142,8 @@ def _overwriting(
         sizes = {node: {storage_size(storage) for storage in outputs_of(node)} for node in kernel}
         fitting = {s for s in dying if all(storage_size(s) in sizes[node] for node in kernel if s in reads[node])}
         ends = {node: reads[node] & fitting for node in kernel}
-        order = overwriting_order(kernel, ends, ancestors)
-        last = overwritten(order, ends)
+        order = order_for_reuse(kernel, ends, ancestors)
+        last = find_last_reads(order, ends)
         return order, {node: last.get(node, set()) for node in kernel}
     over: dict[fx.Node, set[Storage]] = {}
     for node in kernel:
@@ -153,7 +153,7 @@ def _overwriting(
     return kernel, over
 
 
-def _together(
+def _schedule(
     order: Sequence[fx.Node],
     reads: Mapping[fx.Node, set[Storage]],
     needs: Mapping[fx.Node, set[fx.Node]],
@@ -202,25 +202,25 @@ def _together(
 
 
 def _ancestors(order: Iterable[fx.Node], needs: Mapping[fx.Node, set[fx.Node]]) -> dict[fx.Node, set[fx.Node]]:
-    """What each node needs, and what that needs, and so on."""
+    """All nodes that each node depends on, directly or not."""
     ancestors: dict[fx.Node, set[fx.Node]] = {}
     for node in order:
         ancestors[node] = set(needs[node]).union(*(ancestors[source] for source in needs[node]))
     return ancestors
 
 
-def _stored(order: Iterable[fx.Node], members: set[fx.Node]) -> set[Storage]:
+def _storages_in_memory(order: Iterable[fx.Node], members: set[fx.Node]) -> set[Storage]:
     """The storages that take memory."""
     nodes = list(order)
     stored = {s for node in nodes if not is_inlined(node) and aliased_input(node) is None for s in outputs_of(node)}
-    stored |= _leaving(nodes, members)
+    stored |= _storages_read_outside(nodes, members)
     for node in nodes:
         if not is_loop(node):
             stored.update(storage_source(source) for source in node.all_input_nodes if source in members)
     return stored
 
 
-def _leaving(order: Iterable[fx.Node], members: set[fx.Node]) -> set[Storage]:
+def _storages_read_outside(order: Iterable[fx.Node], members: set[fx.Node]) -> set[Storage]:
     """The storages that are read outside the region, through views or not."""
     leaving = set()
     for node in order:
@@ -256,7 +256,7 @@ def _storages_read(node: fx.Node, members: set[fx.Node], stored: set[Storage]) -
 
 
 def is_inlined(node: fx.Node) -> bool:
-    """Whether readers in loops compute ``node`` themselves."""
+    """True if loops that read ``node`` compute it themselves."""
     return facts_of(node.target).is_loop and not mutated_inputs(node)
 
 
@@ -265,12 +265,12 @@ def _is_reduction(node: fx.Node) -> bool:
 
 
 def is_loop(node: fx.Node) -> bool:
-    """Whether Inductor writes the kernel that computes ``node``."""
+    """True if Inductor generates the kernel that computes ``node``."""
     return is_inlined(node) or _is_reduction(node)
 
 
 def is_written(node: fx.Node) -> bool:
-    """Whether Inductor allocates what ``node`` makes, and has a kernel write it there."""
+    """True if Inductor allocates the output of ``node``, and a kernel writes it there."""
     return is_loop(node) or facts_of(node.target).kind is OperatorKind.PRODUCT
 
 
@@ -288,7 +288,7 @@ def outputs_of(node: fx.Node) -> list[Storage]:
     return [(node, i) for i in indices if i in used or not is_inlined(node)]
 
 
-def fused_seconds(region: RegionLike, machine: Machine) -> float:
+def kernel_seconds(region: RegionLike, machine: Machine) -> float:
     """Seconds that the kernels of a compiled region take on a GPU: each a roofline of its traffic with memory.
 
     Loops that Inductor fuses read what is outside their kernel once, and write what is read outside it; what is inlined
@@ -323,7 +323,7 @@ def _kernel_reads(kernel: Iterable[fx.Node], fused: Fused) -> tuple[dict[Storage
             storage = storage_source(source)
             owner = storage[0]
             if storage in fused.stored or owner not in fused.members or not is_inlined(owner):
-                size = sum(map(touched_bytes, tensors_of(source)))
+                size = sum(map(distinct_bytes, tensors_of(source)))
                 read[storage] = max(read.get(storage, 0), min(size, storage_size(storage)))
             elif owner not in computed:
                 computed.add(owner)
@@ -335,7 +335,7 @@ Loop = TypeVar("Loop")
 Value = TypeVar("Value")
 
 
-def overwriting_order(
+def order_for_reuse(
     loops: Sequence[Loop], ends: Mapping[Loop, AbstractSet[Value]], needs: Mapping[Loop, AbstractSet[Loop]]
 ) -> list[Loop]:
     """An order of the loops of one kernel in which many are the last to read a value, which they can be written over.
@@ -355,10 +355,10 @@ def overwriting_order(
         rest.remove(taken)
         order.insert(0, taken)
         claimed |= ends[taken]
-    return order if len(overwritten(order, ends)) > len(overwritten(loops, ends)) else list(loops)
+    return order if len(find_last_reads(order, ends)) > len(find_last_reads(loops, ends)) else list(loops)
 
 
-def overwritten(order: Sequence[Loop], ends: Mapping[Loop, AbstractSet[Value]]) -> dict[Loop, set[Value]]:
+def find_last_reads(order: Sequence[Loop], ends: Mapping[Loop, AbstractSet[Value]]) -> dict[Loop, set[Value]]:
     """The values that each loop, in this order, is the last to read, for the loops that have some."""
     last_reads, later = dict[Loop, set[Value]](), set[Value]()
     for loop in reversed(order):

@@ -52,11 +52,11 @@ class MeasuredLink:
         return self.latency + num_bytes * self.seconds_per_byte
 
 
-def predicted_link(stream: str, machine: Machine, mesh: Mesh) -> MeasuredLink | None:
-    """What ``machine`` says of a stream; None where it has no such link, or the mesh no such ranks."""
+def predict_link(stream: str, machine: Machine, mesh: Mesh) -> MeasuredLink | None:
+    """The link that ``machine`` has for a stream; None where it has none, or the mesh no such ranks."""
     axes = axes_of_stream(stream)
     if axes is not None:
-        num_ranks, local = mesh.size(axes), mesh.on_node(axes, machine.ranks_per_node)
+        num_ranks, local = mesh.size(axes), mesh.num_on_node(axes, machine.ranks_per_node)
         if num_ranks < 2:
             return None
         latency = collective_latency("all_gather", num_ranks, machine, ranks_on_node=local)
@@ -70,13 +70,11 @@ def predicted_link(stream: str, machine: Machine, mesh: Mesh) -> MeasuredLink | 
     return MeasuredLink(latency, (seconds - latency) / _PROBE_BYTES)
 
 
-def measured_links(
-    transfers: Mapping[str, Iterable[Transfer]], machine: Machine, mesh: Mesh
-) -> dict[str, MeasuredLink]:
-    """What was measured of each stream that ``machine`` has; streams without transfers are left out."""
+def fit_links(transfers: Mapping[str, Iterable[Transfer]], machine: Machine, mesh: Mesh) -> dict[str, MeasuredLink]:
+    """Links fitted to the transfers of each stream that ``machine`` has; streams without transfers are left out."""
     links = {}
     for stream, of_stream in transfers.items():
-        predicted = predicted_link(stream, machine, mesh)
+        predicted = predict_link(stream, machine, mesh)
         sizes: dict[int, list[float]] = {}
         for num_bytes, seconds in of_stream:
             if num_bytes > 0 and seconds > 0:
@@ -90,7 +88,7 @@ def measured_links(
 def fit_link(samples: Sequence[tuple[int, float, int]], predicted: MeasuredLink) -> MeasuredLink:
     """The link that explains ``samples``: bytes in increasing order, seconds, and how many transfers took them."""
     if samples[-1][0] < _APART * samples[0][0]:
-        return _scaled(samples, predicted)
+        return _scale_link(samples, predicted)
     # Least squares of (latency + bytes * per_byte) / seconds = 1: for each transfer 1 / seconds and bytes / seconds.
     a = sum(n / t**2 for _, t, n in samples)
     b = sum(n * x / t**2 for x, t, n in samples)
@@ -104,7 +102,7 @@ def fit_link(samples: Sequence[tuple[int, float, int]], predicted: MeasuredLink)
     return MeasuredLink(latency, per_byte) if latency >= 0 else MeasuredLink(0.0, e / c)
 
 
-def _scaled(samples: Sequence[tuple[int, float, int]], predicted: MeasuredLink) -> MeasuredLink:
+def _scale_link(samples: Sequence[tuple[int, float, int]], predicted: MeasuredLink) -> MeasuredLink:
     taken = sum(n * t for _, t, n in samples)
     factor = taken / sum(n * predicted.seconds(x) for x, _, n in samples)
     return MeasuredLink(predicted.latency * factor, predicted.seconds_per_byte * factor)
@@ -120,31 +118,31 @@ class _Ring:
     crosses: bool
 
 
-def corrected_machine(machine: Machine, links: Mapping[str, MeasuredLink], mesh: Mesh) -> Machine:
+def correct_machine(machine: Machine, links: Mapping[str, MeasuredLink], mesh: Mesh) -> Machine:
     """``machine`` with links that take, for transfers between the ranks of ``mesh``, what was measured."""
     rings = []
     for stream, measured in links.items():
-        predicted, axes = predicted_link(stream, machine, mesh), axes_of_stream(stream)
+        predicted, axes = predict_link(stream, machine, mesh), axes_of_stream(stream)
         if predicted is None:
             continue
         if axes is not None:
-            crosses = mesh.on_node(axes, machine.ranks_per_node) < mesh.size(axes)
+            crosses = mesh.num_on_node(axes, machine.ranks_per_node) < mesh.size(axes)
             rings.append(_Ring(measured, predicted, mesh.size(axes), crosses))
         elif stream in (TO_HOST, TO_DEVICE):
-            machine = _with_host_link(machine, stream, measured)
+            machine = _correct_host_link(machine, stream, measured)
         else:
             assert machine.nvme is not None
             drive, nvme = Link(machine.ranks_per_node / measured.seconds_per_byte, measured.latency), machine.nvme
             nvme = replace(nvme, read=drive) if stream == NVME_READ else replace(nvme, write=drive)
             machine = replace(machine, nvme=nvme)
-    return _with_rings(machine, rings) if rings else machine
+    return _correct_by_rings(machine, rings) if rings else machine
 
 
-def _with_rings(machine: Machine, rings: Sequence[_Ring]) -> Machine:
+def _correct_by_rings(machine: Machine, rings: Sequence[_Ring]) -> Machine:
     """Links within a node are off by as much as the collectives that stay there, and links between nodes by as much as
     those that cross them, on average. Where there are no such collectives, both are off by the same factor."""
 
-    def corrected(link: Link, *, crosses: bool) -> Link:
+    def correct_link(link: Link, *, crosses: bool) -> Link:
         of_kind = [ring for ring in rings if ring.crosses == crosses] or rings
         slower = statistics.fmean(ring.measured.seconds_per_byte / ring.predicted.seconds_per_byte for ring in of_kind)
         latencies = (
@@ -156,11 +154,11 @@ def _with_rings(machine: Machine, rings: Sequence[_Ring]) -> Machine:
         )
         return Link(link.bandwidth / slower, statistics.fmean(latencies))
 
-    within, between = corrected(machine.intra_node, crosses=False), corrected(machine.inter_node, crosses=True)
+    within, between = correct_link(machine.intra_node, crosses=False), correct_link(machine.inter_node, crosses=True)
     return replace(machine, intra_node=within, inter_node=between)
 
 
-def _with_host_link(machine: Machine, stream: str, measured: MeasuredLink) -> Machine:
+def _correct_host_link(machine: Machine, stream: str, measured: MeasuredLink) -> Machine:
     rate = 1.0 / measured.seconds_per_byte
     link = Link(rate / machine.efficiency.link, measured.latency)
     # A copy that is faster than one rank's share of the host's memory shows that the memory is faster.

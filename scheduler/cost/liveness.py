@@ -33,8 +33,8 @@ from zerofx.scheduler.plan.facts import TIERS, Arena
 
 
 class RegionLike(Protocol):
-    """What is asked of a region here (``codegen.regions.Region``): its input and output values, the nodes of the graph
-    that it runs, all in order, and the key that equal regions share."""
+    """A region as seen here (``codegen.regions.Region``): its input and output values, the nodes of the graph that it
+    runs, all in order, and the key that equal regions share."""
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]: ...
@@ -102,7 +102,7 @@ class Liveness:
 
     @property
     def host_block_bytes(self) -> int:
-        """What the host's pool takes at the most: what a ``host_budget`` holds for."""
+        """Peak bytes of the host's pool: ``host_budget`` limits these."""
         return self.slower["host"].peak_block_bytes if "host" in self.slower else 0
 
     @property
@@ -140,12 +140,12 @@ def liveness(step: StepGraph, on_cpu: bool, *, compiles_regions: bool = False) -
     if on_cpu:
         excess |= {node: (_padding(node),) for node in step.calls() if node.target is ops.all_reduce_values}
     last_use, owned = _last_uses(step, excess, calls_kernels=not compiles_regions)
-    settled_by = _settled_by(step)
+    settled_by = _match_settles(step)
     running_on = [storage for storage, reader in last_use.items() if reader in settled_by]
     last_use |= {storage: settled_by[last_use[storage]] for storage in running_on}
     here = {node: storages for node, storages in owned.items() if tier_of(node) == DEVICE}
     last_here = {storage: reader for storage, reader in last_use.items() if storage[0] in here}
-    dying = _by_reader(last_here)
+    dying = _storages_by_reader(last_here)
     persistent = _persistent_bytes(step, DEVICE)
     sizes = {(node, index): size for node, storages in here.items() for index, size in storages}
     running_here = tuple(storage for storage in running_on if storage in sizes)
@@ -154,11 +154,11 @@ def liveness(step: StepGraph, on_cpu: bool, *, compiles_regions: bool = False) -
     for node in step.calls():
         live += sum(size for _, size in here.get(node, ()))
         if loop is not None and node is loop.begin:
-            live += (loop.num_rounds - 1) * _handed_out_bytes(loop, here, last_use)
+            live += (loop.num_rounds - 1) * _bytes_to_return(loop, here, last_use)
         inside = taken.get(node)
         during[node] = live + (0 if inside is None else inside.inside)
         live -= sum(sizes[storage] for storage in dying.get(node, ()))
-        live += _held_by_pending(node) if on_cpu else 0
+        live += _receive_buffer_bytes(node) if on_cpu else 0
         during[node] = max(during[node], live)
         after[node] = live
     away = any(tier_of(node) != DEVICE for node in step.graph.nodes)
@@ -170,14 +170,14 @@ def liveness(step: StepGraph, on_cpu: bool, *, compiles_regions: bool = False) -
     return Liveness(during, after, persistent, last_here, sizes, used, running_on=running_here)
 
 
-def _settled_by(step: StepGraph) -> dict[fx.Node, fx.Node]:
+def _match_settles(step: StepGraph) -> dict[fx.Node, fx.Node]:
     """The node that awaits, in the next step, what each ``run_on`` has let run on."""
     runs_on = {what_runs_on(node): node for node in step.calls() if node.target is ops.run_on}
     settled = (node for node in step.calls() if node.target is ops.settle)
     return {runs_on[what]: node for node in settled if (what := what_runs_on(node)) in runs_on}
 
 
-def _handed_out_bytes(
+def _bytes_to_return(
     loop: Loop, owned: Mapping[fx.Node, list[tuple[int, int]]], last_use: Mapping[Storage, fx.Node]
 ) -> int:
     """Bytes of what a step returns of each round: what the earlier ones have made is there in the last."""
@@ -196,14 +196,14 @@ def _tier_use(
     """Bytes on a slower tier: what is kept and copied there, without what operators on the host hold inside."""
     left = {settle: _left_passing(run_on) if tier == "host" else [] for run_on, settle in settled_by.items()}
     held = {node for node in owned if node.target in ops.EVENTS and tier_of(node) == tier}
-    dying = _by_reader({storage: reader for storage, reader in last_use.items() if storage[0] in held})
+    dying = _storages_by_reader({storage: reader for storage, reader in last_use.items() if storage[0] in held})
     persistent = _persistent_bytes(step, tier)
     there = [size for node, i in running_on if node in held for index, size in owned[node] if index == i]
     there += itertools.chain.from_iterable(left.values())
     live, during, after = persistent + sum(there), {}, {}
     blocks = most_blocks = _persistent_bytes(step, tier, size_class) + sum(map(size_class, there))
     for node in step.calls():
-        passing, settled = _passing_through(node) if tier == "host" else 0, left.get(node, ())
+        passing, settled = _host_buffer_bytes(node) if tier == "host" else 0, left.get(node, ())
         if not passing and not settled and node not in held and node not in dying:  # most nodes
             during[node] = after[node] = live
             continue
@@ -228,7 +228,7 @@ def _persistent_bytes(step: StepGraph, tier: str, size_of: Callable[[int], int] 
     return sum(times_held(step, node) * size_of(storage_bytes(t)) for node in stored for t in tensors_of(node))
 
 
-def _by_reader(last_use: Mapping[Storage, fx.Node]) -> dict[fx.Node, list[Storage]]:
+def _storages_by_reader(last_use: Mapping[Storage, fx.Node]) -> dict[fx.Node, list[Storage]]:
     by_reader: dict[fx.Node, list[Storage]] = {}
     for storage, reader in last_use.items():
         by_reader.setdefault(reader, []).append(storage)
@@ -249,7 +249,7 @@ class MemoryEvent:
     output: int | None = None
 
 
-def with_profiles(
+def apply_profiles(
     live: Liveness, step: StepGraph, regions: Sequence[tuple[RegionLike, Sequence[MemoryEvent]]]
 ) -> Liveness:
     """``live`` with what compiled regions hold inside them in the place of their nodes' own temporaries.
@@ -321,18 +321,18 @@ def _output_bytes(node: fx.Node, excess: Sequence[int]) -> list[tuple[int, int]]
     return [(index, size + more) for (index, size), more in zip(sizes, excess, strict=True)]
 
 
-def _passing_through(node: fx.Node) -> int:
+def _host_buffer_bytes(node: fx.Node) -> int:
     """Bytes that a started copy to or from nvme holds on the host (+), and its wait gives back (-)."""
     if len(hops_of(node)) > 1:  # between the device and nvme: it needs a block on the host on its way
         return storage_bytes(tensors_of(node)[0])
     if node.target is ops.wait and isinstance(node.args[0], fx.Node) and node.args[0].target in ops.TRANSFERS:
-        return -_passing_through(node.args[0])
+        return -_host_buffer_bytes(node.args[0])
     return 0
 
 
 def _left_passing(run_on: fx.Node) -> list[int]:
     """Bytes that each copy which runs on holds on the host on its way to nvme."""
-    return [size for copy in run_on.all_input_nodes if (size := _passing_through(copy)) > 0]
+    return [size for copy in run_on.all_input_nodes if (size := _host_buffer_bytes(copy)) > 0]
 
 
 def _padding(node: fx.Node) -> int:
@@ -342,7 +342,7 @@ def _padding(node: fx.Node) -> int:
     return -reduced.numel() % num_ranks * reduced.itemsize
 
 
-def _held_by_pending(node: fx.Node) -> int:
+def _receive_buffer_bytes(node: fx.Node) -> int:
     """Bytes beyond its result that a started point-to-point reduction takes (+), and its wait gives back (-).
 
     Each other rank's part is received apart, one of them where the result will be if that is not in the buffer.
@@ -353,7 +353,7 @@ def _held_by_pending(node: fx.Node) -> int:
         num_apart = num_ranks - 1 if node.target is ops.reduce_scatter_into else num_ranks - 2
         return num_apart * storage_bytes(tensors_of(node)[0])
     if node.target is ops.wait and isinstance(node.args[0], fx.Node):
-        return -_held_by_pending(node.args[0]) if node.args[0].target in _RECEIVING else 0
+        return -_receive_buffer_bytes(node.args[0]) if node.args[0].target in _RECEIVING else 0
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What a plan is made for: the speeds and sizes of a machine, as plain data.
+"""The machine that a plan is made for: speeds and sizes, as plain data.
 
 A `Machine` describes one accelerator, the node it sits in and the links between nodes. Numbers are what the datasheet
 says; `Efficiency` is the part of them that programs get. Times are seconds, sizes are bytes, bandwidths are bytes per
@@ -80,15 +80,15 @@ class Link(_Facts):
 
 @dataclass(frozen=True)
 class HostUpdate(_Facts):
-    """What *one* rank's update on the host reads and writes a second: `bandwidth` on `num_threads` threads together,
+    """Bytes a second that *one* rank's update on the host reads and writes: `bandwidth` on `num_threads` threads,
     `thread_bandwidth` on one."""
 
     num_threads: int
     bandwidth: float
     thread_bandwidth: float
 
-    def on_threads(self, num_threads: int) -> HostUpdate:
-        """What it is on as many threads. Those add up as long as memory has more to give than they take:
+    def scale_to_threads(self, num_threads: int) -> HostUpdate:
+        """The same on another number of threads. Bandwidths add up as long as memory has more to give:
 
         1 / bandwidth(n) = 1 / (n * thread_bandwidth) + 1 / most        such that bandwidth(num_threads) is as seen
         """
@@ -172,9 +172,9 @@ class Machine(_Facts):
 
         Raises UsageError that lists the nearest names, and all of them, when there is none.
         """
-        from zerofx.scheduler.cost.catalog import named_machine  # The table is made of Machines: import it when asked.
+        from zerofx.scheduler.cost.catalog import find_machine  # The table is made of Machines: import it when asked.
 
-        return named_machine(name)
+        return find_machine(name)
 
     @staticmethod
     def measure(device: torch.device | str | None = None, *, nvme_path: str | None = None) -> Machine:
@@ -244,7 +244,7 @@ class Machine(_Facts):
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the device is a CPU: the built-in row, or a measurement of one."""
+        """True if the device is a CPU: the built-in row, or a measurement of one."""
         return self.name.partition("-")[0] == "cpu"
 
     @property

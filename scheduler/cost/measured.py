@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from zerofx.errors import PlanError
-from zerofx.scheduler.cost.links import MeasuredLink, Transfer, corrected_machine, measured_links
+from zerofx.scheduler.cost.links import MeasuredLink, Transfer, correct_machine, fit_links
 from zerofx.scheduler.cost.liveness import RegionLike
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
@@ -38,14 +38,14 @@ class MeasuredCosts:
                 raise PlanError(f"expected measured costs to be finite and positive, found {value} as {name}")
 
     @staticmethod
-    def of(
+    def from_times(
         seconds: Mapping[str, float],
         regions: Iterable[RegionLike],
         machine: Machine,
         transfers: Mapping[str, Iterable[Transfer]] | None = None,
         mesh: Mesh | None = None,
     ) -> MeasuredCosts:
-        """What was measured, compared with what ``machine`` predicts.
+        """Ratios of measured costs to those that ``machine`` predicts.
 
         Args:
             seconds: of one call, by region key.
@@ -56,22 +56,22 @@ class MeasuredCosts:
         for region in regions:
             if region.key in seconds:
                 measured += seconds[region.key]
-                predicted += sum(_predicted(region, machine))
+                predicted += sum(_predict_seconds(region, machine))
         scale = measured / predicted if measured and predicted else 1.0
-        return MeasuredCosts(dict(seconds), scale, measured_links(transfers or {}, machine, mesh or Mesh()))
+        return MeasuredCosts(dict(seconds), scale, fit_links(transfers or {}, machine, mesh or Mesh()))
 
     def machine(self, machine: Machine, mesh: Mesh) -> Machine:
         """``machine`` with the links that were measured, for steps on ``mesh``."""
-        return corrected_machine(machine, self.links, mesh)
+        return correct_machine(machine, self.links, mesh)
 
-    def of_nodes(self, regions: Iterable[RegionLike], machine: Machine) -> dict[str, float]:
+    def seconds_by_node(self, regions: Iterable[RegionLike], machine: Machine) -> dict[str, float]:
         """Seconds of every node of ``regions``, by name, for ``simulate``.
 
         The nodes of a region share its seconds in proportion to what ``machine`` predicts for them.
         """
         seconds_of: dict[str, float] = {}
         for region in regions:
-            predicted = _predicted(region, machine)
+            predicted = _predict_seconds(region, machine)
             total = sum(predicted)
             taken = self.seconds.get(region.key, self.scale * total)
             # Where nothing is predicted to take time, the region's last node stands for all of it.
@@ -81,5 +81,5 @@ class MeasuredCosts:
         return seconds_of
 
 
-def _predicted(region: RegionLike, machine: Machine) -> list[float]:
+def _predict_seconds(region: RegionLike, machine: Machine) -> list[float]:
     return [node_cost(node, machine).seconds for node in region.own]

@@ -25,7 +25,7 @@ from zerofx.disk.cache import DiskCache, key_of
 from zerofx.errors import UsageError
 from zerofx.optimizers.blocks import make_adamw_pass
 from zerofx.progress import watched
-from zerofx.scheduler.cost.catalog import machine_of_device, named_machine
+from zerofx.scheduler.cost.catalog import find_machine, machine_of_device
 from zerofx.scheduler.cost.machine import MEASURED, Device, Efficiency, Host, HostUpdate, Link, Machine, Nvme, Peaks
 from zerofx.settings import read_settings
 
@@ -52,7 +52,7 @@ def measure_machine(device: torch.device | str | None = None, *, nvme_path: str 
     so that what they share (cores, memory bandwidth) is shared as in training, links are measured by passing messages
     round a ring, and every rank returns rank 0's numbers.
 
-    Rank 0 keeps them in the folder of ``ZEROFX_CACHE_DIR``: ``kept_machine`` reads them.
+    Rank 0 keeps them in the folder of ``ZEROFX_CACHE_DIR``: ``read_kept_machine`` reads them.
 
     Arguments and errors are those of ``Machine.measure``.
     """
@@ -72,7 +72,7 @@ def measure_machine(device: torch.device | str | None = None, *, nvme_path: str 
             # One ring over all ranks: across nodes it shows the network only, which the node's ranks share.
             inter = Link(link.bandwidth / ranks_on_node, link.latency) if world > ranks_on_node else machine.inter_node
             machine = replace(machine, intra_node=link, inter_node=inter)
-            machine = _of_rank_zero(machine)
+            machine = _broadcast_machine(machine)
         if where.type == "cuda":
             torch.cuda.empty_cache()
     if first:
@@ -80,8 +80,8 @@ def measure_machine(device: torch.device | str | None = None, *, nvme_path: str 
     return machine
 
 
-def kept_machine(device: torch.device, num_ranks: int) -> Machine | None:
-    """What was last measured here for ``device`` with as many ranks and threads; None where nothing was."""
+def read_kept_machine(device: torch.device, num_ranks: int) -> Machine | None:
+    """The machine last measured here for ``device`` with as many ranks and threads; None if there is none."""
     return DiskCache(read_settings().cache_dir).read_as(_key(device, num_ranks), Machine.from_json)
 
 
@@ -106,7 +106,7 @@ def _ranks_on_node(num_ranks: int) -> int:
 
 def _measure_cpu(ranks: int) -> Machine:
     cpu = torch.device("cpu")
-    row = named_machine("cpu")
+    row = find_machine("cpu")
     traffic = _copy_traffic(cpu, _bytes_beyond_caches())
     launch = _launch_seconds(cpu)
     float32 = _matmul_flops(cpu, torch.float32, _MATMUL_CPU)
@@ -132,7 +132,7 @@ def _measure_cpu(ranks: int) -> Machine:
 
 def _measure_cuda(device: torch.device, ranks: int) -> Machine:
     properties = torch.cuda.get_device_properties(device)
-    row = machine_of_device(properties.name, properties.total_memory) or named_machine("h100-pcie")
+    row = machine_of_device(properties.name, properties.total_memory) or find_machine("h100-pcie")
     with _float32_matmul("ieee"):
         float32 = _matmul_flops(device, torch.float32, _MATMUL_CUDA // 2)
     with _float32_matmul("tf32"):
@@ -199,7 +199,7 @@ def _matmul_flops(device: torch.device, dtype: torch.dtype, side: int) -> float:
 
 
 def _convolution_share(device: torch.device, dtype: torch.dtype) -> float:
-    """What a convolution of 3 x 3 and its backward get of the rate of matmuls, at most all of it.
+    """Rate of a 3 x 3 convolution and its backward as a share of the rate of matmuls, at most 1.
 
     Matmuls are measured once more for it: other ranks may leave more to the one than to the other.
     """
@@ -232,7 +232,7 @@ def _bytes_beyond_caches() -> int:
 
 
 def _host_update() -> HostUpdate:
-    """What an AdamW in bfloat16 with float32 masters reads and writes a second, as a step runs it on the host
+    """Bytes a second that an AdamW in bfloat16 with float32 masters reads and writes as a step runs it on the host
     (``codegen/cpu/update_blocks.py``): on one thread, and on all together."""
     threads = torch.get_num_threads()
     update, num_bytes = make_adamw_pass(_bytes_beyond_caches() // _ADAMW_BYTES, threads)
@@ -280,11 +280,11 @@ def _host_links(device: torch.device) -> tuple[Link, Link]:
     # Both end with the slower way: the other one is no slower than that.
     together = _best_seconds(both, synchronize)
 
-    def alone(way: int, num_bytes: int) -> float:
+    def seconds_of(way: int, num_bytes: int) -> float:
         return _best_seconds(lambda: copy(way, num_bytes), synchronize)
 
     def link(way: int) -> Link:
-        return _fit((small, large), (alone(way, small), max(alone(way, large), together)))
+        return _fit((small, large), (seconds_of(way, small), max(seconds_of(way, large), together)))
 
     return link(0), link(1)
 
@@ -342,7 +342,7 @@ def _device_seconds(device: torch.device, run: Callable[[], object], repeats: in
     return float(begun.elapsed_time(done)) / 1e3 / repeats
 
 
-def _of_rank_zero(machine: Machine) -> Machine:
+def _broadcast_machine(machine: Machine) -> Machine:
     texts = [machine.to_json()]
     dist.broadcast_object_list(texts, src=0)
     return Machine.from_json(texts[0])
@@ -364,7 +364,7 @@ def _measure_files(folder: Path, ranks: int) -> Nvme:
             read = _file_seconds(name, os.O_RDONLY, lambda descriptor: os.readv(descriptor, [block]))
         finally:
             os.unlink(name)
-    typical = named_machine("cpu").nvme
+    typical = find_machine("cpu").nvme
     assert typical is not None
     return Nvme(
         max(1, shutil.disk_usage(folder).free),

@@ -1,11 +1,11 @@
-"""What one node of the graph costs on a machine: FLOPs, bytes read and written, seconds.
+"""Cost of one node of the graph on a machine: FLOPs, bytes read and written, seconds.
 
 Time is a roofline: the longer of arithmetic at the machine's rate for that kind of work and memory traffic at its
 bandwidth, plus the launch of a kernel. FLOPs come from `torch.utils.flop_counter.flop_registry` where it knows the
 operator, so they equal what `FlopCounterMode` counts; of those that it does not know, the table of operators has them
 per element (``zerofx/ir/operators/table.py``).
 
-Not covered: fusion (a region of pointwise nodes costs the sum of its parts here; ``fused_seconds`` has what it takes
+Not covered: fusion (a region of pointwise nodes costs the sum of its parts here; ``kernel_seconds`` has what it takes
 when it is compiled for a GPU; an update on the host is one pass over its memory), causal attention (counted as full,
 as the registry does), and collectives, whose time depends on the group: see ``scheduler/cost/transfers.py``.
 """
@@ -132,7 +132,7 @@ def _bytes_of_pass(node: fx.Node) -> tuple[int, int]:
         touched.update(map(storage_source, earlier.all_input_nodes))
         written.update(map(storage_source, mutated_inputs(earlier)))
         values.add(earlier)
-    only_written = set(map(storage_source, _only_written(node)))
+    only_written = set(map(storage_source, _write_only_inputs(node)))
     changed = set(map(storage_source, mutated_inputs(node)))
     if facts_of(node.target).of_lists and node.kwargs.get("grad_scale") is None and isinstance(node.args[1], list):
         # A fused kernel writes gradients where it unscales them, whatever its schema says.
@@ -140,16 +140,16 @@ def _bytes_of_pass(node: fx.Node) -> tuple[int, int]:
     reads = {storage_source(source): source for source in node.all_input_nodes}
     from_memory = {owner: source for owner, source in reads.items() if owner[0] not in values}
     return (
-        sum(map(_touched, (source for owner, source in from_memory.items() if owner not in touched | only_written))),
-        sum(map(_touched, (source for owner, source in from_memory.items() if owner in changed - written))),
+        sum(map(_node_bytes, (source for owner, source in from_memory.items() if owner not in touched | only_written))),
+        sum(map(_node_bytes, (source for owner, source in from_memory.items() if owner in changed - written))),
     )
 
 
 _Owner = tuple[fx.Node, int]
 
 
-def _touched(node: fx.Node) -> int:
-    return sum(touched_bytes(tensor) for tensor in tensors_of(node))
+def _node_bytes(node: fx.Node) -> int:
+    return sum(distinct_bytes(tensor) for tensor in tensors_of(node))
 
 
 def _nodes_of_update_before(node: fx.Node) -> Iterator[fx.Node]:
@@ -172,17 +172,17 @@ def _bytes_read(node: fx.Node) -> int:
     traffic = facts_of(node.target).traffic
     if traffic in (Traffic.FILLS, Traffic.ALLOCATES):
         return 0
-    only_written = set(_only_written(node))
+    only_written = set(_write_only_inputs(node))
     touched: dict[tuple[fx.Node, int], int] = {}
     for position, source in enumerate(node.all_input_nodes):
         if source in only_written:
             continue
-        num_bytes = sum(touched_bytes(tensor) for tensor in tensors_of(source))
+        num_bytes = sum(distinct_bytes(tensor) for tensor in tensors_of(source))
         if position == 0 and traffic is Traffic.PICKS:
-            num_bytes = min(num_bytes, sum(touched_bytes(tensor) for tensor in tensors_of(node)))
+            num_bytes = min(num_bytes, sum(distinct_bytes(tensor) for tensor in tensors_of(node)))
         owner = storage_source(source)
         touched[owner] = touched.get(owner, 0) + num_bytes
-    return sum(min(num_bytes, _owned_bytes(owner)) for owner, num_bytes in touched.items())
+    return sum(min(num_bytes, _output_bytes(owner)) for owner, num_bytes in touched.items())
 
 
 def _bytes_written(node: fx.Node) -> int:
@@ -190,10 +190,10 @@ def _bytes_written(node: fx.Node) -> int:
     if facts_of(node.target).traffic is Traffic.ALLOCATES:
         return 0
     changed = mutated_inputs(node)
-    written = sum(touched_bytes(tensor) for source in changed for tensor in tensors_of(source))
+    written = sum(distinct_bytes(tensor) for source in changed for tensor in tensors_of(source))
     if changed and (aliased_input(node) is not None or _returns_only_aliases(node)):
         return written
-    return written + sum(touched_bytes(tensor) for tensor in tensors_of(node))
+    return written + sum(distinct_bytes(tensor) for tensor in tensors_of(node))
 
 
 def _returns_only_aliases(node: fx.Node) -> bool:
@@ -201,7 +201,7 @@ def _returns_only_aliases(node: fx.Node) -> bool:
     return all(returned.alias_info is not None for returned in schema_of(node.target).returns)
 
 
-def _only_written(node: fx.Node) -> tuple[fx.Node, ...]:
+def _write_only_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     """The inputs that the node overwrites without looking at them: out= arguments, and the target of a copy."""
     if not isinstance(node.target, OpOverload):
         return ()
@@ -209,13 +209,13 @@ def _only_written(node: fx.Node) -> tuple[fx.Node, ...]:
     return changed if is_out(node.target) or facts_of(node.target).traffic is Traffic.OVERWRITES else ()
 
 
-def touched_bytes(tensor: Tensor) -> int:
+def distinct_bytes(tensor: Tensor) -> int:
     """Bytes of the distinct elements of a view: an expanded dimension counts once."""
     sizes = (int(size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0 or size == 0)
     return math.prod(sizes) * tensor.element_size()
 
 
-def _owned_bytes(owner: tuple[fx.Node, int]) -> int:
+def _output_bytes(owner: tuple[fx.Node, int]) -> int:
     """Bytes of the storage that an (owner node, output) pair names."""
     node, index = owner
     val = node.meta.get("val")

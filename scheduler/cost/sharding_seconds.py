@@ -1,4 +1,4 @@
-"""What it costs to share a call among the ranks of the model axis, and to bring a value from one placement to another.
+"""Seconds to share a call among the ranks of the model axis, and to convert a value between placements.
 
 Seconds of a rank's share are those of its part of the arithmetic and of the bytes; launches are left out, as they are
 the same in every way.
@@ -33,7 +33,7 @@ from zerofx.scheduler.plan.placements import (
 
 @dataclass(frozen=True)
 class Prices:
-    """What is paid besides seconds of calls and conversions on the axis.
+    """Prices besides seconds of calls and conversions on the axis.
 
     Of the seconds that ranks take to gather parameters and to reduce their gradients, the part ``exposed`` is not
     hidden. ``seconds_per_byte`` is paid for each byte of an activation that waits for backward, and of what is
@@ -51,7 +51,7 @@ def conversion_seconds(tensor: Tensor, source: Placement, target: Placement, mes
     def collective(kind: CollectiveKind, num_bytes_full: int) -> float:
         return seconds_along(kind, num_bytes_full, mesh, MODEL, machine)
 
-    def copied(placement: Sharded, num_bytes: int) -> float:
+    def reorder_seconds(placement: Sharded, num_bytes: int) -> float:
         """Seconds to bring the ranks' parts from one after the other into their places, or back."""
         is_in_order = placement.groups == 1 == prod(tensor.shape[: placement.dim])
         return 0.0 if is_in_order else 2 * num_bytes / machine.memory_bandwidth
@@ -71,20 +71,20 @@ def conversion_seconds(tensor: Tensor, source: Placement, target: Placement, mes
             terms = conversion_seconds(tensor, source, SUM, mesh, machine)
             return terms + conversion_seconds(tensor, SUM, target, mesh, machine)
         case Sharded(), Replicated():
-            return collective("all_gather", size) + copied(source, size)
+            return collective("all_gather", size) + reorder_seconds(source, size)
         case Sharded(), Sharded() if source.dim == target.dim:
-            return collective("all_gather", size) + copied(source, size)
+            return collective("all_gather", size) + reorder_seconds(source, size)
         case Sharded(), Sharded():
             part = size // mesh.model
-            return collective("all_to_all", part) + copied(target, part) + copied(source, part)
+            return collective("all_to_all", part) + reorder_seconds(target, part) + reorder_seconds(source, part)
         case Partial("sum"), Sharded():
-            return collective("reduce_scatter", size) + copied(target, size)
+            return collective("reduce_scatter", size) + reorder_seconds(target, size)
         case Partial(), Replicated() | Sharded():
             return collective("all_reduce", size)
     return conversion_seconds(tensor, source, REPLICATED, mesh, machine) + 2 * size / machine.memory_bandwidth
 
 
-def shared_seconds(node: fx.Node, rule: Rule, mesh: Mesh, machine: Machine, prices: Prices) -> float:
+def seconds_of_share(node: fx.Node, rule: Rule, mesh: Mesh, machine: Machine, prices: Prices) -> float:
     """Seconds of one rank's share of a call, and of what it sums over the ranks meanwhile; of a placeholder what is not
     hidden of gathering it for forward and backward and reducing its gradient, if it is a parameter."""
     if node.op == "placeholder":
@@ -115,5 +115,5 @@ def _parameter_seconds(node: fx.Node, rule: Rule, mesh: Mesh, machine: Machine, 
     if placeholder(node).role is not Role.PARAMETER or tensor is None or placement is None:
         return 0.0
     size = num_bytes(local_shape(tuple(tensor.shape), placement, mesh.model), tensor.dtype)
-    axes = mesh.occupied((*SHARD, *MODEL) if placement == REPLICATED else SHARD)
+    axes = mesh.axes_in_use((*SHARD, *MODEL) if placement == REPLICATED else SHARD)
     return 3 * prices.exposed * seconds_along("all_gather", size, mesh, axes, machine) if axes else 0.0

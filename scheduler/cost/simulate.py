@@ -128,8 +128,8 @@ def simulate(
 ) -> Simulation:
     """Simulate one step of one rank; see the module for the rules, and ``liveness`` for what is asked.
 
-    ``measured``: seconds by node name that replace what ``machine`` predicts (``MeasuredCosts.of_nodes``). With delayed
-    updates it is a step among steps like it.
+    ``measured``: seconds by node name that replace what ``machine`` predicts (``MeasuredCosts.seconds_by_node``). With
+    delayed updates it is a step among steps like it.
     """
     live = liveness(step, on_cpu, compiles_regions=compiles_regions)
     collectives = [
@@ -142,7 +142,7 @@ def simulate(
         # Where steps take turns at being longer, the longest of them is what is said of all.
         if slowest is None or number < 2 or clocks.compute > slowest.compute:
             slowest = clocks
-        left = clocks.under_way()
+        left = clocks.work_left()
         if left.is_like(before):
             slowest = clocks
             break
@@ -153,7 +153,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """What goes on as a step begins, in seconds from there.
+    """Work that still runs as a step begins, in seconds from there.
 
     Until when the ``host`` and ``links`` are busy; when updates on the host are done, by bucket (``settled``), and by
     what is kept in a slower tier (``updated``), and when that was copied last (``landed``); which copies run on, by
@@ -170,7 +170,7 @@ class _UnderWay:
     held_back: Mapping[fx.Node, float] = field(default_factory=dict)
 
     def is_like(self, other: _UnderWay) -> bool:
-        """Whether all that is under way is so in the other too, at the same time."""
+        """True if the other has the same work under way, at the same times."""
         if abs(self.host - other.host) > _SAME_SECONDS:
             return False
         for name in ("links", "settled", "updated", "landed", "done", "held_back"):
@@ -247,20 +247,20 @@ class _Clocks:
             legs = tuple(replace(leg, start_seconds=leg.start_seconds + self.compute) for leg in timing.legs)
             self.timings[copy] = replace(timing, start_seconds=timing.start_seconds + self.compute, legs=legs)
 
-    def under_way(self) -> _UnderWay:
-        """What goes on at the step's end, in seconds from there."""
+    def work_left(self) -> _UnderWay:
+        """Work that still runs at the step's end, in seconds from there."""
 
-        def left(ends: Mapping[T, float]) -> dict[T, float]:
+        def keep_later(ends: Mapping[T, float]) -> dict[T, float]:
             return {key: end - self.compute for key, end in ends.items() if end > self.compute}
 
         updated, landed = (
-            left({node: end for node, end in ends.items() if node.op == "placeholder"})
+            keep_later({node: end for node, end in ends.items() if node.op == "placeholder"})
             for ends in (self._updated, self._landed)
         )
         copies = {copy for copies in self._runs_on.values() for copy in copies}
         return _UnderWay(
-            max(0.0, self._host - self.compute), left(self._links), left(self._settled), updated, landed,
-            self._runs_on, left({node: end for node, end in self._done.items() if node in copies}),
+            max(0.0, self._host - self.compute), keep_later(self._links), keep_later(self._settled), updated, landed,
+            self._runs_on, keep_later({node: end for node, end in self._done.items() if node in copies}),
             {copy: ready - self.compute for copy, ready in self._held_back.items()},
         )  # fmt: skip
 
@@ -426,7 +426,7 @@ def gradient_bytes(bucket: Bucket, plan: Plan) -> int:
 
 
 def _collectives(together: list[fx.Node], start: float, mesh: Mesh, machine: Machine) -> list[NodeTiming]:
-    """What starts as one collective at ``start``: one latency, which is the first one's, and the bytes of all."""
+    """Timings of collectives that start as one at ``start``: the latency of the first, and the bytes of all."""
     timings: list[NodeTiming] = []
     first = collective_of(together[0], mesh, machine.ranks_per_node)
     latency = collective_latency(first.kind, first.num_ranks, machine, ranks_on_node=first.ranks_on_node)

@@ -1,4 +1,4 @@
-"""What a transfer sends and takes on a machine: collectives among ranks, and copies between tiers.
+"""Bytes and seconds of transfers on a machine: collectives among ranks, and copies between tiers.
 
 Sizes are bytes, times seconds.
 

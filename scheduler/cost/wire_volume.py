@@ -45,7 +45,7 @@ class Collective:
 
 def seconds_along(kind: CollectiveKind, num_bytes_full: int, mesh: Mesh, axes: Axes, machine: Machine) -> float:
     """``collective_seconds`` among the ranks along ``axes``."""
-    local = mesh.on_node(axes, machine.ranks_per_node)
+    local = mesh.num_on_node(axes, machine.ranks_per_node)
     return collective_seconds(kind, num_bytes_full, mesh.size(axes), machine, ranks_on_node=local)
 
 
@@ -62,9 +62,9 @@ def _value_bytes(node: fx.Node, num_ranks: int) -> int:
 
 
 def collective_of(node: fx.Node, mesh: Mesh, ranks_per_node: int) -> Collective:
-    """What a collective's node stands for on a mesh."""
+    """The collective that a node stands for on a mesh."""
     axes = axes_of(node, mesh)
-    num_ranks, local = mesh.size(axes), mesh.on_node(axes, ranks_per_node)
+    num_ranks, local = mesh.size(axes), mesh.num_on_node(axes, ranks_per_node)
     if node.target is ops.broadcast:
         size = sum(storage_bytes(t) for source in node.all_input_nodes for t in tensors_of(source))
         return Collective("broadcast", size, num_ranks, local)
@@ -90,16 +90,16 @@ def collective_of(node: fx.Node, mesh: Mesh, ranks_per_node: int) -> Collective:
 def node_wire_bytes(
     collectives: Iterable[fx.Node], mesh: Mesh, ranks_per_node: int, *, pairwise: bool
 ) -> dict[str, int]:
-    """What the first node's ranks send in all ``collectives``; ``pairwise``: gathers are no rings, as on a CPU."""
+    """Bytes that the first node's ranks send in all ``collectives``; ``pairwise``: no rings for gathers, as on CPUs."""
     within = across = 0
     for node in collectives:
         sent = collective_of(node, mesh, ranks_per_node)
-        inside, outside = _sent(sent, min(mesh.num_ranks, ranks_per_node), pairwise=pairwise)
+        inside, outside = _wire_bytes(sent, min(mesh.num_ranks, ranks_per_node), pairwise=pairwise)
         within, across = within + inside, across + outside
     return {WITHIN: within, ACROSS: across}
 
 
-def _sent(sent: Collective, local: int, *, pairwise: bool) -> tuple[int, int]:
+def _wire_bytes(sent: Collective, local: int, *, pairwise: bool) -> tuple[int, int]:
     others = sent.num_ranks - sent.ranks_on_node
     if sent.kind == "broadcast":  # from the first rank alone
         return sent.full_bytes * (sent.ranks_on_node - 1), sent.full_bytes * others

@@ -37,7 +37,7 @@ _STEPS = 64  # between keeping all and nothing, those at most that are looked fo
 
 @dataclass(frozen=True)
 class Dataflow:
-    """How the operators and values of a segment hang together, by their numbers.
+    """Dataflow graph of a segment: its operators and values, by number.
 
     ``makers`` has the operator that makes each value, -1 for what is made elsewhere; ``reads`` the values that each
     operator reads; ``random`` whether it draws.
@@ -79,7 +79,7 @@ class Segment:
 
     @property
     def name(self) -> str:
-        """What to call it in a reason."""
+        """Name of the segment in a reason."""
         if self.unit:
             return self.unit
         return f"the piece {self.piece}" if self.piece else "what is outside layers"
@@ -151,10 +151,10 @@ def menu(segment: Segment, machine: Machine, *, inlines: bool = False) -> tuple[
         return tuple(levels)
     high, low = 2 * max(rates), min(rates) / len(segment.operators)
     prices = [high * (low / high) ** (step / (_PRICES - 1)) for step in range(_PRICES)]
-    for level in at_prices(prices, lambda price: cheapest(segment, sizes, seconds, price)):
+    for level in levels_at_prices(prices, lambda price: cheapest(segment, sizes, seconds, price)):
         if level.num_bytes < levels[-1].num_bytes:
             grain = levels[0].num_bytes // _STEPS
-            levels += [*_between(segment, sizes, seconds, levels[-1], level, grain), level]
+            levels += [*_levels_between(segment, sizes, seconds, levels[-1], level, grain), level]
     return tuple(levels)
 
 
@@ -167,7 +167,7 @@ def free_levels(segment: Segment) -> tuple[Level, ...]:
 
 
 def _is_free_again(node: fx.Node) -> bool:
-    """Whether the kernels of a compiled backward that read ``node`` compute it again for nothing: they move less
+    """True if the kernels of a compiled backward that read ``node`` compute it again for nothing: they move less
     through memory if they read what it needs, as ``f(silu(x), x)`` does next to ``f(silu, x)``.
 
     (AOTAutograd's partitioner goes by the bytes that are saved, too, but also computes again what has to be written out
@@ -180,14 +180,14 @@ def _is_free_again(node: fx.Node) -> bool:
 
 
 def _seconds(node: fx.Node, machine: Machine) -> float:
-    """What it takes to run a node again: a collective too, with nothing next to it."""
+    """Seconds to run a node again: a collective too, with nothing next to it."""
     if node.target in VALUE_COLLECTIVES:
         return value_collective_seconds(node, machine)
     return node_cost(node, machine).seconds
 
 
-def at_prices(prices: Sequence[float], cut: Callable[[float], Level]) -> list[Level]:
-    """What ``cut`` gives for each of ``prices``, which go down: where two give the same, all between them do.
+def levels_at_prices(prices: Sequence[float], cut: Callable[[float], Level]) -> list[Level]:
+    """Levels that ``cut`` gives for ``prices``, which go down: where two prices give the same, all between them do.
 
     At a lower price of a second, no value is kept that a higher price computes again: minimum cuts are nested.
     """
@@ -210,7 +210,7 @@ def keep_all(segment: Segment) -> Level:
     return Level(sum(storage_size(segment.values[i]) for i in saved), 0.0, saved=saved)
 
 
-def _between(
+def _levels_between(
     segment: Segment,
     sizes: Sequence[int],
     seconds: Mapping[fx.Node, float],
@@ -225,7 +225,7 @@ def _between(
     """
     current = before
     while current.num_bytes - after.num_bytes > grain:
-        tried = [_keeping(segment, sizes, seconds, current.saved - {i}) for i in current.saved - after.saved]
+        tried = [_recompute_level(segment, sizes, seconds, current.saved - {i}) for i in current.saved - after.saved]
         steps = [
             level
             for level in tried
@@ -240,7 +240,7 @@ def _between(
         yield current
 
 
-def _keeping(
+def _recompute_level(
     segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float], saved: frozenset[int]
 ) -> Level | None:
     """The level that computes again what ``saved`` lacks; None where that would run a random operator again."""

@@ -34,7 +34,7 @@ _ROUNDING = 1e-9  # of the step's seconds: sums of the same numbers in another o
 
 
 def may_merge(plan: Plan, layout: BucketLayout, machine: Machine) -> bool:
-    """Whether latency dominates any of the plan's gathers."""
+    """True if latency dominates any of the plan's gathers."""
     gathered = {layout.buckets[gather.bucket] for gather in plan.gathers}
     return any(bucket.num_ranks > 1 and _latency(bucket, machine) >= _transfer(bucket, machine) for bucket in gathered)
 
@@ -64,7 +64,7 @@ def merge_gathers(
     decisions = list(plan.gathers)
     for gather in gathers[1:]:
         first, latency = group[0], _latency(gather.bucket, machine)
-        tried = merged.with_one_more(gather, first, gather.seconds - latency)
+        tried = merged.add_gather(gather, first, gather.seconds - latency)
         span = range(first.position, gather.position)
         alone = gather.position - first.position == len(group)  # nothing runs in between
         tried_seconds = seconds
@@ -75,7 +75,7 @@ def merge_gathers(
             if tried_seconds < seconds - margin or (alone and tried_seconds <= seconds + margin):
                 merged, seconds = tried, tried_seconds
                 group.append(gather)
-                decisions[gather.number] = _joined(decisions[gather.number], first, decisions[first.number], latency)
+                decisions[gather.number] = _join(decisions[gather.number], first, decisions[first.number], latency)
                 if not alone:
                     for at in span:
                         held[at] += gather.num_bytes
@@ -109,7 +109,7 @@ class _Gather:
 
 
 def _could_join(gather: _Gather, group: Sequence[_Gather], latency: float) -> bool:
-    """Whether a gather is of a kind with a group, and latency dominates it or the whole of the group."""
+    """True if a gather is of a kind with a group, and latency dominates it or the whole of the group."""
     if not (gather.from_device and group[0].from_device):
         return False  # copies to the device set the pace
     if any(gather.bucket.index == other.bucket.index for other in group):
@@ -122,7 +122,7 @@ def _could_join(gather: _Gather, group: Sequence[_Gather], latency: float) -> bo
     return latency >= min(transfer, gather.seconds - latency)
 
 
-def _joined(decision: GatherDecision, first: _Gather, with_it: GatherDecision, latency: float) -> GatherDecision:
+def _join(decision: GatherDecision, first: _Gather, with_it: GatherDecision, latency: float) -> GatherDecision:
     why = f"as one collective with {first.bucket.name}, which saves {format_seconds(latency)} of latency"
     return replace(decision, issue=with_it.issue, merged=True, reason=f"{decision.reason}; started {why}")
 
@@ -144,15 +144,15 @@ class _Merged:
     first: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, float] = field(default_factory=dict)
 
-    def with_one_more(self, gather: _Gather, first: _Gather, seconds: float) -> _Merged:
+    def add_gather(self, gather: _Gather, first: _Gather, seconds: float) -> _Merged:
         extra = {**self.extra, first.name: self.extra.get(first.name, 0.0) + seconds}
         return _Merged({**self.first, gather.name: first.name}, extra)
 
     def seconds(self, events: Sequence[TimedEvent]) -> float:
         """The seconds of a step of these events, with gathers merged."""
-        return end_seconds(self._changed(events))
+        return end_seconds(self._rewrite_events(events))
 
-    def _changed(self, events: Sequence[TimedEvent]) -> Iterator[TimedEvent]:
+    def _rewrite_events(self, events: Sequence[TimedEvent]) -> Iterator[TimedEvent]:
         for event in events:
             if isinstance(event, Wait) and event.name in self.first:
                 yield replace(event, name=self.first[event.name])

@@ -31,7 +31,7 @@ def keep_menus(
     for bucket in sorted(times, key=lambda bucket: bucket.index):
         if times[bucket] < 2 or options.keeps(bucket):
             continue
-        overlapping = _overlapping_seconds(bucket, Phase.BACKWARD, seconds) if options.prefetch else 0.0
+        overlapping = _overlap_seconds(bucket, Phase.BACKWARD, seconds) if options.prefetch else 0.0
         gather = seconds_along("all_gather", bucket.full_bytes, bucket.mesh, bucket.gathered_over, machine)
         reduction = seconds_along("reduce_scatter", bucket.gradient_bytes, bucket.mesh, bucket.gathered_over, machine)
         if not bucket.trainable:
@@ -43,7 +43,7 @@ def keep_menus(
     return menus
 
 
-def why_kept(bucket: Bucket, released: Level) -> str:
+def reason_to_keep(bucket: Bucket, released: Level) -> str:
     """The reason of a bucket that is kept rather than ``released`` in between."""
     return f"holding {format_bytes(bucket.full_bytes)} saves {format_seconds(released.seconds)} of exposed gathering"
 
@@ -66,7 +66,7 @@ def prefetch_menu(
     for residency in residencies:
         bucket = residency.bucket
         gather = seconds_along("all_gather", bucket.full_bytes, bucket.mesh, bucket.gathered_over, machine)
-        hidden += min(gather, _overlapping_seconds(bucket, Phase.FORWARD, seconds))
+        hidden += min(gather, _overlap_seconds(bucket, Phase.FORWARD, seconds))
     largest = max(units.values(), default=0)
     return tuple(Level(ahead * largest, 0.0 if ahead else hidden) for ahead in range(prefetch, -1, -1))
 
@@ -77,10 +77,10 @@ def reduction_menu(layout: BucketLayout, seconds: Mapping[UnitPhase, float], mac
     for bucket in filter(lambda bucket: bucket.trainable, layout.buckets):
         held = max(held, bucket.gradient_bytes + bucket.gradient_slice_bytes)
         reduction = seconds_along("reduce_scatter", bucket.gradient_bytes, bucket.mesh, bucket.gathered_over, machine)
-        hidden += min(reduction, _overlapping_seconds(bucket, Phase.BACKWARD, seconds))
+        hidden += min(reduction, _overlap_seconds(bucket, Phase.BACKWARD, seconds))
     return Level(held, 0.0), Level(0, hidden)
 
 
-def _overlapping_seconds(bucket: Bucket, phase: Phase, seconds: Mapping[UnitPhase, float]) -> float:
+def _overlap_seconds(bucket: Bucket, phase: Phase, seconds: Mapping[UnitPhase, float]) -> float:
     """Computation that a collective of the bucket overlaps with: that of a unit, or of what is outside all units."""
     return seconds.get((bucket.unit, phase), seconds.get(("", phase), 0.0))

@@ -42,11 +42,11 @@ def gradients_asked(layout: BucketLayout, num_micro_batches: int, tier: Tier | N
 
 
 def slice_bytes(bucket: Bucket) -> int:
-    """What the sum of this rank's slices of a bucket's gradients takes, in the dtype that it is updated in."""
+    """Bytes of the sum of this rank's slices of a bucket's gradients, in the dtype that it is updated in."""
     return bucket.shard_numel * bucket.dtype.itemsize
 
 
-def reduced_each(
+def buckets_reduced_each(
     layout: BucketLayout, stage: int, num_micro_batches: int, asked: ReduceOption, *, searched: bool
 ) -> dict[int, str]:
     """The buckets whose gradients are reduced in each micro-batch before any move is made, with reasons.
@@ -143,9 +143,9 @@ def place_gradients(
             middle = (last + first) // 2
             out = copy_seconds(decision.num_bytes, "device", decision.tier, machine)
             back = copy_seconds(decision.num_bytes, decision.tier, "device", machine)
-            free = next((n for n in range(last + 1, middle + 1) if _between(spans, last + 1, n) >= out), middle)
+            free = next((n for n in range(last + 1, middle + 1) if _seconds_between(spans, last + 1, n) >= out), middle)
             reload = next(
-                (n for n in range(first - 1, middle, -1) if _between(spans, n, first - 1) >= back), middle + 1
+                (n for n in range(first - 1, middle, -1) if _seconds_between(spans, n, first - 1) >= back), middle + 1
             )
             border = at.begin_of_body(first)
             if last < border:  # a round of a loop begins and ends with the gradients away
@@ -156,6 +156,6 @@ def place_gradients(
     return tuple(placed)
 
 
-def _between(spans: Sequence[UnitRun], first: int, last: int) -> float:
+def _seconds_between(spans: Sequence[UnitRun], first: int, last: int) -> float:
     """Seconds from the start of one run to the end of another."""
     return spans[last].end_seconds - spans[first].start_seconds

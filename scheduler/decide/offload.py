@@ -30,7 +30,7 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.timeline import UnitPhase, UnitRun, runs
 from zerofx.scheduler.cost.transfers import copy_seconds
-from zerofx.scheduler.decide.activations import Segment, at_prices, cheapest, keep_all, menu
+from zerofx.scheduler.decide.activations import Segment, cheapest, keep_all, levels_at_prices, menu
 from zerofx.scheduler.decide.ledger import Ledger, Level
 from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
@@ -57,16 +57,16 @@ def entries(segment: Segment, machine: Machine, tier: Tier, num_layers: int, *, 
     return [links.offload(level, share) for level in levels for share in _LINK_SHARES]
 
 
-def joint_menu(candidates: Sequence[Level], away_seconds: float) -> tuple[Level, ...]:
-    """A menu of the entries whose values can be gone and back in ``away_seconds``.
+def joint_menu(candidates: Sequence[Level], seconds_away: float) -> tuple[Level, ...]:
+    """A menu of the entries whose values can be gone and back in ``seconds_away``.
 
     It goes from keeping all to keeping least, each level with fewer bytes than the one before, for more and more
     seconds a byte.
     """
-    return _hull([level for level in candidates if level.copy_seconds <= away_seconds])
+    return _hull([level for level in candidates if level.copy_seconds <= seconds_away])
 
 
-def away_seconds(segment: Segment, spans: Sequence[UnitRun]) -> float:
+def seconds_away(segment: Segment, spans: Sequence[UnitRun]) -> float:
     """Seconds between the last run of the segment's layer in forward and its next in backward: little for the last."""
     if segment.piece:
         mine = [run for run in spans if piece_of(run.first) == segment.piece]
@@ -78,7 +78,7 @@ def away_seconds(segment: Segment, spans: Sequence[UnitRun]) -> float:
 
 
 class _Links:
-    """What copying a segment's values takes; ``forward`` are the seconds of its own run in forward."""
+    """Times of copying a segment's values; ``forward`` are the seconds of its own run in forward."""
 
     def __init__(self, segment: Segment, machine: Machine, tier: Tier, forward: float, num_layers: int) -> None:
         computed = set(segment.operators)
@@ -108,7 +108,7 @@ class _Links:
 
 
 def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> Iterator[Level]:
-    """What to keep, on whatever tier, at each price of a byte and of the link."""
+    """Levels that keep values, on whatever tier, for each price of a byte and of the link."""
     busy = [s for s in seconds.values() if s]
     if not busy or not links.movable:
         return
@@ -123,7 +123,7 @@ def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> 
                 weights[i] = min(weights[i], price * link_price * (links.down[i] + links.up[i]))
             return replace(cheapest(segment, weights, seconds, price), num_bytes=0)
 
-        yield from at_prices(prices, cut)
+        yield from levels_at_prices(prices, cut)
 
 
 def _hull(levels: Sequence[Level]) -> tuple[Level, ...]:

@@ -30,7 +30,7 @@ from zerofx.scheduler.plan.plan import Plan
 LAST_REDUCTION = "the last reduction: awaited where the step ends"
 
 
-def issued_ahead(
+def issue_ahead(
     gathers: Sequence[GatherDecision], layout: BucketLayout, distance: int, bodies: Mapping[str, int]
 ) -> tuple[GatherDecision, ...]:
     """``gathers``, each issued where it is needed, issued ``distance`` units ahead instead.
@@ -53,7 +53,7 @@ def issued_ahead(
     return tuple(issued)
 
 
-def awaited_later(reduces: Sequence[ReduceDecision], layout: BucketLayout) -> tuple[ReduceDecision, ...]:
+def await_later(reduces: Sequence[ReduceDecision], layout: BucketLayout) -> tuple[ReduceDecision, ...]:
     """``reduces``, each awaited where its bucket's gradients are complete, awaited a unit later instead; what crosses
     replicas where that is starts there."""
     awaited = []
@@ -72,7 +72,7 @@ def awaited_later(reduces: Sequence[ReduceDecision], layout: BucketLayout) -> tu
     return tuple(awaited)
 
 
-def gathered_later(reduces: Sequence[ReduceDecision]) -> tuple[ReduceDecision, ...]:
+def gather_later(reduces: Sequence[ReduceDecision]) -> tuple[ReduceDecision, ...]:
     """``reduces`` of stage 0, in order, the sum of each gathered while the next one is awaited."""
     gathered = list(reduces)
     for number, (reduce, following) in enumerate(itertools.pairwise(reduces)):
@@ -81,7 +81,7 @@ def gathered_later(reduces: Sequence[ReduceDecision]) -> tuple[ReduceDecision, .
     return tuple(gathered)
 
 
-def crossed(
+def crossings(
     reduces: Sequence[ReduceDecision], layout: BucketLayout, stage: int, *, later: bool
 ) -> tuple[ReduceDecision, ...]:
     """``reduces``, in order, those that cross replicas awaited where that starts, or ``later``, where the following
@@ -120,7 +120,7 @@ def hide_collectives(
     away = plan.away  # copies from slower tiers set the pace
     gathers = list(plan.gathers)
     if plan.gathers_parameters and all(gather.issue == gather.first for gather in gathers):
-        for number, early in enumerate(issued_ahead(gathers, layout, prefetch, loop_bodies(step))):
+        for number, early in enumerate(issue_ahead(gathers, layout, prefetch, loop_bodies(step))):
             bucket = layout.buckets[early.bucket]
             if early.bucket not in away and slack.takes_gather(number, early, bucket.full_bytes):
                 gathers[number] = early
@@ -129,17 +129,17 @@ def hide_collectives(
     if reduces and all(reduce.wait_after is not None for reduce in reduces):
         # Where each reduction is issued, by where its gradients are complete.
         issued = {reduce.wait_after: reduce.bucket for reduce in reduces}
-        for number, late in enumerate(awaited_later(reduces, layout)):
+        for number, late in enumerate(await_later(reduces, layout)):
             bucket = layout.buckets[late.bucket]
             result_bytes = bucket.gradient_bytes if plan.stage == 0 else bucket.gradient_slice_bytes
             if slack.takes_reduction(late.bucket, issued.get(late.wait_after), result_bytes):
                 reduces[number] = late
         if plan.stage == 0:
-            for number, late in enumerate(gathered_later(reduces)[:-1]):
+            for number, late in enumerate(gather_later(reduces)[:-1]):
                 first, last = issued.get(late.wait_after), issued.get(late.gathered_after)
                 if slack.takes_sum(first, last, layout.buckets[late.bucket].gradient_bytes):
                     reduces[number] = late
-        for number, late in enumerate(crossed(reduces, layout, plan.stage, later=True)):
+        for number, late in enumerate(crossings(reduces, layout, plan.stage, later=True)):
             bucket = layout.buckets[late.bucket]
             first, last = issued.get(late.wait_after), issued.get(late.crossed_after)
             if bucket.crosses and slack.takes_sum(first, last, 2 * bucket.gradient_slice_bytes):
@@ -151,7 +151,7 @@ def hide_collectives(
 
 
 class _Room:
-    """What is left of the limit at every position of a step."""
+    """Bytes below the limit at every position of a step."""
 
     def __init__(self, step: StepGraph, simulation: Simulation, limit_bytes: int) -> None:
         calls, self._live = list(step.calls()), simulation.live

@@ -33,7 +33,7 @@ from zerofx.scheduler.cost.timeline import Positions, UnitPhase, UnitRun, runs
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.ledger import NUM_BUFFERS
 from zerofx.scheduler.decide.residency import parameter_uses
-from zerofx.scheduler.decide.states import touched_bytes
+from zerofx.scheduler.decide.states import update_traffic_bytes
 from zerofx.scheduler.decide.update_sides import (
     Arrival,
     Departure,
@@ -68,7 +68,7 @@ def starts_of(
     on_host: Collection[int] = (),
     departures: Sequence[Departure] = (),
 ) -> list[CopyStart]:
-    """Where each copy starts, those for ``updates`` on the device after the others.
+    """Start of each copy, those for ``updates`` on the device after the others.
 
     Args:
         arrivals: what is wanted from slower tiers, but for the states of ``updates``.
@@ -149,7 +149,7 @@ def place_arrivals(
     if not plan.parameters and not plan.states and not (plan.offloads and ahead):
         return plan
     spans = runs(step, seconds)
-    coming = _coming(plan, step, layout, state_bytes, spans, machine, leaves_down=leaves_down and ahead)
+    coming = _collect_arrivals(plan, step, layout, state_bytes, spans, machine, leaves_down=leaves_down and ahead)
     run_seconds = coming.run_seconds
     entries = [*coming.gathers, *(coming.offloads if ahead else ())]
     entries += [entry for entry in coming.states if ahead or plan.states[entry[1]].update == "host"]
@@ -167,7 +167,7 @@ def place_arrivals(
         starts = _read_ahead(arrivals, run_seconds, machine)
     names = [run.first.name for run in spans]
     gathers = list(plan.gathers)
-    away = {"offloads": list(plan.offloads), "states": list(plan.states if ahead else map(_at_once, plan.states))}
+    away = {"offloads": list(plan.offloads), "states": list(plan.states if ahead else map(_copy_at_once, plan.states))}
     numbers = {decision.bucket: number for number, decision in enumerate(plan.states)}
     # Those that come up after the last reduction start where the bucket before them is updated.
     through = [] if plan.updates_wait or not ahead else [u for u in coming.updates if u.bucket.index not in on_host]
@@ -182,8 +182,10 @@ def place_arrivals(
     states = away["states"]
     if leaves_down and ahead:
         paced = pace(arrivals, coming.updates, on_host, run_seconds, machine, departures=coming.departures)
-        states = _going_back(replace(plan, states=tuple(states)), coming, paced, layout, state_bytes, names, machine)
-    in_turn = _in_turn(states, coming.updated)
+        states = _place_write_backs(
+            replace(plan, states=tuple(states)), coming, paced, layout, state_bytes, names, machine
+        )
+    in_turn = _assign_buffers(states, coming.updated)
     return replace(plan, gathers=tuple(gathers), offloads=tuple(away["offloads"]), states=tuple(in_turn))
 
 
@@ -193,7 +195,7 @@ _Entry = tuple[str, int, Arrival]
 
 @dataclass(frozen=True)
 class _Coming:
-    """What comes from slower tiers in a plan, and updates whose states are on the host.
+    """Tensors that come from slower tiers in a plan, and updates whose states are on the host.
 
     ``states`` are those on nvme. ``departures``: the copies of activations to the host. ``updated``: the run after
     which each trained bucket is updated. ``run_seconds`` are those of runs, with the updates after them whose states
@@ -209,7 +211,7 @@ class _Coming:
     run_seconds: list[float]
 
 
-def _coming(
+def _collect_arrivals(
     plan: Plan,
     step: StepGraph,
     layout: BucketLayout,
@@ -242,7 +244,7 @@ def _coming(
         earliest = last if plan.updates_wait else at.begin_of_body(last)
         if decision.tier == "host":
             arrival = Arrival(size, "host", "device", last + 1, last, earliest)
-            updates[decision.bucket] = Update.of(
+            updates[decision.bucket] = Update.from_bucket(
                 bucket, arrival, plan.stage, machine, is_away=decision.bucket in away,
                 used=uses.get(decision.bucket), waits=plan.updates_wait,
                 leaves_down=leaves_down and decision.bucket not in away,
@@ -254,7 +256,7 @@ def _coming(
     for index in updated.keys() - {decision.bucket for decision in plan.states}:
         bucket, size = layout.buckets[index], state_bytes.get(index, 0)
         last = last_run if plan.updates_wait else updated[index]
-        touched = touched_bytes(bucket, size, bucket.updated_numel(plan.stage))
+        touched = update_traffic_bytes(bucket, size, bucket.updated_numel(plan.stage))
         run_seconds[last] += touched / machine.memory_bandwidth
     in_order = [updates[bucket] for bucket in updated if bucket in updates]
     reloads, departures = _activations(plan, step, spans, at)
@@ -292,11 +294,11 @@ def _gather(decision: GatherDecision, arrival: Arrival, start: CopyStart, names:
     return replace(decision, reload=names[start.copy], read=read, reason=reason)
 
 
-def _at_once(decision: Absence) -> Absence:
+def _copy_at_once(decision: Absence) -> Absence:
     return replace(decision, at_once=True, reason=f"{decision.reason}; copied and awaited where the update is")
 
 
-def _in_turn(decisions: Sequence[Absence], updated: Mapping[int, int]) -> list[Absence]:
+def _assign_buffers(decisions: Sequence[Absence], updated: Mapping[int, int]) -> list[Absence]:
     """States from nvme with the buckets whose buffers they take over, in the order of updates.
 
     Those that are copied at once take one buffer, one after the other.
@@ -308,7 +310,7 @@ def _in_turn(decisions: Sequence[Absence], updated: Mapping[int, int]) -> list[A
     return [replace(decision, takes_over=before.get(decision.bucket)) for decision in decisions]
 
 
-def _going_back(
+def _place_write_backs(
     plan: Plan,
     coming: _Coming,
     paced: Pace,
@@ -362,16 +364,16 @@ def updates_of(plan: Plan, step: StepGraph, layout: BucketLayout, at: Positions)
     readers = {bucket.index: nodes[-1] for bucket, nodes in parameter_uses(step, layout)}
     updates = {}
     for decision in plan.reduces:
-        last = _reduced(decision, step, layout, at)
+        last = _gradient_run(decision, step, layout, at)
         if decision.bucket in readers:
             last = max(last, at.run_of(readers[decision.bucket]))
         updates[decision.bucket] = last
     return updates
 
 
-def _reduced(decision: ReduceDecision, step: StepGraph, layout: BucketLayout, at: Positions) -> int:
+def _gradient_run(decision: ReduceDecision, step: StepGraph, layout: BucketLayout, at: Positions) -> int:
     """The run after which a bucket's reduced gradient is there."""
     bucket = layout.buckets[decision.bucket]
     if bucket.num_reduced > 1:
-        return at.run(decision.updated_after) if decision.updated_after else at.run_of(step.output)
+        return at.run(decision.update_after) if decision.update_after else at.run_of(step.output)
     return max(at.run_of(step.gradients[slot.name]) for slot in bucket.slots)

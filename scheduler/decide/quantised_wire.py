@@ -35,20 +35,20 @@ _OF_BUCKETS = frozenset({ops.all_gather, ops.all_gather_into, *ops.REDUCTIONS})
 
 @dataclass(frozen=True)
 class WireChoice:
-    """How a bucket is sent: the fields of a ``WireDecision`` that cost and save."""
+    """Options of a bucket on the wire: the fields of a ``WireDecision`` that cost and save."""
 
     gather: bool = False
     second_shard: bool = False
     reduce: bool = False
 
-    def without(self, part: str) -> WireChoice:
+    def give_up(self, part: str) -> WireChoice:
         return replace(self, **{part: False})
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """What a collective of the exact step moves: ``turn`` counts the gathers of one bucket's parameters, and is None
-    for other collectives; ``crosses``: a sum that replicas take of their slices, each a part of it."""
+    """A collective of the exact step: ``turn`` counts the gathers of one bucket's parameters, and is None for other
+    collectives; ``crosses``: a sum that replicas take of their slices, each a part of it."""
 
     bucket: int | None
     turn: int | None
@@ -81,7 +81,7 @@ def check_nodes(layout: BucketLayout, machine: Machine) -> None:
             )
 
 
-def with_wire(
+def quantise_wire(
     plan: Plan,
     layout: BucketLayout,
     machine: Machine,
@@ -118,7 +118,7 @@ def with_wire(
         if not shards:
             break
         for index in shards[len(shards) // 2 :]:
-            chosen[index] = replace(chosen[index].without("second_shard"), gather=True)
+            chosen[index] = replace(chosen[index].give_up("second_shard"), gather=True)
         shards = shards[: len(shards) // 2]
         candidate = _plan(allowed, layout, chosen, most, moments, sends)
     hidden = all(wire_decision.is_exact for wire_decision in candidate.wires)
@@ -131,7 +131,7 @@ def _all_exact(plan: Plan, layout: BucketLayout, why: str) -> Plan:
 
 
 class _Sends:
-    """What a bucket's collectives take in few bits on a machine, in seconds."""
+    """Seconds of a bucket's quantised collectives on a machine."""
 
     def __init__(self, plan: Plan, layout: BucketLayout, machine: Machine) -> None:
         self.plan, self.layout, self.machine = plan, layout, machine
@@ -169,11 +169,11 @@ class _Sends:
         _, local = self.plan.nodes_along(bucket.gathered_over)
         return bucket.full_bytes // local
 
-    def in_two_hops(self, bucket: Bucket) -> bool:
-        """Whether a reduction in few bits goes within nodes first."""
+    def takes_two_hops(self, bucket: Bucket) -> bool:
+        """True if a quantised reduction goes within nodes first."""
         return is_two_hops(*self.plan.nodes_along(bucket.reduced_over))
 
-    def across_replicas(self, bucket: Bucket) -> tuple[float, tuple[tuple[float, float], ...]]:
+    def replica_reduction(self, bucket: Bucket) -> tuple[float, tuple[tuple[float, float], ...]]:
         """The same as ``reduction``, of the hop across replicas."""
         small = bytes_of_values(bucket.shard_numel, self.plan.wire)
         during = seconds_along("all_to_all", small, bucket.mesh, bucket.crossed_over, self.machine)
@@ -215,10 +215,10 @@ def _moments(step: StepGraph, simulation: Simulation) -> _Exact:
 
 def _replay(moments: _Exact, choices: Mapping[int, WireChoice], sends: _Sends) -> float:
     """Seconds of the step with these choices."""
-    return end_seconds(_chosen(moments, choices, sends))
+    return end_seconds(_events_of(moments, choices, sends))
 
 
-def _chosen(exact: _Exact, choices: Mapping[int, WireChoice], sends: _Sends) -> Iterator[TimedEvent]:
+def _events_of(exact: _Exact, choices: Mapping[int, WireChoice], sends: _Sends) -> Iterator[TimedEvent]:
     """The exact step's events with these choices."""
     late: list[Wait] = []  # for the hops across nodes that have started
     for event in exact.events:
@@ -242,7 +242,7 @@ def _chosen(exact: _Exact, choices: Mapping[int, WireChoice], sends: _Sends) -> 
                 late = [Wait(across, after)]
             yield from earlier
         elif bucket is not None and about.crosses and choice.reduce:
-            before, ((seconds, after),) = sends.across_replicas(bucket)
+            before, ((seconds, after),) = sends.replica_reduction(bucket)
             yield from (
                 (before, _start(event.name, seconds, about)) if isinstance(event, Start) else (Wait(event.name, after),)
             )
@@ -286,7 +286,7 @@ def _least(
     for part in ("reduce", "gather", "second_shard"):
         for index in chosen:
             if getattr(chosen[index], part):
-                tried = {**chosen, index: chosen[index].without(part)}
+                tried = {**chosen, index: chosen[index].give_up(part)}
                 now = seconds(tried)
                 if now <= best + _LESS:
                     chosen, best = tried, now
@@ -306,7 +306,7 @@ def _plan(
     reduces: list[ReduceDecision] = []
     hops: dict[int, str | None] = {}
     for number, decision in enumerate(plan.reduces):
-        if chosen[decision.bucket].reduce and sends.in_two_hops(layout.buckets[decision.bucket]):
+        if chosen[decision.bucket].reduce and sends.takes_two_hops(layout.buckets[decision.bucket]):
             hops[decision.bucket] = decision.wait_after
             following = plan.reduces[number + 1] if number + 1 < len(plan.reduces) else None
             crosses = decision.crossed_after != ""

@@ -20,7 +20,7 @@ from zerofx.ir.edit import consumers
 from zerofx.ir.facts import Phase, Role, origin, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_bodies
-from zerofx.scheduler.decide.overlap import awaited_later, crossed, gathered_later, issued_ahead
+from zerofx.scheduler.decide.overlap import await_later, crossings, gather_later, issue_ahead
 from zerofx.scheduler.plan.decisions import Absence, GatherDecision, ReduceDecision
 from zerofx.scheduler.plan.facts import unit_of
 from zerofx.scheduler.plan.plan import Plan
@@ -36,8 +36,8 @@ class PolicyOptions:
     keep: Collection[str] | str = ()
     hide_reductions: bool = True
 
-    def why_kept(self, bucket: Bucket) -> str:
-        """Why a bucket that is kept is, as the end of a sentence."""
+    def reason_to_keep(self, bucket: Bucket) -> str:
+        """The reason why a bucket is kept, as the end of a sentence."""
         return f": {self.keep[bucket.name]}" if isinstance(self.keep, Mapping) else ""
 
     def keeps(self, bucket: Bucket) -> bool:
@@ -94,7 +94,7 @@ def _decide_gathers(
         GatherDecision(stay.bucket.index, stay.first.name, stay.last.name, stay.first.name, stay.reason)
         for stay in stays
     ]
-    return issued_ahead(needed, layout, options.prefetch, loop_bodies(step))
+    return issue_ahead(needed, layout, options.prefetch, loop_bodies(step))
 
 
 def residencies(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -> list[Residency]:
@@ -122,7 +122,7 @@ def residencies(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -
             if phases == {Phase.FORWARD, Phase.BACKWARD}:
                 begins_in_forward = origin(run[0]).phase is Phase.FORWARD
                 span = "forward to backward" if begins_in_forward else "backward to the next micro-batch's forward"
-                between = options.why_kept(bucket) if options.keeps(bucket) else ": no layer runs in between"
+                between = options.reason_to_keep(bucket) if options.keeps(bucket) else ": no layer runs in between"
                 why = f"kept from {span}{between}"
             else:
                 why = f"resident while {bucket.name} runs in {min(phases)}"
@@ -156,8 +156,8 @@ def _other_unit_between(
     before: fx.Node,
     after: fx.Node,
 ) -> bool:
-    """Whether what lets go of a bucket is used in between: another unit's parameters, and for those outside of
-    ``layers`` a layer's, or slices. A layer stays while slices of its own weights pass."""
+    """True if another unit's parameters are used in between; for buckets outside of ``layers`` a layer's, or slices.
+    A layer stays gathered while slices of its own weights pass."""
     lower = bisect_right(timeline, (order[before], "\U0010ffff", ""))
     upper = bisect_left(timeline, (order[after], "", ""))
     others = [
@@ -203,20 +203,20 @@ def _reduces_of(
         if bucket.trainable
     )
     nodes = list(step.graph.nodes)
-    at_once = [ReduceDecision(index, nodes[last].name, _why_at_once(layout.buckets[index])) for last, index in complete]
+    at_once = [ReduceDecision(index, nodes[last].name, _wait_reason(layout.buckets[index])) for last, index in complete]
     if not options.hide_reductions:
-        return crossed(at_once, layout, stage, later=False) if stage is not None else tuple(at_once)
+        return crossings(at_once, layout, stage, later=False) if stage is not None else tuple(at_once)
     # Slices of weights are held for communication that overlaps with computation, or else not.
     hidden = tuple(
         early if layout.buckets[early.bucket].is_slice and not options.prefetch else late
-        for early, late in zip(at_once, awaited_later(at_once, layout), strict=True)
+        for early, late in zip(at_once, await_later(at_once, layout), strict=True)
     )
     if stage is None:
         return hidden
-    return crossed(gathered_later(hidden) if stage == 0 and layout.num_ranks > 1 else hidden, layout, stage, later=True)
+    return crossings(gather_later(hidden) if stage == 0 and layout.num_ranks > 1 else hidden, layout, stage, later=True)
 
 
-def _why_at_once(bucket: Bucket) -> str:
+def _wait_reason(bucket: Bucket) -> str:
     if bucket.is_slice:
         return "awaited at once: no other slice is computed while it is under way"
     return "awaited at once: beside what follows there is no room for it"

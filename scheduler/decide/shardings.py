@@ -1,4 +1,4 @@
-"""How the ranks of the model axis share the computation: an integer program over the distinct layers, by HiGHS.
+"""Sharding of the computation on the model axis: an integer program over the distinct layers, solved by HiGHS.
 
 A binary for each rule of each class of nodes (``scheduler/analysis/layer_classes.py``: layers that are alike are
 decided alike, so that the program does not grow with depth) says which is taken. Numbers between 0 and 1 say how much
@@ -35,7 +35,7 @@ from zerofx.ir.text import target_name
 from zerofx.scheduler.analysis.sharding_ways import Result, ShardingWays
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
-from zerofx.scheduler.cost.sharding_seconds import Prices, conversion_seconds, shared_seconds
+from zerofx.scheduler.cost.sharding_seconds import Prices, conversion_seconds, seconds_of_share
 from zerofx.scheduler.plan.decisions import ShardingDecision
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Placement, local_shape
@@ -65,7 +65,7 @@ def decide_shardings(
     program = _Program()
     nodes = _Nodes(ways, mesh, machine, prices, program, pinned)
     nodes.add_all()
-    answer = program.solved()
+    answer = program.solve()
     return tuple(nodes.decisions(answer, explained=explained))
 
 
@@ -89,7 +89,7 @@ class _Program:
             row[name] = row.get(name, 0.0) - 1.0
         self.rows.append((row, 0.0, 0.0))
 
-    def solved(self, without: int | None = None) -> _Answer:
+    def solve(self, without: int | None = None) -> _Answer:
         """The least cost, and who pays it; ``without``: where this variable is 0, and none has to be whole, which costs
         no more than the best whole one.
 
@@ -149,7 +149,7 @@ class _Nodes:
 
     def add_all(self) -> None:
         for node, possible in self._ways.placeholders.items():
-            placements = self._allowed(node, possible)
+            placements = self._apply_pins(node, possible)
             rules = [Rule((placement,), ()) for placement in placements]
             self._add(node, rules, [self._seconds(node, rule) for rule in rules])
         for node, rules in self._ways.rules.items():
@@ -158,7 +158,7 @@ class _Nodes:
             self._convert(slot, readers)
 
     def _seconds(self, node: fx.Node, rule: Rule) -> float:
-        return shared_seconds(node, rule, self._mesh, self._machine, self._prices)
+        return seconds_of_share(node, rule, self._mesh, self._machine, self._prices)
 
     def _conversion_seconds(self, tensor: Tensor, source: Placement, target: Placement) -> float:
         seconds = conversion_seconds(tensor, source, target, self._mesh, self._machine) + _PREFERENCE
@@ -166,7 +166,7 @@ class _Nodes:
             seconds += self._prices.seconds_per_byte * num_bytes(tuple(tensor.shape), tensor.dtype)
         return seconds
 
-    def _allowed(self, node: fx.Node, possible: list[Placement]) -> list[Placement]:
+    def _apply_pins(self, node: fx.Node, possible: list[Placement]) -> list[Placement]:
         pinned = {self._pinned.get(placeholder(member).name) for member in self._ways.classes.members[node]} - {None}
         if not pinned:
             return possible
@@ -179,10 +179,10 @@ class _Nodes:
         return allowed
 
     def decisions(self, answer: _Answer, *, explained: bool) -> Iterator[ShardingDecision]:
-        """What the answer says, for the nodes of each class that not every rank does whole, or that can be no other."""
+        """Decisions of an answer, for classes of nodes that not every rank computes whole, or that have no choice."""
         for node, taken in self._taken.items():
             name, rule = next((name, rule) for name, rule in taken if answer[name])
-            again = self._again_of(node, answer)
+            again = self._placements_in_backward(node, answer)
             whole = all(placement in (None, REPLICATED) for placement in (*rule.outputs, *rule.inputs))
             could_be = self._ways.placeholders.get(node, taken)  # of one that is given: this too
             has_no_way = len(could_be) == 1 and whole and self._has_work(node)
@@ -191,29 +191,29 @@ class _Nodes:
             reason = self._reason(node, name, answer) if explained else ""
             for member in self._ways.classes.members[node]:
 
-                def written(placement: Placement, member: fx.Node = member) -> str:
+                def text(placement: Placement, member: fx.Node = member) -> str:
                     return str(self._ways.member_placement(member, placement))
 
-                outputs = tuple(None if placement is None else written(placement) for placement in rule.outputs)
-                inputs, made_again = tuple(map(written, rule.inputs)), tuple(map(written, again))
+                outputs = tuple(None if placement is None else text(placement) for placement in rule.outputs)
+                inputs, made_again = tuple(map(text, rule.inputs)), tuple(map(text, again))
                 parameter = placeholder(member).name if member.op == "placeholder" else ""
                 yield ShardingDecision(member.name, outputs, inputs, made_again, parameter, has_no_way, reason)
 
     def _has_work(self, node: fx.Node) -> bool:
-        """Whether a call takes time of its own, or a placeholder is a parameter's matrix."""
+        """True if a call takes time of its own, or a placeholder is a parameter's matrix."""
         if node.op == "placeholder":
             return placeholder(node).role is Role.PARAMETER and tensor(node).ndim > 1
         return not is_view(node) and node_cost(node, self._machine).bytes_read > 0
 
     def _reason(self, node: fx.Node, name: int, answer: _Answer) -> str:
-        """What was chosen, next to what else could be: seconds are those of a step, of all layers that are alike."""
+        """The choice next to its alternatives: seconds are those of a step, of all layers that are alike."""
         taken, times = self._taken[node], len(self._ways.classes.members[node])
         if node.op == "placeholder":
             shape = list(tensor(node).shape)
             if len(taken) == 1:
                 spent = format_seconds(times * self._seconds(node, taken[0][1]))
                 return f"{self._num_ranks} ranks share no dimension of {shape} that its readers can: {spent} to gather"
-            other = self._program.solved(without=name)
+            other = self._program.solve(without=name)
             second = max((entry for entry in taken if entry[0] != name), key=lambda entry: other.values[entry[0]])
             more = max(other.seconds - answer.seconds, 0.0)
             return f"as {second[1].outputs[0]}, the next best, a step takes {format_seconds(more)} more, or longer"
@@ -223,7 +223,7 @@ class _Nodes:
             return f"{target_name(node)} cannot be shared: every rank does it whole, {format_seconds(whole)} a step"
         return f"{format_seconds(own)} a step on each rank, {format_seconds(whole)} where each does it whole"
 
-    def _again_of(self, node: fx.Node, chosen: _Answer) -> tuple[Placement, ...]:
+    def _placements_in_backward(self, node: fx.Node, chosen: _Answer) -> tuple[Placement, ...]:
         repeated = self._again.get((node, 0), {})
         return tuple(placement for placement, names in repeated.items() if any(chosen[name] for name in names))
 
@@ -252,7 +252,7 @@ class _Nodes:
         return {slot: list(of_slot.values()) for slot, of_slot in readers.items()}
 
     def _results(self) -> Iterator[tuple[fx.Node, fx.Node, dict[Placement, list[int]]]]:
-        """What the step gives, and to whom: whole values, and gradients, which lie as their parameters or add up."""
+        """Results of the step and their readers: whole values, and gradients, placed as parameters or partial sums."""
         step = self._ways.step
         always = self._program.variable(0.0, whole=True)
         self._program.rows.append(({always: 1.0}, 1.0, 1.0))

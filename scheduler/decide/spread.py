@@ -43,8 +43,8 @@ def spread_menu(segment: Segment, num_parts: int, seconds: Callable[[int], float
 def spreads_of(
     step: StepGraph, reasons: Mapping[str, str], num_parts: int, without: Collection[str]
 ) -> tuple[Absence, ...]:
-    """What of the values in ``reasons``, by name, is kept for backward in ``step``, whose other decisions are carried
-    out; ``without`` those that are elsewhere meanwhile."""
+    """Values of ``reasons``, by name, that ``step``, whose other decisions are carried out, keeps for backward;
+    ``without`` those that are elsewhere meanwhile."""
     return tuple(
         Absence(
             value=node.name,

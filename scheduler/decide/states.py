@@ -57,34 +57,34 @@ def state_menus(
             local = bucket.updated_numel(stage)
             overlapping = 0.0 if clipped else seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
             ways[bucket] = [
-                _off_the_device(bucket, num_bytes, local, overlapping, tier, machine, clipped=clipped)
+                _cheaper_level(bucket, num_bytes, local, overlapping, tier, machine, clipped=clipped)
                 for tier in ledger.tiers
             ]
     untouched = ledger.copy()
-    levels = _filled(ways, ledger)
+    levels = _fill_tiers(ways, ledger)
     if len(levels) < len(ways) and ledger.tiers[:2] == ("host", "nvme"):
         # Not all go to the host: some of it is left to what passes through on its way to nvme and back.
         passing = 4 * max(state_bytes.values())
-        activations = left_to_activations(activation_bytes, machine.host_bytes_per_rank)
+        activations = host_bytes_for_activations(activation_bytes, machine.host_bytes_per_rank)
         ledger.left = untouched.left
-        levels = _filled(ways, ledger, passing + activations)
+        levels = _fill_tiers(ways, ledger, passing + activations)
     ledger.take_buffers(levels.values())
     return {bucket: (Level(state_bytes[bucket.index], 0.0), off) for bucket, off in levels.items()}
 
 
-def left_to_activations(activation_bytes: int, host_bytes: int) -> int:
-    """What is left of ``host_bytes`` to ``activation_bytes`` where not all fits, at most half: their way to nvme takes
-    as long as that of states, and buffers on the host."""
+def host_bytes_for_activations(activation_bytes: int, host_bytes: int) -> int:
+    """Bytes of ``host_bytes`` left to ``activation_bytes`` where not all fits, at most half: their way to nvme takes as
+    long as that of states, and buffers on the host."""
     return min(activation_bytes, host_bytes // 2)
 
 
-def _filled(ways: Mapping[Bucket, Sequence[Level]], ledger: Ledger, reserve: int = 0) -> dict[Bucket, Level]:
+def _fill_tiers(ways: Mapping[Bucket, Sequence[Level]], ledger: Ledger, reserve: int = 0) -> dict[Bucket, Level]:
     """The first of each bucket's levels that fits; buckets without one are left out."""
     placed = {bucket: ledger.place(levels, reserve) for bucket, levels in ways.items()}
     return {bucket: level for bucket, level in placed.items() if level is not None}
 
 
-def _off_the_device(
+def _cheaper_level(
     bucket: Bucket, num_bytes: int, numel: int, overlapping: float, tier: Tier, machine: Machine, *, clipped: bool
 ) -> Level:
     """The states of ``numel`` elements in ``tier``, updated where that exposes less.
@@ -92,8 +92,8 @@ def _off_the_device(
     ``overlapping``: seconds of computation that copies overlap with. ``clipped``: as for ``state_menus``.
     """
     gradient_bytes = numel * bucket.reduce_dtype.itemsize
-    through = max(0.0, _through_device(num_bytes, tier, machine) - overlapping)
-    on_host = max(0.0, _on_host(bucket, num_bytes, numel, tier, machine) - overlapping)
+    through = max(0.0, _device_seconds(num_bytes, tier, machine) - overlapping)
+    on_host = max(0.0, _host_update_seconds(bucket, num_bytes, numel, tier, machine) - overlapping)
     if through <= on_host:
         return Level(0, through, tier, "device", num_bytes, num_bytes if tier == "nvme" else 0)
     # What is updated on the host has its parameters there, and takes gradients and gives parameters back.
@@ -107,11 +107,11 @@ def _off_the_device(
     return Level(0, on_host, tier, "host", stored, parameter_bytes=parameter_bytes)
 
 
-def _through_device(num_bytes: int, tier: Tier, machine: Machine) -> float:
+def _device_seconds(num_bytes: int, tier: Tier, machine: Machine) -> float:
     return max(copy_seconds(num_bytes, tier, "device", machine), copy_seconds(num_bytes, "device", tier, machine))
 
 
-def _on_host(bucket: Bucket, num_bytes: int, numel: int, tier: Tier, machine: Machine) -> float:
+def _host_update_seconds(bucket: Bucket, num_bytes: int, numel: int, tier: Tier, machine: Machine) -> float:
     seconds = copy_seconds(numel * bucket.reduce_dtype.itemsize, "device", "host", machine)
     seconds += host_seconds(bucket, num_bytes, numel, machine)
     if tier == "nvme":
@@ -121,18 +121,18 @@ def _on_host(bucket: Bucket, num_bytes: int, numel: int, tier: Tier, machine: Ma
 
 def host_seconds(bucket: Bucket, num_bytes: int, numel: int, machine: Machine) -> float:
     """Seconds of the host's for an update of ``numel`` elements in one pass over its memory."""
-    return machine.host_seconds(_FLOPS * numel, touched_bytes(bucket, num_bytes, numel))
+    return machine.host_seconds(_FLOPS * numel, update_traffic_bytes(bucket, num_bytes, numel))
 
 
-def touched_bytes(bucket: Bucket, num_bytes: int, numel: int) -> int:
-    """What an update of ``numel`` elements reads and writes in one pass: it reads the gradient, reads and writes
+def update_traffic_bytes(bucket: Bucket, num_bytes: int, numel: int) -> int:
+    """Bytes that an update of ``numel`` elements reads and writes in one pass: it reads the gradient, reads and writes
     ``num_bytes`` of states and what it updates, and writes new parameters where they are a cast."""
     updated = 0 if bucket.has_master else numel * bucket.dtype.itemsize
     new = numel * bucket.compute_dtype.itemsize if bucket.has_master else 0
     return 2 * (num_bytes + updated) + numel * bucket.reduce_dtype.itemsize + new
 
 
-def delayed_levels(layout: BucketLayout, state_bytes: Mapping[int, int], stage: int) -> dict[Bucket, Level]:
+def delay_levels(layout: BucketLayout, state_bytes: Mapping[int, int], stage: int) -> dict[Bucket, Level]:
     """States on the host, each bucket's with what its delayed update hands over from one step to the next: the
     gradient, and new parameters where their dtype is not the one that is updated.
 
@@ -155,7 +155,7 @@ def delayed_levels(layout: BucketLayout, state_bytes: Mapping[int, int], stage: 
 
 
 def decisions_of(delayed: Mapping[Bucket, Level]) -> tuple[Absence, ...]:
-    """The decisions about ``delayed_levels``, with their reasons."""
+    """The decisions about ``delay_levels``, with their reasons."""
     return tuple(
         Absence(
             bucket=bucket.index, tier="host", update="host",

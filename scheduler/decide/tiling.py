@@ -1,4 +1,4 @@
-"""What is run in tiles, and in how many: as the user names it, or as rungs of the search for a plan within a budget."""
+"""Tiling: values and numbers of tiles, as the user names them, or as rungs of the search within a budget."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def rungs(step: StepGraph, allowed: bool, *, classes: bool = False) -> list[list
     heads = [*find_heads(step), *find_forward_heads(step)]
     chains = {chain: chain.most_tiles() for chain in find_chains(step) if chain.most_tiles() > 1}
     counts = sorted({count for head in heads for count in head.tile_counts()})
-    of_heads = [tuple(_as_needed(head, n) for head in heads if n in head.tile_counts()) for n in counts]
+    of_heads = [tuple(_decide_tiles(head, n) for head in heads if n in head.tile_counts()) for n in counts]
     finest = of_heads[-1] if of_heads else ()
     by_class = sorted({count for head in heads for count in head.class_counts()}) if classes else []
-    of_heads += [tuple(_of_classes(head, n) for head in heads if n in head.class_counts()) for n in by_class]
+    of_heads += [tuple(_tile_classes(head, n) for head in heads if n in head.class_counts()) for n in by_class]
     most = max(chains.values(), default=1)
     of_chains = [
-        (*finest, *(_as_needed(chain, min(n, limit)) for chain, limit in chains.items()))
+        (*finest, *(_decide_tiles(chain, min(n, limit)) for chain, limit in chains.items()))
         for n in sorted({min(n, most) for n in _CHAIN_TILES} - {1})
     ]
     return [[()], *([of_heads] if of_heads else []), *([tiles] for tiles in of_chains)]
 
 
-def named_tiles(step: StepGraph, counts_by_name: Mapping[str, int]) -> Tiles:
+def tiles_of_modules(step: StepGraph, counts_by_name: Mapping[str, int]) -> Tiles:
     """All that can be tiled in the modules that ``counts_by_name`` names (``""``: the whole model), into as many tiles.
 
     Names of parameters are about slices (``scheduler.analysis.slices.slices_of_names``).
@@ -71,7 +71,7 @@ def named_tiles(step: StepGraph, counts_by_name: Mapping[str, int]) -> Tiles:
     return tuple(decisions[target.product.name] for target in targets if target.product.name in decisions)
 
 
-def _as_needed(target: ForwardHead | Chain, num_tiles: int) -> TileDecision:
+def _decide_tiles(target: ForwardHead | Chain, num_tiles: int) -> TileDecision:
     what = "logits" if isinstance(target, ForwardHead) else "values"
     whole, each = format_bytes(target.num_bytes), format_bytes(target.num_bytes // num_tiles)
     return _decision(
@@ -79,8 +79,8 @@ def _as_needed(target: ForwardHead | Chain, num_tiles: int) -> TileDecision:
     )
 
 
-def _of_classes(head: ForwardHead, num_tiles: int) -> TileDecision:
-    return replace(_as_needed(head, num_tiles), over="classes")
+def _tile_classes(head: ForwardHead, num_tiles: int) -> TileDecision:
+    return replace(_decide_tiles(head, num_tiles), over="classes")
 
 
 def _decision(target: ForwardHead | Chain, num_tiles: int, reason: str) -> TileDecision:

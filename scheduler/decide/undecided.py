@@ -34,7 +34,7 @@ def undecided(step: StepGraph, layout: BucketLayout, stage: int, precision: str 
 
 
 def summarise_graph(step: StepGraph) -> GraphSummary:
-    """What a plan records of its captured graph, to tell it from others in words."""
+    """Summary of a plan's captured graph, to tell it from others in words."""
     placeholders = {
         f"{placeholder(node).role} {placeholder(node).name}": type_name(node) for node in step.placeholders()
     }

@@ -1,4 +1,4 @@
-"""Where buckets whose states are on the host are updated: on the host or on the device, so that both ways end together.
+"""Sides of updates whose states are on the host: on the host or on the device, so that both ways end together.
 
 Through the device a bucket's states and masters come up and go down again. On the host its gradient goes down, the host
 computes, and the new parameters come up. The first way takes the links, the second the host's memory: two resources
@@ -35,7 +35,7 @@ from zerofx.ir.buckets import Bucket
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.ledger import Level
-from zerofx.scheduler.decide.states import host_seconds, touched_bytes
+from zerofx.scheduler.decide.states import host_seconds, update_traffic_bytes
 from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.units import format_seconds
@@ -96,7 +96,7 @@ class Update:
     leaves_down: bool = False
 
     @staticmethod
-    def of(
+    def from_bucket(
         bucket: Bucket, states: Arrival, stage: int, machine: Machine, *,
         is_away: bool, used: int | None = None, waits: bool = False, leaves_down: bool = False,
     ) -> Update:  # fmt: skip
@@ -109,7 +109,7 @@ class Update:
             bucket,
             states.latest,
             states,
-            touched_bytes(bucket, stored, numel) / machine.memory_bandwidth,
+            update_traffic_bytes(bucket, stored, numel) / machine.memory_bandwidth,
             copy_seconds(stored + (new if is_away else 0), "device", "host", machine),
             0.0 if waits else copy_seconds(gradient, "device", "host", machine),
             host_seconds(bucket, stored, numel, machine),
@@ -121,7 +121,7 @@ class Update:
         )
 
     def turn(self, *, on_host: bool) -> tuple[bool, int]:
-        """What updates are sorted by that would run one after the other otherwise."""
+        """Sort key of updates that would run one after the other otherwise."""
         runs_on = self.waits and on_host and self.used is not None
         return not runs_on, (self.used or 0) if runs_on else 0
 
@@ -139,7 +139,7 @@ class Pace:
     down: float = 0.0
 
     def is_like(self, other: Pace) -> bool:
-        """Whether another step is at each run at the same time."""
+        """True if the other step reaches each run at the same time."""
         times = zip((*self.reached, self.end_seconds), (*other.reached, other.end_seconds), strict=True)
         return all(abs(mine - others) <= _SAME_SECONDS for mine, others in times)
 
@@ -234,7 +234,7 @@ class _Lanes:
 
     @property
     def runs_on(self) -> bool:
-        """Whether the next step begins with something under way."""
+        """True if the next step begins with work of this one still running."""
         return bool(self._under_way) or self.left_down > 0.0
 
     @property
@@ -372,13 +372,13 @@ _TRIED = 16  # numbers of updates on the host that are tried at first, before th
 
 @dataclass(frozen=True)
 class Handed:
-    """What the host may be handed for updates: ``levels`` say what buckets take of it already, ``spare_bytes`` what it
-    has left for gradients and new parameters."""
+    """Room on the host for updates: ``levels`` have what buckets take of it already, ``spare_bytes`` what is left for
+    gradients and new parameters."""
 
     levels: Mapping[Bucket, Level]
     spare_bytes: int
 
-    def of(self, update: Update) -> int:
+    def bytes_to_take(self, update: Update) -> int:
         """Bytes that an update on the host takes of what is left."""
         return 0 if self.levels[update.bucket].update == "host" else update.handed_bytes
 
@@ -408,7 +408,7 @@ def balance_updates(
     """
     if not updates:
         return tuple(decisions)
-    needed = [handed.of(update) for update in updates]
+    needed = [handed.bytes_to_take(update) for update in updates]
     ends: dict[frozenset[int], float] = {}
 
     def end(on_host: frozenset[int]) -> float:
@@ -440,7 +440,7 @@ def balance_updates(
 
 
 def _ways(most: int, num: int) -> Iterator[frozenset[int]]:
-    """Which ``most`` of ``num`` updates, in their order, may run on the host: the first ones, or spread evenly, with
+    """Sets of ``most`` of ``num`` updates, in their order, to try on the host: the first ones, or spread evenly, with
     the last or the first among them."""
     yield frozenset(range(most))
     yield frozenset(i for i in range(num) if (i + 1) * most // num > i * most // num)

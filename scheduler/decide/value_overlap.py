@@ -34,7 +34,7 @@ from zerofx.scheduler.plan.decisions import OverlapDecision
 
 
 def decide_overlaps(step: StepGraph, machine: Machine) -> tuple[OverlapDecision, ...]:
-    """Which nodes of one rank's graph stand elsewhere, so that collectives on values overlap with them.
+    """Decide which nodes of one rank's graph to move, so that collectives on values overlap with computation.
 
     The graph is that of ``passes/prepare/partition.py``, before anything else is put in.
     """
@@ -43,12 +43,12 @@ def decide_overlaps(step: StepGraph, machine: Machine) -> tuple[OverlapDecision,
     for _, run in itertools.groupby(step.calls(), key=lambda node: (step.unit_of(node), origin(node).phase)):
         nodes = list(run)
         if any(node.target in VALUE_COLLECTIVES for node in nodes):
-            overlaps += _moved(nodes, _Run(nodes, following, machine).ordered())
+            overlaps += _node_moves(nodes, _Run(nodes, following, machine).order())
     return tuple(overlaps)
 
 
 def _collectives_from(step: StepGraph) -> Mapping[fx.Node, int]:
-    """How many collectives on values follow one another, at most, from each node on, itself counted."""
+    """The longest chain of collectives on values from each node on, the node itself counted."""
     following: dict[fx.Node, int] = {}
     for node in reversed(step.graph.nodes):
         of_readers = max((following[user] for user in node.users), default=0)
@@ -70,7 +70,7 @@ class _Run:
         self._ends: dict[fx.Node, float] = {}  # of collectives, by the node that starts them
         self._clock = self._link = 0.0
 
-    def ordered(self) -> list[fx.Node]:
+    def order(self) -> list[fx.Node]:
         """All nodes, each after what it reads."""
         waiting: dict[fx.Node, None] = {}
         for segment in _segments(self._nodes):
@@ -129,7 +129,7 @@ class _Run:
         self._add(wait)
 
     def _is_computed_next(self, held: fx.Node) -> bool:
-        """Whether all that a held node reads is there, and it does not wait for a collective that is not done."""
+        """True if all inputs of a held node are there, and it does not wait for a collective that is not done."""
         is_early = held.target is ops.wait and self._end_of(held) > self._clock
         return not is_early and self._is_ready(held)
 
@@ -145,8 +145,8 @@ def _segments(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
     yield segment
 
 
-def _moved(before: Sequence[fx.Node], after: Sequence[fx.Node]) -> Iterator[OverlapDecision]:
-    """What brings nodes from one order into another: as few as can move, in front of those that stay."""
+def _node_moves(before: Sequence[fx.Node], after: Sequence[fx.Node]) -> Iterator[OverlapDecision]:
+    """Moves that turn one order of nodes into another: as few as possible, in front of nodes that stay."""
     places = {node: place for place, node in enumerate(before)}
     stay = _longest_rising([places[node] for node in after])
     moved: list[str] = []

@@ -56,7 +56,7 @@ class ReduceDecision:
     crossed_after: str | None = field(default="", metadata=ONLY_IF_SET)
 
     @property
-    def updated_after(self) -> str | None:
+    def update_after(self) -> str | None:
         """The node after which the bucket is updated; None means at the end of the step."""
         places = (self.gathered_after, self.crossed_after, self.wait_after)
         return next((place for place in places if place != ""), None)
@@ -213,7 +213,7 @@ class WireDecision:
 
 @dataclass(frozen=True)
 class Locations:
-    """Where parameters and states lie between steps, for evaluations, which move none of them: the buckets that have
+    """Places of parameters and states between steps, for evaluations, which move none of them: the buckets that have
     theirs in a slower tier; all others have them on the device."""
 
     parameters: tuple[Absence, ...] = ()

@@ -61,8 +61,8 @@ class Prediction:
 
 @dataclass(frozen=True)
 class BucketSummary:
-    """What a plan must know of a bucket to be recognised: its name, elements and dtypes, and the axes that it is cut
-    along (``zerofx/ir/buckets.py``).
+    """Facts that identify a bucket in a plan: its name, elements and dtypes, and the axes that it is cut along
+    (``zerofx/ir/buckets.py``).
 
     ``reduce_dtype``: of gradients on their way between ranks, None for ``compute_dtype``. ``state_dtype``: what
     optimizer states are stored in, None for what the optimizer has them in. ``lent``: another step trains it.

@@ -57,11 +57,11 @@ class Mesh:
     @property
     def world(self) -> Axes:
         """The axes that all ranks lie along; ``("shard",)`` for one rank."""
-        return self.along(AXES)
+        return self.collective_axes(AXES)
 
-    def along(self, axes: Axes) -> Axes:
+    def collective_axes(self, axes: Axes) -> Axes:
         """Those of ``axes`` with more than one rank, as collectives name them; ``("shard",)`` where none has."""
-        return self.occupied(axes) or SHARD
+        return self.axes_in_use(axes) or SHARD
 
     def size(self, axes: Axes) -> int:
         """Ranks of a group along ``axes``."""
@@ -71,7 +71,7 @@ class Mesh:
         """By how much a sum along ``axes`` is divided for an average: ranks along ``model`` share their samples."""
         return self.size(tuple(axis for axis in axes if axis != "model"))
 
-    def occupied(self, axes: Axes) -> Axes:
+    def axes_in_use(self, axes: Axes) -> Axes:
         """Those of ``axes`` with more than one rank, outer to inner."""
         return tuple(axis for axis in AXES if axis in axes and getattr(self, axis) > 1)
 
@@ -98,13 +98,13 @@ class Mesh:
         firsts = (rank for rank in range(self.num_ranks) if not any(self.place(rank, axis) for axis in axes))
         return tuple(self.members(rank, axes) for rank in firsts)
 
-    def on_node(self, axes: Axes, ranks_per_node: int) -> int:
+    def num_on_node(self, axes: Axes, ranks_per_node: int) -> int:
         """The number of ranks of the first group along ``axes`` that are on its first node."""
-        return self.num_below(self.occupied(axes), ranks_per_node)
+        return self.num_below(self.axes_in_use(axes), ranks_per_node)
 
     def fills_nodes(self, axes: Axes, ranks_per_node: int) -> bool:
         """True if every group along ``axes`` has the same number of ranks on each of its nodes."""
-        local = self.on_node(axes, ranks_per_node)
+        local = self.num_on_node(axes, ranks_per_node)
         nodes = (Counter(rank // ranks_per_node for rank in members) for members in self.groups(axes))
         return all(number == local for of_group in nodes for number in of_group.values())
 

@@ -130,7 +130,7 @@ class Plan:
         """The nodes that a group of ranks along ``axes`` is on, as far as the plan cares, and how many each has:
         one node where all that is sent is exact."""
         size = self.mesh.size(axes)
-        local = size if self.ranks_per_node is None else self.mesh.on_node(axes, self.ranks_per_node)
+        local = size if self.ranks_per_node is None else self.mesh.num_on_node(axes, self.ranks_per_node)
         return size // local, local
 
     @property

@@ -1,4 +1,4 @@
-"""How far from the best a plan within a budget may be: the least time that any choice of kept values can take.
+"""Lower bound of step time within a budget: the least time that any choice of kept values can take.
 
 A plan keeps, in each repeated layer, a set of forward values and computes the rest of what backward reads again. Three
 relaxations make the fastest such plan easy to bound from below:
@@ -65,7 +65,7 @@ class Bound:
     extra_seconds_planned: float
 
 
-def with_least_seconds(
+def add_least_seconds(
     plan: Plan,
     step: StepGraph,
     layout: BucketLayout,
@@ -153,10 +153,10 @@ def convex_hull(segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node
     dear = 2 * (sum(sizes) + 1) / min(positive) if positive else 1.0
     cheap = 0.5 / sum(positive) if positive else 1.0
     first, last = (cheapest(segment, sizes, seconds, price) for price in (dear, cheap))
-    return [first, *_between(segment, sizes, seconds, first, last)]
+    return [first, *_corners_between(segment, sizes, seconds, first, last)]
 
 
-def _between(
+def _corners_between(
     segment: Segment,
     sizes: Sequence[int],
     seconds: Mapping[fx.Node, float],
@@ -172,8 +172,8 @@ def _between(
     gain = left.num_bytes + price * left.seconds - (corner.num_bytes + price * corner.seconds)
     if gain <= 1e-12 * left.num_bytes:
         return [right]
-    before = _between(segment, sizes, seconds, left, corner)
-    return [*before, *_between(segment, sizes, seconds, corner, right)]
+    before = _corners_between(segment, sizes, seconds, left, corner)
+    return [*before, *_corners_between(segment, sizes, seconds, corner, right)]
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class _Moment:
 
 
 class _Facts:
-    """Where storages of the captured graph are made and read, as positions in the order of execution."""
+    """Positions, in the order of execution, at which storages of the captured graph are made and read."""
 
     def __init__(self, step: StepGraph, parts: Sequence[Segment], *, by_region: bool) -> None:
         self.step, self.parts, self.by_region = step, parts, by_region
@@ -204,9 +204,9 @@ class _Facts:
         self.runs = self._find_runs()
 
     def readers(self, storage: Storage, phase: Phase, *, views: bool = False) -> list[fx.Node]:
-        """What reads ``storage`` in a phase and is in every plan; views too if asked."""
+        """Nodes that read ``storage`` in a phase and are in every plan; views too if asked."""
         readers = self._readers.get(storage, ())
-        return [n for n in readers if origin(n).phase is phase and self._in_every_plan(n) and (views or not is_view(n))]
+        return [n for n in readers if origin(n).phase is phase and self._is_always_run(n) and (views or not is_view(n))]
 
     def waits(self, part: Segment) -> tuple[int, int]:
         """The last position before, and the first after, the stretch in which all that a segment keeps is live."""
@@ -217,7 +217,7 @@ class _Facts:
         read = [n for i in part.needed - part.fixed for n in self.readers(part.values[i], Phase.BACKWARD, views=True)]
         return begin, min((self.order[node] for node in read), default=begin)
 
-    def always_live(self, storage: Storage) -> tuple[int, int] | None:
+    def live_span(self, storage: Storage) -> tuple[int, int] | None:
         """The stretch of positions, ends included, in which a forward storage lives in every plan."""
         maker = storage[0]
         if not is_forward_call(maker):
@@ -245,12 +245,12 @@ class _Facts:
         """The layer or piece that a plan leaves an operator in; regions need not end where a piece does."""
         return self.step.unit_of(node), None if self.by_region else piece_of(node)
 
-    def _in_every_plan(self, node: fx.Node) -> bool:
+    def _is_always_run(self, node: fx.Node) -> bool:
         return origin(node).phase is Phase.BACKWARD or node in self.stays
 
     def _find_runs(self) -> list[list[fx.Node]]:
         """Stretches of operators of one layer or piece and one phase, without those that a plan may leave out."""
-        computing = (n for n in self.step.calls() if not is_view(n) and self._in_every_plan(n))
+        computing = (n for n in self.step.calls() if not is_view(n) and self._is_always_run(n))
         return [list(run) for _, run in itertools.groupby(computing, lambda n: (self.home_of(n), origin(n).phase))]
 
 
@@ -279,14 +279,14 @@ def _moments(facts: _Facts, plan: Plan, layout: BucketLayout, *, on_cpu: bool) -
     ends = [facts.order[run[-1]] for run in facts.runs]
     across: Counter[int] = Counter()  # by run: live from before its begin until after its end
     after: Counter[int] = Counter()  # by run: live after its end
-    stretches = {storage: stretch for storage in facts.sizes if (stretch := facts.always_live(storage)) is not None}
+    stretches = {storage: stretch for storage in facts.sizes if (stretch := facts.live_span(storage)) is not None}
     for storage, (first, last) in stretches.items():
         size, stop = facts.sizes[storage], bisect_left(ends, last)
         for counts, start in ((across, bisect_right(begins, first)), (after, bisect_left(ends, first))):
             if start < stop:
                 counts[start] += size
                 counts[stop] -= size
-    gathered = _gathered_bytes(facts.step, layout) if plan.gathers_parameters else {}
+    gathered = _bucket_bytes_read(facts.step, layout) if plan.gathers_parameters else {}
     stay = facts.stay_in_run()
     inside = outside = 0
     for number, run in enumerate(facts.runs):
@@ -318,7 +318,7 @@ def _persistent_bytes(step: StepGraph, plan: Plan, layout: BucketLayout) -> int:
     return plan.prediction.model_state_bytes - gradients + given
 
 
-def _gathered_bytes(step: StepGraph, layout: BucketLayout) -> dict[fx.Node, int]:
+def _bucket_bytes_read(step: StepGraph, layout: BucketLayout) -> dict[fx.Node, int]:
     """Bytes of the gathered buckets that an operator reads."""
     gathered: dict[fx.Node, int] = {}
     for node in step.calls():

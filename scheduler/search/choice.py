@@ -1,4 +1,4 @@
-"""What can be decided about a step, and the plan that a choice of levels leads to, with its graph."""
+"""The decisions to take about a step, and the plan that a choice of levels leads to, with its graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerofx.passes.divide import end_regions_at
 from zerofx.scheduler.analysis.saved_values import value_node
 from zerofx.scheduler.cost.timeline import UnitPhase
 from zerofx.scheduler.decide.activations import Segment
-from zerofx.scheduler.decide.gathers import why_kept
+from zerofx.scheduler.decide.gathers import reason_to_keep
 from zerofx.scheduler.decide.gradients import place_gradients
 from zerofx.scheduler.decide.ledger import Ledger, Level
 from zerofx.scheduler.decide.offload import place
@@ -30,14 +30,14 @@ from zerofx.scheduler.plan.decisions import (
     Absence,
 )
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.order import Move, reached
+from zerofx.scheduler.search.order import Move, last_moves
 from zerofx.scheduler.search.question import Question
 from zerofx.units import format_bytes, format_seconds
 
 
 @dataclass
 class Choice:
-    """What the levels that moves have reached come to, by kind of decision; ``keep``: buckets to reasons."""
+    """Decisions of the levels that moves have reached, by kind; ``keep``: buckets to reasons."""
 
     prefetch: int
     keep: dict[str, str]
@@ -81,7 +81,7 @@ class Item:
     def stay(self, chosen: Choice) -> None:
         """Enter what the first level comes to, where no move is made."""
         if self.kind == "kept":
-            chosen.keep[self.bucket.name] = why_kept(self.bucket, self.levels[1])
+            chosen.keep[self.bucket.name] = reason_to_keep(self.bucket, self.levels[1])
 
     def choose(self, move: Move, question: Question, chosen: Choice) -> None:
         """Enter what the level comes to that the last ``move`` has reached. What is gathered again is not kept: there
@@ -112,7 +112,7 @@ class Item:
                     chosen.each.pop(self.bucket.index, None)
 
     def _absence(self, move: Move) -> Absence:
-        """What a bucket has off the device at the level that is reached, before copies are placed."""
+        """Absence of a bucket's tensors at the chosen level, before copies are placed."""
         level, when, side, num_bytes = self.levels[move.level], "", "", 0
         if self.kind == "states":
             on_host = level.update == "host"
@@ -143,7 +143,7 @@ class Item:
                 chosen.away["recomputes"].append(
                     Absence(value=node.name, num_bytes=size, reason=reason, layer=origin(node).layer)
                 )
-            elif i in level.saved and storage not in question.facts.crossing:
+            elif i in level.saved and storage not in question.facts.activations:
                 chosen.extra_keeps[node.name] = None
             if i in level.offloaded:
                 chosen.requests[node.name] = reached_level
@@ -151,9 +151,9 @@ class Item:
 
 def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) -> tuple[Plan, StepGraph]:
     """The plan that some moves lead to, and a copy of the captured graph with tiles and recomputation carried out."""
-    chosen = _choice(question, items, reached(moves))
+    chosen = _choice(question, items, last_moves(moves))
     recomputed = frozenset(decision.value for decision in chosen.away["recomputes"])
-    carried_out = question.facts.divided.clone()
+    carried_out = question.facts.piece_graph.clone()
     recompute(carried_out, recomputed, frozenset(chosen.extra_keeps))
     ledger = _ledger(question, chosen)
     offloads = place(carried_out, chosen.requests, chosen.seconds, question.machine, ledger)
@@ -198,7 +198,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
 
 
 def _choice(question: Question, items: Sequence[Item], moves: Mapping[int, Move]) -> Choice:
-    """What is decided about each item, given the last move made for those that have been moved."""
+    """Decisions about each item, given the last move made for those that have been moved."""
     asked = question.asked
     named = () if isinstance(asked.keep, str) else asked.keep
     chosen = Choice(asked.prefetch, dict.fromkeys(named, "as asked"), dict(question.facts.run_seconds))
@@ -209,7 +209,7 @@ def _choice(question: Question, items: Sequence[Item], moves: Mapping[int, Move]
         chosen.away["parameters"] += question.fixed.parameters
         chosen.state_levels |= question.levels_where_fixed
     chosen.away["gradients"] += question.gradients
-    chosen.each |= question.reduced_each
+    chosen.each |= question.buckets_reduced_each
     for number, item in enumerate(items):
         if number in moves:
             item.choose(moves[number], question, chosen)
@@ -219,7 +219,7 @@ def _choice(question: Question, items: Sequence[Item], moves: Mapping[int, Move]
 
 
 def _ledger(question: Question, chosen: Choice) -> Ledger:
-    """What one rank has left for activations besides what else is chosen to be off the device."""
+    """Bytes that one rank has left for activations next to all else that is chosen to be off the device."""
     ledger, states = Ledger.of(question.machine, question.tiers), chosen.state_levels
     ledger.take_levels(list(states.values()))
     for parameters in chosen.away["parameters"]:

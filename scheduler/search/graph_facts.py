@@ -35,7 +35,7 @@ class GraphFacts:
     target: Target | None = None
 
     @cached_property
-    def tiled(self) -> StepGraph:
+    def tile_graph(self) -> StepGraph:
         """The captured graph with ``tiles`` carried out."""
         if not self.tiles:
             return self.step
@@ -44,55 +44,55 @@ class GraphFacts:
         return tiled
 
     @cached_property
-    def divided(self) -> StepGraph:
-        """``tiled`` with pieces marked."""
+    def piece_graph(self) -> StepGraph:
+        """``tile_graph`` with pieces marked."""
         if not self._pieces:
-            return self.tiled
-        divided = self.tiled.clone()
+            return self.tile_graph
+        divided = self.tile_graph.clone()
         divide(divided, self._pieces)
         return divided
 
     @cached_property
     def segments(self) -> list[Segment]:
-        """What can be decided about activations, in ``divided``."""
-        runs = forward_runs(self.divided, self.crossing, divides=self.divides) if self._pieces else self._runs
-        return segments(self.divided, runs)
+        """Segments of ``piece_graph`` whose activations can be kept, recomputed or offloaded."""
+        runs = forward_runs(self.piece_graph, self.activations, divides=self.divides) if self._pieces else self._runs
+        return segments(self.piece_graph, runs)
 
     @cached_property
     def _runs(self) -> list[ForwardRun]:
-        return forward_runs(self.tiled, saved_storages(self.tiled), divides=self.divides)
+        return forward_runs(self.tile_graph, saved_storages(self.tile_graph), divides=self.divides)
 
     @cached_property
     def _pieces(self) -> tuple[PieceDecision, ...]:
-        return pieces(self.tiled, self._runs)
+        return pieces(self.tile_graph, self._runs)
 
     def pieces_without(self, values: Collection[str]) -> tuple[PieceDecision, ...]:
         """The pieces where the nodes named in ``values`` do not stay on the device; none where all do."""
         if not values or not self._pieces:
             return ()
         away: dict[str | None, list[str]] = {}
-        for node in self.divided.graph.nodes:
+        for node in self.piece_graph.graph.nodes:
             if node.name in values:
                 away.setdefault(piece_of(storage_source(node)[0]), []).append(node.name)
         return tuple(replace(piece, values=tuple(away.get(piece.name, ()))) for piece in self._pieces)
 
     @property
     def is_divided(self) -> bool:
-        """Whether anything outside layers is divided."""
+        """True if anything outside layers is divided."""
         return bool(self._pieces)
 
     @cached_property
     def seconds(self) -> dict[UnitPhase, float]:
         """Seconds of computation by unit and phase."""
-        return seconds_by_place(self.divided, self.machine)
+        return seconds_by_place(self.piece_graph, self.machine)
 
     @cached_property
     def run_seconds(self) -> dict[UnitPhase, float]:
         """Seconds of computation by unit and phase as the step runs, which copies are placed by."""
-        return self.seconds if self.target is None else self.target.seconds_by_place(self.divided)
+        return self.seconds if self.target is None else self.target.seconds_by_place(self.piece_graph)
 
     def share_run(self, unit: str) -> float:
-        """What forward of a unit takes as the step runs, for one second by the rooflines of its operators."""
+        """Ratio of forward seconds of a unit as the step runs to the sum of its operators' rooflines."""
         alone = self.seconds.get((unit, Phase.FORWARD), 0.0)
         return self.run_seconds[unit, Phase.FORWARD] / alone if alone else 1.0
 
@@ -102,6 +102,6 @@ class GraphFacts:
         return {place: total / self.step.num_bodies for place, total in self.seconds.items()}
 
     @cached_property
-    def crossing(self) -> dict[Storage, None]:
+    def activations(self) -> dict[Storage, None]:
         """Storages that forward makes and backward reads."""
-        return saved_storages(self.divided)
+        return saved_storages(self.piece_graph)

@@ -1,4 +1,4 @@
-"""What a step holds at its peak, and how much of that every shorter prefix of the same moves holds too."""
+"""Peak memory of a plan, and a lower bound of it for all shorter prefixes of the same moves."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Held:
     firm_bytes: int
 
 
-def held(step: StepGraph, live: Liveness) -> Held:
-    """What ``step``, whose bytes are ``live``, holds at its peak."""
+def peak_memory(step: StepGraph, live: Liveness) -> Held:
+    """Peak bytes of ``step``, whose bytes are ``live``, and the part that shorter prefixes hold too."""
     peak = live.peak_node
     if peak is None:
         return Held(live.peak_bytes, live.peak_bytes)
@@ -41,7 +41,7 @@ def held(step: StepGraph, live: Liveness) -> Held:
     firm = live.persistent_bytes
 
     def is_wanted(owner: fx.Node) -> bool:
-        """Whether something reads a value at the peak or later that every shorter prefix has there, too.
+        """True if a value that every shorter prefix has, too, is read at the peak or later.
 
         What is computed again is not in all of them, and a buffer gets its next value after what reads the one before.
         """

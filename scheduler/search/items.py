@@ -14,11 +14,11 @@ from zerofx.scheduler.decide.activations import Segment, free_levels, menu
 from zerofx.scheduler.decide.gathers import keep_menus, prefetch_menu, reduction_menu
 from zerofx.scheduler.decide.gradients import gradient_menus
 from zerofx.scheduler.decide.ledger import Ledger, Level
-from zerofx.scheduler.decide.offload import away_seconds, entries, joint_menu
+from zerofx.scheduler.decide.offload import entries, joint_menu, seconds_away
 from zerofx.scheduler.decide.parameters import copies_menu, parameter_menus
 from zerofx.scheduler.decide.residency import residencies
 from zerofx.scheduler.decide.spread import spread_menu
-from zerofx.scheduler.decide.states import left_to_activations, state_menus
+from zerofx.scheduler.decide.states import host_bytes_for_activations, state_menus
 from zerofx.scheduler.plan.mesh import MODEL
 from zerofx.scheduler.search.choice import Item, Kind
 from zerofx.scheduler.search.order import Move
@@ -27,21 +27,21 @@ from zerofx.scheduler.search.question import Leaning, Question
 
 def items_of(question: Question, leaning: Leaning) -> list[Item]:
     """All that can be decided, in a fixed order."""
-    items = [*_activations(question, leaning), *_spreading(question)]
+    items = [*_activations(question, leaning), *_spread_items(question)]
     layout, asked, machine, seconds = question.layout, question.asked, question.machine, question.facts.seconds_of_one
     if any(bucket.is_gathered(question.stage) for bucket in layout.buckets):
-        gathered = residencies(question.facts.divided, layout, asked)
-        items += _of_buckets("kept", keep_menus(gathered, asked, seconds, machine))
+        gathered = residencies(question.facts.piece_graph, layout, asked)
+        items += _bucket_items("kept", keep_menus(gathered, asked, seconds, machine))
         items.append(Item("prefetch", prefetch_menu(gathered, layout, asked.prefetch, seconds, machine)))
     if layout.num_ranks > 1:
         items.append(Item("awaited", reduction_menu(layout, seconds, machine)))
     ledger = Ledger.of(machine, question.tiers if leaning != "recompute" else ())
     if ledger.tiers:
-        items += _stored(question, items, ledger)
+        items += _tier_items(question, items, ledger)
     menus = gradient_menus(
         layout, question.stage, question.step.num_micro_batches, question.reduce, seconds, machine, ledger
     )
-    return items + _of_buckets("gradients", menus)
+    return items + _bucket_items("gradients", menus)
 
 
 def free_items(question: Question) -> list[Item]:
@@ -52,7 +52,7 @@ def free_items(question: Question) -> list[Item]:
 
 
 def num_free(items: Sequence[Item], moves: Sequence[Move]) -> int:
-    """How many of the first ``moves`` cost nothing, and are made in any case."""
+    """Number of leading ``moves`` that cost nothing, and are made in any case."""
 
     def is_free(move: Move) -> bool:
         item = items[move.item]
@@ -61,11 +61,11 @@ def num_free(items: Sequence[Item], moves: Sequence[Move]) -> int:
     return sum(1 for _ in itertools.takewhile(is_free, moves))
 
 
-def _of_buckets(kind: Kind, menus: Mapping[Bucket, Sequence[Level]]) -> list[Item]:
+def _bucket_items(kind: Kind, menus: Mapping[Bucket, Sequence[Level]]) -> list[Item]:
     return [Item(kind, levels, bucket) for bucket, levels in menus.items()]
 
 
-def _stored(question: Question, others: Sequence[Item], ledger: Ledger) -> list[Item]:
+def _tier_items(question: Question, others: Sequence[Item], ledger: Ledger) -> list[Item]:
     """States and parameters in slower tiers, with what they take entered in ``ledger``, and whether copies are issued
     ahead where no gathers are."""
     layout, machine, seconds = question.layout, question.machine, question.facts.seconds_of_one
@@ -80,17 +80,17 @@ def _stored(question: Question, others: Sequence[Item], ledger: Ledger) -> list[
             layout, question.state_bytes, question.stage, seconds, machine, ledger, activation_bytes,
             clipped=question.undecided.updates_wait,
         )  # fmt: skip
-        items += _of_buckets("states", menus)
+        items += _bucket_items("states", menus)
         if question.stage == 3:
-            used, reserve = residencies(question.facts.divided, layout, question.asked), 0
+            used, reserve = residencies(question.facts.piece_graph, layout, question.asked), 0
             everything = sum(bucket.shard_bytes for bucket in layout.buckets) + activation_bytes
             if {"host", "nvme"} <= {*ledger.tiers} and everything > ledger.left["host"]:
-                reserve = left_to_activations(activation_bytes, ledger.left["host"])
+                reserve = host_bytes_for_activations(activation_bytes, ledger.left["host"])
             states = {bucket: off for bucket, (_, off) in menus.items()}
             parameters = parameter_menus(
                 used, layout, question.state_bytes, seconds, machine, ledger, states, activation_bytes, reserve
             )
-            items += _of_buckets("parameters", parameters)
+            items += _bucket_items("parameters", parameters)
     if question.asked.prefetch and all(item.kind != "prefetch" for item in others):
         items.append(Item("prefetch", copies_menu(layout, question.state_bytes, ledger.tiers[0], machine)))
     return items
@@ -113,11 +113,11 @@ def _activations(question: Question, leaning: Leaning) -> list[Item]:
     entries_of = {
         key: entries(part, machine, tier, alike[_kind(part)], recompute=recompute) for key, part in first.items()
     }
-    spans = runs(question.facts.divided, question.facts.run_seconds)
-    return [Item("activations", joint_menu(entries_of[part.key], away_seconds(part, spans)), part) for part in parts]
+    spans = runs(question.facts.piece_graph, question.facts.run_seconds)
+    return [Item("activations", joint_menu(entries_of[part.key], seconds_away(part, spans)), part) for part in parts]
 
 
-def _spreading(question: Question) -> list[Item]:
+def _spread_items(question: Question) -> list[Item]:
     mesh, machine = question.layout.mesh, question.machine
 
     def seconds(num_bytes: int) -> float:

@@ -1,4 +1,4 @@
-"""What a step on a mesh takes at least, whatever is planned for it: of memory, and of the links between ranks."""
+"""Lower bounds of a step on a mesh, for any plan: of memory, and of time on the links between ranks."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Floor:
 
 
 def floor_of(problem: Problem, mesh: Mesh) -> Floor:
-    """What the ranks of ``mesh`` hold and send at least: each bucket is gathered and reduced once."""
+    """Least bytes held, and seconds on links, of the ranks of ``mesh``: each bucket is gathered and reduced once."""
     stage, machine = problem.options.stage, problem.machine
     held, seconds = 0, dict[Axes, float]()
 
     def add(axes: Axes, kind: CollectiveKind, num_bytes: int) -> None:
-        along = mesh.occupied(axes)
+        along = mesh.axes_in_use(axes)
         if along:
             seconds[along] = seconds.get(along, 0.0) + seconds_along(kind, num_bytes, mesh, along, machine)
 

@@ -64,7 +64,7 @@ def _rate(freed_bytes: int, seconds: float) -> float:
     return freed_bytes / seconds if seconds > 0 else float("inf")
 
 
-def reached(moves: Sequence[Move]) -> dict[int, Move]:
+def last_moves(moves: Sequence[Move]) -> dict[int, Move]:
     """The last move of each item that has one, by item."""
     last: dict[int, Move] = {}
     for move in moves:

@@ -45,15 +45,15 @@ class Prefixes:
         self._items = items
         self._moves = order_moves([item.levels for item in self._items])
         self._freed = list(accumulate((move.freed_bytes for move in self._moves), initial=0))
-        self._tried: dict[int, tuple[Held, Plan]] = {0: first.at(0)} if first is not None else {}
+        self._tried: dict[int, tuple[Held, Plan]] = {0: first.try_length(0)} if first is not None else {}
         self._fitting = 0
 
-    def at(self, length: int) -> tuple[Held, Plan]:
-        """What is held, and the plan, of a length."""
+    def try_length(self, length: int) -> tuple[Held, Plan]:
+        """Peak memory and plan of the first ``length`` moves."""
         if length not in self._tried:
             self._count()
             plan, carried_out = plan_of(self._question, self._items, self._moves[:length])
-            self._tried[length] = (self._rehearsal.held(plan, carried_out, _CARRIED_OUT), plan)
+            self._tried[length] = (self._rehearsal.peak_memory(plan, carried_out, _CARRIED_OUT), plan)
         return self._tried[length]
 
     @property
@@ -72,9 +72,9 @@ class Prefixes:
 
     @property
     def firm_bytes(self) -> int:
-        """What every length holds at least: fewer moves keep all that is held at the peak after all of them, but for
-        values that are computed again there."""
-        return self.at(len(self._moves))[0].firm_bytes
+        """Bytes that every length holds at least: fewer moves keep all that is held at the peak after all of them, but
+        for values that are computed again there."""
+        return self.try_length(len(self._moves))[0].firm_bytes
 
     def lowest(self) -> tuple[int, Plan]:
         """The least peak, and its plan, of some lengths of the whole order, and around the best of them.
@@ -85,16 +85,16 @@ class Prefixes:
         gap = max(1, last // _SCANNED)
         tried = {last: self._bytes(last)}
         best = length = last
-        while length > 0 and self.at(length)[0].firm_bytes < tried[best]:
+        while length > 0 and self.try_length(length)[0].firm_bytes < tried[best]:
             length = max(0, length - gap)
             tried[length] = self._bytes(length)
             best = min(tried, key=lambda n: (tried[n], n))
         while gap := gap // 2:
             tried |= {n: self._bytes(n) for n in (best - gap, best + gap) if 0 <= n <= last}
             best = min(tried, key=lambda n: (tried[n], n))
-        return tried[best], self.at(best)[1]
+        return tried[best], self.try_length(best)[1]
 
-    def fitting(self, budget: int) -> Plan | None:
+    def find_plan(self, budget: int) -> Plan | None:
         """The plan of a length that fits, one move fewer being too few; None where not even all moves are enough.
 
         Moves that cost nothing are always made. The length is looked for where enough bytes should be free, going by
@@ -102,10 +102,10 @@ class Prefixes:
         """
         length = self._shortest(budget)
         self._fitting = length or 0
-        return self.at(length)[1] if length is not None else None
+        return self.try_length(length)[1] if length is not None else None
 
-    def staying_ahead(self) -> Prefixes | None:
-        """The order without moves about how far ahead gathers are issued, where ``fitting`` has made one; None else.
+    def drop_prefetching(self) -> Prefixes | None:
+        """The same order without the prefetch move, if the plan that was found contains it; None else.
 
         None too where it has most parameters come from nvme: those that are issued ahead take the host's memory.
         """
@@ -131,7 +131,7 @@ class Prefixes:
             if tried % _HALVED_AFTER == 0:
                 guess = (low + high) // 2
             else:
-                guess = self._where_freed(low, (self._bytes(low) - budget) / share)
+                guess = self._length_to_free(low, (self._bytes(low) - budget) / share)
             guess = min(max(guess, low + 1), high - 1)
             share = self._share_freed(low, guess) or share
             if self._bytes(guess) <= budget:
@@ -141,9 +141,9 @@ class Prefixes:
         return high
 
     def _bytes(self, length: int) -> int:
-        return self.at(length)[0].peak_bytes
+        return self.try_length(length)[0].peak_bytes
 
-    def _where_freed(self, low: int, num_bytes: float) -> int:
+    def _length_to_free(self, low: int, num_bytes: float) -> int:
         """The length after ``low`` at which the moves in between should have freed so many bytes."""
         return bisect_left(self._freed, self._freed[low] + num_bytes, low + 1, len(self._moves))
 

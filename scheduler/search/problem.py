@@ -16,10 +16,10 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.decide.gradients import gradients_asked, reduced_each
+from zerofx.scheduler.decide.gradients import buckets_reduced_each, gradients_asked
 from zerofx.scheduler.decide.ledger import Level
-from zerofx.scheduler.decide.states import delayed_levels
-from zerofx.scheduler.decide.tiling import named_tiles
+from zerofx.scheduler.decide.states import delay_levels
+from zerofx.scheduler.decide.tiling import tiles_of_modules
 from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.decisions import Absence, Locations
 from zerofx.scheduler.plan.plan import Plan
@@ -58,7 +58,7 @@ class StepVariants(Protocol):
 
     @property
     def may_be_sliced(self) -> bool:
-        """Whether the slices are still open."""
+        """True if the slices are still open."""
         ...
 
     def graph(self, num_micro_batches: int) -> StepGraph:
@@ -76,7 +76,7 @@ class StepVariants(Protocol):
 
 @dataclass(frozen=True)
 class Problem:
-    """What a plan is wanted for: each stage settles a part of it, and asks the stages after it for the rest.
+    """A planning problem: each stage settles a part of it, and asks the stages after it for the rest.
 
     ``rehearsal`` has the graph and the updates that are planned for. ``memory_budget``: bytes on the device; None for
     no limit. ``machine``: the target's, whose host may have less for this plan. ``merges_gathers``: whether gathers may
@@ -97,7 +97,7 @@ class Problem:
     fixed: Locations | None = None
 
     @staticmethod
-    def of(
+    def create(
         variants: StepVariants,
         target: Target,
         options: CompileOptions,
@@ -121,13 +121,13 @@ class Problem:
             fixed=fixed,
         )
 
-    def on(self, variants: StepVariants, num_micro_batches: int) -> Problem:
+    def replace_variants(self, variants: StepVariants, num_micro_batches: int) -> Problem:
         """The same for other slices, or another number of micro-batches."""
         graph, latest = variants.graph(num_micro_batches), self.rehearsal.latest
         rehearsal = Rehearsal(graph, variants.layout, variants.updates[0], self.target, latest)
         return replace(self, variants=variants, rehearsal=rehearsal)
 
-    def with_update(self, programs: Mapping[int, UpdateProgram]) -> Problem:
+    def replace_updates(self, programs: Mapping[int, UpdateProgram]) -> Problem:
         """The same where the optimizer's update is another."""
         if programs is self.rehearsal.programs:
             return self
@@ -138,7 +138,7 @@ class Problem:
         return self.rehearsal.target
 
     @property
-    def captured(self) -> StepGraph:
+    def step(self) -> StepGraph:
         return self.rehearsal.captured
 
     @property
@@ -151,15 +151,15 @@ class Problem:
         Raises:
             UsageError: ``options.tile`` names what cannot be tiled.
         """
-        tiles = named_tiles(self.captured, self.options.tile) if isinstance(self.options.tile, Mapping) else ()
-        return GraphFacts(self.captured, self.machine, tiles, target=self.target)
+        tiles = tiles_of_modules(self.step, self.options.tile) if isinstance(self.options.tile, Mapping) else ()
+        return GraphFacts(self.step, self.machine, tiles, target=self.target)
 
     def gradients(self) -> tuple[Absence, ...]:
         """The gradients that are asked to wait elsewhere between micro-batches."""
         tier = gradients_tier(self.options.offload, self.machine)
-        return gradients_asked(self.layout, self.captured.num_micro_batches, tier)
+        return gradients_asked(self.layout, self.step.num_micro_batches, tier)
 
-    def _kept_gradients(self) -> tuple[str, ...]:
+    def _buckets_keeping_gradients(self) -> tuple[str, ...]:
         """The buckets with parameters whose gradients are asked for by name."""
         return tuple(
             bucket.name
@@ -168,34 +168,34 @@ class Problem:
             and any(fnmatchcase(s.source, name) for s in bucket.slots for name in self.options.keep_gradients)
         )
 
-    def reduced_each(self) -> dict[int, str]:
+    def buckets_reduced_each(self) -> dict[int, str]:
         """The buckets that are reduced in each micro-batch before any move is made, with reasons."""
         if self.gradients():
             return {}
         options, searched = self.options, self.memory_budget is not None
-        num = self.captured.num_micro_batches
-        return reduced_each(self.layout, options.stage, num, options.reduce, searched=searched)
+        num = self.step.num_micro_batches
+        return buckets_reduced_each(self.layout, options.stage, num, options.reduce, searched=searched)
 
-    def delayed(self) -> dict[Bucket, Level]:
-        """Where states are whose updates are asked to run next to the following step."""
+    def delays(self) -> dict[Bucket, Level]:
+        """Levels of states whose updates are asked to run next to the following step."""
         if self.options.delayed_update is None:
             return {}
-        return delayed_levels(self.layout, self.state_bytes(), self.options.stage)
+        return delay_levels(self.layout, self.state_bytes(), self.options.stage)
 
     def undecided(self) -> Plan:
         """The plan in which nothing is decided yet."""
         options = self.options
         return replace(
-            undecided(self.captured, self.layout, options.stage, options.precision.compute, self.machine.name),
+            undecided(self.step, self.layout, options.stage, options.precision.compute, self.machine.name),
             memory_budget=self.memory_budget,
             max_grad_norm=options.max_grad_norm,
             grad_norms=options.grad_norms,
-            kept_gradients=self._kept_gradients(),
+            kept_gradients=self._buckets_keeping_gradients(),
             loss_scaled=options.loss_scale is not None,
         )
 
     def question(self) -> Question:
-        """What moves are chosen for.
+        """The space of plans to search.
 
         Raises:
             UsageError: ``options.tile`` names what cannot be tiled, or ``options.offload`` a tier that is not there.
@@ -211,12 +211,12 @@ class Problem:
             tile=options.tile == "auto",
             tile_classes=LOSS in self.target.kernels,
             state_bytes=self.state_bytes(),
-            delayed=self.delayed(),
+            delayed=self.delays(),
             fixed=self.fixed,
             inlines=self.target.fuses and options.recompute != "none",
             gradients=self.gradients(),
             reduce="once" if self.gradients() else options.reduce,
-            reduced_each=self.reduced_each(),
+            buckets_reduced_each=self.buckets_reduced_each(),
         )
 
     def state_bytes(self) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""What moves are chosen for: a captured graph on a machine, and what a plan for it may do."""
+"""The space of plans that a search may choose from: a captured graph on a machine, and the decisions allowed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Leaning = Literal["recompute", "offload", "joint"]
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan is wanted for.
+    """The space of plans to search.
 
     ``undecided``: the plan in which nothing is decided yet. ``recompute``: whether activations may be computed again.
     ``tiers``: where they may be offloaded to, the first being filled first; none if empty. ``asked``: how buckets are
@@ -34,7 +34,7 @@ class Question:
     ``fixed``: where states and parameters stay in any case, which no move changes; None where moves say it.
     ``inlines``: whether values may be computed again at no cost (``decide/activations.free_levels``).
     ``gradients``: which wait elsewhere between micro-batches in any case, with copies that are still to be placed.
-    ``reduce``: whether gradients may be reduced in each micro-batch, ``reduced_each`` those that are before any move.
+    ``reduce``: whether gradients may be reduced in each micro-batch, ``buckets_reduced_each``: those before any move.
     """
 
     facts: GraphFacts
@@ -51,9 +51,9 @@ class Question:
     inlines: bool = False
     gradients: tuple[Absence, ...] = ()
     reduce: ReduceOption = "auto"
-    reduced_each: Mapping[int, str] = field(default_factory=dict)
+    buckets_reduced_each: Mapping[int, str] = field(default_factory=dict)
 
-    def tiled(self, tiles: tuple[TileDecision, ...]) -> Question:
+    def retile(self, tiles: tuple[TileDecision, ...]) -> Question:
         """The same question where values are tiled so."""
         return self if tiles == self.tiles else replace(self, facts=replace(self.facts, tiles=tiles))
 
@@ -66,7 +66,7 @@ class Question:
 
     @cached_property
     def levels_where_fixed(self) -> dict[Bucket, Level]:
-        """What states that ``fixed`` leaves off the device take where they are."""
+        """Levels of states that ``fixed`` leaves off the device, where they are."""
         away = {decision.bucket for decision in self.fixed.states} if self.fixed is not None else set()
         if not away:
             return {}
@@ -78,7 +78,7 @@ class Question:
 
     @property
     def has_arena(self) -> bool:
-        """Whether what a step makes lies in one pool, outside of which is what runs on into the next one."""
+        """True if what a step makes lies in one pool, outside of which is what runs on into the next one."""
         return self.facts.target is not None and self.facts.target.arena
 
     @property

@@ -1,4 +1,4 @@
-"""What plans for a captured graph lead to: each is carried out on a copy of it, and simulated."""
+"""Outcomes of plans for a captured graph: each is carried out on a copy of it, and simulated."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
 from zerofx.pipeline import run_quietly
-from zerofx.scheduler.cost.fusion import estimated_memory
-from zerofx.scheduler.cost.liveness import Liveness, liveness, with_profiles
+from zerofx.scheduler.cost.fusion import estimate_memory
+from zerofx.scheduler.cost.liveness import Liveness, apply_profiles, liveness
 from zerofx.scheduler.cost.simulate import Simulation, predict, simulate
 from zerofx.scheduler.plan.facts import Prediction
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.held import Held, held
+from zerofx.scheduler.search.held import Held, peak_memory
 from zerofx.scheduler.search.target import Target
 
 _REMEMBERED = 2  # simulations that a search remembers: those of two ways to do one thing are compared
@@ -48,44 +48,44 @@ class Rehearsal:
     target: Target
     latest: deque[Simulated] = field(default_factory=lambda: deque(maxlen=_REMEMBERED), repr=False, compare=False)
 
-    def carried_out(self, plan: Plan) -> StepGraph:
+    def carry_out(self, plan: Plan) -> StepGraph:
         """The captured graph as all passes leave it."""
         step = self.captured.clone()
         run_quietly(step, plan, self.layout, self.programs, self.target.settings)
         return step
 
-    def simulated(self, plan: Plan) -> tuple[StepGraph, Simulation]:
+    def simulate(self, plan: Plan) -> tuple[StepGraph, Simulation]:
         """The graph that carries ``plan`` out, and its run on paper."""
         bare = replace(plan, states_reason="", micro_batches_reason="")
         for known in self.latest:
             if known.rehearsal.is_of(self.captured, self.layout, self.programs) and known.plan == bare:
                 return known.step, known.simulation
-        step = self.carried_out(plan)
+        step = self.carry_out(plan)
         simulation = simulate_step(step, cut(step), self.layout, self.target)
         self.latest.append(Simulated(bare, self, step, simulation))
         return step, simulation
 
     def is_of(self, captured: StepGraph, layout: BucketLayout, programs: Mapping[int, UpdateProgram]) -> bool:
-        """Whether it is about these."""
+        """True if it is about this graph, layout and these updates."""
         return self.captured is captured and self.layout is layout and self.programs is programs
 
-    def predicted(self, plan: Plan) -> Prediction:
-        """What ``plan`` leads to."""
-        step, simulation = self.simulated(plan)
+    def predict(self, plan: Plan) -> Prediction:
+        """Prediction of the outcome of ``plan``."""
+        step, simulation = self.simulate(plan)
         return predict(step, plan, self.layout, simulation)
 
-    def held(self, plan: Plan, begun: StepGraph, done: Collection[str]) -> Held:
-        """What the device holds when ``plan`` is carried out on ``begun``, which the passes ``done`` have been on."""
+    def peak_memory(self, plan: Plan, begun: StepGraph, done: Collection[str]) -> Held:
+        """Peak memory of the device when ``plan`` is carried out on ``begun``, which has had the passes ``done``."""
         target = self.target
         run_quietly(begun, plan, self.layout, self.programs, target.settings, done=done)
         live = liveness(begun, target.on_cpu, compiles_regions=target.compiles_regions)
         if target.compiles_regions:
             live = _live_when_compiled(live, begun, cut(begun), target)
-        return held(begun, live)
+        return peak_memory(begun, live)
 
     def host_block_bytes(self, plan: Plan) -> int:
-        """What ``plan`` takes of the host, counted in blocks."""
-        return self.simulated(plan)[1].live.host_block_bytes
+        """Host bytes of ``plan``, counted in blocks."""
+        return self.simulate(plan)[1].live.host_block_bytes
 
 
 def simulate_step(
@@ -98,7 +98,7 @@ def simulate_step(
     costs, machine, compiles_regions = target.costs, target.machine, target.compiles_regions
     measured = None
     if costs is not None:
-        measured = costs.of_nodes(regions_of(instructions), machine)
+        measured = costs.seconds_by_node(regions_of(instructions), machine)
     elif target.fuses:
         measured = _seconds_when_compiled(instructions, target)
     simulation = simulate(
@@ -114,7 +114,7 @@ def _seconds_when_compiled(instructions: tuple[Instruction, ...], target: Target
     """Seconds of nodes in regions that are compiled for a GPU, by name: the last that computes has those of its region,
     which runs as one piece. Equal regions take equal times."""
     seconds: dict[str, float] = {}
-    of_regions = target.fused_seconds(regions_of(instructions))
+    of_regions = target.kernel_seconds(regions_of(instructions))
     for region in regions_of(instructions):
         seconds |= dict.fromkeys((node.name for node in region.own), 0.0)
         last = next((node for node in reversed(region.own) if not is_view(node)), region.own[-1])
@@ -136,5 +136,5 @@ def _live_when_compiled(
     compiled = [region for region in regions if not region.is_update or region.key in estimates]
     for region in compiled:
         if region.key not in estimates:
-            estimates[region.key] = estimated_memory(region, target.kernels, on_cpu=target.on_cpu)
-    return with_profiles(live, step, [(region, estimates[region.key]) for region in compiled])
+            estimates[region.key] = estimate_memory(region, target.kernels, on_cpu=target.on_cpu)
+    return apply_profiles(live, step, [(region, estimates[region.key]) for region in compiled])

@@ -33,7 +33,7 @@ class Stage(Protocol):
 
 @dataclass(frozen=True)
 class Trail:
-    """What a search tells: a bar that counts the plans that are tried, and lines where ``ZEROFX_DEBUG`` asks for them.
+    """Progress of a search: a bar that counts the plans that are tried, and lines where ``ZEROFX_DEBUG`` asks for them.
 
     ``writes``: whether it writes lines.
     """
@@ -59,7 +59,7 @@ def trail(*, verbose: bool, debug: int) -> Iterator[Trail]:
 
 @dataclass(frozen=True)
 class Search:
-    """What is left of a search: the stages from the one at ``depth`` on."""
+    """The rest of a search: the stages from the one at ``depth`` on."""
 
     stages: Sequence[Stage]
     trail: Trail
@@ -95,7 +95,7 @@ class Search:
 
 
 def outcome(plan: Plan) -> str:
-    """What a plan comes to, in a few words."""
+    """Outcome of a plan, in a few words."""
     if plan.prediction is None:
         return "as asked"
     return f"peak {format_bytes(plan.peak_bytes['device'])}, step {format_seconds(plan.step_seconds)}"

@@ -1,4 +1,4 @@
-"""What a step is planned, simulated and lowered for: one value, made once and passed on whole."""
+"""The target that a step is planned, simulated and lowered for: one value, made once and passed on whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerofx.codegen.kernels.table import kernels_in_use
 from zerofx.codegen.regions import cut, regions_of
 from zerofx.ir.graph import StepGraph
 from zerofx.options import CompileOptions
-from zerofx.scheduler.cost.fusion import fused_seconds
+from zerofx.scheduler.cost.fusion import kernel_seconds
 from zerofx.scheduler.cost.liveness import MemoryEvent, RegionLike
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.measured import MeasuredCosts
@@ -53,7 +53,7 @@ class Target:
     verbose: bool = True
 
     @staticmethod
-    def of(
+    def create(
         machine: Machine,
         options: CompileOptions,
         settings: Settings,
@@ -70,14 +70,14 @@ class Target:
 
     @property
     def fuses(self) -> bool:
-        """Whether times are those of fused kernels, which wait for memory: on a GPU, where regions are compiled."""
+        """True if times are those of fused kernels, which wait for memory: on a GPU, where regions are compiled."""
         return self.compiles_regions and not self.on_cpu
 
-    def fused_seconds(self, regions: Iterable[RegionLike]) -> Mapping[str, float]:
-        """What compiled regions take, by key: these, and all that were asked for before."""
+    def kernel_seconds(self, regions: Iterable[RegionLike]) -> Mapping[str, float]:
+        """Seconds of compiled regions, by key: these, and all that were asked for before."""
         for region in regions:
             if region.key not in self.region_seconds:
-                self.region_seconds[region.key] = fused_seconds(region, self.machine)
+                self.region_seconds[region.key] = kernel_seconds(region, self.machine)
         return self.region_seconds
 
     def seconds_by_place(self, step: StepGraph) -> dict[UnitPhase, float]:
@@ -85,14 +85,14 @@ class Target:
         if self.costs is None and not self.fuses:
             return seconds_by_place(step, self.machine)
         regions = regions_of(cut(step))
-        costs = self.costs or MeasuredCosts(self.fused_seconds(regions))
-        return seconds_by_place(step, self.machine, costs.of_nodes(regions, self.machine))
+        costs = self.costs or MeasuredCosts(self.kernel_seconds(regions))
+        return seconds_by_place(step, self.machine, costs.seconds_by_node(regions, self.machine))
 
-    def with_costs(self, costs: MeasuredCosts, mesh: Mesh) -> Target:
+    def replace_costs(self, costs: MeasuredCosts, mesh: Mesh) -> Target:
         """The same where operators, and links between the ranks of ``mesh``, take what was measured."""
         return replace(self, machine=costs.machine(self.machine, mesh), costs=costs)
 
-    def with_measured(self, memory: RegionMemory) -> Target:
+    def add_measured(self, memory: RegionMemory) -> Target:
         """The same with what regions hold that have been compiled by now."""
         return replace(
             self,

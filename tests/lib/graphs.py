@@ -240,7 +240,7 @@ class Prepared:
 def target(machine: Machine, *, costs: MeasuredCosts | None = None, num_ranks: int = 1) -> Target:
     """A target whose regions are not compiled, and that says nothing."""
     silent = Target(machine, settings(), on_cpu=True, compiles_regions=False, kernels=frozenset(), verbose=False)
-    return silent if costs is None else silent.with_costs(costs, Mesh(shard=num_ranks))
+    return silent if costs is None else silent.replace_costs(costs, Mesh(shard=num_ranks))
 
 
 def settings(**changed: object) -> Settings:

@@ -30,7 +30,7 @@ from zerofx.passes.prepare.simplify import simplify
 from zerofx.pipeline import run_quietly
 from zerofx.runtime.state.parameter_groups import group_of_parameters
 from zerofx.scheduler.analysis.saved_values import saved_storages, value_node
-from zerofx.scheduler.cost.liveness import liveness, with_profiles
+from zerofx.scheduler.cost.liveness import apply_profiles, liveness
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.simulate import predict, simulate
@@ -39,7 +39,7 @@ from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.bound import bound, convex_hull, least_seconds_to_free, with_least_seconds
+from zerofx.scheduler.search.bound import add_least_seconds, bound, convex_hull, least_seconds_to_free
 from zerofx.scheduler.search.graph_facts import GraphFacts
 from zerofx.scheduler.search.order import Move
 from zerofx.settings import read_settings
@@ -137,7 +137,7 @@ class Case:
         """The peak when regions hold nothing but what they read and return: below that of any compiler."""
         done = self.carry_out(made)
         regions = [i for i in cut(done) if isinstance(i, Region)]
-        return with_profiles(liveness(done, on_cpu=False), done, [(region, ()) for region in regions]).peak_bytes
+        return apply_profiles(liveness(done, on_cpu=False), done, [(region, ()) for region in regions]).peak_bytes
 
     def every_plan(self, prefetch: int = 1) -> Iterator[Plan]:
         """All choices of values to keep in all repeated layers; what a random operator gives is always kept."""
@@ -166,7 +166,7 @@ def check_bounds(case: Case, peaks: dict[Plan, int], *, by_region: bool) -> None
         best = min(busy_seconds(made) for made in fitting)
         for made in (fitting[0], fitting[-1]):
             asked = replace(made, memory_budget=budget)
-            found = with_least_seconds(
+            found = add_least_seconds(
                 asked, case.step, case.layout, MACHINE, on_cpu=not by_region, by_region=by_region
             ).prediction
             assert found is not None and found.least_seconds is not None
@@ -296,7 +296,7 @@ def test_a_plan_that_offloads_has_no_bound() -> None:
     case = Case.of(model, batch)
     away = Absence(value="tanh", tier="host", num_bytes=1, free_after=("tanh",), reload_before=("tanh",), reason="")
     asked = replace(case.plan([], [], 1), memory_budget=10**9, offloads=(away,))
-    assert with_least_seconds(asked, case.step, case.layout, MACHINE, on_cpu=True) is asked
+    assert add_least_seconds(asked, case.step, case.layout, MACHINE, on_cpu=True) is asked
 
 
 def test_the_hull_is_that_of_all_choices() -> None:

@@ -42,7 +42,7 @@ from zerofx.scheduler.plan.facts import Prediction
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.graph_facts import GraphFacts
-from zerofx.scheduler.search.held import Held, held
+from zerofx.scheduler.search.held import Held, peak_memory
 from zerofx.scheduler.search.problem import Problem as PlanProblem
 from zerofx.scheduler.search.question import Question
 from zerofx.scheduler.search.rehearsal import Rehearsal
@@ -220,10 +220,10 @@ def fitted(step: StepGraph, machine: Machine, budget: int) -> Plan | None:
 class WithoutParameters(Rehearsal):
     """Carries out recomputation alone, and simulates a step of one rank on a device that is no CPU."""
 
-    def held(self, plan: Plan, begun: StepGraph, done: Collection[str]) -> Held:
-        return held(begun, liveness(begun, on_cpu=False))
+    def peak_memory(self, plan: Plan, begun: StepGraph, done: Collection[str]) -> Held:
+        return peak_memory(begun, liveness(begun, on_cpu=False))
 
-    def predicted(self, plan: Plan) -> Prediction:
+    def predict(self, plan: Plan) -> Prediction:
         copy = recomputed(self.captured, plan)
         return predict(copy, plan, self.layout, simulate(copy, self.target.machine, Mesh(), on_cpu=False))
 
@@ -236,7 +236,7 @@ class Predicted:
 
     def plan(self, problem: PlanProblem, rest: Search) -> Plan:
         assert problem.plan is not None
-        return problem.plan.with_prediction(problem.rehearsal.predicted(problem.plan))
+        return problem.plan.with_prediction(problem.rehearsal.predict(problem.plan))
 
 
 def check_replay(step: StepGraph, machine: Machine, plan: Plan, budget: int) -> float:

@@ -15,7 +15,7 @@ from zerofx.cli.arguments import make_training, read_machine, training_options, 
 from zerofx.disk.own_files import escape_for_utf8
 from zerofx.errors import UsageError, ZeroFXError
 from zerofx.options import PlanKeywords, TuneKeywords
-from zerofx.scheduler.cost.catalog import built_in_machines
+from zerofx.scheduler.cost.catalog import list_machines
 from zerofx.scheduler.cost.machine import Link, Machine
 from zerofx.units import format_bytes, format_seconds, parse_bytes
 
@@ -210,7 +210,7 @@ def machines_command(measure: bool, nvme: str | None) -> None:
             "expected --nvme with --measure, found it alone: built-in machines have drives of their own"
         )
     headers = ("machine", "memory", "bandwidth", "float32", "bfloat16", "float16", "within node", "between", "a node")
-    machines = built_in_machines()
+    machines = list_machines()
     if measure:
         with _clean_errors(), world(None) as (rank, here):
             machines = (Machine.measure(here, nvme_path=nvme),)

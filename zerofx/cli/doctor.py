@@ -70,7 +70,7 @@ def _compiler() -> Iterator[str]:
 def _devices() -> Iterator[str]:
     import torch
 
-    from zerofx.scheduler.cost.probe import kept_machine, processor_name
+    from zerofx.scheduler.cost.probe import processor_name, read_kept_machine
     from zerofx.units import format_bytes
 
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -84,7 +84,7 @@ def _devices() -> Iterator[str]:
         about = torch.cuda.get_device_properties(index)
         size = format_bytes(about.total_memory)
         yield f"CUDA {index}: {about.name}, {size}, compute capability {about.major}.{about.minor}"
-    measured = kept_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"), 1)
+    measured = read_kept_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"), 1)
     yield f"steps of one process are planned for {'what Machine.measure() found' if measured else 'the built-in row'}"
 
 

@@ -14,7 +14,7 @@ from zerofx.options import CompileOptions
 from zerofx.runtime.comm.control import Control
 from zerofx.scheduler.cost.catalog import machine_of_device
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.probe import kept_machine, memory_bytes
+from zerofx.scheduler.cost.probe import memory_bytes, read_kept_machine
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
 
@@ -35,7 +35,7 @@ def measured_at_hand(device: torch.device, options: CompileOptions, settings: Se
     """As ``machine_at_hand``, but that a machine of which nothing is kept is measured, by all ranks together."""
     is_known = control.share(
         "look for what was measured",
-        lambda: options.machine is not None or kept_machine(device, control.num_ranks) is not None,
+        lambda: options.machine is not None or read_kept_machine(device, control.num_ranks) is not None,
     )
     if is_known:
         return machine_at_hand(device, options, control)
@@ -46,7 +46,7 @@ def measured_at_hand(device: torch.device, options: CompileOptions, settings: Se
 def _machine_here(device: torch.device, options: CompileOptions, num_ranks: int) -> Machine:
     if options.machine is not None:
         return options.machine.for_ranks(num_ranks)
-    machine = kept_machine(device, num_ranks) or _row_of(device, num_ranks)
+    machine = read_kept_machine(device, num_ranks) or _row_of(device, num_ranks)
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return replace(machine, ranks_per_node=int(local)) if options.wire != "exact" and local.isdigit() else machine
 
@@ -68,7 +68,7 @@ def _with_host_here(row: Machine, num_ranks: int) -> Machine:
     """The row of a whole server with no more of its host than there is: its GPUs may be lent one by one, each with some
     of the cores, and each rank's updates on the host run in its threads."""
     row = row.for_ranks(num_ranks)
-    update = None if row.host.update is None else row.host.update.on_threads(torch.get_num_threads())
+    update = None if row.host.update is None else row.host.update.scale_to_threads(torch.get_num_threads())
     host = replace(row.host, memory_bytes=min(row.host.memory_bytes, memory_bytes()), update=update)
     return replace(row, host=host)
 

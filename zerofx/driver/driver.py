@@ -210,7 +210,7 @@ def _within_budget(prepared: Prepared, control: Control) -> tuple[Prepared, Comp
         # Once all regions are known, the same plan would be made again for the same budget.
         if number >= _FULL_ROUNDS or compiled.memory.keys() <= target.measured_regions.keys():
             aim = budget - short
-        target = target.with_measured(compiled.memory)
+        target = target.add_measured(compiled.memory)
     assert needed is not None
     raise BudgetMissedError(
         f"memory_budget={budget} bytes cannot be met with compiled regions: the plan that came nearest needs {needed} "
@@ -252,7 +252,7 @@ def _agree_on_plan(
         if options.plan is not None:
             return options.plan.to_json()
         request = prepared.request
-        plan = make_plan(Problem.of(prepared, target, options, memory_budget, request.locations, request.fixed))
+        plan = make_plan(Problem.create(prepared, target, options, memory_budget, request.locations, request.fixed))
         if options.arena:  # the plan is within the whole budget, though it was searched for less
             plan = replace(plan, memory_budget=budget_bytes(options.memory_budget, request.machine))
         return plan.to_json()

@@ -309,7 +309,7 @@ def _planned(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedSte
     def decided_of(one_rank: Captures) -> tuple[Prepared, Target, Plan]:
         prepared = prepare(request, one_rank)
         target = request.target(prepared.captured.device, on_cpu=machine.is_cpu)
-        decided = replace(make_plan(Problem.of(prepared, target, options, aim)), memory_budget=budget)
+        decided = replace(make_plan(Problem.create(prepared, target, options, aim)), memory_budget=budget)
         return prepared.for_plan(decided), target, decided
 
     while True:

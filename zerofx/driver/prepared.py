@@ -69,7 +69,7 @@ class Request:
     def target(self, device: torch.device, *, on_cpu: bool, verbose: bool = True) -> Target:
         """What a step with its tensors on ``device`` is planned and lowered for; ``on_cpu`` as for ``Target``."""
         verbose = verbose and self.verbose
-        return Target.of(self.machine, self.options, self.settings, device, on_cpu=on_cpu, verbose=verbose)
+        return Target.create(self.machine, self.options, self.settings, device, on_cpu=on_cpu, verbose=verbose)
 
 
 @dataclass(frozen=True)

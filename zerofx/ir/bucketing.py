@@ -86,11 +86,11 @@ def make_layout(
         key = (unit, gap, groups.get(info.source), info.dtype, info.compute_dtype, of_slice, on_model, history)
         members.setdefault(key, []).append(info)
     order = sorted(members, key=lambda key: min(first_use.get(p.name, math.inf) for p in members[key]))
-    buckets, crossed = [], mesh.occupied(("replicate",))
+    buckets, crossed = [], mesh.axes_in_use(("replicate",))
     for index, key in enumerate(order):
         unit, gap, group, dtype, compute_dtype, of_slice, on_model, _ = key
         # Ranks of the model axis share what they all have of parameters as those of the shard axis do.
-        gathered = mesh.along(SHARD if on_model else (*SHARD, *MODEL))
+        gathered = mesh.collective_axes(SHARD if on_model else (*SHARD, *MODEL))
         slots, shard_numel = _place(members[key], compute_dtype, mesh.size(gathered), mesh.size(crossed), block)
         name = of_slice or unit or _common_name([p.name for p in members[key]])
         unit = of_slice or unit or f"loose.{gap}"

@@ -312,9 +312,9 @@ class BucketLayout:
         With the axis model, those too along which other steps on the mesh may have what this one reads.
         """
         along = (MODEL, SHARD, (*SHARD, *MODEL)) if self.mesh.model > 1 else ()
-        sets: set[Axes] = {self.mesh.world, *(self.mesh.occupied(axes) for axes in along)} - {()}
+        sets: set[Axes] = {self.mesh.world, *(self.mesh.axes_in_use(axes) for axes in along)} - {()}
         for bucket in self.buckets:
-            sets |= {bucket.mesh.occupied(axes) for axes in (bucket.gathered_over, bucket.crossed_over)} - {()}
+            sets |= {bucket.mesh.axes_in_use(axes) for axes in (bucket.gathered_over, bucket.crossed_over)} - {()}
         return tuple(sorted(sets))
 
     @property

@@ -34,7 +34,7 @@ from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.executor import Runtime, StepFunction, functions_of, with_functions
 from zerofx.runtime.state.arguments import StepArguments
-from zerofx.scheduler.cost.liveness import with_profiles
+from zerofx.scheduler.cost.liveness import apply_profiles
 from zerofx.scheduler.cost.simulate import predict
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import RegionMemory, Target
@@ -152,7 +152,7 @@ def apply_memory(
     if not memory:
         return lowered, ()
     profiles = [(region, memory[region.key]) for region in regions_of(lowered.instructions) if region.key in memory]
-    live, takes = with_profiles(lowered.simulation.live, lowered.graph, profiles), tuple[Take, ...]()
+    live, takes = apply_profiles(lowered.simulation.live, lowered.graph, profiles), tuple[Take, ...]()
     if in_arena:
         arena = plan_arena(lowered.graph, lowered.instructions, live, memory)
         live, takes = replace(live, arena=arena.use), arena.takes

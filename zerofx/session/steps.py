@@ -406,5 +406,5 @@ class Steps:
             CompilerError: an edited region cannot be compiled; the step runs as before.
         """
         assert self.machine is not None, "a captured step has one"
-        target = Target.of(self.machine, self.options, self._settings, self.device, on_cpu=is_on_cpu(self.device))
+        target = Target.create(self.machine, self.options, self._settings, self.device, on_cpu=is_on_cpu(self.device))
         self.shapes.replace(compiled, self._edited.load(path, compiled, target, self._control))

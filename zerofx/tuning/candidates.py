@@ -117,7 +117,7 @@ class Planner:
             transfers: all collectives, and copies between tiers, by stream.
         """
         seconds = {key: statistics.median(spans) for key, spans in measured.items()}
-        costs = MeasuredCosts.of(seconds, regions, self.target.machine, transfers, self._request.mesh)
+        costs = MeasuredCosts.from_times(seconds, regions, self.target.machine, transfers, self._request.mesh)
         known = list(candidates)
         if self.budget is not None:  # without one, nothing of a plan depends on costs
             for variation in variations(self._request.options, self._request.mesh):
@@ -135,7 +135,7 @@ class Planner:
         """The plan of a variation, made with ``costs`` if there are any; predicted without them."""
         budget = self.budget if variation.searched else None
         try:
-            plan = make_plan(Problem.of(self.prepared, self._target(costs), variation.options, budget))
+            plan = make_plan(Problem.create(self.prepared, self._target(costs), variation.options, budget))
         except BudgetMissedError as error:
             return Candidate(variation.name, None, f"does not fit: takes at least {format_bytes(error.least_bytes)}")
         return Candidate(variation.name, self._predict(replace(plan, memory_budget=self.budget), None))
@@ -144,10 +144,10 @@ class Planner:
         prepared = self.prepared
         captured = prepared.graph(plan.num_micro_batches)
         rehearsal = Rehearsal(captured, prepared.layout, prepared.programs, self._target(costs))
-        return plan.with_prediction(rehearsal.predicted(plan))
+        return plan.with_prediction(rehearsal.predict(plan))
 
     def _target(self, costs: MeasuredCosts | None) -> Target:
-        return self.target if costs is None else self.target.with_costs(costs, self._request.mesh)
+        return self.target if costs is None else self.target.replace_costs(costs, self._request.mesh)
 
     def _judge(self, candidate: Candidate, before: Sequence[Candidate]) -> Candidate:
         """The ``candidate`` with the reason not to run it, if there is one."""

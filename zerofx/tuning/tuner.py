@@ -258,7 +258,7 @@ class _Tuner:
             return
         prepared = self._prepared
         captured = prepared.captures.graph(result.plan.num_micro_batches)
-        target = replace(target_of(prepared), verbose=False).with_costs(result.costs, prepared.request.mesh)
+        target = replace(target_of(prepared), verbose=False).replace_costs(result.costs, prepared.request.mesh)
         lowered = lower(captured.clone(), result.plan, prepared.layout, prepared.programs, target)
         training = self._training
         what = f"{type(training.model).__name__} with {type(training.optimizer).__name__}, times from measured costs"

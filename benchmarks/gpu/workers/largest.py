@@ -23,7 +23,7 @@ from benchmarks.lib.models import SHAPES, Shape, Workload, make_batch, make_mode
 from benchmarks.lib.processes import high_water_bytes
 from benchmarks.lib.turn import turn
 from zerofx.errors import MemoryBudgetError
-from zerofx.scheduler.cost.catalog import machine_of_device, named_machine
+from zerofx.scheduler.cost.catalog import find_machine, machine_of_device
 from zerofx.scheduler.cost.machine import Machine
 
 NUM_STEPS = 2
@@ -49,10 +49,10 @@ def plain(work: Workload) -> Callable[[], Tensor]:
 
 def machine_of(request: dict[str, Any], device: torch.device) -> Machine:
     """The row of the device with the host memory and the drive that are here."""
-    row = named_machine("cpu")
+    row = find_machine("cpu")
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        row = machine_of_device(properties.name, properties.total_memory) or named_machine("h100-sxm")
+        row = machine_of_device(properties.name, properties.total_memory) or find_machine("h100-sxm")
         row = replace(row, device=replace(row.device, memory_bytes=properties.total_memory))
     host = replace(row.host, memory_bytes=request["host_budget"])
     drive = replace(row.nvme, num_bytes=request["drive_bytes"]) if row.nvme and request["drive_bytes"] else None

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.case import Answers
 from benchmarks.lib.turn import turn
-from zerofx.scheduler.cost.catalog import machine_of_device, named_machine
+from zerofx.scheduler.cost.catalog import find_machine, machine_of_device
 from zerofx.scheduler.cost.machine import Machine
 
 
@@ -25,7 +25,7 @@ def main() -> None:
         row = machine_of_device(properties.name, properties.total_memory)
         answers.add(device=properties.name)
     else:
-        row = named_machine("cpu")
+        row = find_machine("cpu")
     answers.add(row=row.to_json() if row is not None else None)
     with turn(whole_machine=True):
         began = time.perf_counter()

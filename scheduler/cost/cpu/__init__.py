@@ -1,1 +1,1 @@
-"""What operators hold on a CPU while they run."""
+"""Memory that operators hold on a CPU while they run."""

@@ -60,12 +60,12 @@ class Like(NamedTuple):
             shape[dim] = size
         return self._replace(shape=tuple(shape), stride=tuple(stride))
 
-    def in_order(self) -> Like:
+    def make_contiguous(self) -> Like:
         """Dense, in the order of its dimensions."""
         stride = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         return self._replace(stride=tuple(stride))
 
-    def resized(self, sizes: Mapping[int, int]) -> Like | None:
+    def replace_sizes(self, sizes: Mapping[int, int]) -> Like | None:
         """With other sizes, in the same order and with the same gaps in memory; None where dimensions overlap."""
         shape = tuple(sizes.get(size, size) for size in self.shape)
         if shape == self.shape:
@@ -103,75 +103,75 @@ class OperatorCall(NamedTuple):
     results: tuple[Like, ...]
 
     @staticmethod
-    def of(
+    def from_arguments(
         target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Iterable[Tensor]
     ) -> OperatorCall | None:
         """A call with nodes or (fake) tensors, which gives tensors like ``results``; None if any is not on a CPU."""
         try:
             return OperatorCall(
                 target,
-                tuple([_described(arg) for arg in args]),
-                tuple([(name, _described(value)) for name, value in kwargs.items()]),
-                tuple([_like(tensor) for tensor in results]),
+                tuple([_describe(arg) for arg in args]),
+                tuple([(name, _describe(value)) for name, value in kwargs.items()]),
+                tuple([_describe_tensor(tensor) for tensor in results]),
             )
         except _OtherDeviceError:
             return None
 
     @property
-    def given(self) -> list[Like]:
+    def inputs(self) -> list[Like]:
         """Its tensors, in order."""
         return list(_likes([*self.args, *(value for _, value in self.kwargs)]))
 
     @property
     def num_bytes(self) -> int:
-        return sum(like.num_bytes for like in (*self.given, *self.results))
+        return sum(like.num_bytes for like in (*self.inputs, *self.results))
 
     @property
     def num_steps(self) -> int:
-        """What takes its time, if that is not to read and to write."""
+        """Steps of arithmetic of an operator whose time is not that of its reads and writes, else 0."""
         facts = facts_of(self.target)
         if facts.steps is not None:
-            return facts.steps(self.given, self.results)
+            return facts.steps(self.inputs, self.results)
         if not facts.is_cubic:
             return 0
-        numels = sorted(math.prod(like.shape) for like in (*self.given, *self.results))[-3:]
+        numels = sorted(math.prod(like.shape) for like in (*self.inputs, *self.results))[-3:]
         return math.isqrt(math.prod(numels) * numels[-1] ** (3 - len(numels))) if numels else 0
 
     @property
     def is_quick(self) -> bool:
-        """Whether it takes so little time that it is made as it is."""
+        """True if the call takes so little time that it is run at its full size."""
         return self.num_bytes <= QUICK_BYTES and self.num_steps <= QUICK_STEPS
 
     @property
     def is_feasible(self) -> bool:
-        """Whether it is made as it is where nothing else tells what it takes."""
+        """True if the call can be run at its full size where nothing else tells its memory."""
         return self.num_bytes <= MOST_BYTES and self.num_steps <= MOST_STEPS
 
     @property
     def sizes(self) -> list[int]:
         """All sizes of its tensors, the largest first."""
-        return sorted({size for like in (*self.given, *self.results) for size in like.shape}, reverse=True)
+        return sorted({size for like in (*self.inputs, *self.results) for size in like.shape}, reverse=True)
 
-    def resized(self, sizes: Mapping[int, int]) -> OperatorCall | None:
+    def replace_sizes(self, sizes: Mapping[int, int]) -> OperatorCall | None:
         """With other sizes wherever they occur, in numbers too; None where that cannot be."""
         try:
-            args, kwargs, results = (_resized(part, sizes) for part in (self.args, self.kwargs, self.results))
+            args, kwargs, results = (_resize(part, sizes) for part in (self.args, self.kwargs, self.results))
         except ValueError:
             return None
         return self._replace(args=args, kwargs=kwargs, results=results)
 
-    def with_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OperatorCall:
+    def replace_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OperatorCall:
         """The same operator called on others; what that gives is found on meta tensors."""
-        pairs = [(name, _described(value)) for name, value in kwargs.items()]
-        call = self._replace(args=tuple([_described(arg) for arg in args]), kwargs=tuple(pairs))
-        on_meta, more = call.filled(lambda like: torch.empty_strided(*like[:2], dtype=like.dtype, device="meta"))
+        pairs = [(name, _describe(value)) for name, value in kwargs.items()]
+        call = self._replace(args=tuple([_describe(arg) for arg in args]), kwargs=tuple(pairs))
+        on_meta, more = call.substitute(lambda like: torch.empty_strided(*like[:2], dtype=like.dtype, device="meta"))
         tensors = tensors_in(self.target(*on_meta, **more))
         results = tuple([Like(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors])
         return OperatorCall(call.target, call.args, call.kwargs, results)
 
-    def filled(self, values: Callable[[Like], Any]) -> tuple[list[Any], dict[str, Any]]:
+    def substitute(self, values: Callable[[Like], Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments as they are given, with ``values`` in the place of tensors."""
-        return [_filled(arg, values) for arg in self.args], {name: _filled(arg, values) for name, arg in self.kwargs}
+        return [_fill(arg, values) for arg in self.args], {name: _fill(arg, values) for name, arg in self.kwargs}
 
 
 def call_of(node: fx.Node) -> OperatorCall | None:
@@ -179,30 +179,30 @@ def call_of(node: fx.Node) -> OperatorCall | None:
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace not in _NAMESPACES:
         return None
-    return OperatorCall.of(target, node.args, node.kwargs, tensors_in(node.meta.get("val")))
+    return OperatorCall.from_arguments(target, node.args, node.kwargs, tensors_in(node.meta.get("val")))
 
 
-def chosen_by() -> tuple[object, ...]:
-    """What ATen chooses between kernels by, next to a call's arguments: threads, whether there is oneDNN, and whether
-    results have to be the same each time."""
+def dispatch_state() -> tuple[object, ...]:
+    """ATen's inputs to its choice of kernels, besides a call's arguments: number of threads, oneDNN, deterministic
+    algorithms."""
     return torch.get_num_threads(), torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()
 
 
-def _like(tensor: Tensor) -> Like:
+def _describe_tensor(tensor: Tensor) -> Like:
     if tensor.device.type != "cpu":
         raise _OtherDeviceError
     return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
-def _described(value: Any) -> Any:
+def _describe(value: Any) -> Any:
     if isinstance(value, fx.Node):
-        return _described(value.meta["val"])
+        return _describe(value.meta["val"])
     if isinstance(value, Tensor):
-        return _like(value)
+        return _describe_tensor(value)
     if isinstance(value, Like):
         return value
     if isinstance(value, (list, tuple)):
-        return tuple(map(_described, value))
+        return tuple(map(_describe, value))
     return _Number(type(value), value) if isinstance(value, (bool, float, complex)) else value
 
 
@@ -214,20 +214,20 @@ def _likes(values: Iterable[Any]) -> Iterable[Like]:
             yield from _likes(value)
 
 
-def _resized(value: Any, sizes: Mapping[int, int]) -> Any:
+def _resize(value: Any, sizes: Mapping[int, int]) -> Any:
     if isinstance(value, Like):
-        like = value.resized(sizes)
+        like = value.replace_sizes(sizes)
         if like is None:
             raise ValueError
         return like
     if type(value) is tuple:
-        return tuple(_resized(item, sizes) for item in value)
+        return tuple(_resize(item, sizes) for item in value)
     return sizes.get(value, value) if type(value) is int else value
 
 
-def _filled(value: Any, values: Callable[[Like], Any]) -> Any:
+def _fill(value: Any, values: Callable[[Like], Any]) -> Any:
     if isinstance(value, Like):
         return values(value)
     if isinstance(value, _Number):
         return value.value
-    return [_filled(item, values) for item in value] if type(value) is tuple else value
+    return [_fill(item, values) for item in value] if type(value) is tuple else value

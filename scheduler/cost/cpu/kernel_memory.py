@@ -1,4 +1,4 @@
-"""What a call of an operator takes inside its kernel, and what memory its outputs keep: found by making the call.
+"""Memory that an operator takes inside its kernel, and that its outputs keep: found by running the call.
 
 Kernels on CPU hold memory where one would not look. A number among tensors becomes a tensor, operands of mixed dtypes
 are converted, layouts are copied, each thread has a buffer of its own; and an output may keep more than it shows, as
@@ -31,9 +31,9 @@ from torch import Tensor, fx
 from zerofx.errors import InternalError
 from zerofx.ir.aliasing import tensors_in
 from zerofx.ir.operators.table import facts_of
-from zerofx.scheduler.cost.cpu.calls import KernelMemory, Like, OperatorCall, call_of, chosen_by
+from zerofx.scheduler.cost.cpu.calls import KernelMemory, Like, OperatorCall, call_of, dispatch_state
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
-from zerofx.scheduler.cost.cpu.smaller_calls import approximate, extrapolated, parts_of, two_smaller
+from zerofx.scheduler.cost.cpu.smaller_calls import approximate, extrapolate, parts_of, two_smaller
 from zerofx.torch_private.dispatch import without_modes
 from zerofx.torch_private.operators import OpOverload
 from zerofx.torch_private.profiler import is_profiling
@@ -41,15 +41,15 @@ from zerofx.torch_private.tensors import memory_of, negated_view
 
 
 def kernel_memories(nodes: Iterable[fx.Node]) -> dict[fx.Node, KernelMemory | None]:
-    """What each of some operators on CPU tensors takes; None where it cannot be known, or not yet."""
+    """Memory of the calls of some operators on CPU tensors; None where it cannot be known, or not yet."""
     calls = {node: call_of(node) for node in nodes}
     known = call_memories(call for call in calls.values() if call is not None)
-    return {node: None if call is None else _looked_up(known, call) for node, call in calls.items()}
+    return {node: None if call is None else _look_up(known, call) for node, call in calls.items()}
 
 
 def call_memories(calls: Iterable[OperatorCall]) -> Mapping[OperatorCall, KernelMemory | None]:
     """The same of calls; what others take that are known, too."""
-    known = _known(chosen_by())
+    known = _memory_cache(dispatch_state())
     fresh: dict[OperatorCall, None] = {}
     for call in calls:
         with contextlib.suppress(TypeError):  # an argument that cannot be hashed: sizes that are symbols
@@ -60,14 +60,14 @@ def call_memories(calls: Iterable[OperatorCall]) -> Mapping[OperatorCall, Kernel
     return known
 
 
-def _looked_up(known: Mapping[OperatorCall, KernelMemory | None], call: OperatorCall) -> KernelMemory | None:
+def _look_up(known: Mapping[OperatorCall, KernelMemory | None], call: OperatorCall) -> KernelMemory | None:
     with contextlib.suppress(TypeError):
         return known.get(call)
     return None
 
 
 class _NotYetError(Exception):
-    """What a call takes cannot be found at the moment: an exception, since it is not to be remembered."""
+    """Memory of a call cannot be found at the moment: an exception, so that it is not remembered."""
 
 
 class _ValuesError(Exception):
@@ -75,8 +75,8 @@ class _ValuesError(Exception):
 
 
 @functools.cache
-def _known(_chosen_by: tuple[object, ...]) -> dict[OperatorCall, KernelMemory | None]:
-    """What is known of calls in this process, by what ATen chooses between kernels by."""
+def _memory_cache(_dispatch_state: tuple[object, ...]) -> dict[OperatorCall, KernelMemory | None]:
+    """Memory of calls in this process, cached by ATen's inputs to its choice of kernels."""
     return {}
 
 
@@ -86,32 +86,32 @@ def _learn(calls: Sequence[OperatorCall]) -> None:
     Raises:
         _NotYetError: it cannot be found at the moment what they take.
     """
-    known = _known(chosen_by())
+    known = _memory_cache(dispatch_state())
     parts = {call: parts_of(call) for call in calls if not call.is_quick}
     pairs = {call: (call, call) if call.is_quick else two_smaller(call) for call in calls if not parts.get(call)}
     asked = [*[pair.calls for pair in parts.values() if pair is not None], *[pair for pair in pairs.values() if pair]]
     known.update(_records(list(dict.fromkeys(entry for pair in asked for entry in pair if entry not in known))))
     for call, two in parts.items():
         if two is not None:
-            known[call] = two.combined(*[known[element] for element in two.calls])
+            known[call] = two.add_up(*[known[element] for element in two.calls])
     for call, pair in pairs.items():
         first, second = (None, None) if pair is None else (known[pair[0]], known[pair[1]])
         if call.is_quick or (first is not None and first == second):
             known[call] = first
         else:
-            extrapolation = extrapolated(call, _records)
+            extrapolation = extrapolate(call, _records)
             known[call] = extrapolation or (_record(call) if call.is_feasible else approximate(call, _records))
 
 
 def _record(call: OperatorCall) -> KernelMemory | None:
-    known = _known(chosen_by())
+    known = _memory_cache(dispatch_state())
     if call not in known:
         known[call] = _records([call])[call]
     return known[call]
 
 
 def _records(calls: Sequence[OperatorCall]) -> dict[OperatorCall, KernelMemory | None]:
-    """What each of some calls takes; None for one that fails, or does not give what is expected.
+    """Memory of each call; None for one that fails, or whose results are not as expected.
 
     Raises:
         _NotYetError: it cannot be found at the moment.
@@ -123,7 +123,7 @@ def _records(calls: Sequence[OperatorCall]) -> dict[OperatorCall, KernelMemory |
     with without_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             # The first call of an operator may set things up that stay.
-            ready = [(call, arguments) for call in calls if (arguments := _tried(call)) is not None]
+            ready = [(call, arguments) for call in calls if (arguments := _try_arguments(call)) is not None]
             peak = CpuPeak()
             with peak:
                 sizes = [_run(call, arguments, peak) for call, arguments in ready]
@@ -145,11 +145,11 @@ def _records(calls: Sequence[OperatorCall]) -> dict[OperatorCall, KernelMemory |
 Arguments = tuple[list[Any], dict[str, Any]]
 
 
-def _tried(call: OperatorCall) -> Arguments | None:
+def _try_arguments(call: OperatorCall) -> Arguments | None:
     """The arguments of a call with which it has been made once; None if it fails with them."""
     try:
-        with _refusing_values():
-            arguments = call.filled(lambda like: _values(like, call.target))
+        with _refuse_values():
+            arguments = call.substitute(lambda like: _values(like, call.target))
         return None if _run(call, arguments, None) is None else arguments
     except _ValuesError:
         return None
@@ -166,7 +166,7 @@ def _run(call: OperatorCall, arguments: Arguments, peak: CpuPeak | None) -> list
     given = {memory_of(entry) for entry in tensors_in([*args, *kwargs.values()])}
     with peak.part() if peak is not None else contextlib.nullcontext():
         try:
-            with _refusing_values():
+            with _refuse_values():
                 results: Any = call.target(*args, **kwargs)
         except _ValuesError:
             return None
@@ -184,8 +184,8 @@ def _run(call: OperatorCall, arguments: Arguments, peak: CpuPeak | None) -> list
 
 
 @contextlib.contextmanager
-def _refusing_values() -> Iterator[None]:
-    """What fails inside does so because of values that are made up, unless memory is short."""
+def _refuse_values() -> Iterator[None]:
+    """Turn failures inside into `_ValuesError`, since the values are made up, unless memory is short."""
     try:
         yield
     except (RuntimeError, ValueError, IndexError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""What a call takes that would take long to make, told from smaller ones.
+"""Memory of calls that are too slow to run, extrapolate from smaller ones.
 
 Most take as much whatever their sizes are, mostly nothing: so do two of a fraction of all large sizes. What others take
 is a polynomial in any one size: three make one, a fourth has to agree, to the byte. What is in none of these ways, and
@@ -35,8 +35,8 @@ class SmallerCalls(NamedTuple):
     few: int
     calls: tuple[OperatorCall, OperatorCall]
 
-    def combined(self, more: KernelMemory | None, less: KernelMemory | None) -> KernelMemory | None:
-        """What the whole takes, by what these do: so much, and as much again for each part."""
+    def add_up(self, more: KernelMemory | None, less: KernelMemory | None) -> KernelMemory | None:
+        """Memory of the whole, linear in the number of parts: of the part counts measured here."""
         if more is None or less is None or self.many == self.few:
             return more
         each = max(0, more.inside - less.inside)
@@ -48,9 +48,9 @@ def parts_of(call: OperatorCall) -> SmallerCalls | None:
     smaller = facts_of(call.target).smaller
     if smaller is None:
         return None
-    whole = smaller(*call.filled(lambda like: like))
+    whole = smaller(*call.substitute(lambda like: like))
     for parts in whole.pairs:
-        first, second = (call.with_arguments(part.args, part.kwargs) for part in parts)
+        first, second = (call.replace_arguments(part.args, part.kwargs) for part in parts)
         if first.is_feasible and second.is_feasible:
             return SmallerCalls(whole.num_parts, parts[0].num_parts, parts[1].num_parts, (first, second))
     return None
@@ -64,17 +64,17 @@ def two_smaller(call: OperatorCall) -> tuple[OperatorCall, OperatorCall] | None:
         by = 2**power
         if not large or large[-1] // by < 4:
             return None
-        smaller = call.resized({size: size // by for size in large})
+        smaller = call.replace_sizes({size: size // by for size in large})
         if smaller is None:
             return None
         if smaller.is_quick:
-            again = call.resized({size: size // by // 2 for size in large})
+            again = call.replace_sizes({size: size // by // 2 for size in large})
             return None if again is None else (smaller, again)
     return None
 
 
-def extrapolated(call: OperatorCall, records: Records, depth: int = _DEPTH) -> KernelMemory | None:
-    """What a call takes by the polynomial in one of its sizes that smaller ones follow; None if there is none.
+def extrapolate(call: OperatorCall, records: Records, depth: int = _DEPTH) -> KernelMemory | None:
+    """Memory of a call by a polynomial in one of its sizes, fitted to smaller calls; None if there is none.
 
     Where no one size makes calls that are quick, what those of a smaller one take is found in the same way by another.
     """
@@ -86,8 +86,8 @@ def extrapolated(call: OperatorCall, records: Records, depth: int = _DEPTH) -> K
             if is_quick:
                 memories = list(records(list(points.values())).values())
             else:
-                memories = [extrapolated(point, records, depth - 1) for point in points.values()]
-            memory = _at_size(list(points), memories, size)
+                memories = [extrapolate(point, records, depth - 1) for point in points.values()]
+            memory = _extrapolate_memory(list(points), memories, size)
             if memory is not None:
                 return memory
     return None
@@ -99,32 +99,32 @@ def _points(call: OperatorCall, size: int, *, is_quick: bool) -> dict[int, Opera
     for step in _STEPS:
         top = size - step
         while top >= _NUM_POINTS * step:
-            largest = call.resized({size: top})
+            largest = call.replace_sizes({size: top})
             if largest is None:
                 return {}
             is_last = top < (_NUM_POINTS + 1) * step
             if largest.is_quick if is_quick else is_last:
                 gap = max(step, top // (_NUM_POINTS + 1) // step * step)
                 places = [top - number * gap for number in range(_NUM_POINTS)]
-                calls = {place: call.resized({size: place}) for place in places if place > 0}
+                calls = {place: call.replace_sizes({size: place}) for place in places if place > 0}
                 points = {place: entry for place, entry in calls.items() if entry is not None}
                 return points if len(points) == _NUM_POINTS else {}
             top -= max(step, top // 4 // step * step)
     return {}
 
 
-def _at_size(places: Sequence[int], memories: Sequence[KernelMemory | None], at: int) -> KernelMemory | None:
+def _extrapolate_memory(places: Sequence[int], memories: Sequence[KernelMemory | None], at: int) -> KernelMemory | None:
     known = [entry for entry in memories if entry is not None]
     if len(known) < len(places):
         return None
-    inside = _continued(places, [element.inside for element in known], at)
-    excess = [_continued(places, values, at) for values in zip(*(item.excess for item in known), strict=True)]
+    inside = _extrapolate_values(places, [element.inside for element in known], at)
+    excess = [_extrapolate_values(places, values, at) for values in zip(*(item.excess for item in known), strict=True)]
     if inside is None or None in excess:
         return None
     return KernelMemory(inside, tuple(value or 0 for value in excess))
 
 
-def _continued(places: Sequence[int], values: Sequence[int], at: int) -> int | None:
+def _extrapolate_values(places: Sequence[int], values: Sequence[int], at: int) -> int | None:
     """The value at ``at`` of the polynomial through equally spaced points; None if it has as many terms as points."""
     ahead = Fraction(places[0] - at, places[0] - places[1])
     value, share, differences = Fraction(), Fraction(1), list(values)
@@ -138,10 +138,10 @@ def _continued(places: Sequence[int], values: Sequence[int], at: int) -> int | N
 
 
 def approximate(call: OperatorCall, records: Records) -> KernelMemory | None:
-    """What a call takes that is too large to be made, going by one of smaller sizes and by bytes."""
+    """Memory of a call that is too large to run, from a call of smaller sizes, scaled by bytes."""
     for power in range(1, 24):
         sizes = {size: max(_LARGE, size // 2**power) for size in call.sizes if size > _LARGE}
-        smaller = call.resized(sizes)
+        smaller = call.replace_sizes(sizes)
         if smaller is None:
             return None
         if smaller.is_feasible:

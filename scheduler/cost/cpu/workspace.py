@@ -30,7 +30,7 @@ _NOTHING = KernelMemory(0, ())
 
 
 def memories(nodes: Iterable[fx.Node]) -> dict[fx.Node, KernelMemory | None]:
-    """What each of some nodes takes; None for an operator on CPU tensors of which it is not known."""
+    """Memory of each node's call; None for an operator on CPU tensors whose memory is not known."""
     known: dict[fx.Node, KernelMemory | None] = {}
     asked = []
     for node in nodes:
@@ -53,7 +53,7 @@ def workspace_bytes(node: fx.Node) -> int:
     return 0 if taken is None else taken.inside
 
 
-def compiled_workspace_bytes(node: fx.Node, kernels: Collection[str]) -> int:
+def inductor_workspace_bytes(node: fx.Node, kernels: Collection[str]) -> int:
     """``workspace_bytes`` of an operator that Inductor leaves to a kernel, of ATen's or one of ``kernels``, which are
     zerofx's own (``codegen/kernels/table.py``) in a compiled region."""
     own = facts_of(node.target).own_kernel
@@ -62,11 +62,11 @@ def compiled_workspace_bytes(node: fx.Node, kernels: Collection[str]) -> int:
         inside = own.inside(*args, **kwargs)
         if inside is not None:
             return inside
-    return min([workspace_bytes(node), *_with_copied_images(node)])
+    return min([workspace_bytes(node), *_image_copy_bytes(node)])
 
 
 def is_unknown(node: fx.Node) -> bool:
-    """Whether an operator on CPU tensors may hold bytes that ``workspace_bytes`` lacks."""
+    """True if an operator on CPU tensors may hold bytes that ``workspace_bytes`` does not count."""
     return memories([node])[node] is None
 
 
@@ -75,16 +75,16 @@ def _is_on_cpu(node: fx.Node) -> bool:
     return bool(values) and all(value.device.type == "cpu" for value in values)
 
 
-def _with_copied_images(node: fx.Node) -> Iterable[int]:
-    """What a call holds if Inductor copies channels-last images, channel by channel; whether it does is known once the
-    region is compiled. Nothing where it does not, or nothing is known."""
+def _image_copy_bytes(node: fx.Node) -> Iterable[int]:
+    """Bytes held if Inductor copies channels-last images, channel by channel, which is known once the region is
+    compiled; empty where it does not copy, or nothing is known."""
     places, call = facts_of(node.target).copied_by_inductor, call_of(node)
     if not places or call is None or suggest_memory_format(argument_value(node, places[-1])) is torch.contiguous_format:
         return
-    args, kwargs = call.filled(lambda like: like)
+    args, kwargs = call.substitute(lambda like: like)
     for place in places:
-        args[place] = args[place].in_order()
-    copied = call.with_arguments(args, kwargs)
+        args[place] = args[place].make_contiguous()
+    copied = call.replace_arguments(args, kwargs)
     taken = call_memories([copied]).get(copied)
     if taken is not None:
         yield storage_bytes(argument_value(node, places[-1])) + taken.inside

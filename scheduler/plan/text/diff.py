@@ -26,8 +26,8 @@ class _Change:
 
 
 def diff_plans(first: Plan, other: Plan) -> str:
-    """What changed from ``first`` to ``other``, a line each, as ``before -> after``; layers in a row that changed alike
-    are one line. Plans with equal decisions and predictions are the same.
+    """Changes from ``first`` to ``other``, a line each, as ``before -> after``; layers in a row that changed alike are
+    one line. Plans with equal decisions and predictions are the same.
     """
     placed = partial(_place_changes, first, other)
     sections = {
@@ -85,13 +85,13 @@ def _settings(first: Plan, other: Plan) -> Iterator[str]:
 def _buckets(first: Plan, other: Plan) -> Iterator[str]:
     """Slices change with the number of ranks alone: that is no change of a bucket."""
 
-    def known(plan: Plan) -> list[tuple[Any, ...]]:
+    def facts(plan: Plan) -> list[tuple[Any, ...]]:
         return [
             (b.name, b.group, b.num_parameters, b.dtype, b.compute_dtype, b.reduce_dtype, b.state_dtype)
             for b in plan.buckets
         ]
 
-    before, after = known(first), known(other)
+    before, after = facts(first), facts(other)
     names, others = [bucket[0] for bucket in before], [bucket[0] for bucket in after]
     if names == others:
         changed = [b[0] for a, b in zip(before, after, strict=True) if a != b]
@@ -174,12 +174,12 @@ def _wait_words(reduce: ReduceDecision) -> str:
 
 
 def _reductions(first: Plan, other: Plan) -> list[_Change]:
-    def known(plan: Plan) -> dict[str, str]:
+    def waits(plan: Plan) -> dict[str, str]:
         # On one rank nothing is reduced, whatever the plan says of when.
         decided = plan.reduces if plan.num_ranks > 1 else ()
         return {plan.buckets[d.bucket].name: _wait_words(d) for d in decided}
 
-    before, after = known(first), known(other)
+    before, after = waits(first), waits(other)
     changes = []
     for name in dict.fromkeys([*before, *after]):
         if name not in before or name not in after:
@@ -191,11 +191,11 @@ def _reductions(first: Plan, other: Plan) -> list[_Change]:
 
 
 def _tiles(first: Plan, other: Plan) -> Iterator[str]:
-    def known(plan: Plan) -> dict[str, str]:
+    def cuts(plan: Plan) -> dict[str, str]:
         slices = {sliced.parameter: f"{sliced.num_slices} slices" for sliced in plan.slices}
         return slices | {tiled.value: tiles_words(tiled) for tiled in plan.tiles}
 
-    return (f"{change.name}: {change.text}" for change in _changes(known(first), known(other), "whole"))
+    return (f"{change.name}: {change.text}" for change in _changes(cuts(first), cuts(other), "whole"))
 
 
 def _places_of(kind: str, plan: Plan) -> list[tuple[int, str]]:

@@ -67,7 +67,7 @@ def describe_plan(plan: Plan) -> str:
 
 
 def arena_words(plan: Plan) -> list[str]:
-    """What the device's peak is made of where a step has an arena."""
+    """Parts of the device's peak where a step has an arena."""
     arena = plan.arena
     if arena is None:
         return []

@@ -158,7 +158,7 @@ def _gather(gather: GatherDecision) -> str:
 
 
 def _reduce(reduce: ReduceDecision) -> str:
-    places = [place for place in dict.fromkeys((reduce.wait_after, reduce.updated_after)) if place is not None]
+    places = [place for place in dict.fromkeys((reduce.wait_after, reduce.update_after)) if place is not None]
     where = f" (after {' and '.join(places)})" if places else ""
     return f"gradients reduced: {reduce.reason}{where}"
 

@@ -26,26 +26,26 @@ class AsAsked:
             return rest.plan(problem)
         if problem.options.recompute == "full":
             return _least_memory(problem)
-        free = _computing_for_free(problem)
+        free = _recompute_for_free(problem)
         if free is None or problem.layout.mesh.model == 1:
-            return free or _as_asked(problem)
+            return free or _plan_as_asked(problem)
         # What ranks send each other of values may have nothing to overlap with then.
-        return min(free, _as_asked(problem), key=lambda plan: problem.rehearsal.simulated(plan)[1].step_seconds)
+        return min(free, _plan_as_asked(problem), key=lambda plan: problem.rehearsal.simulate(plan)[1].step_seconds)
 
 
-def _as_asked(problem: Problem) -> Plan:
+def _plan_as_asked(problem: Problem) -> Plan:
     facts, gradients = problem.facts(), problem.gradients()
     # Only copies that are to be placed ask how long computation takes.
     placed = (
-        place_gradients(gradients, facts.divided, problem.layout, facts.run_seconds, problem.machine)
+        place_gradients(gradients, facts.piece_graph, problem.layout, facts.run_seconds, problem.machine)
         if gradients
         else ()
     )
-    plan = replace(problem.undecided(), tiles=facts.tiles, states=decisions_of(problem.delayed()), gradients=placed)
-    return decide(facts.tiled, problem.layout, plan, problem.options.policy, each=problem.reduced_each())
+    plan = replace(problem.undecided(), tiles=facts.tiles, states=decisions_of(problem.delays()), gradients=placed)
+    return decide(facts.tile_graph, problem.layout, plan, problem.options.policy, each=problem.buckets_reduced_each())
 
 
-def _computing_for_free(problem: Problem) -> Plan | None:
+def _recompute_for_free(problem: Problem) -> Plan | None:
     """The plan that computes again what costs nothing, and does all else as asked; None if there is no such thing."""
     question = problem.question()
     items = free_items(question) if question.inlines else []
@@ -58,5 +58,5 @@ def _least_memory(problem: Problem) -> Plan:
     for question in problem.question().divisions:
         items = [item for item in items_of(question, "recompute") if item.kind == "activations"]
         plan, _ = plan_of(question, items, order_moves([item.levels for item in items]))
-        plans.append(plan.with_prediction(problem.rehearsal.predicted(plan)))
+        plans.append(plan.with_prediction(problem.rehearsal.predict(plan)))
     return min(plans, key=lambda plan: plan.peak_bytes["device"])

@@ -31,7 +31,7 @@ class ForwardOnly:
         for plan in _plans(problem):
             if budget is None:
                 return plan
-            predicted = plan.with_prediction(problem.rehearsal.predicted(plan))
+            predicted = plan.with_prediction(problem.rehearsal.predict(plan))
             rest.trail.bar.update()
             if predicted.peak_bytes["device"] <= budget:
                 return rest.plan(replace(problem, plan=plan))
@@ -52,10 +52,10 @@ class ForwardOnly:
 def _plans(problem: Problem) -> Iterator[Plan]:
     """The plans that there are, the fastest first."""
     may_tile = problem.memory_budget is not None and problem.options.tile != "none"
-    ladder = rungs(problem.captured, may_tile)
+    ladder = rungs(problem.step, may_tile)
     undecided = problem.undecided()
     for tiles in (tiles for rung in ladder for tiles in rung):
-        facts = GraphFacts(problem.captured, problem.machine, tiles, target=problem.target)
+        facts = GraphFacts(problem.step, problem.machine, tiles, target=problem.target)
         for units in range(problem.options.policy.prefetch, -1, -1):
             yield _plan(problem, replace(undecided, tiles=tiles), facts, units)
 
@@ -64,6 +64,8 @@ def _plan(problem: Problem, plan: Plan, facts: GraphFacts, units: int) -> Plan:
     locations = problem.locations
     assert locations is not None, "it is known where an evaluation's parameters lie"
     plan = replace(plan, parameters=locations.parameters)
-    plan = decide(facts.divided, problem.layout, plan, PolicyOptions(units))
-    plan = place_arrivals(plan, facts.divided, problem.layout, {}, facts.run_seconds, problem.machine, ahead=units > 0)
+    plan = decide(facts.piece_graph, problem.layout, plan, PolicyOptions(units))
+    plan = place_arrivals(
+        plan, facts.piece_graph, problem.layout, {}, facts.run_seconds, problem.machine, ahead=units > 0
+    )
     return replace(plan, states=locations.states)

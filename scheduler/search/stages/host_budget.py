@@ -39,12 +39,12 @@ class HostBudget:
         host_bytes = budget = machine.host_bytes_per_rank if asked is None else asked
         first: Plan | None = None
         for number in range(_ROUNDS + 1):
-            narrowed = replace(problem, machine=with_host_bytes(machine, host_bytes))
+            narrowed = replace(problem, machine=limit_host_bytes(machine, host_bytes))
             try:
                 plan = rest.attempt(f"{format_bytes(host_bytes)} by estimate", narrowed)
             except BudgetMissedError as refusal:
                 if asked is not None:
-                    raise self._explained(problem, budget, refusal, rest) from refusal
+                    raise self._explain(problem, budget, refusal, rest) from refusal
                 if first is None:
                     raise
                 return first
@@ -62,9 +62,9 @@ class HostBudget:
             f"the training step has its states, takes {format_bytes(taken)} ({taken} bytes). Raise host_budget"
         )
 
-    def _explained(self, problem: Problem, budget: int, refusal: BudgetMissedError, rest: Search) -> BudgetMissedError:
-        """What to say where the device's budget is missed with so little host memory; that of a device that is too
-        small in any case says it all."""
+    def _explain(self, problem: Problem, budget: int, refusal: BudgetMissedError, rest: Search) -> BudgetMissedError:
+        """The error to raise where the device's budget is missed with so little host memory; that of a device that is
+        too small in any case says it all."""
         try:
             enough = problem.rehearsal.host_block_bytes(rest.attempt("all of the host", problem))
         except BudgetMissedError as anyway:
@@ -79,7 +79,7 @@ class HostBudget:
         )
 
 
-def with_host_bytes(machine: Machine, num_bytes: int) -> Machine:
+def limit_host_bytes(machine: Machine, num_bytes: int) -> Machine:
     """``machine`` with ``num_bytes`` of host memory for each rank, where it has more."""
     most = max(num_bytes, 1) * machine.ranks_per_node
     return replace(machine, host=replace(machine.host, memory_bytes=min(machine.host.memory_bytes, most)))

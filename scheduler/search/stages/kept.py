@@ -37,7 +37,7 @@ class KeptPlans:
         answer = cache.read_as(key, Answer.from_json)
         rest.say("none for this problem" if answer is None else "read what an earlier run has found")
         if answer is None:
-            text = _searched(problem, rest)
+            text = _search_to_json(problem, rest)
             if not is_profiling():  # what some operators take is not known then
                 cache.write(key, text)
             # The run that has searched goes on with what the next one will read.
@@ -49,7 +49,7 @@ class KeptPlans:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a search has come to: a plan, or why there is none, and with how many bytes there would be one."""
+    """Result of a search: a plan, or why there is none, and with how many bytes there would be one."""
 
     plan: Plan | None
     refusal: str
@@ -66,7 +66,7 @@ class Answer:
 def _key(problem: Problem) -> str:
     target = problem.target
     parts = (
-        *graph_parts(problem.captured), str(target.on_cpu), repr(sorted(target.measured_regions.items())),
+        *graph_parts(problem.step), str(target.on_cpu), repr(sorted(target.measured_regions.items())),
         repr(problem.layout), repr(problem.machine), repr(problem.memory_budget), repr(problem.locations),
         repr(problem.fixed),
         repr(sorted(target.settings.disable)),
@@ -79,7 +79,7 @@ def _key(problem: Problem) -> str:
     return key_of("plan", parts)
 
 
-def _searched(problem: Problem, rest: Search) -> str:
+def _search_to_json(problem: Problem, rest: Search) -> str:
     try:
         return json.dumps({"plan": rest.plan(problem).to_json()})
     except BudgetMissedError as refusal:

@@ -24,7 +24,7 @@ class LaterUpdates:
     name: str = "later updates"
 
     def plan(self, problem: Problem, rest: Search) -> Plan:
-        updates = [problem.with_update(programs) for programs in problem.variants.updates]
+        updates = [problem.replace_updates(programs) for programs in problem.variants.updates]
         plans: list[Plan] = []
         refusals: list[BudgetMissedError] = []
         for number, planned in enumerate(updates):
@@ -45,4 +45,4 @@ class LaterUpdates:
 
 def _is_within(plan: Plan, problem: Problem) -> bool:
     budget = problem.memory_budget
-    return budget is None or problem.rehearsal.predicted(plan).peak_bytes["device"] <= budget
+    return budget is None or problem.rehearsal.predict(plan).peak_bytes["device"] <= budget

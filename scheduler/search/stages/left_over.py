@@ -1,4 +1,4 @@
-"""What is left of a budget buys time for collectives.
+"""Spend the rest of a budget on time for collectives.
 
 They run next to computation wherever there is room (``scheduler/decide/overlap.py``), and gathers that latency
 dominates are merged (``scheduler/decide/coalesce.py``).
@@ -23,7 +23,7 @@ class LeftOver:
     name: str = "left over"
 
     def plan(self, problem: Problem, rest: Search) -> Plan:
-        plan, budget, predicted = problem.plan, problem.memory_budget, problem.rehearsal.predicted
+        plan, budget, predicted = problem.plan, problem.memory_budget, problem.rehearsal.predict
         assert plan is not None and budget is not None, "the stage before gives a plan that fits"
         for better in reversed(list(_better(problem, plan, budget))):
             spent = better.with_prediction(predicted(better))
@@ -39,10 +39,10 @@ def _better(problem: Problem, plan: Plan, budget: int) -> Iterator[Plan]:
     """The plans that ``plan`` leads to as far as what is left allows, the best last."""
     layout, rehearsal, prefetch = problem.layout, problem.rehearsal, problem.options.policy.prefetch
     machine = problem.target.machine
-    step, simulation = rehearsal.simulated(plan)
+    step, simulation = rehearsal.simulate(plan)
     hidden = hide_collectives(plan, step, layout, simulation, prefetch, budget)
     if hidden != plan:
         yield hidden
-        step, simulation = rehearsal.simulated(hidden)
+        step, simulation = rehearsal.simulate(hidden)
     if problem.merges_gathers and may_merge(hidden, layout, machine):
         yield merge_gathers(hidden, step, layout, simulation, machine, budget)

@@ -1,11 +1,11 @@
-"""How far from the best a plan within a budget may be."""
+"""Lower bound of step time for plans within a budget."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.bound import with_least_seconds
+from zerofx.scheduler.search.bound import add_least_seconds
 from zerofx.scheduler.search.problem import Problem
 from zerofx.scheduler.search.stage import Search
 
@@ -21,7 +21,7 @@ class LowerBound:
         # The bound is on the times of operators one by one, and says nothing of measured ones, or of fused kernels.
         if target.costs is not None or target.fuses:
             return plan
-        return with_least_seconds(
-            plan, problem.captured, problem.layout, target.machine,
+        return add_least_seconds(
+            plan, problem.step, problem.layout, target.machine,
             on_cpu=target.on_cpu, by_region=target.compiles_regions,
         )  # fmt: skip

@@ -29,7 +29,7 @@ class MicroBatches:
         # Without a budget there is no reason to take more than the least.
         candidates = variants.candidates if budget is not None else variants.candidates[:1]
         if len(candidates) == 1 or budget is None:
-            plan = rest.attempt(f"{candidates[0]}, as asked", problem.on(variants, candidates[0]))
+            plan = rest.attempt(f"{candidates[0]}, as asked", problem.replace_variants(variants, candidates[0]))
             return replace(plan, micro_batches_reason="as asked")
         refusals: dict[int, BudgetMissedError] = {}
         fitting: dict[int, Plan] = {}
@@ -41,7 +41,7 @@ class MicroBatches:
                 rest.say(f"{number}: not tried, by what fewer needed it does not fit")
                 continue
             try:
-                plan = fitting[number] = rest.attempt(f"{number}", problem.on(variants, number))
+                plan = fitting[number] = rest.attempt(f"{number}", problem.replace_variants(variants, number))
             except BudgetMissedError as refusal:
                 refusals[number] = refusal
                 continue

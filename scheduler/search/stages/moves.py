@@ -1,4 +1,4 @@
-"""What is computed again, offloaded, gathered again or awaited earlier: as little as fits the budget.
+"""Moves: recompute, offload, gather again or await earlier as little as fits the budget.
 
 Where values may be both computed again and offloaded there are three orders of moves: either alone, and for each tensor
 the better of both. For each order the shortest length that fits is taken (``search/prefixes.py``), and the fastest of
@@ -54,7 +54,7 @@ class Moves:
         fitting: list[Plan] = []
         for order in _orders(problem, rest):
             orders.append(order)
-            plan = order.fitting(budget)
+            plan = order.find_plan(budget)
             fitting += [plan] if plan is not None else []
             came_to = "one fits" if plan is not None else f"at least {format_bytes(order.last_bytes)}"
             rest.say(f"{order.name}: {order.num_tried} lengths of {order.num_moves} moves tried, {came_to}")
@@ -77,6 +77,6 @@ def _orders(problem: Problem, rest: Search) -> Iterator[Prefixes]:
             order = Prefixes(question, leaning, items, problem.rehearsal, first, rest.trail.bar.update)
             first = first or order
             yield order
-            staying = order.staying_ahead()  # by now it is known what fits
+            staying = order.drop_prefetching()  # by now it is known what fits
             if staying is not None:
                 yield staying

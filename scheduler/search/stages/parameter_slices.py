@@ -1,4 +1,4 @@
-"""Which parameters a step has in slices: as asked, as a given plan says, as a layout has them, or as a budget needs."""
+"""Parameters in slices: as asked, as a given plan says, as a layout has them, or as a budget needs."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class ParameterSlices:
             refusals = [missed]
         if budget is None or not whole.may_be_sliced or problem.options.tile != "auto":
             raise refusals[0]
-        for slices in slice_rungs(problem.captured, refusals[0].least_bytes - budget):
+        for slices in slice_rungs(problem.step, refusals[0].least_bytes - budget):
             described = ", ".join(f"{decision.parameter} in {decision.num_slices}" for decision in slices)
             sliced = whole.sliced(slices)
             try:
-                return rest.attempt(described, problem.on(sliced, sliced.candidates[0]))
+                return rest.attempt(described, problem.replace_variants(sliced, sliced.candidates[0]))
             except BudgetMissedError as missed:
                 refusals.append(missed)
         raise min(refusals, key=lambda missed: missed.least_bytes)

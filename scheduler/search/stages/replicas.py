@@ -1,4 +1,4 @@
-"""Whether replicas update parts of slices each, or all of them whole ones: what is exposed less."""
+"""Updates by replicas: parts of slices each, or whole slices on all, by what exposes less time."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Replicas:
             return replace(parts, states_reason=f"{reason}gathers of new values are hidden")
         whole = problem.variants.with_whole_slices()
         try:
-            other = rest.attempt("states in whole slices", problem.on(whole, whole.candidates[0]))
+            other = rest.attempt("states in whole slices", problem.replace_variants(whole, whole.candidates[0]))
         except BudgetMissedError:
             return replace(parts, states_reason=f"{reason}whole slices do not fit the budget")
-        others, _ = _seconds(problem.on(whole, whole.candidates[0]), other)
+        others, _ = _seconds(problem.replace_variants(whole, whole.candidates[0]), other)
         if others < seconds:
             saved = f"saves {format_seconds(seconds - others)} a step, in which new values are gathered across replicas"
             return replace(other, states_reason=f"states in slices, which every replica has: it {saved}")
@@ -48,7 +48,7 @@ class Replicas:
 def _seconds(problem: Problem, plan: Plan) -> tuple[float, float]:
     """Seconds of a step with ``plan``, and those in which it waits for parts of slices that replicas have updated."""
     variants = problem.variants.sliced(plan.slices)
-    step, simulation = problem.on(variants, plan.num_micro_batches).rehearsal.simulated(plan)
+    step, simulation = problem.replace_variants(variants, plan.num_micro_batches).rehearsal.simulate(plan)
     rising = [node for node in step.calls() if node.target is ops.all_gather_into and _is_of_part(node)]
     exposed = sum(simulation.timings[wait].exposed_seconds for node in rising for wait in node.users)
     return simulation.step_seconds, exposed

@@ -33,8 +33,8 @@ class Rungs:
         ladder = [[asked]] if asked else rungs(question.step, question.tile, classes=question.tile_classes)
         orders: list[Prefixes] = []
         for rung in ladder:
-            questions = tuple(divided for tiles in rung for divided in question.tiled(tiles).divisions)
-            described = ", or ".join(_described(tiles) for tiles in rung)
+            questions = tuple(divided for tiles in rung for divided in question.retile(tiles).divisions)
+            described = ", or ".join(_describe(tiles) for tiles in rung)
             try:
                 plan = rest.plan(replace(problem, questions=questions))
             except OutOfReachError as missed:
@@ -45,14 +45,14 @@ class Rungs:
             return plan
         rest.trail.describe("out of reach: looking for the least possible")
         ((num_bytes, plan),) = least(orders)
-        raise BudgetMissedError(_explained(question, problem.rehearsal.predicted(plan)), num_bytes)
+        raise BudgetMissedError(_explain(question, problem.rehearsal.predict(plan)), num_bytes)
 
 
-def _described(tiles: Tiles) -> str:
+def _describe(tiles: Tiles) -> str:
     return ", ".join(f"{decision.value} in {decision.num_tiles} tiles" for decision in tiles) or "nothing tiled"
 
 
-def _explained(question: Question, least: Prediction) -> str:
+def _explain(question: Question, least: Prediction) -> str:
     live = ", ".join(f"{name} {format_bytes(size)}" for name, size in least.peak_live.items())
     hints = ["a smaller micro-batch (accumulate=)"]
     if not question.recompute:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zerofx.scheduler.decide.quantised_wire import with_wire
+from zerofx.scheduler.decide.quantised_wire import quantise_wire
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import Problem
 from zerofx.scheduler.search.stage import Search
@@ -26,7 +26,7 @@ class Wire:
             return rest.plan(problem)
         exact = rest.attempt("exact", replace(problem, merges_gathers=False))
         rehearsal, budget = problem.rehearsal, problem.memory_budget
-        quantised = with_wire(exact, problem.layout, problem.target.machine, wire, rehearsal.simulated, budget)
+        quantised = quantise_wire(exact, problem.layout, problem.target.machine, wire, rehearsal.simulate, budget)
         num_quantised = sum(not decision.is_exact for decision in quantised.wires)
         rest.say(f"{wire} for {num_quantised} of {len(quantised.wires)} buckets")
         if budget is None or num_quantised:

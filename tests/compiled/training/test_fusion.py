@@ -15,8 +15,8 @@ from tests.lib.graphs import Summed, features, prepare
 from zerofx.codegen.regions import Region, cut
 from zerofx.driver.plan_only import plan
 from zerofx.ir.facts import Phase
-from zerofx.scheduler.cost.fusion import estimated_memory
-from zerofx.scheduler.cost.liveness import liveness, with_profiles
+from zerofx.scheduler.cost.fusion import estimate_memory
+from zerofx.scheduler.cost.liveness import apply_profiles, liveness
 from zerofx.scheduler.search.problem import BudgetMissedError
 
 # What torch itself deprecates is imported with Inductor.
@@ -30,7 +30,7 @@ def fused_peak(step: Any) -> tuple[int, int]:
     """The peak with fusion, and the one without."""
     live = liveness(step, on_cpu=True)
     regions = [region for region in cut(step) if isinstance(region, Region) and not region.is_update]
-    return with_profiles(live, step, [(r, estimated_memory(r, ())) for r in regions]).peak_bytes, live.peak_bytes
+    return apply_profiles(live, step, [(r, estimate_memory(r, ())) for r in regions]).peak_bytes, live.peak_bytes
 
 
 class Pointwise(nn.Module):
@@ -49,7 +49,7 @@ class Pointwise(nn.Module):
 def test_a_chain_of_pointwise_operators_takes_no_memory_inside() -> None:
     step = prepare(Pointwise(), features(), num_ranks=1).run().step
     region = next(item for item in cut(step) if isinstance(item, Region) and item.unit == "layers.0")
-    taken = [event.num_bytes for event in estimated_memory(region, ()) if event.num_bytes > 0]
+    taken = [event.num_bytes for event in estimate_memory(region, ()) if event.num_bytes > 0]
     product, kept = 2 * 4 * 4, 2 * 4 * 4
     assert sum(taken) <= product + 2 * kept
 
@@ -67,7 +67,7 @@ def test_events_give_back_no_more_than_they_take() -> None:
     for region in cut(step):
         if isinstance(region, Region):
             held = 0
-            for event in estimated_memory(region, ()):
+            for event in estimate_memory(region, ()):
                 held += event.num_bytes
                 assert held >= 0
 
@@ -76,7 +76,7 @@ def test_what_another_region_made_is_given_back_with_its_last_reader() -> None:
     step = prepare(Pointwise(), features(), num_ranks=1).run().step
     regions = [region for region in cut(step) if isinstance(region, Region) and region.unit and not region.is_update]
     for region in regions:
-        freed = [event.freed for event in estimated_memory(region, ()) if event.freed is not None]
+        freed = [event.freed for event in estimate_memory(region, ()) if event.freed is not None]
         assert sorted(freed) == list(range(len(region.inputs)))
 
 
@@ -96,7 +96,7 @@ def test_a_gradient_that_two_loops_of_a_kernel_read_is_written_over_by_one_of_th
     step = prepare(Summed(Gated(), Gated()), features(), num_ranks=1).run().step
     regions = [r for r in cut(step) if isinstance(r, Region) and r.unit == "layers.0"]
     backward = next(region for region in regions if region.origin.phase is Phase.BACKWARD)
-    taken = [event.num_bytes for event in estimated_memory(backward, ()) if event.num_bytes > 0]
+    taken = [event.num_bytes for event in estimate_memory(backward, ()) if event.num_bytes > 0]
     assert taken.count(2 * 12 * 4) == 2  # of the product, and for one of the factors
 
 

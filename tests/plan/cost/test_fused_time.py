@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import zerofx
 from tests.lib.chains import Stack
 from zerofx.codegen.regions import regions_of
-from zerofx.scheduler.cost.fusion import fused_seconds
+from zerofx.scheduler.cost.fusion import kernel_seconds
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 
@@ -43,7 +43,7 @@ def test_a_layers_forward_takes_its_products_and_the_loops_between_them() -> Non
     # Each reads and writes once: silu, which backward reads, the product with up, and the sum with x.
     num_bytes = 2 * HIDDEN + 3 * HIDDEN + 3 * 4 * ROWS * DIM
     loops = num_bytes / H100.memory_bandwidth + 3 * H100.device.launch_latency
-    assert fused_seconds(region, H100) == pytest.approx(products + loops, rel=1e-6)
+    assert kernel_seconds(region, H100) == pytest.approx(products + loops, rel=1e-6)
 
 
 def test_less_is_saved_where_backward_computes_it_in_its_kernels() -> None:

@@ -12,10 +12,10 @@ from zerofx.errors import PlanError
 from zerofx.scheduler.cost.links import (
     MeasuredLink,
     Transfer,
-    corrected_machine,
+    correct_machine,
     fit_link,
-    measured_links,
-    predicted_link,
+    fit_links,
+    predict_link,
 )
 from zerofx.scheduler.cost.machine import Link, Machine
 from zerofx.scheduler.cost.transfers import collective_seconds, copy_seconds, wire_bytes
@@ -62,16 +62,16 @@ def test_neither_is_ever_negative() -> None:
 def test_one_that_took_long_by_chance_counts_little() -> None:
     link = MeasuredLink(1e-4, 1e-9)
     made = [Transfer(size, link.seconds(size)) for size in (KIB, 1 << 20) for _ in range(5)]
-    found = measured_links({"collective": [*made, Transfer(KIB, 5.0)]}, H100, Mesh(shard=8))
+    found = fit_links({"collective": [*made, Transfer(KIB, 5.0)]}, H100, Mesh(shard=8))
     assert found["collective"].latency == pytest.approx(link.latency)
 
 
 def test_streams_without_transfers_or_a_link_are_left_out() -> None:
     machine = replace(H100, nvme=None)
     moved = [Transfer(100, 1.0)]
-    assert measured_links({"collective": moved}, machine, Mesh()) == {}
-    assert measured_links({"nvme_read": moved, "to_host": [], "compute": moved}, machine, Mesh(shard=8)) == {}
-    assert list(measured_links({"to_host": moved, "collective": moved}, machine, Mesh(shard=8))) == [
+    assert fit_links({"collective": moved}, machine, Mesh()) == {}
+    assert fit_links({"nvme_read": moved, "to_host": [], "compute": moved}, machine, Mesh(shard=8)) == {}
+    assert list(fit_links({"to_host": moved, "collective": moved}, machine, Mesh(shard=8))) == [
         "collective",
         "to_host",
     ]
@@ -82,11 +82,11 @@ def test_streams_without_transfers_or_a_link_are_left_out() -> None:
 def test_a_corrected_machine_predicts_what_was_measured_and_nothing_else_changes(stream: str, ranks: int) -> None:
     mesh = Mesh(shard=ranks)
     for factor in (1e-3, 0.4, 1.0, 30.0, 1e4):
-        before = predicted_link(stream, H100, mesh)
+        before = predict_link(stream, H100, mesh)
         assert before is not None
         wanted = MeasuredLink(before.latency * factor * 3, before.seconds_per_byte * factor)
-        machine = corrected_machine(H100, {stream: wanted}, mesh)
-        found = predicted_link(stream, machine, mesh)
+        machine = correct_machine(H100, {stream: wanted}, mesh)
+        found = predict_link(stream, machine, mesh)
         assert found is not None
         assert found.latency == pytest.approx(wanted.latency)
         assert found.seconds_per_byte == pytest.approx(wanted.seconds_per_byte)
@@ -94,23 +94,21 @@ def test_a_corrected_machine_predicts_what_was_measured_and_nothing_else_changes
         # A copy that is faster than the host's memory corrects that, and with it what it limits.
         for other in STREAMS if machine.host.memory_bandwidth == H100.host.memory_bandwidth else ():
             if other != stream:
-                assert predicted_link(other, machine, Mesh(shard=ranks)) == predicted_link(
-                    other, H100, Mesh(shard=ranks)
-                )
+                assert predict_link(other, machine, Mesh(shard=ranks)) == predict_link(other, H100, Mesh(shard=ranks))
 
 
 def test_what_the_model_of_a_machine_says_of_a_stream() -> None:
-    found = predicted_link("collective", H100, Mesh(shard=16))
+    found = predict_link("collective", H100, Mesh(shard=16))
     assert found is not None
     sent = wire_bytes("all_gather", 1 << 24, 16)
     assert found.seconds(sent) == pytest.approx(collective_seconds("all_gather", 1 << 24, 16, H100))
-    copy = predicted_link("nvme_read", H100, Mesh(shard=16))
+    copy = predict_link("nvme_read", H100, Mesh(shard=16))
     assert copy is not None and copy.seconds(1 << 20) == pytest.approx(copy_seconds(1 << 20, "nvme", "host", H100))
 
 
 def test_a_machine_without_latency_gets_the_one_that_was_measured() -> None:
     link = Link(1e9, 0.0)
-    machine = corrected_machine(
+    machine = correct_machine(
         replace(H100, intra_node=link, inter_node=link), {"collective": MeasuredLink(0.3, 1e-9)}, Mesh(shard=4)
     )
     assert collective_seconds("all_gather", 0, 4, machine) == pytest.approx(0.3)
@@ -122,15 +120,15 @@ def test_links_of_a_mesh_are_corrected_by_where_its_collectives_go(streams: tupl
     mesh, factors = Mesh(shard=8, model=8), {"collective": 3.0, "collective model": 5.0}
     links = {}
     for stream in streams:
-        before = predicted_link(stream, H100, mesh)
+        before = predict_link(stream, H100, mesh)
         assert before is not None
         links[stream] = MeasuredLink(before.latency * factors[stream], before.seconds_per_byte * factors[stream])
-    machine = corrected_machine(H100, links, mesh)
+    machine = correct_machine(H100, links, mesh)
     for stream in factors:
         # One that was not measured is off by as much as the other.
         wanted, before, after = (
             factors[stream if stream in streams else streams[0]],
-            *(predicted_link(stream, found, mesh) for found in (H100, machine)),
+            *(predict_link(stream, found, mesh) for found in (H100, machine)),
         )
         assert before is not None and after is not None
         assert after.latency == pytest.approx(before.latency * wanted)

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from zerofx.errors import UsageError
 from zerofx.scheduler.cost import probe
-from zerofx.scheduler.cost.catalog import built_in_machines, machine_of_device
+from zerofx.scheduler.cost.catalog import list_machines, machine_of_device
 from zerofx.scheduler.cost.machine import Device, Efficiency, Host, HostUpdate, Link, Machine, Nvme, Peaks
-from zerofx.scheduler.cost.probe import kept_machine
+from zerofx.scheduler.cost.probe import read_kept_machine
 from zerofx.scheduler.cost.transfers import collective_seconds, copy_seconds
 
 rates = st.floats(1e3, 1e18)
@@ -57,7 +57,7 @@ def test_json_round_trip(machine: Machine) -> None:
     assert Machine.from_json(machine.to_json()) == machine
 
 
-@pytest.mark.parametrize("machine", built_in_machines(), ids=lambda m: m.name)
+@pytest.mark.parametrize("machine", list_machines(), ids=lambda m: m.name)
 def test_built_in_rows(machine: Machine) -> None:
     assert Machine.named(machine.name) == machine == Machine.from_json(machine.to_json())
     assert machine.source
@@ -70,7 +70,7 @@ def test_built_in_rows(machine: Machine) -> None:
 
 
 def test_every_requested_row_exists() -> None:
-    names = [machine.name for machine in built_in_machines()]
+    names = [machine.name for machine in list_machines()]
     expected = "v100-32 a100-40 a100-80 h100-pcie h100-sxm h200 b200 l4 rtx-4090 mi300x cpu"
     assert names == expected.split()
 
@@ -196,9 +196,9 @@ def test_measuring_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert machine.host.update is not None and machine.host.update.num_threads == torch.get_num_threads()
     assert not list(drive.iterdir())
     cpu = torch.device("cpu")
-    assert kept_machine(cpu, 1) == machine and kept_machine(cpu, 2) is None
+    assert read_kept_machine(cpu, 1) == machine and read_kept_machine(cpu, 2) is None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
-    assert kept_machine(cpu, 1) is None
+    assert read_kept_machine(cpu, 1) is None
 
 
 def test_messages_of_a_gpu_take_its_time_and_not_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ def test_ranks_measure_together_and_agree(tmp_path: Path, monkeypatch: pytest.Mo
     texts = [(tmp_path / f"{rank}.json").read_text() for rank in range(2)]
     assert texts[0] == texts[1]
     machine = Machine.from_json(texts[0])
-    assert kept_machine(torch.device("cpu"), 2) == machine
+    assert read_kept_machine(torch.device("cpu"), 2) == machine
     assert machine.ranks_per_node == 2
     assert machine.intra_node != Machine.named("cpu").intra_node
     assert 1e7 < machine.intra_node.bandwidth < 1e12
@@ -259,7 +259,7 @@ def test_ranks_measure_together_and_agree(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_no_built_in_host_updates_at_its_datasheets_bandwidth() -> None:
-    for machine in built_in_machines():
+    for machine in list_machines():
         if machine.is_cpu:
             continue
         host, alone = machine.host, machine.for_ranks(1)
@@ -273,13 +273,13 @@ def test_no_built_in_host_updates_at_its_datasheets_bandwidth() -> None:
 def test_threads_of_an_update_add_up_until_memory_has_no_more() -> None:
     update = Machine.named("h100-sxm").host.update
     assert update is not None
-    rates = [update.on_threads(number).bandwidth for number in (1, 2, 4, 8, 16, 32, 1000)]
+    rates = [update.scale_to_threads(number).bandwidth for number in (1, 2, 4, 8, 16, 32, 1000)]
     assert rates == sorted(rates) and rates[4] == pytest.approx(update.bandwidth)
     assert 0.9 * update.thread_bandwidth < rates[0] < update.thread_bandwidth
     gains = [after / before for before, after in itertools.pairwise(rates[:6])]
     assert gains == sorted(gains, reverse=True) and gains[0] > 1.8 and gains[-1] < 1.3
     assert rates[-1] < 2 * update.bandwidth
-    assert HostUpdate(4, 40e9, 10e9).on_threads(8).bandwidth == pytest.approx(80e9)
+    assert HostUpdate(4, 40e9, 10e9).scale_to_threads(8).bandwidth == pytest.approx(80e9)
 
 
 def test_a_machine_from_before_updates_were_measured_can_be_read() -> None:

@@ -16,7 +16,7 @@ from zerofx.codegen.regions import Region, cut, regions_of
 from zerofx.errors import PlanError
 from zerofx.ir.facts import origin
 from zerofx.options import check_options
-from zerofx.scheduler.cost.links import MeasuredLink, predicted_link
+from zerofx.scheduler.cost.links import MeasuredLink, predict_link
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.scheduler.cost.roofline import node_cost
@@ -34,7 +34,7 @@ def regions(prepared: Prepared) -> list[Region]:
 
 
 def simulated(prepared: Prepared, costs: MeasuredCosts | None) -> Simulation:
-    measured = costs.of_nodes(regions(prepared), CPU) if costs is not None else None
+    measured = costs.seconds_by_node(regions(prepared), CPU) if costs is not None else None
     return simulate(prepared.step, CPU, prepared.layout.mesh, on_cpu=True, measured=measured)
 
 
@@ -56,7 +56,7 @@ def test_a_measured_region_takes_what_was_measured_wherever_it_runs() -> None:
 def test_nodes_share_a_region_as_predicted() -> None:
     prepared = prepare(Deep(2), num_ranks=1).run()
     region = max(regions(prepared), key=lambda region: len(region.own))
-    found = MeasuredCosts({region.key: 2.0}).of_nodes([region], CPU)
+    found = MeasuredCosts({region.key: 2.0}).seconds_by_node([region], CPU)
     predicted = {node.name: node_cost(node, CPU).seconds for node in region.own}
     assert found.keys() == predicted.keys()
     assert all(found[name] == pytest.approx(2.0 * predicted[name] / sum(predicted.values())) for name in found)
@@ -73,7 +73,7 @@ def test_what_was_not_measured_is_off_as_much_as_what_was() -> None:
     prepared = prepare(Deep(3), num_ranks=1).run()
     ours = regions(prepared)
     half = {region.key: 3 * seconds_of(region, simulated(prepared, None)) for region in ours[::2]}
-    costs = MeasuredCosts.of(half, ours, CPU)
+    costs = MeasuredCosts.from_times(half, ours, CPU)
     assert costs.scale == pytest.approx(3.0)
     # One rank has no communication: the step is its regions.
     assert simulated(prepared, costs).step_seconds == pytest.approx(3 * simulated(prepared, None).step_seconds)
@@ -102,12 +102,12 @@ def made(
         stage=3, backend="eager", machine=CPU, prefetch=prefetch, memory_budget=budget, recompute=recompute
     )
     asked = target(CPU, costs=costs, num_ranks=prepared.layout.num_ranks)
-    return make_plan(Problem.of(prepared, asked, options, budget))
+    return make_plan(Problem.create(prepared, asked, options, budget))
 
 
 def predicted_seconds(prepared: Prepared, plan: Plan, costs: MeasuredCosts) -> float:
     rehearsal = prepared.rehearsal(target(CPU, costs=costs, num_ranks=prepared.layout.num_ranks))
-    return rehearsal.predicted(plan).step_seconds
+    return rehearsal.predict(plan).step_seconds
 
 
 def test_corrected_costs_change_which_plan_is_the_fastest() -> None:
@@ -126,7 +126,7 @@ def test_links_that_were_measured_are_those_of_the_prediction() -> None:
     """Gathers that are awaited at once are exposed for as long as they take."""
     prepared = prepare(Waves(), (torch.randn(64, WIDTH),), num_ranks=2)
     plan = made(prepared, None, None, prefetch=0, recompute="none")
-    said = predicted_link("collective", CPU, Mesh(shard=2))
+    said = predict_link("collective", CPU, Mesh(shard=2))
     assert said is not None
     seconds = []
     for factor in (1.0, 10.0, 1000.0):

@@ -7,7 +7,7 @@ from itertools import permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerofx.scheduler.cost.fusion import overwriting_order, overwritten
+from zerofx.scheduler.cost.fusion import find_last_reads, order_for_reuse
 
 NUM_LOOPS = 5
 Kernel = tuple[dict[int, set[str]], dict[int, set[int]]]
@@ -26,20 +26,20 @@ def kernels(draw: st.DrawFn) -> Kernel:
 
 def test_a_gated_layer_holds_four_values_instead_of_six() -> None:
     ends = {"h": {"gate", "up"}, "dup": {"dh", "gate"}, "dgate": {"dh", "gate", "up"}}
-    order = overwriting_order(list(ends), ends, {loop: set() for loop in ends})
+    order = order_for_reuse(list(ends), ends, {loop: set() for loop in ends})
     assert order == ["h", "dgate", "dup"]
-    assert overwritten(order, ends) == {"dup": {"dh", "gate"}, "dgate": {"up"}}
-    assert overwritten(list(ends), ends) == {"dgate": {"dh", "gate", "up"}}
+    assert find_last_reads(order, ends) == {"dup": {"dh", "gate"}, "dgate": {"up"}}
+    assert find_last_reads(list(ends), ends) == {"dgate": {"dh", "gate", "up"}}
 
 
 def test_an_order_that_gains_nothing_is_left_alone() -> None:
     ends = {"first": {"a"}, "second": set[str](), "third": {"b"}}
-    assert overwriting_order(list(ends), ends, {loop: set() for loop in ends}) == list(ends)
+    assert order_for_reuse(list(ends), ends, {loop: set() for loop in ends}) == list(ends)
 
 
 def test_what_a_loop_needs_stays_before_it() -> None:
     ends = {"first": {"a", "b"}, "second": {"a"}, "third": {"a", "b"}}
-    order = overwriting_order(list(ends), ends, {"first": set(), "second": {"elsewhere"}, "third": {"second"}})
+    order = order_for_reuse(list(ends), ends, {"first": set(), "second": {"elsewhere"}, "third": {"second"}})
     assert order.index("second") < order.index("third")
 
 
@@ -47,18 +47,18 @@ def test_what_a_loop_needs_stays_before_it() -> None:
 @settings(deadline=None)
 def test_every_loop_has_its_place_and_no_fewer_values_are_written_over(kernel: Kernel) -> None:
     ends, needs = kernel
-    order = overwriting_order(range(NUM_LOOPS), ends, needs)
+    order = order_for_reuse(range(NUM_LOOPS), ends, needs)
     assert sorted(order) == list(range(NUM_LOOPS))
     assert all(order.index(one) < order.index(loop) for loop in order for one in needs[loop])
-    assert len(overwritten(order, ends)) >= len(overwritten(range(NUM_LOOPS), ends))
+    assert len(find_last_reads(order, ends)) >= len(find_last_reads(range(NUM_LOOPS), ends))
 
 
 @given(kernels())
 @settings(deadline=None)
 def test_what_is_written_over_is_read_by_no_later_loop(kernel: Kernel) -> None:
     ends, needs = kernel
-    order = overwriting_order(range(NUM_LOOPS), ends, needs)
-    found = overwritten(order, ends)
+    order = order_for_reuse(range(NUM_LOOPS), ends, needs)
+    found = find_last_reads(order, ends)
     for place, loop in enumerate(order):
         later = set[str]().union(*(ends[one] for one in order[place + 1 :]))
         assert found.get(loop, set()) == ends[loop] - later
@@ -69,5 +69,5 @@ def test_what_is_written_over_is_read_by_no_later_loop(kernel: Kernel) -> None:
 def test_loops_that_need_nothing_of_one_another_are_near_the_best_order(kernel: Kernel) -> None:
     ends, _ = kernel
     free: dict[int, set[int]] = {loop: set() for loop in range(NUM_LOOPS)}
-    best = max(len(overwritten(order, ends)) for order in permutations(range(NUM_LOOPS)))
-    assert len(overwritten(overwriting_order(range(NUM_LOOPS), ends, free), ends)) >= best - 1
+    best = max(len(find_last_reads(order, ends)) for order in permutations(range(NUM_LOOPS)))
+    assert len(find_last_reads(order_for_reuse(range(NUM_LOOPS), ends, free), ends)) >= best - 1

@@ -40,7 +40,7 @@ def test_seconds_are_those_of_a_step_among_steps_like_it(rate: float) -> None:
     before, took = _UnderWay(), []
     for _ in range(12):
         clocks = _run(step, machine(rate), Mesh(), None, before)
-        before = clocks.under_way()
+        before = clocks.work_left()
         took.append(clocks.compute)
     assert took[0] < found.step_seconds, "nothing is under way as the first step begins"
     assert took[2:] == pytest.approx([found.step_seconds] * 10)

@@ -35,7 +35,7 @@ class Planner:
         self._prepared = prepare()
 
     def plan(self, problem: Problem, rest: Search) -> Plan:
-        number = problem.captured.num_micro_batches
+        number = problem.step.num_micro_batches
         self.asked.append(number)
         least = 100 + 2400 // number
         if self.budget is not None and least > self.budget:
@@ -48,7 +48,7 @@ class Planner:
     def choose(self, *candidates: int) -> Plan:
         work = InMicroBatches(**vars(self._prepared), numbers=candidates or CANDIDATES)
         with trail(verbose=False, debug=0) as silent:
-            problem = Problem.of(work, target(Machine.named("cpu")), check_options(stage=3), self.budget)
+            problem = Problem.create(work, target(Machine.named("cpu")), check_options(stage=3), self.budget)
             return Search((MicroBatches(), self), silent).plan(problem)
 
 

@@ -20,7 +20,7 @@ from zerofx.passes.verify import verify
 from zerofx.pipeline import run_quietly
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.simulate import Simulation, simulate
-from zerofx.scheduler.decide.overlap import awaited_later, hide_collectives
+from zerofx.scheduler.decide.overlap import await_later, hide_collectives
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.mesh import Mesh
@@ -133,7 +133,7 @@ def test_at_stage_0_the_sum_is_gathered_until_the_next_reduction_is_awaited() ->
 
 def test_what_is_reduced_in_each_micro_batch_still_is_where_it_is_hidden() -> None:
     at_once = [replace(one, earlier=("here",)) for one in planned(PolicyOptions(0, hide_reductions=False)).reduces]
-    assert all(late.earlier == ("here",) for late in awaited_later(at_once, prepared(3).layout))
+    assert all(late.earlier == ("here",) for late in await_later(at_once, prepared(3).layout))
 
 
 def test_every_collective_that_is_not_hidden_says_why() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerofx.scheduler.decide.ledger import Level
-from zerofx.scheduler.search.order import order_moves, reached
+from zerofx.scheduler.search.order import last_moves, order_moves
 
 MENUS = st.lists(
     st.lists(st.tuples(st.integers(1, 50), st.integers(0, 9)), max_size=5).map(
@@ -56,5 +56,5 @@ def test_one_item_goes_all_the_way_that_belongs_together_before_the_next_begins(
 def test_the_last_move_of_an_item_is_its_level() -> None:
     menu = [Level(100, 0.0), Level(40, 1.0), Level(0, 3.0)]
     moves = order_moves([menu, menu])
-    assert {item: move.level for item, move in reached(moves[:3]).items()} == {0: 2, 1: 1}
-    assert reached([]) == {}
+    assert {item: move.level for item, move in last_moves(moves[:3]).items()} == {0: 2, 1: 1}
+    assert last_moves([]) == {}

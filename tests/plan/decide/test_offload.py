@@ -23,7 +23,7 @@ from zerofx.scheduler.cost.timeline import runs, seconds_by_place
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.activations import Segment, menu, segments
 from zerofx.scheduler.decide.ledger import Ledger, Level
-from zerofx.scheduler.decide.offload import away_seconds, entries, joint_menu, place
+from zerofx.scheduler.decide.offload import entries, joint_menu, place, seconds_away
 from zerofx.scheduler.decide.prefetch import place_arrivals
 from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.decisions import Absence
@@ -183,7 +183,7 @@ def test_a_layer_is_away_from_its_forward_to_its_backward_and_may_offload_what_i
     asked = question(with_link(2e10))
     spans = runs(asked.step, asked.facts.seconds)
     parts = layers_of(asked)
-    times = [away_seconds(part, spans) for part in parts]
+    times = [seconds_away(part, spans) for part in parts]
     assert times == sorted(times, reverse=True)
     found = entries(parts[0], asked.machine, "host", 6, recompute=True)
     assert any(level.offloaded for level in joint_menu(found, times[0]))

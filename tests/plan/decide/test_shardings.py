@@ -21,7 +21,7 @@ from zerofx.passes.prepare.partition import partition
 from zerofx.passes.prepare.simplify import simplify
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, sharding_ways
 from zerofx.scheduler.cost.machine import Link
-from zerofx.scheduler.cost.sharding_seconds import Prices, conversion_seconds, shared_seconds
+from zerofx.scheduler.cost.sharding_seconds import Prices, conversion_seconds, seconds_of_share
 from zerofx.scheduler.decide.shardings import _Nodes, _Program, decide_shardings
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Placement, Sharded, placement_of
@@ -61,7 +61,7 @@ def counted_out(ways: ShardingWays) -> float:
     """The least seconds of all combinations of rules, each value converted at once for all who ask alike."""
     menus = {node: [Rule((p,), ()) for p in placements] for node, placements in ways.placeholders.items()} | ways.rules
     nodes, mesh = [*menus], Mesh(model=ways.num_ranks)
-    shared = [[shared_seconds(n, rule, mesh, FAST, Prices()) for rule in menus[n]] for n in nodes]
+    shared = [[seconds_of_share(n, rule, mesh, FAST, Prices()) for rule in menus[n]] for n in nodes]
     conversions = []  # of each value, by what is chosen for those that have a say in it
     for source in nodes:
         numbers = [number for number, node in enumerate(nodes) if node is source or node in _askers(ways, source)]
@@ -116,7 +116,7 @@ def test_nothing_that_can_be_counted_out_is_cheaper(words: tuple[str, ...]) -> N
         outputs = tuple(placement_of(text) if text else None for text in decision.outputs)
         inputs = tuple(map(placement_of, decision.inputs))
         rules[node] = next(rule for rule in menu if (rule.outputs, rule.inputs) == (outputs, inputs))
-    seconds = sum(shared_seconds(node, rule, mesh, FAST, Prices()) for node, rule in rules.items())
+    seconds = sum(seconds_of_share(node, rule, mesh, FAST, Prices()) for node, rule in rules.items())
     seconds += sum(_conversion(ways, node, rules, mesh) for node in rules)
     assert seconds <= counted_out(ways) * 1.001
 

@@ -34,7 +34,9 @@ def update_of(
     is_away: bool = False, leaves_down: bool = False,
 ) -> Update:  # fmt: skip
     states = Arrival(STATES[bucket.index], "host", "device", after + 1, after, after if waits else 0)
-    return Update.of(bucket, states, 3, machine, is_away=is_away, used=used, waits=waits, leaves_down=leaves_down)
+    return Update.from_bucket(
+        bucket, states, 3, machine, is_away=is_away, used=used, waits=waits, leaves_down=leaves_down
+    )
 
 
 def sides(machine: Machine, spare_bytes: int = 1 << 40) -> list[str]:

@@ -21,9 +21,9 @@ from tests.lib.graphs import DIM, prepare
 from tests.lib.lowered import Deep
 from zerofx.cli.arguments import find_function
 from zerofx.cli.commands import main
-from zerofx.scheduler.cost.catalog import built_in_machines
+from zerofx.scheduler.cost.catalog import list_machines
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.probe import kept_machine, memory_bytes
+from zerofx.scheduler.cost.probe import memory_bytes, read_kept_machine
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.units import format_bytes
 
@@ -299,8 +299,8 @@ def test_an_import_that_the_module_misses_keeps_its_traceback(tmp_path: Path, mo
 
 def test_machines() -> None:
     lines = run("machines").stdout.splitlines()
-    assert [line.split()[0] for line in lines[2:] if line][: len(built_in_machines())] == [
-        machine.name for machine in built_in_machines()
+    assert [line.split()[0] for line in lines[2:] if line][: len(list_machines())] == [
+        machine.name for machine in list_machines()
     ]
     h100 = next(line for line in lines if line.startswith("h100-sxm"))
     assert all(text in h100 for text in ("80.0 GiB", "3350 GB/s", "989.4 TFLOP/s", "450 GB/s", "8 x"))
@@ -310,7 +310,7 @@ def test_the_machine_at_hand_is_measured_and_kept(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path))
     lines = run("machines", "--measure").stdout.splitlines()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    measured = kept_machine(device, 1)
+    measured = read_kept_machine(device, 1)
     assert measured is not None and lines[2].startswith(measured.name) and not lines[3]
     assert "expected --nvme with --measure" in run("machines", "--nvme", str(tmp_path)).output
     assert "must be an existing folder" in run("machines", "--measure", "--nvme", str(tmp_path / "none")).output

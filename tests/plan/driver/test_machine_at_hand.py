@@ -52,7 +52,7 @@ def test_updates_on_the_host_take_as_long_as_the_threads_of_each_rank_need(
     num_bytes, host = 1e9, Machine.named("h100-sxm").host
     alone, of_eight = at_hand(monkeypatch, "NVIDIA H100"), at_hand(monkeypatch, "NVIDIA H100", 8)
     assert host.update is not None and alone.host.memory_bandwidth == host.memory_bandwidth
-    update = host.update.on_threads(num_threads)
+    update = host.update.scale_to_threads(num_threads)
     assert alone.host.update == of_eight.host.update == update
     assert num_bytes / alone.host_seconds(0, num_bytes) == pytest.approx(update.bandwidth)
     share = host.memory_bandwidth * alone.efficiency.memory / 8

@@ -146,7 +146,7 @@ def test_no_mesh_takes_less_than_its_bound(samples: int) -> None:
 def test_what_many_meshes_share_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The optimizer is traced once, and a plan that is simulated is not simulated again for its numbers."""
     traced, carried_out = 0, []
-    trace, carry_out = ShadowOptimizer.programs, Rehearsal.carried_out
+    trace, carry_out = ShadowOptimizer.programs, Rehearsal.carry_out
 
     def counted(*args: Any, **named: Any) -> Any:
         nonlocal traced
@@ -158,7 +158,7 @@ def test_what_many_meshes_share_is_made_once(monkeypatch: pytest.MonkeyPatch) ->
         return carry_out(rehearsal, plan)
 
     monkeypatch.setattr(ShadowOptimizer, "programs", counted)
-    monkeypatch.setattr(Rehearsal, "carried_out", noted)
+    monkeypatch.setattr(Rehearsal, "carry_out", noted)
     estimates = estimated(Tower, 8)
     for mesh in (Mesh(shard=8), Mesh(2, 4), Mesh(8)):
         estimates.estimate(mesh)

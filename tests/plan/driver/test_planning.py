@@ -124,7 +124,7 @@ def test_what_this_cpus_kernels_hold_is_no_part_of_a_plan_for_a_gpu(
         calls.extend(fresh)
         learn(fresh)
 
-    kernel_memory._known.cache_clear()
+    kernel_memory._memory_cache.cache_clear()
     monkeypatch.setattr(kernel_memory, "_learn", noted)
     on_gpu = planned(H100)
     assert not calls

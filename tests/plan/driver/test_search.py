@@ -263,11 +263,11 @@ class Tabled(nn.Module):
 
 
 def test_what_all_moves_hold_firmly_every_shorter_length_holds() -> None:
-    with mock.patch.object(Prefixes, "fitting", autospec=True, side_effect=Prefixes.fitting) as fitting:
+    with mock.patch.object(Prefixes, "find_plan", autospec=True, side_effect=Prefixes.find_plan) as fitting:
         least_bytes(Tabled(), (torch.randn(16, 8),), tile="none")
     orders = [call.args[0] for call in fitting.call_args_list]
     assert any(order.num_moves > 5 for order in orders)
     for order in orders:
-        lengths = [order.at(length)[0] for length in range(order.num_moves + 1)]
+        lengths = [order.try_length(length)[0] for length in range(order.num_moves + 1)]
         for number, held in enumerate(lengths):
             assert all(held.firm_bytes <= shorter.peak_bytes for shorter in lengths[:number]), (order.name, number)

@@ -94,7 +94,7 @@ def regions_alone(result: TuneResult, prepared: Any, machine: Machine) -> float:
     """What the best plan is predicted to take if regions are corrected, and links are not."""
     target = replace(target_of(prepared), machine=machine, costs=replace(result.costs, links={}))
     rehearsal = Rehearsal(prepared.captured, prepared.layout, prepared.programs, target)
-    return rehearsal.predicted(result.plan).step_seconds
+    return rehearsal.predict(result.plan).step_seconds
 
 
 def tune_from(machine: Machine, model: nn.Module, batch: Any, **options: Any) -> tuple[TuneResult, float]:

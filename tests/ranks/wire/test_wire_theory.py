@@ -115,7 +115,7 @@ def _sent(mesh: dict[str, int], stage: int, pins: Mapping[str, str] | None = Non
     step(*batch)
     sent = {peer: number - before.get(peer, 0) for peer, number in runtime.sent_to.items()}
     by_axis: dict[str, int] = {}
-    for axis in step.plan.mesh.occupied(AXES):
+    for axis in step.plan.mesh.axes_in_use(AXES):
         by_axis[axis] = sum(sent.pop(peer, 0) for peer in step.plan.mesh.members(world()[0], (axis,)))
     lie = {decision.node: decision.inputs[0] for decision in step.plan.shardings if "layer_norm" in decision.node}
     streams = {lies for node, lies in lie.items() if "backward" not in node} or {"R"}

@@ -12,6 +12,6 @@ from zerofx.scheduler.cost.cpu import kernel_memory
 @pytest.fixture
 def nothing_known() -> Iterator[None]:
     """What is known of calls is nothing that other tests have left, and nothing is left to them."""
-    kernel_memory._known.cache_clear()
+    kernel_memory._memory_cache.cache_clear()
     yield
-    kernel_memory._known.cache_clear()
+    kernel_memory._memory_cache.cache_clear()

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.train.cost.test_workspace import call
 from zerofx.scheduler.cost.cpu import calls
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
-from zerofx.scheduler.cost.cpu.workspace import compiled_workspace_bytes, workspace_bytes
+from zerofx.scheduler.cost.cpu.workspace import inductor_workspace_bytes, workspace_bytes
 
 aten = torch.ops.aten
 TOLERANCE_BYTES = 1024
@@ -94,6 +94,6 @@ def test_a_compiled_convolution_holds_no_more_than_with_its_images_copied() -> N
     args = backward(channels_last, 6, depthwise=True)
     copied = backward(channel_by_channel, 6, depthwise=True)
     expected = taken(aten.convolution_backward.default, copied) + copied[1].untyped_storage().nbytes()
-    found = compiled_workspace_bytes(call(aten.convolution_backward.default, args), ())
+    found = inductor_workspace_bytes(call(aten.convolution_backward.default, args), ())
     assert found == pytest.approx(expected, abs=TOLERANCE_BYTES)
     assert found < taken(aten.convolution_backward.default, args)

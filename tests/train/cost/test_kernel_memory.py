@@ -52,7 +52,7 @@ def test_what_is_found_holds_for_the_library_that_has_the_kernel() -> None:
     with_onednn = measured_bytes(node)
     with torch.backends.mkldnn.flags(enabled=False):
         without = measured_bytes(node)
-        kernel_memory._known.cache_clear()
+        kernel_memory._memory_cache.cache_clear()
         assert measured_bytes(node) == without != with_onednn
     assert measured_bytes(node) == with_onednn
 
@@ -69,7 +69,7 @@ def test_a_call_without_memory_is_made_another_time(
     error: Exception, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = call(aten.kthvalue.default, (torch.empty(40, 41), 3))
-    kernel_memory._known.cache_clear()
+    kernel_memory._memory_cache.cache_clear()
 
     def fail(*_: Any) -> Any:
         raise error
@@ -104,7 +104,7 @@ def test_a_call_that_refuses_values_made_up_is_not_made_again(monkeypatch: pytes
         patch.setattr(kernel_memory, "_values", fail)
         assert measured_bytes(node) is None
     assert measured_bytes(node) is None
-    kernel_memory._known.cache_clear()
+    kernel_memory._memory_cache.cache_clear()
 
 
 def test_it_can_be_asked_among_fake_tensors() -> None:

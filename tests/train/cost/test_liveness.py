@@ -18,7 +18,7 @@ from tests.lib.lowered import lowered
 from zerofx.ir import ops
 from zerofx.ir.facts import Placeholder, Role, set_placeholder, set_value, tensor
 from zerofx.ir.graph import StepGraph
-from zerofx.scheduler.cost.liveness import Liveness, MemoryEvent, liveness, with_profiles
+from zerofx.scheduler.cost.liveness import Liveness, MemoryEvent, apply_profiles, liveness
 
 aten = torch.ops.aten
 SIDE = 4
@@ -230,9 +230,9 @@ def test_a_compiled_regions_own_memory_takes_the_place_of_its_nodes() -> None:
     assert live.peak_bytes == 3 * size
     # Fused into one kernel that writes the output alone; its input dies first.
     region = _Region((first,), (second, third))
-    fused = with_profiles(live, step, [(region, [MemoryEvent(freed=0), MemoryEvent(size)])])
+    fused = apply_profiles(live, step, [(region, [MemoryEvent(freed=0), MemoryEvent(size)])])
     assert fused.peak_bytes == 2 * size
     # A kernel with a buffer of its own.
     events = [MemoryEvent(size), MemoryEvent(3 * size), MemoryEvent(-3 * size), MemoryEvent(freed=0)]
-    assert with_profiles(live, step, [(region, events)]).peak_bytes == 6 * size
+    assert apply_profiles(live, step, [(region, events)]).peak_bytes == 6 * size
     assert fused.after == live.after

@@ -63,7 +63,7 @@ def test_a_peak_of_which_the_profiler_records_nothing(monkeypatch: pytest.Monkey
 def test_what_a_kernel_takes_is_not_taken_for_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiler, "_MEMORY", "[renamed]")
     x = torch.ones(3, 5, 7)
-    call = OperatorCall.of(torch.ops.aten.logcumsumexp.default, (x, 1), {}, (x,))
+    call = OperatorCall.from_arguments(torch.ops.aten.logcumsumexp.default, (x, 1), {}, (x,))
     assert call is not None
     with pytest.raises(InternalError, match=f"torch {VERSION}"):
         call_memories([call])

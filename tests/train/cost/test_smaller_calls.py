@@ -41,16 +41,16 @@ def test_smaller_calls_tell_of_a_large_one(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(calls, "QUICK_BYTES", 2**19)
     monkeypatch.setattr(calls, "QUICK_STEPS", 2**20)
     monkeypatch.setattr(calls, "MOST_BYTES", 0)
-    kernel_memory._known.cache_clear()
+    kernel_memory._memory_cache.cache_clear()
     found = kernel_memories([node])[node]
     assert found is not None and (found.inside, sum(found.excess)) == inside(target, args)
-    kernel_memory._known.cache_clear()
+    kernel_memory._memory_cache.cache_clear()
 
 
 def test_what_overlaps_or_is_not_of_one_piece_keeps_its_layout() -> None:
     columns = Like((512, 96), (300, 3), torch.float32)
-    assert columns.resized({512: 64}) == Like((64, 96), (300, 3), torch.float32)
-    assert columns.resized({96: 32}) == Like((512, 32), (108, 3), torch.float32)
-    assert Like((512, 64), (0, 1), torch.float32).resized({64: 8}) == Like((512, 8), (0, 1), torch.float32)
-    assert Like((64, 64), (1, 512), torch.float32).resized({64: 8}) == Like((8, 8), (1, 64), torch.float32)
-    assert Like((500, 16), (1, 1), torch.float32).resized({500: 8}) is None
+    assert columns.replace_sizes({512: 64}) == Like((64, 96), (300, 3), torch.float32)
+    assert columns.replace_sizes({96: 32}) == Like((512, 32), (108, 3), torch.float32)
+    assert Like((512, 64), (0, 1), torch.float32).replace_sizes({64: 8}) == Like((512, 8), (0, 1), torch.float32)
+    assert Like((64, 64), (1, 512), torch.float32).replace_sizes({64: 8}) == Like((8, 8), (1, 64), torch.float32)
+    assert Like((500, 16), (1, 1), torch.float32).replace_sizes({500: 8}) is None

@@ -16,7 +16,7 @@ from zerofx.ir.aliasing import storage_bytes
 from zerofx.ir.op_kernels.products import scratch_bytes
 from zerofx.scheduler.cost.cpu import calls
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
-from zerofx.scheduler.cost.cpu.workspace import compiled_workspace_bytes, is_unknown, workspace_bytes
+from zerofx.scheduler.cost.cpu.workspace import inductor_workspace_bytes, is_unknown, workspace_bytes
 
 aten = torch.ops.aten
 
@@ -282,11 +282,11 @@ def test_compiled_attention_holds_what_our_kernel_does(is_masked: bool) -> None:
     query, key, value, mask, is_causal, scale = our_attention(is_masked)
     forward = call(CASES["attention"][0], (query, key, value, 0.0, is_causal), attn_mask=mask)
     ours = call(ops.attention, (query, key, value, mask, is_causal, scale))
-    assert compiled_workspace_bytes(forward, {ATTENTION}) == workspace_bytes(ours) != workspace_bytes(forward)
+    assert inductor_workspace_bytes(forward, {ATTENTION}) == workspace_bytes(ours) != workspace_bytes(forward)
     grad, *given, _, _, _ = our_attention_backward(is_masked)
     backward = call(CASES["attention backward"][0], (grad, *given, 0.0, is_causal), attn_mask=mask)
     ours = call(ops.attention_backward, (grad, *given, mask, is_causal, scale))
-    assert compiled_workspace_bytes(backward, {ATTENTION}) == workspace_bytes(ours) != workspace_bytes(backward)
+    assert inductor_workspace_bytes(backward, {ATTENTION}) == workspace_bytes(ours) != workspace_bytes(backward)
 
 
 def test_a_compiled_convolution_holds_no_more_than_with_its_images_copied() -> None:
@@ -297,8 +297,8 @@ def test_a_compiled_convolution_holds_no_more_than_with_its_images_copied() -> N
         for one in (images, images.to(memory_format=torch.channels_last))
     )
     copied = workspace_bytes(plain) + images.nbytes
-    assert compiled_workspace_bytes(last, ()) == copied < workspace_bytes(last)
-    assert compiled_workspace_bytes(plain, ()) == workspace_bytes(plain)
+    assert inductor_workspace_bytes(last, ()) == copied < workspace_bytes(last)
+    assert inductor_workspace_bytes(plain, ()) == workspace_bytes(plain)
 
 
 def test_compiled_products_hold_what_they_are_taken_by() -> None:
@@ -307,19 +307,19 @@ def test_compiled_products_hold_what_they_are_taken_by() -> None:
     of_input = call(aten.mm.default, (grad, weight))
     of_weight = call(aten.mm.out, (grad.t(), x), out=place)
     for node, left in ((layer, x), (of_input, grad), (of_weight, grad.t())):
-        assert compiled_workspace_bytes(node, {PRODUCTS}) == scratch_bytes(left) > 0
-        assert compiled_workspace_bytes(node, {ATTENTION}) == 0
+        assert inductor_workspace_bytes(node, {PRODUCTS}) == scratch_bytes(left) > 0
+        assert inductor_workspace_bytes(node, {ATTENTION}) == 0
     into_place = call(aten.mm.out, (grad, weight), out=torch.empty(300, 260))
-    assert compiled_workspace_bytes(into_place, {PRODUCTS}) == 0
+    assert inductor_workspace_bytes(into_place, {PRODUCTS}) == 0
     small = call(aten.mm.default, (torch.empty(8, 8), torch.empty(8, 8)))
-    assert compiled_workspace_bytes(small, {PRODUCTS}) == 0
+    assert inductor_workspace_bytes(small, {PRODUCTS}) == 0
 
 
 def test_compiled_attention_with_dropout_is_left_to_aten() -> None:
     query, key, value, _, is_causal = attention()
     node = call(CASES["attention"][0], (query, key, value, 0.0, is_causal))
     node.args = (*node.args[:3], 0.5, is_causal)
-    assert compiled_workspace_bytes(node, {ATTENTION}) == workspace_bytes(node)
+    assert inductor_workspace_bytes(node, {ATTENTION}) == workspace_bytes(node)
 
 
 def call(target: Any, args: tuple[Any, ...], **kwargs: Any) -> fx.Node:

@@ -23,7 +23,7 @@ from zerofx.passes.tile import tile
 from zerofx.passes.verify import verify
 from zerofx.scheduler.analysis.tile_chains import find_chains
 from zerofx.scheduler.cost.liveness import liveness
-from zerofx.scheduler.decide.tiling import named_tiles
+from zerofx.scheduler.decide.tiling import tiles_of_modules
 from zerofx.scheduler.decide.undecided import undecided
 from zerofx.scheduler.plan.decisions import TileDecision
 
@@ -175,7 +175,7 @@ def test_other_passes_take_tiles_as_they_are(stage: int, num_ranks: int, num_mic
         mlps(2), (torch.randn(8, 4),), stage=stage, num_ranks=num_ranks, num_micro_batches=num_micro_batches
     )
     plan = undecided(prepared.step, prepared.layout, stage, None, "cpu")
-    plan = decided(prepared.step, prepared.layout, replace(plan, tiles=named_tiles(prepared.step, {"": 2})))
+    plan = decided(prepared.step, prepared.layout, replace(plan, tiles=tiles_of_modules(prepared.step, {"": 2})))
     assert len(plan.tiles) == 2 * num_micro_batches
     lowered = replace(prepared, plan=plan)
     lowered.run_pipeline()  # verifies after every pass

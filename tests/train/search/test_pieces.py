@@ -249,7 +249,7 @@ def test_regions_end_only_at_pieces_whose_values_do_not_stay() -> None:
     step = _captured(unlike())
     whole = GraphFacts(step, MACHINE)
     before = [region.key for region in regions_of(cut(step))]
-    assert [region.key for region in regions_of(cut(whole.divided))] == before
+    assert [region.key for region in regions_of(cut(whole.piece_graph))] == before
     dropped = next(node.name for node in step.calls() if "sigmoid_1" in node.name)
     away = whole.pieces_without({dropped})
     assert [piece.values for piece in away if piece.values] == [(dropped,)]

@@ -13,7 +13,7 @@ from tests.lib.runs.tuning import noisy, rows, tune
 from tests.lib.users import adamw
 from zerofx import Machine
 from zerofx.scheduler.cost import probe
-from zerofx.scheduler.cost.probe import kept_machine
+from zerofx.scheduler.cost.probe import read_kept_machine
 
 ROW = Machine.named("cpu")
 
@@ -52,7 +52,7 @@ def test_a_machine_is_measured_once_to_tune_and_planned_for_from_then_on(
     for _ in range(2):
         result = tune(model := noisy(), adamw(model), machine=None, num_candidates=1)
         assert result.plan.machine == "cpu-measured"
-    assert measured == [1] and kept_machine(torch.device("cpu"), 1) is not None
+    assert measured == [1] and read_kept_machine(torch.device("cpu"), 1) is not None
     assert step_for(None).plan.machine == "cpu-measured"
     plan = step_for(ROW).plan
     assert plan.machine == "cpu"

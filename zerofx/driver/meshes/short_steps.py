@@ -222,8 +222,8 @@ class ShortSteps:
         prepared = self._prepare(request, captures)
         problem = self._problem(request, prepared, budget)
         plan = make_plan(problem)
-        problem = problem.on(prepared.for_plan(plan), plan.num_micro_batches)
-        return _numbers_of(*problem.rehearsal.simulated(plan))
+        problem = problem.replace_variants(prepared.for_plan(plan), plan.num_micro_batches)
+        return _numbers_of(*problem.rehearsal.simulate(plan))
 
     def _prepare(self, request: Request, captures: Captures) -> Prepared:
         prepared = prepare(request, captures, known=self._known)
@@ -231,7 +231,7 @@ class ShortSteps:
         return prepared
 
     def _problem(self, request: Request, prepared: Prepared, budget: int | None = None) -> Problem:
-        return Problem.of(prepared, self._target, request.options, budget)
+        return Problem.create(prepared, self._target, request.options, budget)
 
 
 def _numbers_of(step: StepGraph, simulation: Simulation) -> StepTotals:
