@@ -43,7 +43,7 @@ from tabulate import tabulate
 import zerofx
 from benchmarks.lib.alone import answer_alone
 from benchmarks.lib.processes import RESULTS
-from zerofx.progress import watched
+from zerofx.progress import watch_progress
 from zerofx.scheduler.cost.machine import Device, Efficiency, Host, Link, Machine, Nvme, Peaks
 from zerofx.units import format_bytes, format_count, format_seconds
 
@@ -297,7 +297,7 @@ def main() -> None:
     earlier: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     results = {name: Planned(**earlier[name]) for name in by_name if name in earlier}
     names = list(by_name) if options.rows is None else options.rows
-    with watched("planning headlines", "rows", len(names)) as bar:
+    with watch_progress("planning headlines", "rows", len(names)) as bar:
         for name in names:
             bar.set_description(f"planning {name}", refresh=False)
             results[name] = of(by_name[name])

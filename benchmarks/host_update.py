@@ -68,7 +68,7 @@ def make_update(tiers: Tiers, numel: int) -> dict[str, Callable[[], None]]:
 
     def run(function: Callable[[list[Any]], object]) -> None:
         states: list[Stored] = list(held)
-        tiers.on_host(function, states, 0)
+        tiers.run_on_host(function, states, 0)
         tiers.settle_host(0)
 
     by_blocks = make_block_update(update, [stored.tensor for stored in held])

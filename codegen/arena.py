@@ -87,7 +87,7 @@ class _Walk:
         self.most_outside = 0
         self.outside: dict[str, int] = {}
         self._live = live
-        self._stays_out = _outside_storages(step, live)
+        self._stays_out = _storages_in_use(step, live)
         self._dying: dict[fx.Node, list[Storage]] = {}
         for storage, reader in live.last_use.items():
             self._dying.setdefault(reader, []).append(storage)
@@ -116,7 +116,7 @@ class _Walk:
             if block is not None:
                 self._at[node, 0] = block
         largest = max(nodes, key=self._live.during.__getitem__)
-        self._count(self._live.during[largest] - self._live.persistent_bytes - self._inside(), call_name(largest))
+        self._count(self._live.during[largest] - self._live.persistent_bytes - self._live_bytes(), call_name(largest))
         self._leave(nodes)
 
     def call_compiled(self, region: Region, events: Sequence[MemoryEvent]) -> None:
@@ -125,7 +125,7 @@ class _Walk:
         storages = {number: storage_source(region.outputs[number]) for number in outputs}
         out = {outputs[number] for number, storage in storages.items() if not self._can_lie_inside(storage)}
         members, here = set(region.own), dict[int, int]()
-        outside = self._after - self._live.persistent_bytes - self._inside()
+        outside = self._after - self._live.persistent_bytes - self._live_bytes()
         freed = set[Storage]()
         name = _allocator_names(region)
         for event in events:
@@ -181,7 +181,7 @@ class _Walk:
         if block is not None and block not in self._at.values():  # several may lie in one
             self._end(block)
 
-    def _inside(self) -> int:
+    def _live_bytes(self) -> int:
         return sum(self.sizes[block] for block in self._held)
 
     def _count(self, outside: int, name: str) -> None:
@@ -217,8 +217,8 @@ def _allocator_names(region: Region) -> str:
     return f"{first_few(names) if names else 'results'} in {last.phase} of {region.unit or last.layer or 'the model'}"
 
 
-def _outside_storages(step: StepGraph, live: Liveness) -> set[Storage]:
-    """What may be read or written when the line that names it last is over, or is handed on from round to round."""
+def _storages_in_use(step: StepGraph, live: Liveness) -> set[Storage]:
+    """Storages that are in use after the last line that names them, or are carried from round to round."""
     out = {storage_source(node) for node in step.output.all_input_nodes} | set(live.running_on)
     for node in step.calls():
         if not runs_on_host(node) and node.target not in (*ops.TRANSFERS, *ops.COLLECTIVES):

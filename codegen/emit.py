@@ -42,7 +42,7 @@ from zerofx.ir.streams import stream_of
 from zerofx.ir.text import type_text
 from zerofx.scheduler.cost.liveness import Liveness
 from zerofx.torch_private.operators import OpOverload
-from zerofx.units import format_bytes, on_tiers
+from zerofx.units import format_bytes, tiers_text
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def emit(
     file = StepFile(
         header,
         {key: _region(functions[key], region) for key, region in definitions.items()},
-        _taken(state, names),
-        _taken(batch, names),
+        _parameters(state, names),
+        _parameters(batch, names),
         body,
         outputs,
     )
@@ -110,7 +110,7 @@ def _name_regions(instructions: Sequence[Instruction]) -> tuple[dict[str, str], 
 
 
 def _local_names(step: StepGraph, functions: Iterable[str]) -> dict[fx.Node, str]:
-    """What the values of the step are called in its source: as their nodes are, unless something else is."""
+    """The names of the step's values in its source: those of their nodes, unless they are taken."""
     used = {node.name for node in step.graph.nodes}
     taken = {*RESERVED, *functions}
     names: dict[fx.Node, str] = {}
@@ -141,7 +141,7 @@ def _region(name: str, region: Region) -> RegionText:
     statements = _statements(region)
     local = {node: f"x{i}" for i, node in enumerate(region.inputs)}
     calls = []
-    dying = _dying(region, statements)
+    dying = _deletions(region, statements)
     counts: dict[str, int] = {}
     for index, statement in enumerate(statements):
         node = statement.node
@@ -176,7 +176,7 @@ def _statements(region: Region) -> list[_Statement]:
     return statements
 
 
-def _dying(region: Region, statements: Sequence[_Statement]) -> dict[int, list[fx.Node]]:
+def _deletions(region: Region, statements: Sequence[_Statement]) -> dict[int, list[fx.Node]]:
     """The values to delete after each statement: those it reads last, and those it makes that nothing reads."""
     last: dict[fx.Node, int] = {}
     for index, statement in enumerate(statements):
@@ -189,7 +189,7 @@ def _dying(region: Region, statements: Sequence[_Statement]) -> dict[int, list[f
     return dying
 
 
-def _taken(nodes: Iterable[fx.Node], names: Mapping[fx.Node, str]) -> tuple[tuple[str, str, str], ...]:
+def _parameters(nodes: Iterable[fx.Node], names: Mapping[fx.Node, str]) -> tuple[tuple[str, str, str], ...]:
     return tuple((names[n], n.name, f"{_type(value(n))} {placeholder(n).role}") for n in nodes if n.users)
 
 
@@ -221,10 +221,10 @@ def _body(
     after = {**names, **{after: names[before] for before, after in loop.carries}}
     parts = [node for node in step.placeholders(Role.INPUT) if times_held(step, node) > 1]
     lists = dict.fromkeys(node for node in returned if node in inside or node in parts)
-    list_names = {node: _unlike(f"{names[node]}_of_each", names.values()) for node in lists}
+    list_names = {node: _unique_name(f"{names[node]}_of_each", names.values()) for node in lists}
     repeated = Repeated(
         loop.num_rounds,
-        _taken(parts, names),
+        _parameters(parts, names),
         tuple(_lines(step, numbered[begin + 1 : end], live, functions, names, last, scalars)),
         tuple((list_names[node], names[node]) for node in lists),
         tuple((names[first], names[second]) for first, second in loop.carries),
@@ -241,7 +241,7 @@ def _body(
     ), tuple(after[node] for node in returned)
 
 
-def _unlike(name: str, taken: Collection[str]) -> str:
+def _unique_name(name: str, taken: Collection[str]) -> str:
     """``name``, or one like it that is not ``taken``."""
     while name in taken:
         name += "_"
@@ -285,7 +285,7 @@ def _lines(
 
 def _live(live: Liveness, node: fx.Node) -> str:
     """Bytes after a node: on the device, and on each slower tier that the step uses."""
-    return format_bytes(live.after[node]) + on_tiers({tier: use.after[node] for tier, use in live.slower.items()})
+    return format_bytes(live.after[node]) + tiers_text({tier: use.after[node] for tier, use in live.slower.items()})
 
 
 def _last_instruction(step: StepGraph, instructions: Sequence[Instruction]) -> dict[int, list[fx.Node]]:
@@ -330,10 +330,10 @@ def _function(node: fx.Node) -> str:
 def _arguments(node: fx.Node, local: Mapping[fx.Node, str]) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
     """The arguments of a node, with names in the place of nodes."""
 
-    def named(source: fx.Node) -> Any:
+    def to_name(source: fx.Node) -> Any:
         return Name(local[source])
 
-    args, kwargs = fx.map_arg((node.args, node.kwargs), named)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), to_name)
     return args, tuple(kwargs.items())
 
 

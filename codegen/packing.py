@@ -45,7 +45,7 @@ def pack(blocks: Sequence[Block]) -> Packing:
     least, best = least_bytes(blocks), None
     for order in _ORDERS:
         numbers = sorted(range(len(blocks)), key=lambda number: (order(blocks[number]), number))
-        packing = _placed(blocks, numbers, least)
+        packing = _place(blocks, numbers, least)
         if best is None or packing.num_bytes < best.num_bytes:
             best = packing
         if best.num_bytes == least:
@@ -72,7 +72,7 @@ _ORDERS: tuple[Callable[[Block], tuple[int, ...]], ...] = (
 """The largest first; those that live longest; the largest products of both."""
 
 
-def _placed(blocks: Sequence[Block], numbers: Sequence[int], least: int) -> Packing:
+def _place(blocks: Sequence[Block], numbers: Sequence[int], least: int) -> Packing:
     starts, ends, bottoms, tops = (torch.empty(len(blocks), dtype=torch.int64, device="cpu") for _ in range(4))
     offsets = [0] * len(blocks)
     for count, number in enumerate(numbers):
@@ -85,7 +85,7 @@ def _placed(blocks: Sequence[Block], numbers: Sequence[int], least: int) -> Pack
 
 
 def _best_gap(bottoms: torch.Tensor, tops: torch.Tensor, size: int) -> int:
-    """Where the smallest gap of at least ``size`` begins between what is placed; above it all where there is none."""
+    """Offset of the smallest gap of at least ``size`` between the placed blocks; above them all if there is none."""
     if not len(bottoms):
         return 0
     bottoms, order = bottoms.sort()

@@ -17,7 +17,7 @@ from zerofx.ir.streams import runs_on_host
 
 @dataclass(frozen=True)
 class RegionFacts:
-    """What all regions of one key have in common.
+    """Facts common to all regions of one key.
 
     ``inputs`` are fake tensors, or scalars. ``on_host``: whether one of them runs on the host. ``dying`` are, of
     updates, the numbers of the inputs whose memory is not read again after any of them, where that was asked for.
@@ -49,14 +49,14 @@ def _facts(key: str, equal: Sequence[Region], *, with_dying: bool) -> RegionFact
     dying = frozenset[int]()
     if with_dying and first.is_update and not on_host:
         # Equal regions share a kernel: what it leaves out must be needed after none of them.
-        dying = frozenset.intersection(*(_dying(region) for region in equal))
+        dying = frozenset.intersection(*(_dead_inputs(region) for region in equal))
     return RegionFacts(
         key, tuple(value(node) for node in first.inputs), len(first.nodes), len(first.outputs), first.is_update,
         on_host, dying,
     )  # fmt: skip
 
 
-def _dying(region: Region) -> frozenset[int]:
+def _dead_inputs(region: Region) -> frozenset[int]:
     """The numbers of the inputs whose memory is given back after the region, or written before it is read again."""
     last = region.own[-1]
     return frozenset(

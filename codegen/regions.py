@@ -116,7 +116,7 @@ def _runs(step: StepGraph) -> Iterator[list[fx.Node]]:
 
 
 def is_free_view(node: fx.Node) -> bool:
-    """Whether a node can be made again anywhere at no cost: a view of another value, not an event's result."""
+    """True for a node that costs nothing to compute again anywhere: a view of another value, not an event's result."""
     if node.target in ops.EVENTS or not is_view(node):
         return False
     if node.target is operator.getitem:
@@ -157,7 +157,7 @@ def _is_tuple(node: fx.Node) -> bool:
 
 
 def _used_outside(node: fx.Node, number: int, run_of: dict[fx.Node, int]) -> bool:
-    """Whether another region or event reads ``node``, itself or through views."""
+    """True if another region or event reads ``node``, itself or through views."""
     return any(
         _used_outside(user, number, run_of) if is_free_view(user) else run_of.get(user) != number for user in node.users
     )

@@ -135,10 +135,10 @@ def region_text(region: RegionText) -> str:
     """The source of a region's function."""
     lines = [f"def {region.name}(inputs):"]
     if region.num_inputs:
-        lines += wrapped(f"    {_tuple([f'x{i}' for i in range(region.num_inputs)])} = inputs")
+        lines += wrap_line(f"    {_tuple([f'x{i}' for i in range(region.num_inputs)])} = inputs")
     lines.append("    inputs.clear()")
     lines += [f"    {_call_text(call)}{_comment(call.note)}" for call in region.calls]
-    lines += wrapped(f"    return {_tuple(region.outputs)}")
+    lines += wrap_line(f"    return {_tuple(region.outputs)}")
     return "\n".join(lines)
 
 
@@ -166,7 +166,7 @@ def _lines(body: Iterable[Line], indent: str) -> Iterator[str]:
                 yield ""
                 yield f"{indent}# {_line(call)}"
             case CallLine():
-                yield from wrapped(f"{indent}{_call_text(call)}", call.note)
+                yield from wrap_line(f"{indent}{_call_text(call)}", call.note)
             case RegionCall():
                 yield from _region_call(call, indent)
             case Repeated():
@@ -188,16 +188,16 @@ def _loop(loop: Repeated, indent: str) -> Iterator[str]:
     yield from (f"{inside}{name}.append({value})" for name, value in loop.lists)
     yield from (f"{inside}{before} = {after}" for before, after in loop.carried)
     if loop.carried:
-        yield from wrapped(f"{inside}del {', '.join(dict.fromkeys(after for _, after in loop.carried))}")
+        yield from wrap_line(f"{inside}del {', '.join(dict.fromkeys(after for _, after in loop.carried))}")
 
 
 def _region_call(call: RegionCall, indent: str) -> Iterator[str]:
     # The list is made first so that a name can go before the call that reads its value last.
     inputs = f"x = [{', '.join(call.inputs)}]" + (f"; del {', '.join(call.dead)}" if call.dead else "")
-    yield from wrapped(f"{indent}{inputs}")
+    yield from wrap_line(f"{indent}{inputs}")
     left = f"{_tuple(call.outputs)} = " if call.outputs else ""
     text = f"{call.region}(x)" if call.host_bucket is None else f"runtime.host({call.region}, x, {call.host_bucket})"
-    yield from wrapped(f"{indent}{left}{text}", call.note)
+    yield from wrap_line(f"{indent}{left}{text}", call.note)
 
 
 def literal(argument: Any) -> str:
@@ -231,7 +231,7 @@ def _comment(note: str) -> str:
     return f"  # {_line(note)}" if note else ""
 
 
-def wrapped(code: str, note: str = "") -> list[str]:
+def wrap_line(code: str, note: str = "") -> list[str]:
     """A line of code with its comment; where it is long, broken at blanks inside its brackets, but not inside texts."""
     if len(code) <= _WIDTH:
         return [code + _comment(note)]

@@ -27,7 +27,7 @@ _VALUES = (type(None), bool, int, float, str, torch.dtype, torch.layout, torch.m
 _NOTE = re.compile(r"[\w\[\](), ]*|(release  # |[\w., ]+ \| )?live [\w., -]+ \| [\w, ]+", re.ASCII)
 
 
-def as_data(file: StepFile) -> list[Any]:
+def to_data(file: StepFile) -> list[Any]:
     """A file as JSON has it.
 
     Raises:
@@ -41,7 +41,7 @@ def as_data(file: StepFile) -> list[Any]:
 
 
 def step_file_of(data: list[Any]) -> StepFile:
-    """The file that ``as_data`` has written.
+    """The file that ``to_data`` has written.
 
     Raises:
         ValueError: there is a name that is none, or an operator that no step calls.
@@ -59,7 +59,7 @@ def step_file_of(data: list[Any]) -> StepFile:
             raise ValueError(f"expected a region that calls operators, found {region}")
         _check_names(region.calls, {f"x{i}" for i in range(region.num_inputs)}, region.outputs)
     file = StepFile(
-        _text(header), read, _taken(state), _taken(batch),
+        _text(header), read, _parameters(state), _parameters(batch),
         tuple(_line_of(line, functions) for line in body), _names(outputs),
     )  # fmt: skip
     _check_names(file.body, {name for name, _, _ in (*file.state, *file.batch)}, file.outputs)
@@ -72,7 +72,7 @@ def _check_names(lines: Iterable[Line], given: set[str], outputs: Iterable[str])
     In which order does not matter: what is assigned anywhere in a function is its own from its first line.
     """
     own, read = {*given}, {*outputs}
-    for line in _with_inner(lines):
+    for line in _flatten_lines(lines):
         match line:
             case CallLine():
                 own.update(line.targets)
@@ -87,7 +87,7 @@ def _check_names(lines: Iterable[Line], given: set[str], outputs: Iterable[str])
         raise ValueError(f"expected a function that reads its own values, found {sorted(read - own)}")
 
 
-def _with_inner(lines: Iterable[Line]) -> Iterator[Line]:
+def _flatten_lines(lines: Iterable[Line]) -> Iterator[Line]:
     for line in lines:
         yield line
         if isinstance(line, Repeated):
@@ -131,7 +131,7 @@ def _line_of(data: list[Any] | str, functions: frozenset[str]) -> Line:
     if kind == "loop":
         num_rounds, batch, body, lists, carried = rest
         return Repeated(
-            int(num_rounds), _taken(batch), tuple(_line_of_round(line, functions) for line in body), _pairs(lists),
+            int(num_rounds), _parameters(batch), tuple(_line_of_round(line, functions) for line in body), _pairs(lists),
             _pairs(carried),
         )  # fmt: skip
     region, inputs, outputs, dead, bucket, note = rest
@@ -159,7 +159,7 @@ def _call_of(data: list[Any]) -> CallLine:
     )
 
 
-def _taken(data: list[list[str]]) -> tuple[tuple[str, str, str], ...]:
+def _parameters(data: list[list[str]]) -> tuple[tuple[str, str, str], ...]:
     return tuple((_name(name), _text(key), _note(comment)) for name, key, comment in data)
 
 

@@ -273,7 +273,7 @@ def _issue(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, body: i
     size, dtype = (bucket.numel // bucket.num_reduced,), bucket.reduce_dtype
     # Which slice is a rank's own is known where it runs: the first stands for it.
     in_buffer = not bucket.is_cut(plan.stage)
-    first = divisors(bucket.reduce_dtype, bucket.mesh.num_samples(bucket.reduced_over))[0]
+    first = divisors(bucket.reduce_dtype, bucket.mesh.num_samples(bucket.reduction_axes))[0]
     if first != 1:
         with step.graph.inserting_after(place):
             place = insert_call(step.graph, _aten.div_.Tensor, (buffer, first), Origin(bucket.name, Phase.BACKWARD))
@@ -281,7 +281,7 @@ def _issue(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, body: i
         started = insert_call(
             step.graph, ops.reduce_scatter_into if in_buffer else ops.reduce_scatter,
             (buffer, bucket.index, bucket.num_reduced),
-            Origin(bucket.name, Phase.BACKWARD), dict(axes_argument(bucket.reduced_over)),
+            Origin(bucket.name, Phase.BACKWARD), dict(axes_argument(bucket.reduction_axes)),
             name=_name(f"reduce_{bucket.index}", body or 0),
             fake=step.fake_view(buffer, size, (1,), 0) if in_buffer else step.fake(size, dtype),
         )  # fmt: skip
@@ -336,7 +336,7 @@ def _finish(
     with step.graph.inserting_before(skip_releases(max(anchor, started)).next):
         grad = set_task(_average(step, bucket, buffer, started, where), Task(Job.GRADIENT, bucket.index))
         if not bucket.is_cut(plan.stage):
-            args, how = (buffer, grad, bucket.index), dict(axes_argument(bucket.reduced_over))
+            args, how = (buffer, grad, bucket.index), dict(axes_argument(bucket.reduction_axes))
             return insert_call(step.graph, ops.all_gather_into, args, where, how, name=f"gather_grad_{bucket.index}")
         return grad if partial is None else insert_call(step.graph, _aten.add_.Tensor, (partial, grad), where)
 
@@ -346,7 +346,7 @@ def _average(
 ) -> fx.Node:
     """This rank's slice of the average over the ranks, awaited at the insertion point."""
     grad = insert_call(step.graph, ops.wait, (started, buffer), where, name=_name(f"grad_{bucket.index}", body))
-    rest = divisors(bucket.reduce_dtype, bucket.mesh.num_samples(bucket.reduced_over))[1]
+    rest = divisors(bucket.reduce_dtype, bucket.mesh.num_samples(bucket.reduction_axes))[1]
     if rest != 1:
         insert_call(step.graph, _aten.div_.Tensor, (grad, rest), where)
     return grad

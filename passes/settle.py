@@ -24,7 +24,7 @@ from zerofx.ir.aliasing import mutated_inputs, storage_source
 from zerofx.ir.edit import consumers, insert_call, node_named, start_of_unit
 from zerofx.ir.facts import host_bucket, origin, tier_of
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.streams import num_gathers_after, runs_on_host, what_runs_on
+from zerofx.ir.streams import num_gathers_after, runs_on_host, background_work
 from zerofx.scheduler.plan.plan import Plan
 
 
@@ -38,7 +38,7 @@ class Settle:
         order, by_name = step.positions(), step.nodes_by_name()
         planned = {decision.bucket: decision.back_by for decision in plan.states}
         for run_on in [node for node in step.calls() if node.target is ops.run_on]:
-            bucket, back = what_runs_on(run_on)
+            bucket, back = background_work(run_on)
             needed, by = readers_next(step, run_on), planned.get(bucket)
             if back and by is not None:
                 needed.append(start_of_unit(step, node_named(by_name, by)))
@@ -51,8 +51,8 @@ class Settle:
 
 
 def readers_next(step: StepGraph, run_on: fx.Node) -> list[fx.Node]:
-    """What of a step may run only once what ``run_on`` has let run on in the step before is done."""
-    (bucket, back), copies = what_runs_on(run_on), run_on.args[1]
+    """The nodes of a step that have to wait for the update that ``run_on`` left running in the step before."""
+    (bucket, back), copies = background_work(run_on), run_on.args[1]
     assert isinstance(copies, list | tuple)
     copied = {storage_source(copy)[0] for copy in copies if isinstance(copy, fx.Node)}
     calls = step.calls() if not back else ()

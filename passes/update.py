@@ -92,19 +92,19 @@ class Update:
         begin, factors = step.updates_begin, _factors(step)
         if begin is not None:
             descend_early(step, plan, self.layout)
-            factors |= _on_host(step, plan, factors[DEVICE])
+            factors |= _copy_to_host(step, plan, factors[DEVICE])
         updates = _Updates(step, plan, factors)
-        for bucket in self._in_order(step, plan):
+        for bucket in self._update_order(step, plan):
             last = step.output.prev
             updates.add(bucket, self.programs[bucket.index], begin)
             if begin is not None and state_decision(plan, bucket) is not None:
                 begin = last.next
         for index in sorted(self.programs.keys() - {decision.bucket for decision in plan.reduces}):
             bucket = self.layout.buckets[index]
-            add_stored(step, plan, bucket, self.programs[index], updates.known.of(Role.MASTER, bucket))
+            add_stored(step, plan, bucket, self.programs[index], updates.known.find(Role.MASTER, bucket))
         updates.finish()
 
-    def _in_order(self, step: StepGraph, plan: Plan) -> list[Bucket]:
+    def _update_order(self, step: StepGraph, plan: Plan) -> list[Bucket]:
         """The buckets in the order of their updates: that of their reductions.
 
         Where all updates stand at the step's end, what the host may go on with in the next one comes first, as that
@@ -137,19 +137,19 @@ class _Known:
     placeholders: Mapping[tuple[Role, int | None], fx.Node]
 
     @staticmethod
-    def before(step: StepGraph) -> _Known:
+    def from_step(step: StepGraph) -> _Known:
         """Those of ``step`` as it is before the first update."""
         placeholders = {(placeholder(node).role, placeholder(node).bucket): node for node in step.placeholders()}
         return _Known(step.nodes_by_name(), placeholders)
 
-    def of(self, role: Role, bucket: Bucket) -> fx.Node | None:
+    def find(self, role: Role, bucket: Bucket) -> fx.Node | None:
         """A bucket's placeholder, if there is one."""
         return self.placeholders.get((role, bucket.index))
 
 
 @dataclass(frozen=True)
 class _Updated:
-    """What the update of one bucket works on.
+    """The inputs of one bucket's update.
 
     ``low``: the parameters in the compute dtype, which ``levels`` gather for other ranks. ``stored``: states by name,
     and as ``param`` the ``master`` if there is one. ``delayed``: what a delayed update has on the host. ``scalars``:
@@ -166,7 +166,7 @@ class _Updated:
     scalars: dict[str, fx.Node]
 
     @property
-    def where(self) -> Origin:
+    def origin(self) -> Origin:
         return Origin(self.bucket.name, Phase.UPDATE)
 
 
@@ -193,7 +193,7 @@ class _Updates:
 
     def __init__(self, step: StepGraph, plan: Plan, factors: Mapping[str, Sequence[fx.Node]]) -> None:
         self._step, self._plan, self._factors = step, plan, factors
-        self.known = _Known.before(step)
+        self.known = _Known.from_step(step)
         self._copies: list[Started] = []  # still to be awaited
         self._back: dict[int, list[Started]] = {}  # what goes back and runs on into the next step, by bucket
         self._on_host: list[_OnHost] = []  # likewise
@@ -203,8 +203,8 @@ class _Updates:
     def add(self, bucket: Bucket, program: UpdateProgram, begin: fx.Node | None) -> None:
         """Insert the update of a bucket; ``begin``: where states start on their way that the plan says nothing of."""
         decision = state_decision(self._plan, bucket)
-        full = self.known.of(Role.FULL, bucket)
-        updated = self._updated(bucket, program, full)
+        full = self.known.find(Role.FULL, bucket)
+        updated = self._inputs_of(bucket, program, full)
         end, free = self._place(updated, full), None
         if decision is not None and decision.takes_over is not None:
             # Where that bucket's buffers are free only after this update's place, there is no time to read ahead.
@@ -241,10 +241,10 @@ class _Updates:
                 self._run_on(copies[0].bucket, copies, back=True)
         finish(self._step, self._rising)
 
-    def _updated(self, bucket: Bucket, program: UpdateProgram, full: fx.Node | None) -> _Updated:
+    def _inputs_of(self, bucket: Bucket, program: UpdateProgram, full: fx.Node | None) -> _Updated:
         step, plan = self._step, self._plan
-        low, levels = update_target(step, plan, bucket, full, self.known.of(Role.SHARD, bucket))
-        stored, delayed, scalars = add_stored(step, plan, bucket, program, self.known.of(Role.MASTER, bucket))
+        low, levels = update_target(step, plan, bucket, full, self.known.find(Role.SHARD, bucket))
+        stored, delayed, scalars = add_stored(step, plan, bucket, program, self.known.find(Role.MASTER, bucket))
         master = stored.get("param")
         if master is None and tier_of(low) != DEVICE:
             stored["param"] = low
@@ -266,18 +266,18 @@ class _Updates:
         """Let the host run the update by itself, once it is done with that of the step before."""
         step, bucket, low, master = self._step, updated.bucket, updated.low, updated.master
         assert master is not None, "what is updated on the host, and lives on the device, has a master there"
-        insert_call(step.graph, ops.settle, (bucket.index,), updated.where, name=f"settled_{bucket.index}")
+        insert_call(step.graph, ops.settle, (bucket.index,), updated.origin, name=f"settled_{bucket.index}")
         up = copy_into(step, bucket, low, updated.delayed.get("low", master))
         self._copies.append(copy_into(step, bucket, updated.delayed["grad"], step.reduced[bucket.index]))
         known = updated.stored | updated.scalars | updated.delayed
         new = known.get("low", master)
-        _update_on_host(step, bucket, updated.program, known, updated.where, new=new, delayed=True)
+        _update_on_host(step, bucket, updated.program, known, updated.origin, new=new, delayed=True)
         self._leave([up], at_once=bool(updated.levels))  # the gather below reads it
         self._rising += start(step, bucket, updated.levels)
 
     def _run(self, updated: _Updated, placed: PlacedStates) -> None:
         """Run the update on the device, where it stands."""
-        step, bucket, low, where = self._step, updated.bucket, updated.low, updated.where
+        step, bucket, low, where = self._step, updated.bucket, updated.low, updated.origin
         tensors, grad = placed.await_reloads(), step.reduced[updated.bucket.index]
         known = {"param": low, **tensors, **updated.scalars, "grad": grad}
         _insert_update(step, bucket, updated.program, known, where, DEVICE, self._factors[DEVICE])
@@ -288,7 +288,7 @@ class _Updates:
 
     def _run_on_host(self, updated: _Updated, placed: PlacedStates, *, at_once: bool) -> None:
         """Have the host run the update once the gradient is there; the copies of its results wait for it."""
-        step, bucket, low, where = self._step, updated.bucket, updated.low, updated.where
+        step, bucket, low, where = self._step, updated.bucket, updated.low, updated.origin
         tensors, grad = placed.await_reloads(), step.reduced[bucket.index]
         held = []
         if tier_of(grad) == DEVICE:
@@ -362,12 +362,12 @@ class _Updates:
 
 
 def _factors(step: StepGraph) -> dict[str, list[fx.Node]]:
-    """What gradients on the device are multiplied by, one after the other, as ``unscale_`` and then clipping do."""
+    """Factors of the gradients on the device, applied in this order, as ``unscale_`` and then clipping do."""
     inverse = [] if step.unscaling is None else [step.unscaling.inverse]
     return {DEVICE: inverse + ([] if step.clipping is None else [step.clipping.factor])}
 
 
-def _on_host(step: StepGraph, plan: Plan, factors: Sequence[fx.Node]) -> dict[str, list[fx.Node]]:
+def _copy_to_host(step: StepGraph, plan: Plan, factors: Sequence[fx.Node]) -> dict[str, list[fx.Node]]:
     """``factors``, copied to the host where the step ends, if something is updated there."""
     if all(decision.update != HOST for decision in plan.states):
         return {}

@@ -45,7 +45,7 @@ from zerofx.ir.facts import DEVICE, Role, copied_from, delayed_bucket, host_buck
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of
 from zerofx.ir.ops import VALUE_COLLECTIVES
-from zerofx.ir.streams import num_gathers_after, runs_on_host, what_runs_on
+from zerofx.ir.streams import num_gathers_after, runs_on_host, background_work
 from zerofx.ir.text import target_name
 from zerofx.passes.in_place import gathers_of_lasting_slices
 from zerofx.passes.lib.plan_check import GATHERS, differences, is_reduction, parameter_gathers
@@ -161,8 +161,8 @@ def _check_placed(step: StepGraph, after: str) -> None:
 
 
 def _check_on_host(step: StepGraph, after: str, order: dict[fx.Node, int], *, is_last: bool) -> None:
-    all_settled = {what_runs_on(node): order[node] for node in step.calls() if node.target is ops.settle}
-    all_run_on = {what_runs_on(node): node for node in step.calls() if node.target is ops.run_on}
+    all_settled = {background_work(node): order[node] for node in step.calls() if node.target is ops.settle}
+    all_run_on = {background_work(node): node for node in step.calls() if node.target is ops.run_on}
     settled: dict[int | None, int] = {bucket: place for (bucket, back), place in all_settled.items() if not back}
     runs_on = {bucket: node for (bucket, back), node in all_run_on.items() if not back}
     for node in filter(runs_on_host, step.calls()):

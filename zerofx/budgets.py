@@ -1,4 +1,4 @@
-"""What options come to on a machine: budgets in bytes, and the tiers that values may leave the device for."""
+"""Budgets in bytes that options give on a machine, and the tiers that values may leave the device for."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ _DEFECTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameEr
 
 
 @contextlib.contextmanager
-def working(work: str, remedy: str = "", *, only_own: bool = True) -> Iterator[None]:
+def wrap_defects(work: str, remedy: str = "", *, only_own: bool = True) -> Iterator[None]:
     """While open, defects of zerofx become an ``InternalError`` that says what was being done, and what helps.
 
     Args:
@@ -106,25 +106,25 @@ def working(work: str, remedy: str = "", *, only_own: bool = True) -> Iterator[N
 
 
 def _begins_here(error: BaseException) -> bool:
-    """Whether it is a line of zerofx that raised an error."""
+    """True if a line of zerofx raised an error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OWN_FILES[0])
 
 
-def in_short(error: BaseException) -> str:
+def summarise_error(error: BaseException) -> str:
     """The kind of an error, and the first line of what it says."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 class ZeroFXWarning(UserWarning):
-    """What is computed may be another than is meant, such as a value that is not finite or not followed."""
+    """The result may differ from what is meant, for example a value that is not finite or not followed."""
 
 
 class ZeroFXNotice(ZeroFXWarning):
-    """What is computed is what is asked for, but not as fast, or not as is asked: a shape captured anew, an option
-    without effect."""
+    """The result is what is asked for, but not as fast, or not as is asked: a shape captured again, an option without
+    effect."""
 
 
 def notify(message: str) -> None:

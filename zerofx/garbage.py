@@ -12,7 +12,7 @@ _SELDOM = 50_000  # objects that are made until the youngest are gone through: t
 
 
 @contextmanager
-def collecting_recent_garbage_only() -> Iterator[None]:
+def limit_garbage_collection() -> Iterator[None]:
     """While open, what was there before is not gone through, and what is made seldom.
 
     Building a step makes so many objects that the collector goes through all of them several times. Those of torch and

@@ -18,14 +18,14 @@ ONLY_IF_SET = {"only if set": True}
 """Metadata of fields that JSON has only where they are not at their defaults, of which most plans say nothing."""
 
 
-def as_data(value: Any) -> Any:
+def to_data(value: Any) -> Any:
     """A dataclass of plain data as JSON has it."""
     if is_dataclass(value):
         entries = ((entry, getattr(value, entry.name)) for entry in fields(value))
-        return {entry.name: as_data(given) for entry, given in entries if not _is_left_out(entry, given)}
+        return {entry.name: to_data(given) for entry, given in entries if not _is_left_out(entry, given)}
     if isinstance(value, Mapping):
-        return {name: as_data(item) for name, item in value.items()}
-    return [as_data(item) for item in value] if isinstance(value, tuple | list) else value
+        return {name: to_data(item) for name, item in value.items()}
+    return [to_data(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def _is_left_out(entry: Field[Any], given: Any) -> bool:
@@ -33,7 +33,7 @@ def _is_left_out(entry: Field[Any], given: Any) -> bool:
     return bool(entry.metadata == ONLY_IF_SET and given == default)
 
 
-def typed(kind: type[P], data: Any, where: str | None = None) -> P:
+def from_data(kind: type[P], data: Any, where: str | None = None) -> P:
     """A dataclass of plain data from what JSON has for it; ``where``: what errors call it, else the type's name.
 
     Raises:
@@ -46,7 +46,7 @@ def typed(kind: type[P], data: Any, where: str | None = None) -> P:
         raise TypeError(f"{where}: unknown field {unknown[0]!r}; fields are {', '.join(hints)}")
     if missing := [entry.name for entry in fields(kind) if entry.name not in data and _is_needed(entry)]:
         raise TypeError(f"{where}: missing field {missing[0]!r}")
-    return kind(**{name: _typed(hints[name], value, f"{where}.{name}") for name, value in data.items()})
+    return kind(**{name: _parse_value(hints[name], value, f"{where}.{name}") for name, value in data.items()})
 
 
 def _is_needed(entry: Field[Any]) -> bool:
@@ -58,27 +58,27 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _typed(expected: Any, value: Any, where: str) -> Any:
-    """What JSON has for a value of type ``expected``: lists for tuples, dicts for dataclasses."""
+def _parse_value(expected: Any, value: Any, where: str) -> Any:
+    """A value of type ``expected`` from what JSON has for it: lists for tuples, dicts for dataclasses."""
     origin, inner = get_origin(expected), get_args(expected)
     if origin in (Union, UnionType):
         if value is None and NoneType in inner:
             return None
         (expected,) = (option for option in inner if option is not NoneType)
-        return _typed(expected, value, where)
+        return _parse_value(expected, value, where)
     if origin is tuple and isinstance(value, list):
         each = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
         if len(each) != len(value):
             raise ValueError(f"{where}: expected {len(each)} values, found {value!r:.80}")
-        return tuple(_typed(each[place], item, f"{where}[{place}]") for place, item in enumerate(value))
+        return tuple(_parse_value(each[place], item, f"{where}[{place}]") for place, item in enumerate(value))
     if origin in (dict, Mapping) and isinstance(value, dict):
-        return {name: _typed(inner[1], item, f"{where}.{name}") for name, item in value.items()}
+        return {name: _parse_value(inner[1], item, f"{where}.{name}") for name, item in value.items()}
     if origin is Literal:
         if value in inner:
             return value
         raise ValueError(f"{where}: expected one of {', '.join(map(repr, inner))}, found {value!r:.80}")
     if isinstance(expected, type) and is_dataclass(expected):
-        return typed(expected, value, where)
+        return from_data(expected, value, where)
     if expected is Any:
         return value
     if value != value:  # no plan has it, and nothing can be drawn of it

@@ -59,7 +59,7 @@ class Ladder:
 
 
 def multiple_for(longest: int) -> int:
-    """What rungs are multiples of: 64, or a smaller power of two where ``longest`` has less than eight times that."""
+    """The divisor of all rungs: 64, or a smaller power of two if ``longest`` has less than eight times that."""
     multiple = MULTIPLE
     while multiple > 1 and longest <= multiple // 2 * _EVEN_RUNGS:
         multiple //= 2
@@ -114,8 +114,8 @@ def fitted_lengths(lengths: Iterable[int], num_rungs: int = 8, *, multiple: int 
     return tuple(rungs[sorted(set(chosen))].tolist())
 
 
-def checked_lengths(asked: object) -> Ladder | int | Literal["auto"] | None:
-    """What ``lengths=`` asks for: a ladder, or the top of one, or that it is to be made for the first batch.
+def check_lengths(asked: object) -> Ladder | int | Literal["auto"] | None:
+    """Check ``lengths=``: a ladder, or the top of one, or ``"auto"``, which makes one for the first batch.
 
     Raises:
         UsageError: it is none of them.

@@ -1,4 +1,4 @@
-"""What ``mesh=`` comes to: the axes that a user's ranks lie along, checked."""
+"""The option ``mesh=``, checked: the axes that a user's ranks lie along."""
 
 from __future__ import annotations
 

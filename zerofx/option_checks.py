@@ -8,7 +8,7 @@ from typing import Final, get_args
 from zerofx.budgets import GRADIENTS
 from zerofx.choices import TP_STYLES, ShardingWord
 from zerofx.errors import UsageError, notify
-from zerofx.ladder import checked_lengths
+from zerofx.ladder import check_lengths
 from zerofx.mesh_option import AUTO, mesh_of
 from zerofx.option_table import Kind, instances, is_count, is_names
 from zerofx.scheduler.cost.machine import Machine
@@ -46,7 +46,7 @@ def check_bucket_names(asked: Collection[str] | str, buckets: Collection[str]) -
 
 
 def _words_by_name(asked: Mapping[str, str] | None) -> dict[str, str]:
-    """How modules and parameters are to lie on the axis ``model``: words by names or patterns."""
+    """The words for placing modules and parameters on the axis ``model``, by names or patterns."""
     words = get_args(ShardingWord)
     unknown = {word: name for name, word in (asked or {}).items() if word not in words and word not in TP_STYLES}
     if unknown:
@@ -88,4 +88,4 @@ MACHINE: Final = Kind(
 )
 # What these two cannot be, their own errors say.
 MESH: Final = Kind("a mesh", lambda _: True, lambda given: AUTO if given == AUTO else mesh_of(given))
-LENGTHS: Final = Kind("numbers of tokens", lambda _: True, checked_lengths)
+LENGTHS: Final = Kind("numbers of tokens", lambda _: True, check_lengths)

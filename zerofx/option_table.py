@@ -31,8 +31,8 @@ _LONGEST = 100  # characters of a value in an error
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value can be: ``what`` completes "expected ... to be", ``convert`` gives it as it is kept. ``words`` are
-    those among the values, and ``least`` and ``most`` the limits of whole numbers."""
+    """A kind of value: ``what`` completes "expected ... to be", ``convert`` gives it as it is kept. ``words`` are those
+    among the values, and ``least`` and ``most`` the limits of whole numbers."""
 
     what: str
     accepts: Callable[[Any], bool]
@@ -63,16 +63,16 @@ class Entry:
     not_for: tuple[Purpose, ...]
 
     def accepts(self, value: Any) -> bool:
-        """Whether the option can be this."""
+        """True if the option can have this value."""
         return (value is None and self.default is None) or self.kind.accepts(value)
 
     @property
     def what(self) -> str:
-        """What the option can be, as ``Kind.what``."""
+        """The values that the option can have, as ``Kind.what``."""
         return f"{self.kind.what}, or None" if self.default is None else self.kind.what
 
     def has(self, value: Any, condition: Callable[[Any], bool] | None) -> bool:
-        """Whether a value is one that a condition is about."""
+        """True if a condition is about this value."""
         return bool(condition(value)) if condition else value != self.kind.convert(self.default)
 
 
@@ -113,15 +113,15 @@ def check_values(table: type[DataclassInstance], given: Mapping[str, Any]) -> di
         if not entry.accepts(value):
             in_tuple = isinstance(value, str) and entry.accepts((value,))
             advice = f" (give {name}=({value!r},))" if in_tuple else ""
-            raise UsageError(f"expected {name} to be {entry.what}, found {_shown(value)}{advice}: {texts(table)[name]}")
+            raise UsageError(f"expected {name} to be {entry.what}, found {_clip(value)}{advice}: {texts(table)[name]}")
     values = {name: entry.kind.convert(asked[name]) for name, entry in known.items()}
     for name, entry in known.items():
         for exclusion in entry.excludes:
             other = exclusion.other
             if entry.has(values[name], exclusion.mine) and known[other].has(values[other], exclusion.theirs):
                 raise UsageError(
-                    f"expected {name} or {other}, which exclude each other so, found {name}={_shown(asked[name])} and "
-                    f"{other}={_shown(asked[other])}: {exclusion.why}; leave one of them out"
+                    f"expected {name} or {other}, which exclude each other so, found {name}={_clip(asked[name])} and "
+                    f"{other}={_clip(asked[other])}: {exclusion.why}; leave one of them out"
                 )
     return values
 
@@ -141,19 +141,19 @@ def lines_for(options: DataclassInstance, purpose: Purpose) -> list[str]:
         for each in fields(options)
         if each.compare and (each.name not in known or purpose not in known[each.name].not_for)
     ]
-    return [f"{name}: {_compared(getattr(options, name))}" for name in names]
+    return [f"{name}: {_text_to_compare(getattr(options, name))}" for name in names]
 
 
-def _compared(given: object) -> str:
+def _text_to_compare(given: object) -> str:
     """A text that does not depend on the order of names; that of a mapping counts."""
     if isinstance(given, Mapping):
         return repr(list(given.items()))
     if isinstance(given, type):
         return f"{given.__module__}.{given.__qualname__}"
     if hasattr(given, "__dataclass_fields__"):
-        return ", ".join(f"{name} {_compared(value)}" for name, value in vars(given).items())
+        return ", ".join(f"{name} {_text_to_compare(value)}" for name, value in vars(given).items())
     if isinstance(given, Collection) and not isinstance(given, str):
-        return repr(sorted(map(_compared, given)))
+        return repr(sorted(map(_text_to_compare, given)))
     return str(given)
 
 
@@ -197,7 +197,7 @@ def _paragraph(name: str, text: str) -> str:
     )
 
 
-def _shown(value: object) -> str:
+def _clip(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _LONGEST else f"a {type(value).__name__}"
 
@@ -228,7 +228,7 @@ def count(least: int, most: int | None = None) -> Kind:
 
 
 def is_count(value: Any, least: int, most: int | None = None) -> bool:
-    """Whether it is a whole number within limits."""
+    """True for a whole number within limits."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     return is_whole and least <= value and (most is None or value <= most)
 
@@ -251,7 +251,7 @@ def names(example: str) -> Kind:
 
 
 def is_names(value: object) -> bool:
-    """Whether it is a collection of texts."""
+    """True for a collection of texts."""
     return isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(name, str) for name in value)
 
 
@@ -264,11 +264,11 @@ POSITIVE: Final = Kind(
 )
 
 
-def _as_path(given: str | Path | None) -> Path | None:
+def _to_path(given: str | Path | None) -> Path | None:
     return None if given is None else Path(given)
 
 
-PATH: Final = Kind("a path", instances(str, Path), _as_path)
+PATH: Final = Kind("a path", instances(str, Path), _to_path)
 FUNCTION: Final = Kind("a function", callable)
 
 

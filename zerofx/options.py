@@ -318,7 +318,7 @@ class CompileOptions:
 
     @property
     def compiles_regions(self) -> bool:
-        """Whether regions are compiled, which then hold less inside, and updates run torch's fused kernels."""
+        """True if regions are compiled, which then hold less inside, and updates run torch's fused kernels."""
         return self.backend == "inductor"
 
     @property
@@ -326,22 +326,22 @@ class CompileOptions:
         return None if self.precision.compute is None else dtype_of(self.precision.compute)
 
     @property
-    def reduced_in(self) -> torch.dtype | None:
-        """What gradients are reduced in, None for what they are computed in."""
+    def gradient_dtype(self) -> torch.dtype | None:
+        """The dtype that gradients are reduced in, None for that in which they are computed."""
         return None if self.precision.reduce_dtype is None else dtype_of(self.precision.reduce_dtype)
 
     @property
     def states_in(self) -> torch.dtype | None:
-        """What optimizer states are stored in, None for what the optimizer has them in."""
+        """The dtype that optimizer states are stored in, None for the optimizer's own."""
         return None if self.precision.state_dtype is None else dtype_of(self.precision.state_dtype)
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """How the loss is scaled, where anything is trained."""
+        """The loss scale, if anything is trained."""
         return self.precision.scaling if self.objective.trains else None
 
     def casts(self, model: nn.Module) -> ComputeDtype:
-        """What a model computes in, and which of its modules keep float32.
+        """The compute dtype of a model, and which of its modules keep float32.
 
         Raises:
             UsageError: it has none of those that are to.

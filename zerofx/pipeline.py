@@ -14,7 +14,7 @@ from zerofx.capture.normalise.phase import NORMALISATIONS
 from zerofx.codegen.cpu.extras import OPTIONAL
 from zerofx.codegen.inductor.phase import REGION_REWRITES
 from zerofx.codegen.kernels.table import check_kernels
-from zerofx.errors import UsageError, working
+from zerofx.errors import UsageError, wrap_defects
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.parameters import ParameterInfo
@@ -81,7 +81,7 @@ class Listed:
 
     @property
     def name(self) -> str:
-        """What texts call it."""
+        """The name in texts."""
         name: str = self.kind.name
         return name
 
@@ -334,7 +334,7 @@ def _run(graph_pass: Pass, step: StepGraph, plan: Plan) -> None:
     """
     optional = any(graph_pass.name == listed.name and listed.optional for listed in PLAN)
     remedy = f"Set ZEROFX_DISABLE={graph_pass.name}, which leaves it out" if optional else ""
-    with working(f"run the pass {graph_pass.name}", remedy, only_own=False):
+    with wrap_defects(f"run the pass {graph_pass.name}", remedy, only_own=False):
         graph_pass.run(step, plan)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LossScale:
-    """What a loss is multiplied by before backward, and how that changes: as ``torch.amp.GradScaler`` has it.
+    """The factor of a loss before backward, and how that changes: as ``torch.amp.GradScaler`` has it.
 
     After a step with a gradient that is not finite the scale is multiplied by ``backoff_factor``; after
     ``growth_interval`` steps in a row without one, by ``growth_factor``. Where both factors are 1 it stays.
@@ -51,7 +51,7 @@ def _is_number(asked: object) -> bool:
 
 
 def _are_modules(asked: object) -> bool:
-    """Whether it is a collection of types of modules and of names."""
+    """True for a collection of types of modules and of names."""
     from torch import nn  # the command line knows precisions without it
 
     return (
@@ -63,7 +63,7 @@ def _are_modules(asked: object) -> bool:
 
 @dataclass(frozen=True)
 class Precision:
-    """What is computed, reduced and stored in which dtype: ``precision=`` of ``zerofx.compile``.
+    """The dtypes of computation, reduction and storage: ``precision=`` of ``zerofx.compile``.
 
     Raises:
         UsageError: a field cannot be; says what it can be.
@@ -106,7 +106,7 @@ class Precision:
 
     @property
     def scaling(self) -> LossScale | None:
-        """How the loss is scaled: as asked, or as ``GradScaler`` does by default where gradients are in float16."""
+        """The loss scale: as asked, or as ``GradScaler`` does by default where gradients are in float16."""
         if self.loss_scale is None:
             return LossScale() if self.compute == "fp16" else None
         return self.loss_scale if isinstance(self.loss_scale, LossScale) else LossScale.fixed(float(self.loss_scale))
@@ -121,7 +121,7 @@ PRECISION: Final = Kind(
 
 
 def dtype_of(word: PrecisionWord | ReduceDtype | StateDtype) -> torch.dtype:
-    """What a precision computes in, and others that options call so."""
+    """The compute dtype of a precision, and of other options with the same words."""
     import torch  # as above
 
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[word]

@@ -15,7 +15,7 @@ _WITHOUT_COUNT = "{desc}: {elapsed}"
 
 
 @contextmanager
-def watched(what: str, unit: str = "", total: int | None = None, *, show: bool = True) -> Iterator[tqdm[Any]]:
+def watch_progress(what: str, unit: str = "", total: int | None = None, *, show: bool = True) -> Iterator[tqdm[Any]]:
     """A bar that says ``what`` is being done for as long as the block runs; ``bar.update()`` counts.
 
     Args:

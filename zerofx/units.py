@@ -1,4 +1,4 @@
-"""How sizes, times and lists are written for people: bytes as KiB, MiB, GiB; seconds as µs, ms, s; a few of many."""
+"""Texts of sizes, times and lists for people: bytes as KiB, MiB, GiB; seconds as µs, ms, s; a few of many."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def format_bytes(num_bytes: float) -> str:
     return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
-def on_tiers(sizes: Mapping[str, int]) -> str:
+def tiers_text(sizes: Mapping[str, int]) -> str:
     """``, 1.0 KiB on host, 2.0 KiB on nvme`` for bytes by slower tier; nothing for none."""
     return "".join(f", {format_bytes(size)} on {tier}" for tier, size in sizes.items() if size)
 

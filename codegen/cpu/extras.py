@@ -1,4 +1,4 @@
-"""What zerofx has for runs on CPUs alone, in the place of what torch and Inductor do: one entry each, with its switch.
+"""Replacements of zerofx for parts of torch and Inductor on machines with CPUs only: one entry each, with its switch.
 
 An entry stays for as long as one run of ``python -m benchmarks.cpu_extras``, with it on and off in turn, shows that it
 saves at least 3 % of a step's time, or a quarter of a cold start's, of a GPT or a Llama of 27M. ``docs/kernels.md`` has

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from zerofx.codegen.cpu.extras import PRODUCTS
-from zerofx.codegen.inductor.region_rewrites import TracedRegion, as_node, call
+from zerofx.codegen.inductor.region_rewrites import TracedRegion, call, require_node
 from zerofx.ir import ops
 from zerofx.ir.facts import value
 from zerofx.ir.op_kernels.products import has_kernel
@@ -45,7 +45,7 @@ def _take(graph: fx.Graph, node: fx.Node) -> None:
     """Have ``node``, if it is a product, computed by other means than ATen's, where it can be."""
     if node.kwargs or node.target not in (_INTO, _aten.mm.default, _aten.addmm.default):
         return
-    *rest, left, right = map(as_node, node.args)
+    *rest, left, right = map(require_node, node.args)
     bias = rest[0] if node.target is _aten.addmm.default else None
     values = (value(left), value(right), None if bias is None else value(bias))
     if not has_kernel(*values, into=node.target is _INTO):

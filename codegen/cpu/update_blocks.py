@@ -33,7 +33,7 @@ from torch import fx
 from zerofx.codegen.region_facts import RegionFunction, trace_region
 from zerofx.ir.aliasing import mutated_inputs
 from zerofx.optimizers.blocks import blocks
-from zerofx.optimizers.elementwise import is_creation, why_not_elementwise
+from zerofx.optimizers.elementwise import elementwise_obstacle, is_creation
 from zerofx.torch_private.operators import OpOverload, base_name, is_out, schema_of
 
 
@@ -56,12 +56,12 @@ class _Call:
 
     def run(self, values: list[Any], into: torch.Tensor | None) -> Any:
         """Its result; ``into``: a tensor like it, to write to."""
-        args = [_filled(arg, values) for arg in self.args]
+        args = [_substitute(arg, values) for arg in self.args]
         if into is not None and self.out is not None:
             if self.out is torch.ops.aten.copy_.default:
                 return self.out(into, args[0])
-            return self.out(*args, **{key: _filled(arg, values) for key, arg in self.kwargs.items()}, out=into)
-        return self.target(*args, **{key: _filled(arg, values) for key, arg in self.kwargs.items()})
+            return self.out(*args, **{key: _substitute(arg, values) for key, arg in self.kwargs.items()}, out=into)
+        return self.target(*args, **{key: _substitute(arg, values) for key, arg in self.kwargs.items()})
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,16 @@ class _Value:
     number: int
 
 
-def _filled(arg: Any, values: list[Any]) -> Any:
+def _substitute(arg: Any, values: list[Any]) -> Any:
     if type(arg) is _Value:
         return values[arg.number]
     if type(arg) is list:
-        return [_filled(item, values) for item in arg]
+        return [_substitute(item, values) for item in arg]
     return arg
 
 
 class _Scratch(threading.local):
-    """What each call makes of a block, by the number of its result: the next block's is written over it.
+    """Results of a block's calls, by number: the next block's are written over them.
 
     Each thread has its own: buckets on the device and buckets on the host share a region where both are one machine's
     memory, and are updated at the same time.
@@ -130,7 +130,7 @@ class BlockUpdate:
 
 
 def make_block_update(function: RegionFunction, inputs: Sequence[Any]) -> BlockUpdate:
-    """What does as ``function``, an update region of an emitted step, block by block.
+    """Make a function that runs ``function``, an update region of an emitted step, block by block.
 
     Args:
         function: takes its inputs in a list.
@@ -162,7 +162,7 @@ def make_block_update(function: RegionFunction, inputs: Sequence[Any]) -> BlockU
                 raise NoBlocksError(f"{node.name} changes what the update has read")
             once.append(_call(node, numbers, None))
             continue
-        reason = _why_not(node)
+        reason = _obstacle(node)
         if reason is not None:
             raise NoBlocksError(f"{node.name} {reason}")
         if not all(is_flat[source] for source in written) and not _reads_steps(node):
@@ -189,28 +189,28 @@ def _flat_inputs(inputs: Sequence[Any]) -> tuple[set[int], int]:
     return flat, sizes.pop()
 
 
-def _why_not(node: fx.Node) -> str | None:
+def _obstacle(node: fx.Node) -> str | None:
     if node.target is operator.getitem:
         return "is an element of a tensor"
     assert isinstance(node.target, OpOverload), node
     if is_creation(node.target) and base_name(node.target).endswith("_like"):
         return None
-    return why_not_elementwise(node.target, fused=True)
+    return elementwise_obstacle(node.target, fused=True)
 
 
 def _reads_steps(node: fx.Node) -> bool:
-    """Whether it is a fused kernel: one that is not given ``found_inf`` writes no count of steps, whatever its schema
-    says."""
+    """True for a fused kernel that leaves the count of steps alone, whatever its schema says: it is given no
+    ``found_inf``."""
     assert isinstance(node.target, OpOverload), node
     names = {argument.name for argument in schema_of(node.target).arguments}
     return "found_inf" in names and node.kwargs.get("found_inf") is None
 
 
 def _call(node: fx.Node, numbers: dict[fx.Node, int], out: Callable[..., Any] | None) -> _Call:
-    def numbered(source: fx.Node) -> Any:
+    def value_of(source: fx.Node) -> Any:
         return _Value(numbers[source])
 
-    args, kwargs = fx.map_arg((node.args, node.kwargs), numbered)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     assert callable(node.target)
     return _Call(node.target, tuple(map(_plain, args)), {k: _plain(v) for k, v in kwargs.items()}, numbers[node], out)
 

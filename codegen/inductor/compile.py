@@ -18,8 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from zerofx.codegen.cpu import attention, products
 from zerofx.codegen.cpu.extras import ATTENTION
 from zerofx.codegen.inductor.background import Background
-from zerofx.codegen.inductor.cpp import preparation, without_damaged_libraries
-from zerofx.codegen.inductor.decompositions import with_own
+from zerofx.codegen.inductor.cpp import preparation, retry_damaged_libraries
+from zerofx.codegen.inductor.decompositions import merge_decompositions
 from zerofx.codegen.inductor.kernel_library import loading
 from zerofx.codegen.inductor.kernel_passes import KERNEL_PASSES
 from zerofx.codegen.inductor.memory_record import memory_record
@@ -92,8 +92,8 @@ def compile_region(
     Raises:
         CompilerError: Inductor could not compile it; the message names the region.
     """
-    with shared_kernels().sharing() if shared else contextlib.nullcontext():
-        return without_damaged_libraries(lambda: _compiled(function, inputs, name, kernels))
+    with shared_kernels().share_loaded() if shared else contextlib.nullcontext():
+        return retry_damaged_libraries(lambda: _compile(function, inputs, name, kernels))
 
 
 def finish_shared() -> None:
@@ -108,12 +108,12 @@ def finish_shared() -> None:
         raise _could_not_be_compiled("kernels of regions", error) from error
 
 
-def _compiled(function: RegionFunction, inputs: Sequence[Any], name: str, kernels: frozenset[str]) -> CompiledRegion:
+def _compile(function: RegionFunction, inputs: Sequence[Any], name: str, kernels: frozenset[str]) -> CompiledRegion:
     devices = {entry.device.type for entry in inputs if isinstance(entry, torch.Tensor)}
     for device_type in sorted(devices):
         preparation(device_type).wait()
     try:
-        region = rewritten(function, inputs, kernels)
+        region = trace_and_rewrite(function, inputs, kernels)
         background = Background("zerofx-kernels", _builds(region.graph))
         background.resume()
         examples = [node.meta["val"] for node in region.graph.find_nodes(op="placeholder")]
@@ -124,16 +124,16 @@ def _compiled(function: RegionFunction, inputs: Sequence[Any], name: str, kernel
     except Exception as error:
         raise _could_not_be_compiled(name, error) from error
     memory = memory_record(source_of(compiled), examples, [i for i, _ in region.views], region.mode)
-    call = _with_views(name, region.views, compiled)
+    call = _call_on_views(name, region.views, compiled)
     if replace_allocator(compiled, torch.empty_strided) is None:
         return CompiledRegion(name, call, tuple(replace(event, block=None) for event in memory), background)
     return CompiledRegion(
         name, call, memory, background,
-        lambda allocate: _with_views(name, region.views, replace_allocator(compiled, allocate)),
+        lambda allocate: _call_on_views(name, region.views, replace_allocator(compiled, allocate)),
     )  # fmt: skip
 
 
-def rewritten(
+def trace_and_rewrite(
     function: RegionFunction,
     inputs: Sequence[Any],
     kernels: frozenset[str],
@@ -145,12 +145,12 @@ def rewritten(
         examples = list(map(_own_fake, inputs))
         plain = make_fx(lambda *args: function(list(args)), tracing_mode="real")(*examples)
 
-        def retraced(run: Callable[..., Any]) -> fx.GraphModule:
+        def retrace(run: Callable[..., Any]) -> fx.GraphModule:
             with set_up(*KERNEL_PASSES):
-                table = with_own(inductor_decompositions(), attention=ATTENTION in kernels)
+                table = merge_decompositions(inductor_decompositions(), attention=ATTENTION in kernels)
                 return make_fx(run, decomposition_table=table, tracing_mode="real")(*examples)
 
-        region = TracedRegion(plain, mode, retraced, kernels)
+        region = TracedRegion(plain, mode, retrace, kernels)
         for rewrite in rewrites:
             rewrite.run(region)
     return region
@@ -169,18 +169,18 @@ _PRODUCTS = frozenset({ops.product, ops.product_into})
 
 
 def _builds(graph: fx.Graph) -> list[Callable[[], object]]:
-    """What builds the kernels of ours that ``graph`` calls."""
+    """The functions that build the zerofx kernels which ``graph`` calls."""
     targets = {node.target for node in graph.nodes}
     uses = {attention.build: _ATTENTION, products.build: _PRODUCTS}
     return [build for build, operators in uses.items() if targets & operators]
 
 
 def _names_strides(error: AssertionError) -> bool:
-    """Whether Inductor's check of a tensor's strides raised ``error``; a user's operator may raise others."""
+    """True if Inductor's check of a tensor's strides raised ``error``; a user's operator may raise others."""
     return str(error).startswith("expected size ")
 
 
-def _with_views(name: str, views: list[tuple[int, tuple[Any, ...]]], compiled: Any) -> RegionFunction:
+def _call_on_views(name: str, views: list[tuple[int, tuple[Any, ...]]], compiled: Any) -> RegionFunction:
     def call(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
         given = [inputs[i].as_strided(*args) if args else inputs[i] for i, args in views]
         inputs.clear()

@@ -45,8 +45,8 @@ from zerofx.torch_private.inductor.cpp import config as inductor_config
 Built = TypeVar("Built")
 
 
-def asked_cache_folder() -> Path:
-    """Where Inductor would keep what it builds."""
+def inductor_cache_folder() -> Path:
+    """The folder of Inductor's cache, as the environment sets it."""
     return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
 
 
@@ -56,7 +56,7 @@ def _use_own_cache() -> None:
     Its own folder, where it is one; made for the user alone where there is none yet.
     """
     try:
-        with own_folder(asked_cache_folder(), make=True):
+        with own_folder(inductor_cache_folder(), make=True):
             return
     except UnsafeError as error:
         base = user_cache()
@@ -98,7 +98,7 @@ def _check_folders() -> None:
     libraries = Path(torch.__file__).parent / "lib"
     for folder, remedy in (
         (libraries, "install torch (the virtual environment) elsewhere"),
-        (asked_cache_folder(), "set TORCHINDUCTOR_CACHE_DIR to another"),
+        (inductor_cache_folder(), "set TORCHINDUCTOR_CACHE_DIR to another"),
     ):
         if len(str(folder).split()) > 1:
             raise CompilerError(
@@ -108,19 +108,19 @@ def _check_folders() -> None:
 
 
 def build_cpp(argument_types: Sequence[str], source: str) -> Callable[..., None]:
-    """What calls ``kernel`` of a C++ text, which is built with the flags of generated code and kept in the same cache.
+    """Build ``kernel`` of a C++ text, with the flags and in the cache of generated code; returns a function to call it.
 
     Args:
         argument_types: as in C++. Pointers are called with tensors: null is an empty one.
         source: the text.
     """
-    loaded: Callable[..., None] = without_damaged_libraries(
+    loaded: Callable[..., None] = retry_damaged_libraries(
         lambda: CppPythonBindingsCodeCache.load_pybinding(list(argument_types), source)
     )
     return loaded
 
 
-def without_damaged_libraries(build: Callable[[], Built]) -> Built:
+def retry_damaged_libraries(build: Callable[[], Built]) -> Built:
     """``build()``, which is called again for each library of Inductor's cache that it could not load and is deleted.
 
     Inductor has the linker write where it loads from, so that a process which is killed leaves half a library there.
@@ -130,14 +130,14 @@ def without_damaged_libraries(build: Callable[[], Built]) -> Built:
         try:
             return build()
         except Exception as error:
-            library = _damaged_library(error)
+            library = _find_damaged_library(error)
             if library is None or library in deleted:
                 raise
             deleted.add(library)
             library.unlink(missing_ok=True)
 
 
-def _damaged_library(error: BaseException) -> Path | None:
+def _find_damaged_library(error: BaseException) -> Path | None:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ImportError) and cause.path is not None:
@@ -148,7 +148,7 @@ def _damaged_library(error: BaseException) -> Path | None:
 
 
 class Preparation:
-    """What Inductor does once in a process before it builds or loads code for a type of device, in the background.
+    """Inductor's one-time work in a process before it builds or loads code for a device type, done in the background.
 
     It reads all of torch's and Triton's files for the keys of its cache, asks which vector instructions there are, in
     processes that it waits for, and precompiles its headers: a model is captured meanwhile. What fails here fails
@@ -172,7 +172,7 @@ class Preparation:
             entry.resume()
 
     @contextlib.contextmanager
-    def begun(self) -> Iterator[None]:
+    def run(self) -> Iterator[None]:
         """Begin, and where the block fails begin nothing further; what the compiler is at is not interrupted."""
         self.begin()
         try:
@@ -238,7 +238,7 @@ class VectorInstructions:
     def _ask(self, kind: VecISA) -> None:
         # Where all are known to work, no compiler has to be asked about any.
         program = "" if self._all_work else _program(kind)
-        with self._telling(self._all_work or program in self._programs):
+        with self._patch_vector_check(self._all_work or program in self._programs):
             works = bool(kind)
         if not works:
             return
@@ -248,13 +248,13 @@ class VectorInstructions:
             self._precompile(kind)
 
     def _conclude(self) -> None:
-        with self._telling(self._all_work):
+        with self._patch_vector_check(self._all_work):
             working = valid_vec_isa_list()
         if self._kinds and working == self._kinds and not self._all_work:
             self._cache.write(self._key, str([*map(str, working)]))
         self._precompile(pick_vec_isa())
 
-    def _telling(self, works: bool) -> Any:
+    def _patch_vector_check(self, works: bool) -> Any:
         """Tell Inductor, on this thread alone, that programs which use torch's vectors work, if they do."""
         return inductor_config.patch({"cpp.vec_isa_ok": True} if works else {})
 
@@ -268,8 +268,8 @@ _PRECOMPILED = (".gch", ".pch")  # what gcc and clang append to the name of a he
 
 
 def _program(kind: VecISA) -> str:
-    """What decides, for all kinds, what becomes of the program that uses torch's vectors: Inductor's command line, with
-    what the compiler makes of its flags for the machine in their place."""
+    """The text on which, for all kinds, the program that tries torch's vectors depends: Inductor's command line, with
+    the flags for this machine as the compiler expands them."""
     options = CppTorchOptions(vec_isa=kind, warning_all=False)
     words = shlex.split(CppBuilder("program", ["program.cpp"], options).get_command_line())
     if not is_gcc():

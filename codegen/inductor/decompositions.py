@@ -1,4 +1,4 @@
-"""What operators become in a compiled region, where Inductor's own decompositions would lose speed, bits or strides."""
+"""Decompositions for compiled regions, where Inductor's own would lose speed, bits or strides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 Decompositions = Mapping[Any, Callable[..., Any]]
 
 
-def with_own(inductors: Decompositions, *, attention: bool) -> Decompositions:
+def merge_decompositions(inductors: Decompositions, *, attention: bool) -> Decompositions:
     """Inductor's decompositions and, in the place of some, those of regions.
 
     ``attention``: whether zerofx's own kernel takes what it can.
@@ -99,22 +99,22 @@ def replication_pad_backward(grad: torch.Tensor, x: torch.Tensor, padding: Seque
 
 
 def _bernoulli(chances: torch.Tensor, *, generator: torch.Generator | None = None) -> Any:
-    return NotImplemented if generator is not None else _drawn(chances, chances, 0.0)
+    return NotImplemented if generator is not None else _draw(chances, chances, 0.0)
 
 
 def _bernoulli_of(x: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Any:
-    return NotImplemented if generator is not None else _drawn(x, None, p)
+    return NotImplemented if generator is not None else _draw(x, None, p)
 
 
 def _own_bernoulli(chances: torch.Tensor, *, rank: torch.Tensor, generator: None = None) -> torch.Tensor:
-    return _drawn(chances, chances, 0.0, rank=rank)
+    return _draw(chances, chances, 0.0, rank=rank)
 
 
 def _own_bernoulli_of(x: torch.Tensor, p: float, *, rank: torch.Tensor, generator: None = None) -> torch.Tensor:
-    return _drawn(x, None, p, rank=rank)
+    return _draw(x, None, p, rank=rank)
 
 
-def _drawn(x: torch.Tensor, chances: torch.Tensor | None, p: float, **rank: torch.Tensor) -> torch.Tensor:
+def _draw(x: torch.Tensor, chances: torch.Tensor | None, p: float, **rank: torch.Tensor) -> torch.Tensor:
     """Draws of the shape of ``x``: by ATen, row by row whatever its strides, and also where nobody reads them.
 
     Inductor compares uniform numbers, or draws over a copy in any layout, and leaves out what is not read: other draws.

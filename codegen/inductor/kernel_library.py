@@ -22,7 +22,7 @@ import functools
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
-from zerofx.codegen.inductor.cpp import without_damaged_libraries
+from zerofx.codegen.inductor.cpp import retry_damaged_libraries
 from zerofx.torch_private.inductor.cpp import begin_library, bindings
 
 Kernel = Callable[..., None]
@@ -61,7 +61,7 @@ class KernelLibrary:
     def function(self, index: int) -> Kernel:
         """The kernel that was added as number ``index``, built."""
         assert self._functions is not None, "the file has been loaded"
-        return without_damaged_libraries(self._functions)[index]
+        return retry_damaged_libraries(self._functions)[index]
 
 
 class LateKernel:

@@ -102,7 +102,7 @@ def _overwrite(kernel: FusedSchedulerNode) -> None:
 
 
 def _fits(loop: BaseSchedulerNode, read: SchedulerBuffer) -> bool:
-    """Whether a result of ``loop`` takes the memory of what it reads."""
+    """True if a result of ``loop`` can take the memory of ``read``."""
     results = (result.node for result in loop.get_outputs() if has_memory(result))
     return any(can_match_buffer_size(read.node, result) for result in results)
 

@@ -1,4 +1,4 @@
-"""What compiled code will take and give back, read from the wrapper that Inductor generated for it.
+"""Allocations and frees of compiled code, read from the wrapper that Inductor generated for it.
 
 The wrapper is straight-line Python: it allocates buffers, runs kernels on them, and deletes names. It is gone through
 statement by statement on fake tensors. Names hold storages, kernels that Inductor generated take nothing, and operators
@@ -219,7 +219,7 @@ class _Record:
 
     def _operator(self, target: OpOverload, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
         is_written = keywords.pop("out", None) is not None  # where the caller has memory for it
-        node = _node(target, *_ordered(target, args, keywords))
+        node = _node(target, *_positional_arguments(target, args, keywords))
         allocated = [tensor for tensor in tensors_in(node.meta["val"]) if not self._names[memory_of(tensor)]]
         num_bytes = 0 if is_written else sum(tensor.untyped_storage().nbytes() for tensor in allocated)
         if scratch := workspace_bytes(node):
@@ -227,7 +227,7 @@ class _Record:
         return None if is_written else node.meta["val"]
 
 
-def _ordered(
+def _positional_arguments(
     target: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call by their places in the operator's schema, as the rules for workspaces read them.
@@ -244,13 +244,13 @@ def _node(target: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any]) 
     """A node that calls ``target``, with fake values."""
     graph = fx.Graph()
 
-    def given(value: Any) -> Any:
+    def to_node(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         node = graph.placeholder("x")
         node.meta["val"] = value
         return node
 
-    node = graph.call_function(target, tuple(map(given, args)), dict(keywords))
+    node = graph.call_function(target, tuple(map(to_node, args)), dict(keywords))
     node.meta["val"] = target(*args, **keywords)
     return node

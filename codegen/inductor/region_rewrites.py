@@ -47,7 +47,7 @@ def call(graph: fx.Graph, target: OpOverload, args: tuple[object, ...]) -> fx.No
     return node
 
 
-def as_node(argument: object) -> fx.Node:
+def require_node(argument: object) -> fx.Node:
     """An argument that is a node."""
     assert isinstance(argument, fx.Node)
     return argument
@@ -148,11 +148,11 @@ class _InPlannedStrides(fx.Interpreter):
         result = super().run_node(n)
         planned = n.meta.get("val")
         if isinstance(result, list | tuple) and isinstance(planned, list | tuple):
-            return tuple(map(_with_strides, result, planned))
-        return _with_strides(result, planned)
+            return tuple(map(_restride, result, planned))
+        return _restride(result, planned)
 
 
-def _with_strides(result: Any, planned: Any) -> Any:
+def _restride(result: Any, planned: Any) -> Any:
     """``result`` laid out like ``planned``, where both are tensors that fill their memory."""
     if not isinstance(result, torch.Tensor) or not isinstance(planned, torch.Tensor):
         return result

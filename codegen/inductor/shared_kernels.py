@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
-from zerofx.codegen.inductor.cpp import without_damaged_libraries
+from zerofx.codegen.inductor.cpp import retry_damaged_libraries
 from zerofx.codegen.inductor.kernel_library import KernelLibrary, loading
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.settings import read_settings
@@ -55,7 +55,7 @@ class SharedKernel:
 
     @property
     def function(self) -> Kernel:
-        """What runs it."""
+        """The function that runs it."""
         if self._function is None:
             self._function = self._alike.function(self._numbers)
         return self._function
@@ -92,9 +92,9 @@ class Alike:
         self._library(next(iter(self._known)))
 
     def function(self, numbers: Numbers) -> Kernel:
-        """What runs the one with ``numbers``, once it is built."""
+        """The kernel with ``numbers``, once it is built."""
         library = self._library(numbers)
-        kernel: Kernel = without_damaged_libraries(library.result) if hasattr(library, "result") else library
+        kernel: Kernel = retry_damaged_libraries(library.result) if hasattr(library, "result") else library
         return functools.partial(kernel, *(int(numbers[group[0]]) for group in self._groups))
 
     def _library(self, numbers: Numbers) -> Any:
@@ -127,7 +127,7 @@ class SharedKernels:
         self.is_open = False
 
     @contextlib.contextmanager
-    def sharing(self) -> Iterator[None]:
+    def share_loaded(self) -> Iterator[None]:
         """While open, kernels that are loaded are shared, and not built until they have to be."""
         self.is_open = True
         try:
@@ -165,7 +165,7 @@ def shared_kernels() -> SharedKernels:
 
 
 class FileKernels(AsyncCompile):
-    """What a file of Inductor's makes its kernels with; files that Inductor keeps have its name."""
+    """Makes the kernels of a file of Inductor's; files that Inductor keeps have its name."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ def update_kernels(regions: Sequence[Region]) -> UpdateKernels:
 def kernels_of_facts(
     facts: Iterable[RegionFacts], functions: Mapping[str, Callable[[list[Any]], object]], *, all_is_read: bool
 ) -> UpdateKernels:
-    """What ``update_kernels`` gives for the regions that ``facts`` are of, whose text is that of ``functions``.
+    """Do as ``update_kernels`` for the regions that ``facts`` are of, whose text is that of ``functions``.
 
     ``all_is_read``: whether what nothing in the graph reads later has to be stored all the same.
     """
@@ -56,7 +56,7 @@ def kernels_of_facts(
 
 
 def function_of(region: Region) -> Callable[[list[Any]], object]:
-    """What an update does on torch's kernels."""
+    """The function that runs an update on torch's kernels."""
     namespace: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten}
     exec(update_source(region), namespace)
     function: Callable[[list[Any]], object] = namespace["update"]

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 
-def on_device(device: torch.device) -> AbstractContextManager[object]:
+def device_guard(device: torch.device) -> AbstractContextManager[object]:
     """Inside, ``device`` is the current one of its kind; it need not be outside.
 
     Triton launches on the current device, graphs are captured there, and ``torch.device("cuda")`` in an emitted step

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zerofx.codegen.kernels.current_device import on_device
+from zerofx.codegen.kernels.current_device import device_guard
 
 COLUMNS = 2048  # logits that a program reads at a time
 # Products are rounded with the sums they go into, as Triton 3.9 does by default and 3.10 does not.
@@ -79,7 +79,7 @@ def softmax_chunk(
     num_rows, num_classes = logits.shape
     after = logits.new_empty(3, num_rows, dtype=torch.float32)
     if num_rows:
-        with on_device(logits.device):
+        with device_guard(logits.device):
             chunk_kernel[(num_rows,)](
                 logits, target, after if stats is None else stats, after, first_class, num_rows, num_classes,
                 logits.stride(0), FIRST=stats is None, COLUMNS=COLUMNS, **LAUNCH,
@@ -98,7 +98,7 @@ def softmax_gradient(
     """``zerofx.softmax_gradient`` in one kernel."""
     num_rows, num_classes = logits.shape
     if num_rows:
-        with on_device(logits.device):
+        with device_guard(logits.device):
             gradient_kernel[(num_rows, triton.cdiv(num_classes, COLUMNS))](
                 logits, target, log_sums, scale, first_class, num_classes, logits.stride(0), ignore_index,
                 COLUMNS=COLUMNS, **LAUNCH,

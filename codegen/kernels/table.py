@@ -1,4 +1,4 @@
-"""Which kernels of zerofx's own a step uses: the table of those for CUDA, what turns each on, and why.
+"""The table of zerofx's own CUDA kernels that a step may use, what turns each on, and why.
 
 Those for CPUs are in ``codegen/cpu/extras.py``.
 """

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.codegen.kernels.current_device import on_device
+from zerofx.codegen.kernels.current_device import device_guard
 from zerofx.codegen.kernels.update_operators import write_operator
 from zerofx.codegen.kernels.update_writer import COMPUTED, HOST_FUNCTIONS, Buffer, HostScalar, NoKernelError, Writer
 from zerofx.codegen.region_facts import trace_region
@@ -58,7 +58,7 @@ class UpdateKernel:
             node.target(*args, **kwargs)
         tensors = [given[number] for number in self.pointers]
         values = [HOST_FUNCTIONS[scalar.function](float(given[scalar.source][scalar.index])) for scalar in self.scalars]
-        with on_device(tensors[0].device):
+        with device_guard(tensors[0].device):
             grid = (-(-self.numel // BLOCK),)
             load_kernel(self.source)[grid](*tensors, self.numel, *values, BLOCK=BLOCK, **LAUNCH)
         # A step that fails tells by these counts which buckets had been updated; torch cannot see Triton write.

@@ -1,4 +1,4 @@
-"""What each ATen operator of an optimizer's update becomes in its kernel: one expression for most.
+"""ATen operators of an optimizer's update as code of its kernel: one expression for most.
 
 torch's fused optimizers are written out as their sources define them
 (``aten/src/ATen/native/cuda/fused_adam_utils.cuh``, ``FusedSgdKernel.cu``), but for their bias corrections: those are
@@ -46,7 +46,7 @@ def write_operator(writer: Writer, node: fx.Node) -> None:
 
 
 def _dtype_of(name: str, node: fx.Node, buffers: Mapping[fx.Node, Buffer]) -> torch.dtype:
-    """What ATen would store an operator's value in."""
+    """The dtype in which ATen would store an operator's value."""
     if name in _COMPARISONS:
         return torch.bool
     dtype = node.kwargs.get("dtype")
@@ -69,7 +69,7 @@ def _infix(sign: str) -> Expression:
     return lambda w, a: f"{w.read(a['self'])} {sign} {w.read(a['other'])}"
 
 
-def _scaled(sign: str) -> Expression:
+def _add_scaled(sign: str) -> Expression:
     def text(w: Writer, a: Arguments) -> str:
         first, second = w.read(a["self"]), w.read(a["other"])
         alpha = a.get("alpha", 1)
@@ -120,7 +120,7 @@ def _sign(w: Writer, a: Arguments) -> str:
     return f"tl.where({value} > 0.0, 1.0, tl.where({value} < 0.0, -1.0, 0.0))"
 
 
-def _filled(value: Callable[[Arguments], Any]) -> Expression:
+def _fill(value: Callable[[Arguments], Any]) -> Expression:
     """All elements the same; the sum with zeros of the bucket's size is what makes it a block."""
     return lambda w, a: f"tl.zeros_like(at).to(tl.float32) + {w.read(value(a))}"
 
@@ -128,8 +128,8 @@ def _filled(value: Callable[[Arguments], Any]) -> Expression:
 _COMPARISONS = {"gt": ">", "lt": "<", "ge": ">=", "le": "<=", "eq": "==", "ne": "!="}
 _EXPRESSIONS: Mapping[str, Expression] = {
     **{name: _infix(sign) for name, sign in (("mul", "*"), *_COMPARISONS.items())},
-    "add": _scaled("+"),
-    "sub": _scaled("-"),
+    "add": _add_scaled("+"),
+    "sub": _add_scaled("-"),
     "div": _divide,
     "pow": _power,
     "lerp": _lerp,
@@ -156,15 +156,15 @@ _EXPRESSIONS: Mapping[str, Expression] = {
     "copy": lambda w, a: w.read(a["src"]),
     "clone": lambda w, a: w.read(a["self"]),
     "_to_copy": lambda w, a: w.read(a["self"]),
-    "fill": _filled(lambda a: a["value"]),
-    "full_like": _filled(lambda a: a["fill_value"]),
-    "zero": _filled(lambda a: 0.0),
-    "zeros_like": _filled(lambda a: 0.0),
-    "ones_like": _filled(lambda a: 1.0),
+    "fill": _fill(lambda a: a["value"]),
+    "full_like": _fill(lambda a: a["fill_value"]),
+    "zero": _fill(lambda a: 0.0),
+    "zeros_like": _fill(lambda a: 0.0),
+    "ones_like": _fill(lambda a: 1.0),
 }  # fmt: skip
 
 
-def _only(argument: Any) -> fx.Node:
+def _single_tensor(argument: Any) -> fx.Node:
     """The one tensor of a list: a bucket is one."""
     if not isinstance(argument, Sequence) or len(argument) != 1 or not isinstance(argument[0], fx.Node):
         raise NoKernelError("a fused optimizer is given other than one tensor of each kind")
@@ -186,8 +186,8 @@ def _gradient(w: Writer, node: fx.Node, grad: fx.Node) -> str:
 
 
 def _adam(w: Writer, node: fx.Node, *, decoupled: bool) -> None:
-    param, grad_of, exp_avg, exp_avg_sq = map(_only, node.args[:4])
-    step = w.read(_only(node.args[5]))
+    param, grad_of, exp_avg, exp_avg_sq = map(_single_tensor, node.args[:4])
+    step = w.read(_single_tensor(node.args[5]))
     known = node.kwargs
     lr, decay, eps = (w.scalar(known[name]) for name in ("lr", "weight_decay", "eps"))
     grad, value = _gradient(w, node, grad_of), w.read(param)
@@ -200,8 +200,10 @@ def _adam(w: Writer, node: fx.Node, *, decoupled: bool) -> None:
     second = w.line(f"{w.scalar(beta2)} * {w.read(exp_avg_sq)} + {w.scalar(beta2, 'complement')} * {grad} * {grad}")
     largest = second
     if known["amsgrad"]:
-        largest = w.line(f"tl.maximum({w.read(_only(node.args[4]))}, {second}, propagate_nan=tl.PropagateNan.ALL)")
-        w.write(_only(node.args[4]), largest)
+        largest = w.line(
+            f"tl.maximum({w.read(_single_tensor(node.args[4]))}, {second}, propagate_nan=tl.PropagateNan.ALL)"
+        )
+        w.write(_single_tensor(node.args[4]), largest)
     correction1, correction2 = (
         _expm1(w, w.line(f"{step} * {w.scalar(beta, 'log')}")) for beta in (beta1, beta2)
     )  # fmt: skip
@@ -212,12 +214,12 @@ def _adam(w: Writer, node: fx.Node, *, decoupled: bool) -> None:
 
 
 def _sgd(w: Writer, node: fx.Node) -> None:
-    param, grad_of = map(_only, node.args[:2])
+    param, grad_of = map(_single_tensor, node.args[:2])
     known = node.kwargs
     value = w.read(param)
     grad = w.line(f"{_gradient(w, node, grad_of)} + {w.scalar(known['weight_decay'])} * {value}")
     if node.args[2]:
-        buffer, momentum = _only(node.args[2]), w.scalar(known["momentum"])
+        buffer, momentum = _single_tensor(node.args[2]), w.scalar(known["momentum"])
         if known["is_first_step"]:
             momentum_value = grad
         else:
@@ -230,8 +232,8 @@ def _sgd(w: Writer, node: fx.Node) -> None:
 
 
 def _adagrad(w: Writer, node: fx.Node) -> None:
-    param, grad_of, total = map(_only, node.args[:3])
-    step = w.read(_only(node.args[3]))
+    param, grad_of, total = map(_single_tensor, node.args[:3])
+    step = w.read(_single_tensor(node.args[3]))
     known = node.kwargs
     value = w.read(param)
     grad = w.line(f"{_gradient(w, node, grad_of)} + {w.scalar(known['weight_decay'])} * {value}")

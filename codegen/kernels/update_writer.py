@@ -69,7 +69,7 @@ class Writer:
         self.lines.append(f"{name} = {expression}")
         return name
 
-    def rounded(self, expression: str, dtype: torch.dtype) -> str:
+    def round_to(self, expression: str, dtype: torch.dtype) -> str:
         """A variable with the value of ``expression`` as ``dtype`` would store it."""
         low = _TRITON_NAMES.get(dtype)
         return self.line(f"({expression}).to({low}).to(tl.float32)" if low else expression)
@@ -98,12 +98,12 @@ class Writer:
         buffer = self.buffers[node]
         if buffer.is_single:
             raise NoKernelError(f"{node.name} is written for all elements at once")
-        buffer.variable = self.rounded(expression, buffer.dtype)
+        buffer.variable = self.round_to(expression, buffer.dtype)
         buffer.is_written = True
 
     def make(self, node: fx.Node, expression: str, dtype: torch.dtype) -> None:
         """``node`` is a value that is not stored."""
-        self.buffers[node] = Buffer(dtype, variable=self.rounded(expression, dtype))
+        self.buffers[node] = Buffer(dtype, variable=self.round_to(expression, dtype))
 
 
 def _literal(number: float) -> str:

@@ -101,7 +101,7 @@ def state_decision(plan: Plan, bucket: Bucket) -> Absence | None:
 
 
 def may_run_on(plan: Plan, bucket: Bucket) -> bool:
-    """Whether a step may end before the host is done with a bucket's update: no other rank waits for new values, and
+    """True if a step may end before the host is done with a bucket's update: no other rank waits for the result, and
     users see none, as they do of parameters that stay whole on the device in their own dtype."""
     is_shared = bucket.is_cut(plan.stage) and not (bucket.is_gathered(plan.stage) and bucket.num_parts == 1)
     is_hidden = bucket.is_gathered(plan.stage) or bucket.has_master or parameter_tier(plan, bucket) != DEVICE

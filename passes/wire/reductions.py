@@ -101,7 +101,7 @@ def _quantise(step: StepGraph, plan: Plan, bucket: Bucket, reduce: fx.Node, enco
     """Change a reduction; ``hop`` is what the second of two hops begins after."""
     graph, index, where = step.graph, bucket.index, origin(reduce)
     (awaited,) = reduce.users
-    num_nodes, local = plan.nodes_along(bucket.reduced_over)
+    num_nodes, local = plan.nodes_along(bucket.reduction_axes)
     if not is_two_hops(num_nodes, local):
         _send_in_one_hop(step, reduce, encoding, "grads", "reduced")
         return
@@ -113,7 +113,7 @@ def _quantise(step: StepGraph, plan: Plan, bucket: Bucket, reduce: fx.Node, enco
             graph, ops.dequantise_sum, (received, local, encoding, torch.float32), where, name=f"node_sum_{index}"
         )
         small = insert_call(graph, ops.quantise, (summed, num_nodes, encoding), where, name=f"across_{index}")
-        args, how = (small, index, num_nodes, "across"), dict(axes_argument(bucket.reduced_over))
+        args, how = (small, index, num_nodes, "across"), dict(axes_argument(bucket.reduction_axes))
         across = insert_call(graph, ops.exchange, args, where, how, name=f"reduce_across_{index}")
     _add_up(step, awaited, across, num_nodes, encoding, f"reduced_{index}")
 

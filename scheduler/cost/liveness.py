@@ -26,7 +26,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import Loop, loop_of, times_held
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
-from zerofx.ir.streams import hops_of, runs_on_host, what_runs_on
+from zerofx.ir.streams import hops_of, runs_on_host, background_work
 from zerofx.scheduler.cost.blocks import size_class
 from zerofx.scheduler.cost.cpu.workspace import memories
 from zerofx.scheduler.plan.facts import TIERS, Arena
@@ -172,9 +172,9 @@ def liveness(step: StepGraph, on_cpu: bool, *, compiles_regions: bool = False) -
 
 def _match_settles(step: StepGraph) -> dict[fx.Node, fx.Node]:
     """The node that awaits, in the next step, what each ``run_on`` has let run on."""
-    runs_on = {what_runs_on(node): node for node in step.calls() if node.target is ops.run_on}
+    runs_on = {background_work(node): node for node in step.calls() if node.target is ops.run_on}
     settled = (node for node in step.calls() if node.target is ops.settle)
-    return {runs_on[what]: node for node in settled if (what := what_runs_on(node)) in runs_on}
+    return {runs_on[what]: node for node in settled if (what := background_work(node)) in runs_on}
 
 
 def _bytes_to_return(

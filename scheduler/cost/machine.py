@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zerofx.errors import UsageError
-from zerofx.json_format import typed
+from zerofx.json_format import from_data
 
 if TYPE_CHECKING:
     import torch
@@ -279,7 +279,7 @@ class Machine(_Facts):
     def from_json(text: str) -> Machine:
         """Read what `to_json` wrote. Raises UsageError naming the field that is missing, unknown or of a wrong kind."""
         try:
-            return typed(Machine, json.loads(text), "machine")
+            return from_data(Machine, json.loads(text), "machine")
         except json.JSONDecodeError as error:
             raise UsageError(f"machine: not valid JSON: {error}") from error
         except (TypeError, ValueError) as error:

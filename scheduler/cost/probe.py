@@ -24,7 +24,7 @@ import torch.distributed as dist
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.errors import UsageError
 from zerofx.optimizers.blocks import make_adamw_pass
-from zerofx.progress import watched
+from zerofx.progress import watch_progress
 from zerofx.scheduler.cost.catalog import find_machine, machine_of_device
 from zerofx.scheduler.cost.machine import MEASURED, Device, Efficiency, Host, HostUpdate, Link, Machine, Nvme, Peaks
 from zerofx.settings import read_settings
@@ -63,7 +63,7 @@ def measure_machine(device: torch.device | str | None = None, *, nvme_path: str 
     ranks_on_node = _ranks_on_node(world)
     first = world == 1 or dist.get_rank() == 0
     current = torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()
-    with torch.no_grad(), current, watched("measuring the machine", show=first):
+    with torch.no_grad(), current, watch_progress("measuring the machine", show=first):
         machine = _measure_cpu(ranks_on_node) if where.type == "cpu" else _measure_cuda(where, ranks_on_node)
         if nvme_path is not None:
             machine = replace(machine, nvme=_measure_files(Path(nvme_path), ranks_on_node))

@@ -24,7 +24,7 @@ from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Role, host_bucket, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of, times_run
-from zerofx.ir.streams import LINKS, hops_of, num_gathers_after, runs_on_host, stream_of, what_runs_on
+from zerofx.ir.streams import LINKS, hops_of, num_gathers_after, runs_on_host, stream_of, background_work
 from zerofx.scheduler.cost.categories import peak_memory
 from zerofx.scheduler.cost.liveness import Liveness, liveness
 from zerofx.scheduler.cost.machine import Machine
@@ -354,7 +354,7 @@ class _Clocks:
         self._hold(node, until=self._done[pending], seconds=_sum_seconds(pending, self._machine))
 
     def _settle(self, node: fx.Node) -> None:
-        bucket, back = what = what_runs_on(node)
+        bucket, back = what = background_work(node)
         copies = self._before.runs_on.get(what, ())
         for copy in copies:
             if copy in self._held_back:
@@ -365,7 +365,7 @@ class _Clocks:
     def _run_on(self, node: fx.Node) -> None:
         copies = node.args[1]
         assert isinstance(copies, list | tuple)
-        self._runs_on[what_runs_on(node)] = tuple(copy for copy in copies if isinstance(copy, fx.Node))
+        self._runs_on[background_work(node)] = tuple(copy for copy in copies if isinstance(copy, fx.Node))
         self._hold(node, until=self.compute)
 
     def _update_on_host(self, node: fx.Node) -> None:

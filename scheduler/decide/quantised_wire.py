@@ -72,7 +72,7 @@ def check_nodes(layout: BucketLayout, machine: Machine) -> None:
         UsageError: those that a bucket is sliced over are more on one node than on another.
     """
     local, mesh = machine.ranks_per_node, layout.mesh
-    for axes in sorted({bucket.reduced_over for bucket in layout.buckets}):
+    for axes in sorted({bucket.reduction_axes for bucket in layout.buckets}):
         if not mesh.fills_nodes(axes, local):
             raise UsageError(
                 f"expected whole nodes of {local} ranks ({machine.name}) for a wire that is not exact, found "
@@ -171,7 +171,7 @@ class _Sends:
 
     def takes_two_hops(self, bucket: Bucket) -> bool:
         """True if a quantised reduction goes within nodes first."""
-        return is_two_hops(*self.plan.nodes_along(bucket.reduced_over))
+        return is_two_hops(*self.plan.nodes_along(bucket.reduction_axes))
 
     def replica_reduction(self, bucket: Bucket) -> tuple[float, tuple[tuple[float, float], ...]]:
         """The same as ``reduction``, of the hop across replicas."""
@@ -184,9 +184,9 @@ class _Sends:
         """Seconds before the first hop, and of each hop on the wire and after it."""
         small = bytes_of_values(bucket.numel, self.plan.wire)
         before = self.compute(bucket.gradient_bytes + small)
-        num_nodes, local = self.plan.nodes_along(bucket.reduced_over)
+        num_nodes, local = self.plan.nodes_along(bucket.reduction_axes)
         if not is_two_hops(num_nodes, local):
-            during = seconds_along("all_to_all", small, bucket.mesh, bucket.reduced_over, self.machine)
+            during = seconds_along("all_to_all", small, bucket.mesh, bucket.reduction_axes, self.machine)
             gradient_slice = bucket.gradient_bytes // bucket.num_reduced
             return before, ((during, self.compute(small + gradient_slice)),)
         part, summed = small // local, 4 * bucket.numel // local

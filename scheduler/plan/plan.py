@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zerofx.disk.own_files import read_named, write_named
 from zerofx.errors import PlanError
-from zerofx.json_format import ONLY_IF_SET, as_data, typed
+from zerofx.json_format import ONLY_IF_SET, from_data, to_data
 from zerofx.scheduler.plan.decisions import (
     Absence,
     GatherDecision,
@@ -184,13 +184,13 @@ class Plan:
 
     def decisions_hash(self) -> str:
         """SHA-256 of all decisions without the prediction: what ranks compare before the first step."""
-        data = as_data(self)
+        data = to_data(self)
         del data["prediction"], data["summary"]  # the fingerprint stands for the graph
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> str:
         """The plan as JSON text; ``Plan.from_json`` gives an equal plan back."""
-        return json.dumps({"format": _FORMAT, **as_data(self)}, indent=1, sort_keys=True)
+        return json.dumps({"format": _FORMAT, **to_data(self)}, indent=1, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -204,7 +204,7 @@ class Plan:
             if data.pop("format") != _FORMAT and "reduces" in data:
                 raise PlanError(f"expected a plan of format {_FORMAT}; make the plan anew with this version of zerofx")
             needed = [entry.name for entry in fields(Plan) if entry.name in data or entry.metadata != ONLY_IF_SET]
-            return typed(Plan, {name: data[name] for name in needed})  # a saved report has more
+            return from_data(Plan, {name: data[name] for name in needed})  # a saved report has more
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             if isinstance(error, PlanError):
                 raise

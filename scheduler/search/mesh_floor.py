@@ -49,7 +49,7 @@ def floor_of(problem: Problem, mesh: Mesh) -> Floor:
         if gathered:
             add(bucket.gathered_over, "all_gather", bucket.full_bytes)
         if bucket.trainable:
-            add(bucket.reduced_over, "reduce_scatter", bucket.gradient_bytes)
+            add(bucket.reduction_axes, "reduce_scatter", bucket.gradient_bytes)
             if bucket.crosses:
                 add(bucket.crossed_over, "reduce_scatter", bucket.gradient_slice_bytes)
     if problem.options.delayed_update is None:  # else they are on the host

@@ -65,11 +65,11 @@ class StepVariants(Protocol):
         """The captured step, which is not to be edited."""
         ...
 
-    def sliced(self, slices: Slices) -> StepVariants:
+    def slice_parameters(self, slices: Slices) -> StepVariants:
         """The same with parameters in slices."""
         ...
 
-    def with_whole_slices(self) -> StepVariants:
+    def use_whole_slices(self) -> StepVariants:
         """The same where every replica updates whole slices."""
         ...
 

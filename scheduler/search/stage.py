@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from zerofx.progress import watched
+from zerofx.progress import watch_progress
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 from zerofx.units import format_bytes, format_seconds
@@ -53,7 +53,7 @@ class Trail:
 @contextmanager
 def trail(*, verbose: bool, debug: int) -> Iterator[Trail]:
     """A trail for one search; ``verbose``: whether this rank tells anything."""
-    with watched("planning", "plans tried", show=verbose) as bar:
+    with watch_progress("planning", "plans tried", show=verbose) as bar:
         yield Trail(bar, verbose and debug >= 2)
 
 

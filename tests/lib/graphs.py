@@ -198,11 +198,11 @@ class Prepared:
         assert num_micro_batches == self.step.num_micro_batches
         return self.step
 
-    def sliced(self, slices: Slices) -> Prepared:
+    def slice_parameters(self, slices: Slices) -> Prepared:
         assert not slices, "its parameters stay whole"
         return self
 
-    def with_whole_slices(self) -> Prepared:
+    def use_whole_slices(self) -> Prepared:
         raise AssertionError("its layout is given")
 
     def rehearsal(self, target: Target) -> Rehearsal:
@@ -293,7 +293,7 @@ def prepare(
         in_parts=in_parts, reduce_dtype=reduce_dtype, state_dtype=state_dtype,
     )  # fmt: skip
     binding = OptimizerBinding(optimizer, layout, step.device, prefer_fused=False)
-    programs = binding.programs(None, binding.held(dict(model.named_parameters())))
+    programs = binding.programs(None, binding.find_states(dict(model.named_parameters())))
     plan = replace(undecided(step, layout, stage, precision, "cpu"), loss_scaled=loss_scaled)
     plan = decide(step, layout, plan, PolicyOptions(prefetch, keep))
     return Prepared(step, layout, programs, plan)

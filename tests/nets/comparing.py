@@ -30,7 +30,7 @@ COMPARES: tuple[tuple[Any, str], ...] = (
     (Reads, "changes"),
     (ModeWatch, "mode"),
     (ParameterWatch, "check"),
-    (TakenOver, "changed"),
+    (TakenOver, "find_changed"),
     (zerofx.session.steps, "per_call_settings"),
 )
 """What a step calls to compare Python's state, and torch's settings; each gives the same when it is called again."""

@@ -153,7 +153,7 @@ def run_by_aten() -> Iterator[None]:
         function: Any, inputs: Sequence[Any], name: str, kernels: frozenset[str] = frozenset(), **settings: Any
     ) -> inductor.CompiledRegion:
         preparation("cpu").wait()
-        region = inductor.rewritten(function, inputs, kernels)
+        region = inductor.trace_and_rewrite(function, inputs, kernels)
         graph = rewritten_by_inductor(region)
         if not all(node.op != "call_function" or _takes_tensors(node) for node in graph.graph.nodes):
             return compile_region(function, inputs, name, kernels, **settings)

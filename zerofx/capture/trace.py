@@ -22,7 +22,7 @@ from zerofx.capture.objective.loss import LossModule
 from zerofx.capture.objective.two_calls import check_second_call
 from zerofx.capture.traceable import CaptureOptions, Forward, traceable, try_eager_then_compiled
 from zerofx.capture.values.watched_calls import CallWatcher
-from zerofx.errors import ZeroFXError, warn, working
+from zerofx.errors import ZeroFXError, warn, wrap_defects
 from zerofx.ir.batch import Batch as Batch
 from zerofx.ir.graph import StepGraph
 from zerofx.torch_private.capture import FakeTensorMode, joint_graph
@@ -82,7 +82,7 @@ def _capture(forward: Forward, compiled: bool) -> StepGraph:
             retarget(joint, device, mode)
         except Exception as error:
             raise explain(error, batch) from error
-    with working("make a step graph of what was captured"):
+    with wrap_defects("make a step graph of what was captured"):
         step = StepGraph(joint.graph, device, forward.parameters(), forward.units())
         rewritten = Joint(step, joint, forward.model, batch, watcher, lossy)
         for rewrite in NORMALISATIONS:

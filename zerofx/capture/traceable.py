@@ -30,7 +30,7 @@ from zerofx.capture.leaked_tensors import learn_caches
 from zerofx.capture.objective.loss import Loss, LossModule, Objective
 from zerofx.capture.values.collective_calls import traceable_collectives
 from zerofx.capture.values.known import KnownValues
-from zerofx.errors import CaptureError, in_short, warn
+from zerofx.errors import CaptureError, summarise_error, warn
 from zerofx.ir.batch import Batch
 from zerofx.ir.casts import Casts, ComputeDtype, cast_of
 from zerofx.ir.parameters import ParameterInfo, Strides, parameter_infos
@@ -81,7 +81,7 @@ def _refusal(error: Exception) -> str | None:
     if depends_on_values(cause):
         return None
     line = user_line(traceback.extract_tb(cause.__traceback__))
-    return f"{in_short(cause)}, at\n  {line or '(line not found)'}"
+    return f"{summarise_error(cause)}, at\n  {line or '(line not found)'}"
 
 
 class CaptureOptions(TypedDict, total=False):

@@ -13,7 +13,7 @@ from zerofx.disk.checkpoint.boxes import Box
 from zerofx.errors import CheckpointError
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.runtime.state.bucket_state import BucketState
-from zerofx.runtime.state.on_host import Overwrites, shown_on_host
+from zerofx.runtime.state.on_host import Overwrites, read_on_host
 
 
 class Source(Protocol):
@@ -75,7 +75,7 @@ def _fill_stored(source: Source, training: Training, bucket: Bucket, held: Bucke
     copies += [held.delayed["low"]] if "low" in held.delayed else []
     if copies:
         overwrites.finish()
-        with shown_on_host(held.stored, 0, last - first, training.tiers) as stored:
+        with read_on_host(held.stored, 0, last - first, training.tiers) as stored:
 
             def convert(flat: torch.Tensor) -> None:
                 flat.copy_(stored)

@@ -235,7 +235,7 @@ class Later:
                 yield piece.view(flat, piece.start)
 
         yield show_piece
-        self._snapshot.done(part.stored)
+        self._snapshot.mark_read(part.stored)
 
     def _commit_early(self) -> None:
         """On rank 0: move the checkpoint into place as soon as all ranks have written.

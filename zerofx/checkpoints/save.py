@@ -26,7 +26,7 @@ from zerofx.disk.checkpoint.plain import to_plain
 from zerofx.disk.checkpoint.shard_file import Entry, ShardWriter, Written, bytes_of, sort_by_alignment
 from zerofx.errors import CheckpointError, warn
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.state.on_host import ReadAhead, shown_on_host
+from zerofx.runtime.state.on_host import ReadAhead, read_on_host
 
 _FINISH = "finish a checkpoint"
 
@@ -200,7 +200,7 @@ def _write_at_once(training: Training, begun: Draft) -> dict[str, Written]:
     @contextmanager
     def show_in_place(part: OwnedValues) -> Iterator[Callable[[Piece], AbstractContextManager[torch.Tensor]]]:
         first, last = training.range_to_write(part.bucket)
-        with shown_on_host(part.stored, first - part.first, last - part.first, training.tiers, ahead) as values:
+        with read_on_host(part.stored, first - part.first, last - part.first, training.tiers, ahead) as values:
             yield lambda piece: nullcontext(piece.view(values, first))
 
     try:

@@ -22,7 +22,7 @@ from zerofx.errors import CheckpointError
 from zerofx.ir.buckets import Bucket
 from zerofx.optimizers import initial_scalars
 from zerofx.runtime.state.bucket_state import BucketState
-from zerofx.runtime.state.on_host import shown_on_host
+from zerofx.runtime.state.on_host import read_on_host
 from zerofx.units import first_few
 
 MODEL, OPTIMIZER, OWN = "model", "optimizer", "zerofx"
@@ -209,7 +209,7 @@ class _Latest:
             if state not in self._values:
                 held = training.state.buckets[bucket.index]
                 stored = held.stored if state is None else held.flat[state]
-                with shown_on_host(stored, first - begin, last - begin, training.tiers) as shown:
+                with read_on_host(stored, first - begin, last - begin, training.tiers) as shown:
                     self._values[state] = shown.clone()
             values = self._values[state]
         return piece.view(values, first).clone(memory_format=torch.contiguous_format)

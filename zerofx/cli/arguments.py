@@ -83,8 +83,8 @@ def _load_module(name: str) -> ModuleType:
 
 
 def make_training(where: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any, Any]:
-    """What the function that ``where`` names returns, with ``device`` as torch's default: model, optimizer, batch,
-    loss function (or None) and forward (or None).
+    """Call the function that ``where`` names, with ``device`` as torch's default: returns model, optimizer, batch, loss
+    function (or None) and forward (or None).
 
     Raises:
         UsageError: there is no such function, or it returns something else.
@@ -179,8 +179,8 @@ _WRITTEN: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def _written(name: str, entry: Entry) -> Mapping[str, Any] | None:
-    """How the command line has an option; None if it does not."""
+def _click_arguments(name: str, entry: Entry) -> Mapping[str, Any] | None:
+    """The click arguments of an option; None if the command line does not have it."""
     kind = entry.kind
     if name in _WRITTEN:
         return _WRITTEN[name]
@@ -213,7 +213,7 @@ def training_options(keywords: type) -> Callable[[Callable[..., None]], Callable
             command(**given)
 
         for name, entry in reversed(taken.items()):
-            written = _written(name, entry)
+            written = _click_arguments(name, entry)
             if written is not None:
                 text = of_each[name]
                 settings = {"default": entry.default, "help": text[0].upper() + text[1:], **written}

@@ -71,7 +71,7 @@ def plan_command(
     positional arguments or a dict of keywords. It is called with torch's default device set to "meta": shapes
     are all a plan needs.
     """
-    from zerofx.driver.plan_only import captured_graph  # needs torch, which takes seconds to import
+    from zerofx.driver.plan_only import graph_to_save  # needs torch, which takes seconds to import
 
     with _clean_errors():
         model, optimizer, batch, loss_fn, forward = make_training(where, "meta")
@@ -84,7 +84,7 @@ def plan_command(
         if save is not None:
             report.save(save)
         if save_graph is not None:
-            captured_graph(
+            graph_to_save(
                 model, optimizer, batch, planned.plan, machine=planned.machine, loss_fn=loss_fn, forward=forward
             ).save(save_graph)
         if html is not None:

@@ -25,7 +25,7 @@ def examine() -> Iterator[str]:
     """The lines of the text, each as soon as it is known."""
     sections: dict[str, Callable[[], Iterator[str]]] = {
         "versions": _versions, "compiler": _compiler, "devices": _devices, "switches": _switches,
-        "folders": _folders, "left out": _left_out,
+        "folders": _folders, "left out": _unused_parts,
     }  # fmt: skip
     for title, lines in sections.items():
         yield f"{title}:"
@@ -92,18 +92,18 @@ def _folders() -> Iterator[str]:
     from zerofx.settings import read_settings, user_cache
 
     settings, user = read_settings(), user_cache()
-    yield f"cache: {_about(settings.cache_dir) if settings.cache_dir else 'none, nothing is kept for the next run'}"
-    yield f"generated files: {_about(settings.dump_dir or (user / 'dumps' if user else None))}"
+    yield f"cache: {_describe(settings.cache_dir) if settings.cache_dir else 'none, nothing is kept for the next run'}"
+    yield f"generated files: {_describe(settings.dump_dir or (user / 'dumps' if user else None))}"
     for folder in settings.nvme_dirs:
-        yield f"nvme: {_about(folder, shared=True)}"
+        yield f"nvme: {_describe(folder, shared=True)}"
     if not settings.nvme_dirs:
         yield "nvme: none, ZEROFX_NVME_DIR is not set"
-    from zerofx.codegen.inductor.cpp import asked_cache_folder
+    from zerofx.codegen.inductor.cpp import inductor_cache_folder
 
-    yield f"Inductor's cache: {_about(asked_cache_folder())}"
+    yield f"Inductor's cache: {_describe(inductor_cache_folder())}"
 
 
-def _about(folder: Path | None, *, shared: bool = False) -> str:
+def _describe(folder: Path | None, *, shared: bool = False) -> str:
     from zerofx.disk.own_files import unsafe_reason
     from zerofx.units import format_bytes
 
@@ -127,7 +127,7 @@ def _switches() -> Iterator[str]:
         yield "none is set"
 
 
-def _left_out() -> Iterator[str]:
+def _unused_parts() -> Iterator[str]:
     import torch
 
     from zerofx.codegen.cpu.extras import CPU_KERNELS

@@ -1,4 +1,4 @@
-"""What must be the same on every rank before a step is built: the machine that is planned for, and what is asked."""
+"""Comparisons between ranks before a step is built: the machine that is planned for, and the options."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def machine_at_hand(device: torch.device, options: CompileOptions, control: Cont
     )
 
 
-def measured_at_hand(device: torch.device, options: CompileOptions, settings: Settings, control: Control) -> Machine:
-    """As ``machine_at_hand``, but that a machine of which nothing is kept is measured, by all ranks together."""
+def measure_machine(device: torch.device, options: CompileOptions, settings: Settings, control: Control) -> Machine:
+    """The machine as ``machine_at_hand`` gives it, measured by all ranks together if no measurement is kept."""
     is_known = control.share(
         "look for what was measured",
         lambda: options.machine is not None or read_kept_machine(device, control.num_ranks) is not None,
@@ -58,13 +58,13 @@ def _row_of(device: torch.device, num_ranks: int) -> Machine:
         if row is not None:
             # Its driver keeps a part of what a device has by its name.
             num_bytes = min(row.device.memory_bytes, properties.total_memory)
-            return _with_host_here(replace(row, device=replace(row.device, memory_bytes=num_bytes)), num_ranks)
+            return _limit_host(replace(row, device=replace(row.device, memory_bytes=num_bytes)), num_ranks)
         notify(f"no machine row for {properties.name}: predicted times are an H100's; give machine=Machine.measure()")
-        return _with_host_here(Machine.named("h100-sxm"), num_ranks)
+        return _limit_host(Machine.named("h100-sxm"), num_ranks)
     return Machine.named("cpu").for_ranks(num_ranks)
 
 
-def _with_host_here(row: Machine, num_ranks: int) -> Machine:
+def _limit_host(row: Machine, num_ranks: int) -> Machine:
     """The row of a whole server with no more of its host than there is: its GPUs may be lent one by one, each with some
     of the cores, and each rank's updates on the host run in its threads."""
     row = row.for_ranks(num_ranks)
@@ -76,7 +76,7 @@ def _with_host_here(row: Machine, num_ranks: int) -> Machine:
 def describe_request(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: CompileOptions, settings: Settings
 ) -> str:
-    """What must be the same on every rank, a line each."""
+    """The settings that must be the same on every rank, a line each."""
     lines = options.texts("ranks")
     plan = options.plan
     lines.append(f"plan: {plan.decisions_hash() if isinstance(plan, Plan) else 'from a file' if plan else None}")

@@ -62,7 +62,7 @@ class Captures:
         self.overlaps: tuple[OverlapDecision, ...] = ()
         self.num_parts = 1
 
-    def sliced(self, slices: tuple[SliceDecision, ...]) -> Captures:
+    def slice_parameters(self, slices: tuple[SliceDecision, ...]) -> Captures:
         """The same step with parameters in slices.
 
         Raises:
@@ -74,7 +74,7 @@ class Captures:
         sliced.slices, sliced._unrolled = slices, {}
         return sliced
 
-    def shared(self, shardings: tuple[ShardingDecision, ...], num_parts: int) -> Captures:
+    def share(self, shardings: tuple[ShardingDecision, ...], num_parts: int) -> Captures:
         """The same step as one of ``num_parts`` ranks of the model axis runs it.
 
         Raises:
@@ -84,7 +84,7 @@ class Captures:
         shared.shardings, shared.num_parts, shared._of_rank, shared._unrolled = shardings, num_parts, {}, {}
         return shared
 
-    def ordered(self, overlaps: tuple[OverlapDecision, ...]) -> Captures:
+    def reorder(self, overlaps: tuple[OverlapDecision, ...]) -> Captures:
         """The same step of one rank in another order.
 
         Raises:
@@ -105,8 +105,8 @@ class Captures:
         short._of_rank, short._unrolled = {}, {}
         return short
 
-    def recorded(self) -> RecordedForward | None:
-        """What the forward does, and the place of its graph in the cache.
+    def record(self) -> RecordedForward | None:
+        """The record of the forward, and the place of its graph in the cache.
 
         None where nothing is kept, where the graph is to be compared with a capture, where more numbers of
         micro-batches than one may be planned for, and where the forward cannot be recorded.
@@ -122,7 +122,7 @@ class Captures:
                 return None
         return self._recorded[num]
 
-    def without_batch(self) -> Captures:
+    def drop_batch(self) -> Captures:
         """The same step, whose graph has been read, without what it takes to run the model."""
         graphs = copy.copy(self)
         nowhere = tuple(tensor.to("meta") for tensor in self._batch.tensors)
@@ -146,24 +146,24 @@ class Captures:
             CaptureError: the model cannot be captured.
         """
         if num_micro_batches not in self._unrolled:
-            step = self.of_rank(num_micro_batches)
+            step = self.rank_graph(num_micro_batches)
             if self.slices or num_micro_batches > 1:
                 step = step.clone()
-                divided = self.divided(num_micro_batches)
+                divided = self.batch_names_to_divide(num_micro_batches)
                 run_preparations(step, self._settings, self.slices, num_micro_batches, divided, done={"simplify"})
             step.guarded = self.guarded
             self._unrolled[num_micro_batches] = step
         return self._unrolled[num_micro_batches]
 
-    def of_rank(self, num_micro_batches: int) -> StepGraph:
+    def rank_graph(self, num_micro_batches: int) -> StepGraph:
         """The captured step of one of so many micro-batches, as one rank runs it, which is not to be edited.
 
         Raises: as ``graph``.
         """
         if self.num_parts == 1:
-            return self.of_one(num_micro_batches)
+            return self.whole_graph(num_micro_batches)
         if num_micro_batches not in self._of_rank:
-            step = self.of_one(num_micro_batches).clone()
+            step = self.whole_graph(num_micro_batches).clone()
             run_preparations(
                 step, self._settings, done={"simplify"},
                 shardings=self.shardings, overlaps=self.overlaps, num_parts=self.num_parts,
@@ -171,7 +171,7 @@ class Captures:
             self._of_rank[num_micro_batches] = step
         return self._of_rank[num_micro_batches]
 
-    def of_one(self, num_micro_batches: int) -> StepGraph:
+    def whole_graph(self, num_micro_batches: int) -> StepGraph:
         """The captured step of one of so many micro-batches, of whole values, which is not to be edited.
 
         Raises: as ``graph``.
@@ -182,16 +182,16 @@ class Captures:
 
     @property
     def guarded(self) -> bool:
-        """Whether steps end before their updates where a loss is not finite."""
+        """True if steps end before their updates when a loss is not finite."""
         return self._options.on_nonfinite in STOPPING
 
-    def divided(self, num: int) -> frozenset[str]:
+    def batch_names_to_divide(self, num: int) -> frozenset[str]:
         """The batch tensors that ``num`` micro-batches divide."""
         return self._batch.divided_names() if num > 1 else frozenset()
 
     def _part(self, num: int) -> Batch:
         """The first of ``num`` micro-batches."""
-        batch, divided = self._batch, self.divided(num)
+        batch, divided = self._batch, self.batch_names_to_divide(num)
         if num > 1:
             size = batch.size()
             if size % num:
@@ -205,13 +205,13 @@ class Captures:
         return batch
 
     def _capture(self, num: int) -> StepGraph:
-        step = self.as_captured(num)
+        step = self.capture_one(num)
         lent = self._options.objective.free_tensors.lent
         held = {name: infos for lender in lent for name, infos in lender.storage_parts().items()}
         run_preparations(step, self._settings, loss_scaled=self._options.loss_scale is not None, held=held)
         return step
 
-    def as_captured(self, num: int) -> StepGraph:
+    def capture_one(self, num: int) -> StepGraph:
         """The graph of one of ``num`` micro-batches before it is prepared, captured at each call."""
         return capture_by_layer(
             self._forward(num), allowed="stamp" not in self._settings.disable, check=self._settings.verify == 2,

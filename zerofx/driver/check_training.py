@@ -1,4 +1,4 @@
-"""Whether model, optimizer and backend can be trained with, before anything is captured."""
+"""Checks that model, optimizer and backend can be trained with, before anything is captured."""
 
 from __future__ import annotations
 

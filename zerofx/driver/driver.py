@@ -22,9 +22,9 @@ from zerofx.driver.given_plan import check_budget, check_graph, check_host_budge
 from zerofx.driver.kept import step_cache
 from zerofx.driver.lent import own_part
 from zerofx.driver.prepared import Earlier, Prepared, Request, Shared, agree_on_graph, prepare
-from zerofx.driver.shardings import check_batches, share_computation, shared_by, with_best_layout
-from zerofx.errors import InvalidGraphError, MemoryBudgetError, PlanError, ZeroFXError, notify, working
-from zerofx.garbage import collecting_recent_garbage_only
+from zerofx.driver.shardings import check_batches, plan_best_layout, record_shardings, share_computation
+from zerofx.errors import InvalidGraphError, MemoryBudgetError, PlanError, ZeroFXError, notify, wrap_defects
+from zerofx.garbage import limit_garbage_collection
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.lowering.load import CompiledStep, build
@@ -32,7 +32,7 @@ from zerofx.lowering.lower import LoweredStep, lower
 from zerofx.optimizers import UpdateProgram
 from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.options import CompileOptions
-from zerofx.progress import watched
+from zerofx.progress import watch_progress
 from zerofx.report.schedule import make_schedule
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.comparisons import check_equal
@@ -66,65 +66,65 @@ def build_step(request: Request, earlier: Earlier | None, control: Control) -> B
         MemoryBudgetError: no plan fits the budget.
         ZeroFXError: as ``prepare``.
     """
-    with control.report_interrupts("build a step"), _preparing_the_compiler(request), collecting_recent_garbage_only():
-        built = _built(request, earlier, control)
+    with control.report_interrupts("build a step"), _prepare_compiler(request), limit_garbage_collection():
+        built = _build(request, earlier, control)
     if request.verbose and request.locations is None:
         _warn_of_host(built.compiled.plan, request.machine)
     return built
 
 
-def _built(request: Request, earlier: Earlier | None, control: Control) -> Built:
+def _build(request: Request, earlier: Earlier | None, control: Control) -> Built:
     check_batches(request.batch, request.mesh, control.gather)
-    captures, recalled = control.attempt("capture a step", lambda: _captured(request, earlier))
+    captures, recalled = control.attempt("capture a step", lambda: _capture(request, earlier))
     if step_cache.is_everywhere(recalled, control):
         assert recalled is not None
         loaded = step_cache.load(request, captures, recalled, control)
         if loaded is not None:
             layout, programs = own_part(recalled.step.layout, recalled.programs)
-            return Built(loaded, layout, recalled.binding, programs, shared_by(request, captures, loaded.plan))
+            return Built(loaded, layout, recalled.binding, programs, record_shardings(request, captures, loaded.plan))
 
-    def within_budget(one_rank: Captures) -> tuple[Captures, Prepared, CompiledStep, RegionMemory]:
-        prepared = _prepared(request, one_rank, earlier, control)
-        with working("plan, emit and load a step"):
-            return one_rank, *_within_budget(prepared, control)
+    def plan_and_compile(one_rank: Captures) -> tuple[Captures, Prepared, CompiledStep, RegionMemory]:
+        prepared = _prepare(request, one_rank, earlier, control)
+        with wrap_defects("plan, emit and load a step"):
+            return one_rank, *_fit_budget(prepared, control)
 
-    captures, prepared, compiled, memory = with_best_layout(request, captures, earlier, control.share, within_budget)
+    captures, prepared, compiled, memory = plan_best_layout(request, captures, earlier, control.share, plan_and_compile)
     step_cache.keep(request, captures, earlier, prepared, compiled, memory)
     layout, programs = own_part(prepared.layout, prepared.programs)
-    return Built(compiled, layout, prepared.binding, programs, shared_by(request, captures, compiled.plan))
+    return Built(compiled, layout, prepared.binding, programs, record_shardings(request, captures, compiled.plan))
 
 
-def kept_plan(request: Request, earlier: Earlier, control: Control) -> Plan | None:
+def find_kept_plan(request: Request, earlier: Earlier, control: Control) -> Plan | None:
     """The plan of a step that an earlier run has kept on every rank, which takes little to load; None for none.
 
     Raises:
         ZeroFXError: as ``prepare``.
     """
-    _, recalled = control.attempt("capture a step", lambda: _captured(request, earlier))
+    _, recalled = control.attempt("capture a step", lambda: _capture(request, earlier))
     if not step_cache.is_everywhere(recalled, control):
         return None
     assert recalled is not None
     return recalled.step.program.plan
 
 
-def prepared_together(request: Request, control: Control) -> Prepared:
+def prepare_together(request: Request, control: Control) -> Prepared:
     """A model's first step, captured, and shared along the axis ``model``; the same on all ranks. Collective.
 
     Raises:
         ZeroFXError: as ``prepare``.
     """
     captures = control.attempt("capture a step", lambda: _captures(request, {}))
-    return _prepared(request, share_computation(request, captures, None, control.share), None, control)
+    return _prepare(request, share_computation(request, captures, None, control.share), None, control)
 
 
-def _prepared(request: Request, one_rank: Captures, earlier: Earlier | None, control: Control) -> Prepared:
+def _prepare(request: Request, one_rank: Captures, earlier: Earlier | None, control: Control) -> Prepared:
     prepared = control.attempt("capture a step", lambda: prepare(request, one_rank, earlier))
     prepared.agree(control)
     return prepared
 
 
 def fits_budget(request: Request, control: Control) -> bool:
-    """Whether a plan of a model's first step fits the budget; nothing is compiled. Collective.
+    """True if a plan of a model's first step fits the budget; nothing is compiled. Collective.
 
     Raises:
         ZeroFXError: as ``prepare``.
@@ -132,25 +132,25 @@ def fits_budget(request: Request, control: Control) -> bool:
     captures = control.attempt("capture a step", lambda: _captures(request, {}))
     budget = budget_bytes(request.options.memory_budget, request.machine)
 
-    def planned(one_rank: Captures) -> None:
-        prepared = _prepared(request, one_rank, None, control)
+    def plan_once(one_rank: Captures) -> None:
+        prepared = _prepare(request, one_rank, None, control)
         _agree_on_plan(prepared, target_of(prepared), budget, control)
 
     try:
-        with_best_layout(request, captures, None, control.share, planned)
+        plan_best_layout(request, captures, None, control.share, plan_once)
     except MemoryBudgetError:
         return False
     return True
 
 
-def _preparing_the_compiler(request: Request) -> contextlib.AbstractContextManager[None]:
+def _prepare_compiler(request: Request) -> contextlib.AbstractContextManager[None]:
     """While open, what Inductor does once in a process is done next to the capture."""
     if not request.options.compiles_regions:
         return contextlib.nullcontext()
     # Inductor takes seconds to import: only who needs it pays.
     from zerofx.codegen.inductor.cpp import preparation
 
-    return preparation(device_of(request.model).type).begun()
+    return preparation(device_of(request.model).type).run()
 
 
 def _captures(request: Request, strides: Mapping[int, tuple[int, ...]]) -> Captures:
@@ -160,15 +160,15 @@ def _captures(request: Request, strides: Mapping[int, tuple[int, ...]]) -> Captu
     )  # fmt: skip
 
 
-def _captured(request: Request, earlier: Earlier | None) -> tuple[Captures, step_cache.CacheHit | None]:
+def _capture(request: Request, earlier: Earlier | None) -> tuple[Captures, step_cache.CacheHit | None]:
     """The step's forward, recorded, and the step if an earlier run has kept it."""
     captures = _captures(request, earlier.state.strides() if earlier is not None else {})
-    with watched("capturing the model", show=request.verbose):
+    with watch_progress("capturing the model", show=request.verbose):
         key = step_cache.key_of_step(request, captures, earlier)
     return captures, step_cache.find(key, request, captures, earlier) if key is not None else None
 
 
-def _within_budget(prepared: Prepared, control: Control) -> tuple[Prepared, CompiledStep, RegionMemory]:
+def _fit_budget(prepared: Prepared, control: Control) -> tuple[Prepared, CompiledStep, RegionMemory]:
     """Plan, lower and compile a step; a budget holds for the compiled regions too.
 
     What a compiled region holds inside is known once it is compiled. Where the compiled step exceeds the budget, it is
@@ -188,7 +188,7 @@ def _within_budget(prepared: Prepared, control: Control) -> tuple[Prepared, Comp
     needed, aim, short = None, budget, 0
     for number in range(1, _FIT_ROUNDS + 1):
         try:
-            with _carrying_out(options):
+            with _blame_plan(options):
                 planned, captured, plan = _agree_on_plan(prepared, target, aim, control)
         except MemoryBudgetError as refusal:
             if needed is None or budget is None:
@@ -197,7 +197,7 @@ def _within_budget(prepared: Prepared, control: Control) -> tuple[Prepared, Comp
                 break
             aim = refusal.least_bytes
             continue
-        with _carrying_out(options):
+        with _blame_plan(options):
             lowered = lower_step(planned, captured, plan, target)
             compiled = build(lowered, planned.layout, target, control)
         if options.plan is not None:
@@ -220,7 +220,7 @@ def _within_budget(prepared: Prepared, control: Control) -> tuple[Prepared, Comp
 
 
 def target_of(prepared: Prepared) -> Target:
-    """What the step is planned for on the device that it was captured for."""
+    """The target to plan the step for, on the device that it was captured for."""
     device = prepared.captured.device
     return prepared.request.target(device, on_cpu=is_on_cpu(device))
 
@@ -247,7 +247,7 @@ def _agree_on_plan(
     """Rank 0's plan, on all ranks, with what it is for; what fails on rank 0 fails everywhere."""
     options = prepared.request.options
 
-    def planned() -> str:
+    def plan_to_share() -> str:
         assert not isinstance(options.plan, Path), "a file has been read"
         if options.plan is not None:
             return options.plan.to_json()
@@ -257,9 +257,9 @@ def _agree_on_plan(
             plan = replace(plan, memory_budget=budget_bytes(options.memory_budget, request.machine))
         return plan.to_json()
 
-    plan = Plan.from_json(control.share("share the plan", planned))
+    plan = Plan.from_json(control.share("share the plan", plan_to_share))
     if prepared.may_be_sliced and not prepared.is_for(plan):
-        prepared = control.attempt("prepare slices of parameters", lambda: prepared.for_plan(plan))
+        prepared = control.attempt("prepare slices of parameters", lambda: prepared.adapt_to(plan))
         prepared.agree(control)
     captured = prepared.captured
     if plan.num_micro_batches != captured.num_micro_batches:
@@ -282,7 +282,7 @@ def _warn_of_host(plan: Plan, machine: Machine) -> None:
 
 
 @contextlib.contextmanager
-def _carrying_out(options: CompileOptions) -> Iterator[None]:
+def _blame_plan(options: CompileOptions) -> Iterator[None]:
     """Whatever a plan from a file says that no search does is the file's fault, and said so.
 
     Raises:

@@ -54,9 +54,9 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
         "mesh": (plan.mesh.axes_text, _axes(plan, options, control.num_ranks)),
         "machine": (plan.machine.removesuffix(MEASURED), machine.name.removesuffix(MEASURED)),
     }
-    _refuse(_changed(settings), "Give the options that the plan was made with, or leave plan out to have one made.")
+    _refuse(_differences(settings), "Give the options that the plan was made with, or leave plan out to have one made.")
     check_budget(plan, options, machine)
-    for option, expected, what in _contradicted(plan, options):
+    for option, expected, what in _contradictions(plan, options):
         raise UsageError(
             f"expected {option}={expected} with a plan that {what}, found {option}={getattr(options, option)!r}: give "
             f"it so, or leave plan out to have another made"
@@ -73,7 +73,7 @@ def _axes(plan: Plan, options: CompileOptions, num_ranks: int) -> str:
     return plan.mesh.axes_text if options.mesh == AUTO else mesh_for(options.mesh, num_ranks).axes_text
 
 
-def _contradicted(plan: Plan, options: CompileOptions) -> Iterator[tuple[str, str, str]]:
+def _contradictions(plan: Plan, options: CompileOptions) -> Iterator[tuple[str, str, str]]:
     """Options that are at odds with a plan: the name of each, what it should be, and what the plan does."""
     planned = "mesh" if plan.has_parts else "shard"
     if options.states_over not in ("auto", planned) and plan.mesh.replicate > 1:
@@ -171,8 +171,10 @@ def _graph_differences(plan: Plan, captured: StepGraph) -> Iterator[_Difference]
     before, after = plan.summary, summarise_graph(captured)
     if before is None:
         return
-    tensors = _by_name(before.placeholders, after.placeholders, str)
-    operators = _by_name(before.operators, after.operators, lambda number: f"{number} call{'s' if number > 1 else ''}")
+    tensors = _compare_by_name(before.placeholders, after.placeholders, str)
+    operators = _compare_by_name(
+        before.operators, after.operators, lambda number: f"{number} call{'s' if number > 1 else ''}"
+    )
     yield from _few(tensors, "tensors")
     yield from _few(operators, "operators")
     if not tensors and not operators:
@@ -180,8 +182,8 @@ def _graph_differences(plan: Plan, captured: StepGraph) -> Iterator[_Difference]
 
 
 def _bucket_differences(before: tuple[BucketSummary, ...], after: tuple[BucketSummary, ...]) -> Iterator[_Difference]:
-    known = [{f"bucket {b.name}{_of(b)}": _describe(b) for b in buckets} for buckets in (before, after)]
-    yield from _few(_by_name(known[0], known[1], str), "buckets")
+    known = [{f"bucket {b.name}{_label(b)}": _describe(b) for b in buckets} for buckets in (before, after)]
+    yield from _few(_compare_by_name(known[0], known[1], str), "buckets")
 
 
 def _decision_differences(plan: Plan, layout: BucketLayout) -> Iterator[_Difference]:
@@ -205,14 +207,14 @@ def _decision_differences(plan: Plan, layout: BucketLayout) -> Iterator[_Differe
     )
 
 
-def _by_name(before: Mapping[str, T], after: Mapping[str, T], text: Callable[[T], str]) -> list[_Difference]:
-    return _changed({
+def _compare_by_name(before: Mapping[str, T], after: Mapping[str, T], text: Callable[[T], str]) -> list[_Difference]:
+    return _differences({
         name: (text(before[name]) if name in before else "none", text(after[name]) if name in after else "none")
         for name in dict.fromkeys([*before, *after])
     })  # fmt: skip
 
 
-def _changed(pairs: Mapping[str, tuple[str, str]]) -> list[_Difference]:
+def _differences(pairs: Mapping[str, tuple[str, str]]) -> list[_Difference]:
     return [_Difference(what, expected, given) for what, (expected, given) in pairs.items() if expected != given]
 
 
@@ -223,7 +225,7 @@ def _few(differences: list[_Difference], kind: str) -> Iterator[_Difference]:
         yield _Difference(f"{left} more {kind}", "as in the plan", "others")
 
 
-def _of(bucket: BucketSummary) -> str:
+def _label(bucket: BucketSummary) -> str:
     """Tells buckets of one name apart: parameters of one layer in two param groups, say."""
     return f" ({'frozen' if bucket.group is None else f'group {bucket.group}'}, {dtype_name(bucket.dtype)})"
 

@@ -1,4 +1,4 @@
-"""What a step reads of models that other open steps train: their buckets after its own, in none of which it trains."""
+"""Buckets that a step reads, and does not train, of models which other open steps train: they come after its own."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Borrowed:
             )
 
     def placements(self) -> Mapping[str, Placement]:
-        """How its parameters lie on the model axis, by name in the step that reads it."""
+        """Placements of its parameters on the model axis, by name in the step that reads it."""
         return {self.lent.full_name(name): placement for name, placement in self.state.layout.placements.items()}
 
-    def described(self) -> tuple[object, ...]:
-        """What a step that reads it follows from."""
+    def facts(self) -> tuple[object, ...]:
+        """The facts that a step which reads it depends on."""
         return tuple(
             (bucket, program and (program.states, program.tensor_scalars)) for bucket, program in self.buckets()
         )
@@ -70,11 +70,11 @@ class Borrowed:
 
 
 def _has_here(state: BucketState, program: UpdateProgram) -> bool:
-    """Whether the states that an update works on are on the device."""
+    """True if the states that an update works on are on the device."""
     return all(isinstance(state.flat.get(spec.name), torch.Tensor) for spec in program.states)
 
 
-def with_borrowed(
+def add_borrowed(
     layout: BucketLayout, borrowed: Sequence[Borrowed], there: Collection[str] | None = None
 ) -> tuple[BucketLayout, dict[int, UpdateProgram]]:
     """A step's layout with the buckets that it reads of other steps, and what updates those there, by index.
@@ -93,6 +93,6 @@ def with_borrowed(
 def own_part(
     layout: BucketLayout, programs: Mapping[int, UpdateProgram]
 ) -> tuple[BucketLayout, dict[int, UpdateProgram]]:
-    """Of what ``with_borrowed`` gives, and a step's own updates with it, those of the step itself."""
+    """Of what ``add_borrowed`` gives, and a step's own updates with it, those of the step itself."""
     own = layout.own
     return own, {index: program for index, program in programs.items() if index < len(own.buckets)}

@@ -24,7 +24,7 @@ from zerofx.ir.facts import value
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.quantise import BLOCK
 from zerofx.ir.text import node_text
-from zerofx.optimizers.stored import storing_states
+from zerofx.optimizers.stored import cast_states
 from zerofx.passes.verify import verify
 from zerofx.pipeline import CAPTURE, PLAN, PREPARE, REGION, Listed, check_disabled, find, phases
 from zerofx.precision import dtype_named
@@ -119,7 +119,7 @@ def rewrite(saved: SavedGraph, passes: Sequence[Listed], plan: Plan | None, say:
         if entry in PLAN and layout is None:
             layout = _layout(step, saved, ordered)
             step = step.clone()  # as the driver carries plans out: what passes put in is numbered alike
-        with _on_this_graph(entry.name):
+        with _blame_graph(entry.name):
             _run(entry, step, saved, layout, ordered)
         verify(step, entry.name)
         say(entry.name, step.text(), "")
@@ -139,13 +139,13 @@ def _run(listed: Listed, step: StepGraph, saved: SavedGraph, layout: BucketLayou
     assert layout is not None, "passes of a plan have one"
     updated = (bucket for bucket in layout.buckets if bucket.trainable)
     programs = {
-        bucket.index: storing_states(saved.programs[bucket.slots[0].source], bucket.state_dtype) for bucket in updated
+        bucket.index: cast_states(saved.programs[bucket.slots[0].source], bucket.state_dtype) for bucket in updated
     }
     listed.instance(layout=layout, programs=programs).run(step, plan)
 
 
 @contextlib.contextmanager
-def _on_this_graph(name: str) -> Iterator[None]:
+def _blame_graph(name: str) -> Iterator[None]:
     """A pass finds the graph that those before it leave, unless it was asked for without them.
 
     Raises:
@@ -227,7 +227,7 @@ class _Watched:
 def _rewrite_regions(step: StepGraph, listed: Sequence[Listed], say: Say) -> None:
     """Trace each distinct region that would be compiled, from the source that would be emitted, and rewrite it."""
     # Inductor takes seconds to import: only who asks for regions pays.
-    from zerofx.codegen.inductor.compile import rewritten
+    from zerofx.codegen.inductor.compile import trace_and_rewrite
 
     kernels = kernels_in_use(read_settings().kernels, step.device)
     instructions = cut(step)
@@ -239,4 +239,4 @@ def _rewrite_regions(step: StepGraph, listed: Sequence[Listed], say: Say) -> Non
         region = first[key]
         if region.inputs and not region.is_update:
             watched = [_Watched(entry.instance(), say, name) for entry in listed]
-            rewritten(namespace[name], [value(node) for node in region.inputs], kernels, watched)
+            trace_and_rewrite(namespace[name], [value(node) for node in region.inputs], kernels, watched)

@@ -24,9 +24,9 @@ from zerofx.driver.driver import lower_step
 from zerofx.driver.meshes.choice import choose_mesh
 from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
-from zerofx.driver.shardings import alone, with_best_layout
-from zerofx.errors import UsageError, working
-from zerofx.garbage import collecting_recent_garbage_only
+from zerofx.driver.shardings import decide_alone, plan_best_layout
+from zerofx.errors import UsageError, wrap_defects
+from zerofx.garbage import limit_garbage_collection
 from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout
 from zerofx.lowering.lower import LoweredStep
@@ -36,7 +36,7 @@ from zerofx.option_table import check_names, document_options
 from zerofx.options import CompileOptions, PlanKeywords, check_options
 from zerofx.pipeline import check_disabled
 from zerofx.precision import Precision
-from zerofx.progress import watched
+from zerofx.progress import watch_progress
 from zerofx.report.meshes import MeshComparison
 from zerofx.report.saved import SavedPlan
 from zerofx.report.schedule import Schedule, make_schedule
@@ -51,7 +51,7 @@ from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 from zerofx.scheduler.search.target import Target
 from zerofx.settings import Settings, read_settings
-from zerofx.units import format_bytes, format_seconds, on_tiers
+from zerofx.units import format_bytes, format_seconds, tiers_text
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class PlannedStep:
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peaks are within the device's memory and one rank's share of the host's and NVMe."""
+        """True if the predicted peaks are within the device's memory and one rank's share of the host's and NVMe."""
         capacity = {
             "device": self.machine.device.memory_bytes,
             "host": self.machine.host_bytes_per_rank,
@@ -115,7 +115,7 @@ class PlannedStep:
         verdict = "fits" if self.fits else "does NOT fit"
         text = (
             f"stage {plan.stage} on {plan.num_ranks} x {self.machine.name}: peak "
-            f"{format_bytes(plan.peak_bytes['device'])} of {format_bytes(memory)}{on_tiers(plan.slower_peak_bytes)} "
+            f"{format_bytes(plan.peak_bytes['device'])} of {format_bytes(memory)}{tiers_text(plan.slower_peak_bytes)} "
             f"({verdict}), step {format_seconds(plan.step_seconds)}, of which {format_seconds(plan.exposed_seconds)} "
             f"exposed communication, {format_bytes(plan.wire_bytes)} sent per rank, "
             f"{100 * self.flops_utilisation:.1f} % of peak FLOP/s"
@@ -156,21 +156,21 @@ def plan(
         options["machine"] = "h100-sxm"
     checked = check_options(stage=stage, **options)
     if checked.mesh == AUTO:
-        return _on_the_best_mesh(model, optimizer, batch, checked, world_size)
-    mesh = planned_mesh(checked, world_size)
-    with working("plan a step"):
+        return _plan_best_mesh(model, optimizer, batch, checked, world_size)
+    mesh = mesh_to_plan(checked, world_size)
+    with wrap_defects("plan a step"):
         return plan_captured(capture_for_plans(model, optimizer, batch, checked), mesh)
 
 
-def _on_the_best_mesh(
+def _plan_best_mesh(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: tuple[Any, ...] | Mapping[str, Any],
     options: CompileOptions,
     world_size: int | None,
 ) -> PlannedStep:
-    num_ranks = planned_mesh(replace(options, mesh=None), world_size).num_ranks
-    with working("plan a step"):
+    num_ranks = mesh_to_plan(replace(options, mesh=None), world_size).num_ranks
+    with wrap_defects("plan a step"):
         captured = capture_for_plans(model, optimizer, batch, options)
         planned, comparison = choose_mesh(
             captured.request, captured.captures, num_ranks,
@@ -192,7 +192,7 @@ class CapturedStep:
         return self.request.machine
 
 
-def planned_mesh(options: CompileOptions, world_size: int | None) -> Mesh:
+def mesh_to_plan(options: CompileOptions, world_size: int | None) -> Mesh:
     """The mesh to plan for: that of the options, or ``world_size`` ranks along ``shard``, or one.
 
     Raises:
@@ -228,7 +228,7 @@ def capture_for_plans(
     assert options.machine is not None, "plans are made for a machine that is named"
     request = Request(model, optimizer, taken, options, settings, Mesh(), options.machine.as_torch_computes(), verbose)
     captures = _captures(model, taken, options, settings, verbose=verbose)
-    with watched("capturing the model", show=verbose), collecting_recent_garbage_only():
+    with watch_progress("capturing the model", show=verbose), limit_garbage_collection():
         captured = captures.first
     group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
     return CapturedStep(request, captures)
@@ -248,7 +248,7 @@ def _captures(
     return Captures(model, batch, options, settings, gpu=gpu, verbose=verbose)
 
 
-def captured_graph(
+def graph_to_save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: tuple[Any, ...] | Mapping[str, Any],
@@ -296,25 +296,25 @@ def plan_captured(captured: CapturedStep, mesh: Mesh, *, verbose: bool = True) -
         MemoryBudgetError: no plan fits the memory budget among the options.
         OptimizerError: the optimizer cannot be run on flat shards.
     """
-    with collecting_recent_garbage_only():
-        return _planned(captured, mesh, verbose=verbose)
+    with limit_garbage_collection():
+        return _plan_on(captured, mesh, verbose=verbose)
 
 
-def _planned(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedStep:
+def _plan_on(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedStep:
     options, machine = captured.request.options, captured.machine.for_ranks(mesh.num_ranks)
     request = replace(captured.request, mesh=mesh, machine=machine, verbose=verbose)
     budget = aim = budget_bytes(options.memory_budget, machine)
     nearest: int | None = None
 
-    def decided_of(one_rank: Captures) -> tuple[Prepared, Target, Plan]:
+    def decide(one_rank: Captures) -> tuple[Prepared, Target, Plan]:
         prepared = prepare(request, one_rank)
         target = request.target(prepared.captured.device, on_cpu=machine.is_cpu)
         decided = replace(make_plan(Problem.create(prepared, target, options, aim)), memory_budget=budget)
-        return prepared.for_plan(decided), target, decided
+        return prepared.adapt_to(decided), target, decided
 
     while True:
         try:
-            prepared, target, decided = with_best_layout(request, captured.captures, None, alone, decided_of)
+            prepared, target, decided = plan_best_layout(request, captured.captures, None, decide_alone, decide)
         except BudgetMissedError as missed:
             if nearest is None:
                 raise

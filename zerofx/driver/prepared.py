@@ -11,7 +11,7 @@ from torch import nn
 from zerofx.capture.by_size import KnownSizes
 from zerofx.capture.objective.evaluation import Evaluation
 from zerofx.driver.captures import Captures
-from zerofx.driver.lent import Borrowed, with_borrowed
+from zerofx.driver.lent import Borrowed, add_borrowed
 from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch
 from zerofx.ir.bucketing import layout_of
@@ -22,7 +22,7 @@ from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.option_checks import check_bucket_names
 from zerofx.option_table import defaults_for
 from zerofx.options import CompileOptions
-from zerofx.progress import watched
+from zerofx.progress import watch_progress
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.parameter_groups import group_of_parameters, histories_of
 from zerofx.runtime.state.state import TrainingState
@@ -39,7 +39,7 @@ from zerofx.units import first_few
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for: a step of this model, optimizer and batch, for the ranks of a mesh on a machine.
+    """A request for a step of this model, optimizer and batch, for the ranks of a mesh on a machine.
 
     ``locations``: None for a training step; for an evaluation, where what it reads and what it leaves alone lies.
     ``fixed``: for a training step next to others, where states and parameters stay; None where its plan says it.
@@ -67,14 +67,14 @@ class Request:
         return tuple(lender for lender in self.lenders if lender.lent.name in used)
 
     def target(self, device: torch.device, *, on_cpu: bool, verbose: bool = True) -> Target:
-        """What a step with its tensors on ``device`` is planned and lowered for; ``on_cpu`` as for ``Target``."""
+        """The target to plan and lower a step for, with its tensors on ``device``; ``on_cpu`` as for ``Target``."""
         verbose = verbose and self.verbose
         return Target.create(self.machine, self.options, self.settings, device, on_cpu=on_cpu, verbose=verbose)
 
 
 @dataclass(frozen=True)
 class Shared:
-    """How ranks of the model axis share the captured step that ``given`` tells from others."""
+    """Shardings of the captured step that ``given`` identifies, over ranks of the model axis."""
 
     given: str
     shardings: tuple[ShardingDecision, ...]
@@ -82,7 +82,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Earlier:
-    """What the first step of a model has made, for further ones. ``shared`` says how ranks share it."""
+    """Results of a model's first step, for further ones. ``shared`` says how ranks share it."""
 
     layout: BucketLayout
     binding: OptimizerBinding
@@ -127,7 +127,7 @@ class Prepared:
         """The captured step in so many micro-batches, which is not to be edited."""
         return self.captures.graph(num_micro_batches)
 
-    def sliced(self, slices: Slices) -> Prepared:
+    def slice_parameters(self, slices: Slices) -> Prepared:
         """The same step with parameters in these slices.
 
         Raises:
@@ -135,19 +135,19 @@ class Prepared:
         """
         return self._other(slices, in_parts=self.layout.has_parts)
 
-    def with_whole_slices(self) -> Prepared:
+    def use_whole_slices(self) -> Prepared:
         """The same step where every replica updates whole slices."""
         return self._other(self.captures.slices, in_parts=False)
 
     def is_for(self, plan: Plan) -> bool:
-        """Whether parameters and states are as ``plan`` has them."""
+        """True if parameters and states are as ``plan`` has them."""
         return (plan.slices, plan.has_parts) == (self.captures.slices, self.layout.has_parts)
 
-    def for_plan(self, plan: Plan) -> Prepared:
+    def adapt_to(self, plan: Plan) -> Prepared:
         """The same step as ``plan`` has its parameters and states.
 
         Raises:
-            ZeroFXError: as ``sliced``.
+            ZeroFXError: as ``slice_parameters``.
         """
         return self._other(plan.slices, in_parts=plan.has_parts)
 
@@ -157,8 +157,8 @@ class Prepared:
         assert self.may_be_sliced, "a layout that is given has its slices"
         key = (slices, in_parts)
         if key not in self.laid_out:
-            captures = self.captures.sliced(slices)
-            self.laid_out[key] = _laid_out(
+            captures = self.captures.slice_parameters(slices)
+            self.laid_out[key] = _lay_out(
                 self.request, captures, self.groups, self.laid_out, self.binding, in_parts=in_parts
             )
         return self.laid_out[key]
@@ -186,22 +186,22 @@ def prepare(
     Raises:
         ZeroFXError: the model cannot be captured, or the optimizer does not belong to it.
     """
-    with watched("capturing the model", show=request.verbose):
+    with watch_progress("capturing the model", show=request.verbose):
         captured = captures.first
     groups = group_of_parameters(request.model, request.optimizer, captured.parameters, set(captured.gradients))
     if earlier is None:
         asked, plan = slices_asked(captured, request.options), request.options.plan
         in_parts = plan.has_parts if isinstance(plan, Plan) else request.options.states_over != "shard"
-        return _laid_out(request, captures.sliced(asked), groups, {}, known, in_parts=in_parts)
-    captures = captures.sliced(slices_of(earlier.layout))
+        return _lay_out(request, captures.slice_parameters(asked), groups, {}, known, in_parts=in_parts)
+    captures = captures.slice_parameters(slices_of(earlier.layout))
     check_bucket_names(request.options.policy.keep, [bucket.name for bucket in earlier.layout.buckets])
     _check_gradients(captures.first, earlier.layout)
-    layout, others = _with_borrowed(earlier.layout, request, captures.first)
+    layout, others = _add_borrowed(earlier.layout, request, captures.first)
     updates = [earlier.binding.programs(earlier.state.buckets) | others]
     return Prepared(request, captures, layout, earlier.binding, updates, groups, may_be_sliced=False)
 
 
-def _laid_out(
+def _lay_out(
     request: Request,
     captures: Captures,
     groups: Mapping[str, int],
@@ -214,18 +214,18 @@ def _laid_out(
     options, captured = request.options, captures.first
     layout = layout_of(
         captured, groups, request.mesh, block=options.block,
-        in_parts=in_parts, reduce_dtype=options.reduced_in, state_dtype=options.states_in,
+        in_parts=in_parts, reduce_dtype=options.gradient_dtype, state_dtype=options.states_in,
         histories=histories_of(request.model, request.optimizer),
     )  # fmt: skip
     check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])
     binding = OptimizerBinding(request.optimizer, layout, captured.device, prefer_fused=options.compiles_regions)
-    binding.programs(None, binding.held(dict(request.model.named_parameters())), known)
-    layout, others = _with_borrowed(layout, request, captured)
+    binding.programs(None, binding.find_states(dict(request.model.named_parameters())), known)
+    layout, others = _add_borrowed(layout, request, captured)
     updates = [update | others for update in binding.updates(ahead=options.memory_budget is not None)]
     return Prepared(request, captures, layout, binding, updates, groups, may_be_sliced=True, laid_out=laid_out)
 
 
-def _with_borrowed(
+def _add_borrowed(
     layout: BucketLayout, request: Request, captured: StepGraph
 ) -> tuple[BucketLayout, dict[int, UpdateProgram]]:
     """The layout with the buckets that the step reads of other steps, and the updates of those; of a step with fewer
@@ -236,7 +236,7 @@ def _with_borrowed(
     """
     for borrowed in request.borrowed:
         borrowed.check(request.mesh)
-    return with_borrowed(layout, request.borrowed, {info.name for info in captured.parameters})
+    return add_borrowed(layout, request.borrowed, {info.name for info in captured.parameters})
 
 
 def agree_on_graph(captured: StepGraph, control: Control) -> None:
@@ -270,8 +270,8 @@ def request_to_evaluate(training: Request, batch: Batch, locations: Locations) -
     return replace(training, batch=batch, options=_options(training.options), locations=locations, fixed=None)
 
 
-def untrained(earlier: Earlier) -> Earlier:
-    """What the first step of a model has made, for an evaluation: the same buckets, of which none is trained."""
+def freeze_layout(earlier: Earlier) -> Earlier:
+    """The buckets of a model's first step, none of them trained, for an evaluation."""
     return replace(earlier, layout=earlier.layout.freeze())
 
 

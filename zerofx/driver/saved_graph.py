@@ -68,15 +68,17 @@ class SavedGraph:
         Raises:
             ZeroFXError: the model cannot be captured, or the optimizer is not the model's.
         """
-        step = captures.as_captured(num)
+        step = captures.capture_one(num)
         step.guarded = captures.guarded
         groups = group_of_parameters(model, optimizer, step.parameters, set(step.gradients))
         layout = layout_of(step, groups, Mesh())
         binding = OptimizerBinding(optimizer, layout, step.device, prefer_fused=prefer_fused)
-        programs = binding.programs(None, binding.held(dict(model.named_parameters())))
+        programs = binding.programs(None, binding.find_states(dict(model.named_parameters())))
         update_of = {slot.name: program for index, program in programs.items() for slot in layout.buckets[index].slots}
         try:
-            divided = captures.divided(2)  # whatever ``num`` is: how many there are to be may still be asked
+            divided = captures.batch_names_to_divide(
+                2
+            )  # whatever ``num`` is: how many there are to be may still be asked
         except UsageError:
             divided = frozenset()  # a batch that no micro-batches divide
         return SavedGraph(step, groups, update_of, divided)
@@ -158,7 +160,7 @@ def _read(text: str) -> SavedGraph:
 
 
 def _facts(node: fx.Node) -> tuple[Any, ...]:
-    """What the graph's own text leaves out."""
+    """Facts of a node that the graph's own text leaves out."""
     return plain_facts(node), task_of(node), placeholder(node) if node.op == "placeholder" else None
 
 

@@ -1,4 +1,4 @@
-"""How the ranks of the model axis share a step's computation: decided on rank 0, the same on all, and kept on disk.
+"""Sharing of a step's computation by the ranks of the model axis: decided on rank 0, and kept on disk.
 
 Deciding it takes longer than making most plans. It follows from the captured graph, the mesh, the machine and the
 requested placements; if layouts are simulated to choose among them, also from everything that a plan follows from.
@@ -23,10 +23,10 @@ from zerofx.ir.batch import Batch, hash_of
 from zerofx.ir.canonical import graph_parts
 from zerofx.ir.facts import Role, placeholder
 from zerofx.ir.graph import StepGraph
-from zerofx.json_format import typed
+from zerofx.json_format import from_data
 from zerofx.option_table import defaults_for
 from zerofx.options import CompileOptions
-from zerofx.progress import watched
+from zerofx.progress import watch_progress
 from zerofx.runtime.state.optimizer import hyperparameter_texts
 from zerofx.scheduler.analysis.sharding_pins import apply_pins, pins_of
 from zerofx.scheduler.analysis.sharding_ways import sharding_ways
@@ -70,7 +70,7 @@ def to_json(decisions: Sequence[ShardingDecision | OverlapDecision]) -> str:
 
 def from_json(kind: type[Decision], text: str) -> tuple[Decision, ...]:
     """The decisions that ``to_json`` wrote as ``text``."""
-    return tuple(typed(kind, item) for item in json.loads(text))
+    return tuple(from_data(kind, item) for item in json.loads(text))
 
 
 GatherHashes = Callable[[Mapping[str, str], str], Sequence[Mapping[str, str]]]
@@ -79,10 +79,10 @@ Everywhere = Callable[[str, Callable[[], str]], str]
 """What rank 0 says, on all ranks: ``Control.share``."""
 
 
-def with_best_layout(
+def plan_best_layout(
     request: Request, captures: Captures, earlier: Earlier | None, everywhere: Everywhere, plan: Callable[[Captures], T]
 ) -> T:
-    """What ``plan`` makes of the step as one rank of the model axis runs it, or of ``captures`` without such an axis.
+    """Run ``plan`` on the step as one rank of the model axis runs it, or on ``captures`` without such an axis.
 
     It is shared in one way whatever else a plan does (options that are not for "sharing"), so that all have the same
     bits. Where no such plan fits the budget, it is shared in the way that takes less memory.
@@ -127,46 +127,46 @@ def share_computation(
     _check(request, captures)
     shardings = everywhere(
         "share how ranks share the computation",
-        lambda: to_json(_decided(request, captures, earlier, within_budget=within_budget)),
+        lambda: to_json(_decide(request, captures, earlier, within_budget=within_budget)),
     )
-    return shared_as(request, captures, from_json(ShardingDecision, shardings), everywhere)
+    return apply_shardings(request, captures, from_json(ShardingDecision, shardings), everywhere)
 
 
-def alone(_purpose: str, decide: Callable[[], str]) -> str:
-    """As ``Everywhere`` where no other rank has to hear of it, of a step that is not to be run."""
+def decide_alone(_purpose: str, decide: Callable[[], str]) -> str:
+    """Decide without telling other ranks, as ``Everywhere`` for a step that is not to be run."""
     return decide()
 
 
 def shardings_of(request: Request, captures: Captures) -> tuple[ShardingDecision, ...]:
-    """How ranks of the model axis share calls and values, as ``share_computation`` has it decided, before what is
-    overlapped; nothing where there is no such axis.
+    """The shardings of calls and values over ranks of the model axis, as ``share_computation`` has them decided, before
+    overlaps are chosen; none without such an axis.
 
     Raises: as ``share_computation``.
     """
     if request.mesh.model == 1:
         return ()
     _check(request, captures)
-    return _decided(request, captures, None, explained=False)
+    return _decide(request, captures, None, explained=False)
 
 
-def shared_as(
-    request: Request, captures: Captures, shardings: tuple[ShardingDecision, ...], everywhere: Everywhere = alone
+def apply_shardings(
+    request: Request, captures: Captures, shardings: tuple[ShardingDecision, ...], everywhere: Everywhere = decide_alone
 ) -> Captures:
     """The step as one rank of the model axis runs it, whose calls are shared as ``shardings`` say."""
     if request.mesh.model == 1:
         return captures
-    one_rank = captures.shared(shardings, request.mesh.model)
+    one_rank = captures.share(shardings, request.mesh.model)
     overlaps = everywhere("overlap what ranks send each other", lambda: to_json(_overlaps(request, one_rank)))
-    return one_rank.ordered(from_json(OverlapDecision, overlaps))
+    return one_rank.reorder(from_json(OverlapDecision, overlaps))
 
 
-def shared_by(request: Request, captures: Captures, plan: Plan) -> Shared:
-    """How ``plan`` has ranks of the model axis share a step, for ``Earlier``."""
-    return Shared(_given(request, captures) if request.mesh.model > 1 else "", plan.shardings)
+def record_shardings(request: Request, captures: Captures, plan: Plan) -> Shared:
+    """The sharing of a step over ranks of the model axis in ``plan``, for ``Earlier``."""
+    return Shared(_step_key(request, captures) if request.mesh.model > 1 else "", plan.shardings)
 
 
 def digest_of(batch: Batch, mesh: Mesh) -> bytes:
-    """What ranks that share a computation have to have alike in each step: a hash of their batch, of 16 bytes.
+    """A hash, of 16 bytes, of the batch that ranks which share a computation must have alike in each step.
 
     Of what is in the host's memory alone: to read what is on a device the host would wait for all that runs there.
     Empty where nothing is shared.
@@ -218,7 +218,7 @@ def _check(request: Request, captures: Captures) -> None:
         )
 
 
-def _decided(
+def _decide(
     request: Request,
     captures: Captures,
     earlier: Earlier | None,
@@ -228,13 +228,13 @@ def _decided(
 ) -> tuple[ShardingDecision, ...]:
     if isinstance(request.options.plan, Plan):
         return request.options.plan.shardings
-    step = captures.of_one(captures.candidates[0])
-    if earlier is not None and earlier.shared.given == _given(request, captures):
+    step = captures.whole_graph(captures.candidates[0])
+    if earlier is not None and earlier.shared.given == _step_key(request, captures):
         return earlier.shared.shardings  # another update of the same step
     pins = pins_of(step, request.options.shardings)
     if pins.ignored and request.verbose:
         notify(f"shardings: nothing follows from {first_few(pins.ignored)}")
-    lent = _lent(request)
+    lent = _borrow_placements(request)
     given = {**lent, **(earlier.layout.placements if earlier else {})}
     names = {node: placeholder(node).name for node in step.placeholders(Role.PARAMETER)}
     lying = {node: given[name] for node, name in names.items() if name in given}
@@ -246,11 +246,11 @@ def _decided(
             possible = ways.placeholders[ways.classes.first[node]]
             possible += [] if lies in possible else [lies]
 
-        def at(prices: Prices, explained: bool = False) -> tuple[ShardingDecision, ...]:
+        def decide_at(prices: Prices, explained: bool = False) -> tuple[ShardingDecision, ...]:
             return decide_shardings(ways, request.mesh, request.machine, prices, given, explained=explained)
 
-        prices = best_prices(request, captures, shared_as, at, Prices()) if simulated else Prices()
-        decided = at(prices, explained)
+        prices = best_prices(request, captures, apply_shardings, decide_at, Prices()) if simulated else Prices()
+        decided = decide_at(prices, explained)
         why = {node.name: f"as {', '.join(map(str, of_node))} asks" for node, of_node in pins.parameters.items()}
         why |= {node.name: "as the step has it that trains it" for node in lying if names[node] in lent}
         return tuple(replace(decision, reason=why.get(decision.node, decision.reason)) for decision in decided)
@@ -261,17 +261,17 @@ def _decided(
     said = [repr(sorted(request.options.shardings.items())), repr(sorted(given.items())), str(explained)]
     if simulated:  # which follows from all that a plan does
         said += [*request.options.texts("plan"), str(hyperparameter_texts(request.optimizer))]
-    with watched("sharing the computation", show=request.verbose):
+    with watch_progress("sharing the computation", show=request.verbose):
         return decide_with_cache(request, step, ShardingDecision, decide, *said)
 
 
-def _given(request: Request, captures: Captures) -> str:
+def _step_key(request: Request, captures: Captures) -> str:
     """Tells a captured step, and where what it reads of other steps lies, from others."""
-    graph = captures.of_one(captures.candidates[0]).fingerprint()
-    return f"{graph} {sorted(_lent(request).items())}"
+    graph = captures.whole_graph(captures.candidates[0]).fingerprint()
+    return f"{graph} {sorted(_borrow_placements(request).items())}"
 
 
-def _lent(request: Request) -> dict[str, Placement]:
+def _borrow_placements(request: Request) -> dict[str, Placement]:
     return {name: lies for borrowed in request.borrowed for name, lies in borrowed.placements().items()}
 
 
@@ -279,8 +279,8 @@ def _overlaps(request: Request, one_rank: Captures) -> tuple[OverlapDecision, ..
     if isinstance(request.options.plan, Plan):
         return request.options.plan.overlaps
     number = one_rank.candidates[0]
-    whole = one_rank.of_one(number)
+    whole = one_rank.whole_graph(number)
     return decide_with_cache(
-        request, whole, OverlapDecision, lambda: decide_overlaps(one_rank.of_rank(number), request.machine),
+        request, whole, OverlapDecision, lambda: decide_overlaps(one_rank.rank_graph(number), request.machine),
         to_json(one_rank.shardings),
     )  # fmt: skip

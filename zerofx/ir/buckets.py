@@ -89,7 +89,7 @@ class Slot:
         own: torch.Tensor = split.select(dim + 1, self.part_index)
         return own.squeeze(dim) if groups == 1 else own
 
-    def boxed(self, own: torch.Tensor) -> torch.Tensor:
+    def box_view(self, own: torch.Tensor) -> torch.Tensor:
         """``own``, a tensor of the slot's shape, in the shape that ``box`` gives: a view."""
         if self.part is None or self.part.groups == 1:
             return own
@@ -101,7 +101,7 @@ class Slot:
         """The parameter as a view of the flat buffer ``full`` of shape ``[bucket.numel]``."""
         return full.as_strided(self.shape, self.stride, self.offset)
 
-    def shown(self, full: torch.Tensor) -> torch.Tensor:
+    def to_parameter(self, full: torch.Tensor) -> torch.Tensor:
         """The same with the shape and kind of number that the model's parameter has."""
         return torch.view_as_complex(self.view(full)) if self.is_complex else self.view(full)
 
@@ -151,14 +151,14 @@ class Bucket:
         return self.mesh.size(self.gathered_over)
 
     @property
-    def reduced_over(self) -> Axes:
+    def reduction_axes(self) -> Axes:
         """The axes along which a reduction of gradients sums them first."""
         return self.gathered_over if self.num_ranks > 1 else self.crossed_over
 
     @property
     def num_reduced(self) -> int:
         """Slices that the first reduction leaves gradients in."""
-        return self.mesh.size(self.reduced_over)
+        return self.mesh.size(self.reduction_axes)
 
     @property
     def has_model_parts(self) -> bool:

@@ -106,7 +106,8 @@ gather_on_node = own_operator(
     "gather_on_node(Tensor part, int bucket, int num_ranks, *, str over='shard') -> Tensor", fakes.whole_bucket
 )
 exchange = own_operator(
-    "exchange(Tensor parts, int bucket, int num_ranks, str group, *, str over='shard') -> Tensor", fakes.like_first
+    "exchange(Tensor parts, int bucket, int num_ranks, str group, *, str over='shard') -> Tensor",
+    fakes.empty_like_first,
 )
 second_shard = own_operator(
     "second_shard(Tensor full, int bucket, int num_ranks, *, str over='shard') -> Tensor", fakes.slice_apart
@@ -120,8 +121,8 @@ empty_gradients = own_operator(
     "empty_gradients(int bucket, int numel, *, ScalarType dtype, Device device) -> Tensor",
     lambda bucket, numel, **kinds: torch.empty(numel, **kinds),
 )
-offload = own_operator("offload(Tensor value, str tier) -> Tensor", fakes.like_first)
-reload = own_operator("reload(Tensor stored, str tier='device') -> Tensor", fakes.like_first)
+offload = own_operator("offload(Tensor value, str tier) -> Tensor", fakes.empty_like_first)
+reload = own_operator("reload(Tensor stored, str tier='device') -> Tensor", fakes.empty_like_first)
 copy_into = own_operator("copy_into(Tensor(a!) into, Tensor source) -> Tensor(a!)", fakes.first)
 empty_stored = own_operator(
     "empty_stored(int numel, ScalarType dtype, str tier, *, Device device) -> Tensor",

@@ -323,7 +323,7 @@ def _fields(record: Any) -> list[str]:
 
 
 def decode(data: Any, nodes: Sequence[fx.Node] = ()) -> Any:
-    """What ``encode`` was given; ``nodes`` are the graph's."""
+    """The value that ``encode`` was given; ``nodes`` are the graph's."""
     if isinstance(data, list):
         return [decode(item, nodes) for item in data]
     if not isinstance(data, dict):

@@ -71,8 +71,8 @@ def runs_on_host(node: fx.Node) -> bool:
     return tier_of(node) == "host" and node.op == "call_function" and node.target not in ops.EVENTS
 
 
-def what_runs_on(node: fx.Node) -> tuple[int, bool]:
-    """What a ``run_on`` lets run on, and a ``settle`` awaits: a bucket's update on the host with copies of it, or what
+def background_work(node: fx.Node) -> tuple[int, bool]:
+    """The work that a ``run_on`` leaves running and a ``settle`` awaits: a bucket's update on the host with copies of it, or what
     of the bucket goes ``back`` to its tier."""
     bucket = node.args[0]
     assert isinstance(bucket, int)

@@ -15,7 +15,7 @@ from torch import nn
 from zerofx.capture.objective.evaluation import Evaluation
 from zerofx.capture.objective.token_weighted_loss import COUNTS
 from zerofx.errors import UsageError, notify
-from zerofx.garbage import collecting_recent_garbage_only
+from zerofx.garbage import limit_garbage_collection
 from zerofx.ir.batch import Batch
 from zerofx.ladder import AUTO, Ladder, ladder_up_to
 from zerofx.lengths.axes import BatchAxes
@@ -104,7 +104,7 @@ class PaddedBatches:
         self.ladder = ladder_up_to(longest) if longest is not None else asked  # type: ignore[assignment]  # no word
         sizes = self._agree(batch)
         self._check_length(sizes)
-        with collecting_recent_garbage_only():
+        with limit_garbage_collection():
             self.filling = self._find_filling(batch, axes)
             gc.collect()  # what autograd holds of a trial in cycles: parameters that are about to get values
         if self.filling.makes_mask:

@@ -28,11 +28,11 @@ from zerofx.ir.graph import num_bodies
 from zerofx.ir.micro_batches import micro_batches_of
 from zerofx.ir.returned import Returned
 from zerofx.lowering.lower import LoweredStep
-from zerofx.progress import watched
+from zerofx.progress import watch_progress
 from zerofx.runtime.arena import Allocate, Allocations
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.executor import Runtime, StepFunction, functions_of, with_functions
+from zerofx.runtime.executor import Runtime, StepFunction, functions_of, replace_functions
 from zerofx.runtime.state.arguments import StepArguments
 from zerofx.scheduler.cost.liveness import apply_profiles
 from zerofx.scheduler.cost.simulate import predict
@@ -104,7 +104,7 @@ class CompiledStep(StepProgram):
             return self.function
         names_of_updates = {self.emitted.functions[region.key] for region in self.regions if region.is_update}
         updates = functions_of(self.function, names_of_updates)
-        return with_functions(
+        return replace_functions(
             self.function, {name: partial(runtime.update, update) for name, update in updates.items()}
         )
 
@@ -180,7 +180,7 @@ def make_compiled_step(
     function, arena, allocations = loaded.function, plan.arena, None
     if arena is not None:
         allocations = Allocations(takes, arena.pool_bytes)
-        function = with_functions(
+        function = replace_functions(
             function, {name: make(allocations.take) for name, make in loaded.replace_allocator.items()}
         )
     return CompiledStep(
@@ -258,7 +258,7 @@ def load_step(
             for key in keys:
                 compiled[key].finish()
 
-        with watched("compiling", "regions", len(first), show=control.rank == 0) as progress:
+        with watch_progress("compiling", "regions", len(first), show=control.rank == 0) as progress:
             for keys in (mine, others):
                 control.attempt("compile their regions", partial(compile_all, keys))
         for key, done in compiled.items():

@@ -12,13 +12,13 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
 from zerofx.pipeline import GraphStage, run_passes
-from zerofx.progress import watched
+from zerofx.progress import watch_progress
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.simulate import Simulation, predict
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.rehearsal import simulate_step
 from zerofx.scheduler.search.target import Target
-from zerofx.units import format_bytes, format_seconds, on_tiers
+from zerofx.units import format_bytes, format_seconds, tiers_text
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def lower(
 ) -> LoweredStep:
     """Carry out ``plan`` on a captured graph, which is edited in place, and predict the outcome for ``target``."""
     machine = target.machine
-    with watched("carrying out the plan", show=target.verbose):
+    with watch_progress("carrying out the plan", show=target.verbose):
         stages = run_passes(step, plan, layout, programs, target.settings, on_cpu=target.on_cpu, talk=target.verbose)
         instructions = cut(step)
         simulation = simulate_step(step, instructions, layout, target)
@@ -60,7 +60,7 @@ def _header(plan: Plan, machine: Machine) -> str:
         f"One {what}\n"
         f"stage {plan.stage} on {plan.num_ranks} rank(s), plan {plan.decisions_hash()[:12]}, times for {machine.name}\n"
         f"predicted, per rank: peak {format_bytes(plan.peak_bytes['device'])} at {_peak_node(plan)}"
-        f"{on_tiers(plan.slower_peak_bytes)}, step {format_seconds(plan.step_seconds)}, of which "
+        f"{tiers_text(plan.slower_peak_bytes)}, step {format_seconds(plan.step_seconds)}, of which "
         f"{format_seconds(plan.exposed_seconds)} exposed communication, {format_bytes(plan.wire_bytes)} sent"
     )
 

@@ -11,17 +11,17 @@ import torch
 
 from zerofx.errors import UsageError
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.optimizers.held_states import HeldState, held_by_bucket
+from zerofx.optimizers.held_states import HeldState, collect_states
 from zerofx.optimizers.program import UpdateProgram
 from zerofx.optimizers.shadow import structural_flags
 from zerofx.optimizers.shadow_optimizer import ShadowOptimizer, flat_state_dtypes, scalar_state_names
 from zerofx.optimizers.stand_in import StandIn
-from zerofx.optimizers.stored import storing_states
+from zerofx.optimizers.stored import cast_states
 from zerofx.optimizers.support import has_fused
 
 
 class BucketStates(Protocol):
-    """What a bucket has of the optimizer's states: flat ones, with their dtypes, others, and which have values."""
+    """Optimizer states of a bucket: flat ones, with their dtypes, others, and which have values."""
 
     @property
     def flat(self) -> Mapping[str, Any]: ...
@@ -76,13 +76,13 @@ class OptimizerBinding:
             )
 
     def is_for(self, index: int, program: UpdateProgram) -> bool:
-        """Whether the update of a bucket is still ``program``, which is as the optimizer has its states."""
+        """True if the update of a bucket is still ``program``, which is as the optimizer has its states."""
         return self._programs.get(index) is program
 
     @property
-    def traced(self) -> dict[int, UpdateProgram]:
+    def latest_programs(self) -> dict[int, UpdateProgram]:
         """The update of each trained bucket, as it was traced last."""
-        return self._stored(self._programs)
+        return self._cast_states(self._programs)
 
     def programs(
         self,
@@ -92,7 +92,7 @@ class OptimizerBinding:
     ) -> dict[int, UpdateProgram]:
         """The update of each trained bucket, for the options and states that hold now.
 
-        ``states`` by bucket. ``held``: before there are any, what the optimizer holds itself, as the method ``held``
+        ``states`` by bucket. ``held``: before there are any, what the optimizer holds itself, as ``find_states``
         gives it. ``known``: the optimizer as it is now with other buckets; what starts as one of those is not traced
         again.
 
@@ -107,7 +107,7 @@ class OptimizerBinding:
             traced = self.shadow.programs(distinct(stand_ins))
         self._programs = {index: traced[stand_in.key] for index, stand_in in stand_ins.items()}
         self._starts = stand_ins
-        programs = self._stored(self._programs)
+        programs = self._cast_states(self._programs)
         texts = {id(program): program.text for program in programs.values()}
         whole = "\n".join(f"{index} {texts[id(program)]}" for index, program in sorted(programs.items()))
         groups = {bucket.group: self.group(bucket) for bucket in self.layout.buckets if bucket.trainable}
@@ -116,7 +116,7 @@ class OptimizerBinding:
         self.variant = f"{type(self.optimizer).__name__}({'; '.join(flags)}), traced as {digest}"
         return programs
 
-    def _stored(self, programs: Mapping[int, UpdateProgram]) -> dict[int, UpdateProgram]:
+    def _cast_states(self, programs: Mapping[int, UpdateProgram]) -> dict[int, UpdateProgram]:
         """``programs`` by bucket, with states as the buckets store them; the same object for the same of both."""
         stored: dict[int, UpdateProgram] = {}
         for index, program in programs.items():
@@ -125,7 +125,7 @@ class OptimizerBinding:
             if bucket.state_dtype != bucket.dtype:
                 key = (program.key, bucket.state_dtype)
                 if key not in self._storing:
-                    self._storing[key] = storing_states(program, bucket.state_dtype)
+                    self._storing[key] = cast_states(program, bucket.state_dtype)
                 stored[index] = self._storing[key]
         return stored
 
@@ -135,11 +135,11 @@ class OptimizerBinding:
         ``ahead``: whether later ones are asked for, which are known for a dozen steps from the first.
         """
         if not ahead:
-            return [self._stored(self._programs)]
+            return [self._cast_states(self._programs)]
         alike = {s.key: self.shadow.forms(s, self._programs[index]) for index, s in self._starts.items()}
         num_forms = max(map(len, alike.values()), default=1)
         return [
-            self._stored({
+            self._cast_states({
                 index: alike[s.key][min(number, len(alike[s.key]) - 1)] for index, s in self._starts.items()
             })
             for number in range(num_forms)
@@ -148,7 +148,7 @@ class OptimizerBinding:
     def stand_ins(
         self, states: Sequence[BucketStates] | None, held: Mapping[int, HeldState] = MappingProxyType({})
     ) -> dict[int, StandIn]:
-        """What the coming update of each trained bucket starts from; the same object where that is seen to be so."""
+        """Stand-ins that the coming update of each trained bucket starts from; the same object where they are equal."""
         stand_ins: dict[int, StandIn] = {}
         alike: dict[Any, StandIn] = {}
         for bucket in self.layout.buckets:
@@ -157,7 +157,7 @@ class OptimizerBinding:
             start = held.get(bucket.index) if states is None else states[bucket.index]
             if start is None:
                 start = HeldState({}, {})
-            fused = self._fused(bucket)
+            fused = self._is_fused(bucket)
             # Buckets that were updated alike share the scalars that this has left.
             of_bucket = (
                 bucket.group, bucket.dtype, bucket.state_dtype, start.present,
@@ -186,11 +186,11 @@ class OptimizerBinding:
         key = (bucket.group, bucket.dtype)
         if key not in self._own_dtypes:
             self._own_dtypes[key] = flat_state_dtypes(
-                self.optimizer, bucket.group, dtype=bucket.dtype, fused=self._fused(bucket)
+                self.optimizer, bucket.group, dtype=bucket.dtype, fused=self._is_fused(bucket)
             )
         return self._own_dtypes[key].get(name, bucket.optimizer_dtype(stored))
 
-    def held(self, parameters: Mapping[str, torch.Tensor]) -> dict[int, HeldState]:
+    def find_states(self, parameters: Mapping[str, torch.Tensor]) -> dict[int, HeldState]:
         """The states that the optimizer holds per parameter, by bucket; ``parameters`` by name. Changes nothing.
 
         Parameters that are not trained now may have some, from when they were.
@@ -206,18 +206,18 @@ class OptimizerBinding:
                 continue
             shapes = [tuple(parameters[slot.source].shape) for slot in bucket.slots]
             if not bucket.trainable:
-                states[bucket.index] = held_by_bucket(bucket, entries, shapes, _numbers_in(entries[0], shapes[0]))
+                states[bucket.index] = collect_states(bucket, entries, shapes, _numbers_in(entries[0], shapes[0]))
                 continue
             key = (bucket.group, bucket.dtype)
             if key not in known:
                 assert bucket.group is not None
                 known[key] = scalar_state_names(
-                    self.optimizer, bucket.group, dtype=bucket.dtype, fused=self._fused(bucket)
+                    self.optimizer, bucket.group, dtype=bucket.dtype, fused=self._is_fused(bucket)
                 )
-            states[bucket.index] = held_by_bucket(bucket, entries, shapes, known[key])
+            states[bucket.index] = collect_states(bucket, entries, shapes, known[key])
         return states
 
-    def _fused(self, bucket: Bucket) -> bool:
+    def _is_fused(self, bucket: Bucket) -> bool:
         fused = self.group(bucket).get("fused")
         if fused is None and not self._prefer_fused:
             return False
@@ -227,7 +227,7 @@ class OptimizerBinding:
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
-    """Which parameters each param group has, by their identities."""
+    """Identities of the parameters of each param group."""
     return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 

@@ -12,7 +12,7 @@ BLOCK = 128 << 10
 
 
 def blocks(numel: int, num_threads: int) -> Iterator[tuple[int, int]]:
-    """Where the blocks of a tensor begin and end: ``BLOCK`` elements a thread."""
+    """Ranges of the blocks of a tensor: ``BLOCK`` elements a thread."""
     size = BLOCK * num_threads
     return ((begin, min(numel, begin + size)) for begin in range(0, numel, size))
 

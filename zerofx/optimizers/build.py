@@ -68,7 +68,7 @@ def build_graph(
 
 
 def _is_value_of(records: list[OpRecord], value: Ref, name: str) -> bool:
-    """Whether ``value`` lies in the buffer ``name``: it is the buffer, or a chain of in-place operators on it."""
+    """True if ``value`` lies in the buffer ``name``: it is the buffer, or a chain of in-place operators on it."""
     by_name = {record.out.name: record for record in records}
     while value.name in by_name:
         record = by_name[value.name]

@@ -1,4 +1,4 @@
-"""Which ATen operators an optimizer may use on a flat shard: those whose result at i depends on inputs at i only."""
+"""ATen operators that an optimizer may use on a flat shard: those whose result at i depends on inputs at i only."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _UNINITIALIZED: Final = frozenset({"empty", "empty_like", "new_empty", "empty_st
 
 
 def is_creation(op: OpOverload[..., Any]) -> bool:
-    """Whether ``op`` makes a tensor of one value, or of none."""
+    """True if ``op`` makes a tensor of one value, or of none."""
     name = base_name(op)
     return name in _FILLS or name in _FILL_ARGUMENT or name in _UNINITIALIZED
 
 
 def is_filled_with_argument(op: OpOverload[..., Any]) -> bool:
-    """Whether a creation operator is given the value that it fills with."""
+    """True if a creation operator is given the value that it fills with."""
     return base_name(op) in _FILL_ARGUMENT
 
 
@@ -53,7 +53,7 @@ def functional(op: OpOverload[..., Any]) -> OpOverload[..., Any]:
     return op
 
 
-def why_not_elementwise(op: OpOverload[..., Any], *, fused: bool) -> str | None:
+def elementwise_obstacle(op: OpOverload[..., Any], *, fused: bool) -> str | None:
     """None for an operator that may run on a flat shard, else the reason why it may not."""
     name = base_name(op)
     if fused and name in _FUSED:

@@ -15,7 +15,7 @@ from zerofx.optimizers.outside import same
 
 @dataclass(frozen=True)
 class HeldState:
-    """What an optimizer holds for the parameters of one bucket: scalars that they share, and a tensor of each.
+    """Optimizer states of the parameters of one bucket: scalars that they share, and a tensor of each.
 
     Of a parameter in slices it is the whole tensor, for each slice's bucket.
     """
@@ -28,10 +28,10 @@ class HeldState:
         return frozenset(self.scalars) | frozenset(self.flat)
 
 
-def held_by_bucket(
+def collect_states(
     bucket: Bucket, entries: list[Mapping[str, Any]], shapes: list[tuple[int, ...]], scalars: frozenset[str]
 ) -> HeldState:
-    """What the optimizer holds of a bucket's parameters, by state: ``entries`` are what it has of each parameter.
+    """Collect the states of a bucket's parameters, by state: ``entries`` are the optimizer's, one of each parameter.
 
     ``shapes`` are those of the model's parameters, of which the bucket may hold slices; ``scalars`` are states that the
     parameters share.

@@ -38,7 +38,7 @@ class MergedGroups:
         self._repeated: Repeated | None = None
 
     def outcomes(self, state: OptimizerRest, stand_ins: Sequence[StandIn]) -> list[StandInOutcome] | None:
-        """As ``Repeated.outcomes``; None also if groups that are alike take different courses."""
+        """The outcomes of ``Repeated.outcomes``; None also if groups that are alike take different courses."""
         place = {group: (index, at) for index, groups in enumerate(self.alike) for at, group in enumerate(groups)}
         if len(self.alike) == len(place):
             return None
@@ -55,20 +55,20 @@ class MergedGroups:
             for stand_in, outcome in zip(own, outcomes, strict=True):
                 of_merged.setdefault(stand_in.group, []).append(outcome)
             left = {group: iter(of_merged[index]) for group, (index, _) in place.items()}
-            return [_of_group(next(left[each.group]), place[each.group][1]) for each in stand_ins]
+            return [_group_facts(next(left[each.group]), place[each.group][1]) for each in stand_ins]
         except ValueError:
             return None
 
 
 def same_outcomes(outcomes: Sequence[StandInOutcome] | None, expected: Sequence[StandInOutcome]) -> bool:
-    """Whether steps that were done in two ways leave the same."""
+    """True if steps that were done in two ways leave the same."""
     return outcomes is not None and all(
         same([a.numbers, a.scalars, a.group, a.attributes], [b.numbers, b.scalars, b.group, b.attributes])
         for a, b in zip(outcomes, expected, strict=True)
     )
 
 
-def _of_group(outcome: StandInOutcome, at: int) -> StandInOutcome:
+def _group_facts(outcome: StandInOutcome, at: int) -> StandInOutcome:
     numbers, scalars, group = _pick(outcome.numbers, at), _pick(outcome.scalars, at), _pick(outcome.group, at)
     return StandInOutcome(numbers, scalars, group, outcome.attributes)
 

@@ -27,7 +27,7 @@ _ABSENT: Final = object()
 
 @dataclass(frozen=True)
 class OptimizerRest:
-    """What lies outside of the states: the entries of each group but its parameters, and the attributes.
+    """An optimizer without its states: the entries of each group but its parameters, and the attributes.
 
     ``kind`` is the optimizer's class, and ``shared`` are attributes that torch gives to all optimizers, without hooks.
     """
@@ -37,7 +37,7 @@ class OptimizerRest:
     attributes: dict[str, Any]
     shared: dict[str, Any]
 
-    def alone(self, group: int) -> OptimizerRest:
+    def select_group(self, group: int) -> OptimizerRest:
         """The same optimizer with one of its groups."""
         return replace(self, groups=(self.groups[group],))
 
@@ -50,10 +50,10 @@ class OptimizerRest:
         shadow = object.__new__(self.kind)
         own = vars(shadow)
         own.update(self.shared)
-        own.update({name: _copied(value, shadow, name) for name, value in self.attributes.items()})
+        own.update({name: _copy(value, shadow, name) for name, value in self.attributes.items()})
         own["state"] = defaultdict(dict)
         own["param_groups"] = [
-            {"params": mine, **{key: _copied(value, shadow, "param_groups") for key, value in group.items()}}
+            {"params": mine, **{key: _copy(value, shadow, "param_groups") for key, value in group.items()}}
             for mine, group in zip(params, self.groups, strict=True)
         ]
         return shadow
@@ -85,8 +85,8 @@ class Change:
         self.value = before
 
 
-def outside(optimizer: torch.optim.Optimizer) -> OptimizerRest:
-    """What ``optimizer`` has there now; not copied."""
+def optimizer_rest(optimizer: torch.optim.Optimizer) -> OptimizerRest:
+    """The groups and attributes of ``optimizer``; not copied."""
     own = attributes(optimizer)
     shared = {
         name: OrderedDict() if has_hooks(name, value) else value
@@ -114,7 +114,7 @@ def entries_after(group: Mapping[str, Any], before: Mapping[str, Any]) -> dict[s
 
 
 def changes(owner: dict[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """What turns ``before`` into ``after``, to be done to ``owner``."""
+    """The changes that turn ``before`` into ``after``, to be done to ``owner``."""
     if same(before, after):
         return []
     return [
@@ -125,7 +125,7 @@ def changes(owner: dict[str, Any], before: Mapping[str, Any], after: Mapping[str
 
 
 def is_unchanged(before: OptimizerRest, after: OptimizerRest) -> bool:
-    """Whether ``after`` says what ``before`` did: not so where it has what may change in its place."""
+    """True if ``after`` equals ``before`` and has nothing that may change in place."""
     values = [after.attributes, *after.groups]
     return all(_is_fixed(value) for entries in values for value in entries.values()) and same(
         [before.attributes, *before.groups], values
@@ -137,7 +137,7 @@ def _is_fixed(value: Any) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values, one of them perhaps a copy of the other, say the same."""
+    """True if two values, one of them perhaps a copy of the other, are equal."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -160,7 +160,7 @@ def same(a: Any, b: Any) -> bool:
     return same(vars(a), vars(b)) if hasattr(a, "__dict__") else bool(a == b)
 
 
-def _copied(value: Any, owner: object, where: str) -> Any:
+def _copy(value: Any, owner: object, where: str) -> Any:
     """A copy of ``value`` that a step may change; what no step changes, and tensors of many elements, are shared."""
     if type(value) in PLAIN:
         return value
@@ -186,11 +186,11 @@ def _copied(value: Any, owner: object, where: str) -> Any:
     elif isinstance(value, tuple):
         make = type(value) if type(value) is tuple else lambda items: type(value)(*items)
     if make is not None:
-        return make([_copied(item, owner, where) for item in value])
+        return make([_copy(item, owner, where) for item in value])
     if isinstance(value, dict):
         copy_of_dict = copy.copy(value)
         for key, item in value.items():
-            copy_of_dict[key] = _copied(item, owner, where)
+            copy_of_dict[key] = _copy(item, owner, where)
         return copy_of_dict
     try:
         return copy.deepcopy(value)

@@ -56,7 +56,7 @@ class UpdateProgram:
 
     @property
     def text(self) -> str:
-        """What ``key`` says, as text that is the same in every process."""
+        """The contents of ``key`` as text that is the same in every process."""
         return "\n".join(
             map(str, (self.optimizer, self.dtype, self.fused, self.states, self.tensor_scalars, self.graph))
         )

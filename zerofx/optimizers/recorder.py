@@ -12,11 +12,11 @@ import torch
 from zerofx.errors import OptimizerError
 from zerofx.optimizers.blame import blame, not_elementwise
 from zerofx.optimizers.elementwise import (
+    elementwise_obstacle,
     fill_value,
     functional,
     is_creation,
     is_filled_with_argument,
-    why_not_elementwise,
 )
 from zerofx.torch_private.operators import OpOverload, base_name, pytree, schema_of
 
@@ -51,7 +51,7 @@ class OpRecord:
 
 @dataclass
 class KnownStorage:
-    """What is known of one storage: a flat tensor (``ref``), or a number on the host (None).
+    """Facts about one storage: a flat tensor (``ref``), or a number on the host (None).
 
     ``made_by`` is the index of the record that made the storage. The tensor is held so that its address stays its own.
     """
@@ -91,7 +91,7 @@ class Recorder:
                 self.bind_numbers(item)
 
     def cell(self, tensor: torch.Tensor) -> KnownStorage:
-        """What is known of ``tensor``; an error if it came from outside the update."""
+        """The facts about ``tensor``; an error if it came from outside the update."""
         cell = self._cells.get(tensor.untyped_storage().data_ptr())
         if cell is None:
             raise self.refuse(
@@ -101,7 +101,7 @@ class Recorder:
         return cell
 
     def is_flat(self, value: Any) -> bool:
-        """Whether ``value`` is one of the update's tensors, and no number."""
+        """True if ``value`` is one of the update's tensors, and no number."""
         cell = self._cells.get(value.untyped_storage().data_ptr()) if isinstance(value, torch.Tensor) else None
         return cell is not None and cell.ref is not None
 
@@ -128,13 +128,13 @@ class Recorder:
             return self._create(op, args, op(*args, **kwargs))
         cells = [self.cell(tensor) for tensor in tensors]
         if all(cell.ref is None for cell in cells):
-            return self._on_host(op, op(*args, **kwargs))
+            return self._check_host_result(op, op(*args, **kwargs))
         if _is_view(op):
             return self._view(op, tensors[0], op(*args, **kwargs))
-        reason = why_not_elementwise(op, fused=self.fused)
+        reason = elementwise_obstacle(op, fused=self.fused)
         if reason is not None:
             raise self.refuse(f"calls {op}, which {reason}")
-        return self._on_shard(op, args, kwargs, cells)
+        return self._record_on_shard(op, args, kwargs, cells)
 
     def _create(self, op: OpOverload[..., Any], args: tuple[Any, ...], result: torch.Tensor) -> torch.Tensor:
         if result.numel() == 1 and not (self.fused and result.dim() == 0):
@@ -155,7 +155,7 @@ class Recorder:
             raise self.refuse(f"calls {op}, which takes a tensor apart or turns it")
         return result
 
-    def _on_host(self, op: OpOverload[..., Any], result: Any) -> Any:
+    def _check_host_result(self, op: OpOverload[..., Any], result: Any) -> Any:
         if torch.Tag.nondeterministic_seeded in op.tags:
             raise self.refuse(f"calls {op}, which draws random numbers")
         if isinstance(result, torch.Tensor) and result.numel() == 1:
@@ -167,7 +167,7 @@ class Recorder:
             )
         return result  # a number, or a truth value such as that of torch.equal
 
-    def _on_shard(
+    def _record_on_shard(
         self, op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], cells: list[KnownStorage]
     ) -> Any:
         """Record an elementwise operator on flat tensors; 0-dim host tensors become scalar inputs."""
@@ -177,7 +177,7 @@ class Recorder:
         out = kwargs.pop("out", None)
         run = functional(op) if out is not None else op
         if any(cell.ref is None for cell in cells):
-            run, args = self._with_numbers(run, args)
+            run, args = self._pass_numbers(run, args)
         result = run(*args, **kwargs)
         if self.fused and result is None:
             return self._record(run, args, kwargs, None)
@@ -189,7 +189,7 @@ class Recorder:
         self._record(torch.ops.aten.copy_.default, (out, result), {}, out.copy_(result))
         return out
 
-    def _with_numbers(
+    def _pass_numbers(
         self, op: OpOverload[..., Any], args: tuple[Any, ...]
     ) -> tuple[OpOverload[..., Any], tuple[Any, ...]]:
         """The overload and arguments that take numbers where ``args`` have 0-dim host tensors."""
@@ -281,7 +281,7 @@ class Recorder:
 
 @functools.cache
 def _is_number(op: OpOverload[..., Any], kind: str) -> bool:
-    """Whether arguments of this type may be numbers that the operator computes with; exponents are none."""
+    """True for arguments of a type that the operator computes with as numbers; exponents are none."""
     return kind.removeprefix("Optional[").rstrip("]") in ("number", "float", "Tensor") and not base_name(op).startswith(
         "pow"
     )

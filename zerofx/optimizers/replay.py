@@ -126,18 +126,18 @@ class GroupNumbers:
     __deepcopy__ = __copy__ = __trunc__ = __floor__ = __ceil__ = _refuse
 
     def __bool__(self) -> bool:
-        return _agreed(list(map(bool, self.values)))
+        return _common_answer(list(map(bool, self.values)))
 
 
-def _agreed(answers: list[Any]) -> bool:
-    """What all groups answer."""
+def _common_answer(answers: list[Any]) -> bool:
+    """The one answer of all groups."""
     if any(answer is not answers[0] for answer in answers) or type(answers[0]) is not bool:
         raise _DiffersError
     return answers[0]
 
 
-def _of_all(compute: Callable[..., Any], operands: tuple[Any, ...]) -> list[Any] | None:
-    """What ``compute`` gives for each group; None if an operand is no number."""
+def _compute_each(compute: Callable[..., Any], operands: tuple[Any, ...]) -> list[Any] | None:
+    """The results of ``compute`` for each group; None if an operand is no number."""
     several = [operand.values for operand in operands if type(operand) is GroupNumbers]
     lists = [
         operand.values if type(operand) is GroupNumbers else [operand] * len(several[0])
@@ -149,7 +149,7 @@ def _of_all(compute: Callable[..., Any], operands: tuple[Any, ...]) -> list[Any]
 
 def _arithmetic(compute: Callable[..., Any], *, is_reflected: bool = False) -> Callable[..., Any]:
     def calculate(*operands: Any) -> Any:
-        values = _of_all(compute, operands[::-1] if is_reflected else operands)
+        values = _compute_each(compute, operands[::-1] if is_reflected else operands)
         return NotImplemented if values is None else GroupNumbers(values)
 
     return calculate
@@ -157,8 +157,8 @@ def _arithmetic(compute: Callable[..., Any], *, is_reflected: bool = False) -> C
 
 def _comparison(compute: Callable[..., Any]) -> Callable[..., Any]:
     def compare(*operands: Any) -> Any:
-        answers = _of_all(compute, operands)
-        return NotImplemented if answers is None else _agreed(answers)
+        answers = _compute_each(compute, operands)
+        return NotImplemented if answers is None else _common_answer(answers)
 
     return compare
 
@@ -196,7 +196,7 @@ def expected_call(
 
 
 def members(value: Any) -> Sequence[Any]:
-    """What a list or tuple has, and anything else itself."""
+    """The members of a list or tuple; anything else itself."""
     return value if isinstance(value, (list, tuple)) else (value,)
 
 

@@ -21,7 +21,7 @@ from zerofx.optimizers.blame import looks_at_shapes, not_elementwise
 from zerofx.optimizers.build import build_graph
 from zerofx.optimizers.complex_parts import check_parts
 from zerofx.optimizers.merged_groups import MergedGroups, groups_alike, same_outcomes
-from zerofx.optimizers.outside import Change, OptimizerRest, changes, is_unchanged, outside, same
+from zerofx.optimizers.outside import Change, OptimizerRest, changes, is_unchanged, optimizer_rest, same
 from zerofx.optimizers.program import UpdateProgram
 from zerofx.optimizers.shadow import on_host
 from zerofx.optimizers.side_by_side import ComingUpdate, SideBySide
@@ -53,7 +53,7 @@ class _Known:
 
 @dataclass
 class _OfGroup:
-    """What is known of the updates of one group and dtype.
+    """Facts about the updates of one group and dtype.
 
     ``fills``: what fills each state before the first step; None where that step writes it.
     """
@@ -88,7 +88,7 @@ class ShadowOptimizer:
         Raises:
             OptimizerError: the step does what cannot be done on flat shards.
         """
-        state, keys = outside(self._optimizer), [stand_in.key for stand_in in stand_ins]
+        state, keys = optimizer_rest(self._optimizer), [stand_in.key for stand_in in stand_ins]
         if self._last is not None and self._last[0] == keys and is_unchanged(self._last[1], state):
             return self._last[2]
         updates, after = self._step(stand_ins, state)
@@ -117,17 +117,17 @@ class ShadowOptimizer:
         for fused in (False, True):
             # A fused kernel is torch's own, and may be right for a dtype on other devices only: what is compared is how
             # it is called.
-            apart = [_in_float32(stand_in) if fused else stand_in for stand_in in stand_ins if stand_in.fused is fused]
-            if any(_compared_as(programs[s.key]) not in self._compared for s in stand_ins if s.fused is fused):
+            apart = [_to_float32(stand_in) if fused else stand_in for stand_in in stand_ins if stand_in.fused is fused]
+            if any(_comparison_key(programs[s.key]) not in self._compared for s in stand_ins if s.fused is fused):
                 self._compare(list(self._all({s.key: s for s in apart}.values())))
         return programs
 
     def forms(self, stand_in: StandIn, program: UpdateProgram) -> list[UpdateProgram]:
         """``program``, and what else the update of ``stand_in``'s group and dtype was seen to be, step by step."""
-        seen = self._of_group(stand_in).programs
+        seen = self._group_facts(stand_in).programs
         if stand_in.fused:  # what was compared
-            others = self._of_group(_in_float32(stand_in)).programs
-            seen += [_with_dtype(other, stand_in.dtype) for other in others]
+            others = self._group_facts(_to_float32(stand_in)).programs
+            seen += [_replace_dtype(other, stand_in.dtype) for other in others]
         return list({other.key: self._programs.setdefault(other.key, other) for other in (program, *seen)}.values())
 
     def state_names(self, stand_in: StandIn) -> tuple[dict[str, torch.dtype], frozenset[str]]:
@@ -137,12 +137,12 @@ class ShadowOptimizer:
             OptimizerError: the step does what cannot be done on flat shards.
         """
         with on_host():
-            step = StandInStep(outside(self._optimizer), stand_in)
+            step = StandInStep(optimizer_rest(self._optimizer), stand_in)
         flat = {name: state.dtype for name, state in step.skeleton.flat if not state.is_single}
         return flat, frozenset(dict(step.skeleton.flat).keys() - flat.keys()) | frozenset(step.outcome.scalars)
 
     def _compare(self, stand_ins: Sequence[StandIn]) -> None:
-        state = outside(self._optimizer)
+        state = optimizer_rest(self._optimizer)
         other = SideBySide(state, stand_ins)
         for number in range(1, _STEPS_AHEAD + 1):
             try:
@@ -164,7 +164,7 @@ class ShadowOptimizer:
                     "for one parameter: it depends on something besides parameter, gradient, state[p], its groups and "
                     "its attributes, such as random numbers or the number of parameters"
                 )
-            self._compared |= {_compared_as(update.program) for update in updates.values()}
+            self._compared |= {_comparison_key(update.program) for update in updates.values()}
 
     def _step(
         self, stand_ins: Sequence[StandIn], state: OptimizerRest
@@ -231,12 +231,12 @@ class ShadowOptimizer:
         """The step on one stand-in: as one that was recorded, where it does the same, or else recorded."""
         recorded = self._recorded.setdefault(stand_in.form, [])
         for step in recorded:
-            if (outcome := _again(step, stand_in, state)) is not None:
+            if (outcome := _repeat(step, stand_in, state)) is not None:
                 recorded.remove(step)
                 recorded.insert(0, step)
                 return outcome, self._programs_of[step]
         step = StandInStep(state, stand_in)
-        known = self._known(stand_in, state, step)
+        known = self._look_up_or_build(stand_in, state, step)
         if _is_repeated(step, stand_in, state):
             recorded.insert(0, step)
             self._programs_of[step] = known
@@ -245,11 +245,11 @@ class ShadowOptimizer:
                 del self._programs_of[old]
         return step.outcome, known
 
-    def _of_group(self, stand_in: StandIn) -> _OfGroup:
+    def _group_facts(self, stand_in: StandIn) -> _OfGroup:
         return self._of_groups.setdefault((stand_in.group, stand_in.dtype, stand_in.fused), _OfGroup())
 
-    def _known(self, stand_in: StandIn, state: OptimizerRest, step: StandInStep) -> _Known:
-        of_group, skeleton = self._of_group(stand_in), step.skeleton
+    def _look_up_or_build(self, stand_in: StandIn, state: OptimizerRest, step: StandInStep) -> _Known:
+        of_group, skeleton = self._group_facts(stand_in), step.skeleton
         before = (*stand_in.flat, *stand_in.singles)
         key = (before, skeleton, frozenset(step.outcome.scalars))
         if key not in of_group.known:
@@ -316,11 +316,11 @@ def check_supported(optimizer: torch.optim.Optimizer) -> None:
     for index, group in enumerate(optimizer.param_groups):
         for dtype in dict.fromkeys(param.dtype for param in group["params"] if param.requires_grad):
             if dtype.is_complex:
-                check_parts(outside(optimizer).alone(index), dtype)
+                check_parts(optimizer_rest(optimizer).select_group(index), dtype)
 
 
 def _stand_in(optimizer: torch.optim.Optimizer, index: int, dtype: torch.dtype) -> StandIn:
-    """What stands for a group's parameters of one dtype, with the states that the constructor made for the first."""
+    """The stand-in for a group's parameters of one dtype, with the states that the constructor made for the first."""
     group = optimizer.param_groups[index]
     states = [optimizer.state[p] for p in group["params"] if p.dtype == dtype and optimizer.state.get(p)]
     state: dict[str, Any] = states[0] if states else {}
@@ -353,7 +353,7 @@ def initial_scalars(optimizer: torch.optim.Optimizer, index: int, *, dtype: torc
         OptimizerError: the step does what cannot be done on flat shards.
     """
     with on_host():
-        return first_scalars(outside(optimizer), StandIn(index, dtype))
+        return first_scalars(optimizer_rest(optimizer), StandIn(index, dtype))
 
 
 def flat_state_dtypes(
@@ -377,7 +377,7 @@ def _states_of_update(
 
 
 def _scalars_by_shape(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, bool]:
-    """Whether a state of the group's parameters is a scalar, for each of which a number or a shape tells.
+    """For states whose shape or type tells: True if a state of the group's parameters is a scalar.
 
     A tensor among the states of a 0-dim parameter has shape [] either way, and tells nothing.
     """
@@ -392,15 +392,15 @@ def _scalars_by_shape(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -
 
 
 def _is_repeated(step: StandInStep, stand_in: StandIn, state: OptimizerRest) -> bool:
-    """Whether the step, done again, has the numbers that it has: tried with hyperparameters that are a little smaller,
-    so that a number that was taken for another shows."""
+    """True if the step, done again, gives the same numbers: tried with hyperparameters that are a little smaller, so
+    that a number that was taken for another shows."""
     if step.calls is None:
         return False
     group = {key: _smaller(value) for key, value in state.groups[stand_in.group].items()}
     groups = tuple(group if index == stand_in.group else other for index, other in enumerate(state.groups))
     smaller = replace(state, groups=groups)
     for tried in (state, smaller):
-        outcome = _again(step, stand_in, tried)
+        outcome = _repeat(step, stand_in, tried)
         try:
             expected = StandInStep(tried, stand_in)
         except OptimizerError:
@@ -412,9 +412,9 @@ def _is_repeated(step: StandInStep, stand_in: StandIn, state: OptimizerRest) -> 
     return True
 
 
-def _again(step: StandInStep, stand_in: StandIn, state: OptimizerRest) -> StandInOutcome | None:
+def _repeat(step: StandInStep, stand_in: StandIn, state: OptimizerRest) -> StandInOutcome | None:
     """A recorded step on one stand-in; None where it does not do the same."""
-    outcomes = Repeated([step]).outcomes(state.alone(stand_in.group), [replace(stand_in, group=0)])
+    outcomes = Repeated([step]).outcomes(state.select_group(stand_in.group), [replace(stand_in, group=0)])
     return None if outcomes is None else outcomes[0]
 
 
@@ -424,16 +424,16 @@ def _smaller(value: Any) -> Any:
     return tuple(map(_smaller, value)) if type(value) is tuple else value
 
 
-def _in_float32(stand_in: StandIn) -> StandIn:
+def _to_float32(stand_in: StandIn) -> StandIn:
     flat = tuple((name, torch.float32) for name, _ in stand_in.flat)
     return replace(stand_in, dtype=torch.float32, flat=flat)
 
 
-def _compared_as(program: UpdateProgram) -> Any:
-    """What is the same for programs of which one is compared: for fused ones, in whatever dtype."""
-    return _with_dtype(program, torch.float32).key if program.fused else program.key
+def _comparison_key(program: UpdateProgram) -> Any:
+    """A key that is equal for programs of which one is compared: for fused ones, in whatever dtype."""
+    return _replace_dtype(program, torch.float32).key if program.fused else program.key
 
 
-def _with_dtype(program: UpdateProgram, dtype: torch.dtype) -> UpdateProgram:
+def _replace_dtype(program: UpdateProgram, dtype: torch.dtype) -> UpdateProgram:
     """A fused update, whose states have the parameter's dtype, for parameters of another."""
     return replace(program, dtype=dtype, states=tuple(replace(spec, dtype=dtype) for spec in program.states))

@@ -11,7 +11,7 @@ import torch
 from zerofx.optimizers.outside import OptimizerRest, attributes, changes, entries_after, same
 from zerofx.optimizers.program import UpdateProgram, run_graph
 from zerofx.optimizers.shadow import choose_implementation, on_host, run_step, sample
-from zerofx.optimizers.stand_in import StandIn, copied_scalars
+from zerofx.optimizers.stand_in import StandIn, copy_scalars
 
 # The second has more elements than optimizers ask for before they take another way.
 _SHAPES: Final = ((23,), (96, 130))
@@ -46,7 +46,7 @@ class SideBySide:
 
     @property
     def stand_ins(self) -> list[StandIn]:
-        """What the parameters' updates start from now."""
+        """Stand-ins that the parameters' updates start from now."""
         return [pair.stand_in for pair in self._pairs]
 
     def step(self, updates: Mapping[Any, ComingUpdate], after: OptimizerRest) -> str:
@@ -89,7 +89,7 @@ class _Pair:
         for param, states in zip(self.params, self._states, strict=True):
             singles = dict(self.stand_in.singles)
             before = {n: v.clone() if n in singles else v.clone().reshape(param.shape) for n, v in states.items()}
-            before |= copied_scalars(self._scalars)
+            before |= copy_scalars(self._scalars)
             if before:
                 optimizer.state[param] = before
 
@@ -117,7 +117,7 @@ class _Pair:
         )  # fmt: skip
 
     def difference(self, optimizer: torch.optim.Optimizer) -> str:
-        """What is not the same, bit for bit, in the optimizer's parameters and states and in the flat copies."""
+        """The first difference, in any bit, between the optimizer's values and the flat copies; empty for none."""
         scalars = dict(self.stand_in.scalars)
         for param, flat, states in zip(self.params, self._flat, self._states, strict=True):
             if not _same_bits(flat, param):

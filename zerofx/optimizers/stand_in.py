@@ -35,7 +35,7 @@ _READS_MEMORY: Final = frozenset(
 
 @dataclass(frozen=True)
 class StandIn:
-    """What the update of some buckets starts from: their group, dtype, flat states and the values of other states.
+    """The start of the update of some buckets: their group, dtype, flat states and the values of other states.
 
     ``fused``: torch's one kernel is called, which reads the 0-dim states ``singles`` where the parameters are.
     ``has_gradient`` is False for what stands for a group of which nothing is trained.
@@ -67,7 +67,7 @@ class StandIn:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What a step did, but for the numbers in it: its operators, and which values its flat states have after it."""
+    """A step but for the numbers in it: its operators, and which values its flat states have after it."""
 
     records: tuple[OpRecord, ...]
     flat: tuple[tuple[str, FlatState], ...]
@@ -119,7 +119,7 @@ class _Functions(TorchFunctionMode):
             self._calls.append(None)  # what it makes is made anew by each step
         return result
 
-    def recorded(self) -> RecordedCalls | None:
+    def to_calls(self) -> RecordedCalls | None:
         """The step's calls, to be held against those of other steps; None where these do not say all that it does."""
         calls = [call for call in self._calls if call is not None]
         if len(calls) < len(self._calls) or self._num_records < len(self.recorder.records):
@@ -174,7 +174,7 @@ class StandInStep:
         self._grad = sample(shape, stand_in.dtype, 0.7, -0.9) if stand_in.has_gradient else None
         self._before = {key: sample(shape, dtype, 0.1, 0.9) for key, dtype in stand_in.flat}
         self._before |= {key: torch.ones((), dtype=dtype, device="cpu") for key, dtype in stand_in.singles}
-        alone = state.alone(stand_in.group)
+        alone = state.select_group(stand_in.group)
         shadow = _shadow(alone, [[self.param]], {0} if stand_in.fused else set())
         own = self.put_into(shadow, stand_in)
         recorder = Recorder(state.kind.__name__, torch.Size(shape).numel(), fused=stand_in.fused)
@@ -199,7 +199,7 @@ class StandInStep:
         flat, scalars = _states_after(recorder, after)
         self._after = {name: after[name] for name in flat}
         self._kinds = {name: type(value) for name, value in scalars.items()}
-        self.calls = functions.recorded()
+        self.calls = functions.to_calls()
         self.skeleton = Skeleton(tuple(recorder.records), tuple(flat.items()))
         self.operators = repr(self.skeleton)
         group = _group_after(shadow, alone, 0, fused=stand_in.fused)
@@ -207,7 +207,7 @@ class StandInStep:
 
     def put_into(self, shadow: torch.optim.Optimizer, stand_in: StandIn) -> dict[str, Any]:
         """Give ``shadow``, which has the parameter, gradient and states as ``stand_in`` has them; returns these."""
-        before = self._before | copied_scalars(dict(stand_in.scalars))
+        before = self._before | copy_scalars(dict(stand_in.scalars))
         if before:
             shadow.state[self.param] = dict(before)
         self.param.grad = self._grad
@@ -239,7 +239,7 @@ class _FirstValues(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self.first and _is_scalar(value):
-            self.first |= copied_scalars({name: value})
+            self.first |= copy_scalars({name: value})
         super().__setitem__(name, value)
 
 
@@ -250,7 +250,7 @@ def first_scalars(state: OptimizerRest, stand_in: StandIn) -> dict[str, Any]:
         OptimizerError: the step does what cannot be done on a flat shard, or cannot be run.
     """
     step = StandInStep(state, stand_in)
-    shadow = _shadow(state.alone(stand_in.group), [[step.param]], {0} if stand_in.fused else set())
+    shadow = _shadow(state.select_group(stand_in.group), [[step.param]], {0} if stand_in.fused else set())
     step.put_into(shadow, stand_in)
     shadow.state[step.param] = states = _FirstValues()
     run_step(shadow)
@@ -294,7 +294,7 @@ class Repeated:
 def _shadow(state: OptimizerRest, params: list[list[torch.Tensor]], fused: set[int]) -> torch.optim.Optimizer:
     """A shadow over ``params`` in which the groups ``fused`` have torch's one kernel."""
     if fused:
-        groups = tuple(_in_numbers(group) if i in fused else group for i, group in enumerate(state.groups))
+        groups = tuple(_to_numbers(group) if i in fused else group for i, group in enumerate(state.groups))
         state = replace(state, groups=groups)
     shadow = state.shadow(params)
     for index, group in enumerate(shadow.param_groups):
@@ -307,7 +307,7 @@ def _group_after(shadow: torch.optim.Optimizer, state: OptimizerRest, index: int
     return state.groups[index] if fused else entries_after(shadow.param_groups[index], state.groups[index])
 
 
-def copied_scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
+def copy_scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
     """States that are no flat tensors, copied, on the host."""
     return {
         name: value
@@ -319,7 +319,7 @@ def copied_scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _in_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+def _to_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's entries with numbers in the place of tensors of one element, which torch's kernels read as such."""
 
     def number(value: Any) -> Any:

@@ -12,7 +12,7 @@ from zerofx.optimizers.program import UpdateProgram
 _aten = torch.ops.aten
 
 
-def storing_states(program: UpdateProgram, dtype: torch.dtype) -> UpdateProgram:
+def cast_states(program: UpdateProgram, dtype: torch.dtype) -> UpdateProgram:
     """``program`` with the states that have the parameter's dtype in ``dtype`` between updates; others stay.
 
         lerp_(exp_avg, grad, s0)                up = _to_copy(exp_avg, dtype=float32)

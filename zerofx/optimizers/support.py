@@ -1,4 +1,4 @@
-"""Which optimizers can run on flat shards, and which of them have a fused kernel."""
+"""Optimizers that can run on flat shards, and those of them that have a fused kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FUSED_DEVICES: Final = ("cpu", "cuda", "mps", "xpu")
 
 
 def has_fused(optimizer: torch.optim.Optimizer, device_type: str, dtype: torch.dtype) -> bool:
-    """Whether torch has one kernel, right for ``dtype``, for the update of this very class on this type of device."""
+    """True if torch has one kernel, right for ``dtype``, for the update of this very class on this type of device."""
     if type(optimizer) is torch.optim.SGD and device_type == "cpu" and dtype.itemsize < 4:
         # Low-precision updates are skipped or read uninitialised memory there (pytorch issue 191763, up to torch 2.13).
         return False

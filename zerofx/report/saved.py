@@ -13,7 +13,7 @@ from pathlib import Path
 
 from zerofx.disk.own_files import read_named, write_named
 from zerofx.errors import PlanError
-from zerofx.json_format import typed
+from zerofx.json_format import from_data
 from zerofx.lowering.lower import LoweredStep
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.scheduler.cost.machine import Machine
@@ -64,7 +64,7 @@ class SavedPlan:
         try:
             title, limits = entry.pop("title"), entry.pop("limits")
             return SavedPlan(
-                plan, typed(Schedule, entry), str(title), {name: int(limit) for name, limit in limits.items()}
+                plan, from_data(Schedule, entry), str(title), {name: int(limit) for name, limit in limits.items()}
             )
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise PlanError(

@@ -8,7 +8,7 @@ from tabulate import tabulate
 
 from zerofx.report.rows import ScheduleRow, Totals
 from zerofx.scheduler.plan.text.fold import Block, fold, span
-from zerofx.units import format_bytes, format_count, format_seconds, on_tiers
+from zerofx.units import format_bytes, format_count, format_seconds, tiers_text
 
 HEADERS = ("#", "what", "layer", "phase", "stream", "in", "out", "live", "peak", "wire", "FLOPs", "waits", "time")
 _ALIGN = ("right", *["left"] * 4, *["right"] * 8)
@@ -46,7 +46,7 @@ def schedule_lines(instructions: Sequence[ScheduleRow], fold_layers: bool) -> li
 def totals_line(totals: Totals) -> str:
     """The step in one line."""
     return (
-        f"predicted, per rank: peak {format_bytes(totals.peak_bytes)}{on_tiers(totals.slower_peak_bytes)}, step "
+        f"predicted, per rank: peak {format_bytes(totals.peak_bytes)}{tiers_text(totals.slower_peak_bytes)}, step "
         f"{format_seconds(totals.step_seconds)} of which {format_seconds(totals.exposed_seconds)} waits for "
         f"communication, {format_bytes(totals.wire_bytes)} sent, {format_count(totals.flops)} FLOPs"
     )

@@ -42,7 +42,7 @@ class Runtime:
         # What is between tiers is theirs; a step's file asks the runtime for all that it does.
         self.offload, self.copy_into = tiers.offload, tiers.copy_into
         self.empty_stored, self.settle = tiers.empty_stored, tiers.settle_host
-        self.host, self.run_on = tiers.on_host, tiers.run_on
+        self.host, self.run_on = tiers.run_on_host, tiers.run_on
         # What the step that was ended last has given: ``check_finite`` has its loss, ``check_gradients`` all of it.
         self.stopped: list[torch.Tensor] | None = None
         self._last_step: object = None
@@ -97,12 +97,12 @@ class Runtime:
 
     @property
     def has_communicated(self) -> bool:
-        """Whether the step has begun with its first collective."""
+        """True once the step has begun with its first collective."""
         return self._agreed is None
 
     @property
     def notice(self) -> str:
-        """What makes messages between ranks slower than they could be, and what to do; empty for nothing."""
+        """The reason why messages between ranks are slower than they could be, and what to do; empty for none."""
         return self._transport.notice if self._transport is not None else ""
 
     @property
@@ -137,7 +137,7 @@ class Runtime:
         over: str = "shard",
     ) -> Pending[torch.Tensor]:
         full = self._allocate((shard.numel() * num_ranks,), (1,), shard.dtype)
-        whole = self._along(over).read_in_place(full, shard) if in_place else None
+        whole = self._transport_along(over).read_in_place(full, shard) if in_place else None
         if whole is None:
             return self.all_gather_onto(full, shard, more, bucket, over=over)
         if not more:
@@ -149,55 +149,55 @@ class Runtime:
     ) -> Pending[torch.Tensor]:
         """``all_gather``, with the buffer that it makes."""
         if not more and not self._joint.num_parts:
-            return _told(self._along(over).all_gather_into(full, shard), "gather", bucket)
+            return _label(self._transport_along(over).all_gather_into(full, shard), "gather", bucket)
         pending = self._joint.add(full, shard)
         if not more:
             self._start_joint(over)
-        return _told(pending, "gather", bucket)
+        return _label(pending, "gather", bucket)
 
     def _start_joint(self, over: str) -> None:
         if self._joint.num_parts:
-            self._joint.start(self._along(over))
+            self._joint.start(self._transport_along(over))
             self._joint = JointGathers()
 
     def all_gather_into(
         self, full: torch.Tensor, shard: torch.Tensor, bucket: int, *, over: str = "shard"
     ) -> Pending[torch.Tensor]:
-        return _told(self._along(over).all_gather_into(full, shard), "gather", bucket)
+        return _label(self._transport_along(over).all_gather_into(full, shard), "gather", bucket)
 
     def reduce_scatter(
         self, gradients: torch.Tensor, bucket: int, num_ranks: int, *, over: str = "shard"
     ) -> Pending[torch.Tensor]:
-        return _told(self._along(over).reduce_scatter(gradients), "reduction", bucket)
+        return _label(self._transport_along(over).reduce_scatter(gradients), "reduction", bucket)
 
     def reduce_scatter_into(
         self, gradients: torch.Tensor, bucket: int, num_ranks: int, *, over: str = "shard"
     ) -> Pending[torch.Tensor]:
-        return _told(self._along(over).reduce_scatter(gradients, in_place=True), "reduction", bucket)
+        return _label(self._transport_along(over).reduce_scatter(gradients, in_place=True), "reduction", bucket)
 
     def gather_values(self, part: torch.Tensor, num_ranks: int, *, over: str) -> Pending[torch.Tensor]:
         full = part.new_empty((num_ranks, *part.shape))
-        return _shaped(self._along(over).all_gather_into(full.view(-1), part.view(-1)), full.shape)
+        return _reshape_result(self._transport_along(over).all_gather_into(full.view(-1), part.view(-1)), full.shape)
 
     def reduce_scatter_values(self, parts: torch.Tensor, num_ranks: int, *, over: str) -> Pending[torch.Tensor]:
-        return _shaped(self._along(over).reduce_scatter(parts.view(-1)), parts.shape[1:])
+        return _reshape_result(self._transport_along(over).reduce_scatter(parts.view(-1)), parts.shape[1:])
 
     def all_reduce_values(
         self, value: torch.Tensor, reduction: str, num_ranks: int, *, over: str
     ) -> Pending[torch.Tensor]:
-        return _shaped(self._along(over).all_reduce(value, reduction), value.shape)
+        return _reshape_result(self._transport_along(over).all_reduce(value, reduction), value.shape)
 
     def exchange_values(self, parts: torch.Tensor, num_ranks: int, *, over: str) -> Pending[torch.Tensor]:
-        return _shaped(self._along(over).exchange(parts, num_ranks, "all"), parts.shape)
+        return _reshape_result(self._transport_along(over).exchange(parts, num_ranks, "all"), parts.shape)
 
     def shift_values(self, value: torch.Tensor, num_ranks: int, *, over: str) -> Pending[torch.Tensor]:
-        return self._along(over).shift(value)
+        return self._transport_along(over).shift(value)
 
     def gather_on_node(
         self, part: torch.Tensor, bucket: int, num_ranks: int, *, over: str = "shard"
     ) -> Pending[torch.Tensor]:
-        return _told(
-            self._along(over).gather_on_node(part.new_empty(part.numel() * num_ranks), part, num_ranks),
+        return _label(
+            self._transport_along(over).gather_on_node(part.new_empty(part.numel() * num_ranks), part, num_ranks),
             "gather on the node",
             bucket,
         )
@@ -205,10 +205,10 @@ class Runtime:
     def exchange(
         self, parts: torch.Tensor, bucket: int, num_ranks: int, group: Group, *, over: str = "shard"
     ) -> Pending[torch.Tensor]:
-        return _told(self._along(over).exchange(parts, num_ranks, group), "exchange", bucket)
+        return _label(self._transport_along(over).exchange(parts, num_ranks, group), "exchange", bucket)
 
     def second_shard(self, full: torch.Tensor, bucket: int, num_ranks: int, *, over: str = "shard") -> torch.Tensor:
-        return full.chunk(num_ranks)[self._along(over).rank % num_ranks].clone()
+        return full.chunk(num_ranks)[self._transport_along(over).rank % num_ranks].clone()
 
     def reload(self, stored: Stored, tier: str = DEVICE) -> Pending[Any]:
         if tier != DEVICE:
@@ -228,7 +228,7 @@ class Runtime:
         """
         is_finite = math.isfinite(loss.item())
         if self._transport is not None:
-            is_finite = self._connected().all_true(is_finite)
+            is_finite = self._connect().all_true(is_finite)
         if not is_finite:
             self.stopped = [loss]
             raise NonFiniteLossError(f"the loss is {loss.item()} here")
@@ -266,19 +266,19 @@ class Runtime:
             ) from error
 
     def broadcast(self, buffers: Sequence[torch.Tensor]) -> None:
-        transport = self._connected()
+        transport = self._connect()
         try:
             transport.broadcast(buffers)
         except LostRankError as error:
             raise LostRankError(f"{error} (awaited in the broadcast of buffers)") from error
         self._changed = buffers
 
-    def _along(self, axes: str) -> Transport:
+    def _transport_along(self, axes: str) -> Transport:
         """The transport between this rank's group along some axes of the mesh."""
-        self._connected()
+        self._connect()
         return self._communicators.transport(axes)
 
-    def _connected(self) -> Transport:
+    def _connect(self) -> Transport:
         assert self._transport is not None, "a step for one rank has no collectives"
         self._agree()
         return self._transport
@@ -293,13 +293,13 @@ class Runtime:
             self._agreed = None
 
 
-def _told(pending: Pending[T], kind: str, bucket: int) -> Pending[T]:
+def _label(pending: Pending[T], kind: str, bucket: int) -> Pending[T]:
     """``pending``, which says what it is where it fails."""
     pending.kind, pending.bucket = kind, bucket
     return pending
 
 
-def _shaped(pending: Pending[torch.Tensor], shape: torch.Size) -> Pending[torch.Tensor]:
+def _reshape_result(pending: Pending[torch.Tensor], shape: torch.Size) -> Pending[torch.Tensor]:
     """A collective on flat tensors as one on tensors of a step's: its result has ``shape``."""
 
     def finish(source: torch.Tensor) -> torch.Tensor:
@@ -319,7 +319,7 @@ def functions_of(function: StepFunction, names: Iterable[str]) -> dict[str, Call
     return {name: function.__globals__[name] for name in names}
 
 
-def with_functions(function: StepFunction, replaced: Mapping[str, Callable[..., Any]]) -> StepFunction:
+def replace_functions(function: StepFunction, replaced: Mapping[str, Callable[..., Any]]) -> StepFunction:
     """A step function like ``function``, but with others in the place of functions that it calls by name."""
     assert isinstance(function, FunctionType)
     return FunctionType(function.__code__, {**function.__globals__, **replaced}, function.__name__)

@@ -1,4 +1,4 @@
-"""What a step saves and loads: its checkpoints."""
+"""Checkpoints that a step saves and loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zerofx.checkpoints.save import StepCounts, save
 from zerofx.checkpoints.together import run_on_all
 from zerofx.checkpoints.user_state import check_state
 from zerofx.deferred import is_deferred
-from zerofx.errors import CheckpointError, RankMismatchError, UsageError, working
+from zerofx.errors import CheckpointError, RankMismatchError, UsageError, wrap_defects
 from zerofx.option_checks import check_count
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.loss_scaler import check_scale
@@ -81,10 +81,10 @@ class Checkpointed:
         if keep is not None:
             check_count("keep", keep, 1, "to be None, or how many checkpoints stay")
         own = check_state(state)
-        taken = self._taken_for("save a checkpoint")
+        taken = self._require_model("save a checkpoint")
         self.finish_saving()
         folder = Path(os.path.abspath(path))
-        with self._life.alone("save a checkpoint"), working("save a checkpoint"), torch.no_grad():
+        with self._life.claim("save a checkpoint"), wrap_defects("save a checkpoint"), torch.no_grad():
             self._life.control.agree(
                 "save a checkpoint",
                 f"folder={folder}\nkeep={keep}\nasynchronous={asynchronous}",
@@ -107,7 +107,7 @@ class Checkpointed:
         later, self._later = self._later, None
         if later is None:
             return None
-        with working("finish a checkpoint"), torch.no_grad():
+        with wrap_defects("finish a checkpoint"), torch.no_grad():
             return later.finish()
 
     def _end_saving(self) -> CheckpointError | None:
@@ -125,7 +125,7 @@ class Checkpointed:
 
     @property
     def is_saving(self) -> bool:
-        """Whether this rank still writes a checkpoint; rank 0 does until it is in its place."""
+        """True while this rank still writes a checkpoint; rank 0 does until it is in its place."""
         return self._later is not None and self._later.is_writing
 
     def load_checkpoint(
@@ -163,9 +163,9 @@ class Checkpointed:
                 "zerofx.compile weights= in its place"
             )
         self.finish_saving()
-        with life.alone("load a checkpoint"), working("load a checkpoint"), torch.no_grad():
+        with life.claim("load a checkpoint"), wrap_defects("load a checkpoint"), torch.no_grad():
             control.meet("load a checkpoint")
-            with life.unguarded():
+            with life.lift_guard():
                 optimizer = None if weights_only else self.optimizer
                 checked = check(Path(path), self.model, optimizer, own, control, steps.mesh.model)
             taken = steps.taken
@@ -191,8 +191,8 @@ class Checkpointed:
         # What DCP is made of takes long to import: only who uses it pays.
         from zerofx.checkpoints.stateful import state_of
 
-        taken = self._taken_for("take the state of a step")
-        with self._life.alone("take the state of a step"), working("take the state of a step"), torch.no_grad():
+        taken = self._require_model("take the state of a step")
+        with self._life.claim("take the state of a step"), wrap_defects("take the state of a step"), torch.no_grad():
             self._finish_updates(taken, "take the state of a step")
             return state_of(taken.training, self._names(), self._numbers())
 
@@ -211,7 +211,7 @@ class Checkpointed:
         if not isinstance(state_dict, Mapping) or MODEL not in state_dict:
             shown = first_few(map(repr, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
             raise UsageError(f"expected a state dictionary with 'model', found {shown or 'nothing'}")
-        taken = self._taken_for("load the state of a step")
+        taken = self._require_model("load the state of a step")
         self.finish_saving()
         control = self._life.control
         control.meet("load the state of a step")
@@ -221,14 +221,14 @@ class Checkpointed:
             check_histories(given, taken.layout)
             return given
 
-        with self._life.alone("load the state of a step"), working("load the state of a step"), torch.no_grad():
+        with self._life.claim("load the state of a step"), wrap_defects("load the state of a step"), torch.no_grad():
             given = run_on_all(control, "compare the state with the step", loaded)
             taken.load(given, "a state dictionary", lambda: given.finish(taken.training), optimizer=given.has_optimizer)
         self._set_numbers(given.numbers_after(self._numbers()))
 
     @property
     def side_channel(self) -> Control:
-        """What ranks agree over outside of steps."""
+        """The channel by which ranks agree outside of steps."""
         return self._life.control
 
     def _check_step(self, checked: Loadable, taken: TakenOver | None) -> None:
@@ -269,7 +269,7 @@ class Checkpointed:
             life.failure = f"{place} was loaded in part ({type(error).__name__}: {error})"
             raise
 
-    def _taken_for(self, purpose: str) -> TakenOver:
+    def _require_model(self, purpose: str) -> TakenOver:
         self._life.check_open(purpose)
         self._micro_batches.check_empty(purpose)
         if self._steps.taken is None:
@@ -298,5 +298,5 @@ class Checkpointed:
             self._steps.scaler.load_state_dict(numbers.extra[_SCALE])
 
     def _names(self) -> ModelNames:
-        with self._life.unguarded():
+        with self._life.lift_guard():
             return ModelNames.from_model(self.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from zerofx.codegen.kernels.current_device import on_device
+from zerofx.codegen.kernels.current_device import device_guard
 from zerofx.errors import warn
 from zerofx.lowering.load import CompiledStep, load_step, read_edited
 from zerofx.runtime.comm.control import Control
@@ -27,7 +27,7 @@ class EditedStep:
         """
         text = control.attempt("load an edited step", lambda: read_edited(path, compiled.emitted))
         control.agree("load an edited step", text, "edited step", "Give every rank the same file.")
-        with on_device(compiled.device):
+        with device_guard(compiled.device):
             functions = compiled.emitted.functions
             loaded = load_step(text, str(path), compiled.regions, functions, target, control, edited=True)
         self._path = Path(path)
@@ -45,7 +45,7 @@ class EditedStep:
             )
 
     def obstacle(self, compiled: CompiledStep) -> str:
-        """Why the kernels of ``compiled`` are launched one by one, where it is the edited step; empty elsewhere."""
+        """The reason why kernels are launched one by one if ``compiled`` is the edited step; empty for others."""
         if self._path is None or compiled.source_path != self._path:
             return ""
         return f"every line of {self._path} is to run in every step"

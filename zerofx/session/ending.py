@@ -1,4 +1,4 @@
-"""What becomes of a model and an optimizer whose step is over: whole again, or as whole as one rank can make them."""
+"""The end of a step: its model and optimizer are made whole again, or as whole as one rank can make them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def give_back_alone(taken: TakenOver, why: str) -> None:
     """
     model, state, lost = taken.model, taken.state, []
     try:
-        if state.sharded:
+        if state.is_sharded:
             raise TierError("parts of them are on other ranks")
         state.flush()
         state.show_parameters()

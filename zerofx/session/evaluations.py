@@ -12,7 +12,7 @@ from zerofx.capture.cache import per_call_settings
 from zerofx.capture.objective.evaluation import Evaluation, evaluation_mode
 from zerofx.checkpoints.random_states import random_states, set_random_states
 from zerofx.driver.driver import build_step
-from zerofx.driver.prepared import request_to_evaluate, untrained
+from zerofx.driver.prepared import freeze_layout, request_to_evaluate
 from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch
 from zerofx.lengths.outputs import PaddedEvaluation
@@ -41,7 +41,7 @@ class Evaluations:
         self._meter: Meter | None = None
 
     def measure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_runs: int) -> Measurement:
-        """What the evaluation of a batch takes, run so often. Collective.
+        """Measure the evaluation of a batch, run ``num_runs`` times. Collective.
 
         Raises:
             ZeroFXError: as where it is evaluated.
@@ -59,7 +59,7 @@ class Evaluations:
         return meter.result(compiled.lowered.graph, taken.layout.freeze(), compiled.plan.stage)
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What the model's forward returns for a batch, or ``loss_fn`` or ``forward=``, detached. Collective.
+        """Evaluate a batch: the result of the model's forward, ``loss_fn`` or ``forward=``, detached. Collective.
 
         Raises:
             UsageError: the model has not been taken over yet.
@@ -92,11 +92,11 @@ class Evaluations:
             set_random_states(random, taken.device)
 
     def _padding(self, batch: Batch) -> tuple[PaddedEvaluation, Size] | None:
-        """How ``lengths=`` pads a batch, and to what size. Collective, where it is asked for."""
+        """The padding of a batch by ``lengths=``, and the size it gets. Collective, where it is asked for."""
         lengths = self._steps.lengths
         if lengths is None:
             return None
-        with self._steps.capturing():  # a trial runs the model
+        with self._steps.allow_capture():  # a trial runs the model
             return lengths.evaluation(batch)
 
     def _evaluation_for(self, batch: Batch, taken: TakenOver, form: str | None) -> tuple[CompiledStep, Agreed]:
@@ -123,9 +123,9 @@ class Evaluations:
             if match.changes:
                 self._steps.python.note(match.changes)
                 self.shapes.announce_change(match)
-            with self._steps.capturing():
+            with self._steps.allow_capture():
                 request = request_to_evaluate(self._steps.request(batch), batch, locations)
-                compiled = build_step(request, untrained(taken.earlier), self._life.control).compiled
+                compiled = build_step(request, freeze_layout(taken.earlier), self._life.control).compiled
             lenders.agree(taken.state)
             key = f"{locations}\n{lenders.key}"
             reads = self._steps.python.read(compiled.arguments.constants.values())

@@ -1,4 +1,4 @@
-"""What stands between a compiled model and its user: guards and watches that turn misuse into a clear error."""
+"""Guards and watches between a compiled model and its user, which turn misuse into a clear error."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class _Registered:
         self.path, self.table, self.before = path, table, dict(table)
 
     def named(self) -> list[tuple[str, Any]]:
-        """What was registered, with its path."""
+        """Registered values with their paths."""
         return [(f"{self.path}.{key}" if self.path else key, value) for key, value in self.before.items()]
 
     def replaced(self) -> list[str]:
@@ -156,7 +156,7 @@ class _Registered:
 
 
 class ModeWatch:
-    """Which modules are in training mode, as a word that two equal answers share."""
+    """Training modes of all modules, as a word that two equal answers share."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         """``modules`` are looked into, the model first, each with what the paths in it begin with."""

@@ -1,4 +1,4 @@
-"""Whether a step may go on: closed, failed, showing whole parameters, in another world of ranks, or busy."""
+"""The state that decides if a step may go on: closed, failed, showing whole parameters, in another world, or busy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed
 
-from zerofx.codegen.kernels.current_device import on_device
-from zerofx.errors import RankMismatchError, TierError, UsageError, working
+from zerofx.codegen.kernels.current_device import device_guard
+from zerofx.errors import RankMismatchError, TierError, UsageError, wrap_defects
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.state.held import looked_at
+from zerofx.runtime.state.held import allow_reads
 from zerofx.runtime.state.state import process_group
 
 
@@ -32,11 +32,11 @@ class Life:
 
     @property
     def failed(self) -> str:
-        """What ended the step on this rank or another: ``step 3 failed on rank 1 ...``; empty if nothing."""
+        """The error that ended the step on this rank or another: ``step 3 failed on rank 1 ...``; empty for none."""
         return self.failure or self.control.lost
 
     @contextlib.contextmanager
-    def alone(self, purpose: str, *, waits: bool = False) -> Iterator[None]:
+    def claim(self, purpose: str, *, waits: bool = False) -> Iterator[None]:
         """While open, nothing else is done with the step, by other threads or by what interrupts this one.
 
         ``waits``: for what another thread is at, which takes no time while the model has its whole parameters.
@@ -64,10 +64,10 @@ class Life:
         """A block of ``work`` with the step, ``alone`` and on its device, whose own defects are said to be those of it.
 
         Raises:
-            UsageError: as ``alone``.
+            UsageError: as ``claim``.
         """
         # What is made in inference mode can be written neither by other threads nor by later steps outside of it.
-        with self.alone(work), on_device(device), working(work), torch.inference_mode(False):
+        with self.claim(work), device_guard(device), wrap_defects(work), torch.inference_mode(False):
             yield
 
     def check_open(self, purpose: str) -> None:
@@ -111,11 +111,11 @@ class Life:
             )
 
     @contextlib.contextmanager
-    def unguarded(self) -> Iterator[None]:
+    def lift_guard(self) -> Iterator[None]:
         """While open, the model may be looked at whether or not its parameters have values."""
         before, self.looked_at = self.looked_at, True
         try:
-            with looked_at(self.parameters):
+            with allow_reads(self.parameters):
                 yield
         finally:
             self.looked_at = before

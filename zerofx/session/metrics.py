@@ -43,7 +43,7 @@ class Metrics(Mapping[str, float]):
 
 
 class LastStep:
-    """What is noted of the step that ran last: its loss, how long it took, and how much was in its batch."""
+    """Numbers of the step that ran last: its loss, how long it took, and how much was in its batch."""
 
     def __init__(self) -> None:
         self._loss: torch.Tensor | None = None
@@ -52,7 +52,7 @@ class LastStep:
         self._norms: Mapping[str, Callable[[], float]] = {}
 
     @contextlib.contextmanager
-    def running(self, device: torch.device) -> Iterator[None]:
+    def time_step(self, device: torch.device) -> Iterator[None]:
         """A step runs inside, which has been built. Nothing is waited for."""
         self._seconds = None  # of a step that is left amid
         if device.type == "cuda":
@@ -60,7 +60,7 @@ class LastStep:
             begin.record()
             yield
             end.record()
-            self._seconds = lambda: _between(begin, end)
+            self._seconds = lambda: _elapsed_seconds(begin, end)
             return
         began = time.perf_counter()
         yield
@@ -127,13 +127,13 @@ def _norms(layers: Sequence[str], squares: torch.Tensor) -> dict[str, Callable[[
     """The norm of each layer's gradients, which the host waits for once, for the first that is read."""
 
     @functools.cache
-    def known() -> dict[str, float]:
+    def norms() -> dict[str, float]:
         sums = dict.fromkeys(layers, 0.0)
         for layer, square in zip(layers, squares.tolist(), strict=True):
             sums[layer] += square
         return {layer: math.sqrt(total) for layer, total in sums.items()}
 
-    return {layer: functools.partial(lambda name: known()[name], layer) for layer in dict.fromkeys(layers)}
+    return {layer: functools.partial(lambda name: norms()[name], layer) for layer in dict.fromkeys(layers)}
 
 
 def _constant(number: float) -> Callable[[], float]:
@@ -144,7 +144,7 @@ def _rate(size: int, seconds: Callable[[], float]) -> Callable[[], float]:
     return lambda: size / seconds()
 
 
-def _between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+def _elapsed_seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
     end.synchronize()
     milliseconds: float = begin.elapsed_time(end)
     return milliseconds / 1e3

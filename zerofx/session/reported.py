@@ -1,4 +1,4 @@
-"""What a step says of itself: its plan and source, where its bytes are, numbers of what ran last, what is measured."""
+"""Reports of a step: its plan and source, where its bytes are, numbers of what ran last, what is measured."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Reported:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the step holds the model: once it has been prepared, or has run, and until it is closed."""
+        """True if the step holds the model: once it has been prepared, or has run, and until it is closed."""
         return self._steps.taken is not None
 
     @property
     def is_closed(self) -> bool:
-        """Whether the model and the optimizer have been given back."""
+        """True once the model and the optimizer have been given back."""
         return self._life.closed
 
     @property
@@ -87,7 +87,7 @@ class Reported:
 
     @property
     def outputs(self) -> Any:
-        """What the model, or ``loss_fn``, returned with its loss in the step that ran last, detached, of this rank.
+        """The result of the model, or ``loss_fn``, with its loss in the step that ran last, detached, of this rank.
 
         It has the structure in which it was returned: a dict of metrics, say. Unless ``outputs="all"`` asks for all,
         None is in the place of tensors with more than one element; and there are no outputs, but None, where only the
@@ -128,13 +128,13 @@ class Reported:
 
     @property
     def _measurement(self) -> Measurement | None:
-        """What has been measured of the step that ran last."""
+        """The measurement of the step that ran last, if there is one."""
         latest = self._steps.shapes.latest
         return self._measured[1] if self._measured is not None and self._measured[0] is latest else None
 
     @property
     def loss_scale(self) -> float:
-        """What the coming step's loss is multiplied by before backward; what a step returns is not.
+        """The factor of the coming step's loss before backward; the loss that a step returns is not scaled.
 
         Raises:
             UsageError: losses are not scaled.
@@ -159,7 +159,7 @@ class Reported:
 
     @property
     def notice(self) -> str:
-        """What makes messages between ranks slower than they could be, as far as is known; empty for nothing."""
+        """The reason why messages between ranks are slower than they could be, as far as is known; empty for none."""
         return self._steps.taken.runtime.notice if self._steps.taken is not None else ""
 
     @property
@@ -200,7 +200,7 @@ class Reported:
 
     @property
     def source_path(self) -> Path:
-        """Where rank 0 wrote ``source``."""
+        """The file that rank 0 wrote ``source`` to."""
         return self.compiled.source_path
 
     @property
@@ -225,7 +225,7 @@ class Reported:
         return len(self.compiled.emitted.functions)
 
     def schedule(self) -> Schedule:
-        """What the step that ran last does, in order: a row for each node with its bytes, time, stream and origin."""
+        """The schedule of the step that ran last: a row for each node with its bytes, time, stream and origin."""
         return make_schedule(self.compiled.lowered)
 
     def save_plan(self, path: str | Path) -> None:
@@ -292,7 +292,7 @@ class Reported:
 
     @property
     def launches(self) -> Launches:
-        """How the kernels of the step that ran last are launched: as CUDA graphs, or one by one and why.
+        """Launches of the kernels of the step that ran last: as CUDA graphs, or one by one and why.
 
         Raises:
             UsageError: no step has been captured yet.

@@ -97,7 +97,7 @@ class Run:
         """
         step, asking = self.step, _Asking(self._control.num_ranks)
         self.stopped = False
-        with self._catching_signals():
+        with self._catch_signals():
             while step.num_steps < total:
                 before = (step.num_steps, step.num_skipped)
                 yield step.num_steps + 1
@@ -110,7 +110,7 @@ class Run:
                     answers = self._control.gather(
                         (self._asked is not None, asking.seconds_per_step()), "ask whether the run is to stop"
                     )
-                    asking.answered(max(seconds for _, seconds in answers))
+                    asking.note_answer(max(seconds for _, seconds in answers))
                     if any(stops for stops, _ in answers):
                         self.stopped = step.num_steps < total
                         break
@@ -136,7 +136,7 @@ class Run:
         return place
 
     @contextmanager
-    def _catching_signals(self) -> Iterator[None]:
+    def _catch_signals(self) -> Iterator[None]:
         """While open, signals that end a process are noted; in threads that are not the main one they cannot be, nor
         where other code than Python's handles them."""
         self._asked = None
@@ -170,7 +170,7 @@ class _Asking:
         self._since = time.monotonic()
 
     def is_due(self) -> bool:
-        """Whether this is a step to ask after; to be called once a step."""
+        """True if this is a step to ask after; to be called once a step."""
         self._left -= 1
         return self._left == 0
 
@@ -178,7 +178,7 @@ class _Asking:
         """Since ranks have asked last."""
         return (time.monotonic() - self._since) / self._between
 
-    def answered(self, seconds_per_step: float) -> None:
+    def note_answer(self, seconds_per_step: float) -> None:
         """All know of the slowest rank's seconds for a step."""
         self._left = self._between = min(self._most, max(1, round(_ASK_SECONDS / seconds_per_step)))
         self._since = time.monotonic()

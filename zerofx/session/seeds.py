@@ -37,7 +37,7 @@ class SeedWatch:
         self._are_alike = self._has_told = False
 
     def digest(self, device: torch.device, mesh: Mesh) -> bytes:
-        """What ranks are to know of each other's generators before a step on ``mesh``: 16 bytes, zeros for nothing."""
+        """A digest of this rank's generators, to compare before a step on ``mesh``: 16 bytes, zeros for nothing."""
         return digest_of_states(device) if self._watches_first or mesh.model > 1 else bytes(16)
 
     def begin(

@@ -74,7 +74,7 @@ class Shapes:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no batch has been captured yet."""
+        """True if no batch has been captured yet."""
         return not self._described
 
     def find(self, signature: str, variant: str) -> Match:
@@ -152,16 +152,16 @@ class Shapes:
             notify(f"a batch {other} is captured and planned anew: {self._difference(described)}")
 
     def _is_another_shape(self, described: Mapping[str, str]) -> bool:
-        """Whether a tensor or an argument is another than in the nearest known batch, whose names have no blanks."""
+        """True if a tensor or an argument differs from the nearest known batch, whose names have no blanks."""
         return any(" " not in name for name in self._changes(described))
 
     def _difference(self, described: Mapping[str, str]) -> str:
-        """What the nearest known batch has otherwise, in words."""
+        """The differences from the nearest known batch, in words."""
         changes = self._changes(described).items()
         return first_few(f"{name}: {later} (was {earlier})" for name, (earlier, later) in changes)
 
     def _changes(self, described: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-        """What the nearest known batch has otherwise: there, and in this one."""
+        """The differences from the nearest known batch: the value there, and in this one."""
         known = max(self._described.values(), key=lambda shape: len(shape.items() & described.items()))
         both = {name: (known.get(name, "none"), described.get(name, "none")) for name in [*described, *known]}
         return {name: (earlier, later) for name, (earlier, later) in both.items() if earlier != later}

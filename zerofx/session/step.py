@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zerofx.driver.asked import describe_request
-from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError, UsageError, working
+from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError, UsageError, wrap_defects
 from zerofx.ir.batch import Batch
 from zerofx.lowering.load import CompiledStep
 from zerofx.options import CompileOptions
@@ -94,7 +94,7 @@ class Step(Whole, Reported):
             self._steps = Steps(model, optimizer, options, self.settings, self._life, self._owner)
             self.options = self._steps.options
             self._rungs = Rungs(self._steps, self._life.control)
-            alike = None if options.lengths is None else self._rungs.alike
+            alike = None if options.lengths is None else self._rungs.pad_alike
             self._micro_batches = MicroBatches(options.accumulate, alike)
             self._evaluations = Evaluations(model, self._steps, self._life, self._graphs)
             self._steps.before_undoing = lambda: owner._let_go_of_what_was_built()
@@ -124,7 +124,7 @@ class Step(Whole, Reported):
             UsageError: there are more of them, or it is unlike the others.
         """
         self._life.check_open("call step.micro(batch)")
-        with self._life.alone("keep a micro-batch"), working("keep a micro-batch"):
+        with self._life.claim("keep a micro-batch"), wrap_defects("keep a micro-batch"):
             self._micro_batches.add(Batch.from_call(args, kwargs))
 
     def update(self, *, partial: bool = False) -> Any:
@@ -138,7 +138,7 @@ class Step(Whole, Reported):
         """
         self._life.check_open("call step.update()")
         num = len(self._micro_batches)
-        with working("put micro-batches together"):
+        with wrap_defects("put micro-batches together"):
             args, kwargs = self._micro_batches.take(partial=partial)
         with self._life.turn("run a step", self._steps.device):
             return self._run(args, kwargs, num)
@@ -157,7 +157,7 @@ class Step(Whole, Reported):
         versions = taken.versions()
         advance.swap(taken.state)
         try:
-            with self._last.running(taken.device), torch.no_grad():
+            with self._last.time_step(taken.device), torch.no_grad():
                 taken.runtime.begin(advance.values, agreed)
                 taken.runtime.begin_with_equal_buffers(compiled)
                 results = self._compute(compiled, taken, batch)
@@ -205,7 +205,7 @@ class Step(Whole, Reported):
         self._evaluations.shapes.forget()
 
     def _results_of_call(self, compiled: CompiledStep, taken: TakenOver, outcome: list[torch.Tensor]) -> Any:
-        """What a call returns of a step's outcome; the norm of gradients is noted."""
+        """The results of a call, from a step's outcome; the norm of gradients is noted."""
         loss, *others = outcome
         self._gradients = {b.index: others.pop() for b in reversed(kept_buckets(taken.layout, compiled.plan))}
         squares = others.pop() if self.options.grad_norms else None
@@ -249,7 +249,7 @@ class Step(Whole, Reported):
             return self._rungs.choose_mesh(self._steps.batch_of(args, kwargs))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for a batch in evaluation mode, computed where its parameters are. Collective.
+        """The model's result for a batch in evaluation mode, computed where its parameters are. Collective.
 
         It is what the forward returns, or ``loss_fn``, or ``forward=``, detached, of this rank's batch: a loss, or
         whatever else; None stands in the place of what is neither a tensor nor a plain value, such as a cache. Nothing
@@ -300,7 +300,7 @@ class Step(Whole, Reported):
             return
         if life.showing:
             raise UsageError("expected close() outside full_parameters(), found it inside: leave the block first")
-        with life.alone("close the step"):
+        with life.claim("close the step"):
             self._close()
 
     def _close(self) -> None:

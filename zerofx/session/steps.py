@@ -37,7 +37,7 @@ from zerofx.lengths.padded_batches import PaddedBatches
 from zerofx.lowering.load import CompiledStep
 from zerofx.mesh_option import AUTO, mesh_for
 from zerofx.options import CompileOptions
-from zerofx.progress import watched
+from zerofx.progress import watch_progress
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.comparisons import Comparison
 from zerofx.runtime.cuda_graphs.obstacles import machine_obstacle, step_obstacle
@@ -97,8 +97,7 @@ class Steps:
         self.device = device_of(model)
         self.gradients = AbsentGradients(model)
         self._constant = ConstantArguments(options.constant, model, options.objective.forward)
-        watched = options.objective.modules_by_prefix(model)
-        self.modes = ModeWatch(watched)
+        self.modes = ModeWatch(options.objective.modules_by_prefix(model))
         self.python = PythonState(model, options.objective, (Guard,))
         self.lenders = Lenders(model, options, life)
         owner.lend(self)
@@ -119,7 +118,7 @@ class Steps:
                 self.mesh, self._chooses_mesh = self.options.plan.mesh, False
 
     def batch_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, counts: bool = True) -> Batch:
-        """What ``step(*args, **kwargs)`` is called with, checked. ``counts``: whether terms of its loss are counted.
+        """The batch of ``step(*args, **kwargs)``, checked. ``counts``: whether terms of its loss are counted.
 
         Raises:
             ZeroFXError: it cannot be; the other ranks hear of it.
@@ -154,7 +153,7 @@ class Steps:
         signature = lines(described)
         form = signature if self.lengths is None else f"{self.lengths.form(batch)}; {setting}"
         with self._control.report_errors():
-            changed = self.taken.changed() if self.taken is not None else ""
+            changed = self.taken.find_changed() if self.taken is not None else ""
             advance = self.taken.advance() if self.taken is not None and not changed else None
         variant = self._variant()
         match = self.find(self.shapes, signature, variant, batch, options.objective)
@@ -210,7 +209,7 @@ class Steps:
         if any(change.is_settled for change in match.changes):
             return match
         forward = Forward(self.model, batch, loss_fn=objective, compute_dtype=self.options.compute_dtype)
-        with self.capturing():
+        with self.allow_capture():
             if not self.python.leaves_alone(forward, match.reads):
                 return match
         match.reads.accept()
@@ -230,7 +229,7 @@ class Steps:
             # Inductor takes seconds to import: only who needs it pays.
             from zerofx.codegen.inductor.compile import finish_shared
 
-            with watched("building kernels", show=self._control.rank == 0):
+            with watch_progress("building kernels", show=self._control.rank == 0):
                 self._control.attempt("build kernels", finish_shared)
             self._waits_for_kernels = False
 
@@ -282,7 +281,7 @@ class Steps:
     def choose_mesh(self, batch: Batch, options: CompileOptions | None = None) -> Mesh:
         """The mesh that steps run on; the fastest for a batch where it is to be chosen, once. Collective then."""
         if self._chooses_mesh:
-            with self.capturing():
+            with self.allow_capture():
                 self.mesh, self._chooses_mesh = best_mesh(self.request(batch, options), self._control), False
         return self.mesh
 
@@ -298,10 +297,10 @@ class Steps:
         )  # fmt: skip
 
     @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
+    def allow_capture(self) -> Iterator[None]:
         """While open, the model may be captured: a capture looks at all that a parameter has."""
         self.lenders.find()
-        with self.python.substitute_numbers(), self.capturable(), self.lenders.unguarded():
+        with self.python.substitute_numbers(), self.capturable(), self.lenders.lift_guards():
             yield
 
     @contextlib.contextmanager
@@ -309,7 +308,7 @@ class Steps:
         """While open, the model is as one that no step trains."""
         self.gradients.remove()
         try:
-            with self.life.unguarded():
+            with self.life.lift_guard():
                 yield
         finally:
             if self.taken is not None:
@@ -324,7 +323,7 @@ class Steps:
             self.shapes.announce_change(match)
         self._edited.warn_of_another()
         self.choose_mesh(batch, options)
-        with self.capturing():
+        with self.allow_capture():
             request = self.request(batch, options)
             built = build_step(request, self.taken.earlier if self.taken is not None else None, self._control)
         if self.shapes.is_empty:
@@ -360,7 +359,7 @@ class Steps:
             )
 
     def graph_obstacle(self, compiled: CompiledStep) -> str:
-        """Why the kernels of ``compiled`` are not launched as CUDA graphs; empty where they may be."""
+        """The reason why the kernels of ``compiled`` are not launched as CUDA graphs; empty where they may be."""
         if self.options.cuda_graphs is False:
             return "cuda_graphs=False"
         if edited := self._edited.obstacle(compiled):
@@ -380,7 +379,7 @@ class Steps:
         return tiers
 
     def spare_host_bytes(self) -> int | None:
-        """What the latest step leaves of the host budget; None where there is no limit."""
+        """Bytes of the host budget that the latest step leaves; None where there is no limit."""
         assert self.machine is not None and self.shapes.latest is not None, "a step has been captured"
         limit = host_budget_bytes(self.options.host_budget, self.machine)
         return None if limit is None else limit - self.shapes.latest.lowered.simulation.live.host_block_bytes

@@ -1,4 +1,4 @@
-"""What becomes of a step that failed: what was not updated is not counted, and the other ranks are told."""
+"""Handling of a step that failed: buckets that were not updated are not counted, and the other ranks are told."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def undo(
     if not agreed:
         error, failure = _tell(f"run step {number}", f"step {number}", life, error)
     _settle(taken, error)
-    updated = taken.updated(versions)
+    updated = taken.find_updated(versions)
     advance.swap(taken.state, [index for index in versions if index not in updated])
     if agreed:
         return error  # all ranks know, and have left the step at the same place
@@ -82,7 +82,7 @@ def _settle(taken: TakenOver, error: BaseException) -> None:
 
 
 def _error_to_raise(purpose: str, elsewhere: str, life: Life, error: BaseException) -> BaseException:
-    """What to raise: ``error``, or where another rank failed first (``elsewhere`` says how) or did not come, that."""
+    """The error to raise: ``error``, or if another rank failed first (``elsewhere`` says how) or did not come, that."""
     if not elsewhere and not isinstance(error, LostRankError):
         return error
     mismatch = RankMismatchError(f"expected all ranks to {purpose}, found that {elsewhere or error}")
@@ -129,7 +129,7 @@ def leave_out(
         NonFiniteLossError: instead of the warning, if ``raises``.
     """
     (loss,) = taken.outcome_left()
-    assert not taken.updated(versions), "a step is left before its updates"
+    assert not taken.find_updated(versions), "a step is left before its updates"
     advance.swap(taken.state)
     taken.update_scale(is_finite=False)
     where = f"{float(loss)} on rank {life.control.rank}" + (
@@ -155,7 +155,7 @@ def skip(number: int, taken: TakenOver, advance: Advance, versions: Mapping[int,
         What the step has given on this rank.
     """
     outcome = taken.outcome_left()
-    assert not taken.updated(versions), "a step is left before its updates"
+    assert not taken.find_updated(versions), "a step is left before its updates"
     assert taken.scaler is not None, "gradients are looked at where the loss is scaled"
     advance.swap(taken.state)
     before = taken.scaler.scale

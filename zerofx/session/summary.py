@@ -1,4 +1,4 @@
-"""What ``print(step)`` says: what is trained and how, where its bytes are, what was predicted and measured, and why."""
+"""The text of ``print(step)``: what is trained and how, where its bytes are, predictions, measurements, and reasons."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NEAR = 0.15  # of a predicted time: plans that differ by more are told apart
 
 
 class Summarised(Protocol):
-    """What a summary says of a step besides what ran last."""
+    """The parts of a step that a summary reads, besides what ran last."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -73,7 +73,7 @@ def summary(step: Summarised, compiled: CompiledStep | None, measured: Measureme
         _predictions(plan, measured),
         *_not_predicted(compiled),
         *arena_words(plan),
-        *_off(plan, measured),
+        *_misprediction(plan, measured),
         *([] if plan.arena is not None else reserves_more(compiled.device, plan.memory_budget)),
         "",
         f"On the device at the peak, in {_place(compiled, step.options.backend)}:",
@@ -83,7 +83,7 @@ def summary(step: Summarised, compiled: CompiledStep | None, measured: Measureme
         *(["", _links(compiled, measured)] if plan.link_bytes else []),
         *(["", *_rungs(step)] if step.rungs else []),
     ]
-    why = list(_why(plan))
+    why = list(_reason_lines(plan))
     return "\n".join([*lines, "", *why] if why else lines)
 
 
@@ -131,7 +131,7 @@ def _rungs(step: Summarised) -> Iterator[str]:
 
 
 def _not_predicted(compiled: CompiledStep) -> Iterator[str]:
-    """What the predicted peak lacks: operators of which it is not known what they hold while they run."""
+    """Gaps of the predicted peak: operators of which it is not known what they hold while they run."""
     operators = sorted({target_name(node) for node in compiled.lowered.graph.calls() if is_unknown(node)})
     if operators:
         yield (
@@ -140,7 +140,7 @@ def _not_predicted(compiled: CompiledStep) -> Iterator[str]:
         )
 
 
-def _off(plan: Plan, measured: Measurement | None) -> Iterator[str]:
+def _misprediction(plan: Plan, measured: Measurement | None) -> Iterator[str]:
     """That this machine is not the one that times were predicted for, where they are far from what was measured."""
     if measured is None or plan.machine.endswith(MEASURED):
         return
@@ -198,8 +198,8 @@ def _comparison(measured: int, predicted: int) -> str:
 
 
 def _place(compiled: CompiledStep, backend: str) -> str:
-    """Where the peak is: the operator, its layer, and its phase; of a compiled region, which is one kernel after the
-    other, the region's function."""
+    """The place of the peak: the operator, its layer, and its phase; of a compiled region, which is one kernel after
+    the other, the region's function."""
     node = compiled.lowered.simulation.live.peak_node
     if node is None:
         return "an empty step"
@@ -218,7 +218,7 @@ def _shares(held: Mapping[Category, int]) -> str:
     return tabulate(lines, colalign=("left", "right", "right"), disable_numparse=True, tablefmt="plain")
 
 
-def _why(plan: Plan) -> Iterator[str]:
+def _reason_lines(plan: Plan) -> Iterator[str]:
     for kind, counted in reasons(plan).items():
         yield one_line(kind, counted)
     if not plan.has_residencies:

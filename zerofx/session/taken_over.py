@@ -48,7 +48,7 @@ _IS_TRAINED = operator.attrgetter("requires_grad")
 
 
 class TakenOver:
-    """What a step holds of a model and an optimizer, from its first build on. Collective to make.
+    """The state that a step holds of a model and an optimizer, from its first build on. Collective to make.
 
     ``values`` are what the parameters begin with. ``reads_memory``: whether ranks of a host
     may read each other's memory. ``scaler`` has the loss's scale, if it is scaled. ``read_lent`` gives what is read of
@@ -98,7 +98,7 @@ class TakenOver:
 
     @property
     def earlier(self) -> Earlier:
-        """What further steps are built with."""
+        """The results that further steps are built with."""
         return Earlier(self.layout, self.binding, self.state, self._shared)
 
     def watch_parameters(self) -> None:
@@ -110,7 +110,7 @@ class TakenOver:
 
     @functools.cached_property
     def layers(self) -> tuple[str, ...]:
-        """What each trained bucket is a part of: a layer, or what is between two. Slices are of a parameter's layer."""
+        """The layer of each trained bucket, or the place between two. Slices are of a parameter's layer."""
         units = {bucket.unit for bucket in self.layout.buckets if not bucket.is_slice}
         return tuple(
             unit_of(source, units) or source if bucket.is_slice and (source := bucket.slots[0].source) else bucket.name
@@ -118,8 +118,8 @@ class TakenOver:
             if bucket.trainable
         )
 
-    def changed(self) -> str:
-        """Which parameters are to be trained that were not when the model was taken over, or not any more, in words."""
+    def find_changed(self) -> str:
+        """The parameters whose ``requires_grad`` differs from that when the model was taken over, in words."""
         parameters = self.state.parameters
         with without_torch_functions():  # which parameters that are held have
             if all(map(operator.is_, map(_IS_TRAINED, parameters.values()), self._trained.values())):
@@ -133,7 +133,7 @@ class TakenOver:
         return " and ".join(f"{first_few(of_kind)} to be {word}" for word, of_kind in changed.items() if of_kind)
 
     def tensors(self, arguments: StepArguments) -> dict[str, torch.Tensor]:
-        """What a step reads and writes besides its batch, by name."""
+        """The tensors that a step reads and writes besides its batch, by name."""
         return state_tensors(arguments, self.model, self.state, self._outside, self.scaler, self._read_lent())
 
     def held_bytes(self, arguments: StepArguments) -> dict[str, int]:
@@ -166,7 +166,7 @@ class TakenOver:
             self.state.new_states(self.layout.buckets[index], program, self.device)
 
     def versions(self) -> dict[int, int]:
-        """How often each bucket's stored values have been changed: tells which were updated in a step that failed."""
+        """Update counts of each bucket's stored values: they tell which were updated in a step that failed."""
         return {b.index: self.state.buckets[b.index].version for b in self.layout.buckets if b.trainable}
 
     def finish_step(self, warm_up: int, num_steps: int, plan: Plan) -> None:
@@ -186,14 +186,14 @@ class TakenOver:
         """Say that the optimizer's step has been done: torch's schedulers warn where they are stepped before it."""
         note_step(self.binding.optimizer)
 
-    def updated(self, before: Mapping[int, int]) -> list[int]:
+    def find_updated(self, before: Mapping[int, int]) -> list[int]:
         """The buckets that have been updated since their ``versions`` were ``before``."""
         now = self.versions()
         return [index for index in before if now[index] != before[index]]
 
     @property
     def training(self) -> Training:
-        """What a checkpoint is taken of."""
+        """The state that a checkpoint is taken of."""
         return Training(self.model, self.binding.optimizer, self.state, self._tiers, self._life.control)
 
     def load(self, source: Source, name: str, then: Callable[[], None], *, optimizer: bool = True) -> None:
@@ -215,13 +215,13 @@ class TakenOver:
             raise
 
     @contextmanager
-    def shown(self, *, write_back: bool) -> Iterator[None]:
+    def show_whole(self, *, write_back: bool) -> Iterator[None]:
         """While open, the model has its whole parameters; collective. ``write_back``: they are trained on from there.
 
         Where the block raises, nothing is written back.
         """
         life, state = self._life, self.state
-        with life.alone("enter full_parameters()"):
+        with life.claim("enter full_parameters()"):
             life.check_world()
             life.control.meet("enter full_parameters()")
             with life.control.fail_together("show the whole parameters"):
@@ -233,7 +233,7 @@ class TakenOver:
             yield
             done = True
         finally:
-            with life.alone("leave full_parameters()", waits=True):
+            with life.claim("leave full_parameters()", waits=True):
                 life.showing = False
                 if write_back and done:
                     state.write_back()
@@ -247,7 +247,7 @@ class TakenOver:
         self.optimizer_state.give_back()
 
     def outcome_left(self) -> list[torch.Tensor]:
-        """What a step has given that was left before its updates, whose collectives have ended: its loss at least."""
+        """The outcome of a step that was left before its updates, whose collectives have ended: its loss at least."""
         self.runtime.finish_collectives()
         self.runtime.tiers.settle()
         outcome, self.runtime.stopped = self.runtime.stopped, None

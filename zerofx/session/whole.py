@@ -35,7 +35,7 @@ class Whole(Checkpointed):
         ``optimizer.state_dict`` and ``close``. The step after a flush computes with parameters that are up to date, as
         the first one after the warm-up does.
         """
-        with self._life.alone("flush the step"):
+        with self._life.claim("flush the step"):
             self._life.check_open("flush the step")
             if self._steps.taken is not None:
                 self._life.control.meet("flush the step")
@@ -57,7 +57,7 @@ class Whole(Checkpointed):
         if taken is not None and not life.showing:
             if write_back:
                 self.finish_saving()
-            with taken.shown(write_back=write_back):
+            with taken.show_whole(write_back=write_back):
                 yield self.model
             return
         if taken is None and is_deferred(self.model):
@@ -99,7 +99,7 @@ class Whole(Checkpointed):
             RankMismatchError: ranks ask for others, or write other values.
         """
         self._life.check_open("read one tensor")
-        taken = self._taken_for("read one tensor")
+        taken = self._require_model("read one tensor")
         if write_back:
             self.finish_saving()
         before = self.num_steps
@@ -124,8 +124,8 @@ class Whole(Checkpointed):
         """
         taken, life = self._steps.taken, self._life
         if taken is not None and not life.showing:
-            with life.alone("call step.full_state_dict()"):
-                with life.unguarded():
+            with life.claim("call step.full_state_dict()"):
+                with life.lift_guard():
                     entries = self.model.state_dict(keep_vars=True)
                 own = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
                 if all(id(entry) in own for entry in entries.values()):
@@ -153,7 +153,7 @@ def _whole_parameters(taken: TakenOver, life: Life, *, keep: bool) -> dict[int, 
             flat = state.gather(bucket, state.load(held.stored))
             for slot in bucket.slots:
                 parameter = state.parameter(slot.source)
-                shown = state.shown(slot, flat) if slot.whole is None else None  # which may be collective
+                shown = state.to_parameter(slot, flat) if slot.whole is None else None  # which may be collective
                 if not keep:
                     continue
                 if shown is not None:
@@ -176,7 +176,7 @@ def _whole_tensor(taken: TakenOver, life: Life, place: _Place, *, write_back: bo
         RankMismatchError: ranks ask for others, or write other values.
     """
     purpose, control = f"read {place.described}", life.control
-    with life.alone(purpose):
+    with life.claim(purpose):
         control.meet(purpose)
         with control.fail_together(purpose), torch.no_grad():
             taken.optimizer_state.take_loaded()
@@ -185,7 +185,7 @@ def _whole_tensor(taken: TakenOver, life: Life, place: _Place, *, write_back: bo
     yield value
     if write_back:
         purpose = f"write {place.described}"
-        with life.alone(purpose):
+        with life.claim(purpose):
             place.check(value)
             control.agree(
                 purpose, hash_of(value), f"values of {place.described}",
@@ -197,7 +197,7 @@ def _whole_tensor(taken: TakenOver, life: Life, place: _Place, *, write_back: bo
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter, or its state ``state_name``, lies: in one bucket, or in slices in several.
+    """The place of a parameter, or of its state ``state_name``: in one bucket, or in slices in several.
 
     ``gradients``: what this rank has of those of buckets, for a gradient; empty for all else.
     """
@@ -250,7 +250,7 @@ class _Place:
         for bucket, slot in self.slots:
             flat = self._flat(bucket)
             if slot.whole is None:
-                return self.state.shown(slot, flat).clone()
+                return self.state.to_parameter(slot, flat).clone()
             if value is None:
                 value = flat.new_empty(self.parameter.shape)
             slot.box(value).copy_(slot.view(flat))
@@ -261,7 +261,7 @@ class _Place:
         """Take ``value`` over. Collective."""
         for bucket, slot in self.slots:
             flat = self._flat(bucket).clone()
-            slot.boxed(slot.view(flat)).copy_(slot.box(value))
+            slot.box_view(slot.view(flat)).copy_(slot.box(value))
             if self.state_name is None:
                 self.state.write_bucket(bucket, flat)
             else:
@@ -278,7 +278,7 @@ class _Place:
             )
 
     def _flat(self, bucket: Bucket) -> torch.Tensor:
-        """What the bucket has, whole, as it is stored."""
+        """The bucket's values, whole, as they are stored."""
         if self.gradients:
             return self.state.gather(bucket, self.gradients[bucket.index])
         held = self.state.buckets[bucket.index]

@@ -16,12 +16,12 @@ from tabulate import tabulate
 from torch import nn
 
 from zerofx.budgets import budget_bytes
-from zerofx.driver.plan_only import PlannedStep, capture_for_plans, plan_captured, planned_mesh
+from zerofx.driver.plan_only import PlannedStep, capture_for_plans, mesh_to_plan, plan_captured
 from zerofx.errors import MemoryBudgetError, UsageError
 from zerofx.option_checks import check_count
 from zerofx.option_table import check_names
 from zerofx.options import CompileOptions, PlanKeywords, check_options
-from zerofx.progress import watched
+from zerofx.progress import watch_progress
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.search.problem import BudgetMissedError
 from zerofx.units import format_bytes
@@ -98,7 +98,7 @@ def largest_micro_batch(
         raise UsageError("expected no accumulate for largest_micro_batch, which looks for the size of one micro-batch")
     check_count("a limit", limit, 1, "of at least 1")
     options = _options(stage, plan_options, "largest_micro_batch")
-    mesh = planned_mesh(options, world_size)
+    mesh = mesh_to_plan(options, world_size)
 
     def attempt(samples: int) -> PlannedStep:
         return plan_captured(
@@ -174,7 +174,7 @@ def _search(
     tried: list[SizeTried] = []
     refusals: dict[int, str] = {}
     fitting: PlannedStep | None = None  # the last that fits: with the search's end, its answer
-    with watched(f"{quantity} {sizes[0]}", "plans") as bar:
+    with watch_progress(f"{quantity} {sizes[0]}", "plans") as bar:
 
         def turns(value: int) -> bool:
             """Plan for ``value``; true from the first size on at which it no longer fits, or does at last."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from zerofx.capture.traceable import preserve_randomness
 from zerofx.codegen.regions import Region, regions_of
-from zerofx.errors import UsageError, ZeroFXError, in_short
+from zerofx.errors import UsageError, ZeroFXError, summarise_error
 from zerofx.ir.streams import axes_of_stream
 from zerofx.optimizers import copy_optimizer
 from zerofx.options import CompileOptions
@@ -100,13 +100,13 @@ def run_trial(
         except UsageError:
             raise
         except (ZeroFXError, RuntimeError, MemoryError) as error:
-            return PlanTrial(None, in_short(error)), []
+            return PlanTrial(None, summarise_error(error)), []
         try:
             for _ in range(_WARM_UP):
                 step(*args, **keywords)
             measurement = step.measure(*args, num_steps=num_steps, **keywords)
         except (ZeroFXError, RuntimeError, MemoryError) as error:
-            return PlanTrial(None, in_short(error), in_step=False), []
+            return PlanTrial(None, summarise_error(error), in_step=False), []
         regions = regions_of(step.compiled.lowered.instructions)
         step.close()
         return PlanTrial(measurement), regions

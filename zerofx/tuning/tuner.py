@@ -24,9 +24,9 @@ from zerofx.capture.objective.token_weighted_loss import add_term_counts
 from zerofx.capture.values.constant_arguments import ConstantArguments
 from zerofx.codegen.regions import Region
 from zerofx.deferred import make_buffers
-from zerofx.driver.asked import describe_request, measured_at_hand
+from zerofx.driver.asked import describe_request, measure_machine
 from zerofx.driver.check_training import check_training
-from zerofx.driver.driver import prepared_together, target_of
+from zerofx.driver.driver import prepare_together, target_of
 from zerofx.driver.prepared import Request
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.ir.batch import Batch
@@ -35,7 +35,7 @@ from zerofx.mesh_option import AUTO, mesh_for
 from zerofx.option_checks import check_batch_form, check_count
 from zerofx.option_table import check_names, document_options
 from zerofx.options import CompileOptions, TuneKeywords, check_options
-from zerofx.progress import watched
+from zerofx.progress import watch_progress
 from zerofx.report.saved import SavedPlan
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.state import process_group
@@ -146,16 +146,16 @@ class _Tuner:
         control = self._control
         if self._training.device.type == "cpu":
             refuse_profilers(control.gather(is_profiling(), "measure steps"))
-        self._machine = measured_at_hand(self._training.device, self._options, self._settings, control)
+        self._machine = measure_machine(self._training.device, self._options, self._settings, control)
         self._budget = budget_bytes(self._options.memory_budget, self._machine)
         control.attempt("save the plan", lambda: self._check_folder(save))
         request = control.attempt("check the batch", self._request)
         # A candidate is compared with others of the same buckets.
-        self._prepared = replace(prepared_together(request, control), may_be_sliced=False)
+        self._prepared = replace(prepare_together(request, control), may_be_sliced=False)
         # Rank 0 alone decides: what it shares, all have.
         planner = Planner(self._prepared, target_of(self._prepared))
         self._candidates = control.share("share the plans to try", planner.plan)
-        with watched("tuning", "candidates", show=control.rank == 0) as bar:
+        with watch_progress("tuning", "candidates", show=control.rank == 0) as bar:
             chosen = most_promising(self._candidates, self._num_candidates)
             bar.total = len(chosen)
             for index in chosen:

@@ -20,7 +20,7 @@ from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
 from zerofx.scheduler.plan.text.reasons import OF_VALUES, of_values, reasons
 from zerofx.scheduler.plan.text.shared import sharding_lines
-from zerofx.units import format_bytes, format_count, format_seconds, on_tiers
+from zerofx.units import format_bytes, format_count, format_seconds, tiers_text
 
 _ATTENTION = re.compile(r"(?:aten\.|zerofx\.own_)_scaled_dot_product_(cudnn|flash|efficient)_attention\.default")
 _HEADERS = ("bucket", "parameters", "dtype", "slice", "whole", "group", "gathers")
@@ -33,7 +33,7 @@ def describe_plan(plan: Plan) -> str:
     if plan.prediction is not None:
         lines.append(
             f"predicted, per rank: peak {format_bytes(plan.peak_bytes['device'])} at {plan.prediction.peak_node}"
-            f"{on_tiers(plan.slower_peak_bytes)}, {'step' if plan.reduces else 'evaluation'} "
+            f"{tiers_text(plan.slower_peak_bytes)}, {'step' if plan.reduces else 'evaluation'} "
             f"{format_seconds(plan.step_seconds)} of which "
             f"{format_seconds(plan.exposed_seconds)} waits for communication, {format_bytes(plan.wire_bytes)} sent, "
             f"{format_count(plan.prediction.flops)} FLOPs"

@@ -164,10 +164,10 @@ def _reduce(reduce: ReduceDecision) -> str:
 
 
 def _value(decision: Absence, fate: str) -> str:
-    return f"{decision.value}{_of(decision.layer)}, {format_bytes(decision.num_bytes)}, {fate}: {decision.reason}"
+    return f"{decision.value}{_label(decision.layer)}, {format_bytes(decision.num_bytes)}, {fate}: {decision.reason}"
 
 
-def _of(layer: str) -> str:
+def _label(layer: str) -> str:
     return f" of {layer}" if layer else ""
 
 
@@ -181,7 +181,9 @@ def _piece(plan: Plan, piece: PieceDecision) -> Iterator[str]:
 
 
 def _tile(decision: TileDecision) -> str:
-    return f"{decision.value}{_of(decision.layer)} and what follows run in {tiles_words(decision)}: {decision.reason}"
+    return (
+        f"{decision.value}{_label(decision.layer)} and what follows run in {tiles_words(decision)}: {decision.reason}"
+    )
 
 
 def _parts(bucket: str) -> list[str]:

@@ -52,7 +52,7 @@ class ParameterSlices:
             raise refusals[0]
         for slices in slice_rungs(problem.step, refusals[0].least_bytes - budget):
             described = ", ".join(f"{decision.parameter} in {decision.num_slices}" for decision in slices)
-            sliced = whole.sliced(slices)
+            sliced = whole.slice_parameters(slices)
             try:
                 return rest.attempt(described, problem.replace_variants(sliced, sliced.candidates[0]))
             except BudgetMissedError as missed:

@@ -32,7 +32,7 @@ class Replicas:
         reason = "states in parts of slices, one on each replica: "
         if exposed <= _NEXT_TO_NOTHING * seconds:
             return replace(parts, states_reason=f"{reason}gathers of new values are hidden")
-        whole = problem.variants.with_whole_slices()
+        whole = problem.variants.use_whole_slices()
         try:
             other = rest.attempt("states in whole slices", problem.replace_variants(whole, whole.candidates[0]))
         except BudgetMissedError:
@@ -47,7 +47,7 @@ class Replicas:
 
 def _seconds(problem: Problem, plan: Plan) -> tuple[float, float]:
     """Seconds of a step with ``plan``, and those in which it waits for parts of slices that replicas have updated."""
-    variants = problem.variants.sliced(plan.slices)
+    variants = problem.variants.slice_parameters(plan.slices)
     step, simulation = problem.replace_variants(variants, plan.num_micro_batches).rehearsal.simulate(plan)
     rising = [node for node in step.calls() if node.target is ops.all_gather_into and _is_of_part(node)]
     exposed = sum(simulation.timings[wait].exposed_seconds for node in rising for wait in node.users)

@@ -196,7 +196,7 @@ def test_a_compilation_that_fails_begins_nothing_further(monkeypatch: pytest.Mon
     preparation._vectors.append(lambda: done.append(1))
 
     def fail() -> None:
-        with preparation.begun():
+        with preparation.run():
             assert begun.wait(60)
             raise ValueError("no capture")
 
@@ -210,9 +210,9 @@ def test_a_compilation_that_fails_begins_nothing_further(monkeypatch: pytest.Mon
 
 
 def _without_damaged_libraries(build: Any) -> Any:
-    from zerofx.codegen.inductor.cpp import without_damaged_libraries
+    from zerofx.codegen.inductor.cpp import retry_damaged_libraries
 
-    return without_damaged_libraries(build)
+    return retry_damaged_libraries(build)
 
 
 def _load(library: Path) -> str:

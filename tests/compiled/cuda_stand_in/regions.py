@@ -77,7 +77,7 @@ def written(options: dict[str, Any]) -> dict[str, Any]:
     from zerofx.codegen.region_facts import region_facts
     from zerofx.codegen.regions import regions_of
     from zerofx.codegen.step_file import load_source
-    from zerofx.json_format import as_data
+    from zerofx.json_format import to_data
     from zerofx.lowering.load import apply_memory
 
     planned = plan(0, **options)
@@ -106,7 +106,7 @@ def written(options: dict[str, Any]) -> dict[str, Any]:
     return {
         "num blocks": num_blocks,
         "num takes": sum(take is not None for take in takes),
-        "arena": as_data(in_arena.plan.arena),
+        "arena": to_data(in_arena.plan.arena),
         "sources": sources,
         "planned peak": planned.plan.peak_bytes["device"],
         "compiled peak": compiled.plan.peak_bytes["device"],

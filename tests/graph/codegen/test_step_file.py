@@ -16,7 +16,7 @@ from tests.lib.plans import wired
 from zerofx.codegen.emit import EmittedStep, emit
 from zerofx.codegen.regions import cut
 from zerofx.codegen.step_file import CallLine, RegionCall, RegionText, Repeated, StepFile, region_text
-from zerofx.codegen.step_file_data import EVENTS, as_data, step_file_of
+from zerofx.codegen.step_file_data import EVENTS, step_file_of, to_data
 from zerofx.disk.cache import MALFORMED
 from zerofx.ir.serialise import Name, decode
 from zerofx.scheduler.cost.liveness import liveness
@@ -31,7 +31,7 @@ def emitted(make: Callable[[], Any] = lambda: prepare(TwoBlocks())) -> EmittedSt
 
 
 def as_text(file: StepFile) -> Any:
-    return json.loads(json.dumps(as_data(file)))
+    return json.loads(json.dumps(to_data(file)))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from zerofx.garbage import collecting_recent_garbage_only
+from zerofx.garbage import limit_garbage_collection
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def frozen() -> Iterator[None]:
 
 def test_what_was_there_before_is_frozen_only_while_it_is_open() -> None:
     thresholds, num_before = gc.get_threshold(), gc.get_freeze_count()
-    with collecting_recent_garbage_only():
+    with limit_garbage_collection():
         assert gc.get_freeze_count() > num_before + 10_000
         assert gc.get_threshold()[0] > thresholds[0]
     assert gc.get_freeze_count() <= num_before
@@ -29,7 +29,7 @@ def test_what_was_there_before_is_frozen_only_while_it_is_open() -> None:
 @pytest.mark.usefixtures("frozen")
 def test_what_the_caller_has_frozen_stays_so_and_nothing_else_is_frozen() -> None:
     thresholds, num_frozen = gc.get_threshold(), gc.get_freeze_count()
-    with collecting_recent_garbage_only():
+    with limit_garbage_collection():
         assert gc.get_freeze_count() <= num_frozen  # fewer where some of them have gone
         assert gc.get_threshold()[0] > thresholds[0]
     assert 0 < gc.get_freeze_count() <= num_frozen
@@ -39,7 +39,7 @@ def test_what_the_caller_has_frozen_stays_so_and_nothing_else_is_frozen() -> Non
 def test_a_collector_that_is_switched_off_stays_so() -> None:
     gc.disable()
     try:
-        with collecting_recent_garbage_only():
+        with limit_garbage_collection():
             assert not gc.isenabled()
     finally:
         gc.enable()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerofx import UsageError
-from zerofx.ladder import MOST_WASTE, Ladder, checked_lengths, fitted_lengths, ladder_up_to, multiple_for
+from zerofx.ladder import MOST_WASTE, Ladder, check_lengths, fitted_lengths, ladder_up_to, multiple_for
 
 
 @pytest.mark.parametrize("longest", [1, 2, 7, 8, 9, 100, 511, 512, 513, 4096, 11264, 131072])
@@ -36,7 +36,7 @@ def test_what_a_length_is_padded_to() -> None:
     ladder = Ladder((128, 256, 512))
     assert [ladder.rung_of(n) for n in (1, 128, 129, 256, 257, 512)] == [128, 128, 256, 256, 512, 512]
     assert ladder.sizes(4) == [(512, 4), (256, 4), (128, 4)]
-    given = checked_lengths({512: 2, 64: 32})
+    given = check_lengths({512: 2, 64: 32})
     assert isinstance(given, Ladder)
     assert given.sizes(4) == [(64, 32), (512, 2)]
 
@@ -44,12 +44,12 @@ def test_what_a_length_is_padded_to() -> None:
 @pytest.mark.parametrize("asked", ["any", 0, -1, True, 1.5, [], [0, 1], [64, "128"], {64: 0}, {}, {"64": 1}, object()])
 def test_what_is_no_ladder(asked: Any) -> None:
     with pytest.raises(UsageError, match="expected lengths to be numbers of tokens"):
-        checked_lengths(asked)
+        check_lengths(asked)
 
 
 def test_what_is_one() -> None:
-    assert checked_lengths([256, 128, 256]) == Ladder((128, 256))
-    assert [checked_lengths(asked) for asked in (None, "auto", 512)] == [None, "auto", 512]
+    assert check_lengths([256, 128, 256]) == Ladder((128, 256))
+    assert [check_lengths(asked) for asked in (None, "auto", 512)] == [None, "auto", 512]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 4), st.sampled_from((4, 8)))

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from zerofx import progress
-from zerofx.progress import watched
+from zerofx.progress import watch_progress
 
 
 class Terminal(io.StringIO):
@@ -29,14 +29,14 @@ def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def test_what_is_quick_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = open_terminal(monkeypatch)
-    with watched("planning", "plans") as bar:
+    with watch_progress("planning", "plans") as bar:
         bar.update()
     assert terminal.getvalue() == ""
 
 
 def test_one_long_call_shows_how_long_it_has_been(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = open_terminal(monkeypatch)
-    with watched("capturing the model"):
+    with watch_progress("capturing the model"):
         time.sleep(1.3)
     text = terminal.getvalue()
     assert re.search(r"capturing the model: 00:01", text)
@@ -45,7 +45,7 @@ def test_one_long_call_shows_how_long_it_has_been(monkeypatch: pytest.MonkeyPatc
 
 def test_counts_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = open_terminal(monkeypatch)
-    with watched("compiling", "regions", 3) as bar:
+    with watch_progress("compiling", "regions", 3) as bar:
         for _ in range(3):
             time.sleep(0.2)
             bar.update()
@@ -54,7 +54,7 @@ def test_counts_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_ranks_are_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = open_terminal(monkeypatch)
-    with watched("planning", show=False):
+    with watch_progress("planning", show=False):
         time.sleep(0.5)
     assert terminal.getvalue() == ""
 
@@ -63,6 +63,6 @@ def test_without_a_terminal_nothing_is_written(monkeypatch: pytest.MonkeyPatch) 
     pipe = io.StringIO()
     monkeypatch.setattr(sys, "stderr", pipe)
     monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.1)
-    with watched("planning"):
+    with watch_progress("planning"):
         time.sleep(0.8)
     assert pipe.getvalue() == ""

@@ -64,7 +64,7 @@ def test_an_update_that_is_not_awaited_is_refused() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_runs_on_is_awaited_before_the_next_step_reads_it(num_ranks: int) -> None:
+def test_background_work_is_awaited_before_the_next_step_reads_it(num_ranks: int) -> None:
     prepared = placed("host", "host", num_ranks=num_ranks, precision="bf16")
     prepared.run_pipeline()
     step, order = prepared.step, prepared.step.positions()

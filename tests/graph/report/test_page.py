@@ -19,7 +19,7 @@ from tests.lib.graphs import sgd
 from tests.lib.lowered import lowered
 from tests.lib.models import CASES, batches
 from zerofx.ir import ops
-from zerofx.json_format import typed
+from zerofx.json_format import from_data
 from zerofx.report.page import ABOUT_INSTRUCTIONS, CATEGORIES
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.report.table import schedule_lines
@@ -101,7 +101,7 @@ def test_slower_tiers_have_a_picture_each_and_survive_json(tmp_path: Path) -> No
         assert f"<b>{format_bytes(use.peak_bytes)}</b><small>peak on {tier}</small>" in text
     data = json.loads(schedule.to_json())
     del data["format"]
-    again = typed(Schedule, data)
+    again = from_data(Schedule, data)
     assert again == schedule
     assert page(again, tmp_path) == text
 

@@ -15,8 +15,8 @@ from tests.graph.rules.test_words import files
 from tests.lib.checkout import ROOT
 
 PRODUCT = ("passes", "scheduler", "codegen", "zerofx")
-MOST_NAMES = 0.09
-MOST_DOCSTRINGS = 0.09
+MOST_NAMES = 0.02
+MOST_DOCSTRINGS = 0.0
 
 _NOUNS = frozenset(
     re.findall(

@@ -110,7 +110,7 @@ def test_mends_are_needed_and_right(
     from torch._inductor.fx_passes import joint_graph
 
     from tests.nets.inductor import rewritten_by_inductor
-    from zerofx.codegen.inductor.compile import rewritten
+    from zerofx.codegen.inductor.compile import trace_and_rewrite
 
     joint_graph.lazy_init()
     given = [torch.rand(shape) + 0.5 for shape in shapes]
@@ -119,7 +119,7 @@ def test_mends_are_needed_and_right(
     expected = function(list(given))
 
     def is_right() -> bool:
-        graph = rewritten_by_inductor(rewritten(function, fakes, frozenset()))
+        graph = rewritten_by_inductor(trace_and_rewrite(function, fakes, frozenset()))
         torch.manual_seed(0)
         found = graph(*given)
         return all(x.dtype == y.dtype and torch.allclose(x, y) for x, y in zip(found, expected, strict=True))

@@ -50,7 +50,7 @@ def test_seconds_are_those_of_a_step_among_steps_like_it(rate: float) -> None:
 
 
 @pytest.mark.parametrize("rate", RATES)
-def test_what_runs_on_ends_after_the_step_and_before_the_next_one_needs_it(rate: float) -> None:
+def test_background_work_ends_after_the_step_and_before_the_next_one_needs_it(rate: float) -> None:
     step = running_on()
     found = simulate(step, machine(rate), Mesh(), on_cpu=False)
     end = found.step_seconds

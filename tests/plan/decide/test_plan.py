@@ -39,8 +39,8 @@ print(hashlib.sha256(prepared.step.text().encode()).hexdigest())
 # An absence is of a value, or of what a bucket has.
 st.register_type_strategy(
     Absence,
-    st.builds(Absence, value=st.text(min_size=1), bucket=st.just(-1))
-    | st.builds(Absence, value=st.just(""), bucket=st.integers(min_value=0)),
+    st.builds(Absence, value=st.text(min_size=1), bucket=st.just(-1), num_bytes=st.integers(min_value=1))
+    | st.builds(Absence, value=st.just(""), bucket=st.integers(min_value=0), num_bytes=st.integers(min_value=1)),
 )
 
 

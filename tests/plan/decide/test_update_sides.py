@@ -99,7 +99,7 @@ def test_spread_updates_keep_both_links_and_the_host_busy() -> None:
     assert best.end_seconds <= first.end_seconds
 
 
-def test_what_runs_on_costs_a_step_nothing_but_where_the_next_one_needs_it() -> None:
+def test_background_work_costs_a_step_nothing_but_where_the_next_one_needs_it() -> None:
     both = machine(link=1e10, host=1e8)
     layer = BUCKETS[1]
     awaited = update_of(layer, 1, both)

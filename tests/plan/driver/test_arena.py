@@ -64,7 +64,7 @@ def test_buffers_lie_apart_as_long_as_anything_reads_them(options: dict[str, Any
     assert max(low + size for _, _, low, size in placed) <= arena.use.pool_bytes
 
 
-def test_what_runs_on_into_the_next_step_lies_outside() -> None:
+def test_background_work_into_the_next_step_lies_outside() -> None:
     lowered = plan_of("gpt", stage=3, world_size=2).lowered
     live = lowered.simulation.live
     buffers = [n for n in lowered.graph.calls() if n.target in ALLOCATING and (n, 0) in live.sizes]

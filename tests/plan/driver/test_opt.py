@@ -16,7 +16,7 @@ import zerofx
 from tests.lib.graphs import DIM, ROWS, TwoBlocks, adagrad, difference, sgd
 from zerofx.cli.commands import main
 from zerofx.driver.opt import phase_passes, rewrite
-from zerofx.driver.plan_only import captured_graph
+from zerofx.driver.plan_only import graph_to_save
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.errors import PlanError, UsageError
 from zerofx.ir.serialise import same_graph
@@ -136,7 +136,7 @@ def test_a_graph_and_a_plan_from_files_give_what_planning_gives(options: dict[st
     planned = zerofx.plan(model, optimizer, batch, **{"world_size": 2, "machine": "cpu", **options})
     planned.plan.save(tmp_path / "plan.json")
     backend = options.get("backend", "inductor")
-    captured_graph(model, optimizer, batch, planned.plan, machine=planned.machine, backend=backend).save(
+    graph_to_save(model, optimizer, batch, planned.plan, machine=planned.machine, backend=backend).save(
         tmp_path / "graph.json"
     )
     plan, saved = Plan.load(tmp_path / "plan.json"), SavedGraph.load(tmp_path / "graph.json")
@@ -152,7 +152,7 @@ def test_an_optimizer_that_has_stepped_has_the_update_of_its_next_step() -> None
     model(*batch).backward()
     optimizer.step()
     planned = zerofx.plan(model, optimizer, batch, world_size=2, machine="cpu", stage=1)
-    saved = captured_graph(model, optimizer, batch, planned.plan, machine=planned.machine)
+    saved = graph_to_save(model, optimizer, batch, planned.plan, machine=planned.machine)
     passes = phase_passes(None, planned.plan, guarded=False)
     assert rewrite(saved, passes, planned.plan, lambda *_: None).step.text() == planned.lowered.graph.text()
 
@@ -172,7 +172,7 @@ def test_a_graph_comes_back_from_its_file_after_any_pass(tmp_path: Path) -> None
     )
     plan, saved = (
         planned.plan,
-        captured_graph(model, optimizer, batch, planned.plan, machine=planned.machine, backend="eager"),
+        graph_to_save(model, optimizer, batch, planned.plan, machine=planned.machine, backend="eager"),
     )
     passes = phase_passes(None, plan, guarded=False)
     for one in passes:
@@ -211,7 +211,7 @@ def test_a_graph_of_foreign_operators_is_not_saved(tmp_path: Path) -> None:
     batch = (torch.zeros(ROWS, DIM),)
     plan = zerofx.plan(model, sgd(model), batch, machine="cpu").plan
     with pytest.raises(UsageError, match=r"expected a graph of torch's own operators, .* found test_opt\.halved"):
-        captured_graph(model, sgd(model), batch, plan, machine="cpu").save(tmp_path / "graph.json")
+        graph_to_save(model, sgd(model), batch, plan, machine="cpu").save(tmp_path / "graph.json")
 
 
 @pytest.mark.parametrize(

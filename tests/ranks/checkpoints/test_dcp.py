@@ -27,7 +27,7 @@ from tests.lib.models import CASES, batches
 from tests.lib.runs.checkpoints import UNEVEN, Uneven, Way, train
 from tests.lib.runs.training import build, world
 from zerofx import CheckpointError, UsageError
-from zerofx.runtime.state.on_host import shown_on_host
+from zerofx.runtime.state.on_host import read_on_host
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(ShardedTensor|TypedStorage|no_dist|torch.distributed is).*")
 
@@ -232,13 +232,13 @@ def test_threads_of_a_writer_read_several_buckets_at_once(monkeypatch: pytest.Mo
 
     @contextmanager
     def slowly(*about: Any) -> Iterator[torch.Tensor]:
-        with shown_on_host(*about) as values:
+        with read_on_host(*about) as values:
             if not begun.is_set():
                 begun.set()
                 read_meanwhile.wait(0.5)  # which is over where nothing can be
             yield values
 
-    monkeypatch.setattr("zerofx.checkpoints.stateful.shown_on_host", slowly)
+    monkeypatch.setattr("zerofx.checkpoints.stateful.read_on_host", slowly)
 
     def read(name: str) -> torch.Tensor:
         values: torch.Tensor = model[name].__get_tensor_shard__(items[name])

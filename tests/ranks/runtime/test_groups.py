@@ -151,7 +151,7 @@ def _one_alone(where: str) -> tuple[str, float]:
     began = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         if where == "build" and dist.get_rank() == 1:
-            patch.setattr(driver, "_within_budget", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(driver, "_fit_budget", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises((KeyboardInterrupt, RankMismatchError)) as caught:
             _compile(loss_fn=_alone if where == "capture" else torch.sum, example_batch=(ids(),))
     return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began

@@ -21,7 +21,7 @@ from tests.lib.runs.sharing import SHARING
 from tests.lib.runs.tuning import check, noisy, peak_of, rows, tune
 from tests.lib.users import adamw, eager_step, ids, tiny, untouched
 from zerofx import Candidate, Plan, TuneResult, ZeroFXError
-from zerofx.driver.driver import prepared_together, target_of
+from zerofx.driver.driver import prepare_together, target_of
 from zerofx.runtime.measure.measure import Measurement
 from zerofx.scheduler.cost.machine import Link, Machine
 from zerofx.scheduler.plan.mesh import Mesh
@@ -102,11 +102,11 @@ def tune_from(machine: Machine, model: nn.Module, batch: Any, **options: Any) ->
     seen: list[Any] = []
 
     def noted(*args: Any, **keywords: Any) -> Any:
-        seen.append(prepared_together(*args, **keywords))
+        seen.append(prepare_together(*args, **keywords))
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuner, "prepared_together", noted)
+        patch.setattr(tuner, "prepare_together", noted)
         result = tune(model, adamw(model), batch, machine=machine, **options)
     return result, regions_alone(result, seen[0], machine)
 

@@ -21,7 +21,7 @@ from tests.lib.graphs import DIM, Averaging, Normed, Prepared, Tied, TwoBlocks, 
 from tests.lib.runs.offloads import offloading
 from zerofx.codegen.emit import EmittedStep, emit
 from zerofx.codegen.regions import cut
-from zerofx.codegen.step_file import literal, load_source, wrapped
+from zerofx.codegen.step_file import literal, load_source, wrap_line
 from zerofx.errors import PlanError
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import Role, placeholder
@@ -276,7 +276,7 @@ def test_nested_literals_evaluate_to_themselves(value: object) -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_a_wrapped_line_is_the_same_statement_in_lines_of_bounded_width(names: list[str]) -> None:
     line = f"({', '.join(names)},) = layers_forward([{', '.join(names)}])  # live 12 B | compute"
-    lines = wrapped(f"    {line}")
+    lines = wrap_line(f"    {line}")
     text = "\n".join(lines)
     assert ast.dump(ast.parse(text.strip())) == ast.dump(ast.parse(line))
     assert max(map(len, lines)) <= 100 + 60  # a name and the comment after the last bracket stay whole

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import zerofx
-from zerofx.codegen.kernels.current_device import on_device
+from zerofx.codegen.kernels.current_device import device_guard
 from zerofx.session import life
 
 
 def test_a_cpu_has_no_current_device() -> None:
-    with on_device(torch.device("cpu")):
+    with device_guard(torch.device("cpu")):
         assert torch.ones(1, device=torch.device("cpu")).device.type == "cpu"
 
 
@@ -26,7 +26,7 @@ def test_a_step_is_built_and_runs_with_its_own_device_as_the_current_one(monkeyp
         entered.append(device)
         return nullcontext()
 
-    monkeypatch.setattr(life, "on_device", noted)
+    monkeypatch.setattr(life, "device_guard", noted)
     model = nn.Linear(2, 1)
     step = zerofx.compile(
         model, torch.optim.SGD(model.parameters()), 0, loss_fn=lambda y, x: y.sum(), backend="eager",

@@ -38,7 +38,7 @@ class Gate:
 def test_copies_of_its_results_wait_for_an_update_and_others_do_not(tiers: Tiers) -> None:
     master, other = (tiers.hold(torch.full((NUMEL,), value), "host") for value in (1.0, 5.0))
     low, gate = torch.zeros(NUMEL), Gate()
-    tiers.on_host(gate, [master], 0)
+    tiers.run_on_host(gate, [master], 0)
     up = tiers.copy_into(low, master)
     assert torch.equal(tiers.load(other), torch.full((NUMEL,), 5.0))  # on the same link, started later
     assert not low.any()
@@ -52,7 +52,7 @@ def test_of_copies_that_wait_each_begins_when_it_may_whichever_was_started_first
     late, early = (tiers.hold(torch.full((NUMEL,), value), "host") for value in (1.0, 5.0))
     updates = [Gate(), Gate()]
     for bucket, (gate, stored) in enumerate(zip(updates, (early, late), strict=True)):
-        tiers.on_host(gate, [stored], bucket)
+        tiers.run_on_host(gate, [stored], bucket)
     first, second = tiers.reload(late), tiers.reload(early)
     updates[0].opened.set()
     landed = threading.Event()
@@ -74,7 +74,7 @@ def test_of_copies_that_wait_each_begins_when_it_may_whichever_was_started_first
 def test_an_update_waits_for_its_gradient(tiers: Tiers) -> None:
     master, gradient = (tiers.hold(torch.zeros(NUMEL), "host") for _ in range(2))
     begun, gate = threading.Event(), threading.Event()
-    copies = tiers._running()
+    copies = tiers._device_copies()
 
     def held_back() -> None:
         begun.set()
@@ -84,7 +84,7 @@ def test_an_update_waits_for_its_gradient(tiers: Tiers) -> None:
     values = torch.ones(NUMEL)
     down = copies.start("to_host", values.view(torch.uint8), gradient.lease.place[: 4 * NUMEL], after=held_back)
     gradient.lease.used_by(down)
-    tiers.on_host(lambda tensors: tensors[0].add_(tensors[1]), [master, gradient], 0)
+    tiers.run_on_host(lambda tensors: tensors[0].add_(tensors[1]), [master, gradient], 0)
     assert begun.wait(SECONDS) and not master.memory.any()
     gate.set()
     tiers.settle_host(0)
@@ -98,10 +98,10 @@ def test_an_update_that_fails_fails_what_follows_from_it(tiers: Tiers) -> None:
     def fail(tensors: list[Any]) -> None:
         raise FloatingPointError("the host cannot")
 
-    tiers.on_host(fail, [master], 0)
+    tiers.run_on_host(fail, [master], 0)
     up = tiers.copy_into(low, master)
-    tiers.on_host(lambda tensors: tensors[0].add_(1), [master], 1)
-    tiers.on_host(lambda tensors: tensors[0].add_(1), [other], 2)
+    tiers.run_on_host(lambda tensors: tensors[0].add_(1), [master], 1)
+    tiers.run_on_host(lambda tensors: tensors[0].add_(1), [other], 2)
     with pytest.raises(TierError, match="FloatingPointError: the host cannot"):
         up.finish(master)
     for bucket in (0, 1):
@@ -114,7 +114,7 @@ def test_an_update_that_fails_fails_what_follows_from_it(tiers: Tiers) -> None:
 
 def test_a_block_is_not_used_again_while_an_update_reads_it(tiers: Tiers) -> None:
     gradient, gate = tiers.hold(torch.zeros(NUMEL), "host"), Gate()
-    tiers.on_host(gate, [gradient], 0)
+    tiers.run_on_host(gate, [gradient], 0)
     memory = gradient.memory
     del gradient
     assert tiers.held_bytes["host"] == 0

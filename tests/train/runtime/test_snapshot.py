@@ -38,7 +38,7 @@ def overwrite(tiers: Tiers, place: Place, how: str) -> None:
         tiers.keep([place], in_place=True)
         place.fill_(-1)
     elif how == "on the host":
-        tiers.on_host(lambda tensors: tensors[0].sub_(100), [place], 0)
+        tiers.run_on_host(lambda tensors: tensors[0].sub_(100), [place], 0)
         tiers.settle_host(0)
     else:
         values = torch.full((NUMEL,), -1.0)
@@ -60,7 +60,7 @@ class Reader(threading.Thread):
             for first in (0, NUMEL // 2):
                 with self._snapshot.elements(place, first, first + NUMEL // 2) as values:
                     self.sums.append(float(values.sum()))
-            self._snapshot.done(place)
+            self._snapshot.mark_read(place)
 
 
 EXPECTED = [number * NUMEL / 2 for number in range(4) for _ in range(2)]

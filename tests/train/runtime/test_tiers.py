@@ -227,10 +227,10 @@ class QueuedCopy:
     """A copy that a device has queued: it has not run when computation has been told to wait for it."""
 
     def __init__(self) -> None:
-        self.under_way, self.num_waits = True, 0
+        self.is_busy, self.num_waits = True, 0
 
-    def landed(self) -> None:
-        self.under_way, self.num_waits = False, self.num_waits + 1
+    def join(self) -> None:
+        self.is_busy, self.num_waits = False, self.num_waits + 1
 
     def finish(self) -> None:
         pass
@@ -241,11 +241,11 @@ def test_a_block_is_not_used_again_while_a_copy_of_it_is_queued() -> None:
     first, second = memory.take(5000), memory.take(5000)
     memory.give_back(first, [queued])
     memory.give_back(second)
-    assert memory.take(5000) is second and queued.under_way  # an idle one goes first
+    assert memory.take(5000) is second and queued.is_busy  # an idle one goes first
     assert memory.take(5000) is first and queued.num_waits == 1
     memory.give_back(first, [queued])
     assert memory.take(5000) is first and queued.num_waits == 1  # it had landed when it was given back
-    queued.under_way = True
+    queued.is_busy = True
     memory.give_back(first, [queued])
     memory.clear()
     assert queued.num_waits == 2 and memory.num_bytes == second.numel()
@@ -280,11 +280,11 @@ def test_what_a_queued_copy_to_the_device_reads_is_not_overwritten(tier: str, tm
     value = torch.randn(1000)
     stored = tiers.offload(value, tier).finish(value)
     (out,) = copies.started
-    out.under_way = False
+    out.is_busy = False
     tiers.reload(stored).finish(stored)
     back = copies.started[-1]
     del stored
-    assert back.under_way and tiers.held_bytes["host"] == 0
+    assert back.is_busy and tiers.held_bytes["host"] == 0
     other = tiers.offload(value, "host")  # takes the same block
     assert back.num_waits == 1
     del other

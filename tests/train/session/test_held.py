@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.lib.runs.pairs import compile_eager
 from tests.lib.users import Tiny, adamw, ids, tiny
 from zerofx import ShardedParametersError, Step, ZeroFXWarning
-from zerofx.runtime.state.held import hold, looked_at, release
+from zerofx.runtime.state.held import allow_reads, hold, release
 
 Held = Callable[[nn.Parameter], Any]
 
@@ -114,7 +114,7 @@ def test_a_held_parameter_is_shown_as_one_and_is_what_it_was_once_it_is_given_da
     optimizer = torch.optim.AdamW([parameter.requires_grad_()])
     optimizer.zero_grad()
     assert optimizer.state_dict()["param_groups"][0]["params"] == [0]
-    with looked_at([parameter]):
+    with allow_reads([parameter]):
         assert type(parameter) is nn.Parameter
     assert type(parameter) is not nn.Parameter
     parameter.data = torch.ones(4, 3)

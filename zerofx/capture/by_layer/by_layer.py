@@ -31,7 +31,7 @@ from zerofx.capture.normalise.inputs import placeholder_name
 from zerofx.capture.trace import capture_forward, check_calls
 from zerofx.capture.traceable import Forward
 from zerofx.disk.cache import NOT_KEPT, DiskCache
-from zerofx.errors import in_short, warn
+from zerofx.errors import summarise_error, warn
 from zerofx.ir.canonical import canonical
 from zerofx.ir.facts import Role, placeholder
 from zerofx.ir.graph import StepGraph
@@ -66,9 +66,9 @@ def capture_by_layer(
         recorded = recorded or record_and_look_up(whole, cache)
     except Exception as error:  # noqa: BLE001 - what the model's own code raises is explained where it is captured
         if repeats:
-            say(f"captured layer by layer: {in_short(error)}")
+            say(f"captured layer by layer: {summarise_error(error)}")
         if cache.folder is not None:
-            say(f"not kept for the next run: {in_short(error)}")
+            say(f"not kept for the next run: {summarise_error(error)}")
         return capture_forward(whole)
     record, place = recorded.record, recorded.place
     captured = place.graph(recorded.text) if recorded.text is not None else None
@@ -142,7 +142,7 @@ def _try_to_stamp(
     try:
         stamped = _stamp_layers(whole, repeats, record.canonical())
     except Exception as error:  # noqa: BLE001 - what a shortened model raises says nothing of the whole one
-        say(f"captured layer by layer: {in_short(error)}")
+        say(f"captured layer by layer: {summarise_error(error)}")
         return None
     say(", ".join(f"captured {len(repeat.sample)} of {len(repeat.keys)} layers of {repeat.path}" for repeat in repeats))
     return stamped

@@ -156,7 +156,7 @@ class Objective:
         """
         if self.forward is None:
             loss = find_loss(returned, source="the model" if self.loss_fn is None else "loss_fn")
-            return loss, *self._besides(returned, loss)
+            return loss, *self._extra_outputs(returned, loss)
         if isinstance(returned, torch.Tensor):
             return find_loss(returned, source="forward"), NOTHING_ELSE, ()
         if not (type(returned) is tuple and len(returned) == 2 and isinstance(returned[0], torch.Tensor)):
@@ -167,7 +167,7 @@ class Objective:
             )
         return find_loss(returned[0], source="forward"), *Returned.from_extras(returned[1])
 
-    def _besides(self, returned: Any, loss: torch.Tensor) -> tuple[Returned, tuple[torch.Tensor, ...]]:
+    def _extra_outputs(self, returned: Any, loss: torch.Tensor) -> tuple[Returned, tuple[torch.Tensor, ...]]:
         """The outputs to hand out, with their tensors: nothing if the loss would be all of it."""
         if self.hands_out != "none" and not isinstance(returned, torch.Tensor):
             structure, tensors = Returned.from_outputs(returned, numbers_only=self.hands_out == "numbers")

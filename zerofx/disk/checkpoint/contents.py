@@ -30,7 +30,7 @@ from zerofx.disk.checkpoint.marker import (
 from zerofx.disk.checkpoint.plain import from_plain
 from zerofx.disk.checkpoint.shard_file import Entry, ShardFile
 from zerofx.errors import CheckpointError
-from zerofx.json_format import typed
+from zerofx.json_format import from_data
 from zerofx.precision import dtype_named
 
 _TOO_LARGE = 1 << 63
@@ -46,7 +46,7 @@ def parse_marker(text: str, path: Path) -> Marker:
     """
     content = read_content(text, path)
     try:
-        marker = typed(Marker, content, "checkpoint")
+        marker = from_data(Marker, content, "checkpoint")
         _check_marker(marker)
     except (CheckpointError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(

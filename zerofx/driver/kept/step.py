@@ -13,7 +13,7 @@ import torch
 from zerofx.codegen.arena import Take
 from zerofx.codegen.emit import EmittedStep
 from zerofx.codegen.region_facts import RegionFacts
-from zerofx.codegen.step_file_data import as_data, step_file_of
+from zerofx.codegen.step_file_data import step_file_of, to_data
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.returned import Returned
 from zerofx.ir.serialise import decode, decode_constant, encode, encode_constant
@@ -56,7 +56,7 @@ class KeptStep:
 
     def digest(self) -> str:
         """A hash that is equal on ranks that run the same step."""
-        file = json.dumps(as_data(self.program.emitted.file))
+        file = json.dumps(to_data(self.program.emitted.file))
         parts = (self.decisions_hash, repr(self.layout), self.variant, file)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -76,7 +76,7 @@ class KeptStep:
             "memory": _memory_data(self.memory),
             "measured": _memory_data(self.measured),
             "takes": self.takes,
-            "file": as_data(program.emitted.file),
+            "file": to_data(program.emitted.file),
             "placeholders": encode(dict(program.arguments.placeholders)),
             "constants": {name: encode_constant(constant) for name, constant in program.arguments.constants.items()},
             "num_micro_batches": program.arguments.num_micro_batches,

@@ -18,7 +18,7 @@ from zerofx.codegen.kernels.table import kernels_in_use
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.driver.captures import Captures
 from zerofx.driver.kept.step import KeptStep
-from zerofx.driver.lent import with_borrowed
+from zerofx.driver.lent import add_borrowed
 from zerofx.driver.prepared import Earlier, Prepared, Request
 from zerofx.ir.serialise import NotStorableError
 from zerofx.lowering.load import CompiledStep, apply_memory, load_program, make_compiled_step, write_plan
@@ -47,7 +47,7 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
     """The key of a step; None if it has none, or if its captured graph is not kept."""
     if request.settings.debug:
         return None
-    recorded = captures.recorded()
+    recorded = captures.record()
     if recorded is None or recorded.place.key is None:
         return None
     if recorded.text is None and recorded.place.read() is None:
@@ -65,7 +65,7 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
         recorded.place.key, update, repr(groups),
         repr(None if earlier is None else f"{earlier.layout} {earlier.binding.variant} {earlier.shared}"),
         repr(histories_of(model, optimizer) if earlier is None else None),
-        repr(request.locations), repr(request.fixed), *(repr(entry.described()) for entry in request.borrowed),
+        repr(request.locations), repr(request.fixed), *(repr(entry.facts()) for entry in request.borrowed),
         repr(sorted(batch.description().items())),
         repr(request.machine), str(request.mesh), str(device),
         f"{torch.get_num_threads()} threads",  # each takes memory of its own
@@ -83,7 +83,7 @@ def find(key: str, request: Request, captures: Captures, earlier: Earlier | None
         OptimizerError: the optimizer does not belong to the model.
     """
     step = DiskCache(request.settings.cache_dir).read_as(key, KeptStep.from_json)
-    recorded = captures.recorded() if step is not None else None
+    recorded = captures.record() if step is not None else None
     if step is None or recorded is None:
         return None
     step = step.set_returned(recorded.record.returned)
@@ -94,8 +94,8 @@ def find(key: str, request: Request, captures: Captures, earlier: Earlier | None
     else:
         fused = request.options.compiles_regions
         binding = OptimizerBinding(optimizer, step.layout.own, step.program.device, prefer_fused=fused)
-        programs = binding.programs(None, binding.held(dict(model.named_parameters())))
-    _, of_others = with_borrowed(step.layout.own, request.borrowed)
+        programs = binding.programs(None, binding.find_states(dict(model.named_parameters())))
+    _, of_others = add_borrowed(step.layout.own, request.borrowed)
     # The update follows from code that is no part of zerofx, and from states that the optimizer holds.
     if binding.variant != step.variant:
         return None
@@ -118,7 +118,8 @@ def load(request: Request, captures: Captures, recalled: CacheHit, control: Cont
     write_plan(path, step.plan_text, control)
     plan, layout, programs = step.program.plan, step.layout, recalled.programs
     # What is needed later is not to hold the batch.
-    graphs = captures.without_batch().shared(plan.shardings, plan.model).ordered(plan.overlaps).sliced(plan.slices)
+    graphs = captures.drop_batch().share(plan.shardings, plan.model)
+    graphs = graphs.reorder(plan.overlaps).slice_parameters(plan.slices)
 
     @functools.cache
     def details() -> LoweredStep:

@@ -20,10 +20,10 @@ from zerofx.driver.captures import Captures
 from zerofx.driver.meshes.estimates import Estimates
 from zerofx.driver.prepared import Request
 from zerofx.errors import MemoryBudgetError, UsageError
-from zerofx.garbage import collecting_recent_garbage_only
+from zerofx.garbage import limit_garbage_collection
 from zerofx.lowering.lower import LoweredStep
 from zerofx.option_checks import warn_of_ignored_shardings
-from zerofx.progress import watched
+from zerofx.progress import watch_progress
 from zerofx.report.meshes import MeshComparison, MeshOutcome
 from zerofx.scheduler.analysis.sharding_pins import pins_of
 from zerofx.scheduler.plan.mesh import Mesh
@@ -77,8 +77,8 @@ def choose_mesh(
     """
     shardings = request.options.shardings
     if shardings:  # what names nothing is no trouble of a mesh with an axis ``model``
-        pins_of(captures.of_one(captures.candidates[0]), shardings)
-    with collecting_recent_garbage_only():
+        pins_of(captures.whole_graph(captures.candidates[0]), shardings)
+    with limit_garbage_collection():
         estimates = Estimates(request, captures, num_ranks, on_cpu=on_cpu)
         outcomes = _estimate(estimates, candidates(num_ranks, request.machine.ranks_per_node, request.options.stage))
         planned, comparison = _plan_best(request, outcomes, whole)
@@ -90,7 +90,7 @@ def choose_mesh(
 def _estimate(estimates: Estimates, meshes: Sequence[Mesh]) -> dict[Mesh, MeshOutcome]:
     """Estimates, or lower bounds, for all ``meshes``; if none fits, the one that needs least is simulated."""
     outcomes: dict[Mesh, MeshOutcome] = {}
-    with watched("comparing meshes", "meshes", show=estimates.verbose) as bar:
+    with watch_progress("comparing meshes", "meshes", show=estimates.verbose) as bar:
         for _, alike in groupby(meshes, key=lambda mesh: mesh.model):
             before = _fastest(outcomes)
             for mesh in sorted(alike, key=lambda mesh: estimates.least_seconds(mesh, before)):

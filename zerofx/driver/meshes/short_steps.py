@@ -124,7 +124,7 @@ class ShortSteps:
 
     def __init__(self, request: Request, captures: Captures, *, on_cpu: bool) -> None:
         number = captures.candidates[0]
-        step = captures.of_one(number)
+        step = captures.whole_graph(number)
         self._rows = rows_of(step)
         gives_up = self._rows and request.options.memory_budget is not None
         self._short = Short(
@@ -222,7 +222,7 @@ class ShortSteps:
         prepared = self._prepare(request, captures)
         problem = self._problem(request, prepared, budget)
         plan = make_plan(problem)
-        problem = problem.replace_variants(prepared.for_plan(plan), plan.num_micro_batches)
+        problem = problem.replace_variants(prepared.adapt_to(plan), plan.num_micro_batches)
         return _numbers_of(*problem.rehearsal.simulate(plan))
 
     def _prepare(self, request: Request, captures: Captures) -> Prepared:

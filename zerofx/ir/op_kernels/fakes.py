@@ -17,7 +17,7 @@ def first(given: Tensor, *_args: object, **_options: object) -> Tensor:
     return given
 
 
-def like_first(given: Tensor, *_args: object, **_options: object) -> Tensor:
+def empty_like_first(given: Tensor, *_args: object, **_options: object) -> Tensor:
     """A tensor like the first argument, with its strides."""
     return given.new_empty_strided(given.shape, given.stride())
 

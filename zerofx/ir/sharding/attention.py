@@ -14,7 +14,7 @@ from torch import fx
 from zerofx.ir.sharding.pattern import Pattern
 from zerofx.ir.sharding.rule import Local, read_tensors, results_of, shape_of
 from zerofx.ir.sharding.shapes import PatternsOf
-from zerofx.ir.sharding.tokens import is_backward, named_argument, places, queries_and_keys, token_patterns
+from zerofx.ir.sharding.tokens import find_argument, is_backward, places, queries_and_keys, token_patterns
 from zerofx.torch_private.operators import OpOverload, base_name
 
 _aten = torch.ops.aten
@@ -28,7 +28,7 @@ def _attention(node: fx.Node) -> list[Pattern]:
     """
     tensors, outputs = read_tensors(node), results_of(node)
     queries, keys, _ = (shape_of(source) for source in queries_and_keys(node))
-    masks = [source for name in ("attn_mask", "attn_bias") if isinstance(source := named_argument(node, name), fx.Node)]
+    masks = [source for name in ("attn_mask", "attn_bias") if isinstance(source := find_argument(node, name), fx.Node)]
 
     def pattern(dim: int) -> Pattern:
         size = queries[dim]

@@ -86,7 +86,7 @@ def _factory(node: fx.Node) -> list[Pattern]:
     return [*makes, *([Pattern((None,), ("sum",))] if len(inputs) == 1 else [])]
 
 
-def _like_factory(node: fx.Node) -> list[Pattern]:
+def _factory_like(node: fx.Node) -> list[Pattern]:
     """Patterns of factories with the shape of their input (``zeros_like``)."""
     return [*same_dims(node), Pattern((None,), ("sum",))]
 
@@ -123,10 +123,10 @@ PATTERNS: Mapping[str, PatternsOf] = MappingProxyType(
         "new_ones": _factory,
         "new_full": _factory,
         "new_empty": _factory,
-        "zeros_like": _like_factory,
-        "ones_like": _like_factory,
-        "full_like": _like_factory,
-        "empty_like": _like_factory,
+        "zeros_like": _factory_like,
+        "ones_like": _factory_like,
+        "full_like": _factory_like,
+        "empty_like": _factory_like,
         "scalar_tensor": lambda node: [],
         "arange": lambda node: [],
     }

@@ -34,7 +34,7 @@ def places(node: fx.Node) -> dict[str, int]:
     return {argument.name: number for number, argument in enumerate(schema_of(node.target).arguments)}
 
 
-def named_argument(node: fx.Node, name: str) -> Any:
+def find_argument(node: fx.Node, name: str) -> Any:
     """An argument of a call; None if it is not passed or its operator has none of this name."""
     place = places(node)
     return argument(node, place[name], name) if name in place else None
@@ -42,7 +42,7 @@ def named_argument(node: fx.Node, name: str) -> Any:
 
 def queries_and_keys(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Queries ``[samples, heads, tokens, size]``, keys and values."""
-    return named_argument(node, "query"), named_argument(node, "key"), named_argument(node, "value")
+    return find_argument(node, "query"), find_argument(node, "key"), find_argument(node, "value")
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -84,7 +84,7 @@ def token_patterns(node: fx.Node) -> list[Pattern]:
     """The ways to shard a call by its queries' tokens."""
     queries, keys, _ = (shape_of(source) for source in queries_and_keys(node))
     names, sources, outputs = tensor_names(node), read_tensors(node), results_of(node)
-    num_tokens, causal, mask = queries[_TOKENS], bool(named_argument(node, "is_causal")), mask_name(node)
+    num_tokens, causal, mask = queries[_TOKENS], bool(find_argument(node, "is_causal")), mask_name(node)
     by_query = {
         name
         for name, source in zip(names, sources, strict=True)
@@ -92,7 +92,7 @@ def token_patterns(node: fx.Node) -> list[Pattern]:
     }
     asks_for_bias = is_backward(node) and len(outputs) > 3 and outputs[3] is not None
     if (
-        named_argument(node, "dropout_p")
+        find_argument(node, "dropout_p")
         or asks_for_bias
         or any(
             shape_of(source)[_TOKENS] != num_tokens
@@ -121,7 +121,7 @@ def token_patterns(node: fx.Node) -> list[Pattern]:
     patterns = [
         pattern(None, "sum", local=_attend if causal else None, groups=groups, extra=lambda g: ShareCost(work=work(g)))
     ]
-    if named_argument(node, mask or "") is None and keys[_TOKENS] == num_tokens:
+    if find_argument(node, mask or "") is None and keys[_TOKENS] == num_tokens:
         dtype = tensor(queries_and_keys(node)[1]).dtype
         shifted, joined = 2 * num_bytes(keys, dtype), num_bytes(queries, _wide(dtype))
         if is_backward(node):

@@ -25,7 +25,7 @@ import torch
 from zerofx.errors import ZeroFXError
 from zerofx.ir.aliasing import storage_bytes
 from zerofx.runtime.cuda_graphs.capturing import Capturer, Launch
-from zerofx.runtime.executor import Outcome, Runtime, StepFunction, functions_of, with_functions
+from zerofx.runtime.executor import Outcome, Runtime, StepFunction, functions_of, replace_functions
 from zerofx.torch_private.operators import pytree
 
 T = TypeVar("T")
@@ -174,7 +174,7 @@ def record(
     places = {name: _Given(name) for name in state}
     with capturer.session(fresh=fresh):
         try:
-            outcome = with_functions(function, regions)(
+            outcome = replace_functions(function, regions)(
                 recorder,  # type: ignore[arg-type]  # has a runtime's methods
                 places,  # type: ignore[arg-type]  # names instead of tensors
                 {name: view for name, (view, _) in inputs.items()},

@@ -25,7 +25,7 @@ from zerofx.ir.facts import Role, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import COMPUTE, HOST
 from zerofx.runtime.comm.transport import Pending
-from zerofx.runtime.executor import Outcome, Runtime, StepFunction, functions_of, with_functions
+from zerofx.runtime.executor import Outcome, Runtime, StepFunction, functions_of, replace_functions
 from zerofx.runtime.measure.spans import Span, SpanLog, StreamUse, busy_seconds, stream_uses, transfers_of
 from zerofx.runtime.tiers.stored import Stored
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak, CudaPeak
@@ -128,7 +128,7 @@ class Meter:
         waits, regions = _Stopwatch(self._device), _Stopwatch(self._device, log)
         timed = _TimedRuntime(runtime, waits)
         called = functions_of(function, functions.values())
-        function = with_functions(
+        function = replace_functions(
             function, {name: _TimedRegion(called[name], key, regions) for key, name in functions.items()}
         )
         sent, moved = runtime.sent_bytes, dict(runtime.tiers.moved_bytes)

@@ -24,7 +24,7 @@ from zerofx.runtime.state.state import TrainingState
 
 @dataclass(frozen=True)
 class StepArguments:
-    """What a step asks for when it is called: what its placeholders stand for, by name, and its constants by theirs."""
+    """The arguments of a step: what its placeholders stand for, by name, and its constants by theirs."""
 
     placeholders: Mapping[str, Placeholder]
     constants: Mapping[str, torch.Tensor]
@@ -39,7 +39,7 @@ class StepArguments:
 
 @dataclass(frozen=True)
 class Loans:
-    """What a step reads of models that other steps train: their tensors, and the states of those taken over."""
+    """State that a step reads of models which other steps train: their tensors, and the states of those taken over."""
 
     lent: tuple[SharedModel, ...]
     states: tuple[TrainingState, ...]
@@ -110,7 +110,7 @@ def batch_tensors(step: StepArguments, batch: Batch, compute_dtype: torch.dtype 
 
 
 def _parts(name: str, body: int | None, num_micro_batches: int) -> Iterator[tuple[str, int | None]]:
-    """What a placeholder of a batch's tensor in a body stands for: keys, and the micro-batches that they are for."""
+    """Keys of the batch tensor that a placeholder in a body stands for, each with its micro-batch."""
     of_body = [None] if body is None else micro_batches_of(body, num_micro_batches)
     for turn, part in enumerate(of_body):
         yield f"{name}[{turn}]" if len(of_body) > 1 else name, part

@@ -1,4 +1,4 @@
-"""What a rank holds of one bucket between steps."""
+"""The state of one bucket on a rank between steps."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class BucketState:
 
     @property
     def low(self) -> torch.Tensor | Stored:
-        """What this rank updates of what the model computes with, in the compute dtype: a slice, or a part of one, or
-        the whole bucket at stage 0."""
+        """The values that this rank updates, in the compute dtype: a slice, or a part of one, or the whole bucket at
+        stage 0."""
         values = next((values for values in (self.part, self.shard, self.full) if values is not None), None)
         assert values is not None
         return values
@@ -69,7 +69,7 @@ class BucketState:
         return version_of(self.low) if isinstance(self.low, torch.Tensor) else self.low.version
 
     def value(self, role: Role, name: str) -> Any:
-        """What a placeholder of ``role`` stands for; ``name`` is that of a state."""
+        """The value of a placeholder of ``role``; ``name`` is that of a state."""
         match role:
             case Role.FULL:
                 return self.full

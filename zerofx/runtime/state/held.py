@@ -79,7 +79,7 @@ _ALIASES = (_data.__get__, torch.Tensor.detach, torch.detach)
 
 
 def is_held(value: Any) -> bool:
-    """Whether it is a tensor of ``hold``, or one that ``data`` or ``detach()`` has given of one."""
+    """True for a tensor of ``hold``, or one that ``data`` or ``detach()`` has given of one."""
     return isinstance(value, _Held)
 
 
@@ -87,7 +87,7 @@ def hold(tensors: Iterable[torch.Tensor]) -> None:
     """From now on refuse whoever reads the values of ``tensors``, or writes to them."""
     for tensor in tensors:
         if not is_held(tensor):
-            tensor.__class__ = _held(type(tensor))
+            tensor.__class__ = _held_class(type(tensor))
 
 
 def release(tensors: Iterable[torch.Tensor]) -> None:
@@ -98,7 +98,7 @@ def release(tensors: Iterable[torch.Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def looked_at(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+def allow_reads(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """While open, those of ``tensors`` that are held are as any others, for who reads no values of theirs."""
     held = [tensor for tensor in tensors if is_held(tensor)]
     release(held)
@@ -112,12 +112,12 @@ _PLACE_OF_OWN = 2  # after the held class itself and ``_Held``
 
 
 @functools.cache
-def _held(kind: type) -> type:
+def _held_class(kind: type) -> type:
     return type(kind)(kind.__name__, (_Held, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """What ``data`` and ``detach()`` give has no values either."""
+    """Hold the result of ``data`` or ``detach()``, which has no values either."""
     hold([tensor])
     return tensor
 

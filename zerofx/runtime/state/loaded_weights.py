@@ -16,7 +16,7 @@ from zerofx.ir.buckets import Bucket, Slot
 from zerofx.precision import dtype_name
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.comm.groups import Communicators
-from zerofx.runtime.state.weights import copy_overlap, in_order_of
+from zerofx.runtime.state.weights import copy_overlap, to_bucket_order
 from zerofx.torch_private.modules import buffer_table
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def match(model: nn.Module, files: WeightFiles) -> dict[str, tuple[str, ...]]:
 
 
 def _prefix(tied: Sequence[Sequence[str]], files: WeightFiles) -> str:
-    """What stands before all of the model's names in the files."""
+    """The prefix of all of the model's names in the files."""
     starts = ["", *dict.fromkeys(name.partition(".")[0] + "." for name in files.tensors)]
     for start in starts:
         if all(any(start + key in files.tensors for key in group) for group in tied):
@@ -81,7 +81,7 @@ def _kind(dtype: torch.dtype | None) -> str:
 
 
 def describe(files: WeightFiles, keys: Mapping[str, tuple[str, ...]]) -> str:
-    """What must be the same on every rank, wherever its files are."""
+    """A digest of the tensors to load, which must be the same on every rank, wherever its files are."""
     lines = [f"{name}: {files.tensors[key]}" for name, listed in keys.items() for key in listed]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -163,10 +163,10 @@ class LoadedWeights:
     def _read(self, name: str, slot: Slot, first: int, last: int) -> torch.Tensor:
         if slot.part is not None:
             whole = self._files.rows(name, 0, slot.whole_shape[0])
-            return in_order_of(slot, slot.box(whole).reshape(slot.shape))[first:last]
+            return to_bucket_order(slot, slot.box(whole).reshape(slot.shape))[first:last]
         rows, begin = slot.num_rows, slot.first_row
         if slot.stride != torch.empty(slot.shape, device="meta").stride():
-            return in_order_of(slot, self._files.rows(name, begin, begin + rows))[first:last]
+            return to_bucket_order(slot, self._files.rows(name, begin, begin + rows))[first:last]
         size = slot.numel // rows
         start = first // size
         values = self._files.rows(name, begin + start, begin + -(-last // size))
@@ -174,7 +174,7 @@ class LoadedWeights:
         return values[first - start * size : last - start * size]
 
     def _attempt(self, purpose: str, read: Callable[[], T]) -> T:
-        def guarded() -> T:
+        def read_checked() -> T:
             try:
                 return read()
             except UsageError:
@@ -185,4 +185,4 @@ class LoadedWeights:
                     f"parameter has been changed"
                 ) from error
 
-        return self._control.attempt(purpose, guarded)
+        return self._control.attempt(purpose, read_checked)

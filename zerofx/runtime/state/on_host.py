@@ -14,7 +14,7 @@ from zerofx.runtime.tiers.tiers import Tiers
 
 
 def is_on_nvme(value: torch.Tensor | Stored) -> bool:
-    """Whether a flat tensor is in a file, and has to be read to be seen."""
+    """True if a flat tensor is in a file, and has to be read to be seen."""
     return isinstance(value, Stored) and isinstance(value.lease.place, NvmeFile)
 
 
@@ -61,7 +61,7 @@ class ReadAhead(_OneUnderWay):
 
 
 @contextlib.contextmanager
-def shown_on_host(
+def read_on_host(
     value: torch.Tensor | Stored, first: int, last: int, tiers: Tiers, ahead: ReadAhead | None = None
 ) -> Iterator[torch.Tensor]:
     """Elements ``first`` to ``last`` of a flat tensor: where they lie, if that is the host, or else a copy.
@@ -90,7 +90,7 @@ class Overwrites(_OneUnderWay):
             fill(copy)
             value.copy_(copy)
             return
-        value.lease.landed()
+        value.lease.join()
         if not is_on_nvme(value):
             value.num_writes += 1
             fill(value.tensor)

@@ -70,7 +70,7 @@ def advance(binding: OptimizerBinding, state: TrainingState) -> Advance | None:
 
 
 def _begins_anew(bucket: BucketState, program: UpdateProgram) -> bool:
-    """Whether there are no tensors yet for states of the update."""
+    """True if there are no tensors yet for states of the update."""
     return any(spec.name not in bucket.flat for spec in program.states) or any(
         spec.name not in bucket.scalars for spec in program.tensor_scalars
     )

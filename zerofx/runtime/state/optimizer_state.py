@@ -95,11 +95,11 @@ class OptimizerState:
             if as_computed:
                 flat = {n: whole.to(bucket.optimizer_dtype(whole.dtype)) for n, whole in flat.items()}
             for slot in bucket.slots:
-                entry: dict[str, Any] = {n: _copied(v) for n, v in state.scalars.items() if n in state.present}
+                entry: dict[str, Any] = {n: _copy(v) for n, v in state.scalars.items() if n in state.present}
                 parameter = self._state.parameter(slot.source)
                 held = states[parameter] if slot.first_row else {}
                 for name, whole in flat.items():
-                    mine = self._state.shown(slot, whole)
+                    mine = self._state.to_parameter(slot, whole)
                     if slot.whole is None:
                         entry[name] = mine.clone()
                         continue
@@ -114,7 +114,7 @@ class OptimizerState:
     def _note_loaded(self) -> None:
         """Check what has been loaded; the ``load_state_dict`` of a subclass may still work on it, after torch's."""
         try:
-            self._binding.held(self._state.parameters)
+            self._binding.find_states(self._state.parameters)
         except BaseException:
             self._empty()
             raise
@@ -129,7 +129,7 @@ class OptimizerState:
         # What is under way for the states that go must not reach those that come.
         self._state.settle()
         try:
-            held = self._binding.held(self._state.parameters)
+            held = self._binding.find_states(self._state.parameters)
         finally:
             self._empty()
         for index, mine in enumerate(self._state.buckets):
@@ -137,14 +137,14 @@ class OptimizerState:
                 mine.forget()
         for index, states in held.items():
             bucket, mine = self._state.layout.buckets[index], self._state.buckets[index]
-            mine.scalars = {**mine.scalars, **{name: _copied(value) for name, value in states.scalars.items()}}
+            mine.scalars = {**mine.scalars, **{name: _copy(value) for name, value in states.scalars.items()}}
             for name, values in states.flat.items():
                 whole = torch.zeros(bucket.numel, dtype=values[0].dtype.to_real(), device=self._state.device)
                 for slot, value in zip(bucket.slots, values, strict=True):
-                    slot.boxed(slot.view(whole)).copy_(slot.box(value))
+                    slot.box_view(slot.view(whole)).copy_(slot.box(value))
                 self._state.set_flat(bucket, name, self._state.slice(bucket, whole).clone())
             mine.present = states.present
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

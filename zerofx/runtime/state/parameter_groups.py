@@ -1,4 +1,4 @@
-"""Which parameters of a model its optimizer trains, and which of those may share a bucket.
+"""Parameters of a model that its optimizer trains, and which of those may share a bucket.
 
 What an optimizer has seen of a parameter so far, its history, is its states and the numbers among them: parameters with
 different histories cannot be updated as one.
@@ -39,8 +39,8 @@ def group_of_parameters(
 
 
 def histories_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """What tells parameters that were trained in other steps from each other, by name: their states, and the numbers
-    among them, such as steps. Empty where all are alike."""
+    """Texts that tell parameters which were trained in other steps from each other, by name: their states, and the
+    numbers among them, such as steps. Empty where all are alike."""
     entries = {name: (p, optimizer.state.get(p, {})) for name, p in model.named_parameters()}
     # Of a parameter of one element, states look like numbers.
     numbers = {

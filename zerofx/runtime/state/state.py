@@ -41,13 +41,13 @@ class TrainingState(WholeBuckets):
         for buffer in self.model.buffers():
             self.broadcast(buffer)
         for bucket in self.layout.buckets:
-            self.buckets.append(self._divide(bucket, weights.flat(bucket, *self._kept(bucket))))
+            self.buckets.append(self._divide(bucket, weights.flat(bucket, *self._own_range(bucket))))
             if not self._place_bucket(plan, bucket, self.buckets[-1]):
                 self._share(bucket, self.buckets[-1])
         self.hide_parameters()
 
     def is_placed(self, plan: Plan) -> bool:
-        """Whether all buckets are where ``plan`` says."""
+        """True if all buckets are where ``plan`` says."""
         return plan is self._placed
 
     def place(self, plan: Plan) -> bool:
@@ -68,7 +68,7 @@ class TrainingState(WholeBuckets):
         return any(moved)
 
     def locations(self) -> Locations:
-        """What is in slower tiers now."""
+        """The buckets that are in slower tiers now."""
         pairs = list(zip(self.layout.buckets, self.buckets, strict=True))
         why = "as training has them"
         return Locations(
@@ -85,7 +85,7 @@ class TrainingState(WholeBuckets):
         )
 
     def _is_elsewhere(self, plan: Plan, bucket: Bucket, state: BucketState) -> bool:
-        return _planned(plan, bucket) != (state.tier, _home(state.decision))
+        return _planned_home(plan, bucket) != (state.tier, _home(state.decision))
 
     def count_delayed(self) -> None:
         """A step with delayed updates has run: parameters on the device lack the last update."""
@@ -117,7 +117,7 @@ class TrainingState(WholeBuckets):
         self._is_stale = False
 
     def _place_bucket(self, plan: Plan, bucket: Bucket, state: BucketState) -> bool:
-        tier, _ = _planned(plan, bucket)
+        tier, _ = _planned_home(plan, bucket)
         decision = _state_decision(plan, bucket)
         moves, regroups = tier != state.tier, _home(decision) != _home(state.decision)
         was_delayed = bool(state.delayed)
@@ -190,11 +190,11 @@ class TrainingState(WholeBuckets):
         state.scalars = program.new_tensor_scalars(self._device_of_update(state)) | state.scalars
 
     def _device_of_update(self, state: BucketState) -> torch.device:
-        """Where a bucket's update finds its scalar states."""
+        """The device on which a bucket's update finds its scalar states."""
         return torch.device("cpu") if _home(state.decision)[1] == "host" else self.device
 
     def _divide(self, bucket: Bucket, values: torch.Tensor) -> BucketState:
-        """A bucket's tensors from the stored values that this rank keeps (``_kept``), which become its own."""
+        """A bucket's tensors from the stored values that this rank keeps (``_own_range``), which become its own."""
         low = values.to(bucket.compute_dtype)
         keeps_full, is_cut = not bucket.is_gathered(self.stage), bucket.is_cut(self.stage)
         full = low if keeps_full else None
@@ -215,7 +215,7 @@ class TrainingState(WholeBuckets):
         return BucketState(full, shard, master, part=part)
 
     def _part(self, bucket: Bucket, shard: torch.Tensor) -> torch.Tensor | None:
-        """What this rank updates of a slice, a view; None where that is all of it."""
+        """The part of a slice that this rank updates, a view; None if it updates all of it."""
         if bucket.num_parts == 1:
             return None
         first = bucket.first_of_part(self._rank) - bucket.first_of_slice(self._rank)
@@ -231,7 +231,7 @@ def _state_decision(plan: Plan, bucket: Bucket) -> Absence | None:
     return next((d for d in plan.states if d.bucket == bucket.index and bucket.trainable), None)
 
 
-def _planned(plan: Plan, bucket: Bucket) -> tuple[Tier, tuple[str, str, bool]]:
+def _planned_home(plan: Plan, bucket: Bucket) -> tuple[Tier, tuple[str, str, bool]]:
     """The tier of a bucket's parameters, and the home of its states."""
     tier = next((d.tier for d in plan.parameters if d.bucket == bucket.index), DEVICE)
     return tier, _home(_state_decision(plan, bucket))

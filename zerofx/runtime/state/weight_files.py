@@ -34,7 +34,7 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class FileTensor:
-    """What a file says of a tensor; ``dtype`` is None for 8-bit floats, whose scales are tensors of their own."""
+    """A tensor's entry in a file; ``dtype`` is None for 8-bit floats, whose scales are tensors of their own."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -118,7 +118,7 @@ class SafetensorsFiles:
         self._open: tuple[Path, safe_open] | None = None
         tensors: dict[str, FileTensor] = {}
         for file in files:
-            opened: Any = self._opened(file)
+            opened: Any = self._open_file(file)
             for name in opened.keys():  # noqa: SIM118 - not a dict
                 if name in self._places:
                     raise UsageError(
@@ -132,7 +132,7 @@ class SafetensorsFiles:
         self.release()
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        opened: Any = self._opened(self._places[name])
+        opened: Any = self._open_file(self._places[name])
         if not self.tensors[name].shape:
             whole: torch.Tensor = opened.get_tensor(name)
             return whole
@@ -142,7 +142,7 @@ class SafetensorsFiles:
     def release(self) -> None:
         self._open = None
 
-    def _opened(self, file: Path) -> safe_open:
+    def _open_file(self, file: Path) -> safe_open:
         # Only who loads weights needs the library.
         from safetensors import safe_open
 

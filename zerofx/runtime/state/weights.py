@@ -1,4 +1,4 @@
-"""Where the values of parameters come from when a step takes a model over, bucket by bucket.
+"""Sources of parameter values when a step takes a model over, bucket by bucket.
 
 A source gives any part of a bucket's flat buffer, so that a rank that keeps a slice never needs the whole. What it
 gives is the caller's own: it lands in the tier that the plan says, and nothing of it stays here.
@@ -54,10 +54,10 @@ class ModelWeights:
         part = torch.zeros(stop - start, dtype=bucket.dtype, device=self._device)
         for slot in bucket.slots:
             purpose = f"make the values of {slot.name}"
-            values = self._control.attempt(purpose, partial(self._made, bucket, slot))
+            values = self._control.attempt(purpose, partial(self._make_values, bucket, slot))
             self._broadcast(values)
             if slot.part is not None:
-                values = in_order_of(slot, slot.box(values).reshape(slot.shape))
+                values = to_bucket_order(slot, slot.box(values).reshape(slot.shape))
             copy_overlap(part, start, values, slot.offset)
             if self._transport is not None and self._is_made(slot):
                 # Before the next parameter's are made. A thread of gloo may hold the tensor for a moment longer.
@@ -66,11 +66,11 @@ class ModelWeights:
         return part
 
     def _is_made(self, slot: Slot) -> bool:
-        """Whether what ``_made`` gives is nobody else's memory."""
+        """True if ``_make_values`` gives memory that nobody else has."""
         of_others = self._transport is not None and self._transport.rank != 0
         return of_others or isinstance(self._tensors[slot.source], DeferredTensor)
 
-    def _made(self, bucket: Bucket, slot: Slot) -> torch.Tensor:
+    def _make_values(self, bucket: Bucket, slot: Slot) -> torch.Tensor:
         """A parameter's values ``[slot.numel]`` as they lie in the bucket; only rank 0's matter.
 
         Of one that lies in parts on the model axis all of it, in its own shape: ranks pick their parts.
@@ -84,7 +84,7 @@ class ModelWeights:
             return (torch.view_as_real(values) if values.is_complex() else values).contiguous()
         # A slice of what was made lies in memory of its own, which the rest does not have to share.
         part = slot.box(values)
-        return in_order_of(slot, part.clone() if part is not values else values)
+        return to_bucket_order(slot, part.clone() if part is not values else values)
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         if self._transport is not None:
@@ -96,11 +96,11 @@ def whole_bucket(bucket: Bucket, tensors: Mapping[str, torch.Tensor], device: to
     whole = torch.zeros(bucket.numel, dtype=bucket.dtype, device=device)
     with torch.no_grad():
         for slot in bucket.slots:
-            slot.boxed(slot.view(whole)).copy_(slot.box(tensors[slot.source]))
+            slot.box_view(slot.view(whole)).copy_(slot.box(tensors[slot.source]))
     return whole
 
 
-def in_order_of(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
+def to_bucket_order(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
     """A parameter's elements ``[slot.numel]`` in the order in which they lie in a bucket; a view where they lie so."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if tuple(tensor.stride()) != slot.stride:

@@ -37,13 +37,13 @@ class WholeBuckets:
         self.buckets: list[BucketState] = []
 
     @property
-    def sharded(self) -> bool:
-        """Whether other ranks update parts of what this one does not."""
+    def is_sharded(self) -> bool:
+        """True if other ranks update parts of the model that this one does not."""
         return any(bucket.is_cut(self.stage) for bucket in self.layout.buckets)
 
     @property
     def resident(self) -> bool:
-        """Whether the model's parameters are whole, in their own dtype, on the device."""
+        """True if the model's parameters are whole, in their own dtype, on the device."""
         on_device = all(state.tier == DEVICE and not state.delayed for state in self.buckets)
         in_place = on_device and not self.layout.has_slices and not self.layout.has_model_parts
         are_whole = not any(bucket.is_gathered(self.stage) for bucket in self.layout.buckets)
@@ -57,7 +57,7 @@ class WholeBuckets:
             for slot in bucket.slots:
                 if resident:
                     assert state.full is not None
-                    self._tensors[slot.source].data = slot.shown(state.full)
+                    self._tensors[slot.source].data = slot.to_parameter(state.full)
                 else:
                     tensor = self._tensors[slot.source]
                     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else -1
@@ -80,7 +80,7 @@ class WholeBuckets:
             for slot in bucket.slots:
                 tensor = self._tensors[slot.source]
                 if slot.whole is None:
-                    tensor.data = self.shown(slot, whole)
+                    tensor.data = self.to_parameter(slot, whole)
                     continue
                 if slot.first_row == 0:
                     tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
@@ -106,7 +106,7 @@ class WholeBuckets:
             state.full.copy_(whole)
         if state.full is None and state.part is not None:
             assert isinstance(state.shard, torch.Tensor)
-            first, last = self._kept(bucket)
+            first, last = self._own_range(bucket)
             state.shard.copy_(whole[first:last])
         if "low" in state.delayed:
             state.delayed["low"] = self._tiers.hold(mine.to(bucket.compute_dtype), "host")
@@ -129,23 +129,23 @@ class WholeBuckets:
                     stored = self._gather_into(stored.new_empty(stored.numel() * size), stored, axes)
         return stored
 
-    def shown(self, slot: Slot, full: torch.Tensor) -> torch.Tensor:
+    def to_parameter(self, slot: Slot, full: torch.Tensor) -> torch.Tensor:
         """A parameter, or a state of it, of the model's shape, from the flat tensor ``[bucket.numel]`` that it lies in.
 
         Collective for one that lies in parts on the model axis; else a view.
         """
         if slot.part is None:
-            return slot.shown(full)
+            return slot.to_parameter(full)
         own = slot.view(full).reshape(-1)
         parts = self._gather_into(own.new_empty(slot.num_parts * own.numel()), own, MODEL)
         whole = own.new_empty(slot.whole_shape)
         for index, part in enumerate(parts.view(slot.num_parts, *slot.shape)):
             place = replace(slot, part_index=index)
-            place.box(whole).copy_(place.boxed(part))
+            place.box(whole).copy_(place.box_view(part))
         return torch.view_as_complex(whole) if slot.is_complex else whole
 
     def slice(self, bucket: Bucket, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank updates of a flat tensor ``[bucket.numel]``; a view, or all of it where all hold it whole."""
+        """The part of a flat tensor ``[bucket.numel]`` that this rank updates: a view, or all of it."""
         if not bucket.is_cut(self.stage):
             return whole
         first = bucket.first_of_part(self._rank)
@@ -189,7 +189,7 @@ class WholeBuckets:
     def _rank(self) -> int:
         return self._transport.rank if self._transport is not None else 0
 
-    def _kept(self, bucket: Bucket) -> tuple[int, int]:
+    def _own_range(self, bucket: Bucket) -> tuple[int, int]:
         """The first element that this rank keeps of a bucket's flat buffer, and the one after the last."""
         if not bucket.is_gathered(self.stage):
             return 0, bucket.numel

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from zerofx.codegen.kernels.current_device import on_device
+from zerofx.codegen.kernels.current_device import device_guard
 from zerofx.ir.streams import TO_DEVICE, TO_HOST
 from zerofx.runtime.measure.spans import SpanLog
 
@@ -20,15 +20,15 @@ NUM_LAUNCHERS = 32  # copies that may wait at once for what comes before them, e
 class Copy(Protocol):
     """A copy under way."""
 
-    def landed(self) -> None:
+    def join(self) -> None:
         """Block this thread until the bytes are there."""
 
     def finish(self) -> None:
         """Hold computation until the bytes are there; raises what went wrong."""
 
     @property
-    def under_way(self) -> bool:
-        """Whether its bytes may still be read and written: on CUDA also after ``finish``."""
+    def is_busy(self) -> bool:
+        """True if its bytes may still be read and written: on CUDA also after ``finish``."""
 
 
 class Copies(Protocol):
@@ -112,13 +112,13 @@ class FutureCopy:
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
-    def landed(self) -> None:
+    def join(self) -> None:
         self._future.result()
 
-    finish = landed
+    finish = join
 
     @property
-    def under_way(self) -> bool:
+    def is_busy(self) -> bool:
         return not self._future.done()
 
 
@@ -147,7 +147,7 @@ class CudaCopies:
         def launch() -> None:
             if after is not None:
                 after()
-            with self._launching, on_device(self._device), torch.cuda.stream(self._streams[stream]):
+            with self._launching, device_guard(self._device), torch.cuda.stream(self._streams[stream]):
                 self._streams[stream].wait_event(reached)
                 begun = torch.cuda.Event(enable_timing=timed)
                 begun.record(self._streams[stream])
@@ -177,10 +177,10 @@ class _CudaCopy:
         self._done = done
         self._launched = launched
 
-    def landed(self) -> None:
+    def join(self) -> None:
         if self._launched is not None:
             self._launched.result()
-        with on_device(self._device):
+        with device_guard(self._device):
             self._done.synchronize()
 
     def finish(self) -> None:
@@ -189,6 +189,6 @@ class _CudaCopy:
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
     @property
-    def under_way(self) -> bool:
+    def is_busy(self) -> bool:
         # An event that is still to be recorded counts as reached.
         return (self._launched is not None and not self._launched.done()) or not self._done.query()

@@ -46,8 +46,8 @@ class HostMemory:
         free = self._free.get(size)
         if free:
             # The one that has waited longest where a copy of each may be under way.
-            idle = next((n for n, (_, copies) in enumerate(free) if not any(c.under_way for c in copies)), 0)
-            return _landed(*free.pop(idle))
+            idle = next((n for n, (_, copies) in enumerate(free) if not any(c.is_busy for c in copies)), 0)
+            return _wait_for_copies(*free.pop(idle))
         self._make_room(size)
         pages = _pages(size)
         block = torch.frombuffer(pages, dtype=torch.uint8)
@@ -60,19 +60,19 @@ class HostMemory:
 
     def give_back(self, block: torch.Tensor, copies: Sequence[Copy] = ()) -> None:
         """Take back a block that nothing but ``copies`` reads or writes any more."""
-        busy = tuple(copy for copy in copies if copy.under_way)
+        busy = tuple(copy for copy in copies if copy.is_busy)
         self._free.setdefault(block.numel(), []).append((block, busy))
 
     def clear(self) -> None:
         """Free all blocks that are not in use."""
         for size, blocks in self._free.items():
             for block, copies in blocks:
-                _landed(block, copies)
+                _wait_for_copies(block, copies)
                 self.num_bytes -= size
         self._free.clear()
 
     def has_space(self, num_bytes: int) -> bool:
-        """Whether ``take`` would give a block for so many bytes."""
+        """True if ``take`` would give a block for so many bytes."""
         waiting = sum(size * len(blocks) for size, blocks in self._free.items())
         return self._budget is None or self.num_bytes - waiting + size_class(num_bytes) <= self._budget
 
@@ -87,7 +87,7 @@ class HostMemory:
             if not sizes:
                 return
             size = next((size for size in sizes if size >= excess), sizes[-1])
-            _landed(*self._free[size].pop(0))
+            _wait_for_copies(*self._free[size].pop(0))
             self.num_bytes -= size
 
     def _make_room(self, num_bytes: int) -> None:
@@ -102,11 +102,11 @@ class HostMemory:
             )
 
 
-def _landed(block: torch.Tensor, copies: Sequence[Copy]) -> torch.Tensor:
+def _wait_for_copies(block: torch.Tensor, copies: Sequence[Copy]) -> torch.Tensor:
     """The block, once nothing reads or writes it."""
     for copy in copies:
-        if copy.under_way:
-            copy.landed()
+        if copy.is_busy:
+            copy.join()
     return block
 
 

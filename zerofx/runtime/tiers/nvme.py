@@ -46,7 +46,7 @@ class Stripe(NamedTuple):
 
 
 class NvmeFile:
-    """Where a tensor's bytes are: block ``k`` is in ``parts[k % len(parts)]``, after the blocks before it there.
+    """The place of a tensor's bytes: block ``k`` is in ``parts[k % len(parts)]``, after the blocks before it there.
 
     ``owner`` has the folders that it is in, and reads it, for other steps too.
     """
@@ -62,11 +62,11 @@ class NvmeFile:
 
     @property
     def file_bytes(self) -> int:
-        """What it takes on the drives: whole pages."""
+        """Its size on the drives: whole pages."""
         return whole_pages(self.num_bytes)
 
     def read(self, buffer: torch.Tensor) -> BlocksUnderWay:
-        """As ``NvmeFiles.read``."""
+        """Read it, like ``NvmeFiles.read``."""
         assert self._owner is not None, "it is in folders"
         return self._owner.read(self, buffer)
 

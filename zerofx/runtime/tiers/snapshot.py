@@ -57,7 +57,7 @@ class _Value:
 
     @property
     def block_bytes(self) -> int:
-        """What it takes on the host to hold it twice."""
+        """Host bytes to hold it twice."""
         if isinstance(self.place, torch.Tensor):
             return size_class((self.last - self.first) * self.place.element_size())
         assert self.lease is not None
@@ -65,7 +65,7 @@ class _Value:
 
     @property
     def was_changed(self) -> bool:
-        """Whether it has been written over where it lies, without having been kept.
+        """True if it has been written over where it lies, without having been kept.
 
         What is kept has another place before it is written over: so this looks at the place last.
         """
@@ -161,7 +161,7 @@ class Snapshot:
                 "asynchronous=True"
             )
 
-    def done(self, place: Place) -> None:
+    def mark_read(self, place: Place) -> None:
         """A value has been read."""
         with self._changed:
             if (value := self._values.get(id(place))) is not None:
@@ -197,20 +197,20 @@ class Snapshot:
                 self._tiers.read_file(source, self._block)
                 self._in_block = value
         else:
-            value.lease.landed()
+            value.lease.join()
         assert isinstance(block, torch.Tensor)
         return block[: value.lease.num_bytes].view(value.place.dtype)
 
     # ------------------------------------------------------------------------------------------------ the step's
 
     def keep_before_update(self, inputs: Sequence[object]) -> None:
-        """What of ``inputs`` is on the device is about to be updated in place."""
+        """Keep the ``inputs`` on the device that are about to be updated in place."""
         for given in inputs:
             if isinstance(given, torch.Tensor) and (value := self._on_device.get(given.data_ptr())) is not None:
                 self._keep_on_device(value)
 
     def keep_stored(self, place: Stored, *, in_place: bool) -> None:
-        """What is stored at ``place`` is about to be written over: it gets another block or file.
+        """Keep what is stored at ``place``, which is about to be written over: it gets another block or file.
 
         ``in_place``: what reads it there and writes over it is to find its values.
         """
@@ -222,7 +222,7 @@ class Snapshot:
         value.num_host_bytes = value.block_bytes
         place.lease = self._tiers.another(old)
         if in_place and isinstance(old.place, torch.Tensor):
-            old.landed()
+            old.join()
             assert isinstance(place.lease.place, torch.Tensor)
             place.lease.place[: old.num_bytes].copy_(old.place[: old.num_bytes])
 

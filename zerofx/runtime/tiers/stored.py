@@ -27,17 +27,17 @@ class Lease(Generic[P]):
 
     def used_by(self, copy: Copy) -> None:
         """``copy`` reads or writes the place, on CUDA perhaps still when the last name for it goes."""
-        self._copies = [*(earlier for earlier in self._copies if earlier.under_way), copy]
+        self._copies = [*(earlier for earlier in self._copies if earlier.is_busy), copy]
 
-    def landed(self) -> None:
+    def join(self) -> None:
         """Block until nothing reads or writes the place any more."""
         for copy in self._copies:
-            copy.landed()
+            copy.join()
 
     @property
     def users(self) -> Sequence[Copy]:
         """Copies, and updates on the host, that read or write the place."""
-        return [copy for copy in self._copies if copy.under_way]
+        return [copy for copy in self._copies if copy.is_busy]
 
     def end(self) -> None:
         give_back, self._give_back = self._give_back, None
@@ -67,7 +67,7 @@ class Stored:
         return self.num_writes + (version_of(place) if isinstance(place, torch.Tensor) else 0)
 
     @property
-    def after_update(self) -> Callable[[], None] | None:
+    def update_to_await(self) -> Callable[[], None] | None:
         """Blocks until the last update on the host that reads or writes it is done, and raises what went wrong there;
         None where there is nothing to wait for."""
         update = self.updated

@@ -111,7 +111,7 @@ class Tiers:
         return Stored(like, self._lease(tier, storage_bytes(like)))
 
     def keep(self, places: Sequence[object], *, in_place: bool) -> None:
-        """What is at ``places`` is about to be written over: keep what the snapshot has of it, if there is one.
+        """Keep what the snapshot, if there is one, has of ``places``, which are about to be written over.
 
         ``in_place``: what writes there is to find the values there.
         """
@@ -135,7 +135,7 @@ class Tiers:
             check_folders(self._nvme_folders, num_bytes)
 
     def has_host_space(self, num_bytes: int) -> bool:
-        """Whether the host's pool has a block for so many bytes."""
+        """True if the host's pool has a block for so many bytes."""
         return self._host.has_space(num_bytes)
 
     def trim(self, host_block_bytes: int) -> None:
@@ -162,7 +162,7 @@ class Tiers:
         assert isinstance(loaded, torch.Tensor)
         return loaded
 
-    def on_host(self, function: Callable[[list[Any]], object], inputs: list[Any], bucket: int) -> None:
+    def run_on_host(self, function: Callable[[list[Any]], object], inputs: list[Any], bucket: int) -> None:
         """Have the host run an update, with the tensors themselves in the place of what is stored; empties ``inputs``.
 
         Updates run one after the other on a thread of their own, so that what they allocate does not count as the
@@ -173,8 +173,8 @@ class Tiers:
         inputs.clear()
         self.keep(held, in_place=True)
         stored = [value for value in held if isinstance(value, Stored)]
-        awaited = [copy.landed for value in stored for copy in value.lease.users]
-        awaited += [after for value in stored if (after := value.after_update) is not None]
+        awaited = [copy.join for value in stored for copy in value.lease.users]
+        awaited += [after for value in stored if (after := value.update_to_await) is not None]
         tensors = [value.memory if isinstance(value, Stored) else value for value in held]
         update = self._host_worker().submit(_run_update, bucket, function, tensors, awaited)
         for value in stored:
@@ -229,17 +229,17 @@ class Tiers:
         if isinstance(source, torch.Tensor):
             block = self._lease("host", num_bytes) if isinstance(place, NvmeFile) else into.lease
             assert isinstance(block.place, torch.Tensor)
-            copy = self._running().start(TO_HOST, _bytes_of(source), block.place[:num_bytes])
+            copy = self._device_copies().start(TO_HOST, _bytes_of(source), block.place[:num_bytes])
             block.used_by(copy)
             self.moved_bytes[TO_HOST] += num_bytes
             if isinstance(place, torch.Tensor):
-                into.landed = copy.landed
+                into.landed = copy.join
                 return Pending.from_waits(into, copy.finish)
-            return self._start_write(into, block.place, copy.landed, copy.finish, then=block.end)
+            return self._start_write(into, block.place, copy.join, copy.finish, then=block.end)
         if isinstance(place, NvmeFile):
             assert isinstance(source.lease.place, torch.Tensor), "a copy is between two tiers"
-            after = source.after_update or _nothing
-            return self._start_write(into, source.lease.place, after, _nothing, then=_nothing)
+            after = source.update_to_await or _return_at_once
+            return self._start_write(into, source.lease.place, after, _return_at_once, then=_return_at_once)
         assert isinstance(source.lease.place, NvmeFile), "a copy is between two tiers"
         read = source.lease.place.read(place)  # which may be another step's
         self.moved_bytes[NVME_READ] += num_bytes
@@ -255,7 +255,7 @@ class Tiers:
         then: Callable[[], None],
     ) -> Pending[Any]:
         assert isinstance(into.lease.place, NvmeFile)
-        written = self._connected().write(into.lease.place, block, after)
+        written = self._nvme_files().write(into.lease.place, block, after)
         self.moved_bytes[NVME_WRITE] += into.lease.num_bytes
         return Pending.from_waits(into, finish, written.result, then)
 
@@ -263,14 +263,16 @@ class Tiers:
         num_bytes, place = source.lease.num_bytes, source.lease.place
         self.moved_bytes[TO_DEVICE] += num_bytes
         if isinstance(place, torch.Tensor):
-            copy = self._running().start(TO_DEVICE, place[:num_bytes], _bytes_of(into), after=source.after_update)
+            copy = self._device_copies().start(
+                TO_DEVICE, place[:num_bytes], _bytes_of(into), after=source.update_to_await
+            )
             source.lease.used_by(copy)
             return Pending.from_waits(into, copy.finish)
         block = self._lease("host", num_bytes)
         assert isinstance(block.place, torch.Tensor)
         read = place.read(block.place)
         self.moved_bytes[NVME_READ] += num_bytes
-        copy = self._running().start(TO_DEVICE, block.place[:num_bytes], _bytes_of(into), after=read.result)
+        copy = self._device_copies().start(TO_DEVICE, block.place[:num_bytes], _bytes_of(into), after=read.result)
         block.used_by(copy)
         return Pending.from_waits(into, copy.finish, block.end)
 
@@ -296,12 +298,12 @@ class Tiers:
         self._host.clear()
         self._files = self._copies = self._host_thread = None
 
-    def _running(self) -> Copies:
+    def _device_copies(self) -> Copies:
         if self._copies is None:
             self._copies = CudaCopies(self.device, self.log) if self.device.type == "cuda" else ThreadCopies(self.log)
         return self._copies
 
-    def _connected(self) -> NvmeFiles:
+    def _nvme_files(self) -> NvmeFiles:
         assert self._files is not None, "a step that uses nvme has been prepared for"
         return self._files
 
@@ -309,7 +311,7 @@ class Tiers:
         self._count(tier, num_bytes)
         if tier == "host":
             return Lease(self._host.take(num_bytes), num_bytes, self._give_back_block)
-        return Lease(self._connected().take(num_bytes), num_bytes, self._give_back_file)
+        return Lease(self._nvme_files().take(num_bytes), num_bytes, self._give_back_file)
 
     def _give_back_block(self, block: torch.Tensor, num_bytes: int, copies: Sequence[Copy]) -> None:
         self._host.give_back(block, copies)
@@ -355,8 +357,8 @@ def _run_update(
         ) from error
 
 
-def _nothing() -> None:
-    """What there is to wait for where the source is on the host already."""
+def _return_at_once() -> None:
+    """Return at once: the wait for a source that is on the host already."""
 
 
 def _bytes_of(value: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,7 @@ class MicroBatches:
         self._waiting.append(batch)
 
     def take(self, *, partial: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What to call the step with, for those that have waited; none do then. ``partial``: they may be fewer.
+        """The arguments of the step for those that have waited; none do then. ``partial``: they may be fewer.
 
         Raises:
             UsageError: some are missing, or differ in a tensor that is not divided.

@@ -6,12 +6,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from zerofx.driver.driver import fits_budget, kept_plan
+from zerofx.driver.driver import find_kept_plan, fits_budget
 from zerofx.errors import MemoryBudgetError
 from zerofx.ir.batch import Batch
 from zerofx.lengths.padded_batches import PaddedBatches, Size
 from zerofx.lowering.load import CompiledStep
-from zerofx.progress import watched
+from zerofx.progress import watch_progress
 from zerofx.runtime.comm.control import Control
 from zerofx.scheduler.plan.mesh import Mesh
 
@@ -41,7 +41,7 @@ class Rungs:
         is_whole = num_micro_batches in (None, self._steps.options.accumulate)
         return lengths.pad(batch, lengths.size_for(lengths.sizes_of(batch), pads_samples=is_whole))
 
-    def alike(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+    def pad_alike(self, batches: Sequence[Batch]) -> Sequence[Batch]:
         """The micro-batches of one update, padded to the same tokens and samples. Collective before the first step.
 
         Raises:
@@ -50,7 +50,7 @@ class Rungs:
         lengths = self._steps.lengths
         assert lengths is not None, "batches of any length are asked for"
         if not lengths.is_settled:
-            with self._steps.capturing():
+            with self._steps.allow_capture():
                 lengths.settle(self._steps.batch_of(*batches[0].call), len(batches))
         return lengths.pad_alike(batches)
 
@@ -71,7 +71,9 @@ class Rungs:
         lengths = self._steps.lengths
         if lengths is not None:
             self._begin(lengths, batch)
-            with watched("preparing lengths", "lengths", len(lengths.known), show=self._control.rank == 0) as bar:
+            with watch_progress(
+                "preparing lengths", "lengths", len(lengths.known), show=self._control.rank == 0
+            ) as bar:
                 for size in lengths.known:
                     self._prepare_rung(lengths, lengths.example(batch, size))
                     bar.update()
@@ -100,7 +102,7 @@ class Rungs:
 
     def _settle(self, lengths: PaddedBatches, batch: Batch) -> None:
         if not lengths.is_settled:
-            with self._steps.capturing():
+            with self._steps.allow_capture():
                 lengths.settle(batch)
 
     def _build(self, batch: Batch) -> None:
@@ -112,8 +114,8 @@ class Rungs:
         steps = self._steps
         if not lengths.is_built(example):
             assert steps.taken is not None, "the first rung has been built"
-            with steps.capturing():
-                plan = kept_plan(steps.request(example), steps.taken.earlier, self._control)
+            with steps.allow_capture():
+                plan = find_kept_plan(steps.request(example), steps.taken.earlier, self._control)
             if plan is not None:
                 lengths.note(example, plan, has_run=False)
                 return
@@ -141,7 +143,7 @@ class Rungs:
         the budget."""
 
         def fits(size: Size) -> bool:
-            with self._steps.capturing():
+            with self._steps.allow_capture():
                 return fits_budget(self._steps.request(lengths.example(batch, size)), self._control)
 
         index = bisect_left(sizes, True, key=fits)

@@ -75,7 +75,7 @@ class Lenders:
             owners[name] = owner
         self._owners = owners
         self._outside.offer(
-            tuple(_lent(name, steps, self._compute_dtype, self._life) for name, steps in self._all.items())
+            tuple(_to_shared_model(name, steps, self._compute_dtype, self._life) for name, steps in self._all.items())
         )
 
     @property
@@ -83,13 +83,13 @@ class Lenders:
         """Those that a capture may read from buckets."""
         lent = {lender.name: lender for lender in self._outside.candidates}
         return tuple(
-            Borrowed(lent[name], steps.taken.state, steps.taken.binding.traced)
+            Borrowed(lent[name], steps.taken.state, steps.taken.binding.latest_programs)
             for name, steps in self._all.items()
             if steps.taken is not None
         )
 
     def has_changed(self) -> bool:
-        """Whether a tensor that is used, and that no step trained, is trained by another step now."""
+        """True if a tensor that is used, and that no step trained, is trained by another step now."""
         return any(
             (owner := owner_of(tensor)) is not None and owner.steps is not None
             for tensor in self._outside.tensors().values()
@@ -112,7 +112,7 @@ class Lenders:
                 steps.tiers.finish_updates()
 
     @contextlib.contextmanager
-    def unguarded(self) -> Iterator[None]:
+    def lift_guards(self) -> Iterator[None]:
         """While open, the models may be captured."""
         with contextlib.ExitStack() as stack:
             for steps in self._all.values():
@@ -132,7 +132,7 @@ class Lenders:
                 self._agreed.add(name)
 
     def read(self) -> Loans:
-        """What a step reads of the models now."""
+        """The tensors and states of the models that a step reads now."""
         lent = {lender.name: lender for lender in self._outside.lent}
         used = self._used()
         return Loans(
@@ -152,7 +152,7 @@ class Lenders:
         return {name: owner.steps for name, owner in self._owners.items() if owner.steps is not None}
 
 
-def _lent(name: str, steps: LendingSteps, compute_dtype: torch.dtype | None, life: Life) -> SharedModel:
+def _to_shared_model(name: str, steps: LendingSteps, compute_dtype: torch.dtype | None, life: Life) -> SharedModel:
     """The model of another step, for one that computes in ``compute_dtype``."""
     taken, held_in = steps.taken, steps.options.casts(steps.model)
     what, refusal = f"{name}, which another open step trains", ""

@@ -1,4 +1,4 @@
-"""Which open step trains a model: a mark on its module and its parameters."""
+"""Marks on a model and its parameters, which tell the open step that trains them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Owner:
 
     @property
     def steps(self) -> LendingSteps | None:
-        """Where the model is read; None once its step is gone."""
+        """The steps of the model, where it is read; None once its step is gone."""
         return None if self.is_gone or self._steps is None else self._steps()
 
     def keep(self) -> None:

@@ -78,8 +78,8 @@ def source_of(compiled: Any) -> str:
 
 
 def replace_allocator(compiled: Any, allocate: Callable[..., torch.Tensor]) -> Any:
-    """What ``compile_graph`` gave, but with tensors on its device from ``allocate``, which is given size, stride and
-    dtype; None where what Inductor has put around the function that it generated is not known."""
+    """The result of ``compile_graph``, but with tensors on its device from ``allocate``, which is given size, stride
+    and dtype; None where what Inductor has put around the function that it generated is not known."""
     return _replace_names(compiled.current_callable, dict.fromkeys(ALLOCATORS, allocate))
 
 
