@@ -24,7 +24,7 @@ from zerofx.ir.aliasing import mutated_inputs, storage_source
 from zerofx.ir.edit import consumers, insert_call, node_named, start_of_unit
 from zerofx.ir.facts import host_bucket, origin, tier_of
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.streams import num_gathers_after, runs_on_host, background_work
+from zerofx.ir.streams import background_work, num_gathers_after, runs_on_host
 from zerofx.scheduler.plan.plan import Plan
 
 

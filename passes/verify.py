@@ -45,7 +45,7 @@ from zerofx.ir.facts import DEVICE, Role, copied_from, delayed_bucket, host_buck
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of
 from zerofx.ir.ops import VALUE_COLLECTIVES
-from zerofx.ir.streams import num_gathers_after, runs_on_host, background_work
+from zerofx.ir.streams import background_work, num_gathers_after, runs_on_host
 from zerofx.ir.text import target_name
 from zerofx.passes.in_place import gathers_of_lasting_slices
 from zerofx.passes.lib.plan_check import GATHERS, differences, is_reduction, parameter_gathers

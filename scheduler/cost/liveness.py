@@ -26,7 +26,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import Loop, loop_of, times_held
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
-from zerofx.ir.streams import hops_of, runs_on_host, background_work
+from zerofx.ir.streams import background_work, hops_of, runs_on_host
 from zerofx.scheduler.cost.blocks import size_class
 from zerofx.scheduler.cost.cpu.workspace import memories
 from zerofx.scheduler.plan.facts import TIERS, Arena

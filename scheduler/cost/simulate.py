@@ -24,7 +24,7 @@ from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Role, host_bucket, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of, times_run
-from zerofx.ir.streams import LINKS, hops_of, num_gathers_after, runs_on_host, stream_of, background_work
+from zerofx.ir.streams import LINKS, background_work, hops_of, num_gathers_after, runs_on_host, stream_of
 from zerofx.scheduler.cost.categories import peak_memory
 from zerofx.scheduler.cost.liveness import Liveness, liveness
 from zerofx.scheduler.cost.machine import Machine

@@ -72,8 +72,8 @@ def runs_on_host(node: fx.Node) -> bool:
 
 
 def background_work(node: fx.Node) -> tuple[int, bool]:
-    """The work that a ``run_on`` leaves running and a ``settle`` awaits: a bucket's update on the host with copies of it, or what
-    of the bucket goes ``back`` to its tier."""
+    """The bucket whose work a ``run_on`` leaves running and a ``settle`` awaits: its update on the host with copies of
+    it, or, where the second is True, copies back to its tier."""
     bucket = node.args[0]
     assert isinstance(bucket, int)
     return bucket, bool(node.kwargs.get("back"))

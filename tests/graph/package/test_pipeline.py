@@ -21,6 +21,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.passes.base import Pass
 from zerofx.passes.prefetch import Prefetch
 from zerofx.pipeline import PLAN, PREPARE, check_disabled, find
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.plan import Plan
 
 _NAMES = [
@@ -214,12 +215,16 @@ def test_every_decision_is_carried_out_by_one_rewrite() -> None:
     about |= {"micro_batches_reason", "ranks_per_node", "replicate", "model", "states_reason"}
     about |= {"prediction"}
     hints = get_type_hints(Plan)
-    expected = set()
+    expected, ways = set(), set[str]()
     for entry in {one.name for one in fields(Plan)} - about:
         kinds = get_args(hints[entry])
         decided = kinds and not isinstance(kinds[0], type(None)) and hasattr(kinds[0], "__dataclass_fields__")
         columns = {one.name for one in fields(kinds[0])} - besides if decided else {""}
+        if decided and kinds[0] is Absence:  # what is away leaves and comes back in the ways of its kind
+            columns &= {column for other, column in carried if other == entry}
+            ways |= columns
         expected |= {(entry, column) for column in columns}
+    assert ways == {one.name for one in fields(Absence)} - besides
     # A bucket's number says which decision the columns of a second pass are of.
     assert set(carried) == expected and set(carried.values()) == {1}
 
