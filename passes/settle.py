@@ -45,9 +45,9 @@ class Settle:
             first = min(needed, key=order.__getitem__)
             while num_gathers_after(first.prev):
                 first = first.prev
-            name, how = (f"back_{bucket}", {"back": True}) if back else (f"settled_{bucket}", {})
+            how, after = ({"back": True}, "back") if back else ({}, "settled")
             with step.graph.inserting_before(first if first.target in ops.EVENTS else start_of_unit(step, first)):
-                insert_call(step.graph, ops.settle, (bucket, []), origin(run_on), how, name=name)
+                insert_call(step.graph, ops.settle, (bucket, []), origin(run_on), how, name=f"{after}_{bucket}")
 
 
 def readers_next(step: StepGraph, run_on: fx.Node) -> list[fx.Node]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +67,17 @@ def is_foreach(op: OpOverload[..., Any]) -> bool:
 def call_one_by_one(op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call an operator that ``is_foreach`` as CPUs do: one tensor at a time, by operators that dispatch modes see."""
     return op._op_dk(_ONE_BY_ONE, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def disable_onednn() -> Iterator[None]:
+    """While open, ATen's own kernels run where oneDNN's would: ``torch.backends.mkldnn.flags`` warns of Intel GPUs."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

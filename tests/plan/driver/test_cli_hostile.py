@@ -34,7 +34,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "a full drive for a trace": ([*PLAN, "--trace", "/dev/full"], "/dev/full: No space left on device"),
     "a full drive for a graph": ([*PLAN, "--save-graph", "/dev/full"], "/dev/full: No space left on device"),
     "a file without end": (["report", "/dev/zero"], "/dev/zero is a device"),
-    "a graph without end": (["opt", "/dev/zero"], "GRAPH.json"),
+    "a graph without end": (["opt", "/dev/zero"], "/dev/zero is a device"),
     "a machine without end": (["plan", WHERE, "--machine", "/dev/../dev/zero.json"], "No such file"),
     "a device of others": (["tune", WHERE, "--device", "tpu"], "--device to be one that is here"),
     "a device that is not here": (["tune", WHERE, "--device", "cuda:99"], "found 'cuda:99'"),

@@ -17,6 +17,7 @@ from zerofx.scheduler.search import target
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 from zerofx.scheduler.search.stage import Search
 from zerofx.scheduler.search.stages.wire import Wire
+from zerofx.torch_private.operators import disable_onednn
 
 BUDGET = 45_000  # bytes: less than is needed without recomputing
 
@@ -132,7 +133,7 @@ def test_a_plan_is_not_taken_where_operators_have_other_libraries(
 ) -> None:
     monkeypatch.setenv("ZEROFX_KERNELS", "none")
     assert searches.run()[0] == 1
-    with torch.backends.mkldnn.flags(enabled=False):
+    with disable_onednn():
         assert [searches.run()[0] for _ in range(2)] == [1, 0]
     assert searches.run()[0] == 0
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")

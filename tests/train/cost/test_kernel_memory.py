@@ -13,6 +13,7 @@ from tests.train.cost.test_workspace import call, rand
 from zerofx.scheduler.cost.cpu import kernel_memory
 from zerofx.scheduler.cost.cpu.kernel_memory import kernel_memories
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
+from zerofx.torch_private.operators import disable_onednn
 
 aten = torch.ops.aten
 
@@ -50,7 +51,7 @@ def test_what_is_found_holds_for_the_library_that_has_the_kernel() -> None:
     images, filters, pair = torch.empty(4, 16, 32, 32), torch.empty(16, 16, 3, 3), [1, 1]
     node = call(aten.convolution.default, (images, filters, None, pair, pair, pair, True, [0, 0], 1))
     with_onednn = measured_bytes(node)
-    with torch.backends.mkldnn.flags(enabled=False):
+    with disable_onednn():
         without = measured_bytes(node)
         kernel_memory._memory_cache.cache_clear()
         assert measured_bytes(node) == without != with_onednn

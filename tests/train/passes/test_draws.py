@@ -14,7 +14,7 @@ import zerofx
 from tests.lib.models import DIM, Case, Layer, Regression, batches, rows
 from tests.lib.runs.training import Trained, build, differences, train_plain
 from zerofx.ir.facts import is_random
-from zerofx.torch_private.operators import OpOverload, base_name, is_out, schema_of
+from zerofx.torch_private.operators import OpOverload, base_name, disable_onednn, is_out, schema_of
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ def _recurrent(name: str, gates: int) -> Callable[[Tensor], Tensor]:
         weights = [x.new_full((gates * DIM, DIM), 0.1) for _ in range(4)]
         states = [x.new_zeros(2, 1, DIM) for _ in range(2 if name == "lstm" else 1)]
         state = states if name == "lstm" else states[0]
-        with torch.backends.mkldnn.flags(enabled=False):  # its layer rounds otherwise
+        with disable_onednn():  # its layer rounds otherwise
             return cast(Tensor, getattr(torch, name)(x[None], state, weights, False, 2, 0.5, True, False, True)[0][0])
 
     return run
