@@ -18,7 +18,7 @@ from zerofx.scheduler.plan.facts import BucketSummary, unit_of
 from zerofx.scheduler.plan.mesh import SHARD
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
-from zerofx.scheduler.plan.text.reasons import OF_VALUES, of_values, reasons
+from zerofx.scheduler.plan.text.reasons import OF_VALUES, join_reasons, of_values, reasons
 from zerofx.scheduler.plan.text.shared import sharding_lines
 from zerofx.units import format_bytes, format_count, format_seconds, tiers_text
 
@@ -187,18 +187,14 @@ def _layers(units: Mapping[str, Sequence[Absence]]) -> Iterator[str]:
             what = f"{count_values(len(decisions))}, {format_bytes(size)} freed"
             if len(rows) > 1:
                 what = f"{what} in each, {format_bytes(size * len(rows))} in all"
-            why = _common_reasons(names[0], decisions) if len(rows) > 1 else "; ".join(_distinct(decisions))
+            why = _common_reasons(names[0], decisions) if len(rows) > 1 else join_reasons(decisions)
             count = f"  x{len(rows)}" if len(rows) > 1 else ""
             yield f"  {span([unit or '(model)' for unit in names])}{count}: {what}; {why}"
 
 
-def _distinct(decisions: Sequence[Absence]) -> list[str]:
-    return list(dict.fromkeys(decision.reason for decision in decisions))
-
-
 def _common_reasons(unit: str, decisions: Sequence[Absence]) -> str:
     """The reasons as they read for any one of several layers."""
-    text = "; ".join(_distinct(decisions))
+    text = join_reasons(decisions)
     return re.sub(rf"(?<![\w.]){re.escape(unit)}(?![\w.]*\w)", "each", text) if unit else text
 
 

@@ -97,16 +97,21 @@ def one_line(kind: str, reasons_given: Sequence[Reason]) -> str:
 def _value_entries(
     decisions: Sequence[Absence], names: Sequence[str], pieces: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """One entry for all values that are treated so for one reason: they are of one layer, or one piece of the rest."""
-    values: dict[str, list[int]] = {}
-    places: dict[str, str] = {}
+    """One entry for the values of a layer, or of one piece of the rest, with all their reasons."""
+    of_place: dict[str, list[Absence]] = {}
     pattern = _any_of(names)
     for decision in decisions:
         layer = pattern.search(decision.reason)
-        places[decision.reason] = pieces.get(decision.value) or (layer[0] if layer else "(model)")
-        values.setdefault(decision.reason, []).append(decision.num_bytes)
-    for reason, sizes in values.items():
-        yield places[reason], f"{len(sizes)} values, {format_bytes(sum(sizes))}; {reason}"
+        place = pieces.get(decision.value) or (layer[0] if layer else "(model)")
+        of_place.setdefault(place, []).append(decision)
+    for place, away in of_place.items():
+        num_bytes = format_bytes(sum(decision.num_bytes for decision in away))
+        yield place, f"{len(away)} value{'s' if len(away) > 1 else ''}, {num_bytes}; {join_reasons(away)}"
+
+
+def join_reasons(decisions: Sequence[Absence]) -> str:
+    """The reasons of several decisions, each of their parts once."""
+    return "; ".join(dict.fromkeys(part for decision in decisions for part in decision.reason.split("; ")))
 
 
 def _fold_reasons(entries: Sequence[tuple[str, str]], names: Sequence[str]) -> list[Reason]:
