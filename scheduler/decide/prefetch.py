@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -60,27 +60,14 @@ class CopyStart:
     read: int
 
 
-def starts_of(
-    arrivals: Sequence[Arrival],
-    run_seconds: Sequence[float],
-    machine: Machine,
-    updates: Sequence[Update] = (),
-    on_host: Collection[int] = (),
-    departures: Sequence[Departure] = (),
-) -> list[CopyStart]:
-    """Start of each copy, those for ``updates`` on the device after the others.
+def starts_of(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine: Machine) -> list[CopyStart]:
+    """Start of each copy where the host updates nothing; ``run_seconds`` are those of each run of the step."""
+    return _latest_copies(arrivals, pace(arrivals, (), (), run_seconds, machine), machine)
 
-    Args:
-        arrivals: what is wanted from slower tiers, but for the states of ``updates``.
-        run_seconds: those of each run of the step.
-        machine: its links.
-        updates: those of states on the host.
-        on_host: indices of the buckets of those that run there.
-        departures: what leaves the device for the host.
-    """
-    paced = pace(arrivals, updates, on_host, run_seconds, machine, departures=departures)
+
+def _latest_copies(coming: Sequence[Arrival], paced: Pace, machine: Machine) -> list[CopyStart]:
+    """Start of each copy, as late as it can be on the timeline ``paced``."""
     reached = paced.reached
-    coming = [*arrivals, *(update.states for update in updates if update.bucket.index not in on_host)]
     reads, copies = [arrival.latest for arrival in coming], [arrival.latest for arrival in coming]
     deadlines = [reached[arrival.needed] for arrival in coming]
     for leg in _LEGS:
@@ -161,8 +148,11 @@ def place_arrivals(
         )  # fmt: skip
         plan = replace(plan, states=sides)
     on_host = {decision.bucket for decision in plan.states if decision.update == "host"}
+    paced = None
     if ahead:
-        starts = starts_of(arrivals, run_seconds, machine, coming.updates, on_host, coming.departures)
+        paced = pace(arrivals, coming.updates, on_host, run_seconds, machine, departures=coming.departures)
+        through_device = (update.states for update in coming.updates if update.bucket.index not in on_host)
+        starts = _latest_copies([*arrivals, *through_device], paced, machine)
     else:
         starts = _read_ahead(arrivals, run_seconds, machine)
     names = [run.first.name for run in spans]
@@ -180,8 +170,7 @@ def place_arrivals(
             read = names[start.read] if start.read < start.copy else None
             away[kind][number] = replace(decision, reload_before=(names[start.copy],), read=read)
     states = away["states"]
-    if leaves_down and ahead:
-        paced = pace(arrivals, coming.updates, on_host, run_seconds, machine, departures=coming.departures)
+    if leaves_down and paced is not None:
         states = _place_write_backs(
             replace(plan, states=tuple(states)), coming, paced, layout, state_bytes, names, machine
         )
