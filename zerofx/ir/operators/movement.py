@@ -11,7 +11,6 @@ _ALLOCATES = Operator(per_element=0, traffic=Traffic.ALLOCATES)
 _FILLS = Operator(per_element=0, traffic=Traffic.FILLS)
 _FILLS_LIKE = Operator(per_element=0, traffic=Traffic.FILLS, is_pointwise=True)
 _OVERWRITES = Operator(per_element=0, traffic=Traffic.OVERWRITES)
-_COPIES = Operator(per_element=0)
 _MOVES = Operator(per_element=0)
 _PICKS = Operator(per_element=0, traffic=Traffic.PICKS)
 _INDEXED = Operator(per_element=0, kind=OperatorKind.INDEXED)
@@ -75,10 +74,10 @@ OPERATORS: dict[str, Operator] = {
     "fill_": _OVERWRITES,
     "zero_": _OVERWRITES,
     "clone": Operator(per_element=0, inductor=Inductor.LOOP),
-    "copy": _COPIES,
-    "fill": _COPIES,
-    "zero": _COPIES,
-    "lift_fresh_copy": _COPIES,
+    "copy": _MOVES,
+    "fill": _MOVES,
+    "zero": _MOVES,
+    "lift_fresh_copy": _MOVES,
     # Picking
     "embedding": replace(_PICKS, inductor=Inductor.LOOP, rows=row_rules.lookup),
     "embedding_dense_backward": Operator(rows=row_rules.lookup_backward),
