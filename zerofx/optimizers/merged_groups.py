@@ -35,11 +35,13 @@ class MergedGroups:
 
     def __init__(self, steps: list[StandInStep], alike: Alike) -> None:
         self.steps, self.alike, self.is_right = steps, alike, False
+        # Of each group: the tuple that it is in, and its place there.
+        self._place = {group: (index, at) for index, groups in enumerate(alike) for at, group in enumerate(groups)}
         self._repeated: Repeated | None = None
 
     def outcomes(self, state: OptimizerRest, stand_ins: Sequence[StandIn]) -> list[StandInOutcome] | None:
         """The outcomes of ``Repeated.outcomes``; None also if groups that are alike take different courses."""
-        place = {group: (index, at) for index, groups in enumerate(self.alike) for at, group in enumerate(groups)}
+        place = self._place
         if len(self.alike) == len(place):
             return None
         first = [index for index, stand_in in enumerate(stand_ins) if place[stand_in.group][1] == 0]

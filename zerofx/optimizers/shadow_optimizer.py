@@ -213,8 +213,8 @@ class ShadowOptimizer:
         Torch's own steps treat groups alike, so those that differ in numbers alone are done once for all, where that
         was seen to give what they give group by group.
         """
-        alike = groups_alike(steps, stand_ins)
-        merged, is_known = self._merged, self._merged.steps == steps and self._merged.alike == alike
+        alike, merged = groups_alike(steps, stand_ins) if self._is_torchs else (), self._merged
+        is_known = merged.steps == steps and merged.alike == alike
         if is_known and merged.is_right:
             if (outcomes := merged.outcomes(state, stand_ins)) is not None:
                 return outcomes
