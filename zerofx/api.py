@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from zerofx.driver.check_training import check_training
 from zerofx.errors import UsageError
+from zerofx.optimizers import Optimizers
 from zerofx.option_table import check_names, document_options
 from zerofx.options import CompileKeywords, CompileOptions, check_options
 from zerofx.session.step import Step
@@ -18,7 +19,7 @@ from zerofx.session.step import Step
 @document_options(CompileKeywords, CompileOptions)
 def compile(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     stage: int = 3,
     *,
     example_batch: tuple[Any, ...] | Mapping[str, Any] | None = None,
@@ -31,8 +32,9 @@ def compile(
     Args:
         model: any ``nn.Module``, unmodified, also on ``meta`` or made inside ``zerofx.empty_init()``. Its parameters
             move into flat buckets when the first step is built.
-        optimizer: an elementwise ``torch.optim`` optimizer over the model's parameters. Its state is sharded:
-            ``state_dict()`` and ``load_state_dict()`` have it whole; ``optimizer.state`` is empty.
+        optimizer: an elementwise ``torch.optim`` optimizer over the model's parameters, or a list of several, each over
+            parameters of its own. Its state is sharded: ``state_dict()`` and ``load_state_dict()`` have it whole;
+            ``optimizer.state`` is empty.
         stage: 0 replicates, 1 shards optimizer states, 2 also gradients, 3 also parameters (ZeRO, 1910.02054).
         example_batch: a batch, as a tuple or a dict of keywords, to capture and plan with now, not at the first call.
 
@@ -45,13 +47,14 @@ def compile(
     """
     check_names(options, CompileKeywords, "compile")
     asked = check_options(stage, **options)
-    check_training(model, optimizer, asked, on_meta=True)
+    optimizers = Optimizers.from_user(optimizer)
+    check_training(model, optimizers, asked, on_meta=True)
     if not isinstance(example_batch, tuple | list | Mapping | None):
         raise UsageError(
             f"expected example_batch to be a tuple of what step() is called with, or a dict of its keywords, found "
             f"{type(example_batch).__name__}: give (batch,) for a single argument"
         )
-    step = Step(model, optimizer, asked)
+    step = Step(model, optimizers, asked)
     if example_batch is None:
         return step
     try:

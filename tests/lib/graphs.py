@@ -18,7 +18,7 @@ from zerofx.ir.bucketing import layout_of
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import Role, placeholder, tensor
 from zerofx.ir.graph import StepGraph
-from zerofx.optimizers import UpdateProgram
+from zerofx.optimizers import Optimizers, UpdateProgram
 from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.passes.base import Pass
 from zerofx.passes.prepare.accumulate import accumulate
@@ -284,15 +284,15 @@ def prepare(
     simplify(step)
     if loss_scaled:
         ScaleLoss().run(step)
-    optimizer = optimizer or sgd(model)
-    groups = group_of_parameters(model, optimizer, step.parameters, set(step.gradients))
+    optimizers = Optimizers((optimizer or sgd(model),))
+    groups = group_of_parameters(model, optimizers, step.parameters, set(step.gradients))
     slice_parameters(step, slices_of_names(step, slices or {}))
     accumulate(step, num_micro_batches, taken.divided_names())
     layout = layout_of(
         step, groups, mesh or Mesh(shard=num_ranks), block=block,
         in_parts=in_parts, reduce_dtype=reduce_dtype, state_dtype=state_dtype,
     )  # fmt: skip
-    binding = OptimizerBinding(optimizer, layout, step.device, prefer_fused=False)
+    binding = OptimizerBinding(optimizers, layout, step.device, prefer_fused=False)
     programs = binding.programs(None, binding.find_states(dict(model.named_parameters())))
     plan = replace(undecided(step, layout, stage, precision, "cpu"), loss_scaled=loss_scaled)
     plan = decide(step, layout, plan, PolicyOptions(prefetch, keep))

@@ -24,7 +24,7 @@ from zerofx.ir.aliasing import storage_bytes, storage_source, tensors_of
 from zerofx.ir.bucketing import layout_of
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
-from zerofx.optimizers import UpdateProgram
+from zerofx.optimizers import Optimizers, UpdateProgram
 from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.passes.prepare.simplify import simplify
 from zerofx.pipeline import run_quietly
@@ -105,10 +105,10 @@ class Case:
     ) -> Case:
         step = capture(model, Batch.from_call(batch, {}), num_micro_batches=num_micro_batches)
         simplify(step)
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-        groups = group_of_parameters(model, optimizer, step.parameters, set(step.gradients))
+        optimizers = Optimizers((torch.optim.AdamW(model.parameters(), foreach=False),))
+        groups = group_of_parameters(model, optimizers, step.parameters, set(step.gradients))
         layout = layout_of(step, groups, Mesh(shard=num_ranks))
-        programs = OptimizerBinding(optimizer, layout, step.device, prefer_fused=False).programs(None)
+        programs = OptimizerBinding(optimizers, layout, step.device, prefer_fused=False).programs(None)
         return Case(step, layout, dict(programs), stage)
 
     def plan(self, dropped: list[str], extra: list[str], prefetch: int) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from zerofx.capture.objective.loss import ForwardFunction, LossFunction
 from zerofx.deferred import DeferredTensor
 from zerofx.errors import OptimizerError, UsageError, warn
 from zerofx.ir.batch import Batch
+from zerofx.optimizers import Optimizers
 from zerofx.precision import dtype_name
 from zerofx.torch_private.modules import compiles_calls, is_compiled
 from zerofx.torch_private.optimizers import is_set_up, step_hooks
@@ -139,12 +141,21 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Check that this is an optimizer, over parameters of this model alone, and that its existing states have values.
+def check_optimizers(model: nn.Module, optimizers: Optimizers) -> None:
+    """Check that these are optimizers, over parameters of this model alone, and that existing states have values.
 
     Raises:
-        OptimizerError: it is not.
+        OptimizerError: one is not, or has a parameter that another has.
     """
+    for optimizer in optimizers.each:
+        _check_set_up(optimizer)
+    check_owner(model, optimizers)
+    for optimizer in optimizers.each:
+        check_step_hooks(optimizer)
+        _check_states(optimizer)
+
+
+def _check_set_up(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(
             f"expected a torch.optim.Optimizer such as torch.optim.AdamW(model.parameters()), found "
@@ -156,8 +167,9 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"whose own does not call it: give zerofx.compile the optimizer that it wraps, or call "
             f"super().__init__(params, defaults) there"
         )
-    check_owner(model, optimizer)
-    check_step_hooks(optimizer)
+
+
+def _check_states(optimizer: torch.optim.Optimizer) -> None:
     for states in optimizer.state.values():
         for name, value in states.items() if isinstance(states, Mapping) else ():
             if isinstance(value, DeferredTensor) or (isinstance(value, torch.Tensor) and value.is_meta):
@@ -271,20 +283,32 @@ def warn_of_rounding(what: str, stored: Mapping[str, torch.dtype], tensors: Mapp
         warn(f"{what} are rounded from {dtype_name(dtype)} to the model's {dtype_name(own)}, as {name} is")
 
 
-def check_owner(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Check that every tensor in the optimizer's param groups is a parameter of the model.
+def check_owner(model: nn.Module, optimizers: Optimizers) -> None:
+    """Check that every tensor in the param groups is a parameter of the model, and in those of one optimizer.
 
     Raises:
         OptimizerError: one is not; the message says which.
     """
-    known = {id(parameter) for parameter in model.parameters()}
-    for index, group in enumerate(optimizer.param_groups):
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    holders: dict[int, int] = {}
+    places = optimizers.places()
+    for (at, index), group in zip(places, optimizers.param_groups, strict=True):
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in known:
                 raise OptimizerError(
                     f"expected an optimizer over the model's parameters, found a tensor of shape "
-                    f"{list(parameter.shape)} in param group {index} (number {position}) that is not one: build the "
-                    f"optimizer from model.parameters() of the model given to compile"
+                    f"{list(parameter.shape)} in param group {index} (number {position}) of "
+                    f"{type(optimizers.each[at]).__name__} that is not one: build the optimizer from "
+                    f"model.parameters() of the model given to compile"
+                )
+            if holders.setdefault(id(parameter), at) != at:
+                both = " and ".join(
+                    f"{type(optimizers.each[index]).__name__} (number {index})"
+                    for index in (holders[id(parameter)], at)
+                )
+                raise OptimizerError(
+                    f"expected optimizers that train different parameters, found {known[id(parameter)]} in both {both} "
+                    f"of the list: leave it to one of them"
                 )
 
 

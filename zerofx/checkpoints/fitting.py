@@ -12,6 +12,7 @@ from zerofx.capture.checks import fits, misfits
 from zerofx.checkpoints.names import ModelNames, options_from
 from zerofx.disk.checkpoint.marker import Marker, TensorInfo
 from zerofx.errors import CheckpointError
+from zerofx.optimizers import Optimizers
 from zerofx.units import first_few
 
 _TOO_LARGE = 2**63  # for a whole number of an optimizer's, which torch takes as 64 bits
@@ -94,18 +95,17 @@ def _are_alike(value: Any, own: Any) -> bool:
     return isinstance(value, type(own))
 
 
-def check_optimizer(marker: Marker, optimizer: torch.optim.Optimizer, own: Sequence[Sequence[str]]) -> None:
-    """Check that the optimizer has the class and the groups that were saved.
+def check_optimizers(marker: Marker, optimizers: Optimizers, own: Sequence[Sequence[str]]) -> None:
+    """Check that the optimizers have the classes and the groups that were saved.
 
     ``own``: the names in the checkpoint of each group's parameters.
 
     Raises:
-        CheckpointError: it is not; says what differs.
+        CheckpointError: they have not; says what differs.
     """
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    saved = marker.optimizer
+    kind, saved = optimizers.kind, marker.optimizer
     problems = [f"one of {saved.name}"] if saved.name != kind else group_misfits(saved.groups, own)
-    problems = problems or _option_misfits(saved.groups, optimizer.param_groups)
+    problems = problems or _option_misfits(saved.groups, optimizers.param_groups)
     if problems:
         raise CheckpointError(
             f"expected a checkpoint of this optimizer ({kind} with {len(own)} param groups), found "

@@ -12,7 +12,7 @@ import xxhash
 from torch import nn
 
 from zerofx.capture.checks import warn_of_rounding
-from zerofx.checkpoints.fitting import check_extra, check_optimizer, match_names
+from zerofx.checkpoints.fitting import check_extra, check_optimizers, match_names
 from zerofx.checkpoints.names import ModelNames, number_from, set_extra, set_groups
 from zerofx.checkpoints.random_states import predecessor, read_random_states, set_random_states
 from zerofx.checkpoints.together import run_on_all, run_on_first
@@ -21,6 +21,7 @@ from zerofx.disk.checkpoint.boxes import Box
 from zerofx.disk.checkpoint.marker import STATE, Scalar, state_name
 from zerofx.disk.checkpoint.plain import from_plain
 from zerofx.disk.checkpoint.reader import CheckpointReader, open_checkpoint
+from zerofx.optimizers import Optimizers
 from zerofx.runtime.comm.control import Control
 
 _CPU = torch.device("cpu")
@@ -28,7 +29,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Loadable:
-    """A checkpoint that is whole, and fits model and optimizer.
+    """A checkpoint that is whole, and fits model and optimizers.
 
     ``saved``: its names by the model's names. ``before``: this rank's predecessor in it, whose own values it continues
     from, if any. ``state``: the user's state to load, ``random``: the generators' states. ``scalars``: the optimizer's
@@ -68,14 +69,14 @@ class Loadable:
 def check(
     path: Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Optimizers | None,
     state: Mapping[str, Any],
     control: Control,
     num_model: int,
 ) -> Loadable:
     """Find a checkpoint, and check as much as possible before anything is changed. Collective.
 
-    ``optimizer`` is None where parameters and buffers alone are loaded. ``num_model`` ranks share one computation.
+    ``optimizers`` are None where parameters and buffers alone are loaded. ``num_model`` ranks share one computation.
 
     Raises:
         CheckpointError: on all ranks.
@@ -90,7 +91,7 @@ def check(
     reader = run_on_all(control, "find the checkpoint", lambda: first[0] if first else open_checkpoint(path, name))
     control.agree(
         "load a checkpoint",
-        f"{reader.place.name}, saved at {reader.marker.saved_at}\nweights_only={optimizer is None}\n"
+        f"{reader.place.name}, saved at {reader.marker.saved_at}\nweights_only={optimizers is None}\n"
         f"{xxhash.xxh3_128_hexdigest(reader.marker.to_json().encode())}",
         "checkpoint",
         "Give every rank the same.",
@@ -100,10 +101,10 @@ def check(
     def fit() -> Loadable:
         names = ModelNames.from_model(model)
         saved = match_names(reader.marker, names)
-        if optimizer is not None:
+        if optimizers is not None:
             ids = {id(parameter): saved[names.parameters[own]] for own, parameter in model.named_parameters()}
-            groups = [[ids[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-            check_optimizer(reader.marker, optimizer, groups)
+            groups = [[ids[id(parameter)] for parameter in group["params"]] for group in optimizers.param_groups]
+            check_optimizers(reader.marker, optimizers, groups)
             check_extra(reader.marker, names)
         marker, rank = reader.marker, control.rank
         before = predecessor(rank, num_model, marker.num_ranks, marker.num_model)
@@ -137,14 +138,14 @@ def load_buffers(checked: Loadable) -> None:
 def load_rest(
     checked: Loadable,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
     device: torch.device,
     state: Mapping[str, Any],
 ) -> None:
     """Load hyperparameters, random generators, modules' extra state and the user's own state."""
     marker = checked.reader.marker
     set_extra(model, from_plain(marker.extra.get("modules", {})))
-    set_groups(optimizer, marker.optimizer.groups)
+    set_groups(optimizers, marker.optimizer.groups)
     set_random_states(checked.random, device)
     take_over(state, checked.state)
 

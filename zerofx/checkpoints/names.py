@@ -11,6 +11,7 @@ from torch import nn
 
 from zerofx.disk.checkpoint.plain import from_plain, to_plain
 from zerofx.errors import CheckpointError
+from zerofx.optimizers import Optimizers
 from zerofx.precision import dtype_name, dtype_named
 
 # Not taken over: how an update is computed is a matter of the machine, and does not change what it computes.
@@ -58,14 +59,14 @@ def set_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:
         model.get_submodule(key.rpartition("_extra_state")[0].rstrip(".")).set_extra_state(value)
 
 
-def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+def groups_of(optimizers: Optimizers, names: Mapping[int, str]) -> list[dict[str, Any]]:
     """The param groups as JSON; ``names`` are those of parameters, by their ids.
 
     Raises:
         CheckpointError: an option is neither a number, a word, nor a list or tensor of one.
     """
     groups = []
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(optimizers.param_groups):
         plain: dict[str, Any] = {
             key: _to_plain(value, f"param_groups[{number}].{key}")
             for key, value in group.items()
@@ -75,9 +76,9 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> lis
     return groups
 
 
-def set_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+def set_groups(optimizers: Optimizers, groups: Sequence[Mapping[str, Any]]) -> None:
     """Restore the hyperparameters that ``groups_of`` recorded; tensors stay the same objects."""
-    set_groups_from(optimizer, [options_from(plain) for plain in groups])
+    set_groups_from(optimizers, [options_from(plain) for plain in groups])
 
 
 def options_from(plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,9 +86,9 @@ def options_from(plain: Mapping[str, Any]) -> dict[str, Any]:
     return {key: from_plain(value) for key, value in plain.items()}
 
 
-def set_groups_from(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+def set_groups_from(optimizers: Optimizers, groups: Sequence[Mapping[str, Any]]) -> None:
     """Restore the hyperparameters from param groups with plain values."""
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+    for group, saved in zip(optimizers.param_groups, groups, strict=True):
         for key, value in saved.items():
             if key in _OF_MACHINE:
                 continue

@@ -253,10 +253,9 @@ def _optimizer(training: Training, names: ModelNames, ids: Mapping[int, str]) ->
             if state in held.present:
                 number, dtype = number_of(value)
                 scalars.setdefault((state, json.dumps(number), dtype), (number, {}))[1].update(mine)
-    kind = type(training.optimizer)
     return OptimizerInfo(
-        f"{kind.__module__}.{kind.__qualname__}",
-        tuple(groups_of(training.optimizer, ids)),
+        training.optimizers.kind,
+        tuple(groups_of(training.optimizers, ids)),
         states,
         tuple(Scalar(key[0], number, key[2], tuple(listed)) for key, (number, listed) in scalars.items()),
     )

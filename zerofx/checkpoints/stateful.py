@@ -31,7 +31,7 @@ MODEL, OPTIMIZER, OWN = "model", "optimizer", "zerofx"
 def state_of(training: Training, names: ModelNames, numbers: StepCounts) -> dict[str, Any]:
     """The state in the form of DCP's ``get_state_dict``, and the step's other state as JSON. Collective.
 
-    Before the first update the optimizer's initial states are there, to be loaded into.
+    Before the first update the optimizers' initial states are there, to be loaded into.
     """
     latest = _Latest(training)
     model: dict[str, torch.Tensor] = {}
@@ -51,7 +51,8 @@ def state_of(training: Training, names: ModelNames, numbers: StepCounts) -> dict
             assert first.group is not None
             key = (first.group, first.dtype)
             if not held.present and key not in initial:
-                initial[key] = initial_scalars(training.optimizer, first.group, dtype=first.dtype)
+                at, index = training.optimizers.places()[first.group]
+                initial[key] = initial_scalars(training.optimizers.each[at], index, dtype=first.dtype)
             scalars = held.scalars if held.present else initial[key]
             present = held.present or scalars.keys() | held.flat.keys()
             states[name] = {n: _number(v) for n, v in scalars.items() if n in present}
@@ -78,7 +79,7 @@ def state_of(training: Training, names: ModelNames, numbers: StepCounts) -> dict
     groups = [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         | {"params": [ids[id(parameter)] for parameter in group["params"]]}
-        for group in training.optimizer.param_groups
+        for group in training.optimizers.param_groups
     ]
     return {MODEL: model, OPTIMIZER: {"state": states, "param_groups": groups}, OWN: json.dumps(own)}
 
@@ -126,7 +127,7 @@ class Loaded:
             problems += _problems(name, self._model.get(name), buffer)
         if self.groups is not None:
             known = {id(training.state.parameter(own)): name for own, name in names.parameters.items()}
-            groups = [[known[id(p)] for p in group["params"]] for group in training.optimizer.param_groups]
+            groups = [[known[id(p)] for p in group["params"]] for group in training.optimizers.param_groups]
             problems += group_misfits(self.groups, groups)
         if problems:
             raise CheckpointError(
@@ -170,7 +171,7 @@ class Loaded:
         for name, buffer in self._names.buffers.items():
             buffer.copy_(self._model[name])
         if self.groups is not None:
-            set_groups_from(training.optimizer, self.groups)
+            set_groups_from(training.optimizers, self.groups)
         if "random" in self.own:
             drawn = [
                 {

@@ -14,6 +14,7 @@ from zerofx.disk.checkpoint.boxes import Box
 from zerofx.disk.checkpoint.marker import MODEL, STATE, state_name
 from zerofx.disk.checkpoint.shard_file import Entry
 from zerofx.ir.buckets import Bucket
+from zerofx.optimizers import Optimizers
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.state import TrainingState
@@ -23,10 +24,10 @@ from zerofx.runtime.tiers.tiers import Tiers
 
 @dataclass(frozen=True)
 class Training:
-    """A model and an optimizer that a step has taken over, on this rank."""
+    """A model and optimizers that a step has taken over, on this rank."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: Optimizers
     state: TrainingState
     tiers: Tiers
     control: Control

@@ -25,7 +25,6 @@ from zerofx.precision import Precision
 from zerofx.scheduler.cost.machine import Machine
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -82,9 +81,9 @@ def _load_module(name: str) -> ModuleType:
         ) from error
 
 
-def make_training(where: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any, Any]:
-    """Call the function that ``where`` names, with ``device`` as torch's default: returns model, optimizer, batch, loss
-    function (or None) and forward (or None).
+def make_training(where: str, device: str) -> tuple[nn.Module, Any, Any, Any, Any]:
+    """Call the function that ``where`` names, with ``device`` as torch's default: returns model, optimizer or
+    several, batch, loss function (or None) and forward (or None).
 
     Raises:
         UsageError: there is no such function, or it returns something else.
@@ -100,9 +99,10 @@ def make_training(where: str, device: str) -> tuple[nn.Module, torch.optim.Optim
         shown = f"{len(training)} values" if isinstance(training, tuple) else type(training).__name__
         raise UsageError(f"{expected}, found {shown}")
     model, optimizer, batch = training[:3]
+    several = isinstance(optimizer, list | tuple) and optimizer
     for name, value, kind in (
         ("model", model, nn.Module),
-        ("optimizer", optimizer, torch.optim.Optimizer),
+        ("optimizer", optimizer[0] if several else optimizer, torch.optim.Optimizer),
         ("batch", batch, (tuple, Mapping)),
     ):
         if not isinstance(value, kind):

@@ -72,6 +72,7 @@ def plan_command(
     are all a plan needs.
     """
     from zerofx.driver.plan_only import graph_to_save  # needs torch, which takes seconds to import
+    from zerofx.optimizers import Optimizers
 
     with _clean_errors():
         model, optimizer, batch, loss_fn, forward = make_training(where, "meta")
@@ -80,7 +81,7 @@ def plan_command(
         )
         schedule = planned.schedule()
         _say(f"{planned}\n\n{planned.plan}\n\n{schedule.table(fold=not full)}")
-        report = planned.report(f"{type(model).__name__} with {type(optimizer).__name__}")
+        report = planned.report(f"{type(model).__name__} with {Optimizers.from_user(optimizer).name}")
         if save is not None:
             report.save(save)
         if save_graph is not None:

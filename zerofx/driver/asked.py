@@ -10,6 +10,7 @@ from torch import nn
 
 from zerofx.errors import notify
 from zerofx.ir.text import type_text
+from zerofx.optimizers import Optimizers
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.control import Control
 from zerofx.scheduler.cost.catalog import machine_of_device
@@ -73,9 +74,7 @@ def _limit_host(row: Machine, num_ranks: int) -> Machine:
     return replace(row, host=host)
 
 
-def describe_request(
-    model: nn.Module, optimizer: torch.optim.Optimizer, options: CompileOptions, settings: Settings
-) -> str:
+def describe_request(model: nn.Module, optimizers: Optimizers, options: CompileOptions, settings: Settings) -> str:
     """The settings that must be the same on every rank, a line each."""
     lines = options.texts("ranks")
     plan = options.plan
@@ -83,7 +82,8 @@ def describe_request(
     lines.append(f"ZEROFX_DISABLE: {','.join(sorted(settings.disable))}")
     kernels = "auto" if settings.kernels is None else ",".join(sorted(settings.kernels))
     lines.append(f"ZEROFX_KERNELS: {kernels}")
-    lines.append(f"optimizer: {type(optimizer).__name__} with {len(optimizer.param_groups)} param group(s)")
+    for optimizer in optimizers.each:
+        lines.append(f"optimizer: {type(optimizer).__name__} with {len(optimizer.param_groups)} param group(s)")
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
             frozen = " frozen" if kind == "parameter" and not tensor.requires_grad else ""

@@ -1,4 +1,4 @@
-"""Checks that model, optimizer and backend can be trained with, before anything is captured."""
+"""Checks that model, optimizers and backend can be trained with, before anything is captured."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ import fnmatch
 import torch
 from torch import nn
 
-from zerofx.capture.checks import check_model, check_optimizer, device_of
+from zerofx.capture.checks import check_model, check_optimizers, device_of
 from zerofx.errors import UsageError
-from zerofx.optimizers import check_supported
+from zerofx.optimizers import Optimizers, check_supported
 from zerofx.options import CompileOptions
 from zerofx.units import first_few
 
 
-def check_training(
-    model: nn.Module, optimizer: torch.optim.Optimizer, options: CompileOptions, *, on_meta: bool = False
-) -> None:
+def check_training(model: nn.Module, optimizers: Optimizers, options: CompileOptions, *, on_meta: bool = False) -> None:
     """Check what is to be trained, as far as that can be before anything is captured; ``on_meta`` as in `check_model`.
 
     Raises:
-        ZeroFXError: the model or the optimizer cannot be, or the backend's compiler is missing.
+        ZeroFXError: the model or an optimizer cannot be, or the backend's compiler is missing.
     """
     check_model(model, on_meta=on_meta)
-    check_optimizer(model, optimizer)
-    check_supported(optimizer)
+    check_optimizers(model, optimizers)
+    for optimizer in optimizers.each:
+        check_supported(optimizer)
     options.casts(model)
     _check_kept_gradients(model, options.keep_gradients)
     if options.loss_scale is not None:
-        _check_stored(optimizer)
+        _check_stored(optimizers)
     if options.compiles_regions:
         # Inductor takes seconds to import: only who needs it pays.
         from zerofx.codegen.inductor.cpp import check_compiler
@@ -48,9 +47,9 @@ def _check_kept_gradients(model: nn.Module, patterns: tuple[str, ...]) -> None:
         )
 
 
-def _check_stored(optimizer: torch.optim.Optimizer) -> None:
+def _check_stored(optimizers: Optimizers) -> None:
     """Check that gradients are freed of the loss's scale in more than float16, where small ones would be zero again."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in optimizers.param_groups for parameter in group["params"]]
     low = sum(parameter.dtype is torch.float16 for parameter in parameters)
     if low:
         raise UsageError(

@@ -24,7 +24,7 @@ from zerofx.ir.facts import value
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.quantise import BLOCK
 from zerofx.ir.text import node_text
-from zerofx.optimizers.stored import cast_states
+from zerofx.optimizers.program import cast_states
 from zerofx.passes.verify import verify
 from zerofx.pipeline import CAPTURE, PLAN, PREPARE, REGION, Listed, check_disabled, find, phases
 from zerofx.precision import dtype_named

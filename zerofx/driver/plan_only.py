@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack, get_args
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zerofx.budgets import budget_bytes
-from zerofx.capture.checks import check_model, check_optimizer
+from zerofx.capture.checks import check_model, check_optimizers
 from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.objective.loss import ForwardFunction, LossFunction
 from zerofx.capture.objective.token_weighted_loss import add_term_counts
@@ -31,6 +31,7 @@ from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout
 from zerofx.lowering.lower import LoweredStep
 from zerofx.mesh_option import AUTO, mesh_for
+from zerofx.optimizers import Optimizers
 from zerofx.option_checks import check_batch_form, check_count
 from zerofx.option_table import check_names, document_options
 from zerofx.options import CompileOptions, PlanKeywords, check_options
@@ -126,7 +127,7 @@ class PlannedStep:
 @document_options(PlanKeywords, CompileOptions)
 def plan(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     batch: tuple[Any, ...] | Mapping[str, Any],
     stage: int = 3,
     *,
@@ -138,7 +139,7 @@ def plan(
     Args:
         model: any module; it may be on ``meta``, or be built inside ``zerofx.empty_init()``, since only shapes are
             used.
-        optimizer: the optimizer over its parameters.
+        optimizer: the optimizer over its parameters, or a list of several, as for ``zerofx.compile``.
         batch: one data-parallel rank's batch of one step, which ranks along ``model`` share: a tuple of positional
             arguments, or a dict of keywords; ``meta`` tensors will do.
         stage: as for ``zerofx.compile``.
@@ -154,24 +155,24 @@ def plan(
     check_names(options, PlanKeywords, "plan")
     if options.get("machine") is None:
         options["machine"] = "h100-sxm"
-    checked = check_options(stage=stage, **options)
+    checked, optimizers = check_options(stage=stage, **options), Optimizers.from_user(optimizer)
     if checked.mesh == AUTO:
-        return _plan_best_mesh(model, optimizer, batch, checked, world_size)
+        return _plan_best_mesh(model, optimizers, batch, checked, world_size)
     mesh = mesh_to_plan(checked, world_size)
     with wrap_defects("plan a step"):
-        return plan_captured(capture_for_plans(model, optimizer, batch, checked), mesh)
+        return plan_captured(capture_for_plans(model, optimizers, batch, checked), mesh)
 
 
 def _plan_best_mesh(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
     batch: tuple[Any, ...] | Mapping[str, Any],
     options: CompileOptions,
     world_size: int | None,
 ) -> PlannedStep:
     num_ranks = mesh_to_plan(replace(options, mesh=None), world_size).num_ranks
     with wrap_defects("plan a step"):
-        captured = capture_for_plans(model, optimizer, batch, options)
+        captured = capture_for_plans(model, optimizers, batch, options)
         planned, comparison = choose_mesh(
             captured.request, captured.captures, num_ranks,
             lambda mesh: plan_captured(captured, mesh), on_cpu=captured.machine.is_cpu,
@@ -208,7 +209,7 @@ def mesh_to_plan(options: CompileOptions, world_size: int | None) -> Mesh:
 
 def capture_for_plans(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
     batch: tuple[Any, ...] | Mapping[str, Any],
     options: CompileOptions,
     *,
@@ -217,20 +218,20 @@ def capture_for_plans(
     """Capture once what ``plan_captured`` plans many times; ``verbose``: show how long that takes.
 
     Raises:
-        ZeroFXError: the model cannot be captured, or the optimizer is not the model's.
+        ZeroFXError: the model cannot be captured, or an optimizer is not the model's.
     """
     settings = read_settings()
     check_disabled(settings)
     check_model(model, on_meta=True)
-    check_optimizer(model, optimizer)
+    check_optimizers(model, optimizers)
     check_batch_form(batch)
     taken = batch_to_capture(model, batch, options)
     assert options.machine is not None, "plans are made for a machine that is named"
-    request = Request(model, optimizer, taken, options, settings, Mesh(), options.machine.as_torch_computes(), verbose)
+    request = Request(model, optimizers, taken, options, settings, Mesh(), options.machine.as_torch_computes(), verbose)
     captures = _captures(model, taken, options, settings, verbose=verbose)
     with watch_progress("capturing the model", show=verbose), limit_garbage_collection():
         captured = captures.first
-    group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
+    group_of_parameters(model, optimizers, captured.parameters, set(captured.gradients))
     return CapturedStep(request, captures)
 
 
@@ -250,7 +251,7 @@ def _captures(
 
 def graph_to_save(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     batch: tuple[Any, ...] | Mapping[str, Any],
     plan: Plan,
     *,
@@ -262,7 +263,7 @@ def graph_to_save(
     """The captured graph that ``plan`` is for, before it is prepared; other arguments as for the function ``plan``.
 
     Raises:
-        ZeroFXError: the model cannot be captured, or the optimizer is not the model's.
+        ZeroFXError: the model cannot be captured, or an optimizer is not the model's.
     """
     options = check_options(
         stage=plan.stage, loss_fn=loss_fn, forward=forward, machine=machine,
@@ -270,7 +271,8 @@ def graph_to_save(
         accumulate=plan.num_micro_batches, backend=backend,
     )  # fmt: skip
     captures = _captures(model, batch_to_capture(model, batch, options), options, read_settings())
-    return SavedGraph.of(model, optimizer, captures, plan.num_micro_batches, prefer_fused=options.compiles_regions)
+    optimizers = Optimizers.from_user(optimizer)
+    return SavedGraph.of(model, optimizers, captures, plan.num_micro_batches, prefer_fused=options.compiles_regions)
 
 
 def _precision(plan: Plan) -> PrecisionWord | None:

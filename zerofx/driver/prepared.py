@@ -17,7 +17,7 @@ from zerofx.ir.batch import Batch
 from zerofx.ir.bucketing import layout_of
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
-from zerofx.optimizers import UpdateProgram
+from zerofx.optimizers import Optimizers, UpdateProgram
 from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.option_checks import check_bucket_names
 from zerofx.option_table import defaults_for
@@ -39,7 +39,7 @@ from zerofx.units import first_few
 
 @dataclass(frozen=True)
 class Request:
-    """A request for a step of this model, optimizer and batch, for the ranks of a mesh on a machine.
+    """A request for a step of this model, optimizers and batch, for the ranks of a mesh on a machine.
 
     ``locations``: None for a training step; for an evaluation, where what it reads and what it leaves alone lies.
     ``fixed``: for a training step next to others, where states and parameters stay; None where its plan says it.
@@ -48,7 +48,7 @@ class Request:
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: Optimizers
     batch: Batch
     options: CompileOptions
     settings: Settings
@@ -167,7 +167,7 @@ class Prepared:
         """Compare with the other ranks.
 
         Raises:
-            RankMismatchError: another rank captured another graph, or has another optimizer.
+            RankMismatchError: another rank captured another graph, or has other optimizers.
         """
         agree_on_graph(self.captured, control)
         control.agree(
@@ -184,11 +184,11 @@ def prepare(
     ``earlier`` is None for the first step of a model. ``known`` as for ``OptimizerBinding.programs``.
 
     Raises:
-        ZeroFXError: the model cannot be captured, or the optimizer does not belong to it.
+        ZeroFXError: the model cannot be captured, or an optimizer does not belong to it.
     """
     with watch_progress("capturing the model", show=request.verbose):
         captured = captures.first
-    groups = group_of_parameters(request.model, request.optimizer, captured.parameters, set(captured.gradients))
+    groups = group_of_parameters(request.model, request.optimizers, captured.parameters, set(captured.gradients))
     if earlier is None:
         asked, plan = slices_asked(captured, request.options), request.options.plan
         in_parts = plan.has_parts if isinstance(plan, Plan) else request.options.states_over != "shard"
@@ -215,10 +215,10 @@ def _lay_out(
     layout = layout_of(
         captured, groups, request.mesh, block=options.block,
         in_parts=in_parts, reduce_dtype=options.gradient_dtype, state_dtype=options.states_in,
-        histories=histories_of(request.model, request.optimizer),
+        histories=histories_of(request.model, request.optimizers),
     )  # fmt: skip
     check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])
-    binding = OptimizerBinding(request.optimizer, layout, captured.device, prefer_fused=options.compiles_regions)
+    binding = OptimizerBinding(request.optimizers, layout, captured.device, prefer_fused=options.compiles_regions)
     binding.programs(None, binding.find_states(dict(request.model.named_parameters())), known)
     layout, others = _add_borrowed(layout, request, captured)
     updates = [update | others for update in binding.updates(ahead=options.memory_budget is not None)]

@@ -33,7 +33,7 @@ from zerofx.ir.serialise import (
     from_json,
     to_json,
 )
-from zerofx.optimizers import UpdateProgram
+from zerofx.optimizers import Optimizers, UpdateProgram
 from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.optimizers.program import StateSpec
 from zerofx.runtime.state.parameter_groups import group_of_parameters
@@ -58,21 +58,19 @@ class SavedGraph:
     layout: BucketLayout | None = None
 
     @staticmethod
-    def of(
-        model: nn.Module, optimizer: torch.optim.Optimizer, captures: Captures, num: int, *, prefer_fused: bool
-    ) -> SavedGraph:
+    def of(model: nn.Module, optimizers: Optimizers, captures: Captures, num: int, *, prefer_fused: bool) -> SavedGraph:
         """The graph that ``captures`` prepares for ``num`` micro-batches, as it was captured.
 
         ``prefer_fused`` as for ``OptimizerBinding``.
 
         Raises:
-            ZeroFXError: the model cannot be captured, or the optimizer is not the model's.
+            ZeroFXError: the model cannot be captured, or an optimizer is not the model's.
         """
         step = captures.capture_one(num)
         step.guarded = captures.guarded
-        groups = group_of_parameters(model, optimizer, step.parameters, set(step.gradients))
+        groups = group_of_parameters(model, optimizers, step.parameters, set(step.gradients))
         layout = layout_of(step, groups, Mesh())
-        binding = OptimizerBinding(optimizer, layout, step.device, prefer_fused=prefer_fused)
+        binding = OptimizerBinding(optimizers, layout, step.device, prefer_fused=prefer_fused)
         programs = binding.programs(None, binding.find_states(dict(model.named_parameters())))
         update_of = {slot.name: program for index, program in programs.items() for slot in layout.buckets[index].slots}
         try:

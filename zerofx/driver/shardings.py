@@ -260,7 +260,7 @@ def _decide(
         request = replace(request, options=replace(request.options, **defaults_for(CompileOptions, "sharing")))
     said = [repr(sorted(request.options.shardings.items())), repr(sorted(given.items())), str(explained)]
     if simulated:  # which follows from all that a plan does
-        said += [*request.options.texts("plan"), str(hyperparameter_texts(request.optimizer))]
+        said += [*request.options.texts("plan"), str(hyperparameter_texts(request.optimizers))]
     with watch_progress("sharing the computation", show=request.verbose):
         return decide_with_cache(request, step, ShardingDecision, decide, *said)
 

@@ -2,6 +2,7 @@
 
 from zerofx.optimizers.outside import same
 from zerofx.optimizers.program import StateSpec, UpdateProgram, run_graph
+from zerofx.optimizers.several import Optimizers
 from zerofx.optimizers.shadow import copy_optimizer
 from zerofx.optimizers.shadow_optimizer import (
     ShadowOptimizer,
@@ -14,6 +15,7 @@ from zerofx.optimizers.stand_in import StandIn
 from zerofx.optimizers.support import has_fused
 
 __all__ = [
+    "Optimizers",
     "ShadowOptimizer",
     "StandIn",
     "StateSpec",

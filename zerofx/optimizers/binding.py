@@ -1,4 +1,4 @@
-"""The update of each bucket by the user's optimizer, for the options and states that hold now."""
+"""The update of each bucket by the optimizer that has it, for the options and states that hold now."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from zerofx.errors import UsageError
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.optimizers.held_states import HeldState, collect_states
-from zerofx.optimizers.program import UpdateProgram
+from zerofx.optimizers.program import UpdateProgram, cast_states
+from zerofx.optimizers.several import Optimizers, ShadowOptimizers
 from zerofx.optimizers.shadow import structural_flags
-from zerofx.optimizers.shadow_optimizer import ShadowOptimizer, flat_state_dtypes, scalar_state_names
+from zerofx.optimizers.shadow_optimizer import flat_state_dtypes, scalar_state_names
 from zerofx.optimizers.stand_in import StandIn
-from zerofx.optimizers.stored import cast_states
 from zerofx.optimizers.support import has_fused
 
 
@@ -34,43 +34,60 @@ class BucketStates(Protocol):
 
 
 class OptimizerBinding:
-    """Connects an optimizer to buckets. ``prefer_fused``: use torch's fused kernels where a group does not say.
+    """Connects optimizers to buckets. ``prefer_fused``: use torch's fused kernels where a group does not say.
 
-    ``variant`` tells the updates that hold now from others that the same optimizer can take; it is the same text on all
-    ranks. ``shadow`` follows the optimizer from step to step.
+    ``variant`` tells the updates that hold now from others that the same optimizers can take; it is the same text on
+    all ranks. ``shadow`` follows the optimizers from step to step.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, layout: BucketLayout, device: torch.device, prefer_fused: bool
-    ) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizers: Optimizers, layout: BucketLayout, device: torch.device, prefer_fused: bool) -> None:
+        self.optimizers = optimizers
         self.layout = layout
         self._device = device
-        self._members = _members(optimizer)
+        self._members = _members(optimizers)
+        self._places = optimizers.places()
         self._prefer_fused = prefer_fused
         self._programs: dict[int, UpdateProgram] = {}  # as the optimizer has its states, not as they are stored
         self._storing: dict[tuple[Hashable, torch.dtype], UpdateProgram] = {}
         self._own_dtypes: dict[tuple[int, torch.dtype], dict[str, torch.dtype]] = {}
         self._starts: dict[int, StandIn] = {}
         self.variant = ""
-        self.shadow = ShadowOptimizer(optimizer)
+        self.shadow = ShadowOptimizers(optimizers)
+
+    def place(self, bucket: Bucket) -> tuple[torch.optim.Optimizer, int]:
+        """The optimizer that updates a bucket, and the index of its group there."""
+        assert bucket.group is not None
+        at, index = self._places[bucket.group]
+        return self.optimizers.each[at], index
 
     def group(self, bucket: Bucket) -> dict[str, Any]:
-        assert bucket.group is not None
-        group: dict[str, Any] = self.optimizer.param_groups[bucket.group]
+        optimizer, index = self.place(bucket)
+        group: dict[str, Any] = optimizer.param_groups[index]
         return group
 
+    def buckets_of(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> list[Bucket]:
+        """The buckets of whose parameters an optimizer has the states; ``parameters`` by name.
+
+        Parameters that no optimizer has are in buckets with those of the first (``histories_of``).
+        """
+        holders = self.optimizers.holders()
+        return [
+            bucket
+            for bucket in self.layout.buckets
+            if self.optimizers.each[holders.get(id(parameters[bucket.slots[0].source]), 0)] is optimizer
+        ]
+
     def check_groups(self) -> None:
-        """Refuse an optimizer whose param groups are not those that it had at compile.
+        """Refuse optimizers whose param groups are not those that they had at compile.
 
         Raises:
             UsageError: some were added, or have other parameters.
         """
-        members = _members(self.optimizer)
+        members = _members(self.optimizers)
         if members != self._members:
             differs = f"{len(members)}" if len(members) != len(self._members) else "other parameters in them"
             raise UsageError(
-                f"expected the {len(self._members)} param groups that the optimizer had at compile, found {differs}: "
+                f"expected the {len(self._members)} param groups that there were at compile, found {differs}: "
                 f"call step.close() before add_param_group, or before parameters change groups, and compile again "
                 f"after it"
             )
@@ -113,7 +130,7 @@ class OptimizerBinding:
         groups = {bucket.group: self.group(bucket) for bucket in self.layout.buckets if bucket.trainable}
         flags = [", ".join(f"{name}={value}" for name, value in structural_flags(group)) for group in groups.values()]
         digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
-        self.variant = f"{type(self.optimizer).__name__}({'; '.join(flags)}), traced as {digest}"
+        self.variant = f"{self.optimizers.name}({'; '.join(flags)}), traced as {digest}"
         return programs
 
     def _cast_states(self, programs: Mapping[int, UpdateProgram]) -> dict[int, UpdateProgram]:
@@ -171,12 +188,13 @@ class OptimizerBinding:
 
     def _stand_in(self, bucket: Bucket, start: BucketStates, *, fused: bool) -> StandIn:
         assert bucket.group is not None
+        at, index = self._places[bucket.group]
         flat = {name: _dtype_of(value).to_real() for name, value in start.flat.items() if name in start.present}
         own = tuple((name, self._own_dtype(bucket, name, dtype)) for name, dtype in flat.items())
         scalars = {name: value for name, value in start.scalars.items() if name in start.present}
         singles = {name: value.dtype for name, value in scalars.items() if fused and isinstance(value, torch.Tensor)}
         others = tuple((name, value) for name, value in scalars.items() if name not in singles)
-        return StandIn(bucket.group, bucket.dtype, own, others, tuple(singles.items()), fused)
+        return StandIn(index, bucket.dtype, own, others, tuple(singles.items()), fused, optimizer=at)
 
     def _own_dtype(self, bucket: Bucket, name: str, stored: torch.dtype) -> torch.dtype:
         """The optimizer's own dtype of a state that buckets store as ``stored``."""
@@ -186,12 +204,12 @@ class OptimizerBinding:
         key = (bucket.group, bucket.dtype)
         if key not in self._own_dtypes:
             self._own_dtypes[key] = flat_state_dtypes(
-                self.optimizer, bucket.group, dtype=bucket.dtype, fused=self._is_fused(bucket)
+                *self.place(bucket), dtype=bucket.dtype, fused=self._is_fused(bucket)
             )
         return self._own_dtypes[key].get(name, bucket.optimizer_dtype(stored))
 
     def find_states(self, parameters: Mapping[str, torch.Tensor]) -> dict[int, HeldState]:
-        """The states that the optimizer holds per parameter, by bucket; ``parameters`` by name. Changes nothing.
+        """The states that the optimizers hold per parameter, by bucket; ``parameters`` by name. Changes nothing.
 
         Parameters that are not trained now may have some, from when they were.
 
@@ -200,35 +218,36 @@ class OptimizerBinding:
         """
         states: dict[int, HeldState] = {}
         known: dict[Any, frozenset[str]] = {}
+        each, holders = self.optimizers.each, self.optimizers.holders()
         for bucket in self.layout.buckets:
-            entries = [self.optimizer.state.get(parameters[slot.source], {}) for slot in bucket.slots]
+            mine = [parameters[slot.source] for slot in bucket.slots]
+            entries = [each[holders.get(id(parameter), 0)].state.get(parameter, {}) for parameter in mine]
             if not any(entries):
                 continue
-            shapes = [tuple(parameters[slot.source].shape) for slot in bucket.slots]
+            shapes = [tuple(parameter.shape) for parameter in mine]
             if not bucket.trainable:
                 states[bucket.index] = collect_states(bucket, entries, shapes, _numbers_in(entries[0], shapes[0]))
                 continue
             key = (bucket.group, bucket.dtype)
             if key not in known:
-                assert bucket.group is not None
-                known[key] = scalar_state_names(
-                    self.optimizer, bucket.group, dtype=bucket.dtype, fused=self._is_fused(bucket)
-                )
+                known[key] = scalar_state_names(*self.place(bucket), dtype=bucket.dtype, fused=self._is_fused(bucket))
             states[bucket.index] = collect_states(bucket, entries, shapes, known[key])
         return states
 
     def _is_fused(self, bucket: Bucket) -> bool:
-        fused = self.group(bucket).get("fused")
+        optimizer, index = self.place(bucket)
+        fused = optimizer.param_groups[index].get("fused")
         if fused is None and not self._prefer_fused:
             return False
         # Of states that live on the host, the update may run there.
         places = {self._device.type, "cpu"}
-        return fused is not False and all(has_fused(self.optimizer, place, bucket.dtype) for place in places)
+        return fused is not False and all(has_fused(optimizer, place, bucket.dtype) for place in places)
 
 
-def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
-    """Identities of the parameters of each param group."""
-    return [list(map(id, group["params"])) for group in optimizer.param_groups]
+def _members(optimizers: Optimizers) -> list[tuple[int, list[int]]]:
+    """The optimizer of each param group, and identities of its parameters."""
+    groups = zip(optimizers.places(), optimizers.param_groups, strict=True)
+    return [(at, list(map(id, group["params"]))) for (at, _), group in groups]
 
 
 def distinct(stand_ins: Mapping[int, StandIn]) -> list[StandIn]:

@@ -132,6 +132,11 @@ def is_unchanged(before: OptimizerRest, after: OptimizerRest) -> bool:
     )
 
 
+def may_change(value: Any) -> bool:
+    """True if a value may be changed in place: a container, a tensor or an object of a class of the user's."""
+    return not (_is_fixed(value) or isinstance(value, _ATOMS))
+
+
 def _is_fixed(value: Any) -> bool:
     return type(value) in PLAIN or (type(value) is tuple and all(map(_is_fixed, value)))
 

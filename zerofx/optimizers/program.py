@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+
+_aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -92,3 +94,35 @@ def run_graph(
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
                 assert callable(node.target)
                 values[node] = node.target(*args, **kwargs)
+
+
+def cast_states(program: UpdateProgram, dtype: torch.dtype) -> UpdateProgram:
+    """``program`` with the states that have the parameter's dtype in ``dtype`` between updates; others stay.
+
+        lerp_(exp_avg, grad, s0)                up = _to_copy(exp_avg, dtype=float32)
+        addcdiv_(param, exp_avg, ...)           lerp_(up, grad, s0)
+                                                addcdiv_(param, up, ...)
+                                                copy_(exp_avg, up)
+
+    A step computes with what it has itself just computed: values are rounded once, as they are stored.
+    """
+    low = {spec.name for spec in program.states if spec.dtype == program.dtype != dtype}
+    if not low:
+        return program
+    graph = Graph()
+    values: dict[Node, Node] = {}
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
+    for node in inputs:
+        values[node] = graph.node_copy(node)
+    stored = {node: values[node] for node in inputs if node.target in low}
+    for node, state in stored.items():
+        values[node] = graph.call_function(_aten._to_copy.default, (state,), {"dtype": program.dtype})
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            values[node] = graph.node_copy(node, values.__getitem__)
+    for node, state in stored.items():
+        graph.call_function(_aten.copy_.default, (state, values[node]))
+    graph.output(())
+    graph.lint()
+    states = tuple(replace(spec, dtype=dtype) if spec.name in low else spec for spec in program.states)
+    return replace(program, graph=graph, states=states)

@@ -38,7 +38,8 @@ class StandIn:
     """The start of the update of some buckets: their group, dtype, flat states and the values of other states.
 
     ``fused``: torch's one kernel is called, which reads the 0-dim states ``singles`` where the parameters are.
-    ``has_gradient`` is False for what stands for a group of which nothing is trained.
+    ``has_gradient`` is False for what stands for a group of which nothing is trained. ``optimizer``: whose group it is,
+    of several.
     """
 
     group: int
@@ -48,12 +49,15 @@ class StandIn:
     singles: tuple[tuple[str, torch.dtype], ...] = ()
     fused: bool = False
     has_gradient: bool = True
+    optimizer: int = 0
 
     @cached_property
     def form(self) -> tuple[Any, ...]:
         """Equal for stand-ins that differ in the values of scalar states alone."""
         kinds = tuple((name, type(value)) for name, value in self.scalars)
-        return (self.group, self.dtype, self.flat, kinds, self.singles, self.fused, self.has_gradient)
+        return (
+            self.group, self.dtype, self.flat, kinds, self.singles, self.fused, self.has_gradient, self.optimizer,
+        )  # fmt: skip
 
     @cached_property
     def key(self) -> tuple[Any, ...]:

@@ -35,7 +35,6 @@ class Checkpointed:
     """The part of a ``Step`` that saves and loads."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
     num_steps: int
     num_skipped: int
     _life: Life
@@ -166,8 +165,8 @@ class Checkpointed:
         with life.claim("load a checkpoint"), wrap_defects("load a checkpoint"), torch.no_grad():
             control.meet("load a checkpoint")
             with life.lift_guard():
-                optimizer = None if weights_only else self.optimizer
-                checked = check(Path(path), self.model, optimizer, own, control, steps.mesh.model)
+                optimizers = None if weights_only else steps.optimizers
+                checked = check(Path(path), self.model, optimizers, own, control, steps.mesh.model)
             taken = steps.taken
             if not weights_only:
                 run_on_all(control, "compare the checkpoint with the step", lambda: self._check_step(checked, taken))
@@ -250,7 +249,7 @@ class Checkpointed:
         def load_others() -> None:
             load_buffers(checked)
             if not weights_only:
-                load_rest(checked, self.model, self.optimizer, steps.device, own)
+                load_rest(checked, self.model, steps.optimizers, steps.device, own)
 
         try:
             if taken is not None:
@@ -261,8 +260,8 @@ class Checkpointed:
                 load_model(checked, dict(self.model.named_parameters()))
                 load_buffers(checked)
             if not weights_only:
-                steps.await_checkpoint(Awaited(checked, self.model, self.optimizer))
-                load_rest(checked, self.model, self.optimizer, steps.device, own)
+                steps.await_checkpoint(Awaited(checked, self.model, steps.optimizers))
+                load_rest(checked, self.model, steps.optimizers, steps.device, own)
             else:
                 checked.reader.close()
         except BaseException as error:

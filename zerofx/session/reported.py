@@ -37,7 +37,6 @@ class Reported:
     """The part of a ``Step`` that reports."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
     options: CompileOptions
     num_steps: int
     num_skipped: int
@@ -55,6 +54,25 @@ class Reported:
 
     def __repr__(self) -> str:
         return f"<zerofx.Step of {type(self.model).__name__}, stage {self.options.stage}, {self.num_steps} steps done>"
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers that were given to ``zerofx.compile``, in their order."""
+        return self._steps.optimizers.each
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of a step that has one.
+
+        Raises:
+            UsageError: it has several.
+        """
+        if len(self.optimizers) > 1:
+            raise UsageError(
+                f"expected step.optimizer of a step with one optimizer, found {self._steps.optimizers.name}: read "
+                f"step.optimizers"
+            )
+        return self.optimizers[0]
 
     @property
     def is_prepared(self) -> bool:
@@ -234,11 +252,10 @@ class Reported:
         On this rank alone; rank 0 is enough, since all ranks have the same plan.
         """
         assert self._steps.machine is not None, "a captured step has one"
-        what = f"{type(self.model).__name__} with {type(self.optimizer).__name__}"
-        SavedPlan.from_lowered(self.compiled.lowered, self._steps.machine, what).save(path)
+        SavedPlan.from_lowered(self.compiled.lowered, self._steps.machine, self._steps.what).save(path)
 
     def __str__(self) -> str:
-        return summary(self, self._steps.shapes.latest, self._measurement)
+        return summary(self, self._steps.what, self._steps.shapes.latest, self._measurement)
 
     def measure(self, *args: Any, num_steps: int = 3, **kwargs: Any) -> Measurement:
         """Measure what the plan predicts. This trains: it is ``num_steps`` steps on this batch. Collective.

@@ -15,6 +15,7 @@ from zerofx.driver.asked import describe_request
 from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError, UsageError, wrap_defects
 from zerofx.ir.batch import Batch
 from zerofx.lowering.load import CompiledStep
+from zerofx.optimizers import Optimizers
 from zerofx.options import CompileOptions
 from zerofx.passes.barrier.keep_gradients import kept_buckets
 from zerofx.pipeline import check_disabled
@@ -57,9 +58,8 @@ class Step(Whole, Reported):
     more than one rank the step cannot be used after that.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, options: CompileOptions) -> None:
+    def __init__(self, model: nn.Module, optimizers: Optimizers, options: CompileOptions) -> None:
         self.model = model
-        self.optimizer = optimizer
         self.settings = read_settings()
         check_disabled(self.settings)
         self.num_steps = 0
@@ -87,11 +87,11 @@ class Step(Whole, Reported):
             undo_all.callback(self._control.leave)
             self._control.agree(
                 "call zerofx.compile",
-                describe_request(model, optimizer, options, self.settings),
+                describe_request(model, optimizers, options, self.settings),
                 "model, optimizer and options",
                 "Compile the same on every rank.",
             )
-            self._steps = Steps(model, optimizer, options, self.settings, self._life, self._owner)
+            self._steps = Steps(model, optimizers, options, self.settings, self._life, self._owner)
             self.options = self._steps.options
             self._rungs = Rungs(self._steps, self._life.control)
             alike = None if options.lengths is None else self._rungs.pad_alike

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from zerofx.budgets import budget_bytes, host_budget_bytes
@@ -36,6 +35,7 @@ from zerofx.ir.batch import Batch
 from zerofx.lengths.padded_batches import PaddedBatches
 from zerofx.lowering.load import CompiledStep
 from zerofx.mesh_option import AUTO, mesh_for
+from zerofx.optimizers import Optimizers
 from zerofx.options import CompileOptions
 from zerofx.progress import watch_progress
 from zerofx.runtime.comm.collectives import is_on_cpu
@@ -69,22 +69,23 @@ Agreed = Callable[[], Sequence[bytes]]
 
 
 class Steps:
-    """The compiled steps of one model and optimizer, by batch shape and update.
+    """The compiled steps of one model and its optimizers, by batch shape and update.
 
     ``taken`` is the model once the first step has been built, ``tiers`` what its plan asks for. ``python`` is the state
-    that forwards read. ``scaler`` has the loss's scale, if it is scaled.
+    that forwards read. ``what`` names model and optimizers. ``scaler`` has the loss's scale, if it is scaled.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Optimizers,
         options: CompileOptions,
         settings: Settings,
         life: Life,
         owner: Owner,
     ) -> None:
-        self.model, self._optimizer, self.life, self._owner = model, optimizer, life, owner
+        self.model, self.optimizers, self.life, self._owner = model, optimizers, life, owner
+        self.what = f"{type(model).__name__} with {optimizers.name}"
         self.options, self._settings, self._control = options, settings, life.control
         # Where the fastest is asked for, one batch a rank until the first step is built.
         self.mesh = mesh_for(None if options.mesh == AUTO else options.mesh, life.control.num_ranks)
@@ -162,7 +163,7 @@ class Steps:
             purpose,
             batch,
             lambda: [
-                *update_parts(self._optimizer, variant, changed),
+                *update_parts(self.optimizers, variant, changed),
                 *forward_parts(shape, setting, self.lenders.key, match),
             ],
         )
@@ -291,7 +292,7 @@ class Steps:
         machine = self.machine or machine_at_hand(trace_device(self.model, batch), self.options, self._control)
         stays = self.lengths is not None and self.taken is not None and self.options.delayed_update is None
         return Request(
-            self.model, self._optimizer, batch, options or self.options, self._settings, self.mesh, machine,
+            self.model, self.optimizers, batch, options or self.options, self._settings, self.mesh, machine,
             verbose=self._control.rank == 0, lenders=self.lenders.borrowed,
             fixed=self.taken.state.locations() if self.taken is not None and stays else None, sizes=self._sizes,
         )  # fmt: skip

@@ -33,7 +33,6 @@ class Summarised(Protocol):
     """The parts of a step that a summary reads, besides what ran last."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
     options: CompileOptions
 
     @property
@@ -44,14 +43,14 @@ class Summarised(Protocol):
     def notice(self) -> str: ...
 
 
-def summary(step: Summarised, compiled: CompiledStep | None, measured: Measurement | None) -> str:
+def summary(step: Summarised, what: str, compiled: CompiledStep | None, measured: Measurement | None) -> str:
     """The summary of a step.
 
     Args:
+        what: the model with its optimizers, by name.
         compiled: what ran last; None before the first capture, about which there is little to say.
         measured: what ``step.measure`` found for it, if it was called.
     """
-    what = f"{type(step.model).__name__} with {type(step.optimizer).__name__}"
     if compiled is None:
         num_parameters = sum(parameter.numel() for parameter in step.model.parameters())
         return (

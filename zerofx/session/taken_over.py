@@ -1,4 +1,4 @@
-"""A model and an optimizer that a step has taken over: their values are in its buckets until it is closed.
+"""A model and optimizers that a step has taken over: their values are in its buckets until it is closed.
 
 A checkpoint that is loaded before the first step waits for these buckets with its optimizer states (``Awaited``).
 """
@@ -22,7 +22,7 @@ from zerofx.deferred import allow_replacement
 from zerofx.driver.driver import Built
 from zerofx.driver.prepared import Earlier
 from zerofx.errors import UsageError, notify
-from zerofx.optimizers import UpdateProgram
+from zerofx.optimizers import Optimizers, UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.collectives import make_transport
 from zerofx.runtime.comm.groups import Communicators
@@ -48,7 +48,7 @@ _IS_TRAINED = operator.attrgetter("requires_grad")
 
 
 class TakenOver:
-    """The state that a step holds of a model and an optimizer, from its first build on. Collective to make.
+    """The state that a step holds of a model and its optimizers, from its first build on. Collective to make.
 
     ``values`` are what the parameters begin with. ``reads_memory``: whether ranks of a host
     may read each other's memory. ``scaler`` has the loss's scale, if it is scaled. ``read_lent`` gives what is read of
@@ -151,7 +151,8 @@ class TakenOver:
 
     def advance(self) -> Advance:
         """The coming step's scalars; the update is traced anew where the optimizer's options or states ask for it."""
-        check_step_hooks(self.binding.optimizer)
+        for optimizer in self.binding.optimizers.each:
+            check_step_hooks(optimizer)
         self.optimizer_state.take_loaded()
         coming = advance(self.binding, self.state)
         if coming is None:
@@ -183,8 +184,9 @@ class TakenOver:
             self.scaler.update(is_finite=is_finite)
 
     def mark_stepped(self) -> None:
-        """Say that the optimizer's step has been done: torch's schedulers warn where they are stepped before it."""
-        note_step(self.binding.optimizer)
+        """Say that the optimizers' step has been done: torch's schedulers warn where they are stepped before it."""
+        for optimizer in self.binding.optimizers.each:
+            note_step(optimizer)
 
     def find_updated(self, before: Mapping[int, int]) -> list[int]:
         """The buckets that have been updated since their ``versions`` were ``before``."""
@@ -194,7 +196,7 @@ class TakenOver:
     @property
     def training(self) -> Training:
         """The state that a checkpoint is taken of."""
-        return Training(self.model, self.binding.optimizer, self.state, self._tiers, self._life.control)
+        return Training(self.model, self.binding.optimizers, self.state, self._tiers, self._life.control)
 
     def load(self, source: Source, name: str, then: Callable[[], None], *, optimizer: bool = True) -> None:
         """Take parameters, and the optimizer's states, over from ``source``, which fits, and do what is to follow.
@@ -241,7 +243,7 @@ class TakenOver:
                 self.watch.renew()  # what the block has replaced is for the next step to tell
 
     def give_back(self) -> None:
-        """Give model and optimizer all their values back; collective."""
+        """Give model and optimizers all their values back; collective."""
         self.state.flush()
         self.state.show_parameters()
         self.optimizer_state.give_back()
@@ -262,19 +264,19 @@ class Awaited:
     are refused.
     """
 
-    def __init__(self, checked: Loadable, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, checked: Loadable, model: nn.Module, optimizers: Optimizers) -> None:
         self._checked = checked
-        parameters = dict(model.named_parameters())
-        optimizer.state.clear()
+        self._handles: list[Any] = []
+        for optimizer in optimizers.each:
+            optimizer.state.clear()
+            self._handles.append(optimizer.register_state_dict_pre_hook(_refuse))
+            self._handles.append(optimizer.register_load_state_dict_pre_hook(_refuse))
+        parameters, holders = dict(model.named_parameters()), optimizers.holders()
         for own, entry in entries_of(checked, parameters).items():
-            optimizer.state[parameters[own]] = entry
-        self._handles = [
-            optimizer.register_state_dict_pre_hook(_refuse),
-            optimizer.register_load_state_dict_pre_hook(_refuse),
-        ]
+            optimizers.each[holders.get(id(parameters[own]), 0)].state[parameters[own]] = entry
 
     def take_over(self, taken: TakenOver) -> None:
-        """Give a model and an optimizer that have just been taken over their values. Collective."""
+        """Give a model and optimizers that have just been taken over their values. Collective."""
         checked = self._checked
         taken.load(checked, str(checked.reader.place), lambda: load_buffers(checked))
 

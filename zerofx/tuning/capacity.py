@@ -18,6 +18,7 @@ from torch import nn
 from zerofx.budgets import budget_bytes
 from zerofx.driver.plan_only import PlannedStep, capture_for_plans, mesh_to_plan, plan_captured
 from zerofx.errors import MemoryBudgetError, UsageError
+from zerofx.optimizers import Optimizers
 from zerofx.option_checks import check_count
 from zerofx.option_table import check_names
 from zerofx.options import CompileOptions, PlanKeywords, check_options
@@ -72,7 +73,7 @@ class SearchResult:
 def largest_micro_batch(
     make_batch: Callable[[int], tuple[Any, ...] | Mapping[str, Any]],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     stage: int = 3,
     *,
     limit: int = 4096,
@@ -98,11 +99,11 @@ def largest_micro_batch(
         raise UsageError("expected no accumulate for largest_micro_batch, which looks for the size of one micro-batch")
     check_count("a limit", limit, 1, "of at least 1")
     options = _options(stage, plan_options, "largest_micro_batch")
-    mesh = mesh_to_plan(options, world_size)
+    mesh, optimizers = mesh_to_plan(options, world_size), Optimizers.from_user(optimizer)
 
     def attempt(samples: int) -> PlannedStep:
         return plan_captured(
-            capture_for_plans(model, optimizer, make_batch(samples), options, verbose=False), mesh, verbose=False
+            capture_for_plans(model, optimizers, make_batch(samples), options, verbose=False), mesh, verbose=False
         )
 
     def refuse(_: int, refusal: str) -> str:
@@ -114,7 +115,7 @@ def largest_micro_batch(
 
 def smallest_world(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     batch: tuple[Any, ...] | Mapping[str, Any],
     stage: int = 3,
     *,
@@ -140,7 +141,9 @@ def smallest_world(
             "expected no mesh for smallest_world, which looks for a number of ranks along shard: give it to zerofx.plan"
         )
     check_count("a limit", limit, 1, "of at least 1")
-    captured = capture_for_plans(model, optimizer, batch, _options(stage, plan_options, "smallest_world"))
+    captured = capture_for_plans(
+        model, Optimizers.from_user(optimizer), batch, _options(stage, plan_options, "smallest_world")
+    )
     node = captured.machine.ranks_per_node
 
     def attempt(ranks: int) -> PlannedStep:

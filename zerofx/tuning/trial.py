@@ -16,7 +16,7 @@ from zerofx.capture.traceable import preserve_randomness
 from zerofx.codegen.regions import Region, regions_of
 from zerofx.errors import UsageError, ZeroFXError, summarise_error
 from zerofx.ir.streams import axes_of_stream
-from zerofx.optimizers import copy_optimizer
+from zerofx.optimizers import Optimizers, copy_optimizer
 from zerofx.options import CompileOptions
 from zerofx.runtime.measure.measure import Measurement
 from zerofx.scheduler.cost.links import Transfer
@@ -45,7 +45,7 @@ class TunedTraining:
     """The training to tune: the batch is as ``step(*args, **keywords)`` takes it."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: Optimizers
     args: tuple[Any, ...]
     keywords: Mapping[str, Any]
 
@@ -55,7 +55,7 @@ class TunedTraining:
         return next(iter(self.model.parameters())).device
 
     def copy(self, options: CompileOptions) -> tuple[TunedTraining, CompileOptions]:
-        """Copies of model, optimizer and loss function that share no tensor with these.
+        """Copies of model, optimizers and loss function that share no tensor with these.
 
         Raises:
             UsageError: one of them cannot be copied.
@@ -63,7 +63,7 @@ class TunedTraining:
         memo: dict[int, Any] = {}
         try:
             model = copy.deepcopy(self.model, memo)
-            optimizer = copy_optimizer(self.optimizer, memo)
+            optimizers = Optimizers(tuple(copy_optimizer(optimizer, memo) for optimizer in self.optimizers.each))
             objective = options.objective.copy_for(memo)
         except (TypeError, RuntimeError) as error:
             if isinstance(error, ZeroFXError):
@@ -72,7 +72,7 @@ class TunedTraining:
                 f"expected a model, an optimizer and a loss function that copy.deepcopy can copy, since tune trains a "
                 f"copy, found {type(error).__name__}: {error}"
             ) from error
-        return replace(self, model=model, optimizer=optimizer), replace(options, objective=objective)
+        return replace(self, model=model, optimizers=optimizers), replace(options, objective=objective)
 
 
 def run_trial(
@@ -94,7 +94,7 @@ def run_trial(
             scale = None if own.loss_scale is None else 1.0
             precision = replace(own.precision, loss_scale=scale)
             alone = replace(own, plan=plan, memory_budget=None, precision=precision)
-            step = Step(copied.model, copied.optimizer, alone)
+            step = Step(copied.model, copied.optimizers, alone)
             undo.callback(step.abandon)  # a step that has run cannot be: all ranks close it together, if they can
             step.prepare(*args, **keywords)
         except UsageError:

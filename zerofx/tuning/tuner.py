@@ -32,6 +32,7 @@ from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.ir.batch import Batch
 from zerofx.lowering.lower import lower
 from zerofx.mesh_option import AUTO, mesh_for
+from zerofx.optimizers import Optimizers
 from zerofx.option_checks import check_batch_form, check_count
 from zerofx.option_table import check_names, document_options
 from zerofx.options import CompileOptions, TuneKeywords, check_options
@@ -57,7 +58,7 @@ _ROUNDS = 2  # at most so many rounds of plans from corrected costs
 @document_options(TuneKeywords, CompileOptions)
 def tune(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     batch: tuple[Any, ...] | Mapping[str, Any],
     stage: int = 3,
     *,
@@ -98,7 +99,8 @@ def tune(
             "expected the number of ranks on each axis for zerofx.tune, which compares plans of one mesh, found "
             "mesh='auto': give the one that zerofx.plan(mesh='auto') chooses"
         )
-    check_training(model, optimizer, checked)
+    optimizers = Optimizers.from_user(optimizer)
+    check_training(model, optimizers, checked)
     make_buffers(model)
     for name, number, least in (("num_steps", num_steps, 2), ("num_candidates", num_candidates, 1)):
         check_count(name, number, least, f"to be at least {least}")
@@ -106,7 +108,7 @@ def tune(
         raise UsageError(f"expected save to be the path of a file, found {type(save).__name__}")
     check_batch_form(batch)
     args, keywords = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
-    tuner = _Tuner(TunedTraining(model, optimizer, args, keywords), checked, num_steps, num_candidates)
+    tuner = _Tuner(TunedTraining(model, optimizers, args, keywords), checked, num_steps, num_candidates)
     owner = claim(model, tuner)
     try:
         return tuner.run(Path(save) if save is not None else None)
@@ -132,7 +134,7 @@ class _Tuner:
         with closing(Control(process_group(), self._settings.timeout_seconds, "call zerofx.tune")) as control:
             control.agree(
                 "call zerofx.tune",
-                describe_request(self._training.model, self._training.optimizer, self._options, self._settings)
+                describe_request(self._training.model, self._training.optimizers, self._options, self._settings)
                 + f"\nnum_steps: {self._num_steps}\nnum_candidates: {self._num_candidates}",
                 "model, optimizer and options",
                 "Tune the same on every rank.",
@@ -185,7 +187,7 @@ class _Tuner:
         asked = self._options.mesh
         assert asked != AUTO, "refused before"
         return Request(
-            training.model, training.optimizer, batch, self._options, self._settings,
+            training.model, training.optimizers, batch, self._options, self._settings,
             mesh_for(asked, self._control.num_ranks), self._machine, verbose=self._control.rank == 0,
         )  # fmt: skip
 
@@ -261,7 +263,7 @@ class _Tuner:
         target = replace(target_of(prepared), verbose=False).replace_costs(result.costs, prepared.request.mesh)
         lowered = lower(captured.clone(), result.plan, prepared.layout, prepared.programs, target)
         training = self._training
-        what = f"{type(training.model).__name__} with {type(training.optimizer).__name__}, times from measured costs"
+        what = f"{type(training.model).__name__} with {training.optimizers.name}, times from measured costs"
         saved = SavedPlan.from_lowered(lowered, self._machine, what)
         try:
             saved.save(path)

@@ -14,6 +14,7 @@ import torch
 import zerofx
 from zerofx.driver.asked import describe_request
 from zerofx.errors import UsageError
+from zerofx.optimizers import Optimizers
 from zerofx.option_table import Purpose, entries, texts
 from zerofx.options import CompileKeywords, CompileOptions, PlanKeywords, TuneKeywords, check_options
 from zerofx.precision import Precision
@@ -57,7 +58,10 @@ def test_ranks_compare_an_option_of_which_nothing_is_said() -> None:
     given = {one.name: getattr(_options(), one.name) for one in fields(CompileOptions)}
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    described = {describe_request(model, optimizer, _WithOneMore(**given, added=n), read_settings()) for n in (1, 2)}
+    described = {
+        describe_request(model, Optimizers((optimizer,)), _WithOneMore(**given, added=n), read_settings())
+        for n in (1, 2)
+    }
     assert len(described) == 2
 
 

@@ -14,6 +14,7 @@ from zerofx import MemoryBudgetError
 from zerofx.driver.meshes import layouts as layouts_module
 from zerofx.driver.meshes.layouts import best_prices
 from zerofx.driver.plan_only import capture_for_plans
+from zerofx.optimizers import Optimizers
 from zerofx.options import check_options
 from zerofx.scheduler.cost.sharding_seconds import Prices
 from zerofx.scheduler.plan.decisions import ShardingDecision
@@ -80,7 +81,8 @@ def test_the_layout_that_is_simulated_fastest_is_taken() -> None:
     with torch.device("meta"):
         model, x = Sequence(), torch.empty(1, NUM_TOKENS, WIDTH)
     options = check_options(stage=3, machine=MACHINE, backend="eager")
-    captured = capture_for_plans(model, torch.optim.SGD(model.parameters(), lr=0.3), (x,), options, verbose=False)
+    optimizers = Optimizers((torch.optim.SGD(model.parameters(), lr=0.3),))
+    captured = capture_for_plans(model, optimizers, (x,), options, verbose=False)
 
     def taken() -> Prices:
         return best_prices(

@@ -17,7 +17,7 @@ from zerofx import MemoryBudgetError, UsageError, ZeroFXWarning
 from zerofx.driver.meshes.choice import candidates
 from zerofx.driver.meshes.estimates import Estimates
 from zerofx.driver.plan_only import capture_for_plans
-from zerofx.optimizers import ShadowOptimizer
+from zerofx.optimizers import Optimizers, ShadowOptimizer
 from zerofx.options import check_options
 from zerofx.report.meshes import MeshComparison, MeshOutcome
 from zerofx.scheduler.plan.mesh import Mesh
@@ -78,7 +78,8 @@ def estimated(model: Callable[[], nn.Module], num_ranks: int, samples: int = 32,
         tower = model()
         x = torch.empty(samples, 64, WIDTH)
     checked = check_options(stage=3, machine="h100-sxm", backend="eager", **options)
-    captured = capture_for_plans(tower, torch.optim.Adam(tower.parameters()), (x,), checked, verbose=False)
+    optimizers = Optimizers((torch.optim.Adam(tower.parameters()),))
+    captured = capture_for_plans(tower, optimizers, (x,), checked, verbose=False)
     return Estimates(captured.request, captured.captures, num_ranks, on_cpu=False)
 
 

@@ -52,19 +52,19 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
         return None
     if recorded.text is None and recorded.place.read() is None:
         return None
-    model, optimizer, batch = request.model, request.optimizer, request.batch
+    model, optimizers, batch = request.model, request.optimizers, request.batch
     options, settings, device = request.options, request.settings, trace_device(request.model, request.batch)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+    groups = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizers.param_groups]
     # Which update that makes is compared once it is traced; here it keeps steps of several optimizers apart.
-    flags = [structural_flags(group) for group in optimizer.param_groups]
-    update = f"{type(optimizer).__module__}.{type(optimizer).__qualname__} {flags}"
+    flags = [[structural_flags(group) for group in optimizer.param_groups] for optimizer in optimizers.each]
+    update = f"{optimizers.kind} {flags}"
     plan = options.plan
     assert plan is None or isinstance(plan, Plan), "a file has been read"
     parts = (
         recorded.place.key, update, repr(groups),
         repr(None if earlier is None else f"{earlier.layout} {earlier.binding.variant} {earlier.shared}"),
-        repr(histories_of(model, optimizer) if earlier is None else None),
+        repr(histories_of(model, optimizers) if earlier is None else None),
         repr(request.locations), repr(request.fixed), *(repr(entry.facts()) for entry in request.borrowed),
         repr(sorted(batch.description().items())),
         repr(request.machine), str(request.mesh), str(device),
@@ -77,26 +77,26 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
 
 
 def find(key: str, request: Request, captures: Captures, earlier: Earlier | None) -> CacheHit | None:
-    """The step that was kept under ``key``; None if there is none, or if the optimizer's update has changed.
+    """The step that was kept under ``key``; None if there is none, or if the optimizers' update has changed.
 
     Raises:
-        OptimizerError: the optimizer does not belong to the model.
+        OptimizerError: an optimizer does not belong to the model.
     """
     step = DiskCache(request.settings.cache_dir).read_as(key, KeptStep.from_json)
     recorded = captures.record() if step is not None else None
     if step is None or recorded is None:
         return None
     step = step.set_returned(recorded.record.returned)
-    model, optimizer = request.model, request.optimizer
-    group_of_parameters(model, optimizer, recorded.place.blank.parameters, set(step.gradients))
+    model, optimizers = request.model, request.optimizers
+    group_of_parameters(model, optimizers, recorded.place.blank.parameters, set(step.gradients))
     if earlier is not None:
         binding, programs = earlier.binding, earlier.binding.programs(earlier.state.buckets)
     else:
         fused = request.options.compiles_regions
-        binding = OptimizerBinding(optimizer, step.layout.own, step.program.device, prefer_fused=fused)
+        binding = OptimizerBinding(optimizers, step.layout.own, step.program.device, prefer_fused=fused)
         programs = binding.programs(None, binding.find_states(dict(model.named_parameters())))
     _, of_others = add_borrowed(step.layout.own, request.borrowed)
-    # The update follows from code that is no part of zerofx, and from states that the optimizer holds.
+    # The update follows from code that is no part of zerofx, and from states that the optimizers hold.
     if binding.variant != step.variant:
         return None
     return CacheHit(step, binding, programs | of_others)

@@ -1,7 +1,7 @@
-"""A step of the user's optimizer: its scalars, and what it leaves in states, groups and attributes.
+"""A step of the user's optimizers: its scalars, and what it leaves in states, groups and attributes.
 
-The optimizer object stays the user's. Its ``param_groups`` are read at every step, so schedulers that change them just
-work. Its states live in flat slices (``zerofx/runtime/state/optimizer_state.py``).
+Optimizer objects stay the user's. Their ``param_groups`` are read at every step, so schedulers that change them just
+work. Their states live in flat slices (``zerofx/runtime/state/optimizer_state.py``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zerofx.optimizers import Optimizers
 from zerofx.optimizers.binding import OptimizerBinding, distinct
 from zerofx.optimizers.outside import Change
 from zerofx.optimizers.program import UpdateProgram
@@ -33,7 +34,7 @@ class Advance:
     def swap(self, state: TrainingState, buckets: Iterable[int] | None = None) -> None:
         """Exchange what the buckets have with what is noted here: once to advance, a second time to go back.
 
-        Groups and attributes of the optimizer change when all buckets do.
+        Groups and attributes of the optimizers change when all buckets do.
         """
         indices = list(self.after if buckets is None else buckets)
         for index in indices:
@@ -76,11 +77,11 @@ def _begins_anew(bucket: BucketState, program: UpdateProgram) -> bool:
     )
 
 
-def hyperparameter_texts(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+def hyperparameter_texts(optimizers: Optimizers) -> dict[str, str]:
     """The numbers and words of each param group as they are now, by group and name."""
     return {
         f"{name} of param group {index}": str(_number(value))
-        for index, group in enumerate(optimizer.param_groups)
+        for index, group in enumerate(optimizers.param_groups)
         for name, value in group.items()
         if name != "params"
     }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from zerofx.capture.checks import refuse_step
 from zerofx.errors import UsageError
+from zerofx.ir.buckets import Bucket
 from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.state import TrainingState
@@ -40,27 +42,28 @@ class _StatesElsewhere(defaultdict[torch.Tensor, Any]):
 
 
 class OptimizerState:
-    """Keeps ``optimizer.state_dict()`` and ``load_state_dict()`` truthful through torch's own hooks."""
+    """Keeps ``state_dict()`` and ``load_state_dict()`` of each optimizer truthful through torch's own hooks."""
 
     def __init__(self, binding: OptimizerBinding, state: TrainingState, control: Control) -> None:
-        optimizer = binding.optimizer
-        self._optimizer = optimizer
+        self._optimizers = binding.optimizers.each
         self._binding = binding
         self._state = state
         self._control = control
-        self._handles = [
-            optimizer.register_state_dict_pre_hook(lambda _: self._fill()),
-            optimizer.register_state_dict_post_hook(lambda *_: self._empty()),
-            optimizer.register_load_state_dict_post_hook(lambda _: self._note_loaded()),
-            optimizer.register_step_pre_hook(refuse_step),
-        ]
+        self._handles: list[Any] = []
         self._elsewhere = _StatesElsewhere()
-        if optimizer.state:
-            self._absorb()
-        self._empty()
+        for optimizer in self._optimizers:
+            self._handles += [
+                optimizer.register_state_dict_pre_hook(lambda mine: self._fill([mine])),
+                optimizer.register_state_dict_post_hook(lambda mine, _: self._empty(mine)),
+                optimizer.register_load_state_dict_post_hook(self._note_loaded),
+                optimizer.register_step_pre_hook(refuse_step),
+            ]
+            if optimizer.state:
+                self._absorb(optimizer)
+            self._empty(optimizer)
 
     def give_back(self, *, alone: bool = False) -> None:
-        """Leave every parameter's whole states in the optimizer, and let go of it; ``alone``: without other ranks.
+        """Leave every parameter's whole states in its optimizer, and let go of all; ``alone``: without other ranks.
 
         They are in the dtype that the optimizer computes with, so that its own ``step`` may follow.
         """
@@ -68,11 +71,11 @@ class OptimizerState:
             handle.remove()
         self.take_loaded()
         if alone:
-            self._place_whole(as_computed=True)
+            self._place_whole(self._optimizers, as_computed=True)
         else:
-            self._fill(as_computed=True)
+            self._fill(self._optimizers, as_computed=True)
 
-    def _fill(self, *, as_computed: bool = False) -> None:
+    def _fill(self, optimizers: Sequence[torch.optim.Optimizer], *, as_computed: bool = False) -> None:
         """Put every parameter's whole states where ``state_dict`` looks for them. A collective call.
 
         They are in the dtype that they are stored in, or ``as_computed`` with.
@@ -82,61 +85,67 @@ class OptimizerState:
         with self._control.fail_together(purpose):
             self.take_loaded()
             self._state.flush()
-            self._place_whole(as_computed=as_computed)
+            self._place_whole(optimizers, as_computed=as_computed)
 
-    def _place_whole(self, *, as_computed: bool) -> None:
-        states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        for bucket, state in zip(self._state.layout.buckets, self._state.buckets, strict=True):
-            if not state.present:
-                continue
-            flat = {
-                n: self._state.gather(bucket, self._state.load(t)) for n, t in state.flat.items() if n in state.present
-            }
-            if as_computed:
-                flat = {n: whole.to(bucket.optimizer_dtype(whole.dtype)) for n, whole in flat.items()}
-            for slot in bucket.slots:
-                entry: dict[str, Any] = {n: _copy(v) for n, v in state.scalars.items() if n in state.present}
-                parameter = self._state.parameter(slot.source)
-                held = states[parameter] if slot.first_row else {}
-                for name, whole in flat.items():
-                    mine = self._state.to_parameter(slot, whole)
-                    if slot.whole is None:
-                        entry[name] = mine.clone()
-                        continue
-                    entry[name] = held[name] if name in held else mine.new_empty(parameter.shape)
-                    slot.box(entry[name]).copy_(slot.view(whole))
-                states[parameter] = entry
-        self._optimizer.state = states
+    def _place_whole(self, optimizers: Sequence[torch.optim.Optimizer], *, as_computed: bool) -> None:
+        for optimizer in optimizers:
+            states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+            for bucket in self._binding.buckets_of(optimizer, self._state.parameters):
+                self._gather(bucket, states, as_computed=as_computed)
+            optimizer.state = states
 
-    def _empty(self) -> None:
-        self._optimizer.state = self._elsewhere
+    def _gather(self, bucket: Bucket, states: defaultdict[torch.Tensor, Any], *, as_computed: bool) -> None:
+        """Add the whole states of a bucket's parameters to ``states``."""
+        state = self._state.buckets[bucket.index]
+        if not state.present:
+            return
+        flat = {n: self._state.gather(bucket, self._state.load(t)) for n, t in state.flat.items() if n in state.present}
+        if as_computed:
+            flat = {n: whole.to(bucket.optimizer_dtype(whole.dtype)) for n, whole in flat.items()}
+        for slot in bucket.slots:
+            entry: dict[str, Any] = {n: _copy(v) for n, v in state.scalars.items() if n in state.present}
+            parameter = self._state.parameter(slot.source)
+            held = states[parameter] if slot.first_row else {}
+            for name, whole in flat.items():
+                mine = self._state.to_parameter(slot, whole)
+                if slot.whole is None:
+                    entry[name] = mine.clone()
+                    continue
+                entry[name] = held[name] if name in held else mine.new_empty(parameter.shape)
+                slot.box(entry[name]).copy_(slot.view(whole))
+            states[parameter] = entry
 
-    def _note_loaded(self) -> None:
+    def _empty(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.state = self._elsewhere
+
+    def _note_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Check what has been loaded; the ``load_state_dict`` of a subclass may still work on it, after torch's."""
         try:
             self._binding.find_states(self._state.parameters)
         except BaseException:
-            self._empty()
+            self._empty(optimizer)
             raise
 
     def take_loaded(self) -> None:
         """Take over what has been loaded since the last step, or put in the place of ``optimizer.state``."""
-        if self._optimizer.state is not self._elsewhere:
-            self._absorb()
+        for optimizer in self._optimizers:
+            if optimizer.state is not self._elsewhere:
+                self._absorb(optimizer)
 
-    def _absorb(self) -> None:
-        """Take over the states that the optimizer holds per parameter; parameters without any begin anew."""
+    def _absorb(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over the states that an optimizer holds per parameter; its parameters without any begin anew."""
         # What is under way for the states that go must not reach those that come.
         self._state.settle()
         try:
             held = self._binding.find_states(self._state.parameters)
         finally:
-            self._empty()
-        for index, mine in enumerate(self._state.buckets):
-            if index not in held:
+            self._empty(optimizer)
+        for bucket in self._binding.buckets_of(optimizer, self._state.parameters):
+            mine = self._state.buckets[bucket.index]
+            if bucket.index not in held:
                 mine.forget()
-        for index, states in held.items():
-            bucket, mine = self._state.layout.buckets[index], self._state.buckets[index]
+                continue
+            states = held[bucket.index]
             mine.scalars = {**mine.scalars, **{name: _copy(value) for name, value in states.scalars.items()}}
             for name, values in states.flat.items():
                 whole = torch.zeros(bucket.numel, dtype=values[0].dtype.to_real(), device=self._state.device)

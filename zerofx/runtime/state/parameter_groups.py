@@ -1,4 +1,4 @@
-"""Parameters of a model that its optimizer trains, and which of those may share a bucket.
+"""Parameters of a model that its optimizers train, and which of those may share a bucket.
 
 What an optimizer has seen of a parameter so far, its history, is its states and the numbers among them: parameters with
 different histories cannot be updated as one.
@@ -12,22 +12,24 @@ from torch import nn
 from zerofx.capture.checks import check_owner
 from zerofx.errors import OptimizerError
 from zerofx.ir.parameters import ParameterInfo
+from zerofx.optimizers import Optimizers
 from zerofx.units import first_few
 
 
 def group_of_parameters(
-    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: tuple[ParameterInfo, ...], with_gradient: set[str]
+    model: nn.Module, optimizers: Optimizers, parameters: tuple[ParameterInfo, ...], with_gradient: set[str]
 ) -> dict[str, int]:
     """The index of the param group of each parameter that the step trains, by name.
 
     A parameter that is frozen, or that the loss does not depend on, is not trained, as in eager mode.
 
     Raises:
-        OptimizerError: the optimizer holds a tensor that is not the model's, or lacks a parameter that gets a gradient.
+        OptimizerError: an optimizer holds a tensor that is not the model's, or another's; or a parameter that gets a
+            gradient is in none.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    check_owner(model, optimizer)
-    groups = {names[id(p)]: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    check_owner(model, optimizers)
+    groups = {names[id(p)]: index for index, group in enumerate(optimizers.param_groups) for p in group["params"]}
     missing = [info.name for info in parameters if info.name in with_gradient and info.name not in groups]
     if missing:
         raise OptimizerError(
@@ -38,10 +40,14 @@ def group_of_parameters(
     return {name: index for name, index in groups.items() if name in with_gradient}
 
 
-def histories_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Texts that tell parameters which were trained in other steps from each other, by name: their states, and the
-    numbers among them, such as steps. Empty where all are alike."""
-    entries = {name: (p, optimizer.state.get(p, {})) for name, p in model.named_parameters()}
+def histories_of(model: nn.Module, optimizers: Optimizers) -> dict[str, str]:
+    """Texts that tell parameters which were trained in other steps from each other, by name: their optimizer, their
+    states, and the numbers among them, such as steps. Empty where all are alike.
+
+    Parameters that no optimizer has, which have no history, are alike to those of the first."""
+    holders = optimizers.holders()
+    holder = {name: holders.get(id(p), 0) for name, p in model.named_parameters()}
+    entries = {name: (p, optimizers.each[holder[name]].state.get(p, {})) for name, p in model.named_parameters()}
     # Of a parameter of one element, states look like numbers.
     numbers = {
         state
@@ -51,7 +57,8 @@ def histories_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     }
     texts = {
         name: repr(
-            [
+            [holder[name]]
+            + [
                 (state, float(value) if state in numbers else "")
                 for state, value in sorted(entry.items(), key=lambda item: item[0])
             ]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
+from zerofx.optimizers import Optimizers
 from zerofx.runtime.comm.comparisons import Comparison
 from zerofx.runtime.state.optimizer import hyperparameter_texts
 from zerofx.session.shapes import Match
@@ -19,7 +18,7 @@ def lines(described: Mapping[str, str]) -> str:
     return "\n".join(f"{name}: {text}" for name, text in described.items())
 
 
-def update_parts(optimizer: torch.optim.Optimizer, variant: str, changed: str) -> list[Comparison]:
+def update_parts(optimizers: Optimizers, variant: str, changed: str) -> list[Comparison]:
     """Parts of an update: ``variant`` tells how it was traced, ``changed`` whose ``requires_grad`` is another."""
     return [
         Comparison(
@@ -27,7 +26,7 @@ def update_parts(optimizer: torch.optim.Optimizer, variant: str, changed: str) -
             "Set requires_grad on all ranks alike, before the same step.",
         ),
         Comparison(
-            "optimizer options", lines(hyperparameter_texts(optimizer)),
+            "optimizer options", lines(hyperparameter_texts(optimizers)),
             "Set them on all ranks alike: a scheduler that follows a loss has to be given the mean of all ranks' "
             "losses, as step.average(loss) gives it.",
         ),
