@@ -60,11 +60,6 @@ class OptimizerBinding:
         at, index = self._places[bucket.group]
         return self.optimizers.each[at], index
 
-    def group(self, bucket: Bucket) -> dict[str, Any]:
-        optimizer, index = self.place(bucket)
-        group: dict[str, Any] = optimizer.param_groups[index]
-        return group
-
     def buckets_of(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> list[Bucket]:
         """The buckets of whose parameters an optimizer has the states; ``parameters`` by name.
 
@@ -127,8 +122,9 @@ class OptimizerBinding:
         programs = self._cast_states(self._programs)
         texts = {id(program): program.text for program in programs.values()}
         whole = "\n".join(f"{index} {texts[id(program)]}" for index, program in sorted(programs.items()))
-        groups = {bucket.group: self.group(bucket) for bucket in self.layout.buckets if bucket.trainable}
-        flags = [", ".join(f"{name}={value}" for name, value in structural_flags(group)) for group in groups.values()]
+        places = {bucket.group: self.place(bucket) for bucket in self.layout.buckets if bucket.trainable}
+        groups = [optimizer.param_groups[index] for optimizer, index in places.values()]
+        flags = [", ".join(f"{name}={value}" for name, value in structural_flags(group)) for group in groups]
         digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
         self.variant = f"{self.optimizers.name}({'; '.join(flags)}), traced as {digest}"
         return programs

@@ -61,6 +61,12 @@ def make_two() -> object:
     return make()[:2]
 
 
+def make_with_several() -> object:
+    model, _, batch = make()
+    first, *others = model.parameters()
+    return model, [torch.optim.SGD([first]), torch.optim.AdamW(others)], batch
+
+
 def make_bare_batch() -> object:
     return (*make()[:2], torch.zeros(4, DIM))
 
@@ -215,6 +221,14 @@ def test_tune_on_two_processes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("candidate ") == 1 and "keep all gathered" in done.stdout
     assert Plan.load(saved).num_ranks == 2
+
+
+def test_the_optimizer_may_be_a_list_of_several(tmp_path: Path) -> None:
+    asked = ("--save", str(tmp_path / "plan.json"), "--save-graph", str(tmp_path / "graph.json"))
+    result = plan("--world-size", "2", *asked, function="make_with_several")
+    assert result.exit_code == 0, result.output
+    assert "with SGD + AdamW" in (tmp_path / "plan.json").read_text(encoding="utf-8")
+    assert (tmp_path / "graph.json").exists()
 
 
 def test_a_loss_function_is_the_fourth_value() -> None:
