@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import zerofx
 from tests.nets.cases.random_graphs import Graph, GraphCase
-from tests.nets.records import Record, results_path, write_records
+from tests.nets.records import Record, read_records, results_path, write_records
 from tests.nets.workers import WorkerError, run_in_workers
 from zerofx.codegen.inductor.region_rewrites import TracedRegion
 from zerofx.torch_private.operators import OpOverload
@@ -231,7 +231,7 @@ def run(tried: Sequence[Batch], num_workers: int = 1) -> Iterator[Record]:
 
 
 def main() -> None:
-    """The full sweep, or a part of it of which nothing is written."""
+    """The full sweep, or a part of it; the records of those that ran are written as they come."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=1, help="processes, of one thread each")
     parser.add_argument("--first", type=int, default=0, help="seed of the first graph")
@@ -239,13 +239,14 @@ def main() -> None:
     parser.add_argument("--variant", choices=(REWRITTEN, COMPILED), help="one of both alone")
     parsed = parser.parse_args()
     tried = [batch for batch in batches(range(parsed.first, parsed.last)) if parsed.variant in (None, batch.variant)]
-    records = []
+    coming = {(case.name, batch.variant) for batch in tried for case in batch.cases}
+    earlier = {(record.name, record.variant): record for record in read_records(results_path(NET))}
+    records = {key: record for key, record in earlier.items() if key not in coming}
     for record in tqdm(run(tried, parsed.workers), unit=" graphs"):
-        records.append(record)
+        records[record.name, record.variant] = record
+        write_records(results_path(NET), records.values())
         if record.outcome == "wrong":
             tqdm.write(f"{record.name} {record.variant}: {record.detail}")
-    if (parsed.first, parsed.last, parsed.variant) == (0, NUM_CASES, None):
-        write_records(results_path(NET), records)
 
 
 if __name__ == "__main__":

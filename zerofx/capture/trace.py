@@ -25,6 +25,7 @@ from zerofx.capture.values.watched_calls import CallWatcher
 from zerofx.errors import ZeroFXError, warn, wrap_defects
 from zerofx.ir.batch import Batch as Batch
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.returned import Returned
 from zerofx.torch_private.capture import FakeTensorMode, joint_graph
 from zerofx.units import first_few
 
@@ -53,14 +54,14 @@ def capture(model: nn.Module, batch: Batch, **options: Unpack[CaptureOptions]) -
     return capture_forward(Forward(model, batch, **options))
 
 
-def capture_forward(forward: Forward) -> StepGraph:
-    """The result of ``capture`` for a ``Forward`` of the same arguments."""
+def capture_forward(forward: Forward, returned: Returned | None = None) -> StepGraph:
+    """The result of ``capture``; views are shown by the strides of ``returned``, the extras of an untraced forward."""
     return try_eager_then_compiled(
-        lambda compiled: forward.objective.free_tensors.retrace(lambda: _capture(forward, compiled))
+        lambda compiled: forward.objective.free_tensors.retrace(lambda: _capture(forward, compiled, returned))
     )
 
 
-def _capture(forward: Forward, compiled: bool) -> StepGraph:
+def _capture(forward: Forward, compiled: bool, returned: Returned | None) -> StepGraph:
     """The result of ``capture`` for a forward that is told whether it is ``compiled``.
 
     Raises:
@@ -84,6 +85,8 @@ def _capture(forward: Forward, compiled: bool) -> StepGraph:
             raise explain(error, batch) from error
     with wrap_defects("make a step graph of what was captured"):
         step = StepGraph(joint.graph, device, forward.parameters(), forward.units())
+        if returned is not None and returned.num_tensors == lossy.returned.num_tensors:
+            lossy.returned = returned
         rewritten = Joint(step, joint, forward.model, batch, watcher, lossy)
         for rewrite in NORMALISATIONS:
             rewrite.run(rewritten)

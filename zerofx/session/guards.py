@@ -101,11 +101,10 @@ class ParameterWatch:
         """
         self._was_written = self._was_written or bool(self._tables.take_written())
         replaced = self._replaced() if self._was_written else []
-        tensors = self._tensors.values()
         with without_torch_functions():
-            if not all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), self._addresses)):
-                moved = map(operator.ne, map(torch.Tensor.data_ptr, tensors), self._addresses)
-                replaced += compress(self._tensors, moved)
+            addresses = list(map(torch.Tensor.data_ptr, self._tensors.values()))
+        if addresses != self._addresses:
+            replaced += compress(self._tensors, map(operator.ne, addresses, self._addresses))
         if replaced:
             raise UsageError(
                 f"expected the model's parameters where compile put them, found that {replaced[0]} was replaced or "

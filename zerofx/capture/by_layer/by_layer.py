@@ -81,7 +81,7 @@ def capture_by_layer(
     elif repeats and (captured := _try_to_stamp(whole, repeats, record, say)) is not None:
         captured = place.keep(captured, say)
     else:
-        captured = capture_forward(whole)
+        captured = capture_forward(whole, record.returned)
         # A forward that does not do the same twice may have done something else while it was captured.
         if place.key is not None and (again := record_forward(whole)).text() != record.text():
             warn(
@@ -96,7 +96,7 @@ def capture_by_layer(
         sizes.add(record, captured, setting)
     # Of all layers; but for what is shown as it is given, in no file.
     captured.returned = replace(record.returned, whole=captured.returned.whole)
-    assert not check or captured.text() == capture_forward(whole).text(), (
+    assert not check or captured.text() == capture_forward(whole, record.returned).text(), (
         "layers were stamped out, or kept, as they are not"
     )
     return captured
@@ -153,12 +153,13 @@ def _stamp_layers(whole: Forward, repeats: Sequence[Repeat], expected: str) -> S
     model = whole.model
     shortening = [(repeat, repeat.sample) for repeat in repeats]
     with shorten_lists(model, shortening):
-        record = record_forward(whole).graph()
+        own = record_forward(whole)
+        record = own.graph()
         for repeat in repeats:
             stamp(record, repeat)
         if canonical(record) != expected:
             raise NotRepeatedError("the forward does not run all layers alike")
-        short = capture_forward(whole)
+        short = capture_forward(whole, own.returned)
     if short.constants:
         raise NotRepeatedError("the model has tensors that are neither parameters nor buffers")
     names = _Names(short)
