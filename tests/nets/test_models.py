@@ -16,6 +16,7 @@ REPLICATED = "2 ranks, stage 0"
 SHARDED = [name for name in RANKS if name != REPLICATED]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", [case.name for case in SCRIPTS])
 def test_a_script_in_plain_torch_is_trained_bit_for_bit(name: str) -> None:
     assert [record for record in run([name], AT_ONCE) if record.outcome != "exact"] == []

@@ -46,6 +46,7 @@ def test_models_have_the_values_of_a_normal_construction(name: str) -> None:
             assert torch.equal(other[key].materialise(), tensor), key
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", ["gpt", "llama", "gpt2", "mixed dtypes", "parametrised", "torch layers"])
 def test_training_is_the_same_to_the_bit(name: str, stage: int) -> None:
