@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
     for (name, num), cases in sweeps.items():
-        values = [case.callspec.indices for case in cases]
+        values = [{argument: id(value) for argument, value in case.callspec.params.items()} for case in cases]
         # Tests of one file that have the same arguments, perhaps those of a costly fixture, run with the same values.
         seed = f"{name.partition('::')[0]} {sorted(values[0])}"
         part = part_of_sweep(seed, values, num, int(os.environ[PART]))
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def part_of_sweep(seed: str, cases: Sequence[Mapping[str, int]], num: int, part: int) -> list[int]:
-    """The places of ``num`` cases, each the values of its arguments by their numbers.
+    """The places of ``num`` cases, each the values of its arguments, by what identifies them.
 
     One after the other, the next of those that have most values and pairs of values which no case before has. Which one
     is the first goes through all cases from part to part.

@@ -1,4 +1,4 @@
-"""Random graphs on the default backend: fifty as Inductor rewrites them, some compiled; all of them (slow)."""
+"""Random graphs on the default backend: a batch as Inductor rewrites it, some compiled; all of them (slow)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def _wrong(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if record.outcome == "wrong"]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("batch", _REWRITTEN, ids=lambda batch: batch.cases[0].name)
 def test_graphs_are_rewritten_to_what_they_are(batch: Batch) -> None:
     assert _wrong(check(batch)) == []

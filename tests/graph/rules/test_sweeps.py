@@ -31,11 +31,12 @@ def test_all_processes_and_tests_of_the_same_arguments_have_the_same_part() -> N
     assert part_of_sweep("a test", GRID, 4, 5) != part_of_sweep("another", GRID, 4, 5)
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("case", range(6))
-def test_cases(case: int, request: pytest.FixtureRequest) -> None:
-    """What the next test looks at, as it was collected."""
-    assert request.node.get_closest_marker("sweep").args == (2,)
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize(("model", "rows"), [("deep", 2), ("wide", 2), ("tied", 4)])
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_cases(model: str, rows: int, tier: str, request: pytest.FixtureRequest) -> None:
+    """Cases that the next test looks at, as they were collected."""
+    assert request.node.get_closest_marker("sweep").args == (3,)
 
 
 def test_all_other_cases_are_slow_and_a_case_by_itself_is_not(
@@ -46,7 +47,10 @@ def test_all_other_cases_are_slow_and_a_case_by_itself_is_not(
         monkeypatch.setenv("ZEROFX_TESTS_PART", str(day))
         cases = [item for item in module.collect() if item.name.startswith("test_cases[")]
         pytest_collection_modifyitems(cases)
-        assert len([case for case in cases if case.get_closest_marker("slow")]) == 4
-    alone = [item for item in module.collect() if item.name == "test_cases[3]"]
+        part = [case.callspec.params for case in cases if case.get_closest_marker("slow") is None]
+        assert len(part) == 3 and len(cases) == 6
+        assert {case["model"] for case in part} == {"deep", "wide", "tied"}
+        assert {case["tier"] for case in part} == {"host", "nvme"}
+    alone = [item for item in module.collect() if item.name == "test_cases[nvme-wide-2]"]
     pytest_collection_modifyitems(alone)
     assert alone[0].get_closest_marker("slow") is None

@@ -80,9 +80,10 @@ def _deferred_on_one_rank(model: Callable[[], nn.Module]) -> Callable[[], nn.Mod
     return deferred(model) if dist.get_rank() else model
 
 
-def test_two_ranks() -> None:
-    runs = [("stack", 3, None), ("stack", 0, "bf16")]
-    assert run_ranks(_on_ranks, 2, runs) == [[], []]
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("run", [("stack", 3, None), ("stack", 0, "bf16")])
+def test_two_ranks(run: tuple[str, int, str | None]) -> None:
+    assert run_ranks(_on_ranks, 2, [run]) == [[], []]
 
 
 @pytest.mark.slow

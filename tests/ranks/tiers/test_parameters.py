@@ -89,9 +89,10 @@ def _on_ranks(drive: str, cases: Sequence[tuple[str, str, tuple[str, str] | None
     ]
 
 
-def test_two_ranks(drive: Path) -> None:
-    cases = [("gpt", "host", None), ("gpt", "nvme", ("nvme", "device")), ("gpt", "host", ("host", "host"))]
-    assert run_ranks(_on_ranks, 2, str(drive), cases) == [[], []]
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize(("tier", "states"), [("host", None), ("nvme", ("nvme", "device")), ("host", ("host", "host"))])
+def test_two_ranks(tier: str, states: tuple[str, str] | None, drive: Path) -> None:
+    assert run_ranks(_on_ranks, 2, str(drive), [("gpt", tier, states)]) == [[], []]
     assert not list(drive.iterdir())
 
 

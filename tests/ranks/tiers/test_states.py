@@ -61,8 +61,10 @@ def _on_ranks(drive: str, stage: int, places: list[tuple[str, str]]) -> list[str
     return [text for place in places for text in trains_and_holds_as_planned("gpt", stage, placing(prepared, *place))]
 
 
-def test_two_ranks(drive: Path) -> None:
-    assert run_ranks(_on_ranks, 2, str(drive), 3, [("host", "host"), ("nvme", "device")]) == [[], []]
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("places", [("host", "host"), ("nvme", "device")])
+def test_two_ranks(places: tuple[str, str], drive: Path) -> None:
+    assert run_ranks(_on_ranks, 2, str(drive), 3, [places]) == [[], []]
     assert not list(drive.iterdir())
 
 
