@@ -20,7 +20,7 @@ def test_a_script_in_plain_torch_is_trained_bit_for_bit(name: str) -> None:
     assert [record for record in run([name], AT_ONCE) if record.outcome != "exact"] == []
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("variant", RANKS)
 @pytest.mark.parametrize("name", [case.name for case in SCRIPTS])
 def test_two_ranks_train_scripts_as_distributed_data_parallel_does(name: str, variant: str) -> None:

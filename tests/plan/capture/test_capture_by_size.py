@@ -108,7 +108,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("make", [small, Shifted, transformers_llama])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_third_size_follows_from_two(make: Callable[[], nn.Module], sizes: list[Size]) -> None:

@@ -34,7 +34,7 @@ def _wrong(runs: list[tuple[tuple[int, int], dict[str, Any]]]) -> list[str]:
     ]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("stages", "options"),
     [

@@ -47,7 +47,7 @@ COLLECTIVES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("what", COLLECTIVES)
 def test_collectives_are_waited_for(what: str) -> None:
     assert run_ranks(_wrong, 2, *COLLECTIVES[what]) == [[], []]

@@ -77,7 +77,7 @@ def _at(*stages: int) -> dict[str, dict[str, Any]]:
     return {f"stage {stage}": {"stage": stage} for stage in stages}
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("what", [*_at(0, 1, 2, 3), *PLANS])
 @pytest.mark.parametrize("name", ["stack", "batchnorm", "gpt2 dropout"])
 def test_two_ranks_train_like_distributed_data_parallel_without_a_reduction_for_each(name: str, what: str) -> None:
@@ -90,7 +90,7 @@ def _compare_each(name: str, stage: int, accumulate: int) -> dict[str, list[str]
     return compare_runs([name], _at(stage), steps=2, accumulate=accumulate, each=True)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("name", "accumulate"), [("stack", 2), ("stack", 4), ("batchnorm", 2), ("gpt2 dropout", 2)])
 def test_two_ranks_train_like_distributed_data_parallel_with_one(name: str, accumulate: int, stage: int) -> None:

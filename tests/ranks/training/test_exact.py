@@ -77,7 +77,7 @@ def _compare_the_rest(names: list[str]) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("family", _families(SLOW_ON_RANKS))
 def test_two_ranks_train_like_distributed_data_parallel(family: str) -> None:
     for rank, wrong in enumerate(run_ranks(_compare_family, 2, FAMILIES[family])):
