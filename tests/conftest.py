@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sweeps: dict[tuple[str, int], list[pytest.Function]] = {}
     for item in items:
         if (sweep := item.get_closest_marker("sweep")) and not item.get_closest_marker("slow"):
-            assert isinstance(item, pytest.Function), f"expected a sweep with cases, found {item.nodeid}"
+            assert isinstance(item, pytest.Function) and hasattr(item, "callspec"), f"{item.nodeid} has no cases"
             sweeps.setdefault((item.nodeid.partition("[")[0], *sweep.args), []).append(item)
         if "golden" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.golden)
