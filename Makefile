@@ -51,8 +51,8 @@ test: venv ## the tests that need no GPU and little time
 test-quick: venv ## graphs, plans, and that one process trains to the bit: under 3 minutes on 2 cores
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu and not captures" tests/graph tests/plan $(GATE)
 
-nightly: venv ## the slow tests, and the GPU tests where there is a GPU
-	$(BIN)/python -m pytest -q -m "slow or gpu"
+nightly: venv ## the slow tests, all cases of sweeps, and the GPU tests where there is a GPU
+	$(BIN)/python -m pytest -q -m "slow or sweep or gpu"
 
 compat: venv ## the quick tests with each version of torch, one after the other (6 GB and half an hour each)
 	$(BIN)/python -m tests.compat

@@ -1,16 +1,19 @@
-"""What all tests share: golden texts, one thread, a fixed seed, a drive, and GPU tests that skip with a reason."""
+"""What all tests share: golden texts, one thread, a fixed seed, a drive, parts of sweeps, skipped GPU tests."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import difflib
 import functools
+import itertools
+import math
 import os
 import random
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +23,8 @@ import torch
 from tests.lib.captures import SWITCH, own_captures, shared_captures
 
 GOLDEN = Path(__file__).parent / "golden"
+# Which part of each sweep is run: a number that changes from day to day, or that is given.
+PART = "ZEROFX_TESTS_PART"
 OLDER_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
@@ -30,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # What an earlier run has left is no part of a test, nor of the processes that it starts.
     os.environ["ZEROFX_CACHE_DIR"] = "0"
+    os.environ.setdefault(PART, str(datetime.datetime.now(datetime.UTC).date().toordinal()))
     # Nor are generated steps to be left in the folder of whoever runs tests. Triton builds in the home folder
     # otherwise, which may be one that cannot be written to. All workers of a run have the folders that the first
     # process has made, and removes.
@@ -42,7 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
 # First, so that `-m golden` sees the marker.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sweeps: dict[tuple[str, int], list[pytest.Function]] = {}
     for item in items:
+        if (sweep := item.get_closest_marker("sweep")) and not item.get_closest_marker("slow"):
+            assert isinstance(item, pytest.Function) and hasattr(item, "callspec"), f"{item.nodeid} has no cases"
+            sweeps.setdefault((item.nodeid.partition("[")[0], *sweep.args), []).append(item)
         if "golden" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.golden)
         if item.path.parent.name == "capture":
@@ -52,6 +62,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("default"))
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    for (name, num), cases in sweeps.items():
+        values = [{argument: id(value) for argument, value in case.callspec.params.items()} for case in cases]
+        # Tests of one file that have the same arguments, perhaps those of a costly fixture, run with the same values.
+        seed = f"{name.partition('::')[0]} {sorted(values[0])}"
+        part = part_of_sweep(seed, values, num, int(os.environ[PART]))
+        for index in set(range(len(cases))) - set(part):
+            cases[index].add_marker(pytest.mark.slow)
+
+
+def part_of_sweep(seed: str, cases: Sequence[Mapping[str, int]], num: int, part: int) -> list[int]:
+    """The places of ``num`` cases, each the values of its arguments, by what identifies them.
+
+    One after the other, the next of those that have most values and pairs of values which no case before has. Which one
+    is the first goes through all cases from part to part.
+    """
+    order = random.Random(seed).sample(range(len(cases)), len(cases))
+    step = next(step for step in itertools.count(num) if math.gcd(step, len(cases)) == 1)
+    start = part * step % len(cases)
+    left = order[start:] + order[:start]
+    chosen: list[int] = []
+    covered: set[object] = set()
+    while left and len(chosen) < num:
+        values = {index: cases[index].items() for index in left}
+        of_case = {index: {*values[index], *itertools.combinations(sorted(values[index]), 2)} for index in left}
+        best = max(left, key=lambda index: len(of_case[index] - covered))
+        chosen.append(best)
+        covered |= of_case[best]
+        left.remove(best)
+    return chosen
 
 
 # Around the whole of a test, with the fixtures of its module.

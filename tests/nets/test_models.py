@@ -12,19 +12,19 @@ from tests.nets.models import RANKS, VARIANTS, missing, run
 
 SAMPLE = random.Random(24).sample([case.name for case in LIBRARIES], 6)
 AT_ONCE = ["1 rank, stage 0", "1 rank, stage 3"]
-REPLICATED = "2 ranks, stage 0"
-SHARDED = [name for name in RANKS if name != REPLICATED]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", [case.name for case in SCRIPTS])
 def test_a_script_in_plain_torch_is_trained_bit_for_bit(name: str) -> None:
     assert [record for record in run([name], AT_ONCE) if record.outcome != "exact"] == []
 
 
-@pytest.mark.parametrize("variants", [SHARDED, pytest.param([REPLICATED], marks=pytest.mark.slow)], ids=str)
-def test_two_ranks_train_scripts_as_distributed_data_parallel_does(variants: list[str]) -> None:
-    found = run([case.name for case in SCRIPTS], variants)
-    assert [record for record in found if record.outcome != "exact"] == []
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("variant", RANKS)
+@pytest.mark.parametrize("name", [case.name for case in SCRIPTS])
+def test_two_ranks_train_scripts_as_distributed_data_parallel_does(name: str, variant: str) -> None:
+    assert [record for record in run([name], [variant]) if record.outcome != "exact"] == []
 
 
 @pytest.mark.parametrize("name", SAMPLE)

@@ -7,7 +7,7 @@ import pytest
 from tests.nets.mutations import KINDS, NUM_CASES, run
 
 
-@pytest.mark.parametrize("numbers", [range(4 * len(KINDS)), pytest.param(range(NUM_CASES), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("numbers", [range(2 * len(KINDS)), pytest.param(range(NUM_CASES), marks=pytest.mark.slow)])
 def test_no_mutation_is_an_error_of_another_kind(numbers: range) -> None:
     found = run(numbers)
     assert [one for one in found if one.outcome == "wrong"] == []

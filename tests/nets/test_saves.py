@@ -7,6 +7,7 @@ import pytest
 from tests.nets.saves import NUM_CASES, Case, run
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("number", range(4))
 def test_a_kill_while_saving_leaves_whole_checkpoints(number: int) -> None:
     assert run(Case.of(number)).detail == ""

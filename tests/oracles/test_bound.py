@@ -237,6 +237,7 @@ def test_no_plan_of_a_model_without_repeated_layers_is_faster_than_the_bound() -
     check_against_every_plan(case, model, batch)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_no_plan_of_a_sharded_step_is_faster_than_the_bound(stage: int) -> None:
     model, batch = Chain(("linear", "tanh"), 2), (torch.randn(ROWS, DIM),)
@@ -254,6 +255,7 @@ def gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:
         return GPT(512, 64, 3, 4, 64), (ids[:, :-1], ids[:, 1:])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("machine", "world_size", "shares"), [("cpu", 1, (0.8, 0.4)), ("h100-sxm", 4, (0.4,))])
 def test_a_gpt_is_planned_near_the_bound(machine: str, world_size: int, shares: tuple[float, ...]) -> None:
     model, batch = gpt()

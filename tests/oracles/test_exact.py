@@ -67,6 +67,7 @@ def chain(n: int) -> Problem:
     return Problem((1.0,) * len(reads), (1,) * len(reads), tuple(reads))
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("n", "slots", "least"), CELLS)
 def test_the_least_computations_of_a_chain(n: int, slots: int, least: int) -> None:
     """On a chain, one computation of a node between two first computations is enough: both solvers find the optimum."""

@@ -22,6 +22,7 @@ def _cases() -> list[Any]:
     ]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("technique", "num_ranks"), _cases())
 def test_a_layer_keeps_what_the_papers_table_counts(technique: Technique, num_ranks: int) -> None:
     shape = SHAPES["175B"]

@@ -33,6 +33,7 @@ def statistics_bytes(batch: int) -> int:
     return 2 * 2 * 2 * SEQUENCE * batch
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", TABLE)
 def test_a_traced_layer_keeps_what_the_paper_counts(name: str) -> None:
     heads, hidden, batch, mib = TABLE[name]
@@ -91,6 +92,7 @@ def test_the_least_that_a_layer_may_keep_is_its_input_and_its_masks() -> None:
     assert least.num_bytes == 2 * full + masks
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", TABLE)
 def test_matrix_products_of_a_traced_step_are_the_papers_flops(name: str) -> None:
     """72 B L s h^2 (1 + s / 6h + v / 12hL), exactly; everything else in a step is less than a hundredth of it."""

@@ -64,6 +64,7 @@ def planned(num_parameters: float, stage: int, world_size: int) -> PlannedStep:
     return plan(model, optimizer, batch, stage, world_size=world_size, precision="bf16")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("num_parameters", TABLE_1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_model_states_are_those_of_table_1(num_parameters: float, stage: int) -> None:

@@ -49,16 +49,21 @@ def test_ranks_agree_whatever_their_devices(library: Path, tmp_path: Path) -> No
     assert "device=cuda," in first["captured graph"] and 'torch.device("cuda")' in first["emitted step"]
 
 
+# With as many rows Inductor reduces over both dimensions in one kernel, and leaves the rest to the wrapper.
+MANY = {"stage": 0, "world_size": 1, "max_grad_norm": 1.0, "sequences": 256}
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("asked", [{"stage": 3, "world_size": 2}, MANY], ids=["few rows", "many rows"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor uses what torch itself deprecates
-def test_regions_sum_in_one_order_and_within_what_is_planned_for_them(library: Path, tmp_path: Path) -> None:
+def test_regions_sum_in_one_order_and_within_what_is_planned_for_them(
+    asked: dict[str, Any], library: Path, tmp_path: Path
+) -> None:
     from zerofx.torch_private.inductor.compile import misshapes_reductions
 
-    # With as many rows Inductor reduces over both dimensions in one kernel, and leaves the rest to the wrapper.
-    many = {"stage": 0, "world_size": 1, "max_grad_norm": 1.0, "sequences": 256}
-    options: list[dict[str, Any]] = [{"stage": 3, "world_size": 2}, many]
-    for found, asked in zip(_printed("regions", library, tmp_path, *map(json.dumps, options)), options, strict=True):
+    for found in _printed("regions", library, tmp_path, json.dumps(asked)):
         kernels = "".join(found["sources"].values())
-        assert (".sum(dim=0)" in kernels) == (asked is many and not misshapes_reductions())
+        assert (".sum(dim=0)" in kernels) == (asked is MANY and not misshapes_reductions())
         assert len(found["sources"]) >= 6
         assert "tl.atomic_add" not in kernels
         assert kernels.count("'deterministic': True") == kernels.count("'deterministic':") > 0

@@ -14,6 +14,7 @@ from zerofx.codegen.region_facts import region_facts
 from zerofx.codegen.regions import cut, regions_of
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_updates_of_a_step_are_those_of_aten(interpret: Interpret, stage: int, precision: str | None) -> None:

@@ -23,6 +23,7 @@ def check(interpret: Interpret, case: str, fused: bool, low: torch.dtype, numel:
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("case", CASES)
 def test_an_update_is_the_optimizers(interpret: Interpret, case: str) -> None:
     check(interpret, case, False, torch.bfloat16, BLOCK + 37, 3)

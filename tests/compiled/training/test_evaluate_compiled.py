@@ -16,6 +16,7 @@ from tests.lib.runs.evaluating import evaluated, own_batches, step_of_case
 pytestmark = compiling.trainings
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["gpt", "batchnorm"])
 def test_one_rank(name: str) -> None:
     assert evaluated(name, 0, tolerance=1e-5, backend="inductor") == []

@@ -29,6 +29,7 @@ def _case(kind: str, length: int) -> Case:
     return Case(lambda: _Recurrent(kind), lambda generator: ((torch.randn(3, length, 5, generator=generator),), {}))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_as_many_regions_are_compiled_whatever_the_length(kind: str) -> None:
     counts = []

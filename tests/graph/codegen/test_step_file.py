@@ -218,6 +218,7 @@ def _places(data: Any) -> list[tuple[Any, Any]]:
     return [(data, key) for key in keys] + [place for key in keys for place in _places(data[key])]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_data_that_was_changed_anywhere_is_refused_or_does_what_a_step_may(seed: int) -> None:
     random = Random(seed)

@@ -25,6 +25,7 @@ def _decisions(step: StepGraph, num_ranks: int) -> list[Absence]:
     return [Absence(value=node.name, num_bytes=storage_bytes(tensor(node)), reason="a test") for node in values]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", ["gpt", "llama", "mixtral"])
 def test_what_is_gathered_is_what_was_kept(name: str, num_ranks: int) -> None:

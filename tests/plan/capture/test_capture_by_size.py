@@ -108,6 +108,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("make", [small, Shifted, transformers_llama])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_third_size_follows_from_two(make: Callable[[], nn.Module], sizes: list[Size]) -> None:
@@ -119,6 +120,7 @@ def test_a_third_size_of_a_deep_model_follows_from_two(sizes: list[Size]) -> Non
     assert said_of_last(deep, sizes) == MADE
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("make", "sizes"),
     [

@@ -91,6 +91,7 @@ def test_with_room_for_all_it_is_the_plan_that_hides_all(mesh: Mesh, stage: int)
     assert hidden(NO_LIMIT, stage, mesh) == planned(PolicyOptions(1), stage, mesh)
 
 
+@pytest.mark.sweep(2)
 @stages
 @meshes
 def test_what_is_hidden_keeps_within_the_limit_and_less_room_never_leads_to_a_higher_peak(

@@ -115,6 +115,7 @@ def seconds_for(levels: tuple[Level, ...], num_bytes: int) -> float:
     return float("inf")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("bandwidth", [1e9, 2e10, 5e10, 4e11])
 def test_choosing_per_tensor_is_never_slower_than_either_alone(bandwidth: float) -> None:
     machine = with_link(bandwidth)

@@ -61,6 +61,7 @@ def test_the_plan_of_transformers_is_the_one_that_is_found_unasked() -> None:
     assert (asked["model.embed_tokens.weight"], asked["lm_head.weight"]) == ("S0", "S0")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
 def test_words_are_about_what_products_give(make: Callable[[], nn.Module]) -> None:
     """A column is one of what is given: ``nn.Linear`` keeps it as a row, ``Conv1D`` does not, and a fused one in

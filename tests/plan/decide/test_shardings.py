@@ -223,6 +223,7 @@ def test_what_cannot_be_shared_is_said() -> None:
     partition(step, decisions, 2)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("width", "lies"), [(96, {"S1/2", "S2"}), (100, {"S0"})])
 def test_experts_are_shared_by_columns_and_each_whole_where_these_do_not_divide(width: int, lies: set[str]) -> None:
     """Columns leave less to do between the two products, whichever experts the tokens have.

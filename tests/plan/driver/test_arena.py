@@ -28,6 +28,7 @@ def _last_line(graph: fx.Graph, buffer: fx.Node) -> int:
     return max(lines[node] for node in (buffer, *reading, *awaiting))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("options", "fewest"),
     [

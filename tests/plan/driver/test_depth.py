@@ -39,6 +39,7 @@ def _regions(depth: int, stage: int, world_size: int) -> _Regions:
     return _Regions(planned.num_distinct_regions, len(regions_of(planned.lowered.instructions)))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("stage", "world_size"),
     [(0, 1), (3, 2), *(pytest.param(s, w, marks=pytest.mark.slow) for s, w in ((0, 2), (1, 2), (2, 2), (3, 64)))],

@@ -111,6 +111,7 @@ def _operators(planned: zerofx.PlannedStep) -> set[str]:
     return set(re.findall(r"aten\.(\w+)\.", planned.lowered.stages[0].text))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("machine", "precision", "kernel"),
     [("h100-sxm", "bf16", "cudnn"), ("a100-80", "bf16", "flash"), ("v100-32", None, "efficient")],

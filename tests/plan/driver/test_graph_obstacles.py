@@ -31,6 +31,7 @@ def gpt(**options: Any) -> Any:
     return lowered(model, ids, ids, **options)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("options", [{}, {"stage": 3, "world_size": 8}, {"accumulate": 2, "precision": "bf16"}])
 def test_nothing_is_in_the_way_of_a_plain_step(options: dict[str, Any]) -> None:
     found = gpt(**options)

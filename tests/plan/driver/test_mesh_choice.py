@@ -115,6 +115,7 @@ def peak_of_four() -> int:
     return estimated(functools.partial(Tower, DEEPER), 4, 128).estimate(Mesh(shard=4)).peak_bytes
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("offload", ["none", "auto"])
 def test_a_few_layers_say_what_all_of_them_take_within_a_budget(offload: str) -> None:
     """Each gives up its share of what is missing, in the way that a search finds; so does a mesh that is like it."""
@@ -129,6 +130,7 @@ def test_a_few_layers_say_what_all_of_them_take_within_a_budget(offload: str) ->
         assert estimate.step_seconds > estimates._simulate_unlimited(estimates._request_on(mesh)).all.step_seconds
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("samples", [pytest.param(2, id="states weigh most"), pytest.param(32, id="activations do")])
 def test_no_mesh_takes_less_than_its_bound(samples: int) -> None:
     """What leaves a mesh out holds for what it takes when it is simulated; none that is left out could win."""

@@ -111,6 +111,7 @@ class _Deep(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -103,6 +103,7 @@ def test_ranks_that_are_not_there_take_no_part_of_the_host() -> None:
     assert alone.fits and alone.machine.ranks_per_node == 1
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_what_this_cpus_kernels_hold_is_no_part_of_a_plan_for_a_gpu(
     monkeypatch: pytest.MonkeyPatch, backend: Backend

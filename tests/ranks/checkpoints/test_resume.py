@@ -49,8 +49,10 @@ def _check(ways: list[Way], num_ranks: int, folder: Path, first: int = 1) -> Non
     assert num_ranks == 1 or expected[0][0].losses != expected[1][0].losses
 
 
-def test_two_ranks_go_on_bit_for_bit(tmp_path: Path) -> None:
-    _check(QUICK, 2, tmp_path)
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("number", range(len(QUICK)))
+def test_two_ranks_go_on_bit_for_bit(number: int, tmp_path: Path) -> None:
+    _check([QUICK[number]], 2, tmp_path, first=number % 2)
 
 
 @pytest.mark.slow

@@ -79,6 +79,7 @@ KEPT: dict[str, tuple[Any, list[str]]] = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("precision", "kept", "names"),
     [

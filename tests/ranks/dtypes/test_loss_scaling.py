@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("drive")
 ROUNDING = 1e-5  # sums of squares are taken in other orders
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("name", "stage"), [("gpt", 0), ("gpt", 3), ("stack", 3), ("tied", 3), ("param groups", 0)])
 def test_one_process_trains_as_with_a_grad_scaler(name: str, stage: int) -> None:
     expected = train_by_hand(name, 8, scaling={})
@@ -241,6 +242,7 @@ def test_a_loss_that_is_not_finite_is_left_out_as_any_other(worst: float) -> Non
 # ------------------------------------------------------------------------------------------------ plans
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("tier", "update"), [("host", "host"), ("host", "device"), ("nvme", "host")])
 def test_states_elsewhere_are_the_same_to_the_bit_and_take_the_bytes_predicted(tier: str, update: str) -> None:
     case = CASES["stack"]

@@ -69,8 +69,10 @@ def _compare(
     return {label: differ for label, differ in wrong.items() if differ}
 
 
-def test_two_ranks_train_as_fsdp2() -> None:
-    assert run_ranks(_compare, 2, "stack", [2], POLICIES, [(2, False)]) == [{}, {}]
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_ranks_train_as_fsdp2(policy: tuple[Any, Any]) -> None:
+    assert run_ranks(_compare, 2, "stack", [2], [policy], [(2, False)]) == [{}, {}]
 
 
 @pytest.mark.slow

@@ -72,6 +72,7 @@ def test_one_process_trains_as_a_loop_that_rounds_states(name: str) -> None:
 QUICK = ["sgd_momentum", "adagrad_all", "radam", "counting_adam"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", [*QUICK, *slowly(*(name for name in OPTIMIZERS if name not in QUICK))])
 def test_any_optimizer(name: str) -> None:
     case = replace(CASES["stack"], optimizer=lambda model: OPTIMIZERS[name](list(model.parameters())))

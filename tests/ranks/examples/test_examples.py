@@ -39,7 +39,7 @@ def run_forked(script: str, *options: str, processes: int = 1) -> str:
     return run_script(ROOT / "examples" / script, *options, num_ranks=processes)
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_train_gpt(processes: int) -> None:
     printed = run_forked("train_gpt.py", "--steps", "3", "--backend", "eager", processes=processes)
     for line in ("validation loss", "unigram entropy", "predicted peak", "measured peak", "generated step"):

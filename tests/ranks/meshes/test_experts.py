@@ -69,10 +69,10 @@ def _trained(ways: str, num_steps: int, options: dict[str, Any]) -> tuple[dict[s
 
 
 @pytest.mark.parametrize(
-    "ways", [pytest.param(way, marks=() if way == "by expert" else pytest.mark.slow) for way in EXPERTS]
+    ("ways", "num_steps"), [("by expert", 5), *(pytest.param(ways, 20, marks=pytest.mark.slow) for ways in EXPERTS)]
 )
-def test_two_ranks_train_experts_as_one_process(ways: str) -> None:
-    (wrong, losses), (wrong_too, losses_too) = run_ranks(_trained, 2, ways, 20, {})
+def test_two_ranks_train_experts_as_one_process(ways: str, num_steps: int) -> None:
+    (wrong, losses), (wrong_too, losses_too) = run_ranks(_trained, 2, ways, num_steps, {})
     assert wrong == wrong_too == {}
     assert losses == losses_too
 

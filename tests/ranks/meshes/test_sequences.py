@@ -83,6 +83,7 @@ def _differences(rings: bool, num_steps: int, options: dict[str, Any]) -> tuple[
     return worst, bool(decided) and all(d.outputs[0].startswith("S2") for d in decided if d.outputs[0]), handed
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("rings", [False, True])
 def test_two_ranks_train_on_a_sequence_as_one_process(rings: bool) -> None:
     for worst, by_tokens, handed in run_ranks(_differences, 2, rings, 5, {}):

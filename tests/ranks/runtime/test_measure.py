@@ -80,6 +80,7 @@ def check(step: zerofx.Step, found: Measurement) -> None:
     assert found.step_seconds > found.exposed_seconds >= 0
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("make", [gpt_step, conv_step])
 def test_one_rank(make: object) -> None:
     assert callable(make)

@@ -48,6 +48,7 @@ def trained(name: str, stage: int, steps: int, **options: Any) -> list[str]:
     return differences(plain, ours)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "name", ["gpt", "batchnorm", "tied", "buffers", "swapped buffers", "arguments", "dropout", "view as loss", "frozen"]
 )

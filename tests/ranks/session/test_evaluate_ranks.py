@@ -23,19 +23,18 @@ from zerofx import Machine, RankMismatchError
 from zerofx.scheduler.cost.machine import Link
 
 
-def _wrong(runs: dict[str, tuple[str, dict[str, Any]]]) -> list[str]:
-    return [f"{what}: {text}" for what, (name, options) in runs.items() for text in evaluated(name, **options)]
+def _wrong(name: str, options: dict[str, Any]) -> list[str]:
+    return evaluated(name, **options)
 
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"stage {stage}": ("gpt", {"stage": stage}) for stage in (0, 3)},
+    **{f"stage {stage}": ("gpt", {"stage": stage}) for stage in range(4)},
     "batch norm": ("batchnorm", {"stage": 3}),
     "tied": ("tied", {"stage": 3}),
     "nothing ahead": ("gpt", {"stage": 3, "prefetch": 0}),
     "kept in training": ("gpt", {"stage": 3, "keep_gathered": "all"}),
     "accumulated": ("gpt", {"stage": 2, "accumulate": 2}),
 }
-BETWEEN: dict[str, tuple[str, dict[str, Any]]] = {f"stage {stage}": ("gpt", {"stage": stage}) for stage in (1, 2)}
 
 
 def _quantised() -> list[str]:
@@ -100,20 +99,18 @@ def test_models_without_values_of_their_own(tmp_path: Path) -> None:
         assert wrong == {"drawn": [], "loaded": []}, f"rank {rank}"
 
 
-@pytest.mark.parametrize(
-    "runs",
-    [pytest.param(RUNS, id="quick"), pytest.param(BETWEEN, id="at the stages between", marks=pytest.mark.slow)],
-)
-def test_two_ranks(runs: dict[str, tuple[str, dict[str, Any]]]) -> None:
-    for rank, wrong in enumerate(run_ranks(_wrong, 2, runs)):
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("what", RUNS)
+def test_two_ranks(what: str) -> None:
+    for rank, wrong in enumerate(run_ranks(_wrong, 2, *RUNS[what])):
         assert wrong == [], f"rank {rank}"
 
 
 @pytest.mark.slow
-def test_replicas() -> None:
-    mesh = {"replicate": 2, "shard": 2}
-    runs = {f"stage {stage}": ("gpt", {"stage": stage, "mesh": mesh}) for stage in (0, 2, 3)}
-    for rank, wrong in enumerate(run_ranks(_wrong, 4, runs)):
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_replicas(stage: int) -> None:
+    options = {"stage": stage, "mesh": {"replicate": 2, "shard": 2}}
+    for rank, wrong in enumerate(run_ranks(_wrong, 4, "gpt", options)):
         assert wrong == [], f"rank {rank}"
 
 
@@ -138,13 +135,11 @@ def _within_budget(offload: Any, drive: str) -> list[str]:
     return wrong
 
 
-def _within_budgets(drive: str) -> dict[str, list[str]]:
-    return {offload: _within_budget(offload, drive) for offload in ("host", "nvme")}
-
-
-def test_a_budget_smaller_than_the_model_holds(tmp_path: Path) -> None:
-    for rank, wrong in enumerate(run_ranks(_within_budgets, 2, str(tmp_path))):
-        assert wrong == {"host": [], "nvme": []}, f"rank {rank}"
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("offload", ["host", "nvme"])
+def test_a_budget_smaller_than_the_model_holds(offload: str, tmp_path: Path) -> None:
+    for rank, wrong in enumerate(run_ranks(_within_budget, 2, offload, str(tmp_path))):
+        assert wrong == [], f"rank {rank}"
 
 
 def _shared(name: str, stage: int) -> list[str]:
@@ -161,13 +156,11 @@ def _shared(name: str, stage: int) -> list[str]:
     return wrong + ([] if {"S0", "S1"} <= placements else [f"values are {placements}"])
 
 
-def _all_shared() -> dict[str, list[str]]:
-    return {name: _shared(name, stage) for name, stage in (("gpt", 3), ("llama", 0))}
-
-
-def test_ranks_that_share_a_computation() -> None:
-    for rank, wrong in enumerate(run_ranks(_all_shared, 2)):
-        assert wrong == {"gpt": [], "llama": []}, f"rank {rank}"
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize(("name", "stage"), [("gpt", 3), ("llama", 0)])
+def test_ranks_that_share_a_computation(name: str, stage: int) -> None:
+    for rank, wrong in enumerate(run_ranks(_shared, 2, name, stage)):
+        assert wrong == [], f"rank {rank}"
 
 
 def _apart() -> list[str]:

@@ -123,6 +123,7 @@ def _check(stage: int, accumulate: int, backend: Any = "eager", **options: Any) 
     return found_bytes
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("stage", "accumulate"), [(0, 1), (3, 2), (2, 4)])
 def test_a_step_may_do_anything_and_hand_out_what_it_likes(stage: int, accumulate: int) -> None:
     _check(stage, accumulate)
@@ -133,6 +134,7 @@ def test_a_compiled_step_hands_out_the_same() -> None:
     _check(3, 1, "inductor")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.filterwarnings("ignore:all 2 ranks draw the same random numbers")  # which is compared with one process
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_hand_out_their_own(stage: int) -> None:

@@ -62,6 +62,7 @@ def test_a_whole_state_is_gathered_a_bucket_at_a_time_and_kept_where_it_is_wante
         assert wrong == [], f"rank {rank}"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("stage", "options"), [(0, {}), (2, {}), (3, {}), (3, {"mesh": {"model": 2}})], ids=str)
 def test_reading_and_writing(stage: int, options: dict[str, Any]) -> None:
     for rank, wrong in enumerate(run_ranks(_full, 2, stage, options)):

@@ -11,23 +11,23 @@ from tests.lib.runs.kept_gradients import unlike_eager_mode
 from tests.lib.runs.sharing import SHARING
 
 
-def _wrong(runs: list[tuple[int, float, dict[str, Any]]]) -> list[str]:
-    return [
-        f"{stage}, {options}: {text}"
-        for stage, bound, options in runs
-        for text in unlike_eager_mode("gpt", stage, bound, **options)
-    ]
+def _wrong(stage: int, bound: float, options: dict[str, Any]) -> list[str]:
+    return unlike_eager_mode("gpt", stage, bound, **options)
 
 
-def test_gradients_are_those_of_eager_mode() -> None:
-    runs = [(0, 0.0, {}), (3, 0.0, {"max_grad_norm": 0.5}), (3, 1e-5, {"mesh": {"model": 2}, "machine": SHARING})]
-    for rank, wrong in enumerate(run_ranks(_wrong, 2, runs)):
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize(
+    ("stage", "bound", "options"),
+    [(0, 0.0, {}), (3, 0.0, {"max_grad_norm": 0.5}), (3, 1e-5, {"mesh": {"model": 2}, "machine": SHARING})],
+)
+def test_gradients_are_those_of_eager_mode(stage: int, bound: float, options: dict[str, Any]) -> None:
+    for rank, wrong in enumerate(run_ranks(_wrong, 2, stage, bound, options)):
         assert wrong == [], f"rank {rank}"
 
 
 @pytest.mark.slow
-def test_on_a_mesh() -> None:
-    mesh = {"replicate": 2, "shard": 2}
-    runs = [(1, 1e-6, {"mesh": mesh}), (3, 1e-6, {"mesh": mesh, "states_over": "shard"})]
-    for rank, wrong in enumerate(run_ranks(_wrong, 4, runs)):
+@pytest.mark.parametrize(("stage", "options"), [(1, {}), (3, {"states_over": "shard"})])
+def test_on_a_mesh(stage: int, options: dict[str, Any]) -> None:
+    options = {"mesh": {"replicate": 2, "shard": 2}, **options}
+    for rank, wrong in enumerate(run_ranks(_wrong, 4, stage, 1e-6, options)):
         assert wrong == [], f"rank {rank}"

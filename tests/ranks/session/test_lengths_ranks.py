@@ -173,6 +173,7 @@ def _evaluated(name: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["pooled", pytest.param("llama", marks=pytest.mark.slow), "bert"])
 def test_ranks_evaluate_batches_of_their_own_lengths(name: str) -> None:
     for rank, wrong in enumerate(run_ranks(_evaluated, 2, name)):

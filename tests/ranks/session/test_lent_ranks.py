@@ -34,8 +34,10 @@ def _wrong(runs: list[tuple[tuple[int, int], dict[str, Any]]]) -> list[str]:
     ]
 
 
-def test_the_bits_of_eager_mode() -> None:
-    runs: list[tuple[tuple[int, int], dict[str, Any]]] = [
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(
+    ("stages", "options"),
+    [
         ((0, 0), {}),
         ((3, 3), {}),
         ((0, 3), {"prefetch": 0}),
@@ -43,9 +45,12 @@ def test_the_bits_of_eager_mode() -> None:
         ((0, 0), {"precisions": ("bf16", None)}),
         ((3, 3), {"precisions": (None, "bf16")}),
         ((3, 3), {"precisions": ("bf16", None)}),
-    ]
-    runs.append(((1, 3), {"away": {"offload": "host", "memory_budget": 36_000}}))
-    for rank, wrong in enumerate(run_ranks(_wrong, 2, runs)):
+        ((1, 3), {"away": {"offload": "host", "memory_budget": 36_000}}),
+    ],
+    ids=str,
+)
+def test_the_bits_of_eager_mode(stages: tuple[int, int], options: dict[str, Any]) -> None:
+    for rank, wrong in enumerate(run_ranks(_wrong, 2, [(stages, options)])):
         assert wrong == [], f"rank {rank}"
 
 
@@ -99,20 +104,17 @@ def test_ranks_read_the_values_that_training_begins_with() -> None:
     assert run_ranks(_other_values, 2) == [[True], [True]]
 
 
-IN_PARTS: list[tuple[tuple[int, int], dict[str, Any]]] = [
-    ((3, 3), {}),
-    ((1, 3), {"away": {"offload": "host", "memory_budget": 23_000}}),
-]
-
-
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
-    "runs", [pytest.param(IN_PARTS, id="quick"), pytest.param([((0, 0), {})], id="whole", marks=pytest.mark.slow)]
+    ("stages", "options"),
+    [((0, 0), {}), ((3, 3), {}), ((1, 3), {"away": {"offload": "host", "memory_budget": 23_000}})],
+    ids=str,
 )
 def test_what_is_read_lies_in_parts_where_ranks_share_computations(
-    runs: list[tuple[tuple[int, int], dict[str, Any]]],
+    stages: tuple[int, int], options: dict[str, Any]
 ) -> None:
-    options = {"mesh": {"model": 2}, "machine": SHARING}
-    for rank, wrong in enumerate(run_ranks(_wrong, 2, [(stages, {**options, **more}) for stages, more in runs])):
+    runs = [(stages, {"mesh": {"model": 2}, "machine": SHARING, **options})]
+    for rank, wrong in enumerate(run_ranks(_wrong, 2, runs)):
         assert wrong == [], f"rank {rank}"
 
 
@@ -124,14 +126,10 @@ def test_slices_of_parts_are_read_on_meshes_of_two_axes() -> None:
         assert wrong == [], f"rank {rank}"
 
 
-def _wrong_with_slices() -> list[str]:
-    return [
-        f"stages {stages}: {text}" for stages in ((0, 0), (3, 3)) for text in unlike_eager_mode_with_slices(3, stages)
-    ]
-
-
-def test_slices_of_slices_are_read() -> None:
-    for rank, wrong in enumerate(run_ranks(_wrong_with_slices, 2)):
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("stages", [(0, 0), (3, 3)], ids=str)
+def test_slices_of_slices_are_read(stages: tuple[int, int]) -> None:
+    for rank, wrong in enumerate(run_ranks(unlike_eager_mode_with_slices, 2, 3, stages)):
         assert wrong == [], f"rank {rank}"
 
 

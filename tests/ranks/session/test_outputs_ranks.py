@@ -37,6 +37,7 @@ def _told(stage: int) -> tuple[Any, Any, float, str]:
     return {k: None if v is None else v.item() for k, v in own.items()}, means, step.average(loss), str(unlike.value)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_outputs_and_their_means(stage: int) -> None:
     (first, means, loss, told), (second, others, _, _) = run_ranks(_told, 2, stage)

@@ -276,12 +276,14 @@ def _check_spoilt(text: str, told: list[str], mode: str) -> None:
     assert [expected in one for one in told] == [True] * (mode == "skip")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", ["skip", "raise"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_loss_that_is_not_finite_stops_before_the_update(mode: str, accumulate: int) -> None:
     _check_spoilt(*_spoil(mode, 3, accumulate), mode)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("mode", "stage"), [("skip", 3), ("raise", 0), ("skip", 2)])
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all(mode: str, stage: int) -> None:
     for text, told in run_ranks(_spoil, 2, mode, stage, 1):

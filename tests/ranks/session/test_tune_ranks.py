@@ -143,6 +143,7 @@ def tune_on_a_mesh(axes: dict[str, int], machine: Machine) -> tuple[TuneResult, 
     return result, losses, [float(eager_step(alone, theirs, **batch)) for _ in range(3)]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("axes", "num_ranks", "streams"),
     [

@@ -110,6 +110,7 @@ def _disagree() -> dict[str, str]:
     return texts
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_are_told_in_what_they_differ_and_which_of_them(num_ranks: int) -> None:
     of_ranks = run_ranks(_disagree, num_ranks)

@@ -46,6 +46,7 @@ def test_models_have_the_values_of_a_normal_construction(name: str) -> None:
             assert torch.equal(other[key].materialise(), tensor), key
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", ["gpt", "llama", "gpt2", "mixed dtypes", "parametrised", "torch layers"])
 def test_training_is_the_same_to_the_bit(name: str, stage: int) -> None:
@@ -79,9 +80,10 @@ def _deferred_on_one_rank(model: Callable[[], nn.Module]) -> Callable[[], nn.Mod
     return deferred(model) if dist.get_rank() else model
 
 
-def test_two_ranks() -> None:
-    runs = [("stack", 3, None), ("stack", 0, "bf16")]
-    assert run_ranks(_on_ranks, 2, runs) == [[], []]
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("run", [("stack", 3, None), ("stack", 0, "bf16")])
+def test_two_ranks(run: tuple[str, int, str | None]) -> None:
+    assert run_ranks(_on_ranks, 2, [run]) == [[], []]
 
 
 @pytest.mark.slow

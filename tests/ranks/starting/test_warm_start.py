@@ -115,6 +115,7 @@ def _kept(folder: Path) -> list[Path]:
     return list((folder / "cache").glob("step-*"))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -301,6 +302,7 @@ def test_states_that_the_optimizer_holds_already_count(starts: Starts) -> None:
     assert first[1] == again[1]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", ["step", "capture"])
 @pytest.mark.parametrize(
     "damage", [lambda data: data[:-20], lambda data: data[:50] + b"?" + data[51:], lambda data: b""]

@@ -75,6 +75,7 @@ def built(how: str) -> nn.Module:
         return Tiny()
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("save", FORMS, ids=lambda save: save.__name__)
 @pytest.mark.parametrize("how", ["real", "deferred", "meta"])
@@ -86,6 +87,7 @@ def test_values_are_those_of_the_files(how: str, save: Callable[..., Path], tmp_
     assert found.keys() == expected.keys() and all(torch.equal(found[name], one) for name, one in expected.items())
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("how", ["deferred", "meta"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "batchnorm", "channels last", "tied", "one scalar", "mixed dtypes"])
 def test_models_train_as_if_loaded(name: str, how: str, tmp_path: Path) -> None:

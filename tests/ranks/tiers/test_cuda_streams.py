@@ -6,7 +6,8 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,10 +16,12 @@ import torch
 import zerofx
 from tests.compiled.cuda_stand_in.streams import Stream, Streams, on_streams
 from tests.lib.distributed import run_ranks
+from tests.lib.graphs import Prepared
 from tests.lib.models import CASES
 from tests.lib.runs.offloads import offloading, parameters_away, placing, prepare_case, recomputing
 from tests.lib.runs.training import differences, train_compiled
 from tests.ranks.wire.test_wire_bits import MACHINE as SLOW
+from zerofx import Plan
 
 pytestmark = pytest.mark.usefixtures("drive", "verified")
 
@@ -35,36 +38,26 @@ def _wrong(name: str, stage: int, options: dict[str, Any]) -> list[str]:
     return [*nothing, *differences(expected, found), *sorted(set(streams.races))]
 
 
-Runs: TypeAlias = dict[str, tuple[str, int, dict[str, Any]]]  # of cases, at stages, with options
-
-
-def _collectives(runs: Runs) -> dict[str, list[str]]:
-    return {label: wrong for label, run in runs.items() if (wrong := _wrong(*run))}
-
-
-COLLECTIVES: Runs = {
-    **{f"stage {stage}": ("stack", stage, {}) for stage in (0, 1, 3)},
+# Of cases, at stages, with options.
+COLLECTIVES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    **{f"stage {stage}": ("stack", stage, {}) for stage in range(4)},
     "micro-batches, clipped": ("gpt", 3, {"accumulate": 2, "max_grad_norm": 0.5}),
     "casts": ("gpt", 3, {"precision": "bf16"}),
+    "casts of llama": ("llama", 3, {"precision": "bf16"}),
 }
-MORE: Runs = {"stage 2": ("stack", 2, {}), "casts of llama": ("llama", 3, {"precision": "bf16"})}
 
 
-@pytest.mark.parametrize(
-    "runs", [pytest.param(COLLECTIVES, id="every kind"), pytest.param(MORE, id="more", marks=pytest.mark.slow)]
-)
-def test_collectives_are_waited_for(runs: Runs) -> None:
-    assert run_ranks(_collectives, 2, runs) == [{}, {}]
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("what", COLLECTIVES)
+def test_collectives_are_waited_for(what: str) -> None:
+    assert run_ranks(_wrong, 2, *COLLECTIVES[what]) == [[], []]
 
 
-def _on_two_nodes() -> dict[str, list[str]]:
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_collectives_in_few_bits_between_nodes_are_waited_for(stage: int) -> None:
     """Gathers and reductions in few bits, with second shards on each of two nodes."""
-    options = {"wire": "int8", "machine": SLOW}
-    return {str(stage): wrong for stage in (2, 3) if (wrong := _wrong("stack", stage, options))}
-
-
-def test_collectives_in_few_bits_between_nodes_are_waited_for() -> None:
-    assert run_ranks(_on_two_nodes, 4) == [{}] * 4
+    assert run_ranks(_wrong, 4, "stack", stage, {"wire": "int8", "machine": SLOW}) == [[]] * 4
 
 
 def _on_a_mesh() -> dict[str, list[str]]:
@@ -87,6 +80,7 @@ def test_collectives_of_replicas_are_waited_for() -> None:
     assert run_ranks(_on_a_mesh, 4) == [{}] * 4
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("tiers", "again"),
     [
@@ -102,6 +96,7 @@ def test_activations_are_offloaded_and_reloaded_in_time(tiers: list[str], again:
     assert not _wrong("gpt", 0, {"plan": plan})
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("tier", "update"),
     [
@@ -120,19 +115,22 @@ def test_updates_beside_the_next_step_are_waited_for() -> None:
     assert not _wrong("gpt", 0, {"delayed_update": 1})
 
 
-def _away(drive: str) -> dict[str, list[str]]:
+AWAY: dict[str, Callable[[Prepared], Plan]] = {
+    "activations": lambda prepared: offloading(prepared, prepared.plan, ["host"]),
+    "parameters": lambda prepared: parameters_away(prepared, "host", ("host", "device")),
+    "all on nvme": lambda prepared: parameters_away(prepared, "nvme", ("nvme", "host")),
+}
+
+
+def _away(what: str, drive: str) -> list[str]:
     os.environ["ZEROFX_NVME_DIR"] = drive
-    prepared = prepare_case(CASES["gpt"], 3, 2)
-    plans = {
-        "activations": offloading(prepared, prepared.plan, ["host"]),
-        "parameters": parameters_away(prepared, "host", ("host", "device")),
-        "all on nvme": parameters_away(prepared, "nvme", ("nvme", "host")),
-    }
-    return {label: wrong for label, plan in plans.items() if (wrong := _wrong("gpt", 3, {"plan": plan}))}
+    return _wrong("gpt", 3, {"plan": AWAY[what](prepare_case(CASES["gpt"], 3, 2))})
 
 
-def test_slices_that_are_elsewhere_are_there_when_they_are_gathered(drive: str) -> None:
-    assert run_ranks(_away, 2, str(drive)) == [{}, {}]
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("what", AWAY)
+def test_slices_that_are_elsewhere_are_there_when_they_are_gathered(what: str, drive: Path) -> None:
+    assert run_ranks(_away, 2, what, str(drive)) == [[], []]
 
 
 def _without(patch: Callable[[pytest.MonkeyPatch], None], name: str, stage: int, **options: Any) -> list[str]:

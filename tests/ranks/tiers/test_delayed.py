@@ -47,6 +47,7 @@ def train_delayed(case: Case, steps: int, warm_up: int, rank: int = 0) -> Traine
     return Trained(losses, {name: value.clone() for name, value in updated.state_dict().items()})
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("warm_up", [0, 1, 3, 8])
 def test_training_is_that_of_delayed_adamw_to_the_bit(warm_up: int) -> None:
     case = CASES["gpt"]
@@ -56,6 +57,7 @@ def test_training_is_that_of_delayed_adamw_to_the_bit(warm_up: int) -> None:
     assert bool(exact) == (warm_up < 7)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["llama", "param groups", "mixed dtypes"])
 def test_other_models_and_optimizers(name: str) -> None:
     case = CASES[name]
@@ -88,6 +90,7 @@ def _compiled(name: str, stage: int = 0, **options: Any) -> zerofx.Step:
     return step_of(name, stage, **{"delayed_update": 0, **options})[0]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_bytes_are_those_predicted(precision: str | None) -> None:
     case = CASES["gpt"]
@@ -156,6 +159,7 @@ def _weights(step: zerofx.Step) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in step.full_state_dict().items()}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_a_run_goes_on_from_its_checkpoint_as_a_new_one_does(precision: str | None) -> None:
     case = CASES["gpt"]

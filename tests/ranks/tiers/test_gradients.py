@@ -54,6 +54,7 @@ def test_gradients_wait_between_micro_batches(golden: Callable[..., None]) -> No
     golden(prepared.changes("gradients"))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("stage", [0, 3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
 @pytest.mark.parametrize("precision", [None, "fp16"])  # of which the latter is divided before it is reduced, too
 def test_what_reduces_a_buffer_where_it_lies_is_no_gradient_of_a_micro_batch(stage: int, precision: str | None) -> None:
@@ -71,6 +72,7 @@ def _pending_of(waited: Any) -> Any:
     return waited.args[0]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("tier", "accumulate", "every"), [("host", 2, 1), ("nvme", 2, 2)])
 def test_training_is_the_same_to_the_bit(tier: str, accumulate: int, every: int) -> None:
     case = CASES["gpt"]
@@ -101,6 +103,7 @@ def _prepared(
     )  # fmt: skip
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_bytes_are_those_predicted(tier: str) -> None:
     prepared, args = _prepared(4, 8), _batch(8)
@@ -116,6 +119,7 @@ def test_bytes_are_those_predicted(tier: str) -> None:
     assert all(torch.equal(one, kept.full_state_dict()[name]) for name, one in step.full_state_dict().items())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_by_name_all_gradients_wait_with_the_bits_and_bytes_of_the_plan(tier: str) -> None:
     args = _batch(4)

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("drive", "verified")
 TIERS = {"host": ["host"], "nvme": ["nvme"], "both": ["host", "nvme"]}
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("name", ["gpt", "batchnorm", "llama", "dropout"])
 def test_training_is_the_same_to_the_bit(name: str, tiers: str) -> None:
@@ -31,6 +32,7 @@ def test_training_is_the_same_to_the_bit(name: str, tiers: str) -> None:
     assert not differences(train_plain(case, 4), train_compiled(case, 0, 4, plan=plan))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("near", [False, True])
 @pytest.mark.parametrize("name", ["gpt", "llama", "stack"])
 def test_what_is_computed_again_reads_what_was_reloaded(name: str, near: bool) -> None:
@@ -52,6 +54,7 @@ def test_stage_3_on_two_ranks(drive: Path) -> None:
     assert not list(drive.iterdir())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("tiers", TIERS)
 def test_bytes_in_every_tier_are_those_predicted(tiers: str) -> None:
     prepared = prepare_case(CASES["gpt"], 0, 1)

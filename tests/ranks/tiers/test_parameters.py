@@ -40,6 +40,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("tier", "states"), PAIRS)
 def test_training_is_the_same_to_the_bit(tier: str, states: tuple[str, str] | None) -> None:
     case = CASES["gpt"]
@@ -50,6 +51,7 @@ def test_training_is_the_same_to_the_bit(tier: str, states: tuple[str, str] | No
         assert not differences(expected, train_compiled(case, 3, 3, plan=plan))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["llama", "batchnorm", "frozen", "tied", "mixed dtypes", "param groups"])
 def test_other_models_and_optimizers(name: str) -> None:
     case = CASES[name]
@@ -60,6 +62,7 @@ def test_other_models_and_optimizers(name: str) -> None:
         assert not differences(expected, train_compiled(case, 3, 3, plan=plan))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("tier", "states"), PAIRS)
 def test_bf16_parameters_with_masters_elsewhere(tier: str, states: tuple[str, str] | None) -> None:
     case = CASES["gpt"]
@@ -86,9 +89,10 @@ def _on_ranks(drive: str, cases: Sequence[tuple[str, str, tuple[str, str] | None
     ]
 
 
-def test_two_ranks(drive: Path) -> None:
-    cases = [("gpt", "host", None), ("gpt", "nvme", ("nvme", "device")), ("gpt", "host", ("host", "host"))]
-    assert run_ranks(_on_ranks, 2, str(drive), cases) == [[], []]
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize(("tier", "states"), [("host", None), ("nvme", ("nvme", "device")), ("host", ("host", "host"))])
+def test_two_ranks(tier: str, states: tuple[str, str] | None, drive: Path) -> None:
+    assert run_ranks(_on_ranks, 2, str(drive), [("gpt", tier, states)]) == [[], []]
     assert not list(drive.iterdir())
 
 
@@ -105,6 +109,7 @@ def _step(plan: Plan | None, **options: Any) -> tuple[zerofx.Step, tuple[Any, ..
     return step_of("gpt", 3, plan=plan, **options)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("tier", "states"), PAIRS)
 def test_bytes_in_every_tier_are_those_predicted(tier: str, states: tuple[str, str] | None) -> None:
     prepared = prepare_case(CASES["gpt"], 3, 1)
@@ -133,6 +138,7 @@ def test_each_residency_and_the_update_take_one_copy_up_and_the_update_one_down(
     assert step.measure(*args).link_bytes == step.plan.link_bytes
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("tier", "states"), PAIRS)
 def test_parameters_are_saved_loaded_and_given_back(tier: str, states: tuple[str, str] | None) -> None:
     step, args = _step(parameters_away(prepare_case(CASES["gpt"], 3, 1), tier, states))

@@ -61,6 +61,7 @@ def eager(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, num
     return torch.stack(losses)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", SLICES)
 def test_one_rank_trains_the_same_within_rounding(name: str, accumulate: int) -> None:
@@ -93,6 +94,7 @@ def test_two_ranks_train_the_same_at_every_stage() -> None:
     assert run_ranks(_on_ranks, 2, [*SLICES], [0, 1, 2, 3]) == [[], []]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_slices_come_up_from_slower_tiers_one_at_a_time(tier: OffloadOption) -> None:
     torch.manual_seed(0)

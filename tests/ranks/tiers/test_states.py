@@ -35,6 +35,7 @@ ALTERNATING = [(*place, 1 + number % 2) for number, place in enumerate(PLACES)]
 OTHERWISE = [(tier, update, 3 - every) for tier, update, every in ALTERNATING]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("tier", "update", "every"), [*ALTERNATING, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERWISE)]
 )
@@ -44,6 +45,7 @@ def test_training_is_the_same_to_the_bit(tier: str, update: str, every: int) -> 
     assert not differences(train_plain(case, 4), train_compiled(case, 0, 4, plan=plan))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["batchnorm", "llama", "frozen", "mixed dtypes", "param groups"])
 def test_other_models_and_optimizers(name: str) -> None:
     case = CASES[name]
@@ -59,8 +61,10 @@ def _on_ranks(drive: str, stage: int, places: list[tuple[str, str]]) -> list[str
     return [text for place in places for text in trains_and_holds_as_planned("gpt", stage, placing(prepared, *place))]
 
 
-def test_two_ranks(drive: Path) -> None:
-    assert run_ranks(_on_ranks, 2, str(drive), 3, [("host", "host"), ("nvme", "device")]) == [[], []]
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("places", [("host", "host"), ("nvme", "device")])
+def test_two_ranks(places: tuple[str, str], drive: Path) -> None:
+    assert run_ranks(_on_ranks, 2, str(drive), 3, [places]) == [[], []]
     assert not list(drive.iterdir())
 
 
@@ -71,6 +75,7 @@ def test_all_stages_on_two_ranks(drive: Path, stage: int) -> None:
     assert not list(drive.iterdir())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("tier", "update"), PLACES)
 def test_bytes_in_every_tier_are_those_predicted(tier: str, update: str) -> None:
     prepared = prepare_case(CASES["gpt"], 0, 1)
@@ -116,6 +121,7 @@ def test_an_update_on_the_host_moves_gradients_down_and_parameters_up() -> None:
     assert torch.equal(step(*args), reference(*args)) and torch.isfinite(expected)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("tier", "update"), [*PLACES[1:3], *(pytest.param(*PLACES[i], marks=pytest.mark.slow) for i in (0, 3))]
 )

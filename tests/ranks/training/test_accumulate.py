@@ -57,6 +57,7 @@ def planned(accumulate: Any, budget: int | None = None, rows: int = 4, **options
     )
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_one_process_trains_like_a_loop(name: str) -> None:
     assert compare_runs([name], RUNS, steps=3, accumulate=2) == {}
@@ -76,30 +77,24 @@ def _at(*stages: int) -> dict[str, dict[str, Any]]:
     return {f"stage {stage}": {"stage": stage} for stage in stages}
 
 
-def _compare_once(of_layers: dict[str, dict[str, Any]], of_gpt2: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
-    wrong = compare_runs(["stack", "batchnorm"], of_layers, steps=2, accumulate=2)
-    return wrong | compare_runs(["gpt2 dropout"], of_gpt2, steps=2, accumulate=2)
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("what", [*_at(0, 1, 2, 3), *PLANS])
+@pytest.mark.parametrize("name", ["stack", "batchnorm", "gpt2 dropout"])
+def test_two_ranks_train_like_distributed_data_parallel_without_a_reduction_for_each(name: str, what: str) -> None:
+    runs = {what: (_at(0, 1, 2, 3) | PLANS)[what]}
+    for rank, wrong in enumerate(run_ranks(compare_runs, 2, [name], runs, 0.0, 2, 2)):
+        assert wrong == {}, f"rank {rank}"
 
 
-def _compare_each() -> dict[str, list[str]]:
-    stages = _at(1, 2, 3)
-    wrong = compare_runs(["stack", "batchnorm"], stages, steps=2, accumulate=2, each=True)
-    wrong |= compare_runs(["gpt2 dropout"], {"stage 3": {"stage": 3}}, steps=2, accumulate=2, each=True)
-    return wrong | compare_runs(["stack"], stages, steps=2, accumulate=4, each=True)
+def _compare_each(name: str, stage: int, accumulate: int) -> dict[str, list[str]]:
+    return compare_runs([name], _at(stage), steps=2, accumulate=accumulate, each=True)
 
 
-def _compare_both() -> dict[str, dict[str, list[str]]]:
-    return {"once": _compare_once(_at(0, 2, 3), _at(0, 2, 3) | PLANS), "each": _compare_each()}
-
-
-def test_two_ranks_train_like_distributed_data_parallel_without_a_reduction_for_each_and_with_one() -> None:
-    for rank, wrong in enumerate(run_ranks(_compare_both, 2)):
-        assert wrong == {"once": {}, "each": {}}, f"rank {rank}"
-
-
-@pytest.mark.slow
-def test_two_ranks_train_so_at_stage_1() -> None:
-    for rank, wrong in enumerate(run_ranks(_compare_once, 2, _at(1), _at(1))):
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("name", "accumulate"), [("stack", 2), ("stack", 4), ("batchnorm", 2), ("gpt2 dropout", 2)])
+def test_two_ranks_train_like_distributed_data_parallel_with_one(name: str, accumulate: int, stage: int) -> None:
+    for rank, wrong in enumerate(run_ranks(_compare_each, 2, name, stage, accumulate)):
         assert wrong == {}, f"rank {rank}"
 
 
@@ -147,6 +142,7 @@ def test_a_memory_budget_holds_and_trains_the_same_bits() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_what_was_offloaded_comes_back_in_its_own_micro_batch(name: str) -> None:
     case = CASES[name]
@@ -157,6 +153,7 @@ def test_what_was_offloaded_comes_back_in_its_own_micro_batch(name: str) -> None
     assert not differences(train_plain(case, 3, 2), train_compiled(case, 0, 3, plan=plan))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_peak_falls_with_the_number_and_is_the_measured_one(recompute: Any) -> None:
     peaks = []

@@ -154,6 +154,7 @@ def _step(plan: Plan | None, stage: int, name: str = "gpt", **options: Any) -> t
     return step_of(name, stage, **{"plan": plan, "max_grad_norm": MOST, **options})
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("tier", "update"), PLACES)
 def test_states_elsewhere_are_the_same_to_the_bit_and_take_the_bytes_predicted(tier: str, update: str) -> None:
     case = CASES["gpt"]

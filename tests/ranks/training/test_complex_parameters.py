@@ -58,6 +58,7 @@ def _optimizers() -> list[Callable[[list[nn.Parameter]], torch.optim.Optimizer]]
     return [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("make", _optimizers())
 def test_states_are_complex_where_they_are_given_back_and_taken_over(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],

@@ -101,7 +101,7 @@ def three_ranks() -> list[Counts]:
     return run_ranks(_count_all, 3, [])
 
 
-@pytest.fixture(params=["two_ranks", "three_ranks"])
+@pytest.fixture(params=["two_ranks", pytest.param("three_ranks", marks=pytest.mark.slow)])
 def counts(request: pytest.FixtureRequest) -> list[Counts]:
     """Counts by rank, of a world of two and of one of three."""
     found: list[Counts] = request.getfixturevalue(request.param)

@@ -1,4 +1,7 @@
-"""Training with few bits on the wire on meshes of several axes: four ranks, two to a node."""
+"""Training with few bits on the wire on meshes of several axes: four ranks, two to a node.
+
+One mesh of three is trained on in `make test`, another from day to day; all of them in `make nightly`.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ MESHES: dict[str, dict[str, Any]] = {
         "shardings": {"layers.*.up": "column", "layers.*.down": "row"},
     },
 }
+pytestmark = pytest.mark.sweep(1)
 RUNS = ("1 exact", "1 int4", "3 exact", "3 int8")
 Found = tuple[dict[str, Run], float]  # by label; the largest gradient of any rank in the first step
 
@@ -32,26 +36,16 @@ def _run_all(options: dict[str, Any]) -> Found:
     return found, max(largest_gradients().values())
 
 
-def _on_all_meshes() -> dict[str, Found]:
-    return {name: _run_all(options) for name, options in MESHES.items()}
-
-
-@pytest.fixture(scope="module")
-def on_all_meshes() -> list[dict[str, Found]]:
-    """What each rank saw."""
-    return run_ranks(_on_all_meshes, 4)
-
-
-@pytest.fixture(params=MESHES)
+@pytest.fixture(scope="module", params=MESHES)
 def name(request: pytest.FixtureRequest) -> str:
     """A mesh, and what else is asked for."""
     return str(request.param)
 
 
-@pytest.fixture
-def ranks(name: str, on_all_meshes: list[dict[str, Found]]) -> list[Found]:
+@pytest.fixture(scope="module")
+def ranks(name: str) -> list[Found]:
     """What each rank saw on it."""
-    return [found[name] for found in on_all_meshes]
+    return run_ranks(_run_all, 4, MESHES[name])
 
 
 def test_all_ranks_have_the_same_parameters_and_plan(ranks: list[Found]) -> None:

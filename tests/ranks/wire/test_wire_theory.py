@@ -123,31 +123,18 @@ def _sent(mesh: dict[str, int], stage: int, pins: Mapping[str, str] | None = Non
     return Sent(by_axis, sum(sent.values()), ", ".join(streams))
 
 
-def _of_layouts(num_ranks: int) -> dict[str, Sent]:
-    return {name: _sent({"model": num_ranks}, layout.stage, layout.pins) for name, layout in LAYOUTS.items()}
-
-
-def _of_four() -> dict[str, Sent]:
-    return {**_of_layouts(4), "hybrid": _sent({"replicate": 2, "shard": 2}, 3)}
-
-
-def _check_layouts(ranks: list[dict[str, Sent]]) -> None:
-    num_ranks = len(ranks)
-    for rank, of_rank in enumerate(ranks):
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_that_share_a_computation_send_what_theory_has_them_send(name: str, num_ranks: int) -> None:
+    layout = LAYOUTS[name]
+    for rank, sent in enumerate(run_ranks(_sent, num_ranks, {"model": num_ranks}, layout.stage, layout.pins)):
         loss = 4 * (1 if rank else num_ranks - 1)  # the first adds up its terms, and tells the others
-        for name, layout in LAYOUTS.items():
-            assert of_rank[name] == Sent({"model": layout.layers(num_ranks) + loss}, 0, layout.streams), name
+        assert sent == Sent({"model": layout.layers(num_ranks) + loss}, 0, layout.streams)
 
 
-def test_four_ranks_send_what_theory_has_them_send() -> None:
-    ranks = run_ranks(_of_four, 4)
-    _check_layouts(ranks)
+def test_replicas_of_slices_send_what_theory_has_them_send() -> None:
     inside = (3 * DEPTH - 1) * _each(LAYER, 2)  # the last layer is gathered once
     across = DEPTH * 2 * _each(LAYER // 2, 2)
-    for of_rank in ranks:
-        assert of_rank["hybrid"] == Sent({"replicate": across, "shard": inside}, 0, "R")
-
-
-@pytest.mark.slow
-def test_two_ranks_that_share_a_computation_send_what_theory_has_them_send() -> None:
-    _check_layouts(run_ranks(_of_layouts, 2, 2))
+    for sent in run_ranks(_sent, 4, {"replicate": 2, "shard": 2}, 3):
+        assert sent == Sent({"replicate": across, "shard": inside}, 0, "R")

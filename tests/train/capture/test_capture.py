@@ -42,6 +42,7 @@ def _capture(case: Case, model: nn.Module | None = None) -> StepGraph:
     return capture(model or case.model(), Batch.from_call(args, kwargs), loss_fn=case.loss_fn)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", [*MODELS, "loss function", "llama", "gpt2"])
 def test_every_call_knows_its_module_and_phase(name: str) -> None:
     model = CASES[name].model()
@@ -282,6 +283,7 @@ def _functions() -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
     yield "bicubic", lambda x: functional.interpolate(x[None, None], size=(7, 5), mode="bicubic")
 
 
+@pytest.mark.sweep(11)
 @pytest.mark.parametrize("name", [name for name, _ in _functions()])
 def test_operators_that_tracing_takes_apart_give_the_bits_of_eager_mode(name: str) -> None:
     assert compare_function(dict(_functions())[name]) == []

@@ -53,6 +53,7 @@ class Orthogonal(Regression):
         return y
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("model", [Inverted, Factored, Orthogonal])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_results_that_are_checked_train_as_in_eager_mode(model: type[nn.Module], num_micro_batches: int) -> None:

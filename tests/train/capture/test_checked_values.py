@@ -67,6 +67,7 @@ class CheckingLayers(Checking):
         self.layers = nn.ModuleList(CheckingLayer() for _ in range(5))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("model", [Checking, CheckingLayers, Encoding, Sampling])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_what_is_checked_trains_as_in_eager_mode(model: type[nn.Module], num_micro_batches: int) -> None:

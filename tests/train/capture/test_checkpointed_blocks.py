@@ -132,6 +132,7 @@ RUNS: dict[str, Forward] = {
 }
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("name", RUNS)
 def test_buffers_are_written_as_often_as_in_eager_mode(name: str) -> None:
@@ -139,6 +140,7 @@ def test_buffers_are_written_as_often_as_in_eager_mode(name: str) -> None:
     assert differences(train_plain(case, 3), train_compiled(case, 3, 3)) == []
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"recompute": "full"}, {"backend": "inductor"}])
 def test_with_other_options(options: dict[str, object]) -> None:
     case = Case(lambda: Blocks(_each), rows, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))

@@ -29,6 +29,7 @@ class Weighted(nn.Module):
         return loss
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_loss_with_weights_for_classes_trains_as_in_eager_mode(backend: Any, reduction: str) -> None:

@@ -166,6 +166,7 @@ def _chosen(seed: int, number: int) -> dict[str, str]:
 SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_process_trains_like_eager_mode(seed: int) -> None:
     _compare(seed, {"stage": 0}, torch.equal)
@@ -217,6 +218,7 @@ def _train(model: nn.Module, batches: list[dict[str, Tensor]], compiled: bool, *
         optimizer.zero_grad()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_two_ranks_are_planned(stage: int, seed: int) -> None:

@@ -87,6 +87,7 @@ CASES = {
 }
 
 
+@pytest.mark.sweep(7)
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")  # eager mode's
 @pytest.mark.parametrize("name", CASES)
 def test_recurrent_layers_have_the_bits_of_eager_mode(name: str) -> None:
@@ -95,6 +96,7 @@ def test_recurrent_layers_have_the_bits_of_eager_mode(name: str) -> None:
     assert differences(train_plain(one, 3), train_compiled(one, 3, 3)) == []
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_other_dtypes_have_the_bits_of_eager_mode(kind: str, dtype: torch.dtype) -> None:
@@ -109,6 +111,7 @@ def test_gradients_of_a_layer_that_is_called_twice_are_summed_in_the_order_of_ea
     assert differences(train_plain(one, 3), train_compiled(one, 3, 3)) == []
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 @pytest.mark.parametrize("options", [{"recompute": "full"}, {"accumulate": 3}], ids=["recompute", "accumulate"])
 def test_plans_have_the_bits_of_eager_mode(kind: str, options: dict[str, Any]) -> None:

@@ -75,6 +75,7 @@ def test_a_convolution_holds_what_is_predicted_whatever_the_layout(
 
 
 # Of 32 images half are tried first, of two fewer rows.
+@pytest.mark.sweep(5)
 @pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("batch", [2, 32])

@@ -15,6 +15,7 @@ from zerofx.errors import CaptureError
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_it_trains_as_lightnings_own_strategy(accumulate: int, tmp_path: Path) -> None:
     theirs = fit("ddp", tmp_path / "theirs", accumulate=accumulate)

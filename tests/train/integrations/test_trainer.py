@@ -52,12 +52,14 @@ def different(mine: Any, plain: Any) -> list[str]:
     return apart(history(mine, *LOGGED), history(plain, *LOGGED)) + norms
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("model", [llama, bert])
 def test_thirty_steps_are_those_of_the_trainer(model: Callable[[], nn.Module], tmp_path: Path) -> None:
     plain, mine = (trained(kind, model(), tmp_path) for kind in (Trainer, ZeroFXTrainer))
     assert different(mine, plain) == []
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("size", [22, 20, 18], ids="samples {}".format)
 def test_an_epoch_may_end_within_an_update_and_a_batch(size: int, plain: Callable[[int], Any], tmp_path: Path) -> None:
     # Micro-batches of an epoch's updates: 4 4, 4 4, and 4 2, or 4, or 2.
@@ -66,6 +68,7 @@ def test_an_epoch_may_end_within_an_update_and_a_batch(size: int, plain: Callabl
 
 
 # All batches of 20 have as many samples, and with 18 too an update ends with its first batch.
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("size", [22, 18, pytest.param(20, marks=pytest.mark.slow)], ids="samples {}".format)
 def test_with_lengths_what_an_epoch_ends_with_is_padded(size: int, plain: Callable[[int], Any], tmp_path: Path) -> None:
     mine = trained(ZeroFXTrainer, llama(1), tmp_path, own={"size": size, "lengths": (16,)}, **ENDS_EARLY)

@@ -22,6 +22,7 @@ CHANGING = ("buffers", "swapped buffers")
 QUICK = ("gpt", "batchnorm", "dropout", "loss function", "returns dataclass", "mixed dtypes", "channels last", "llama")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES if n not in CHANGING],
@@ -46,6 +47,7 @@ def test_buffers_that_change_in_evaluation_mode_do_so_as_in_eager_mode(name: str
     assert unlike(changed, dict(step.model.named_buffers())) == []
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "options",
     [

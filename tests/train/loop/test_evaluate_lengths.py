@@ -81,6 +81,7 @@ SETTINGS = [(Tiny, 0, False), (Tiny, 3, True), (Several, 0, True), (Several, 3, 
 OTHERS = [(make, stage, not labelled) for make, stage, labelled in SETTINGS]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("make", "stage", "labelled"), [*SETTINGS, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
 )

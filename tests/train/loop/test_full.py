@@ -15,6 +15,7 @@ from tests.lib.users import ids
 from zerofx import UsageError
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"offload": "host"}], ids=str)
 @pytest.mark.parametrize("name", ["gpt", "tied", "channels last"])
 def test_what_is_read_is_what_full_parameters_and_states_are(name: str, options: dict[str, Any]) -> None:

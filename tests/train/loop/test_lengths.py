@@ -96,6 +96,7 @@ def _made(make: Callable[[], nn.Module]) -> nn.Module:
     return make()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("make", [pytest.param(Tiny, marks=pytest.mark.slow), Pooled, Weighted, OfSamples])
 def test_losses_are_those_of_eager_mode_without_padding(make: Callable[[], nn.Module]) -> None:
     model, plain = _made(make), _made(make)

@@ -29,6 +29,7 @@ from zerofx.choices import PrecisionWord
 from zerofx.precision import dtype_of
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.captures
 @pytest.mark.parametrize("stages", [(0, 0), (3, 3)], ids=str)
 @pytest.mark.parametrize("norm", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "batch norm"])
@@ -36,6 +37,7 @@ def test_the_bits_of_eager_mode(stages: tuple[int, int], norm: bool) -> None:
     assert unlike_eager_mode(3, stages, norm) == []
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_what_is_read_may_lie_in_a_slower_tier(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEROFX_NVME_DIR", str(tmp_path))
@@ -199,6 +201,7 @@ def test_one_parameter_has_one_step() -> None:
     step.close()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("precisions", [("bf16", None), (None, "bf16"), ("fp16", "bf16")], ids=str)
 def test_a_step_computes_in_its_own_precision_with_what_another_computes_with(
@@ -239,6 +242,7 @@ class _Normed(nn.Module):
         return y
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 def test_modules_that_their_own_step_keeps_in_float32_are_read_so(precision: PrecisionWord | None) -> None:
     torch.manual_seed(0)

@@ -151,6 +151,7 @@ def test_counters_branches_and_math_are_followed(where: str) -> None:
         assert getattr(found.optimizer, name) == getattr(expected.optimizer, name)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
     ("name", "kind"),
@@ -170,6 +171,7 @@ def test_tensors_among_the_hyperparameters_round_as_they_do_in_eager_mode(
     assert_same(runs[1].train(4), runs[0].train(4))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("num_steps", [1, 5, 7])
 def test_what_was_saved_half_way_goes_on_exactly(num_steps: int) -> None:
     def make(params: Any) -> torch.optim.Optimizer:

@@ -63,6 +63,7 @@ def after(step: NextStep, stand_ins: list[StandIn]) -> list[StandIn]:
     return starts
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_each_group_has_the_numbers_that_it_has_by_itself(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, groups, options, num_stepped = case

@@ -33,6 +33,7 @@ def param() -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4))
 
 
+@pytest.mark.sweep(14)
 @pytest.mark.parametrize("name", CASES)
 def test_bits_agree_with_the_optimizer(name: str) -> None:
     compare(CASES[name])
@@ -43,6 +44,7 @@ def test_bits_agree_in_bfloat16(name: str) -> None:
     compare(CASES[name], dtype=torch.bfloat16)
 
 
+@pytest.mark.sweep(14)
 @pytest.mark.parametrize("name", CASES)
 def test_bits_agree_when_hyperparameters_change_branches(name: str) -> None:
     def change(group: dict[str, Any], step: int) -> None:

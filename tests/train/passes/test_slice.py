@@ -233,6 +233,7 @@ def test_slices_are_buckets_and_the_map_to_boxes_is_whole() -> None:
     assert covered == {"up.weight": 60, "embed.weight": 66}
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize(("stage", "num_ranks"), [(0, 1), (0, 2), (1, 2), (2, 2), (3, 2), (3, 3)])
 def test_other_passes_take_slices_as_parameters(stage: int, num_ranks: int, num_micro_batches: int) -> None:
@@ -324,6 +325,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_working_memory_falls_with_the_number_of_slices(name: str, num_ranks: int) -> None:

@@ -102,6 +102,7 @@ def test_the_loss_and_all_gradients_stay_outputs() -> None:
     assert tensor(after.loss).shape == ()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tiled_step_trains_like_a_whole_one_within_rounding(tied: bool) -> None:
     model, batch = gpt(tied)
@@ -118,6 +119,7 @@ def test_a_tiled_step_trains_like_a_whole_one_within_rounding(tied: bool) -> Non
         torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_bias_and_ignored_targets_are_summed_over_the_tiles(reduction: str) -> None:
     torch.manual_seed(0)

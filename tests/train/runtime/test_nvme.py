@@ -62,6 +62,7 @@ def drives(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Drives]:
     assert [list(folder.iterdir()) for folder in folders] == [[] for _ in folders]
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("num_bytes", [0, 1, PAGE, BLOCK_BYTES, BLOCK_BYTES + 1, LONG])
 def test_what_is_read_is_what_was_written(drives: Drives, num_bytes: int) -> None:
     file = drives.write(num_bytes)

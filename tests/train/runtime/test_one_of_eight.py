@@ -14,6 +14,7 @@ from tests.lib.fake_group import one_rank_of
 from zerofx.runtime.measure.spans import SpanLog
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("stage", "options"),
     [(0, {}), (1, {}), (2, {}), (3, {}), (3, {"accumulate": 2, "max_grad_norm": 1.0})],

@@ -225,6 +225,7 @@ by_way = pytest.mark.parametrize("way", WAYS, ids=_name)
 by_failing = pytest.mark.parametrize("way", FAILING, ids=_name)
 
 
+@pytest.mark.sweep(8)
 @by_action
 @by_way
 def test_what_reads_the_state_waits_for_what_is_under_way(
@@ -238,6 +239,7 @@ def test_what_reads_the_state_waits_for_what_is_under_way(
         assert torch.equal(value, states[1][name]), name
 
 
+@pytest.mark.sweep(8)
 @by_action
 @by_failing
 def test_what_reads_the_state_hears_of_what_has_failed(action: Action, way: Way, lane: Lane, tmp_path: Path) -> None:
@@ -262,6 +264,7 @@ def reason(way: Way) -> str:
     return r"expected to write bytes .*No space left on device"
 
 
+@pytest.mark.sweep(2)
 @by_way
 def test_the_next_step_waits_where_it_reads_what_is_under_way(way: Way, lane: Lane, states: list[Tensors]) -> None:
     step, args = make(way)
@@ -286,6 +289,7 @@ def test_the_next_step_hears_of_what_has_failed_and_computes_nothing_with_it(way
         step.close()
 
 
+@pytest.mark.sweep(2)
 @by_way
 def test_a_measured_step_holds_what_was_planned(way: Way, states: list[Tensors]) -> None:
     step, args = make(way)

@@ -41,6 +41,7 @@ def blocks_of(step: PlannedStep) -> int:
     return step.lowered.simulation.live.host_block_bytes
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("offload", ["nvme", "auto"])
 def test_a_plan_takes_no_more_of_the_host_than_it_may(offload: OffloadOption) -> None:
     memory_budget = int(0.8 * most())
@@ -51,6 +52,7 @@ def test_a_plan_takes_no_more_of_the_host_than_it_may(offload: OffloadOption) ->
     assert found.plan.peak_bytes["nvme"] > 0
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("offload", ["nvme", "auto"])
 def test_without_one_a_plan_takes_no_more_than_a_ranks_share_of_the_machines(offload: OffloadOption) -> None:
     memory_budget, machine = int(0.8 * most()), small_machine(1e10).for_ranks(1)

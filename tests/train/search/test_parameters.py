@@ -147,6 +147,7 @@ def moved(plan: Plan) -> tuple[int, int]:
     return len(plan.states), len(plan.parameters)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("num_ranks", "least"), [(1, 0.45), (2, 0.36)])
 def test_states_leave_before_parameters_and_a_smaller_budget_moves_more(num_ranks: int, least: float) -> None:
     most = planned(None, num_ranks).plan
@@ -168,6 +169,7 @@ def with_drive(rate: float) -> Machine:
     return replace(small_machine(rate), nvme=Nvme(2**40, Link(rate, 1e-9), Link(rate, 1e-9)))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.usefixtures("drive")
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_training_within_a_budget_below_the_parameters_has_the_same_bits(tier: OffloadOption) -> None:

@@ -147,6 +147,7 @@ def _least_and_most(model: nn.Module, batch: tuple[Tensor, ...], **options: Any)
     return least_bytes(model, batch, tile="none", **options), planned(model, batch, **options).peak_bytes["device"]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("make", "share"),
     [

@@ -92,6 +92,7 @@ def test_a_budget_below_the_states_moves_some_buckets_and_a_smaller_one_moves_mo
     assert most.step_seconds <= some.step_seconds <= more.step_seconds
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("share", [0.6, 0.55])
 def test_training_with_states_on_the_host_has_the_same_bits(share: float) -> None:
     model, batch = gpt()

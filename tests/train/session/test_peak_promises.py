@@ -63,6 +63,7 @@ def _trained(seed: int, budget: int | None, options: dict[str, Any]) -> tuple[in
     return predicted, wrong
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_peaks_are_those_predicted(variant: str) -> None:
     assert broken(list(VARIANTS).index(variant), VARIANTS[variant], ()) == []

@@ -62,6 +62,7 @@ def check(place: Path, expected: Marker) -> None:
     assert sorted(path.name for path in place.iterdir()) == ["checkpoint.json", *sorted(found.files)]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_what_is_saved_is_what_there_was(
     way: Way, tmp_path: Path, drive: Path, monkeypatch: pytest.MonkeyPatch

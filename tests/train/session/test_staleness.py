@@ -28,6 +28,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sweep(28)
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_computes_what_eager_mode_would(case: Case) -> None:
     found = judge(case, "eager")
@@ -35,6 +36,7 @@ def test_a_step_computes_what_eager_mode_would(case: Case) -> None:
     assert case.kind != "number" or found.captures <= MOST_CAPTURES, found.detail
 
 
+@pytest.mark.sweep(40)
 @pytest.mark.filterwarnings("ignore")  # of hooks and of what scripts do to modules
 @pytest.mark.parametrize("case", [one for one in CASES if one.values[0].tells])  # type: ignore[union-attr]  # a case
 def test_a_stale_value_would_be_seen(case: Case) -> None:

@@ -79,6 +79,7 @@ def streaming(depth: int, update: str, bytes_per_second: float) -> tuple[Prepare
 
 
 # Computation waits for each bucket; or reading ahead saves it that.
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("bytes_per_second", [1e8, 3e9])
 @pytest.mark.parametrize("update", ["device", "host"])
 def test_what_passes_through_the_host_does_not_grow_with_depth(update: str, bytes_per_second: float) -> None:
@@ -113,6 +114,7 @@ def test_one_bucket_is_read_while_another_is_updated_and_a_third_written() -> No
     assert len(plan.states) == 12
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("update", ["device", "host"])
 def test_the_pool_takes_what_is_planned_and_training_is_the_same(update: str) -> None:
     taken = []

@@ -269,6 +269,7 @@ def test_the_table_is_forty_lines_at_most() -> None:
     assert "... and" in lines[-3] and lines[-1] == "60 ran, 60 not run; 500 s"
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("masters", [True, False])
 def test_losses_are_those_of_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masters: bool) -> None:
     request = {

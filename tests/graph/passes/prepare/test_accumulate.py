@@ -114,6 +114,7 @@ def test_the_whole_pipeline_leaves_a_valid_graph(model: Callable[[], nn.Module],
     prepare(model(), stage=stage, num_micro_batches=3).run_pipeline(verify=2)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("model", [TwoBlocks, Averaging])
 def test_distinct_regions_do_not_grow_with_the_number(model: Callable[[], nn.Module], num_ranks: int) -> None:

@@ -19,6 +19,7 @@ from zerofx.scheduler.plan.decisions import OverlapDecision
 from zerofx.scheduler.plan.placements import REPLICATED, placement_of
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["gpt", "t5"])
 def test_another_order_gives_the_same_bits(name: str) -> None:
     model, batch, step = captured(name)

@@ -124,6 +124,7 @@ def _of_rank(
     return {**parts, "model_rank": torch.tensor([rank]), "model_rank_on_host": torch.tensor(rank)}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", [*MODELS[:3], DRAWING[0]])
 def test_any_way_to_share_each_call_gives_the_whole_graphs_values(name: str) -> None:
     model, batch, step = captured(name)
@@ -139,6 +140,7 @@ def test_many_ways_to_share_each_call_give_the_whole_graphs_values(name: str, nu
     compare(model, batch, step, drawn(step, num_ranks, random.Random(seed)), num_ranks)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("num_ranks", "dtype"), [(2, torch.float32), (4, torch.float32), (2, torch.bfloat16)])
 def test_each_rank_has_the_tokens_of_its_experts(num_ranks: int, dtype: torch.dtype) -> None:
     """Products of tokens with their experts' matrices, and all that follows them and treats each row for itself.
@@ -266,6 +268,7 @@ class Masked(nn.Module):
         return values.exp().mean()
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("make", "shape"), [(NormedInGroups, (1, 8, 16)), (Masked, (4, 8))], ids=["norm", "mask"])
 @pytest.mark.parametrize("seed", range(8))
 def test_what_kernels_take_for_granted_is_so_on_each_rank(

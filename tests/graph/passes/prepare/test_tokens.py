@@ -67,6 +67,7 @@ def _is_by_tokens(rule: Rule, groups: int, *, ring: bool) -> bool:
     return rule.outputs[0] == Sharded(2, groups) and key == (Sharded(2, groups) if ring else REPLICATED)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("ring", [False, True])
