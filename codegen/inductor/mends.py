@@ -49,6 +49,30 @@ def _full(size: Sequence[int], fill_value: Any, *, dtype: torch.dtype | None = N
     return aten.full.default(size, bool(fill_value) if dtype is torch.bool else int(fill_value), dtype=dtype, **rest)
 
 
+def _avg_pool2d_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor: int | None = None,
+) -> Any:
+    """The gradient divided by what each window covers, where Inductor divides windows that overhang by their size."""
+    if not ceil_mode or divisor is not None:
+        return NotImplemented
+
+    def covered(dim: int) -> torch.Tensor:
+        size, num, stepped = x.shape[dim], grad.shape[dim], stride or kernel
+        begin = torch.arange(num, device=grad.device) * stepped[dim % len(stepped)] - padding[dim % len(padding)]
+        end = (begin + kernel[dim % len(kernel)]).clamp(max=size + padding[dim % len(padding)])
+        return end - begin if count_include_pad else end.clamp(max=size) - begin.clamp(min=0)
+
+    divided = grad / (covered(-2)[:, None] * covered(-1))
+    return aten.avg_pool2d_backward.default(divided, x, kernel, stride, padding, ceil_mode, count_include_pad, 1)
+
+
 MENDS: Mapping[Any, Callable[..., Any]] = {
     # alpha is lost in front of and after a product (https://github.com/pytorch/pytorch/issues/167313 is its like).
     aten.add.Tensor: _add,
@@ -57,6 +81,8 @@ MENDS: Mapping[Any, Callable[..., Any]] = {
     # The dtype of a sum over what is filled with one value, and how that is rounded (issue 189518).
     aten.cumsum.default: _cumsum,
     aten.full.default: _full,
+    # Windows that overhang are divided by their whole size (issue 198119).
+    aten.avg_pool2d_backward.default: _avg_pool2d_backward,
     # The dtype of indices by which rows are added, once torch.compile has been used in the process.
     aten.randperm.default: _randperm,
 }

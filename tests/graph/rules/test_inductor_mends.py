@@ -18,11 +18,12 @@ from zerofx.torch_private.versions import TORCH
 aten: Any = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor uses what torch itself deprecates
 
+_OF_LOWERINGS = {aten.full.default, aten.avg_pool2d_backward.default}  # which no pattern gets wrong
 _NO_VALUES = frozenset({"layout", "device", "pin_memory", "memory_format", "implicit"})
 
 
 def test_arguments_that_inductors_patterns_do_not_name_are_written_otherwise() -> None:
-    assert {operator for operator, _ in _passed_by()} == MENDS.keys() - {aten.full.default}
+    assert {operator for operator, _ in _passed_by()} == MENDS.keys() - _OF_LOWERINGS
 
 
 def _passed_by() -> Iterator[tuple[OpOverload, str]]:
@@ -127,3 +128,29 @@ def test_mends_are_needed_and_right(
     assert is_right()
     monkeypatch.setattr(decompositions, "MENDS", {})
     assert is_right() != is_needed
+
+
+@pytest.mark.parametrize("size", [(5, 6), (7, 9)])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"), [([2, 2], [2, 2], [0, 0]), ([3], [2], [1]), ([3, 2], [], [1, 0])]
+)
+@pytest.mark.parametrize("counts_padding", [True, False])
+def test_pools_whose_windows_overhang_have_the_gradient_of_aten(
+    size: tuple[int, int], kernel: list[int], stride: list[int], padding: list[int], counts_padding: bool
+) -> None:
+    x = torch.randn(2, 3, *size)
+    options = (kernel, stride, padding, True, counts_padding)
+    grad = torch.randn_like(aten.avg_pool2d.default(x, *options))
+    mended = MENDS[aten.avg_pool2d_backward.default](grad, x, *options)
+    assert torch.equal(mended, aten.avg_pool2d_backward.default(grad, x, *options, None))
+
+
+def test_the_gradient_of_a_pool_that_overhangs_is_mended_as_long_as_inductor_needs_it() -> None:
+    x, options = torch.randn(2, 3, 5, 6), ([2, 2], [2, 2], [0, 0], True, True)
+    grad = torch.randn_like(aten.avg_pool2d.default(x, *options))
+    expected = aten.avg_pool2d_backward.default(grad, x, *options, None)
+    mended = torch.compile(lambda g, y: MENDS[aten.avg_pool2d_backward.default](g, y, *options))(grad, x)
+    torch.testing.assert_close(mended, expected)
+    assert not torch.allclose(
+        torch.compile(lambda g, y: aten.avg_pool2d_backward.default(g, y, *options, None))(grad, x), expected
+    )
