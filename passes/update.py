@@ -29,19 +29,27 @@ dtype of the master:
 Of a bucket without a reduction, as all are of an evaluation, states and masters are inputs that nothing reads: they are
 there, and count.
 
-Does not handle: optimizers that need whole tensors (refused when the optimizer is traced). States in a slower tier are
+Where an update needs whole parameters (``zerofx/optimizers/whole``), their owners have them put together, step on
+them, and send them back:
+
+    owned_0 = to_owners(shard_0); grad_0_owned = to_owners(grad_0)      # none of these where nothing is cut
+    update_whole(owned_0, grad_0_owned, [whole_states_0])
+    shard_0_new = from_owners(owned_0); copy_(shard_0, shard_0_new)
+
+Does not handle: updates of whole parameters on the host, or delayed. States in a slower tier are
 brought to their update as ``passes/lib/placed_states.py`` says.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
+from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.edit import consumers, end_of_unit, insert_call
@@ -58,7 +66,9 @@ from zerofx.ir.facts import (
     tier_of,
 )
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.owners import Owners
 from zerofx.optimizers import UpdateProgram
+from zerofx.optimizers.whole import owners_of
 from zerofx.passes.lib.placed_states import (
     HOST,
     PlacedStates,
@@ -74,6 +84,14 @@ from zerofx.passes.lib.placed_states import (
 )
 from zerofx.passes.lib.rising import Rising, RisingGather, finish, go_on, start, update_target
 from zerofx.passes.lib.update_inputs import add_hyperparameters, add_stored
+from zerofx.passes.lib.whole_updates import (
+    SentBack,
+    WholeUpdate,
+    insert_whole_update,
+    mean_flops,
+    send_to_owners,
+    take_back,
+)
 from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
@@ -93,7 +111,8 @@ class Update:
         if begin is not None:
             descend_early(step, plan, self.layout)
             factors |= _copy_to_host(step, plan, factors[DEVICE])
-        updates = _Updates(step, plan, factors)
+        owners = owners_of(self.layout, self.programs, plan.stage)
+        updates = _Updates(step, plan, factors, owners, mean_flops(owners, self.programs))
         for bucket in self._update_order(step, plan):
             last = step.output.prev
             updates.add(bucket, self.programs[bucket.index], begin)
@@ -101,7 +120,8 @@ class Update:
                 begin = last.next
         for index in sorted(self.programs.keys() - {decision.bucket for decision in plan.reduces}):
             bucket = self.layout.buckets[index]
-            add_stored(step, plan, bucket, self.programs[index], updates.known.find(Role.MASTER, bucket))
+            master = updates.known.find(Role.MASTER, bucket)
+            add_stored(step, plan, bucket, self.programs[index], master, owners.get(index))
         updates.finish()
 
     def _update_order(self, step: StepGraph, plan: Plan) -> list[Bucket]:
@@ -185,27 +205,56 @@ class _OnHost:
     num_ahead: int | None
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """An update of whole parameters on its way, and what is to be done once its new values are there."""
+
+    update: WholeUpdate
+    then: Callable[[], None]
+
+
 class _Updates:
     """The updates of a step, put in one after the other, and what is under way from one to the next.
 
     ``factors`` are what gradients are multiplied by, one after the other, by the tier that they are on.
     """
 
-    def __init__(self, step: StepGraph, plan: Plan, factors: Mapping[str, Sequence[fx.Node]]) -> None:
-        self._step, self._plan, self._factors = step, plan, factors
+    def __init__(
+        self,
+        step: StepGraph,
+        plan: Plan,
+        factors: Mapping[str, Sequence[fx.Node]],
+        owners: Mapping[int, Owners],
+        flops_of_bucket: float,
+    ) -> None:
+        self._step, self._plan, self._factors, self._owners = step, plan, factors, owners
+        self._flops_of_bucket = flops_of_bucket  # of the busiest owner, on average
         self.known = _Known.from_step(step)
         self._copies: list[Started] = []  # still to be awaited
         self._back: dict[int, list[Started]] = {}  # what goes back and runs on into the next step, by bucket
         self._on_host: list[_OnHost] = []  # likewise
+        # What is on its way to owners, with what is to be done once its new values are there, and what comes back.
+        self._sent: list[_Sent] = []
+        self._last_sent: fx.Node | None = None  # the node before which the last one has been sent
+        self._coming_back: list[tuple[list[SentBack], list[_Sent]]] = []
+        self._joint: dict[int, list[_Sent]] = {}  # likewise, by optimizer: those that combine parameters
         self._rising: list[Rising] = []  # gathers of new values, where other ranks need them
         self._written: dict[int, fx.Node] = {}  # the last wait for what each bucket copies back
 
     def add(self, bucket: Bucket, program: UpdateProgram, begin: fx.Node | None) -> None:
         """Insert the update of a bucket; ``begin``: where states start on their way that the plan says nothing of."""
         decision = state_decision(self._plan, bucket)
+        if bucket.index in self._owners and decision is not None and decision.update == HOST:
+            raise PlanError(
+                f"expected the update of {bucket.name} on the device, found it on the host: whole parameters of "
+                f"{program.optimizer} are updated there alone; leave delayed_update out, or make the plan anew"
+            )
         full = self.known.find(Role.FULL, bucket)
         updated = self._inputs_of(bucket, program, full)
         end, free = self._place(updated, full), None
+        if bucket.index in self._owners:
+            # What is under way to owners, or back, goes on where the next one is sent: never before it has begun.
+            end = self._last_sent = end if self._last_sent is None else max(end, self._last_sent)
         if decision is not None and decision.takes_over is not None:
             # Where that bucket's buffers are free only after this update's place, there is no time to read ahead.
             free = min(self._written.get(decision.takes_over, end.prev), end.prev)
@@ -231,6 +280,12 @@ class _Updates:
     def finish(self) -> None:
         """Await what is under way, where the step ends."""
         with self._step.graph.inserting_before(self._step.output):
+            self._update_sent()
+            for _, sent in sorted(self._joint.items()):
+                self._sent = sent
+                self._update_sent()
+            while self._coming_back:
+                self._take_back()
             await_copies(self._step, self._copies)
             for update in self._on_host:
                 if update.num_ahead is None and may_run_on(self._plan, update.bucket):
@@ -244,11 +299,13 @@ class _Updates:
     def _inputs_of(self, bucket: Bucket, program: UpdateProgram, full: fx.Node | None) -> _Updated:
         step, plan = self._step, self._plan
         low, levels = update_target(step, plan, bucket, full, self.known.find(Role.SHARD, bucket))
-        stored, delayed, scalars = add_stored(step, plan, bucket, program, self.known.find(Role.MASTER, bucket))
+        master, owners = self.known.find(Role.MASTER, bucket), self._owners.get(bucket.index)
+        stored, delayed, scalars = add_stored(step, plan, bucket, program, master, owners)
         master = stored.get("param")
         if master is None and tier_of(low) != DEVICE:
             stored["param"] = low
-        scalars[_HYPER] = add_hyperparameters(step, bucket, program)
+        if owners is None:
+            scalars[_HYPER] = add_hyperparameters(step, bucket, program)
         return _Updated(bucket, program, low, levels, stored, master, delayed, scalars)
 
     def _place(self, updated: _Updated, full: fx.Node | None) -> fx.Node:
@@ -280,7 +337,51 @@ class _Updates:
         step, bucket, low, where = self._step, updated.bucket, updated.low, updated.origin
         tensors, grad = placed.await_reloads(), step.reduced[updated.bucket.index]
         known = {"param": low, **tensors, **updated.scalars, "grad": grad}
+        if bucket.index in self._owners:
+            self._send(updated, known, lambda: self._hand_on(updated, placed, tensors))
+            return
         _insert_update(step, bucket, updated.program, known, where, DEVICE, self._factors[DEVICE])
+        self._hand_on(updated, placed, tensors)
+
+    def _send(self, updated: _Updated, known: Mapping[str, fx.Node], then: Callable[[], None]) -> None:
+        """Start sending a bucket to the owners of its parameters, and update the one before it meanwhile; those of an
+        optimizer that combines parameters are updated where the step ends."""
+        bucket, joint = updated.bucket, updated.program.joint
+        sent = _Sent(send_to_owners(self._step, bucket, updated.program, self._owners[bucket.index], known), then)
+        if joint is not None:
+            self._joint.setdefault(joint, []).append(sent)
+            return
+        self._update_sent()
+        self._sent = [sent]
+        if not sent.update.is_sent:
+            self._update_sent()
+
+    def _update_sent(self) -> None:
+        """Update what has been sent to its owners, as one, and start sending it back.
+
+        Other ranks own the next ones, and work on them at the same time: only from the bucket before as many as there
+        are ranks is it awaited that its new values are back.
+        """
+        if not self._sent:
+            return
+        sent = sorted(self._sent, key=lambda each: each.update.bucket.index)
+        back = insert_whole_update(
+            self._step, [each.update for each in sent], self._factors[DEVICE], self._flops_of_bucket
+        )
+        self._coming_back.append((back, sent))
+        num_ranks, self._sent = len(sent[0].update.owners.ranks), []
+        while len(self._coming_back) > (num_ranks if back else 0):
+            self._take_back()
+
+    def _take_back(self) -> None:
+        back, sent = self._coming_back.pop(0)
+        take_back(self._step, back)
+        for each in sent:
+            each.then()
+
+    def _hand_on(self, updated: _Updated, placed: PlacedStates, tensors: dict[str, fx.Node]) -> None:
+        """Copy, after an update on the device, its results to where they belong, and gather new values."""
+        step, bucket, low = self._step, updated.bucket, updated.low
         up = [] if updated.master is None else new_values(step, bucket, low, tensors["param"])
         self._leave(up, at_once=bool(updated.levels))  # the gather below reads it
         self._leave_back(placed.write_back(tensors), at_once=placed.at_once)

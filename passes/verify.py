@@ -53,7 +53,9 @@ from zerofx.passes.settle import readers_next
 from zerofx.scheduler.plan.plan import Plan
 
 _NEIGHBOURS = 6
-_STARTED = frozenset({*GATHERS, ops.all_gather_into, *ops.REDUCTIONS, ops.exchange, *ops.TRANSFERS})
+_STARTED = frozenset(
+    {*GATHERS, ops.all_gather_into, *ops.REDUCTIONS, ops.exchange, *ops.OWNER_EXCHANGES, *ops.TRANSFERS}
+)
 
 
 def verify(step: StepGraph, after: str, plan: Plan | None = None) -> None:

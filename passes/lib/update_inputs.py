@@ -9,25 +9,34 @@ from zerofx.ir.buckets import Bucket
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import DEVICE, Origin, Phase, Placeholder, Role, set_tier
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.owners import Owners
 from zerofx.optimizers import UpdateProgram
+from zerofx.optimizers.whole import state_bytes_of_owners
 from zerofx.passes.lib.placed_states import HOST, state_decision
 from zerofx.passes.shard import add_master, parameter_tier
 from zerofx.scheduler.plan.plan import Plan
 
 
 def add_stored(
-    step: StepGraph, plan: Plan, bucket: Bucket, program: UpdateProgram, master: fx.Node | None
+    step: StepGraph,
+    plan: Plan,
+    bucket: Bucket,
+    program: UpdateProgram,
+    master: fx.Node | None,
+    owners: Owners | None = None,
 ) -> tuple[dict[str, fx.Node], dict[str, fx.Node], dict[str, fx.Node]]:
     """Placeholders of a bucket's state between steps besides its parameters: states, and the master as ``param`` if
     there is one; the host buffers of a delayed update; and the scalar states that a kernel reads on the device.
 
-    ``master``: the placeholder of the master that is there already, if there is one.
+    ``master``: the placeholder of the master that is there already, if there is one. ``owners``: of an update of whole
+    parameters, whose states are bytes that each owner keeps.
     """
     decision, local = state_decision(plan, bucket), bucket.updated_numel(plan.stage)
     on_host = decision is not None and decision.update == HOST
     if master is None and on_host and parameter_tier(plan, bucket) == DEVICE:
         master = add_master(step, bucket, local)
-    stored = _add_states(step, bucket, program, local) | ({} if master is None else {"param": master})
+    of_states = local if owners is None else state_bytes_of_owners(program, owners)
+    stored = _add_states(step, bucket, program, of_states) | ({} if master is None else {"param": master})
     for node in stored.values():
         set_tier(node, DEVICE if decision is None else decision.tier)
     delayed = _add_delayed(step, bucket, local) if decision is not None and decision.delayed else {}

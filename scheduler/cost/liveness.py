@@ -156,7 +156,7 @@ def liveness(step: StepGraph, on_cpu: bool, *, compiles_regions: bool = False) -
         if loop is not None and node is loop.begin:
             live += (loop.num_rounds - 1) * _bytes_to_return(loop, here, last_use)
         inside = taken.get(node)
-        during[node] = live + (0 if inside is None else inside.inside)
+        during[node] = live + (0 if inside is None else inside.inside) + _scratch_bytes(node)
         live -= sum(sizes[storage] for storage in dying.get(node, ()))
         live += _receive_buffer_bytes(node) if on_cpu else 0
         during[node] = max(during[node], live)
@@ -168,6 +168,13 @@ def liveness(step: StepGraph, on_cpu: bool, *, compiles_regions: bool = False) -
     }
     used = {tier: use for tier, use in slower.items() if use.peak_bytes}
     return Liveness(during, after, persistent, last_here, sizes, used, running_on=running_here)
+
+
+def _scratch_bytes(node: fx.Node) -> int:
+    """Bytes that an update of whole parameters holds while it runs."""
+    scratch = node.kwargs["scratch_bytes"] if node.target is ops.update_whole else 0
+    assert isinstance(scratch, int)
+    return scratch
 
 
 def _match_settles(step: StepGraph) -> dict[fx.Node, fx.Node]:

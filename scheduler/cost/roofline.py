@@ -63,6 +63,11 @@ def node_cost(node: fx.Node, machine: Machine) -> NodeCost:
 
     packet = _matmul_packet(node.target)
     flops, read, written = node_flops(node), _bytes_read(node), _bytes_written(node)
+    if node.target is ops.update_whole:
+        dtype = node.kwargs["dtype"]
+        assert isinstance(dtype, torch.dtype)
+        rate = machine.matmul_flops(dtype)
+        return NodeCost(flops, read, written, _roofline(flops, read + written, rate, machine))
     if runs_on_host(node):
         read, written = _bytes_of_pass(node)
     dtype = _input_dtype(node) if packet is not None else _output_dtype(node) or _input_dtype(node)
@@ -85,6 +90,8 @@ def node_flops(node: fx.Node) -> int:
     """Floating-point operations of one node; a multiply and an add count as two. 0 for views and copies."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or is_view(node):
         return 0
+    if node.target is ops.update_whole:
+        return _whole_flops(node)
     packet = _matmul_packet(node.target)
     if packet is not None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -103,6 +110,13 @@ def node_flops(node: fx.Node) -> int:
     if facts.is_pointwise and outputs:
         return facts.per_element * outputs[0].numel()
     return facts.per_element * max(tensor.numel() for tensor in (*inputs, *outputs))
+
+
+def _whole_flops(node: fx.Node) -> int:
+    """Those that the node itself says."""
+    flops = node.kwargs["flops"]
+    assert isinstance(flops, int)
+    return flops
 
 
 def _matmul_packet(target: OpOverload) -> Any:

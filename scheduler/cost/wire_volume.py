@@ -75,6 +75,10 @@ def collective_of(node: fx.Node, mesh: Mesh, ranks_per_node: int) -> Collective:
     size = storage_bytes(tensor(node))
     if node.target in _OF_VALUES:
         return Collective(_OF_VALUES[node.target], _value_bytes(node, num_ranks), num_ranks, local)
+    if node.target in ops.OWNER_EXCHANGES:
+        moved = node.args[4]
+        assert isinstance(moved, int)
+        return Collective("all_to_all", moved * tensor(node).dtype.itemsize // (num_ranks - 1), num_ranks, local)
     if node.target is ops.gather_on_node:
         (_, _, members) = node.args
         assert isinstance(members, int)

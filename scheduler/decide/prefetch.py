@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -117,6 +117,7 @@ def place_arrivals(
     ahead: bool,
     handed: Handed | None = None,
     leaves_down: bool = True,
+    on_device: Collection[int] = (),
 ) -> Plan:
     """``plan`` with the nodes before which parameters, activations and states in slower tiers start on their way.
 
@@ -132,11 +133,15 @@ def place_arrivals(
         handed: what the host may be handed, where sides of updates are still to be found; None where they are as
             ``plan`` says.
         leaves_down: whether what goes back to its tier may run on into the next step.
+        on_device: the buckets that can be updated on the device alone.
     """
     if not plan.parameters and not plan.states and not (plan.offloads and ahead):
         return plan
     spans = runs(step, seconds)
-    coming = _collect_arrivals(plan, step, layout, state_bytes, spans, machine, leaves_down=leaves_down and ahead)
+    coming = _collect_arrivals(
+        plan, step, layout, state_bytes, spans, machine,
+        leaves_down=leaves_down and ahead, on_device=on_device,
+    )  # fmt: skip
     run_seconds = coming.run_seconds
     entries = [*coming.gathers, *(coming.offloads if ahead else ())]
     entries += [entry for entry in coming.states if ahead or plan.states[entry[1]].update == "host"]
@@ -209,6 +214,7 @@ def _collect_arrivals(
     machine: Machine,
     *,
     leaves_down: bool,
+    on_device: Collection[int],
 ) -> _Coming:
     at, away = Positions(step, spans), plan.away
     tiers = {decision.bucket: decision.tier for decision in plan.parameters}
@@ -231,7 +237,7 @@ def _collect_arrivals(
             continue
         last = last_run if plan.updates_wait else updated[decision.bucket]
         earliest = last if plan.updates_wait else at.begin_of_body(last)
-        if decision.tier == "host":
+        if decision.tier == "host" and decision.bucket not in on_device:
             arrival = Arrival(size, "host", "device", last + 1, last, earliest)
             updates[decision.bucket] = Update.from_bucket(
                 bucket, arrival, plan.stage, machine, is_away=decision.bucket in away,

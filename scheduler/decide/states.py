@@ -9,7 +9,7 @@ buckets go which way is balanced once it is known how many leave the device (``u
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Phase
@@ -35,6 +35,7 @@ def state_menus(
     activation_bytes: int = 0,
     *,
     clipped: bool = False,
+    on_device: Collection[int] = (),
 ) -> dict[Bucket, tuple[Level, Level]]:
     """For each bucket with states, the last layers first: on the device, and off it.
 
@@ -48,6 +49,7 @@ def state_menus(
         activation_bytes: what activations may take of the host, which states that do not all fit there leave to them.
         clipped: whether updates are after all reductions: no backward overlaps with them, and gradients of buckets that
             are updated on the host wait there.
+        on_device: the buckets that can be updated on the device alone.
     """
     ways = {}
     # Gradients of the last layers are complete first, and the rest of backward hides most of their updates.
@@ -57,7 +59,9 @@ def state_menus(
             local = bucket.updated_numel(stage)
             overlapping = 0.0 if clipped else seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
             ways[bucket] = [
-                _cheaper_level(bucket, num_bytes, local, overlapping, tier, machine, clipped=clipped)
+                _device_level(num_bytes, overlapping, tier, machine)
+                if bucket.index in on_device
+                else _cheaper_level(bucket, num_bytes, local, overlapping, tier, machine, clipped=clipped)
                 for tier in ledger.tiers
             ]
     untouched = ledger.copy()
@@ -92,10 +96,10 @@ def _cheaper_level(
     ``overlapping``: seconds of computation that copies overlap with. ``clipped``: as for ``state_menus``.
     """
     gradient_bytes = numel * bucket.reduce_dtype.itemsize
-    through = max(0.0, _device_seconds(num_bytes, tier, machine) - overlapping)
+    through = _device_level(num_bytes, overlapping, tier, machine)
     on_host = max(0.0, _host_update_seconds(bucket, num_bytes, numel, tier, machine) - overlapping)
-    if through <= on_host:
-        return Level(0, through, tier, "device", num_bytes, num_bytes if tier == "nvme" else 0)
+    if through.seconds <= on_host:
+        return through
     # What is updated on the host has its parameters there, and takes gradients and gives parameters back.
     parameter_bytes = 0 if bucket.has_master else numel * bucket.dtype.itemsize
     stored, new_bytes = num_bytes + parameter_bytes, numel * bucket.compute_dtype.itemsize
@@ -105,6 +109,12 @@ def _cheaper_level(
     # They are there until the step ends.
     stored += gradient_bytes + (new_bytes if bucket.has_master else 0)
     return Level(0, on_host, tier, "host", stored, parameter_bytes=parameter_bytes)
+
+
+def _device_level(num_bytes: int, overlapping: float, tier: Tier, machine: Machine) -> Level:
+    """States in ``tier`` that come up to the device for their update."""
+    seconds = max(0.0, _device_seconds(num_bytes, tier, machine) - overlapping)
+    return Level(0, seconds, tier, "device", num_bytes, num_bytes if tier == "nvme" else 0)
 
 
 def _device_seconds(num_bytes: int, tier: Tier, machine: Machine) -> float:

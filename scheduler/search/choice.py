@@ -193,6 +193,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         ahead=chosen.prefetch > 0,
         handed=Handed(chosen.state_levels, ledger.left["host"]) if question.fixed is None else None,
         leaves_down=not question.has_arena,
+        on_device=question.on_device,
     )
     return plan, carried_out
 

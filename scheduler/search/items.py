@@ -78,7 +78,7 @@ def _tier_items(question: Question, others: Sequence[Item], ledger: Ledger) -> l
         activation_bytes = sum(storage_size(segment.values[i]) for segment, level in last for i in level.offloaded)
         menus = state_menus(
             layout, question.state_bytes, question.stage, seconds, machine, ledger, activation_bytes,
-            clipped=question.undecided.updates_wait,
+            clipped=question.undecided.updates_wait, on_device=question.on_device,
         )  # fmt: skip
         items += _bucket_items("states", menus)
         if question.stage == 3:

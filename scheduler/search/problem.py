@@ -13,6 +13,7 @@ from zerofx.errors import MemoryBudgetError
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
+from zerofx.optimizers.whole import owners_of, state_bytes_of_owners
 from zerofx.options import CompileOptions
 from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
@@ -217,16 +218,23 @@ class Problem:
             gradients=self.gradients(),
             reduce="once" if self.gradients() else options.reduce,
             buckets_reduced_each=self.buckets_reduced_each(),
+            on_device=frozenset(index for index, program in self.rehearsal.programs.items() if program.whole),
         )
 
     def state_bytes(self) -> dict[int, int]:
-        """Bytes of one rank's optimizer states and masters, by bucket, of those that this step updates."""
-        num_bytes = {}
+        """Bytes of one rank's optimizer states and masters, by bucket, of those that this step updates: what may be in
+        slower tiers."""
+        num_bytes, owners = {}, owners_of(self.layout, self.rehearsal.programs, self.options.stage)
         for index, program in self.rehearsal.programs.items():
             bucket = self.layout.buckets[index]
             if bucket.is_lent:
                 continue
             local = bucket.updated_numel(self.options.stage)
             master = bucket.dtype.itemsize if bucket.has_master else 0
-            num_bytes[index] = local * (master + sum(state.dtype.itemsize for state in program.states))
+            if program.joint is not None:
+                num_bytes[index] = 0  # one step over all of them needs their states at once
+            elif index in owners:
+                num_bytes[index] = local * master + state_bytes_of_owners(program, owners[index])
+            else:
+                num_bytes[index] = local * (master + sum(state.dtype.itemsize for state in program.states))
         return num_bytes

@@ -29,12 +29,13 @@ class Question:
     ``undecided``: the plan in which nothing is decided yet. ``recompute``: whether activations may be computed again.
     ``tiers``: where they may be offloaded to, the first being filled first; none if empty. ``asked``: how buckets are
     gathered as long as memory allows. ``state_bytes``: bytes of one rank's optimizer states and masters, by bucket
-    index. ``tile``: whether values may be tiled, and ``tile_classes`` logits over their classes too.
-    ``delayed``: where states are in any case, so that their updates overlap with the next step; none if empty.
-    ``fixed``: where states and parameters stay in any case, which no move changes; None where moves say it.
-    ``inlines``: whether values may be computed again at no cost (``decide/activations.free_levels``).
-    ``gradients``: which wait elsewhere between micro-batches in any case, with copies that are still to be placed.
-    ``reduce``: whether gradients may be reduced in each micro-batch, ``buckets_reduced_each``: those before any move.
+    index. ``tile``: whether values may be tiled, and ``tile_classes`` logits over their classes too. ``delayed``: where
+    states are in any case, so that their updates overlap with the next step; none if empty. ``fixed``: where states and
+    parameters stay in any case, which no move changes; None where moves say it. ``inlines``: whether values may be
+    computed again at no cost (``decide/activations.free_levels``). ``gradients``: which wait elsewhere between micro-
+    batches in any case, with copies that are still to be placed. ``on_device``: buckets that can be updated on the
+    device alone. ``reduce``: whether gradients may be reduced in each micro-batch, ``buckets_reduced_each``: those
+    before any move.
     """
 
     facts: GraphFacts
@@ -52,6 +53,7 @@ class Question:
     gradients: tuple[Absence, ...] = ()
     reduce: ReduceOption = "auto"
     buckets_reduced_each: Mapping[int, str] = field(default_factory=dict)
+    on_device: frozenset[int] = frozenset()
 
     def retile(self, tiles: tuple[TileDecision, ...]) -> Question:
         """The same question where values are tiled so."""
@@ -73,6 +75,7 @@ class Question:
         menus = state_menus(
             self.layout, self.state_bytes, self.stage, self.facts.seconds_of_one, self.machine,
             Ledger.of(self.machine, self.tiers), clipped=self.undecided.updates_wait,
+            on_device=self.on_device,
         )  # fmt: skip
         return {bucket: off for bucket, (_, off) in menus.items() if bucket.index in away}
 

@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -158,10 +158,12 @@ def difference(expected: Any, found: Any, where: str = "") -> str:
         if expected.keys() != found.keys():
             return f"{where}: {expected.keys() ^ found.keys()} on one side"
         pairs = [(expected[key], found[key], key) for key in expected]
-    elif isinstance(expected, (list, tuple)):
+    elif isinstance(expected, (list, tuple, deque)):
         if len(expected) != len(found):
             return f"{where}: {len(expected)} expected, {len(found)} found"
         pairs = [(a, b, index) for index, (a, b) in enumerate(zip(expected, found, strict=True))]
+    elif type(expected).__module__ != "builtins" and hasattr(expected, "__dict__") and not isinstance(expected, type):
+        return difference(vars(expected), vars(found), where)
     elif expected is found or expected == found or (expected != expected and found != found):
         return ""
     else:

@@ -26,7 +26,7 @@ def test_a_sample_of_optimizers_trains_like_eager_mode_or_is_refused() -> None:
     cases = chosen.sample(_cases(1), _NUM_SAMPLED) + chosen.sample(_cases(2), _NUM_SAMPLED_ON_TWO_RANKS)
     records = list(run(cases))
     assert [record for record in records if record.outcome == "wrong"] == []
-    assert {record.outcome for record in records} == {"exact", "refused"}
+    assert "exact" in {record.outcome for record in records}
 
 
 @pytest.mark.slow

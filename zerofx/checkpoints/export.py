@@ -20,7 +20,7 @@ from zerofx.disk.checkpoint.boxes import Box
 from zerofx.disk.checkpoint.marker import STATE, state_name
 from zerofx.disk.checkpoint.reader import CheckpointReader, open_checkpoint
 from zerofx.disk.checkpoint.shard_file import Entry, ShardWriter, sort_by_alignment
-from zerofx.errors import UsageError
+from zerofx.errors import CheckpointError, UsageError
 from zerofx.precision import dtype_named
 
 _INDEX = "model.safetensors.index.json"
@@ -76,7 +76,7 @@ def export_distributed(path: Path, out: Path) -> None:
     ``{"model": ..., "optimizer": ...}`` are there in the form of ``get_state_dict``, which ``set_state_dict`` takes.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
+        CheckpointError: there is no checkpoint, it is damaged, or its optimizer's states have shapes of their own.
         UsageError: ``out`` is there already.
         OSError: it cannot be written.
     """
@@ -88,6 +88,12 @@ def export_distributed(path: Path, out: Path) -> None:
 
     reader = _open_verified(path)
     marker = reader.marker
+    if marker.optimizer.owned:
+        reader.close()
+        raise CheckpointError(
+            f"expected an optimizer whose states have a value for each element, found {marker.optimizer.name}, whose "
+            f"states have shapes of their own: export the weights, or load it and use optimizer.state_dict()"
+        )
 
     def make_lazy(name: str, shape: tuple[int, ...], dtype: torch.dtype, kind: str, like: torch.dtype) -> BoxedTensor:
         stored = (*shape, 2) if like.is_complex else shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,6 +13,8 @@ from zerofx.checkpoints.training import Training
 from zerofx.disk.checkpoint.boxes import Box
 from zerofx.errors import CheckpointError
 from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.optimizers.program import WHOLE_STATES
+from zerofx.optimizers.whole import WholeOptimizer
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.on_host import Overwrites, read_on_host
 
@@ -29,6 +32,10 @@ class Source(Protocol):
 
     def read_into(self, into: torch.Tensor, own: str, state: str | None, box: Box) -> None:
         """Fill ``into``, on the CPU, with a box of the parameter, or of one of its states."""
+        ...
+
+    def entry(self, own: str, kinds: Mapping[str, type[Any]]) -> Any:
+        """The states of a parameter that is updated whole; None if there are none. ``kinds``: of tensors, by name."""
         ...
 
     def dtype_of(self, own: str, state: str) -> torch.dtype:
@@ -63,6 +70,8 @@ def fill_training(source: Source, training: Training, *, optimizer: bool = True)
             training.state.complete(bucket, held)
             if bucket.trainable and optimizer:
                 _fill_states(source, training, bucket, held, overwrites)
+        for name, whole in training.whole_optimizers().items() if optimizer else ():
+            whole.take_own_states(source.entry(name, whole.kinds) or {})
     finally:
         overwrites.finish()
 
@@ -85,6 +94,9 @@ def _fill_stored(source: Source, training: Training, bucket: Bucket, held: Bucke
 
 
 def _fill_states(source: Source, training: Training, bucket: Bucket, held: BucketState, overwrites: Overwrites) -> None:
+    if bucket.group is not None and bucket.group in training.whole:
+        _fill_owned(source, training, training.whole[bucket.group], bucket, held)
+        return
     first, last = training.local_range(bucket)
     some = bucket.slots[0].source
     states, numbers = source.states(some), source.numbers(some)
@@ -99,6 +111,18 @@ def _fill_states(source: Source, training: Training, bucket: Bucket, held: Bucke
             training.state.set_flat(bucket, state, empty)
         overwrites.run(held.flat[state], partial(_read, source, bucket, first, last, state))
     held.present = frozenset(states) | frozenset(numbers)
+
+
+def _fill_owned(source: Source, training: Training, whole: WholeOptimizer, bucket: Bucket, held: BucketState) -> None:
+    """Have the states of whole parameters wait for their places: of those that this rank steps on."""
+    held.forget()
+    mine = {each.slot.source for each in training.state.find_owned(bucket)}
+    everywhere = [slot.source for slot in bucket.slots]
+    stepped_on = everywhere if whole.combines else [own for own in everywhere if own in mine]
+    entries = {own: source.entry(own, whole.kinds) for own in stepped_on}
+    held.owned.waiting = {own: entry for own, entry in entries.items() if entry}
+    has_begun = held.owned.waiting or any(source.entry(own, whole.kinds) for own in everywhere[:1])
+    held.present = frozenset({WHOLE_STATES} if has_begun else ())
 
 
 def _read(source: Source, bucket: Bucket, first: int, last: int, state: str | None, flat: torch.Tensor) -> None:

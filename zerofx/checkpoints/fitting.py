@@ -88,6 +88,8 @@ def _option_misfits(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[st
 def _are_alike(value: Any, own: Any) -> bool:
     if value is None or own is None:
         return True
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
     if isinstance(own, list | tuple):
         return isinstance(value, list | tuple) and len(value) == len(own) and all(map(_are_alike, value, own))
     if isinstance(own, numbers.Number) or (isinstance(own, torch.Tensor) and own.numel() == 1):

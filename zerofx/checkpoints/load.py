@@ -18,10 +18,12 @@ from zerofx.checkpoints.random_states import predecessor, read_random_states, se
 from zerofx.checkpoints.together import run_on_all, run_on_first
 from zerofx.checkpoints.user_state import read_state, take_over
 from zerofx.disk.checkpoint.boxes import Box
-from zerofx.disk.checkpoint.marker import STATE, Scalar, state_name
+from zerofx.disk.checkpoint.marker import NO_PARAMETER, STATE, Scalar, state_name
 from zerofx.disk.checkpoint.plain import from_plain
 from zerofx.disk.checkpoint.reader import CheckpointReader, open_checkpoint
+from zerofx.errors import CheckpointError
 from zerofx.optimizers import Optimizers
+from zerofx.optimizers.whole.states import join_tensors, paths_in, tree_from_plain
 from zerofx.runtime.comm.control import Control
 
 _CPU = torch.device("cpu")
@@ -61,6 +63,19 @@ class Loadable:
             self.reader.read_into(into, name, box)
         else:
             self.reader.read_into(into, state_name(name, state), box, STATE)
+
+    def entry(self, own: str, kinds: Mapping[str, type[Any]]) -> Any:
+        parameter = own if own.startswith(NO_PARAMETER) else self.parameter(own)
+        plain = self.reader.marker.optimizer.owned.get(parameter)
+        if plain is None:
+            return None
+        tree = tree_from_saved(plain, kinds)
+        tensors = {path: self._read_state(parameter, path) for path in paths_in(tree)}
+        return join_tensors(tree, tensors)
+
+    def _read_state(self, parameter: str, path: str) -> torch.Tensor:
+        name = state_name(parameter, path)
+        return self.reader.read(name, Box.whole(self.reader.shape_of(name, STATE)), STATE)
 
     def dtype_of(self, own: str, state: str) -> torch.dtype:
         return self.reader.dtype_of(state_name(self.parameter(own), state), STATE)
@@ -159,9 +174,41 @@ def entries_of(checked: Loadable, parameters: Mapping[str, torch.Tensor]) -> dic
             dtype = checked.dtype_of(own, state)
             dtype = dtype.to_complex() if parameter.is_complex() else dtype
             entry[state] = torch.zeros((), dtype=dtype, device="cpu").expand(parameter.shape)
+        plain = checked.reader.marker.optimizer.owned.get(checked.parameter(own))
+        if plain is not None and not _has_subclasses(plain):
+            tree = tree_from_saved(plain, {})
+            names = {path: state_name(checked.parameter(own), path) for path in paths_in(tree)}
+            tensors = {path: _without_memory(checked.reader, name) for path, name in names.items()}
+            entry = join_tensors(tree, tensors)
         if entry:
             entries[own] = entry
     return entries
+
+
+def _without_memory(reader: CheckpointReader, name: str) -> torch.Tensor:
+    nothing = torch.zeros((), dtype=reader.dtype_of(name, STATE), device="cpu")
+    return nothing.expand(reader.shape_of(name, STATE))
+
+
+def _has_subclasses(plain: Any) -> bool:
+    """True for states with tensors or objects of classes that the optimizer's first step makes."""
+    if isinstance(plain, dict):
+        return "wrapped" in plain or "object" in plain or any(map(_has_subclasses, plain.values()))
+    return isinstance(plain, list) and any(map(_has_subclasses, plain))
+
+
+def tree_from_saved(plain: Any, kinds: Mapping[str, type[Any]]) -> Any:
+    """States of a parameter that is updated whole, without their tensors, as the marker has them.
+
+    Raises:
+        CheckpointError: it cannot have been saved.
+    """
+    try:
+        return tree_from_plain(plain, kinds)
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"expected states of the optimizer as they were saved, found {plain!r:.80} ({error}): load another one"
+        ) from error
 
 
 def _fill_whole(checked: Loadable, name: str, tensor: torch.Tensor) -> None:

@@ -94,8 +94,10 @@ def set_groups_from(optimizers: Optimizers, groups: Sequence[Mapping[str, Any]])
                 continue
             if isinstance(group.get(key), torch.Tensor):
                 group[key].fill_(value)
+            elif isinstance(value, torch.Tensor):
+                group[key] = value.item() if isinstance(group.get(key), (int, float)) else value.clone()
             else:
-                group[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                group[key] = value
 
 
 def number_of(value: Any) -> tuple[Any, str | None]:
@@ -113,7 +115,8 @@ def number_from(value: Any, dtype: str | None, device: torch.device) -> Any:
 
 def _to_plain(value: Any, what: str) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
+        number = to_plain(value.item(), what, {})
+        return {"$number": [number, dtype_name(value.dtype), list(value.shape)]}
     tensors: dict[str, torch.Tensor] = {}
     plain = to_plain(value, what, tensors)
     if tensors:

@@ -18,7 +18,7 @@ from zerofx.checkpoints.names import ModelNames, groups_of, number_of
 from zerofx.checkpoints.pieces import Piece
 from zerofx.checkpoints.random_states import random_states
 from zerofx.checkpoints.together import run_on_all, run_on_first
-from zerofx.checkpoints.training import OwnedValues, Training, parts_of, whole_entry
+from zerofx.checkpoints.training import OwnedValues, Training, parts_of, states_to_write, whole_entry
 from zerofx.checkpoints.user_state import WORD, describe_state
 from zerofx.disk.checkpoint.folder import Unfinished, begin, commit, prune
 from zerofx.disk.checkpoint.marker import MODEL, STATE, Marker, OptimizerInfo, Scalar, TensorInfo, file_name
@@ -96,15 +96,18 @@ def start(training: Training, names: ModelNames, numbers: StepCounts, state: Map
     control = training.control
     words, tensors = run_on_all(control, "take down the state to save", lambda: describe_state(state))
     own = {f"buffer.{name}": buffer for name, buffer in _own_buffers(training, names).items()}
+    owned = states_to_write(training, names)
+    listed = control.gather(owned.trees, "list the states of whole parameters") if training.state.owners else []
+    trees = {name: tree for of_rank in listed for name, tree in of_rank.items()}
     loose: dict[str, dict[str, torch.Tensor]] = {
         MODEL: dict(names.buffers) if control.rank == 0 else {},
-        STATE: {**random_states(training.device), **tensors, **own},
+        STATE: {**random_states(training.device), **tensors, **own, **owned.tensors},
     }
     content = Content(control.rank, control.num_ranks, words, loose, tuple(parts_of(training, names)))
     on_rank_0: list[tuple[Unfinished, Marker]] = []
 
     def make_folder() -> Path:
-        marker = _marker(training, names, numbers)
+        marker = _marker(training, names, numbers, trees)
         on_rank_0.append((begin(folder, numbers.num_steps), marker))
         return on_rank_0[0][0].path
 
@@ -209,7 +212,7 @@ def _write_at_once(training: Training, begun: Draft) -> dict[str, Written]:
         ahead.finish()
 
 
-def _marker(training: Training, names: ModelNames, numbers: StepCounts) -> Marker:
+def _marker(training: Training, names: ModelNames, numbers: StepCounts, trees: Mapping[str, Any]) -> Marker:
     ids = {id(training.state.parameter(own)): name for own, name in names.parameters.items()}
     extra: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -229,7 +232,7 @@ def _marker(training: Training, names: ModelNames, numbers: StepCounts) -> Marke
         tensors={name: TensorInfo.from_tensor(tensor) for name, tensor in names.tensors.items()},
         buffers=tuple(names.buffers),
         aliases=names.aliases,
-        optimizer=_optimizer(training, names, ids),
+        optimizer=replace(_optimizer(training, names, ids), owned=dict(trees)),
         extra={"numbers": dict(numbers.extra), "modules": extra},
         about={
             "torch": torch.__version__,
@@ -245,7 +248,7 @@ def _optimizer(training: Training, names: ModelNames, ids: Mapping[int, str]) ->
     states: dict[str, tuple[str, ...]] = {}
     scalars: dict[tuple[str, str, str | None], tuple[Any, dict[str, None]]] = {}
     for bucket, held in training.buckets():
-        if not bucket.trainable or not held.present:
+        if not bucket.trainable or not held.present or bucket.index in training.state.owners:
             continue
         mine = dict.fromkeys(names.parameters[slot.source] for slot in bucket.slots)
         states |= dict.fromkeys(mine, tuple(name for name in held.flat if name in held.present))

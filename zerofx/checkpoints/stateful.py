@@ -33,6 +33,12 @@ def state_of(training: Training, names: ModelNames, numbers: StepCounts) -> dict
 
     Before the first update the optimizers' initial states are there, to be loaded into.
     """
+    if training.state.owners:
+        raise CheckpointError(
+            f"expected an optimizer whose states have a value for each element, found "
+            f"{training.optimizers.name}, whose states have shapes of their own: use step.save_checkpoint(), or "
+            f"step.full_state_dict() and optimizer.state_dict()"
+        )
     latest = _Latest(training)
     model: dict[str, torch.Tensor] = {}
     states: dict[str, dict[str, Any]] = {}
@@ -162,6 +168,9 @@ class Loaded:
         else:
             real = torch.view_as_real(values.detach()) if values.is_complex() else values.detach()
             into.copy_(box.select(real, Box.whole(real.shape)))
+
+    def entry(self, own: str, kinds: Mapping[str, type[Any]]) -> Any:
+        return None
 
     def dtype_of(self, own: str, state: str) -> torch.dtype:
         return self._states[own][state].dtype.to_real()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,26 +12,38 @@ from torch import nn
 from zerofx.checkpoints.names import ModelNames
 from zerofx.checkpoints.pieces import Piece, pieces_of
 from zerofx.disk.checkpoint.boxes import Box
-from zerofx.disk.checkpoint.marker import MODEL, STATE, state_name
+from zerofx.disk.checkpoint.marker import MODEL, NO_PARAMETER, STATE, state_name
 from zerofx.disk.checkpoint.shard_file import Entry
 from zerofx.ir.buckets import Bucket
 from zerofx.optimizers import Optimizers
+from zerofx.optimizers.whole import WholeOptimizer
+from zerofx.optimizers.whole.states import paths_in, split_tensors, tree_to_plain
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.state import TrainingState
 from zerofx.runtime.tiers.stored import Stored
 from zerofx.runtime.tiers.tiers import Tiers
+from zerofx.scheduler.plan.mesh import AXES
 
 
 @dataclass(frozen=True)
 class Training:
-    """A model and optimizers that a step has taken over, on this rank."""
+    """A model and optimizers that a step has taken over, on this rank.
+
+    ``whole``: those whose updates need whole parameters, by the indices of their param groups.
+    """
 
     model: nn.Module
     optimizers: Optimizers
     state: TrainingState
     tiers: Tiers
     control: Control
+    whole: Mapping[int, WholeOptimizer] = field(default_factory=dict)
+
+    def whole_optimizers(self) -> dict[str, WholeOptimizer]:
+        """The optimizers whose updates need whole parameters, by the names under which their own states are saved."""
+        distinct = {id(whole): whole for whole in self.whole.values()}
+        return {f"{NO_PARAMETER}{number or ''}": whole for number, whole in enumerate(distinct.values())}
 
     @property
     def device(self) -> torch.device:
@@ -80,10 +93,45 @@ def parts_of(training: Training, names: ModelNames) -> Iterator[OwnedValues]:
     """All parameters and states that this rank writes."""
     for bucket, held in training.buckets():
         pieces = training.pieces_to_write(bucket)
-        states = {name: value for name, value in held.flat.items() if name in held.present}
+        is_owned = bucket.index in training.state.owners
+        states = {} if is_owned else {name: value for name, value in held.flat.items() if name in held.present}
         for state, stored in ((None, held.stored), *states.items()):
             entries = tuple((_entry(training, names, piece, state, stored.dtype), piece) for piece in pieces)
             yield OwnedValues(bucket, state, stored, training.local_range(bucket)[0], entries)
+
+
+@dataclass(frozen=True)
+class OwnedStates:
+    """The states that this rank writes of parameters that it updates whole: tensors by their names in files, and the
+    rest as JSON by the names of parameters."""
+
+    tensors: dict[str, torch.Tensor]
+    trees: dict[str, Any]
+
+
+def states_to_write(training: Training, names: ModelNames) -> OwnedStates:
+    """The states of whole parameters that this rank writes: of replicas that own the same, the first writes them."""
+    owned, rank = OwnedStates({}, {}), training.control.rank
+    for bucket, held in training.buckets():
+        if bucket.index not in training.state.owners:
+            continue
+        axes = bucket.states_over if bucket.is_cut(training.state.stage) else ()
+        if rank != bucket.mesh.members(rank, tuple(axis for axis in AXES if axis not in axes))[0]:
+            continue
+        views = training.state.load_owned_states(bucket)
+        for each in training.state.find_owned(bucket):
+            if (tree := held.owned.trees.get(each.slot.name)) is None:
+                continue
+            name = names.parameters[each.slot.source]
+            owned.trees[name] = tree_to_plain(tree)
+            paths = paths_in(tree)
+            owned.tensors.update({state_name(name, path): views[each.slot.name][path] for path in paths})
+    for name, whole in training.whole_optimizers().items() if rank == 0 else ():
+        if whole.own_states:
+            tree, tensors = split_tensors(whole.own_states)
+            owned.trees[name] = tree_to_plain(tree)
+            owned.tensors.update({state_name(name, path): tensor for path, tensor in tensors.items()})
+    return owned
 
 
 def _entry(training: Training, names: ModelNames, piece: Piece, state: str | None, dtype: torch.dtype) -> Entry:

@@ -101,6 +101,10 @@ class Slot:
         """The parameter as a view of the flat buffer ``full`` of shape ``[bucket.numel]``."""
         return full.as_strided(self.shape, self.stride, self.offset)
 
+    def view_at(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
+        """The same as a view of a flat buffer in which the parameter begins at ``offset``."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + offset)
+
     def to_parameter(self, full: torch.Tensor) -> torch.Tensor:
         """The same with the shape and kind of number that the model's parameter has."""
         return torch.view_as_complex(self.view(full)) if self.is_complex else self.view(full)
@@ -314,7 +318,8 @@ class BucketLayout:
         along = (MODEL, SHARD, (*SHARD, *MODEL)) if self.mesh.model > 1 else ()
         sets: set[Axes] = {self.mesh.world, *(self.mesh.axes_in_use(axes) for axes in along)} - {()}
         for bucket in self.buckets:
-            sets |= {bucket.mesh.axes_in_use(axes) for axes in (bucket.gathered_over, bucket.crossed_over)} - {()}
+            along = (bucket.gathered_over, bucket.crossed_over, bucket.states_over)
+            sets |= {bucket.mesh.axes_in_use(axes) for axes in along} - {()}
         return tuple(sorted(sets))
 
     @property

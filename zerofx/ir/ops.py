@@ -58,6 +58,14 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``gather_on_node``    start gathering the parts of a bucket that the ranks of this node hold, into a fresh full buffer
 ``exchange``          start sending part i to the group's rank i, and receiving one part from each: an all-to-all.
                       Groups are ``"all"`` ranks, those of a ``"node"``, and those ``"across"`` nodes in the same place
+``to_owners``         start sending this rank's slice of a bucket to the owners of its parameters, piece by piece, and
+                      receiving the parameters that it owns, in a buffer of ``numel`` elements; ``moved`` elements
+                      in all go to other ranks
+``from_owners``       start sending what this rank owns of a bucket back, and receiving its slice of ``numel`` elements
+``update_whole``      the optimizer's own step on the parameters in ``params`` that this rank owns of a bucket, or of
+                      this and others (``zerofx/optimizers/whole``); ``parts`` are those of all ranks of the model
+                      axis, and of their gradients, where some parameters are in parts there; ``flops``, of products
+                      in ``dtype``, and ``scratch_bytes`` are those of the busiest owner
 ``gather_values``     start gathering every rank's tensor, a value of the step: a first dimension of ranks
 ``reduce_scatter_values``  start summing, of a tensor with a first dimension of ranks, this rank's part
 ``all_reduce_values``  start reducing a tensor over the ranks: ``"sum"``, ``"max"`` or ``"min"``
@@ -108,6 +116,19 @@ gather_on_node = own_operator(
 exchange = own_operator(
     "exchange(Tensor parts, int bucket, int num_ranks, str group, *, str over='shard') -> Tensor",
     fakes.empty_like_first,
+)
+to_owners = own_operator(
+    "to_owners(Tensor shard, int bucket, int num_ranks, int numel, int moved, *, str over='shard') -> Tensor",
+    fakes.flat_of,
+)
+from_owners = own_operator(
+    "from_owners(Tensor owned, int bucket, int num_ranks, int numel, int moved, *, str over='shard') -> Tensor",
+    fakes.flat_of,
+)
+update_whole = own_operator(
+    "update_whole(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor[] parts, int bucket, *, "
+    "int flops, ScalarType dtype, int scratch_bytes, str over) -> ()",
+    fakes.no_result,
 )
 second_shard = own_operator(
     "second_shard(Tensor full, int bucket, int num_ranks, *, str over='shard') -> Tensor", fakes.slice_apart
@@ -252,9 +273,10 @@ VALUE_COLLECTIVES = frozenset({gather_values, reduce_scatter_values, all_reduce_
 
 REDUCTIONS = frozenset({reduce_scatter, reduce_scatter_into})
 OVER_AXES = frozenset(
-    {all_gather, all_gather_into, *REDUCTIONS, gather_on_node, exchange, *VALUE_COLLECTIVES}
+    {all_gather, all_gather_into, *REDUCTIONS, gather_on_node, exchange, to_owners, from_owners, *VALUE_COLLECTIVES}
 )  # which say the axes of the mesh that they run over
 COLLECTIVES = frozenset({*OVER_AXES, broadcast})
+OWNER_EXCHANGES = frozenset({to_owners, from_owners})
 TRANSFERS = frozenset({offload, reload, copy_into})
 EVENTS = frozenset(
     {
@@ -272,6 +294,7 @@ EVENTS = frozenset(
         part,
         second_shard,
         hyperparameters,
+        update_whole,
     }
 )
 QUANTISERS = frozenset({quantise, dequantise, dequantise_sum})

@@ -6,6 +6,7 @@ from zerofx.optimizers.several import Optimizers
 from zerofx.optimizers.shadow import copy_optimizer
 from zerofx.optimizers.shadow_optimizer import (
     ShadowOptimizer,
+    check_elementwise,
     check_supported,
     flat_state_dtypes,
     initial_scalars,
@@ -20,6 +21,7 @@ __all__ = [
     "StandIn",
     "StateSpec",
     "UpdateProgram",
+    "check_elementwise",
     "check_supported",
     "copy_optimizer",
     "flat_state_dtypes",

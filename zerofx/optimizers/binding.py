@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from zerofx.errors import UsageError
+from zerofx.errors import OptimizerError, UsageError
 from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.optimizers.blame import NotElementwiseError
 from zerofx.optimizers.held_states import HeldState, collect_states
 from zerofx.optimizers.program import UpdateProgram, cast_states
 from zerofx.optimizers.several import Optimizers, ShadowOptimizers
@@ -18,10 +19,12 @@ from zerofx.optimizers.shadow import structural_flags
 from zerofx.optimizers.shadow_optimizer import flat_state_dtypes, scalar_state_names
 from zerofx.optimizers.stand_in import StandIn
 from zerofx.optimizers.support import has_fused
+from zerofx.optimizers.whole import WholeOptimizer
 
 
 class BucketStates(Protocol):
-    """Optimizer states of a bucket: flat ones, with their dtypes, others, and which have values."""
+    """Optimizer states of a bucket: flat ones, with their dtypes, others, and which have values; ``entries``: of
+    parameters that are updated whole, what has no place yet."""
 
     @property
     def flat(self) -> Mapping[str, Any]: ...
@@ -31,6 +34,9 @@ class BucketStates(Protocol):
 
     @property
     def present(self) -> frozenset[str]: ...
+
+    @property
+    def entries(self) -> Mapping[str, Mapping[str, Any]]: ...
 
 
 class OptimizerBinding:
@@ -53,12 +59,17 @@ class OptimizerBinding:
         self._starts: dict[int, StandIn] = {}
         self.variant = ""
         self.shadow = ShadowOptimizers(optimizers)
+        self.whole: dict[int, WholeOptimizer] = {}  # those whose updates need whole parameters, by their index
 
     def place(self, bucket: Bucket) -> tuple[torch.optim.Optimizer, int]:
         """The optimizer that updates a bucket, and the index of its group there."""
-        assert bucket.group is not None
-        at, index = self._places[bucket.group]
+        at, index = self.place_index(bucket)
         return self.optimizers.each[at], index
+
+    def place_index(self, bucket: Bucket) -> tuple[int, int]:
+        """The index of the optimizer that updates a bucket, and that of its group there."""
+        assert bucket.group is not None
+        return self._places[bucket.group]
 
     def buckets_of(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> list[Bucket]:
         """The buckets of whose parameters an optimizer has the states; ``parameters`` by name.
@@ -111,15 +122,53 @@ class OptimizerBinding:
         Raises:
             OptimizerError: the update cannot run on flat shards.
         """
+        if known is not None:
+            self.whole, self.shadow = known.whole, known.shadow
         stand_ins = self.stand_ins(states, held)
         traced = {} if known is None else {s.key: known._programs[index] for index, s in known._starts.items()}
-        if known is not None and all(stand_in.key in traced for stand_in in stand_ins.values()):
-            self.shadow = known.shadow
-        else:
-            traced = self.shadow.programs(distinct(stand_ins))
+        if known is None or any(stand_in.key not in traced for stand_in in stand_ins.values()):
+            traced = self._trace(stand_ins)
+            stand_ins = {i: s for i, s in stand_ins.items() if s.optimizer not in self.whole}
         self._programs = {index: traced[stand_in.key] for index, stand_in in stand_ins.items()}
         self._starts = stand_ins
-        programs = self._cast_states(self._programs)
+        for at, whole in self.whole.items():
+            mine = [(b, self.place_index(b)[1]) for b in self._trained() if self.place_index(b)[0] == at]
+            starts = held.values() if states is None else states
+            entries = {name: entry for start in starts for name, entry in start.entries.items()}
+            self._programs |= whole.programs(mine, entries)
+        return self._name_variant(self._cast_states(self._programs))
+
+    def _trace(self, stand_ins: Mapping[int, StandIn]) -> dict[Any, UpdateProgram]:
+        """The programs of stand-ins by their keys; optimizers that have none are run on whole parameters."""
+        traced: dict[Any, UpdateProgram] = {}
+        for at in range(len(self.optimizers.each)):
+            if at in self.whole:
+                continue
+            mine = [stand_in for stand_in in distinct(stand_ins) if stand_in.optimizer == at]
+            try:
+                traced |= self.shadow.programs(at, mine)
+            except NotElementwiseError as error:
+                self._run_whole(at, error)
+        return traced
+
+    def _run_whole(self, at: int, because: OptimizerError) -> None:
+        self.whole[at] = WholeOptimizer(self.optimizers.each[at], because, at)
+        self.shadow.leave_out(at)
+
+    def _trained(self) -> list[Bucket]:
+        """The trained buckets."""
+        return [bucket for bucket in self.layout.buckets if bucket.trainable]
+
+    @property
+    def whole_groups(self) -> dict[int, WholeOptimizer]:
+        """Optimizers whose updates need whole parameters, by the indices of their param groups."""
+        return {group: self.whole[at] for group, (at, _) in enumerate(self._places) if at in self.whole}
+
+    def find_whole(self, optimizer: torch.optim.Optimizer) -> WholeOptimizer | None:
+        """``optimizer`` as it runs on whole parameters, if it does."""
+        return next((whole for at, whole in self.whole.items() if self.optimizers.each[at] is optimizer), None)
+
+    def _name_variant(self, programs: dict[int, UpdateProgram]) -> dict[int, UpdateProgram]:
         texts = {id(program): program.text for program in programs.values()}
         whole = "\n".join(f"{index} {texts[id(program)]}" for index, program in sorted(programs.items()))
         places = {bucket.group: self.place(bucket) for bucket in self.layout.buckets if bucket.trainable}
@@ -135,7 +184,7 @@ class OptimizerBinding:
         for index, program in programs.items():
             bucket = self.layout.buckets[index]
             stored[index] = program
-            if bucket.state_dtype != bucket.dtype:
+            if bucket.state_dtype != bucket.dtype and not program.whole:
                 key = (program.key, bucket.state_dtype)
                 if key not in self._storing:
                     self._storing[key] = cast_states(program, bucket.state_dtype)
@@ -148,11 +197,12 @@ class OptimizerBinding:
         ``ahead``: whether later ones are asked for, which are known for a dozen steps from the first.
         """
         if not ahead:
-            return [self._cast_states(self._programs)]
+            return [self.latest_programs]
         alike = {s.key: self.shadow.forms(s, self._programs[index]) for index, s in self._starts.items()}
         num_forms = max(map(len, alike.values()), default=1)
+        whole = {index: program for index, program in self._programs.items() if program.whole}
         return [
-            self._cast_states({
+            self._cast_states(whole | {
                 index: alike[s.key][min(number, len(alike[s.key]) - 1)] for index, s in self._starts.items()
             })
             for number in range(num_forms)
@@ -164,8 +214,8 @@ class OptimizerBinding:
         """Stand-ins that the coming update of each trained bucket starts from; the same object where they are equal."""
         stand_ins: dict[int, StandIn] = {}
         alike: dict[Any, StandIn] = {}
-        for bucket in self.layout.buckets:
-            if not bucket.trainable:
+        for bucket in self._trained():
+            if self.place_index(bucket)[0] in self.whole:
                 continue
             start = held.get(bucket.index) if states is None else states[bucket.index]
             if start is None:
@@ -216,19 +266,50 @@ class OptimizerBinding:
         known: dict[Any, frozenset[str]] = {}
         each, holders = self.optimizers.each, self.optimizers.holders()
         for bucket in self.layout.buckets:
-            mine = [parameters[slot.source] for slot in bucket.slots]
-            entries = [each[holders.get(id(parameter), 0)].state.get(parameter, {}) for parameter in mine]
-            if not any(entries):
+            mine = {slot.source: parameters[slot.source] for slot in bucket.slots}
+            entries = {name: each[holders.get(id(p), 0)].state.get(p, {}) for name, p in mine.items()}
+            if not any(entries.values()):
                 continue
-            shapes = [tuple(parameter.shape) for parameter in mine]
+            shapes = {name: tuple(parameter.shape) for name, parameter in mine.items()}
             if not bucket.trainable:
-                states[bucket.index] = collect_states(bucket, entries, shapes, _numbers_in(entries[0], shapes[0]))
+                first = bucket.slots[0].source
+                numbers = _numbers_in(entries[first], shapes[first])
+                states[bucket.index] = collect_states(bucket, entries, shapes, numbers)
                 continue
+            states[bucket.index] = self._collect(bucket, entries, shapes, known)
+        return states
+
+    def _collect(
+        self,
+        bucket: Bucket,
+        entries: Mapping[str, Mapping[str, Any]],
+        shapes: Mapping[str, tuple[int, ...]],
+        known: dict[Any, frozenset[str]],
+    ) -> HeldState:
+        """The states of a trained bucket: flat, or as they are where its update needs whole parameters."""
+        at, _ = self.place_index(bucket)
+        if at not in self.whole:
             key = (bucket.group, bucket.dtype)
             if key not in known:
                 known[key] = scalar_state_names(*self.place(bucket), dtype=bucket.dtype, fused=self._is_fused(bucket))
-            states[bucket.index] = collect_states(bucket, entries, shapes, known[key])
-        return states
+            try:
+                return collect_states(bucket, entries, shapes, known[key])
+            except OptimizerError:
+                obstacle = self._find_obstacle(at)
+                if obstacle is None:
+                    raise
+                self._run_whole(at, obstacle)
+        return HeldState({}, {}, dict(entries))
+
+    def _find_obstacle(self, at: int) -> OptimizerError | None:
+        """The error for an optimizer's update on flat shards where it begins without states; None if it runs there."""
+        own = {(self.place_index(b), b.dtype) for b in self._trained()}
+        stand_ins = [StandIn(index, dtype, optimizer=at) for (of, index), dtype in own if of == at]
+        try:
+            ShadowOptimizers(self.optimizers).programs(at, stand_ins)
+        except NotElementwiseError as error:
+            return error
+        return None
 
     def _is_fused(self, bucket: Bucket) -> bool:
         optimizer, index = self.place(bucket)

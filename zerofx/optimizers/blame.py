@@ -9,6 +9,10 @@ from types import FrameType
 from zerofx.errors import OptimizerError
 
 
+class NotElementwiseError(OptimizerError):
+    """The update cannot run on flat shards; it may on whole parameters."""
+
+
 def optimizer_frame() -> FrameType | None:
     """The innermost running frame of the optimizer's code; None if it has returned."""
     frame = inspect.currentframe()
@@ -28,17 +32,17 @@ def blame() -> str:
     return "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
-def not_elementwise(name: str, reason: str) -> OptimizerError:
+def not_elementwise(name: str, reason: str) -> NotElementwiseError:
     """The error for the optimizer ``name``, whose update cannot run on flat shards."""
-    return OptimizerError(
+    return NotElementwiseError(
         f"expected an optimizer whose update is elementwise, found that {name} {reason}; use an elementwise optimizer "
         f"(such as AdamW, SGD, or a subclass of theirs)"
     )
 
 
-def looks_at_shapes(name: str) -> OptimizerError:
+def looks_at_shapes(name: str) -> NotElementwiseError:
     """The error for the optimizer ``name``, whose update of a flat shard would not be that of what is in it."""
-    return OptimizerError(
+    return NotElementwiseError(
         f"expected an optimizer whose update is elementwise, found that {name} treats parameters of different shapes "
         f"differently, and a flat shard holds pieces of many parameters: put its kinds of parameters in separate "
         f"optimizers"
@@ -55,7 +59,7 @@ def does_not_step(name: str, states: Iterable[str], error: Exception) -> Optimiz
             f"was switched on since; switch it off again, or call step.close(), and build and compile the optimizer "
             f"anew with it"
         )
-    return OptimizerError(
+    return NotElementwiseError(
         f"expected {name}.step() to run on one flat parameter with state {there}, found {type(error).__name__}: "
         f"{error}; use an optimizer that steps without a closure and takes parameters of any shape"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,11 +17,13 @@ from zerofx.optimizers.outside import same
 class HeldState:
     """Optimizer states of the parameters of one bucket: scalars that they share, and a tensor of each.
 
-    Of a parameter in slices it is the whole tensor, for each slice's bucket.
+    Of a parameter in slices it is the whole tensor, for each slice's bucket. Of parameters that are updated whole,
+    ``entries`` are the optimizer's own, by name.
     """
 
     scalars: dict[str, Any]
     flat: dict[str, list[torch.Tensor]]
+    entries: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def present(self) -> frozenset[str]:
@@ -29,17 +31,22 @@ class HeldState:
 
 
 def collect_states(
-    bucket: Bucket, entries: list[Mapping[str, Any]], shapes: list[tuple[int, ...]], scalars: frozenset[str]
+    bucket: Bucket,
+    of_parameters: Mapping[str, Mapping[str, Any]],
+    shapes_of: Mapping[str, tuple[int, ...]],
+    scalars: frozenset[str],
 ) -> HeldState:
-    """Collect the states of a bucket's parameters, by state: ``entries`` are the optimizer's, one of each parameter.
+    """Collect the states of a bucket's parameters, by state: ``of_parameters`` are the optimizer's entries, by name.
 
-    ``shapes`` are those of the model's parameters, of which the bucket may hold slices; ``scalars`` are states that the
-    parameters share.
+    ``shapes_of`` are those of the model's parameters, of which the bucket may hold slices; ``scalars`` are states that
+    the parameters share.
 
     Raises:
         OptimizerError: the parameters have states that cannot be updated together.
     """
-    held = HeldState({}, {})
+    held = HeldState({}, {}, dict(of_parameters))
+    entries = [of_parameters[slot.source] for slot in bucket.slots]
+    shapes = [shapes_of[slot.source] for slot in bucket.slots]
     for name in dict.fromkeys(name for entry in entries for name in entry):
         values = [entry.get(name) for entry in entries]
         there = [value for value in values if value is not None]

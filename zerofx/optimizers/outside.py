@@ -7,7 +7,7 @@ import enum
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -30,12 +30,14 @@ class OptimizerRest:
     """An optimizer without its states: the entries of each group but its parameters, and the attributes.
 
     ``kind`` is the optimizer's class, and ``shared`` are attributes that torch gives to all optimizers, without hooks.
+    ``own``: entries of ``optimizer.state`` that are of no parameter.
     """
 
     kind: type[torch.optim.Optimizer]
     groups: tuple[dict[str, Any], ...]
     attributes: dict[str, Any]
     shared: dict[str, Any]
+    own: dict[Any, Any] = field(default_factory=dict)
 
     def select_group(self, group: int) -> OptimizerRest:
         """The same optimizer with one of its groups."""
@@ -51,7 +53,7 @@ class OptimizerRest:
         own = vars(shadow)
         own.update(self.shared)
         own.update({name: _copy(value, shadow, name) for name, value in self.attributes.items()})
-        own["state"] = defaultdict(dict)
+        own["state"] = defaultdict(dict, {key: _copy(value, shadow, "state") for key, value in self.own.items()})
         own["param_groups"] = [
             {"params": mine, **{key: _copy(value, shadow, "param_groups") for key, value in group.items()}}
             for mine, group in zip(params, self.groups, strict=True)
@@ -65,6 +67,18 @@ class OptimizerRest:
             for name, value in vars(shadow).items()
             if name in self.attributes or not (name in self.shared or name in _HANDLED_APART or is_torchs_own(name))
         }
+
+    def after(self, shadow: torch.optim.Optimizer) -> OptimizerRest:
+        """This as a ``shadow`` of it has left it, which has stepped."""
+        pairs = zip(shadow.param_groups, self.groups, strict=True)
+        groups = tuple(entries_after(group, before) for group, before in pairs)
+        own = {key: value for key, value in shadow.state.items() if not isinstance(key, torch.Tensor)}
+        return replace(self, groups=groups, attributes=self.attributes_of(shadow), own=own)
+
+    def is_like(self, other: OptimizerRest) -> bool:
+        """True if all entries and attributes are equal."""
+        mine = [list(self.groups), self.attributes, self.own]
+        return same(mine, [list(other.groups), other.attributes, other.own])
 
 
 @dataclass

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from zerofx.ir.buckets import ALIGNMENT_BYTES
+
 _aten = torch.ops.aten
 
 
@@ -27,8 +29,46 @@ class StateSpec:
 
 
 @dataclass(frozen=True)
+class StateTensor:
+    """A tensor among the states of a whole parameter, by its path in ``optimizer.state[p]`` (``GG.0``)."""
+
+    path: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes among others, each at a boundary of 64 bytes."""
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        used = elements * self.dtype.itemsize if all(self.shape) else 0
+        return -(-used // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class WholeParameter:
+    """The update of one whole parameter of ``shape`` by the optimizer's own step: the tensors among its states, the
+    floating-point operations it takes, in which dtype it takes most of them, and the most bytes that it holds besides
+    parameter, gradient and states."""
+
+    shape: tuple[int, ...]
+    states: tuple[StateTensor, ...]
+    flops: int
+    flops_in: torch.dtype
+    scratch_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(state.num_bytes for state in self.states)
+
+
+WHOLE_STATES = "whole_states"
+"""The name of the buffer of bytes in which a rank has the states of the parameters that it owns of a bucket."""
+
+
+@dataclass(frozen=True)
 class UpdateProgram:
-    """One form of an optimizer's update on a flat shard.
+    """One form of an optimizer's update on a flat shard, or of whole parameters.
 
     ``graph``: placeholders "param", "grad", the names in ``states``, those in ``tensor_scalars``, then the scalars
     "s0", "s1" ...; call_function nodes on ATen overloads, in place on their buffers, in an order to keep; output ().
@@ -37,6 +77,11 @@ class UpdateProgram:
 
     ``scalars`` says of each scalar which argument of which operator it is, as in ``add_.alpha``. The optimizer's own
     step gives their values, step by step, and those of states that are no flat tensors (``ShadowOptimizer``).
+
+    ``whole``: of an update that needs whole parameters, what it takes for each shape. Its graph is empty: an owner runs
+    the optimizer's own step (``zerofx/optimizers/whole``), and ``states`` is one buffer of bytes, as long as what
+    an owner keeps. ``joint``: of an optimizer that combines parameters, its number: all buckets
+    with the same are updated in one step.
     """
 
     optimizer: str
@@ -46,6 +91,12 @@ class UpdateProgram:
     scalars: tuple[str, ...]
     dtype: torch.dtype
     fused: bool
+    whole: tuple[WholeParameter, ...] = ()
+    joint: int | None = None
+
+    def of_shape(self, shape: tuple[int, ...]) -> WholeParameter:
+        """The update of a whole parameter of ``shape``."""
+        return next(each for each in self.whole if each.shape == shape)
 
     @property
     def num_scalars(self) -> int:
@@ -54,14 +105,22 @@ class UpdateProgram:
     @property
     def key(self) -> Hashable:
         """Equal for programs that do the same: the text of the graph, and the layout of the state."""
-        return (self.optimizer, self.dtype, self.fused, self.states, self.tensor_scalars, str(self.graph))
+        return (
+            self.optimizer,
+            self.dtype,
+            self.fused,
+            self.states,
+            self.tensor_scalars,
+            str(self.graph),
+            self.whole,
+            self.joint,
+        )
 
     @property
     def text(self) -> str:
         """The contents of ``key`` as text that is the same in every process."""
-        return "\n".join(
-            map(str, (self.optimizer, self.dtype, self.fused, self.states, self.tensor_scalars, self.graph))
-        )
+        parts = (self.optimizer, self.dtype, self.fused, self.states, self.tensor_scalars, self.graph)
+        return "\n".join(map(str, (*parts, self.whole, self.joint) if self.whole else parts))
 
     def new_states(self, length: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
         """Flat states of ``length`` elements on ``device``, as they are before the first step."""

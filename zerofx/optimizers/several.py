@@ -70,6 +70,11 @@ class ShadowOptimizers:
     def __init__(self, optimizers: Optimizers) -> None:
         self._optimizers = optimizers.each
         self._each = [ShadowOptimizer(optimizer) for optimizer in optimizers.each]
+        self._left_out: set[int] = set()
+
+    def leave_out(self, at: int) -> None:
+        """Follow one of them no more: it is run on whole parameters."""
+        self._left_out.add(at)
 
     def next_step(self, stand_ins: Sequence[StandIn]) -> NextStep:
         """The coming step of all of them, as ``ShadowOptimizer.next_step`` gives one's.
@@ -78,16 +83,14 @@ class ShadowOptimizers:
             OptimizerError: one's does what cannot be done on flat shards, or changes an object that another has too.
         """
         steps = [shadow.next_step(mine) for shadow, mine in self._divide(stand_ins)]
-        if len(steps) == 1:
-            return steps[0]
-        self._check_apart(steps)
+        if len(self._each) > 1:
+            self._check_apart(steps)
         updates = {key: update for step in steps for key, update in step.updates.items()}
         return NextStep(updates, [change for step in steps for change in step.changes])
 
-    def programs(self, stand_ins: Sequence[StandIn]) -> dict[Any, UpdateProgram]:
-        """The programs of the coming step of all of them, as ``ShadowOptimizer.programs`` gives one's."""
-        each = [shadow.programs(mine) for shadow, mine in self._divide(stand_ins)]
-        return {key: program for programs in each for key, program in programs.items()}
+    def programs(self, at: int, stand_ins: Sequence[StandIn]) -> dict[Any, UpdateProgram]:
+        """The programs of the coming step of one of them, as ``ShadowOptimizer.programs`` gives them."""
+        return self._each[at].programs(stand_ins)
 
     def forms(self, stand_in: StandIn, program: UpdateProgram) -> list[UpdateProgram]:
         """The updates that ``ShadowOptimizer.forms`` gives."""
@@ -95,18 +98,20 @@ class ShadowOptimizers:
 
     def _check_apart(self, steps: Sequence[NextStep]) -> None:
         """Refuse a change of what another optimizer has too, which each of them would count on by itself."""
+        followed = [optimizer for at, optimizer in enumerate(self._optimizers) if at not in self._left_out]
         for at, step in enumerate(steps):
             before = [(change.key, change.owner.get(change.key)) for change in step.changes]
             changed = {id(value): key for key, value in before if may_change(value)}
             for other in self._optimizers if changed else ():
                 values = [value for entries in (vars(other), *other.param_groups) for value in entries.values()]
                 shared = [changed[id(value)] for value in values if id(value) in changed]
-                if shared and other is not self._optimizers[at]:
+                if shared and other is not followed[at]:
                     raise OptimizerError(
                         f"expected optimizers that share nothing that a step changes, found that the step of "
-                        f"{type(self._optimizers[at]).__name__} changes its {shared[0]!r}, the same object as one of "
+                        f"{type(followed[at]).__name__} changes its {shared[0]!r}, the same object as one of "
                         f"{type(other).__name__}'s: give each of them its own"
                     )
 
     def _divide(self, stand_ins: Sequence[StandIn]) -> list[tuple[ShadowOptimizer, list[StandIn]]]:
-        return [(shadow, [s for s in stand_ins if s.optimizer == at]) for at, shadow in enumerate(self._each)]
+        followed = [(at, shadow) for at, shadow in enumerate(self._each) if at not in self._left_out]
+        return [(shadow, [s for s in stand_ins if s.optimizer == at]) for at, shadow in followed]

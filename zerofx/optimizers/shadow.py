@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from zerofx.torch_private.dispatch import default_device_type
+from zerofx.torch_private.dispatch import default_device_type, run_as_written
 from zerofx.torch_private.optimizers import has_hooks
 
 # Options that choose an implementation, never the mathematics of the update.
@@ -70,8 +70,13 @@ def step_function(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
 
 
 def run_step(optimizer: torch.optim.Optimizer) -> None:
-    """Call the class's ``step``."""
-    step_function(optimizer)(optimizer)
+    """Call the class's ``step``; what it compiles runs as it is written, so that modes see what it calls.
+
+    Compiling beneath a mode fails, and for every later call of the same code too.
+    """
+    is_torchs = _steps_by_torch(type(optimizer).__mro__)
+    with contextlib.nullcontext() if is_torchs else run_as_written():
+        step_function(optimizer)(optimizer)
 
 
 def on_host() -> contextlib.AbstractContextManager[object]:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from zerofx.errors import OptimizerError
-from zerofx.optimizers.blame import looks_at_shapes, not_elementwise
+from zerofx.optimizers.blame import NotElementwiseError, looks_at_shapes, not_elementwise
 from zerofx.optimizers.build import build_graph
 from zerofx.optimizers.complex_parts import check_parts
 from zerofx.optimizers.merged_groups import MergedGroups, groups_alike, same_outcomes
@@ -27,6 +27,7 @@ from zerofx.optimizers.shadow import on_host
 from zerofx.optimizers.side_by_side import ComingUpdate, SideBySide
 from zerofx.optimizers.stand_in import SHAPES, Repeated, StandIn, StandInOutcome, StandInStep, first_scalars
 from zerofx.optimizers.support import refuse_by_name, refuse_dtype
+from zerofx.optimizers.whole import WholeOptimizer
 
 # What is compiled is a program for each form of the update: an update that counts what it calls has one a step.
 _MOST_PROGRAMS: Final = 8
@@ -111,6 +112,8 @@ class ShadowOptimizer:
         """
         for group in self._optimizer.param_groups:
             refuse_by_name(self._optimizer, group)
+        if others := [key for key in self._optimizer.state if not isinstance(key, torch.Tensor)]:
+            raise self._refuse(f"keeps states of {others[0]!r}, which is no parameter")
         for stand_in in stand_ins:
             refuse_dtype(stand_in.dtype)
         programs = {key: update.program for key, update in self.next_step(stand_ins).updates.items()}
@@ -150,7 +153,7 @@ class ShadowOptimizer:
             except OptimizerError as error:
                 if number == 1:
                     raise
-                raise OptimizerError(f"{error} (in step {number} from here)") from error
+                raise type(error)(f"{error} (in step {number} from here)") from error
             try:
                 difference = other.step(updates, state)
             except Exception as error:
@@ -300,7 +303,7 @@ class ShadowOptimizer:
         return not_elementwise(self._name, reason)
 
 
-def check_supported(optimizer: torch.optim.Optimizer) -> None:
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose update cannot run on flat shards.
 
     Raises:
@@ -313,6 +316,21 @@ def check_supported(optimizer: torch.optim.Optimizer) -> None:
         stand_ins += [_stand_in(optimizer, index, dtype) for dtype in dtypes]
     if stand_ins:
         ShadowOptimizer(optimizer).programs(stand_ins)
+
+
+def check_supported(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose update can run neither on flat shards nor on whole parameters.
+
+    Raises:
+        OptimizerError: it names the optimizer and the operator, state or option that is in the way.
+    """
+    try:
+        check_elementwise(optimizer)
+    except NotElementwiseError as error:
+        groups = enumerate(optimizer.param_groups)
+        trained = {index: [(tuple(p.shape), p.dtype) for p in g["params"] if p.requires_grad] for index, g in groups}
+        WholeOptimizer(optimizer, error).check({index: listed for index, listed in trained.items() if listed})
+        return
     for index, group in enumerate(optimizer.param_groups):
         for dtype in dict.fromkeys(param.dtype for param in group["params"] if param.requires_grad):
             if dtype.is_complex:

@@ -12,10 +12,8 @@ from zerofx.errors import OptimizerError
 from zerofx.optimizers.shadow import step_function
 from zerofx.torch_private.optimizers import has_adagrad_for_gpus
 
-_WHOLE_TENSOR: Final = {
+_REFUSED: Final = {
     "LBFGS": "its step needs a closure and dot products over all parameters",
-    "Adafactor": "it keeps row and column statistics of whole matrices",
-    "Muon": "it orthogonalises whole matrices",
     "SparseAdam": "it updates the rows of sparse gradients, and gradients are reduced densely",
 }
 _FUSED_CLASSES: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -45,16 +43,11 @@ def refuse_by_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
                 f"expected an optimizer with states and param groups of its own, found {name}, whose {own} is another "
                 "optimizer's: give zerofx.compile that one"
             )
-    if others := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
-        raise OptimizerError(
-            f"expected an optimizer that keeps states of parameters, found {name} with one of {others[0]!r}: that is "
-            "not divided among ranks; keep it in optimizer.param_groups"
-        )
     for base in type(optimizer).__mro__:
-        if base.__module__.startswith("torch.optim") and base.__name__ in _WHOLE_TENSOR:
+        if base.__module__.startswith("torch.optim") and base.__name__ in _REFUSED:
             raise OptimizerError(
-                f"expected an optimizer whose update is elementwise, found {name}: {_WHOLE_TENSOR[base.__name__]}; "
-                "use an elementwise optimizer (such as AdamW, SGD, Adagrad)"
+                f"expected an optimizer that steps once on dense gradients, found {name}: "
+                f"{_REFUSED[base.__name__]}; use another (such as AdamW, SGD, Muon)"
             )
     parameters = list(inspect.signature(step_function(optimizer)).parameters.values())[1:]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

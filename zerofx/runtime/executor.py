@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import DEVICE
+from zerofx.ir.owners import Message, Owners
 from zerofx.runtime.arena import Allocate, Allocations, Arena
 from zerofx.runtime.comm.collectives import JointGathers
 from zerofx.runtime.comm.groups import Communicators
@@ -32,6 +33,8 @@ class Runtime:
         self._layout = layout
         self._communicators = communicators
         self._transport = communicators.world
+        self.owners: Mapping[int, Owners] = {}  # of the buckets whose updates need whole parameters
+        self._updates: Mapping[int, Callable[..., None]] = {}  # of those buckets
         self._scalars: Mapping[int, tuple[float, ...]] = {}
         self._agreed: Callable[[], object] | None = None
         self._joint = JointGathers()
@@ -48,14 +51,20 @@ class Runtime:
         self._last_step: object = None
         self._changed: Sequence[torch.Tensor] = ()  # buffers that the last steps change, each rank its own
 
-    def begin(self, scalars: Mapping[int, tuple[float, ...]], agreed: Callable[[], object]) -> None:
+    def begin(
+        self,
+        scalars: Mapping[int, tuple[float, ...]],
+        agreed: Callable[[], object],
+        updates: Mapping[int, Callable[..., None]] = MappingProxyType({}),
+    ) -> None:
         """A step begins.
 
         Args:
             scalars: its hyperparameters, by bucket.
+            updates: of whole parameters, by bucket.
             agreed: waits until all ranks are about to run the same step; called before the first collective.
         """
-        self._scalars = scalars
+        self._scalars, self._updates = scalars, updates
         self._agreed = agreed
         self._joint = JointGathers()  # a step that failed may have left some
         self._allocate = self._anywhere
@@ -207,6 +216,48 @@ class Runtime:
     ) -> Pending[torch.Tensor]:
         return _label(self._transport_along(over).exchange(parts, num_ranks, group), "exchange", bucket)
 
+    def to_owners(
+        self, shard: torch.Tensor, bucket: int, num_ranks: int, numel: int, moved: int, *, over: str = "shard"
+    ) -> Pending[torch.Tensor]:
+        owned, owners = self._allocate((numel,), (1,), shard.dtype), self.owners[bucket]
+        transport = self._transport_along(over)
+        sent = [(m.owner, _piece(shard, m.in_slice, m)) for m in owners.messages if m.slice_rank == transport.rank]
+        into = [(m.slice_rank, _piece(owned, m.in_owned, m)) for m in owners.messages if m.owner == transport.rank]
+        return _label(transport.exchange_pieces(owned, sent, into, owners.most_messages), "exchange", bucket)
+
+    def from_owners(
+        self, owned: torch.Tensor, bucket: int, num_ranks: int, numel: int, moved: int, *, over: str = "shard"
+    ) -> Pending[torch.Tensor]:
+        shard, owners = self._allocate((numel,), (1,), owned.dtype), self.owners[bucket]
+        transport = self._transport_along(over)
+        for begin, end in owners.gaps(transport.rank, numel):
+            shard[begin:end].zero_()
+        sent = [(m.slice_rank, _piece(owned, m.in_owned, m)) for m in owners.messages if m.owner == transport.rank]
+        into = [(m.owner, _piece(shard, m.in_slice, m)) for m in owners.messages if m.slice_rank == transport.rank]
+        return _label(transport.exchange_pieces(shard, sent, into, owners.most_messages), "exchange", bucket)
+
+    def update_whole(
+        self,
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        states: list[torch.Tensor],
+        parts: list[torch.Tensor],
+        bucket: int,
+        *,
+        over: str,
+        **_costs: Any,
+    ) -> None:
+        def share(value: torch.Tensor, owner: int) -> torch.Tensor:
+            transport = self._transport_along(over)
+            if transport.rank == owner:
+                value = value.detach().contiguous()
+                sent = [(rank, value) for rank in range(transport.num_ranks) if rank != owner]
+                return transport.exchange_pieces(value, sent, (), 1).finish(None)
+            received = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+            return transport.exchange_pieces(received, (), [(owner, received)], 1).finish(None)
+
+        self._updates[bucket](params, grads, states, parts, share)
+
     def second_shard(self, full: torch.Tensor, bucket: int, num_ranks: int, *, over: str = "shard") -> torch.Tensor:
         return full.chunk(num_ranks)[self._transport_along(over).rank % num_ranks].clone()
 
@@ -291,6 +342,11 @@ class Runtime:
         if self._agreed is not None:
             self._agreed()
             self._agreed = None
+
+
+def _piece(flat: torch.Tensor, begin: int, message: Message) -> torch.Tensor:
+    """The elements of a message in a flat tensor that has them from ``begin`` on."""
+    return flat[begin : begin + message.numel]
 
 
 def _label(pending: Pending[T], kind: str, bucket: int) -> Pending[T]:

@@ -158,7 +158,7 @@ class Step(Whole, Reported):
         advance.swap(taken.state)
         try:
             with self._last.time_step(taken.device), torch.no_grad():
-                taken.runtime.begin(advance.values, agreed)
+                taken.runtime.begin(advance.values, agreed, advance.whole)
                 taken.runtime.begin_with_equal_buffers(compiled)
                 results = self._compute(compiled, taken, batch)
                 taken.runtime.end()

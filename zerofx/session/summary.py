@@ -11,6 +11,7 @@ from tabulate import tabulate
 from torch import nn
 
 from zerofx.codegen.regions import Event
+from zerofx.ir import ops
 from zerofx.ir.facts import origin
 from zerofx.ir.text import target_name
 from zerofx.lengths.padded_batches import Rung
@@ -82,7 +83,7 @@ def summary(step: Summarised, what: str, compiled: CompiledStep | None, measured
         *(["", _links(compiled, measured)] if plan.link_bytes else []),
         *(["", *_rungs(step)] if step.rungs else []),
     ]
-    why = list(_reason_lines(plan))
+    why = [*_reason_lines(plan), *_whole_lines(compiled)]
     return "\n".join([*lines, "", *why] if why else lines)
 
 
@@ -215,6 +216,23 @@ def _shares(held: Mapping[Category, int]) -> str:
     lines = [[str(name), format_bytes(size), f"{size / total:.0%}"] for name, size in held.items()]
     lines.append(["in all", format_bytes(total), ""])
     return tabulate(lines, colalign=("left", "right", "right"), disable_numparse=True, tablefmt="plain")
+
+
+def _whole_lines(compiled: CompiledStep) -> Iterator[str]:
+    """Updates of whole parameters: how many, what they take, and what is exchanged with the parameters' owners."""
+    nodes, timings = list(compiled.lowered.graph.calls()), compiled.lowered.simulation.timings
+    updates = [node for node in nodes if node.target is ops.update_whole]
+    if not updates:
+        return
+    seconds = sum(timings[node].seconds for node in updates)
+    exchanges = [node for node in nodes if node.target in ops.OWNER_EXCHANGES]
+    waits = [node for node in nodes if node.target is ops.wait and node.args[0] in exchanges]
+    exposed = sum(timings[node].exposed_seconds for node in waits)
+    num_buckets = sum(len(node.args[0]) for node in updates if isinstance(node.args[0], list | tuple))
+    sent = sum(timings[node].wire_bytes for node in exchanges)
+    what = f"{num_buckets} buckets in {format_seconds(seconds)} at the busiest owner"
+    how = f"; {format_bytes(sent)} exchanged by each rank, {format_seconds(exposed)} of it exposed" if sent else ""
+    yield f"updates of whole parameters by the optimizer's own step: {what}{how}"
 
 
 def _reason_lines(plan: Plan) -> Iterator[str]:

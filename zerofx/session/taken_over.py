@@ -163,6 +163,8 @@ class TakenOver:
 
     def _allocate(self, programs: Mapping[int, UpdateProgram]) -> None:
         """Make the states that updates begin with."""
+        self.state.set_owners(programs)
+        self.runtime.owners = self.state.owners
         for index, program in programs.items():
             self.state.new_states(self.layout.buckets[index], program, self.device)
 
@@ -196,7 +198,10 @@ class TakenOver:
     @property
     def training(self) -> Training:
         """The state that a checkpoint is taken of."""
-        return Training(self.model, self.binding.optimizers, self.state, self._tiers, self._life.control)
+        binding = self.binding
+        return Training(
+            self.model, binding.optimizers, self.state, self._tiers, self._life.control, binding.whole_groups
+        )
 
     def load(self, source: Source, name: str, then: Callable[[], None], *, optimizer: bool = True) -> None:
         """Take parameters, and the optimizer's states, over from ``source``, which fits, and do what is to follow.

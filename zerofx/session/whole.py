@@ -13,6 +13,7 @@ from zerofx.deferred import is_deferred
 from zerofx.errors import UsageError
 from zerofx.ir.batch import hash_of
 from zerofx.ir.buckets import Bucket, Slot
+from zerofx.optimizers.program import WHOLE_STATES
 from zerofx.runtime.state.state import TrainingState
 from zerofx.session.checkpointed import Checkpointed
 from zerofx.session.life import Life
@@ -235,7 +236,7 @@ class _Place:
             return _Place(state, parameter, slots, state_name, described, gradients)
         if state_name is not None:
             held = state.buckets[slots[0][0].index]
-            there = sorted(held.present & held.flat.keys())
+            there = sorted((held.present & held.flat.keys()) - {WHOLE_STATES})
             if state_name not in there:
                 raise UsageError(
                     f"expected a state that the optimizer has of {name}, found {state_name!r}: there are "

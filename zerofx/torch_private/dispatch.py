@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -29,6 +30,13 @@ without_python_dispatcher = torch._C._DisablePythonDispatcher
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """A context in which calls go past autograd, whatever their arguments: kernels see only whether it is on."""
+
+
+def run_as_written() -> contextlib.AbstractContextManager[Any]:
+    """A context in which functions that are compiled run as they are written, as far as any can have been compiled."""
+    # To ask for the stance imports the compiler, which takes a second.
+    has_compiler = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if has_compiler else contextlib.nullcontext()
 
 
 def default_device_type() -> str:

@@ -120,3 +120,8 @@ def mark_as_parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Ten
     """Make ``tensor`` a parameter: like ``nn.Parameter`` of a tensor subclass, but without a copy."""
     setattr(tensor, IS_PARAMETER, True)
     return tensor.requires_grad_(requires_grad)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors share which lie in one storage, with values or without."""
+    return int(tensor.untyped_storage()._cdata)

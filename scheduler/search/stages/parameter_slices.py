@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zerofx.errors import OptimizerError
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.options import CompileOptions
@@ -52,9 +53,11 @@ class ParameterSlices:
             raise refusals[0]
         for slices in slice_rungs(problem.step, refusals[0].least_bytes - budget):
             described = ", ".join(f"{decision.parameter} in {decision.num_slices}" for decision in slices)
-            sliced = whole.slice_parameters(slices)
             try:
+                sliced = whole.slice_parameters(slices)
                 return rest.attempt(described, problem.replace_variants(sliced, sliced.candidates[0]))
+            except OptimizerError:  # its update needs the parameter whole
+                break
             except BudgetMissedError as missed:
                 refusals.append(missed)
         raise min(refusals, key=lambda missed: missed.least_bytes)

@@ -225,5 +225,5 @@ def test_a_step_that_cannot_be_followed_any_further_changes_nothing() -> None:
     with pytest.raises(OptimizerError, match=r"Late calls aten\.linalg_vector_norm\.default"):
         run.train(1)
     torch.testing.assert_close(run.saved(), before, rtol=0, atol=0)
-    with pytest.raises(OptimizerError, match="in step 4 from here"):
-        zerofx.optimizers.check_supported(Late([{"params": [nn.Parameter(torch.ones(3))], "step": 11}]))
+    # What is seen ahead is run on whole parameters from the start.
+    zerofx.optimizers.check_supported(Late([{"params": [nn.Parameter(torch.ones(3))], "step": 11}]))

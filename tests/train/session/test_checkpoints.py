@@ -134,6 +134,19 @@ def test_hyperparameters_and_the_users_state_come_back(tmp_path: Path) -> None:
     assert again.optimizer.param_groups[0]["lr"] == step.optimizer.param_groups[0]["lr"] != 0.01
 
 
+def test_a_rate_in_a_tensor_comes_back_as_it_was(tmp_path: Path) -> None:
+    def compiled(rate: float) -> zerofx.Step:
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(rate))
+        return zerofx.compile(model, optimizer, backend="eager", loss_fn=lambda outputs, _: outputs.square().mean())
+
+    step, again = compiled(0.25), compiled(0.5)
+    step(torch.ones(2, 4))
+    step.save_checkpoint(tmp_path)
+    again.load_checkpoint(tmp_path)
+    assert torch.equal(again.optimizer.param_groups[0]["lr"], torch.tensor(0.25))
+
+
 def _flip(place: Path) -> None:
     path = place / "state-00000-of-00001.safetensors"
     data = bytearray(path.read_bytes())

@@ -18,6 +18,7 @@ from zerofx.disk.checkpoint.boxes import Box
 from zerofx.disk.checkpoint.marker import (
     BUFFER,
     MODEL,
+    NO_PARAMETER,
     RANDOM,
     STATE,
     USER,
@@ -96,6 +97,12 @@ def _check_optimizer(optimizer: OptimizerInfo, parameters: Iterable[str]) -> Non
     _need_names(optimizer.states, known, "parameters with states")
     for name, states in optimizer.states.items():
         _need(len(set(states)) == len(states), f"states of {name!r:.80} twice")
+    of_none = {name for name in optimizer.owned if name.startswith(NO_PARAMETER)}
+    _need_names(
+        optimizer.owned, (known | of_none) - optimizer.states.keys(), "parameters with states of their own shapes"
+    )
+    for name, paths in optimizer.owned_paths().items():
+        _need(len(set(paths)) == len(paths), f"states of {name!r:.80} twice")
     seen = {(name, state) for name, states in optimizer.states.items() for state in states}
     for scalar in optimizer.scalars:
         _need_names(scalar.parameters, known, f"parameters with {scalar.state!r:.80}")
@@ -149,15 +156,24 @@ def check_contents(marker: Marker, kind: str, shards: Sequence[ShardFile], place
             for name, states in marker.optimizer.states.items():
                 shape = marker.tensors[name].shape_in_files
                 expected |= {state_name(name, state): (shape, None) for state in states}
+        owned = set[str]()
+        if kind == STATE:
+            of_parameters = marker.optimizer.owned_paths().items()
+            owned = {state_name(name, path) for name, paths in of_parameters for path in paths}
         entries: dict[str, list[Entry]] = {}
         for shard in shards:
             for name, listed in shard.placed.items():
-                if name in expected:
+                if name in expected or name in owned:
                     entries.setdefault(name, []).extend(placed.entry for placed in listed)
                 else:
                     _check_own(marker, kind, name, [placed.entry for placed in listed])
         for name, (shape, dtype) in expected.items():
             _check_whole(name, shape, dtype, entries.get(name, []))
+        for name in sorted(owned):
+            boxes = [entry.box for entry in entries.get(name, [])]
+            _need(
+                boxes == [Box.whole(entry.shape) for entry in entries.get(name, [])[:1]] != [], f"{name!r:.80} in parts"
+            )
     except ValueError as error:
         raise CheckpointError(
             f"expected the {kind} files of {place} to have what its marker says, found {error}: they are not of this "

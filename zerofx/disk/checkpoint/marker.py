@@ -9,6 +9,7 @@ no protection against somebody who can write both.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def state_name(parameter: str, state: str) -> str:
     return f"optimizer.state.{parameter}.{state}"
 
 
+NO_PARAMETER = "*"  # in the place of a parameter's name: states of the optimizer itself
 _FORMAT = "zerofx checkpoint 1"
 MOST_MARKER_BYTES = 256 << 20
 
@@ -80,13 +82,19 @@ class OptimizerInfo:
     """The optimizer's part of a checkpoint.
 
     ``groups`` are its param groups as JSON, with names of parameters; ``states`` are the names of the states that have
-    one value for each element, by parameter, and ``scalars`` the others.
+    one value for each element, by parameter, and ``scalars`` the others. ``owned``: of parameters that are updated
+    whole, by name, their states as JSON, with ``{"tensor": path}`` for tensors, which are in files.
     """
 
     name: str
     groups: tuple[dict[str, Any], ...]
     states: dict[str, tuple[str, ...]]
     scalars: tuple[Scalar, ...]
+    owned: dict[str, Any] = field(default_factory=dict)
+
+    def owned_paths(self) -> dict[str, list[str]]:
+        """The paths of the tensors of ``owned``, by parameter."""
+        return {name: list(_paths_in(tree)) for name, tree in self.owned.items()}
 
     def scalars_of(self) -> dict[str, tuple[Scalar, ...]]:
         """The numbers kept for each parameter, by its name, in the order of their own names."""
@@ -95,6 +103,14 @@ class OptimizerInfo:
             for name in scalar.parameters:
                 by_parameter[name] = (*by_parameter.get(name, ()), scalar)
         return by_parameter
+
+
+def _paths_in(plain: Any) -> Iterator[str]:
+    if isinstance(plain, dict) and plain.keys() == {"tensor"}:
+        yield str(plain["tensor"])
+    elif isinstance(plain, (dict, list)):
+        for item in plain.values() if isinstance(plain, dict) else plain:
+            yield from _paths_in(item)
 
 
 @dataclass(frozen=True)

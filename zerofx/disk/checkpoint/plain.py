@@ -113,6 +113,9 @@ def _value(plain: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
             return complex(*(_value(part, tensor_of) for part in inner))
         case "$tensor":
             return tensor_of(inner)
+        case "$number":
+            number, dtype, shape = inner
+            return torch.full(shape, _value(number, tensor_of), dtype=dtype_named(dtype), device="cpu")
         case "$array":
             return _value(inner, tensor_of).numpy()
         case "$bytes":

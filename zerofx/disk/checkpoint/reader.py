@@ -129,6 +129,10 @@ class CheckpointReader:
             return self.marker.tensors[name].torch_dtype.to_real()
         raise CheckpointError(f"expected {name} in the files of {self.place}, found nothing of it")
 
+    def shape_of(self, name: str, kind: str) -> tuple[int, ...]:
+        """The shape of a tensor in the files."""
+        return self._places_of(kind)[name][0][1].entry.shape
+
     def close(self) -> None:
         """Close all files."""
         self._files.close()

@@ -37,6 +37,11 @@ def whole_bucket(shard: Tensor, bucket: int, num_ranks: int, *_args: object, **_
     return shard.new_empty(shard.numel() * num_ranks)
 
 
+def flat_of(given: Tensor, bucket: int, num_ranks: int, numel: int, moved: int, **_options: object) -> Tensor:
+    """A flat tensor of ``numel`` elements."""
+    return given.new_empty(numel)
+
+
 def slice_apart(gradients: Tensor, bucket: int, num_ranks: int, *, over: str = "shard") -> Tensor:
     """One rank's slice, in memory of its own."""
     return gradients.new_empty(gradients.numel() // num_ranks)

@@ -6,6 +6,7 @@ depend neither on timing nor on how parameters are divided into buckets.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -15,7 +16,15 @@ import torch.distributed as dist
 from zerofx.runtime.comm.connections import Connections
 from zerofx.runtime.comm.same_host.channels import MemoryChannel, Message
 from zerofx.runtime.comm.same_host.shared import SharedBuckets, share_memory
-from zerofx.runtime.comm.transport import Group, Groups, Pending, Transport, members_of
+from zerofx.runtime.comm.transport import (
+    Group,
+    Groups,
+    Pending,
+    Pieces,
+    Transport,
+    copy_own_pieces,
+    members_of,
+)
 from zerofx.runtime.measure.spans import SpanLog
 
 
@@ -115,6 +124,17 @@ class PointToPoint(Transport):
             into[own].copy_(sent[own])
         arrived = self._track(works, parts.nbytes // size * (size - 1))
         return Pending.from_waits(received, arrived)
+
+    def exchange_pieces(self, result: torch.Tensor, sent: Pieces, into: Pieces, most: int) -> Pending[torch.Tensor]:
+        sent, into = copy_own_pieces(self.rank, sent, into)
+        tags, works = [self._connections.tag() for _ in range(most)], list[Message]()
+        for pieces, begin in ((into, self._connections.receive), (sent, self._connections.send)):
+            numbers = Counter[int]()
+            for peer, piece in pieces:
+                works.append(begin(piece, self._members[peer], tags[numbers[peer]]))
+                numbers[peer] += 1
+        arrived = self._track(works, sum(piece.nbytes for _, piece in sent))
+        return Pending.from_waits(result, arrived)
 
     def shift(self, value: torch.Tensor) -> Pending[torch.Tensor]:
         received, following = torch.empty_like(value), (self.rank + 1) % self.num_ranks

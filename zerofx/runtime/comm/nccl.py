@@ -11,7 +11,17 @@ import torch
 import torch.distributed as dist
 
 from zerofx.runtime.comm.groups import destroy
-from zerofx.runtime.comm.transport import Group, Groups, LostRankError, Pending, T, Transport, members_of
+from zerofx.runtime.comm.transport import (
+    Group,
+    Groups,
+    LostRankError,
+    Pending,
+    Pieces,
+    T,
+    Transport,
+    copy_own_pieces,
+    members_of,
+)
 from zerofx.runtime.measure.spans import SpanLog
 from zerofx.torch_private import distributed
 
@@ -114,6 +124,20 @@ class Nccl(Transport):
 
         sent = {self._numbers[peer]: parts.nbytes // size for peer in peers}
         return self._start(received, launch, sent)
+
+    def exchange_pieces(self, result: torch.Tensor, sent: Pieces, into: Pieces, most: int) -> Pending[torch.Tensor]:
+        everyone, num_bytes = dist.get_process_group_ranks(self._group), Counter[int]()
+        for peer, piece in sent:
+            num_bytes[self._numbers[peer]] += piece.nbytes if peer != self.rank else 0
+
+        def launch() -> None:
+            others, received = copy_own_pieces(self.rank, sent, into)
+            messages = [dist.P2POp(dist.isend, piece, everyone[peer], self._group) for peer, piece in others]
+            messages += [dist.P2POp(dist.irecv, piece, everyone[peer], self._group) for peer, piece in received]
+            for message in dist.batch_isend_irecv(messages) if messages else ():
+                message.wait()  # on this stream
+
+        return self._start(result, launch, num_bytes)
 
     def shift(self, value: torch.Tensor) -> Pending[torch.Tensor]:
         received, everyone = torch.empty_like(value), dist.get_process_group_ranks(self._group)

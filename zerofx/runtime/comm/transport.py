@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 Group = Literal["all", "node", "across"]
 Groups = Sequence[Sequence[int]]  # of ranks, each rank in one
+Pieces = Sequence[tuple[int, torch.Tensor]]  # a rank of the group with a dense tensor, each
 
 
 class LostRankError(RankMismatchError):
@@ -44,6 +45,15 @@ class Pending(Generic[T]):
             return result
 
         return Pending(result, finish)
+
+
+def copy_own_pieces(rank: int, sent: Pieces, into: Pieces) -> tuple[Pieces, Pieces]:
+    """Copy what a rank sends to itself; returns the other pieces of both."""
+    for (_, source), (_, target) in zip(
+        (piece for piece in sent if piece[0] == rank), (piece for piece in into if piece[0] == rank), strict=True
+    ):
+        target.copy_(source)
+    return [piece for piece in sent if piece[0] != rank], [piece for piece in into if piece[0] != rank]
 
 
 def members_of(group: Group, rank: int, size: int, num_ranks: int) -> list[int]:
@@ -105,6 +115,11 @@ class Transport(Protocol):
 
     def exchange(self, parts: torch.Tensor, size: int, group: Group) -> Pending[torch.Tensor]:
         """Send part i of ``size`` equal parts to the group's rank i; the result has the parts received, in order."""
+
+    def exchange_pieces(self, result: torch.Tensor, sent: Pieces, into: Pieces, most: int) -> Pending[torch.Tensor]:
+        """Send each tensor of ``sent`` to its rank, and receive each of ``into``, parts of ``result``, from its rank:
+        those between two ranks in the same order on both, and ``most`` of them between any two. What a rank sends to
+        itself is copied."""
 
     def shift(self, value: torch.Tensor) -> Pending[torch.Tensor]:
         """Send a tensor to the next rank, the last rank's to the first; the result is the previous rank's."""

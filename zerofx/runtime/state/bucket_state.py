@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from zerofx.ir.facts import DEVICE, Role
+from zerofx.optimizers.whole import OwnedStates
 from zerofx.runtime.tiers.stored import Stored
 from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
@@ -25,7 +27,8 @@ class BucketState:
     ``flat`` and ``scalars`` are the optimizer's states; ``present`` names those that have their values. ``scalars`` are
     replaced, never changed: buckets that are updated alike have the same. ``decision``
     says in which tier ``master`` and ``flat`` are; None is the device. ``delayed`` is what a delayed update hands over
-    from one step to the next, by the names that ``Role.DELAYED`` has.
+    from one step to the next, by the names that ``Role.DELAYED`` has. ``owned``: of what this rank owns of a bucket
+    whose update needs whole parameters, the states but for their tensors, which ``flat`` has as one buffer of bytes.
     """
 
     full: torch.Tensor | None
@@ -38,12 +41,19 @@ class BucketState:
     present: frozenset[str] = frozenset()
     delayed: dict[str, Stored] = field(default_factory=dict)
     part: torch.Tensor | None = None
+    owned: OwnedStates = field(default_factory=OwnedStates)
 
     def forget(self) -> None:
         """Let go of the optimizer's states, which then begin as they did before the first step."""
         self.flat.clear()
         self.scalars = {}
         self.present = frozenset()
+        self.owned.clear()
+
+    @property
+    def entries(self) -> Mapping[str, Any]:
+        """States of parameters that are updated whole which have no place yet, by name."""
+        return self.owned.waiting
 
     @property
     def low(self) -> torch.Tensor | Stored:

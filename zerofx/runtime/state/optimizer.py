@@ -15,7 +15,8 @@ import torch
 from zerofx.optimizers import Optimizers
 from zerofx.optimizers.binding import OptimizerBinding, distinct
 from zerofx.optimizers.outside import Change
-from zerofx.optimizers.program import UpdateProgram
+from zerofx.optimizers.program import WHOLE_STATES, UpdateProgram
+from zerofx.optimizers.whole import Updated, WholeOptimizer, WholeStep
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.state import TrainingState
 
@@ -24,12 +25,14 @@ from zerofx.runtime.state.state import TrainingState
 class Advance:
     """One step's scalars by bucket, what each bucket has after it, and what the step changes outside of the states.
 
-    What a bucket has: its scalar states, and the names of all states that have values.
+    What a bucket has: its scalar states, and the names of all states that have values. ``whole``: the updates of whole
+    parameters, by the first bucket of each.
     """
 
     values: dict[int, tuple[float, ...]]
     after: dict[int, tuple[dict[str, Any], frozenset[str]]]
     changes: list[Change] = field(default_factory=list)
+    whole: dict[int, WholeStep] = field(default_factory=dict)
 
     def swap(self, state: TrainingState, buckets: Iterable[int] | None = None) -> None:
         """Exchange what the buckets have with what is noted here: once to advance, a second time to go back.
@@ -57,7 +60,7 @@ def advance(binding: OptimizerBinding, state: TrainingState) -> Advance | None:
     binding.check_groups()
     stand_ins = binding.stand_ins(state.buckets)
     step = binding.shadow.next_step(distinct(stand_ins))
-    coming = Advance({}, {}, step.changes)
+    coming = Advance({}, {}, list(step.changes))
     for index, stand_in in stand_ins.items():
         update = step.updates[stand_in.key]
         mine, singles = state.buckets[index], update.program.tensor_scalars
@@ -67,7 +70,30 @@ def advance(binding: OptimizerBinding, state: TrainingState) -> Advance | None:
         if singles:  # the kernel counts on the device, for this bucket alone
             scalars = {spec.name: mine.scalars[spec.name].clone() for spec in singles} | scalars
         coming.values[index], coming.after[index] = update.numbers, (scalars, update.present)
-    return coming
+    known = all(_advance_whole(binding, at, whole, state, coming) for at, whole in binding.whole.items())
+    return coming if known else None
+
+
+def _advance_whole(
+    binding: OptimizerBinding, at: int, whole: WholeOptimizer, state: TrainingState, coming: Advance
+) -> bool:
+    """Add the updates of whole parameters by the optimizer ``at``; False when states have no place yet."""
+    next_step, updated = whole.next_step(), list[Updated]()
+    coming.changes += next_step.changes
+    for index, program in sorted(binding.latest_programs.items()):
+        mine, bucket = state.buckets[index], state.layout.buckets[index]
+        of, group = binding.place_index(bucket)
+        if of != at:
+            continue
+        if mine.owned.waiting or _begins_anew(mine, program):
+            return False
+        places = {slot.name: next_step.order[id(state.parameter(slot.source))] for slot in bucket.slots}
+        owners, rank = state.owners[index], state.rank_among_owners(bucket)
+        coming.after[index] = ({}, frozenset({WHOLE_STATES}))
+        updated.append(Updated(bucket, group, program, owners, rank, places, mine.owned))
+    steps = [WholeStep(next_step, tuple(updated))] if whole.combines else [WholeStep(next_step, (u,)) for u in updated]
+    coming.whole |= {step.buckets[0].bucket.index: step for step in steps}
+    return True
 
 
 def _begins_anew(bucket: BucketState, program: UpdateProgram) -> bool:

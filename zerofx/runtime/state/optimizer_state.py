@@ -13,6 +13,9 @@ from zerofx.capture.checks import refuse_step
 from zerofx.errors import UsageError
 from zerofx.ir.buckets import Bucket
 from zerofx.optimizers.binding import OptimizerBinding
+from zerofx.optimizers.program import WHOLE_STATES
+from zerofx.optimizers.whole import names_of, state_views
+from zerofx.optimizers.whole.states import copy_entry, join_tensors
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.state import TrainingState
 
@@ -71,7 +74,7 @@ class OptimizerState:
             handle.remove()
         self.take_loaded()
         if alone:
-            self._place_whole(self._optimizers, as_computed=True)
+            self._place_whole(self._optimizers, as_computed=True, alone=True)
         else:
             self._fill(self._optimizers, as_computed=True)
 
@@ -87,11 +90,43 @@ class OptimizerState:
             self._state.flush()
             self._place_whole(optimizers, as_computed=as_computed)
 
-    def _place_whole(self, optimizers: Sequence[torch.optim.Optimizer], *, as_computed: bool) -> None:
+    def _place_owned(self, bucket: Bucket, states: defaultdict[torch.Tensor, Any], *, alone: bool) -> None:
+        """Put the states that owners have of a bucket into ``states``, all of them; ``alone``: those that are here."""
+        if not self._state.buckets[bucket.index].present:
+            return
+        mine, program = self._state.buckets[bucket.index], self._binding.latest_programs[bucket.index]
+        self._state.settle_owned(bucket)
+        trees, buffer = [mine.owned.trees], mine.flat.get(WHOLE_STATES)
+        buffers = [None if buffer is None else self._state.load(buffer)]
+        listed = [self._state.find_owned(bucket)]
+        owners = self._state.owners[bucket.index].ranks
+        if len(owners) > 1 and not alone:
+            here = {name: mine.owned.trees[name] for name in names_of(listed[0]) if name in mine.owned.trees}
+            gathered = self._control.gather(here, "gather the optimizer's states")
+            members = bucket.mesh.members(self._control.rank, bucket.states_over)
+            ranks = sorted(members, key=lambda rank: bucket.mesh.index(rank, bucket.states_over))
+            trees, listed = [gathered[rank] for rank in ranks], list(owners)
+            whole = None if buffers[0] is None else self._state.gather(bucket, buffers[0])
+            buffers = [None] * len(ranks) if whole is None else list(whole.chunk(len(ranks)))
+        for own, owned, flat in zip(trees, listed, buffers, strict=True):
+            views = state_views(program, owned, flat)
+            for each in owned:
+                if each.slot.name in own:
+                    entry = join_tensors(own[each.slot.name], views[each.slot.name])
+                    states[self._state.parameter(each.slot.source)] = copy_entry(entry)
+
+    def _place_whole(
+        self, optimizers: Sequence[torch.optim.Optimizer], *, as_computed: bool, alone: bool = False
+    ) -> None:
         for optimizer in optimizers:
             states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
             for bucket in self._binding.buckets_of(optimizer, self._state.parameters):
-                self._gather(bucket, states, as_computed=as_computed)
+                if bucket.index in self._state.owners:
+                    self._place_owned(bucket, states, alone=alone)
+                else:
+                    self._gather(bucket, states, as_computed=as_computed)
+            whole = self._binding.find_whole(optimizer)
+            states.update({} if whole is None else copy_entry(whole.own_states))
             optimizer.state = states
 
     def _gather(self, bucket: Bucket, states: defaultdict[torch.Tensor, Any], *, as_computed: bool) -> None:
@@ -138,6 +173,8 @@ class OptimizerState:
         self._state.settle()
         try:
             held = self._binding.find_states(self._state.parameters)
+            if (updater := self._binding.find_whole(optimizer)) is not None:
+                updater.take_own_states(optimizer.state)
         finally:
             self._empty(optimizer)
         for bucket in self._binding.buckets_of(optimizer, self._state.parameters):
@@ -146,6 +183,11 @@ class OptimizerState:
                 mine.forget()
                 continue
             states = held[bucket.index]
+            if bucket.trainable and self._binding.find_whole(optimizer) is not None:
+                mine.forget()
+                mine.owned.waiting = {name: dict(entry) for name, entry in states.entries.items() if entry}
+                mine.present = frozenset({WHOLE_STATES})
+                continue
             mine.scalars = {**mine.scalars, **{name: _copy(value) for name, value in states.scalars.items()}}
             for name, values in states.flat.items():
                 whole = torch.zeros(bucket.numel, dtype=values[0].dtype.to_real(), device=self._state.device)

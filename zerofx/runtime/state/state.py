@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,10 @@ from torch import nn
 
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import DEVICE
+from zerofx.ir.owners import OwnedSlot, Owners
 from zerofx.optimizers import UpdateProgram
+from zerofx.optimizers.program import WHOLE_STATES
+from zerofx.optimizers.whole import owners_of, state_bytes_of_owners, state_views
 from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.weights import Weights
@@ -29,6 +33,8 @@ class TrainingState(WholeBuckets):
     ) -> None:
         super().__init__(model, layout, stage, communicators, tiers)
         self._placed: Plan | None = None  # by which all buckets are where they are
+        self.owners: Mapping[int, Owners] = {}  # of the buckets whose updates need whole parameters
+        self._whole: Mapping[int, UpdateProgram] = {}  # the updates of those
         self._is_stale = False  # whether updates may be under way whose results the device has not
 
     def take_over(self, weights: Weights, plan: Plan) -> None:
@@ -181,13 +187,52 @@ class TrainingState(WholeBuckets):
         Those that were loaded in another dtype than the program's take that.
         """
         state = self.buckets[bucket.index]
+        shape = state.low.shape
+        if program.whole:
+            shape = torch.Size((state_bytes_of_owners(program, self.owners[bucket.index]),))
+            if program.states and WHOLE_STATES in state.flat and state.flat[WHOLE_STATES].shape != shape:
+                del state.flat[WHOLE_STATES]
         for spec in program.states:
             if spec.name not in state.flat:
-                initial = torch.full(state.low.shape, spec.initial, dtype=spec.dtype, device=device)
+                initial = torch.full(shape, spec.initial, dtype=spec.dtype, device=device)
                 state.flat[spec.name] = self._put(state, initial)
             elif state.flat[spec.name].dtype != spec.dtype:
                 state.flat[spec.name] = self._put(state, self.load(state.flat[spec.name]).to(spec.dtype))
         state.scalars = program.new_tensor_scalars(self._device_of_update(state)) | state.scalars
+        if program.whole and state.owned.waiting:
+            stored = state.flat.get(WHOLE_STATES)
+            buffer = None if stored is None else self.load(stored)
+            owned = self.find_owned(bucket)
+            here = {each.slot.name for each in owned}
+            others = [slot for slot in bucket.slots if slot.name not in here]
+            state.owned.settle(program, owned, buffer, others)
+            if buffer is not None and buffer is not stored:
+                state.flat[WHOLE_STATES] = self._put(state, buffer)
+
+    def set_owners(self, programs: Mapping[int, UpdateProgram]) -> None:
+        """Find the owners of parameters for the updates ``programs``, by bucket."""
+        self._whole = {index: program for index, program in programs.items() if program.whole}
+        self.owners = owners_of(self.layout, programs, self.stage)
+
+    def settle_owned(self, bucket: Bucket) -> None:
+        """Give loaded states of whole parameters their places, which they wait for until a step or a reader comes."""
+        if self.buckets[bucket.index].present:
+            self.new_states(bucket, self._whole[bucket.index], self.device)
+
+    def load_owned_states(self, bucket: Bucket) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors of the states that this rank keeps of what it owns of a bucket, by parameter and path."""
+        self.settle_owned(bucket)
+        stored = self.buckets[bucket.index].flat.get(WHOLE_STATES)
+        buffer = None if stored is None else self.load(stored)
+        return state_views(self._whole[bucket.index], self.find_owned(bucket), buffer)
+
+    def find_owned(self, bucket: Bucket) -> tuple[OwnedSlot, ...]:
+        """The parameters that this rank owns of a bucket whose update needs whole ones."""
+        return self.owners[bucket.index].ranks[self.rank_among_owners(bucket)]
+
+    def rank_among_owners(self, bucket: Bucket) -> int:
+        """This rank's number among the owners of a bucket's parameters."""
+        return bucket.mesh.index(self._rank, bucket.states_over) if len(self.owners[bucket.index].ranks) > 1 else 0
 
     def _device_of_update(self, state: BucketState) -> torch.device:
         """The device on which a bucket's update finds its scalar states."""

@@ -1,0 +1,125 @@
+"""Parameters that a rank owns whole, and the optimizer's states of them: one buffer of bytes a bucket, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zerofx.errors import OptimizerError
+from zerofx.ir.buckets import Bucket, BucketLayout, Slot
+from zerofx.ir.owners import OwnedSlot, Owners, assign_owners
+from zerofx.optimizers.program import UpdateProgram, WholeParameter
+from zerofx.optimizers.whole.states import split_tensors
+
+Entry = Mapping[str, Any]
+
+
+@dataclass
+class OwnedStates:
+    """The states of the parameters that this rank owns of a bucket: by parameter, without their tensors.
+
+    ``waiting``: entries of ``optimizer.state`` by the names of parameters, owned here or not, that have no place yet.
+    """
+
+    trees: dict[str, Any] = field(default_factory=dict)
+    waiting: dict[str, Entry] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        self.trees.clear()
+        self.waiting.clear()
+
+    def settle(
+        self, program: UpdateProgram, owned: Sequence[OwnedSlot], buffer: torch.Tensor | None, others: Iterable[Slot]
+    ) -> None:
+        """Give what waits its place in ``buffer``; ``others`` are parameters of other ranks."""
+        if not self.waiting:
+            return
+        views = state_views(program, owned, buffer)
+        self.trees = {
+            each.slot.name: store_entry(each.slot.name, entry, views[each.slot.name], whole_of(program, each.slot))
+            for each in owned
+            if (entry := self.waiting.get(each.slot.source))
+        }
+        for slot in others if program.joint is not None else ():  # all ranks follow what is not in tensors
+            if entry := self.waiting.get(slot.source):
+                self.trees[slot.name] = split_tensors(entry)[0]
+        self.waiting = {}
+
+
+def shape_of(slot: Slot) -> tuple[int, ...]:
+    """The shape of the parameter as the optimizer sees it."""
+    return slot.whole_shape[:-1] if slot.is_complex else slot.whole_shape
+
+
+def dtype_of(bucket: Bucket, slot: Slot) -> torch.dtype:
+    """The dtype of the parameter as the optimizer sees it."""
+    return bucket.dtype.to_complex() if slot.is_complex else bucket.dtype
+
+
+def whole_of(program: UpdateProgram, slot: Slot) -> WholeParameter:
+    """The update of the parameter in ``slot``."""
+    return program.of_shape(shape_of(slot))
+
+
+def owners_of(layout: BucketLayout, programs: Mapping[int, UpdateProgram], stage: int) -> dict[int, Owners]:
+    """The owners of the parameters that are updated whole, by bucket."""
+    buckets = [layout.buckets[index] for index in sorted(programs) if programs[index].whole]
+    return assign_owners(buckets, stage, lambda bucket, slot: whole_of(programs[bucket.index], slot).flops)
+
+
+def state_bytes_of_owners(program: UpdateProgram, owners: Owners) -> int:
+    """Bytes of the buffer of states that each owner has of a bucket: as many as the one with most needs."""
+    return max(state_bytes(program, owned) for owned in owners.ranks)
+
+
+def names_of(owned: Iterable[OwnedSlot]) -> list[str]:
+    """The names of parameters that a rank owns."""
+    return [each.slot.name for each in owned]
+
+
+def state_bytes(program: UpdateProgram, owned: Iterable[OwnedSlot]) -> int:
+    """Bytes of the states of what a rank owns of a bucket."""
+    return sum(whole_of(program, each.slot).state_bytes for each in owned)
+
+
+def state_views(
+    program: UpdateProgram, owned: Iterable[OwnedSlot], buffer: torch.Tensor | None
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of the states in ``buffer``, as views, by parameter and path."""
+    views: dict[str, dict[str, torch.Tensor]] = {}
+    begin = 0
+    for each in owned:
+        mine = views[each.slot.name] = {}
+        for state in whole_of(program, each.slot).states:
+            assert buffer is not None or not state.num_bytes, "states of some bytes have a buffer"
+            some = torch.empty(0, dtype=torch.uint8, device="cpu") if buffer is None else buffer
+            flat = some[begin : begin + state.num_bytes].view(state.dtype)
+            mine[state.path] = flat.as_strided(state.shape, state.stride)
+            begin += state.num_bytes
+    return views
+
+
+def store_entry(
+    name: str, entry: Any, views: Mapping[str, torch.Tensor], whole: WholeParameter, *, is_here: bool = True
+) -> Any:
+    """Keep the tensors of a parameter's ``entry`` in ``views``; returns the rest of it. Where the parameter is not
+    ``is_here``, they have no values.
+
+    Raises:
+        OptimizerError: they are not those that were tried.
+    """
+    tree, tensors = split_tensors(entry)
+    for path, tensor in tensors.items():
+        view = views.get(path)
+        if view is None or view.shape != tensor.shape or view.dtype != tensor.dtype:
+            known = {state.path: list(state.shape) for state in whole.states}
+            raise OptimizerError(
+                f"expected states of {name} as a step on its shape has them ({known}), found {path} of shape "
+                f"{list(tensor.shape)} and {tensor.dtype}: states whose shapes change have no planned place"
+            )
+        if is_here and (tensor.data_ptr() != view.data_ptr() or tensor.stride() != view.stride()):
+            view.copy_(tensor)
+    return tree

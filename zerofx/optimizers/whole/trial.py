@@ -1,0 +1,386 @@
+"""Try an optimizer's step on whole parameters: what it keeps and takes, and that it treats each parameter by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from zerofx.errors import OptimizerError
+from zerofx.ir.operators.elementwise import OPERATORS
+from zerofx.ir.operators.table import facts_of
+from zerofx.optimizers.blame import blame
+from zerofx.optimizers.outside import OptimizerRest, same
+from zerofx.optimizers.program import StateTensor, WholeParameter
+from zerofx.optimizers.shadow import choose_implementation, run_step, sample
+from zerofx.optimizers.whole.combined import Combined, Share, check_apart, set_owner
+from zerofx.optimizers.whole.states import join_tensors, kinds_in, split_tensors
+from zerofx.torch_private.capture import fake_mode
+from zerofx.torch_private.dispatch import TorchDispatchMode
+from zerofx.torch_private.operators import OpOverload, base_name, flop_count, pytree
+from zerofx.torch_private.tensors import storage_key
+
+# RAdam, of those that decide by a count, is the last to change its update: in the sixth step.
+STEPS_AHEAD: Final = 12
+_CPU: Final = torch.device("cpu")
+# Matrices are tried with at most so many rows or columns.
+_MOST_ROWS: Final = 12
+# Elements of a parameter that is tried with values, where it cannot be without.
+_MOST_VALUES: Final = 1 << 26
+_READS_VALUES: Final = frozenset({"_local_scalar_dense", "is_nonzero", "equal"})
+# Of linear algebra, in operations per n^3 of an n x n matrix (Golub and Van Loan, Matrix Computations, 4th edition).
+_PER_CUBE: Final[Mapping[str, int]] = {
+    "linalg_eigh": 9, "_linalg_eigh": 9, "_linalg_svd": 21, "linalg_qr": 2, "linalg_cholesky_ex": 1,
+    "linalg_inv_ex": 2, "linalg_solve_triangular": 1, "_linalg_solve_ex": 2, "cholesky_inverse": 1,
+}  # fmt: skip
+
+
+class _Costs(TorchDispatchMode):
+    """Counts floating-point operations, and bytes of what is made and still alive; without values, reads give one."""
+
+    def __init__(self, name: str, *, has_values: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._name, self._has_values = name, has_values
+        self.flops: Counter[torch.dtype] = Counter()
+        self.live = self.peak = 0
+        self._holders: Counter[int] = Counter()
+
+    def know(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Leave the memory of ``tensors`` out."""
+        for tensor in tensors:
+            self._holders[storage_key(tensor)] += 1
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _draws(self._name, f"calls {func}{blame()}")
+        if base_name(func) in _READS_VALUES and not self._has_values:
+            dtype = args[0].dtype
+            return True if base_name(func) != "_local_scalar_dense" or dtype == torch.bool else _one(dtype)
+        result = func(*args, **(kwargs or {}))
+        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+        if outputs:
+            self.flops[outputs[0].dtype] += _flops_of(func, args, kwargs or {}, result, inputs, outputs)
+        for tensor in outputs:
+            self._hold(tensor)
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _hold(self, tensor: torch.Tensor) -> None:
+        key, num_bytes = storage_key(tensor), tensor.untyped_storage().nbytes()
+        if not self._holders[key]:
+            self.live += num_bytes
+        self._holders[key] += 1
+        weakref.finalize(tensor, self._let_go, key, num_bytes)
+
+    def _let_go(self, key: int, num_bytes: int) -> None:
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            self.live -= num_bytes
+
+
+@contextlib.contextmanager
+def refuse_draws(name: str, device: torch.device) -> Iterator[None]:
+    """Refuse random numbers: while it is open, the generators of the CPU and of ``device`` are not to be used.
+
+    Raises:
+        OptimizerError: some have been drawn.
+    """
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    before = [generator.get_state() for generator in generators]
+    yield
+    if not all(map(torch.equal, before, (generator.get_state() for generator in generators))):
+        raise _draws(name)
+
+
+def _draws(name: str, call: str = "") -> OptimizerError:
+    return OptimizerError(
+        f"expected an optimizer whose step draws no random numbers, found that {name} {call or 'does'}: ranks that own "
+        f"different parameters would draw others than one process does"
+    )
+
+
+def try_shape(
+    rest: OptimizerRest, group: int, shape: tuple[int, ...], dtype: torch.dtype, entry: Any
+) -> tuple[WholeParameter, dict[str, type[Any]]]:
+    """Facts of the update of one parameter of ``shape``, found without values; ``entry``: the states it begins with.
+
+    Also gives the tensor subclasses among the states, by name.
+
+    Raises:
+        OptimizerError: the step cannot be run, or keeps what can be neither saved nor moved.
+    """
+    try:
+        with fake_mode():
+            return _try_shape(rest, group, shape, dtype, entry, has_values=False)
+    except OptimizerError:
+        if torch.Size(shape).numel() > _MOST_VALUES:
+            raise
+    try:  # what it calls may depend on values, or not know tensors without
+        return _try_shape(rest, group, shape, dtype, entry, has_values=True)
+    except OptimizerError:
+        # Where it compiles what it calls, no mode can be open.
+        return _try_shape(rest, group, shape, dtype, entry, has_values=True, sees_calls=False)
+
+
+def _try_shape(
+    rest: OptimizerRest,
+    group: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    entry: Any,
+    *,
+    has_values: bool,
+    sees_calls: bool = True,
+) -> tuple[WholeParameter, dict[str, type[Any]]]:
+    costs, alone = _Costs(rest.kind.__name__, has_values=has_values), rest.select_group(group)
+    states: dict[str, StateTensor] = {}
+    kinds: dict[str, type[Any]] = {}
+    flops, scratch = Counter[torch.dtype](), 0
+    param = torch.nn.Parameter(sample(shape, dtype, -1.0, 1.3))
+    tree, tensors = split_tensors(entry)
+    zeros = {path: torch.zeros_like(tensor, device="cpu") for path, tensor in tensors.items()}
+    entry_now = join_tensors(tree, zeros)
+    costs.know([param])
+    for _ in range(STEPS_AHEAD):
+        shadow = make_shadow(alone, [param])
+        if entry_now:
+            shadow.state[param] = entry_now
+        param.grad = torch.full_like(param, 0.01)
+        costs.know([param.grad])
+        costs.flops, costs.peak, before = Counter(), costs.live, costs.live
+        try:
+            with costs if sees_calls else refuse_draws(rest.kind.__name__, _CPU):
+                run_step(shadow)
+        except OptimizerError:
+            raise
+        except Exception as error:
+            raise OptimizerError(
+                f"expected {rest.kind.__name__}.step() to run on a parameter of shape {list(shape)}, found "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        flops, scratch = max(flops, costs.flops, key=Counter.total), max(scratch, costs.peak - before)
+        entry_now = shadow.state.get(param, {})
+        tree, tensors = split_tensors(entry_now)
+        kinds |= kinds_in(tree)
+        states |= {path: _state_tensor(path, tensor) for path, tensor in tensors.items()}
+        alone = alone.after(shadow)
+        del shadow
+    flops_in = max(flops, key=flops.__getitem__, default=dtype)
+    if not sees_calls:  # a compiled update is elementwise, by blocks
+        flops[dtype] += OPERATORS["_fused_adam_"].per_element * param.numel()
+    return WholeParameter(shape, tuple(states.values()), flops.total(), flops_in, scratch), kinds
+
+
+def _state_tensor(path: str, tensor: torch.Tensor) -> StateTensor:
+    dense = tensor if tensor.numel() and _is_dense(tensor) else tensor.new_empty(tensor.shape)
+    return StateTensor(path, tuple(tensor.shape), tuple(dense.stride()), tensor.dtype)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return elements == tensor.numel()
+
+
+def make_shadow(alone: OptimizerRest, params: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """A shadow of an optimizer of one group over ``params``, which works tensor by tensor."""
+    shadow = alone.shadow([params])
+    for group in shadow.param_groups:
+        choose_implementation(alone.kind, group)
+    return shadow
+
+
+def check_separable(rest: OptimizerRest, samples: Samples) -> None:
+    """Check that a step treats each parameter by itself: bit for bit, for some steps ahead.
+
+    ``samples``: shapes and dtypes of parameters by group.
+
+    Raises:
+        CombinesError: it combines parameters.
+        OptimizerError: it draws random numbers, or cannot be run.
+    """
+    together, after = _Trained(samples), rest
+    alone = [
+        (index, number, _Trained({0: [each]}, index, number))
+        for index, listed in samples.items()
+        for number, each in enumerate(listed)
+    ]
+    for step in range(1, STEPS_AHEAD + 1):
+        before, after = after, together.step(after, step)
+        for index, number, single in alone:
+            left = single.step(before.select_group(index), step)
+            alike = _same_values(single.value(0, 0), together.value(index, number))
+            if not alike or not left.is_like(after.select_group(index)):
+                raise CombinesError(
+                    f"expected an optimizer that updates each parameter by itself, found that {rest.kind.__name__} "
+                    f"does something else to several: it combines them"
+                )
+
+
+def check_combined(rest: OptimizerRest, samples: Samples) -> None:
+    """Check that a step over parameters that lie on two ranks gives what it gives on one, for some steps ahead.
+
+    Both ranks are played here: what they send each other is taken down where all parameters have values.
+
+    Raises:
+        OptimizerError: it combines parameters by more than numbers, or hides what it depends on.
+    """
+    plain, noted, after = _Trained(samples), _Trained(samples), rest
+    ranks = [_Trained(samples, rank=rank) for rank in range(2)]
+    for step in range(1, STEPS_AHEAD + 1):
+        before, after = after, plain.step(after, step)
+        sent: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor, _: int, sent: list[torch.Tensor] = sent) -> torch.Tensor:
+            sent.append(tensor.detach().clone())
+            return sent[-1].clone()
+
+        lefts = [noted.step(before, step, note)]
+        for rank in ranks:
+            coming = iter(sent)
+            lefts.append(rank.step(before, step, lambda *_, coming=coming: next(coming).clone()))
+        for trained, left in zip([noted, *ranks], lefts, strict=True):
+            alike = all(_same_values(trained.value(*place), plain.value(*place)) for place in trained.places())
+            if not alike or not left.is_like(after):
+                raise OptimizerError(
+                    f"expected {rest.kind.__name__} to do with parameters on two ranks what it does on one, found "
+                    f"other values: it combines them by more than it computes with torch"
+                )
+
+
+class CombinesError(OptimizerError):
+    """The optimizer combines parameters."""
+
+
+class DoesNotRunError(OptimizerError):
+    """The optimizer's step raises an error."""
+
+
+Samples = Mapping[int, Sequence[tuple[tuple[int, ...], torch.dtype]]]
+
+
+class _Trained:
+    """Small parameters that an optimizer trains step by step, from group ``first`` and its parameter ``skipped`` on.
+
+    Where parameters are shared by two ranks, they are theirs in turn; those that are not of ``rank``, if it is one of
+    them, have no values.
+    """
+
+    def __init__(self, samples: Samples, first: int = 0, skipped: int = 0, rank: int | None = None) -> None:
+        self._first, self._skipped, self._rank = first, skipped, rank
+        self._fakes = fake_mode()
+        order = [(index, place) for index, listed in samples.items() for place in range(len(listed))]
+        self._owners = {key: number % 2 for number, key in enumerate(order)}
+        self.params: dict[tuple[int, int], torch.Tensor] = {}
+        for index, place in order:
+            low, high = -1.1 - 0.1 * (place + skipped), 1.2 + 0.05 * (index + first)
+            values = self._own((index, place), sample(*samples[index][place], low, high))
+            self.params[index, place] = torch.nn.Parameter(values)
+        self._states: dict[tuple[int, int], Any] = {}
+
+    def step(self, rest: OptimizerRest, number: int, share: Share | None = None) -> OptimizerRest:
+        """Step once; returns the groups and attributes after it. ``share``: between ranks, if they share parameters."""
+        by_group = [[p for (index, _), p in self.params.items() if index == group] for group in range(len(rest.groups))]
+        shadow = rest.shadow(by_group)
+        for group in shadow.param_groups:
+            choose_implementation(rest.kind, group)
+        for key, param in self.params.items():
+            index, place = key
+            param.grad = self._own(key, _gradient(param, index + self._first, place + self._skipped, number))
+            if key in self._states:
+                shadow.state[param] = self._states[key]
+            if share is not None:
+                _, tensors = split_tensors(self._states.get(key, {}), all_tensors=True)
+                for tensor in (param, param.grad, *tensors.values()):
+                    set_owner(tensor, self._owners[key])
+        name = rest.kind.__name__
+        try:
+            with refuse_draws(name, _CPU), contextlib.nullcontext() if share is None else Combined(name, share):
+                run_step(shadow)
+        except OptimizerError:
+            raise
+        except Exception as error:
+            raise DoesNotRunError(
+                f"expected {name}.step() to run on parameters alone, found {type(error).__name__}: {error}; use an "
+                f"optimizer that steps without a closure"
+            ) from error
+        self._states = {key: shadow.state[param] for key, param in self.params.items() if param in shadow.state}
+        after = rest.after(shadow)
+        check_apart([after.groups, after.attributes, after.own], name)
+        return after
+
+    def places(self) -> list[tuple[int, int]]:
+        """The groups and numbers of the parameters that have values."""
+        return [key for key, owner in self._owners.items() if self._rank in (None, owner)]
+
+    def value(self, group: int, number: int) -> tuple[torch.Tensor, Any]:
+        """A parameter and its states."""
+        return self.params[group, number].detach(), self._states.get((group, number), {})
+
+    def _own(self, key: tuple[int, int], tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, without values if it is another rank's."""
+        return tensor if self._rank in (None, self._owners[key]) else self._fakes.from_tensor(tensor)
+
+
+def _gradient(param: torch.Tensor, group: int, place: int, number: int) -> torch.Tensor:
+    """Values of both signs that make no matrix of rank one."""
+    rows = torch.arange(param.numel(), dtype=torch.float64, device="cpu")
+    wave = torch.sin(rows * (1.3 + 0.11 * number) + 0.7 * place + group) * (0.4 + 0.1 * (number % 3))
+    return wave.reshape(param.shape).to(param.dtype)
+
+
+def _same_values(first: tuple[torch.Tensor, Any], other: tuple[torch.Tensor, Any]) -> bool:
+    (tree, tensors), (other_tree, others) = split_tensors(first[1]), split_tensors(other[1])
+    tensors, others = {**tensors, " ": first[0]}, {**others, " ": other[0]}
+    return (
+        tensors.keys() == others.keys()
+        and same(tree, other_tree)
+        and all(torch.equal(_bits(value), _bits(others[path])) for path, value in tensors.items())
+    )
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes, by which NaN equals itself."""
+    return value.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def shrink(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A small shape in the place of ``shape``: as many dimensions, in the same order of sizes."""
+    sizes = sorted({size for size in shape if size > 1})
+    small = {size: min(size, 4 + 3 * place) for place, size in enumerate(sizes)}
+    return tuple(min(small.get(size, size), _MOST_ROWS) for size in shape)
+
+
+def _one(dtype: torch.dtype) -> Any:
+    return 1.0 if dtype.is_floating_point else 1
+
+
+def _flops_of(
+    func: OpOverload[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    result: Any,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+) -> int:
+    if func.overloadpacket in flop_registry:
+        return flop_count(func.overloadpacket, args, kwargs, result)
+    if not inputs:
+        return 0
+    if base_name(func) in _PER_CUBE:
+        first = inputs[0]
+        batch = first.numel() // max(1, first.shape[-1] * first.shape[-2])
+        return _PER_CUBE[base_name(func)] * batch * first.shape[-2] * first.shape[-1] * min(first.shape[-2:])
+    facts = facts_of(func)
+    if facts.flops is not None:
+        return facts.flops(inputs, outputs)
+    return facts.per_element * max(tensor.numel() for tensor in (*inputs, *outputs))
