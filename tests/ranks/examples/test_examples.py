@@ -57,6 +57,11 @@ def test_train_gpt_learns(processes: int) -> None:
     assert learned < ignorant - 0.3, printed
 
 
+def test_pretrain_muon() -> None:
+    printed = run_forked("pretrain_muon.py", "--steps", "2", "--backend", "eager", processes=2)
+    assert "update_whole" in printed and printed.count("validation loss") == 1, printed
+
+
 def test_train_llama() -> None:
     pytest.importorskip("transformers")
     assert "step    1   loss" in run_forked("train_llama.py", "--steps", "2")
