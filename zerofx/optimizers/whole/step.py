@@ -18,7 +18,7 @@ from zerofx.optimizers.whole.combined import Combined, Share, check_apart, owner
 from zerofx.optimizers.whole.owned import OwnedStates, state_bytes, state_views, store_entry, whole_of
 from zerofx.optimizers.whole.states import join_tensors, split_tensors
 from zerofx.optimizers.whole.trial import make_shadow, refuse_draws
-from zerofx.torch_private.capture import fake_mode
+from zerofx.torch_private.capture import FakeTensorMode, fake_mode
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,9 @@ class WholeStep:
 def _step_combined(before: OptimizerRest, buckets: Sequence[_Parameters], share: Share) -> OptimizerRest:
     """One step over all parameters; returns the groups and attributes after it."""
     has_others = any(len(each.updated.owners.ranks) > 1 for each in buckets)
-    if has_others:
-        for each in buckets:
-            each.add_others()
+    fakes = fake_mode()  # one for all: what one rank owns of several buckets may meet
+    for each in buckets if has_others else ():
+        each.add_others(fakes)
     places = sorted(place for each in buckets for place in each.sort_places())
     shadow = before.shadow([[p for (index, _), p in places if index == group] for group in range(len(before.groups))])
     for group in shadow.param_groups:
@@ -150,9 +150,9 @@ class _Parameters:
             parameter = self.own[each.slot.name] = torch.nn.Parameter(_join_parts(each, param, of_axis[0]))
             parameter.grad = _join_parts(each, grad, of_axis[1])
 
-    def add_others(self) -> None:
+    def add_others(self, fakes: FakeTensorMode) -> None:
         """Add the parameters of other ranks, and note whose each is."""
-        updated, fakes = self.updated, fake_mode()
+        updated = self.updated
         for rank, owned in enumerate(updated.owners.ranks):
             for each in owned:
                 if rank != updated.rank:
