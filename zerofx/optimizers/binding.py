@@ -233,8 +233,7 @@ class OptimizerBinding:
         return stand_ins
 
     def _stand_in(self, bucket: Bucket, start: BucketStates, *, fused: bool) -> StandIn:
-        assert bucket.group is not None
-        at, index = self._places[bucket.group]
+        at, index = self.place_index(bucket)
         flat = {name: _dtype_of(value).to_real() for name, value in start.flat.items() if name in start.present}
         own = tuple((name, self._own_dtype(bucket, name, dtype)) for name, dtype in flat.items())
         scalars = {name: value for name, value in start.scalars.items() if name in start.present}

@@ -51,6 +51,10 @@ class WholeOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, because: OptimizerError, number: int = 0) -> None:
         self._optimizer, self._because, self._number = optimizer, because, number
+        # Groups keep their parameters as long as a step has the optimizer.
+        self._order = {
+            id(p): (i, n) for i, group in enumerate(optimizer.param_groups) for n, p in enumerate(group["params"])
+        }
         self._known: dict[Any, WholeParameter] = {}
         self._programs: dict[Any, UpdateProgram] = {}
         self._tokens: dict[int, torch.Tensor] = {}
@@ -106,11 +110,8 @@ class WholeOptimizer:
     def next_step(self) -> WholeNext:
         """The coming step as all ranks know it before it is done; changes nothing."""
         before = self._rest()
-        order = {
-            id(p): (i, n) for i, group in enumerate(self._optimizer.param_groups) for n, p in enumerate(group["params"])
-        }
         if self.combines:
-            return WholeNext(before, None, [], order, self._change)
+            return WholeNext(before, None, [], self._order, self._change)
         states = {index: copy_entry(entry) for index, entry in self._token_states.items()}
         with on_host():
             shadow = before.shadow([[self._tokens[i]] if i in self._tokens else [] for i in range(len(before.groups))])
@@ -125,7 +126,7 @@ class WholeOptimizer:
         token_states = {index: shadow.state.get(token, {}) for index, token in self._tokens.items()}
         after = before.after(shadow)
         changed = [Change(vars(self), "_token_states", token_states), *self._changes(before, after)]
-        return WholeNext(before, after, changed, order, self._change)
+        return WholeNext(before, after, changed, self._order, self._change)
 
     def _change(self, before: OptimizerRest, after: OptimizerRest) -> None:
         """Give the optimizer the groups and attributes that a step has left."""
