@@ -28,7 +28,7 @@ from zerofx.capture.free_tensors.shared_model import SharedModel
 from zerofx.capture.layers import LOSS_LAYER, annotate_layer, find_units, layer_annotations
 from zerofx.capture.leaked_tensors import learn_caches
 from zerofx.capture.objective.loss import Loss, LossModule, Objective
-from zerofx.capture.values.collective_calls import traceable_collectives
+from zerofx.capture.values.in_place_calls import traceable_in_place_calls
 from zerofx.capture.values.known import KnownValues
 from zerofx.errors import CaptureError, summarise_error, warn
 from zerofx.ir.batch import Batch
@@ -150,7 +150,7 @@ def traceable(
         compute_in_float32(compute_dtype),
         pretend_compiling() if compiled else contextlib.nullcontext(),
         dropouts_that_may_drop_nothing(),
-        traceable_collectives(),
+        traceable_in_place_calls(),
         require_torch_randomness(),
         gpu.emulate() if gpu is not None else contextlib.nullcontext(),
     ):

@@ -60,3 +60,42 @@ def test_extras_have_their_values_where_calls_in_place_kept_strides(
     for _ in range(2):  # the second reads what the first has kept
         torch.manual_seed(0)
         _compare_extras(_FilledInPlace(), torch.equal)
+
+
+class _AddedInPlace(nn.Module):
+    """Products that BLAS is asked for in columns, of factors in each order, and of one that it gets a copy of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.first = nn.Parameter(torch.randn(17, 5)), nn.Parameter(torch.randn(5, 16))
+        self.second = nn.Parameter(torch.randn(8, 17))
+
+    def forward(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        halves = self.first.view(8, 10)[:, ::2].mT
+        factors = (
+            (self.first[:, :8], self.second),
+            (self.first[:, ::2], self.second),
+            (halves, self.second.mT.clone().mT),
+        )
+        sums = [self.weight.mT.clone().addmm_(*each, beta=0.1, alpha=3) for each in factors]
+        return torch.stack(sums).square().sum(), (*sums, *(self.weight.clone().mT.addmm_(*each) for each in factors))
+
+
+def test_products_that_are_added_in_place_have_eager_modes_bits() -> None:
+    torch.manual_seed(0)
+    model = _AddedInPlace()
+    _compare_extras(model, torch.equal)
+    loss, _ = model()
+    loss.backward()
+    expected = {name: each.grad for name, each in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    step = zerofx.compile(model, optimizer, backend="eager", forward=lambda given: given())
+    try:
+        step()
+        with step.full_parameters():
+            for name, each in model.named_parameters():
+                gradient = expected[name]
+                assert gradient is not None and torch.equal(each, before[name] - gradient), name
+    finally:
+        step.close()

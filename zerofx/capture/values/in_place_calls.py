@@ -1,9 +1,13 @@
-"""Collectives that a forward or a loss calls: in-place ones are replaced by functional ones, which are graph nodes.
+"""In-place calls of a forward or a loss for which tracing has no functional form, or one with other bits.
 
 A contrastive loss gathers the features of all ranks (``torch.distributed.nn.all_gather``), a queue or a centre reduces
 detached tensors (``dist.all_gather``, ``dist.all_reduce``). While a forward is traced these become functional
-collectives, which the step runs at the same place, in the same order on all ranks, with the results of the original
-calls. They are part of a step at every stage, like any other operator.
+collectives, which are graph nodes. The step runs them at the same place, in the same order on all ranks, with the
+results of the original calls. They are part of a step at every stage, like any other operator.
+
+A product that is added in place to what lies in columns (``weight.T.clone().addmm_(a, b)``) is one of the transposed
+matrices, as BLAS is called for it; tracing would have one that lies in rows, which is summed in another order. Does not
+handle ``baddbmm_``, whose kernels choose by more than the order.
 """
 
 from __future__ import annotations
@@ -23,11 +27,14 @@ from zerofx.torch_private.distributed import gather_with, make_finished_work, na
 from zerofx.torch_private.operators import OpOverload, schema_of
 
 
-class FunctionalCollectives(TorchDispatchMode):
-    """While active, replaces in-place collectives by functional ones, whose results are then copied."""
+class InPlaceCalls(TorchDispatchMode):
+    """While active, replaces these calls by functional ones, whose results are then copied."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _aten.addmm_.default and _lies_in_columns(args[0]):
+            first, second = (x if 1 in x.stride() else x.contiguous() for x in args[1:])  # of others BLAS gets a copy
+            return args[0].copy_(_aten.addmm.default(args[0].mT, second.mT, first.mT, **kwargs).mT)
         if not isinstance(func, OpOverload) or func.namespace != "c10d":
             return func(*args, **kwargs)
         match schema_of(func).name, args:
@@ -48,6 +55,10 @@ class FunctionalCollectives(TorchDispatchMode):
             f"{schema_of(func).name} at\n  {user_line(traceback.extract_stack()) or '(line not found)'}\n"
             f"Use one of those in its place, or call it outside the step."
         )
+
+
+def _lies_in_columns(x: torch.Tensor) -> bool:
+    return x.mT.is_contiguous() and not x.is_contiguous()
 
 
 class _Gather(torch.autograd.Function):
@@ -79,12 +90,13 @@ class _AllGather:
 
 
 @contextlib.contextmanager
-def traceable_collectives() -> Iterator[None]:
-    """While open, collectives in what is traced become nodes of its graph."""
-    with gather_with(_AllGather), FunctionalCollectives():  # type: ignore[no-untyped-call]  # torch's
+def traceable_in_place_calls() -> Iterator[None]:
+    """While open, collectives in what is traced become nodes of its graph, and products in place keep their bits."""
+    with gather_with(_AllGather), InPlaceCalls():  # type: ignore[no-untyped-call]  # torch's
         yield
 
 
+_aten = torch.ops.aten
 _collectives = torch.ops._c10d_functional
 
 
