@@ -63,7 +63,8 @@ def test_extras_have_their_values_where_calls_in_place_kept_strides(
 
 
 class _AddedInPlace(nn.Module):
-    """Products that BLAS is asked for in columns, of factors in each order, and of one that it gets a copy of."""
+    """Products that BLAS is asked for in columns, of factors in each order, and of one that it gets a copy of; a row
+    that lies like a column, as its reader sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +79,9 @@ class _AddedInPlace(nn.Module):
             (halves, self.second.mT.clone().mT),
         )
         sums = [self.weight.mT.clone().addmm_(*each, beta=0.1, alpha=3) for each in factors]
-        return torch.stack(sums).square().sum(), (*sums, *(self.weight.clone().mT.addmm_(*each) for each in factors))
+        row = self.second[:, :1].clone().mT.addmm_(self.first[:1, :2], self.first[:2, :8])
+        sums += [self.weight.clone().mT.addmm_(*each) for each in factors]
+        return torch.stack(sums).square().sum(), (*sums, row, row.mv(self.second[:, 1]))
 
 
 def test_products_that_are_added_in_place_have_eager_modes_bits() -> None:

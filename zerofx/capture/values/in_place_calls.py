@@ -5,9 +5,9 @@ detached tensors (``dist.all_gather``, ``dist.all_reduce``). While a forward is 
 collectives, which are graph nodes. The step runs them at the same place, in the same order on all ranks, with the
 results of the original calls. They are part of a step at every stage, like any other operator.
 
-A product that is added in place to what lies in columns (``weight.T.clone().addmm_(a, b)``) is one of the transposed
-matrices, as BLAS is called for it; tracing would have one that lies in rows, which is summed in another order. Does not
-handle ``baddbmm_``, whose kernels choose by more than the order.
+A product that is added in place to what does not lie in rows (``weight.T.clone().addmm_(a, b)``) is one of the
+transposed matrices, as BLAS is called for it; tracing would have one in rows, which is summed in another order. Does
+not handle ``baddbmm_``, whose kernels choose by more than the order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class InPlaceCalls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _aten.addmm_.default and _lies_in_columns(args[0]):
+        if func is _aten.addmm_.default and _goes_by_columns(args[0]):
             first, second = (x if 1 in x.stride() else x.contiguous() for x in args[1:])  # of others BLAS gets a copy
             return args[0].copy_(_aten.addmm.default(args[0].mT, second.mT, first.mT, **kwargs).mT)
         if not isinstance(func, OpOverload) or func.namespace != "c10d":
@@ -57,8 +57,12 @@ class InPlaceCalls(TorchDispatchMode):
         )
 
 
-def _lies_in_columns(x: torch.Tensor) -> bool:
-    return x.mT.is_contiguous() and not x.is_contiguous()
+def _goes_by_columns(x: torch.Tensor) -> bool:
+    """True if BLAS is asked for a product in columns where ``x`` lies, or in a copy, and not in new memory of rows."""
+    (rows, columns), (down, across) = x.shape, x.stride()
+    has_columns = down == 1 and (columns == 1 or across >= rows)
+    has_rows = across == 1 and (rows == 1 or down >= columns)
+    return (has_columns or not has_rows) and (down, across) != (columns, 1)
 
 
 class _Gather(torch.autograd.Function):
