@@ -12,7 +12,7 @@ import contextlib
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -27,8 +27,8 @@ from zerofx.codegen.inductor.region_rewrites import TracedRegion
 from zerofx.torch_private.operators import OpOverload
 
 NET, NUM_CASES = "inductor", 2000
-REWRITTEN, COMPILED = "rewritten", "compiled"
-_TOGETHER = {REWRITTEN: 25, COMPILED: 5}  # graphs of one step
+REWRITTEN, COMPILED, EAGER = "rewritten", "compiled", "eager"
+_TOGETHER = {REWRITTEN: 25, COMPILED: 5, EAGER: 25}  # graphs of one step
 _EVERY = 10  # of which one is compiled
 _LARGEST = 1e4  # of values: of larger ones little is left of others
 # How far a result may be: times as far as ATen's, and a part of the largest element.
@@ -40,7 +40,7 @@ Results = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Batch:
-    """Graphs that are trained in one step, and how they are run: ``REWRITTEN`` or ``COMPILED``."""
+    """Graphs that are trained in one step, and how they are run: a key of ``_TOGETHER``."""
 
     variant: str
     cases: tuple[GraphCase, ...]
@@ -77,6 +77,9 @@ def check(batch: Batch) -> list[Record]:
         if len(batch.cases) > 1:
             return [record for case in batch.cases for record in check(Batch(batch.variant, (case,)))]
         return [_record(graphs[0], batch.variant, f"{type(error).__name__}: {error}")]
+    if batch.variant == EAGER:
+        pairs = zip(graphs, eager, compiled, strict=True)
+        return [_record(graph, EAGER, _difference_in_bits(*results)) for graph, *results in pairs]
     everything = zip(graphs, exact, eager, compiled, strict=True)
     return [_record(graph, batch.variant, _difference(graph.dtype, *results)) for graph, *results in everything]
 
@@ -109,6 +112,11 @@ def _difference(dtype: torch.dtype, exact: Results, eager: Results, compiled: Re
     return ""
 
 
+def _difference_in_bits(eager: Results, found: Results) -> str:
+    differ = [name for name, expected in eager.items() if not torch.equal(expected, found[name])]
+    return f"other bits in {', '.join(differ)}" if differ else ""
+
+
 def _named(graph: Graph, outputs: Sequence[Tensor], gradients: dict[nn.Parameter, Tensor]) -> Results:
     results = {f"result {number}": each.detach().clone() for number, each in enumerate(outputs)}
     parameters = [(name, p) for name, p in graph.named_parameters() if p in gradients]
@@ -128,7 +136,8 @@ def _trained_results(graphs: Sequence[Graph], variant: str) -> list[Results]:
     model = Graphs(graphs)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
     with run_by_aten() if variant == REWRITTEN else contextlib.nullcontext():
-        step = zerofx.compile(model, optimizer, 0, forward=lambda given: given())
+        backend: Literal["eager", "inductor"] = "eager" if variant == EAGER else "inductor"
+        step = zerofx.compile(model, optimizer, 0, forward=lambda given: given(), backend=backend)
         try:
             _, outputs = step()
             with step.full_parameters():
@@ -211,9 +220,9 @@ class _KeptError(Exception):
 
 
 def batches(seeds: Iterable[int]) -> list[Batch]:
-    """The graphs of these seeds: all of them rewritten, some of them compiled."""
+    """The graphs of these seeds: all of them rewritten and on the eager backend, some of them compiled."""
     cases = list(map(GraphCase, seeds))
-    of_variant = {REWRITTEN: cases, COMPILED: [case for case in cases if case.seed % _EVERY == 0]}
+    of_variant = {REWRITTEN: cases, COMPILED: [case for case in cases if case.seed % _EVERY == 0], EAGER: cases}
     return [Batch(variant, group) for variant, own in of_variant.items() for group in _groups(own, _TOGETHER[variant])]
 
 
@@ -236,7 +245,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes, of one thread each")
     parser.add_argument("--first", type=int, default=0, help="seed of the first graph")
     parser.add_argument("--last", type=int, default=NUM_CASES, help="seed after that of the last graph")
-    parser.add_argument("--variant", choices=(REWRITTEN, COMPILED), help="one of both alone")
+    parser.add_argument("--variant", choices=_TOGETHER, help="one of them alone")
     parsed = parser.parse_args()
     tried = [batch for batch in batches(range(parsed.first, parsed.last)) if parsed.variant in (None, batch.variant)]
     coming = {(case.name, batch.variant) for batch in tried for case in batch.cases}

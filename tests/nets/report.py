@@ -56,7 +56,8 @@ NETS = {
     ),
     "inductor": (
         "Random graphs of three to eight operators with their scalar arguments, trained on the default backend: what "
-        "eager PyTorch gives, up to rounding, run as Inductor has rewritten them, and in part compiled."
+        "eager PyTorch gives, up to rounding, run as Inductor has rewritten them, and in part compiled; its bits on "
+        "the eager backend."
     ),
 }
 

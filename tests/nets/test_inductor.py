@@ -1,4 +1,4 @@
-"""Random graphs on the default backend: fifty a day as Inductor rewrites them, some compiled; all of them nightly."""
+"""Random graphs, others each day: as Inductor rewrites them, on the eager backend, compiled; all of them nightly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.lib import compiling
-from tests.nets.inductor import COMPILED, NUM_CASES, REWRITTEN, Batch, batches, check, run
+from tests.nets.inductor import COMPILED, EAGER, NUM_CASES, REWRITTEN, Batch, batches, check, run
 from tests.nets.records import Record
 from zerofx.codegen.inductor import decompositions
 
@@ -26,6 +26,14 @@ def _wrong(records: Sequence[Record]) -> list[Record]:
     "batch", [batch for batch in _ALL if batch.variant == REWRITTEN], ids=lambda batch: batch.cases[0].name
 )
 def test_graphs_are_rewritten_to_what_they_are(batch: Batch) -> None:
+    assert _wrong(check(batch)) == []
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize(
+    "batch", [batch for batch in _ALL if batch.variant == EAGER], ids=lambda batch: batch.cases[0].name
+)
+def test_graphs_on_the_eager_backend_have_eager_modes_bits(batch: Batch) -> None:
     assert _wrong(check(batch)) == []
 
 
