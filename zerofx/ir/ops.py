@@ -62,6 +62,7 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
                       receiving the parameters that it owns, in a buffer of ``numel`` elements; ``moved`` elements
                       in all go to other ranks
 ``from_owners``       start sending what this rank owns of a bucket back, and receiving its slice of ``numel`` elements
+``cast_owned``        what this rank owns of a bucket in another dtype, in a buffer of ``numel`` elements
 ``update_whole``      the optimizer's own step on the parameters in ``params`` that this rank owns of a bucket, or of
                       this and others (``zerofx/optimizers/whole``); ``parts`` are those of all ranks of the model
                       axis, and of their gradients, where some parameters are in parts there; ``flops``, of products
@@ -124,6 +125,10 @@ to_owners = own_operator(
 from_owners = own_operator(
     "from_owners(Tensor owned, int bucket, int num_ranks, int numel, int moved, *, str over='shard') -> Tensor",
     fakes.flat_of,
+)
+cast_owned = own_operator(
+    "cast_owned(Tensor owned, int numel, ScalarType dtype) -> Tensor",
+    lambda owned, numel, dtype: owned.new_empty(numel, dtype=dtype),
 )
 update_whole = own_operator(
     "update_whole(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor[] parts, int bucket, *, "
@@ -293,6 +298,7 @@ EVENTS = frozenset(
         empty_stored,
         part,
         second_shard,
+        cast_owned,
         hyperparameters,
         update_whole,
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,9 +71,44 @@ def owners_of(layout: BucketLayout, programs: Mapping[int, UpdateProgram], stage
     return assign_owners(buckets, stage, lambda bucket, slot: whole_of(programs[bucket.index], slot).flops)
 
 
-def state_bytes_of_owners(program: UpdateProgram, owners: Owners) -> int:
-    """Bytes of the buffer of states that each owner has of a bucket: as many as the one with most needs."""
-    return max(state_bytes(program, owned) for owned in owners.ranks)
+@dataclass(frozen=True)
+class OwnedSizes:
+    """Sizes of the part of a bucket that an owner keeps between steps: elements of its parameters, where their values have a dtype of
+    their own for the optimizer (``has_master``), and bytes of their states."""
+
+    numel: int
+    state_bytes: int
+    has_master: bool
+
+    @staticmethod
+    def of(bucket: Bucket, program: UpdateProgram, owners: Owners, rank: int | None = None) -> OwnedSizes:
+        """Those of ``rank`` among the owners; without it as many as any of them needs."""
+        ranks = range(len(owners.ranks)) if rank is None else (rank,)
+        numel = max(owners.numels[each] for each in ranks)
+        return OwnedSizes(numel, max(state_bytes(program, owners.ranks[each]) for each in ranks), bucket.has_master)
+
+
+def planned_sizes(
+    layout: BucketLayout, programs: Mapping[int, UpdateProgram], owners: Mapping[int, Owners], away: Collection[int]
+) -> dict[int, OwnedSizes]:
+    """Sizes of the part of each bucket that a plan has on one rank between steps: on the device what the rank has that keeps most of all of them, in
+    slower tiers, where ``away`` are, as much as any rank may have of one: buffers that it passes through hold that."""
+    sizes: dict[int, OwnedSizes] = {}
+    alike: dict[int, list[int]] = defaultdict(list)
+    for index, of_bucket in owners.items():
+        if index in away:
+            sizes[index] = OwnedSizes.of(layout.buckets[index], programs[index], of_bucket)
+        else:
+            alike[len(of_bucket.ranks)].append(index)
+    for num_ranks, listed in alike.items():
+        by_rank: list[dict[int, OwnedSizes]] = [
+            {i: OwnedSizes.of(layout.buckets[i], programs[i], owners[i], rank) for i in listed}
+            for rank in range(num_ranks)
+        ]
+        masters = {i: layout.buckets[i].dtype.itemsize * layout.buckets[i].has_master for i in listed}
+        totals = [sum(each.numel * masters[i] + each.state_bytes for i, each in of.items()) for of in by_rank]
+        sizes |= by_rank[totals.index(max(totals))]
+    return sizes
 
 
 def names_of(owned: Iterable[OwnedSlot]) -> list[str]:
