@@ -102,7 +102,7 @@ class WholeUpdates:
         self._owners = owners_of(layout, programs, plan.stage)
         away = {decision.bucket for decision in plan.states}
         self.sizes: dict[int, OwnedSizes] = planned_sizes(layout, programs, self._owners, away)
-        self._flops_of_bucket = _mean_flops(self._owners, programs)
+        self._flops_of_bucket = _flops_of_buckets(self._owners, programs)
         self._sent: list[_Sent] = []
         self._last_sent: fx.Node | None = None  # the node before which the last one has been sent
         self._coming_back: list[tuple[list[_ComingBack], list[_Sent]]] = []
@@ -234,27 +234,32 @@ class WholeUpdates:
         return insert_call(self._step.graph, op, args, given.origin, how, name=name)
 
 
-def _mean_flops(owners: Mapping[int, Owners], programs: Mapping[int, UpdateProgram]) -> float:
-    """Floating-point operations of the busiest owner a bucket, over all buckets that are cut: owners of one bucket work
-    while those of others do."""
-    loads: Counter[tuple[int, int]] = Counter()
+def _flops_of_buckets(owners: Mapping[int, Owners], programs: Mapping[int, UpdateProgram]) -> tuple[float, float]:
+    """Floating-point operations of the busiest owner a bucket, and of the mean of all owners, over all buckets that are
+    cut: owners of one bucket work while those of others do."""
+    loads: dict[int, Counter[int]] = {}
     cut = {index: of_bucket for index, of_bucket in owners.items() if of_bucket.are_apart}
     for index, of_bucket in cut.items():
+        load = loads.setdefault(len(of_bucket.ranks), Counter())
         for rank, owned in enumerate(of_bucket.ranks):
-            flops = sum(whole_of(programs[index], each.slot).flops for each in owned)
-            loads[len(of_bucket.ranks), rank] += flops
-    return max(loads.values(), default=0) / max(1, len(cut))
+            load[rank] += sum(whole_of(programs[index], each.slot).flops for each in owned)
+    most = max((max(load.values()) for load in loads.values()), default=0)
+    mean = sum(load.total() / num_ranks for num_ranks, load in loads.items())
+    return most / max(1, len(cut)), mean / max(1, len(cut))
 
 
-def _costs(updates: Sequence[_Sent], flops_of_bucket: float) -> dict[str, Any]:
-    """The costs of the busiest owner."""
-    flops, every = 0, []
+def _costs(updates: Sequence[_Sent], flops_of_bucket: tuple[float, float]) -> dict[str, Any]:
+    """The costs of the busiest owner, next to the mean of all."""
+    flops, mean, every = 0, 0, []
     for sent in updates:
         listed = [whole_of(sent.given.program, each.slot) for of_rank in sent.owners.ranks for each in of_rank]
-        flops += int(flops_of_bucket) if sent.owners.are_apart else sum(each.flops for each in listed)
+        busiest, of_all = flops_of_bucket if sent.owners.are_apart else [sum(each.flops for each in listed)] * 2
+        flops, mean = flops + int(busiest), mean + int(of_all)
         every += listed
     return {
         "flops": flops,
+        "mean_flops": mean,
+        "num_parameters": len(every),
         "dtype": max(every, key=lambda each: each.flops).flops_in,
         "scratch_bytes": max(each.scratch_bytes for each in every),
         "over": axes_text(updates[0].given.bucket.states_over),

@@ -66,7 +66,8 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``update_whole``      the optimizer's own step on the parameters in ``params`` that this rank owns of a bucket, or of
                       this and others (``zerofx/optimizers/whole``); ``parts`` are those of all ranks of the model
                       axis, and of their gradients, where some parameters are in parts there; ``flops``, of products
-                      in ``dtype``, and ``scratch_bytes`` are those of the busiest owner
+                      in ``dtype``, and ``scratch_bytes`` are those of the busiest owner, ``mean_flops`` the mean of
+                      all owners
 ``gather_values``     start gathering every rank's tensor, a value of the step: a first dimension of ranks
 ``reduce_scatter_values``  start summing, of a tensor with a first dimension of ranks, this rank's part
 ``all_reduce_values``  start reducing a tensor over the ranks: ``"sum"``, ``"max"`` or ``"min"``
@@ -132,7 +133,7 @@ cast_owned = own_operator(
 )
 update_whole = own_operator(
     "update_whole(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor[] parts, int bucket, *, "
-    "int flops, ScalarType dtype, int scratch_bytes, str over) -> ()",
+    "int flops, int mean_flops, int num_parameters, ScalarType dtype, int scratch_bytes, str over) -> ()",
     fakes.no_result,
 )
 second_shard = own_operator(

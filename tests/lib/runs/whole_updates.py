@@ -171,6 +171,71 @@ MAKES: dict[str, tuple[type[nn.Module], Make]] = {
 }
 
 
+class Tied(nn.Module):
+    """Tokens and logits with one weight, and attention whose three projections are one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.qkv = nn.Embedding(11, 6), nn.Linear(6, 18, bias=False)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding((x.abs() * 7).long() % 11)
+        q, k, v = (part.unsqueeze(1) for part in self.qkv(hidden).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        logits: Tensor = self.head(hidden + attended.squeeze(1))
+        return logits.logsumexp(-1).mean()
+
+
+class Experts(nn.Module):
+    """Matrices of three experts in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.last = nn.Parameter(torch.randn(3, 6, 7) / 3), nn.Linear(7, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.last(torch.tanh(torch.einsum("bi,eij->bj", x, self.experts)))
+        return outputs.square().mean()
+
+
+class ByMatrices(torch.optim.Optimizer):
+    """Momentum whose matrices are orthogonalised one by one: those of a parameter of more dimensions are a batch, and
+    those of ``heads`` rows each lie below one another."""
+
+    def __init__(self, params: Any, lr: float = 0.05, heads: int = 1) -> None:
+        super().__init__(params, {"lr": lr, "heads": heads})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+        for group in self.param_groups:
+            for p in group["params"]:
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                buffer.lerp_(p.grad, 0.05)
+                x = buffer.reshape(group["heads"], -1, p.shape[-1]) if p.dim() == 2 else buffer
+                x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+                for _ in range(3):
+                    x = 1.5 * x - 0.5 * (x @ x.mT) @ x
+                p.sub_(x.reshape(p.shape), alpha=group["lr"])
+
+
+def _in_bfloat16(**options: Any) -> Make:
+    return lambda model: torch.optim.Muon(model.bfloat16().parameters(), lr=0.02, **options)
+
+
+TRAPS: dict[str, tuple[type[nn.Module], Make]] = {
+    "tied and fused": (Tied, lambda m: torch.optim.Muon(m.parameters(), lr=0.02)),
+    "projections by heads": (
+        Tied,
+        lambda m: ByMatrices([{"params": [m.get_parameter("embedding.weight")]}, {"params": [m.get_parameter("qkv.weight")], "heads": 3}]),
+    ),
+    "experts": (Experts, lambda m: ByMatrices(m.parameters())),
+    "bfloat16": (Matrices, _in_bfloat16()),
+    "bfloat16, no Nesterov": (Matrices, _in_bfloat16(nesterov=False)),
+}
+
+
 def _torchao(kind: str) -> Make:
     """An optimizer of torchao, which takes a second to import."""
     return lambda model: getattr(importlib.import_module("torchao.optim"), kind)(model.parameters(), lr=0.01)
@@ -188,7 +253,7 @@ IN_FEW_BITS: dict[str, tuple[type[nn.Module], Make]] = {
 
 @dataclass(frozen=True)
 class WholeCase:
-    """An optimizer of ``MAKES`` or ``IN_FEW_BITS``, the options of ``compile`` that it trains with, and how many steps it takes."""
+    """An optimizer of ``MAKES``, ``IN_FEW_BITS`` or ``TRAPS``, the options of ``compile`` that it trains with, and how many steps it takes."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -199,14 +264,17 @@ class WholeCase:
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(7)
-        kind, make = (MAKES | IN_FEW_BITS)[self.name]
+        kind, make = (MAKES | IN_FEW_BITS | TRAPS)[self.name]
         model = kind()
         return model, make(model)
 
     def batches(self, num_ranks: int) -> list[list[Tensor]]:
         """By step, what each rank trains on; the same on every rank."""
         generator = torch.Generator().manual_seed(5)
-        return [[torch.randn(8, 6, generator=generator) for _ in range(num_ranks)] for _ in range(self.steps)]
+        dtype = torch.bfloat16 if "bfloat16" in self.name else torch.float32
+        return [
+            [torch.randn(8, 6, generator=generator).to(dtype) for _ in range(num_ranks)] for _ in range(self.steps)
+        ]
 
 
 class AllRanks:

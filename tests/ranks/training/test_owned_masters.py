@@ -50,6 +50,7 @@ def _check_sent(step: zerofx.Step) -> None:
     updates = [node for node in nodes if node.target is ops.update_whole]
     num_updated = sum(len(node.args[0]) for node in updates if isinstance(node.args[0], list | tuple))
     assert len(exchanged) == 2 * num_updated
+    assert "dealt out to" in str(step) and "states and masters rest there whole" in str(step)
     assert {tensor(node).dtype.itemsize for node in exchanged} == {2}
 
 

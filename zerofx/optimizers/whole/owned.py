@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,8 +72,8 @@ def owners_of(layout: BucketLayout, programs: Mapping[int, UpdateProgram], stage
 
 @dataclass(frozen=True)
 class OwnedSizes:
-    """Sizes of the part of a bucket that an owner keeps between steps: elements of its parameters, where their values have a dtype of
-    their own for the optimizer (``has_master``), and bytes of their states."""
+    """Sizes of the part of a bucket that an owner keeps between steps: elements of its parameters, where their values
+    have a dtype of their own for the optimizer (``has_master``), and bytes of their states."""
 
     numel: int
     state_bytes: int
@@ -91,23 +90,26 @@ class OwnedSizes:
 def planned_sizes(
     layout: BucketLayout, programs: Mapping[int, UpdateProgram], owners: Mapping[int, Owners], away: Collection[int]
 ) -> dict[int, OwnedSizes]:
-    """Sizes of the part of each bucket that a plan has on one rank between steps: on the device what the rank has that keeps most of all of them, in
-    slower tiers, where ``away`` are, as much as any rank may have of one: buffers that it passes through hold that."""
+    """Sizes of the part of each bucket that a plan has on one rank between steps: on the device those of the rank that
+    keeps most of all of them; in slower tiers, where ``away`` are, as much as any rank may have of one, for which the
+    buffers that it passes through are made."""
     sizes: dict[int, OwnedSizes] = {}
-    alike: dict[int, list[int]] = defaultdict(list)
+    totals: dict[int, list[int]] = {}  # by the number of ranks, bytes of each one
     for index, of_bucket in owners.items():
+        bucket, program = layout.buckets[index], programs[index]
         if index in away:
-            sizes[index] = OwnedSizes.of(layout.buckets[index], programs[index], of_bucket)
-        else:
-            alike[len(of_bucket.ranks)].append(index)
-    for num_ranks, listed in alike.items():
-        by_rank: list[dict[int, OwnedSizes]] = [
-            {i: OwnedSizes.of(layout.buckets[i], programs[i], owners[i], rank) for i in listed}
-            for rank in range(num_ranks)
-        ]
-        masters = {i: layout.buckets[i].dtype.itemsize * layout.buckets[i].has_master for i in listed}
-        totals = [sum(each.numel * masters[i] + each.state_bytes for i, each in of.items()) for of in by_rank]
-        sizes |= by_rank[totals.index(max(totals))]
+            sizes[index] = OwnedSizes.of(bucket, program, of_bucket)
+            continue
+        of_rank = totals.setdefault(len(of_bucket.ranks), [0] * len(of_bucket.ranks))
+        of_master = bucket.dtype.itemsize * bucket.has_master
+        for rank, owned in enumerate(of_bucket.ranks):
+            if owned:
+                of_rank[rank] += of_bucket.numels[rank] * of_master + state_bytes(program, owned)
+    fullest = {num_ranks: of_rank.index(max(of_rank)) for num_ranks, of_rank in totals.items()}
+    for index, of_bucket in owners.items():
+        if index not in away:
+            rank = fullest[len(of_bucket.ranks)]
+            sizes[index] = OwnedSizes.of(layout.buckets[index], programs[index], of_bucket, rank)
     return sizes
 
 

@@ -229,8 +229,8 @@ class TrainingState(WholeBuckets):
             state.master = self._put(state, master)
 
     def _sizes(self, bucket: Bucket, state: BucketState) -> OwnedSizes:
-        """Sizes of the part that this rank keeps of a bucket whose parameters have owners: in slower tiers as much as any of them does,
-        as buffers for it are planned."""
+        """Sizes of the part that this rank keeps of a bucket whose parameters have owners: in slower tiers as much as
+        any of them does, as buffers for it are planned."""
         rank = self.rank_among_owners(bucket) if state.decision is None else None
         return OwnedSizes.of(bucket, self._whole[bucket.index], self.owners[bucket.index], rank)
 
