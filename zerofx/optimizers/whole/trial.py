@@ -367,8 +367,8 @@ def shrink(shape: tuple[int, ...]) -> tuple[int, ...]:
 def keep_divisors(shape: tuple[int, ...]) -> tuple[int, ...]:
     """A smaller shape in the place of ``shape``, whose sizes groups of rows or columns still divide: heads, say."""
     small = shrink(shape)
-    kept = [math.gcd(size, _DIVISORS) if size > _DIVISORS_WHOLE else size for size in shape]
-    return tuple(each if each > 3 else least for each, least in zip(kept, small, strict=True))
+    sizes = [math.gcd(size, _DIVISORS) if size > _DIVISORS_WHOLE else size for size in shape]
+    return tuple(each if each > 3 else least for each, least in zip(sizes, small, strict=True))
 
 
 def _one(dtype: torch.dtype) -> Any:
