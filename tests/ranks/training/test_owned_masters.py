@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import zerofx
+from gpt import GPT
 from tests.lib.distributed import run_ranks
 from tests.lib.runs.training import world
-from tests.lib.runs.whole_updates import MAKES, WholeCase, compiled, unlike
+from tests.lib.runs.whole_updates import MAKES, ByNorms, WholeCase, compiled, unlike
 from zerofx.ir import ops
 from zerofx.ir.facts import tensor
 
@@ -183,3 +184,36 @@ def _away(tier: str) -> list[str]:
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_masters_at_owners_rest_in_slower_tiers(tier: str) -> None:
     assert run_ranks(_away, 2, tier) == [[], []]
+
+
+def _in_parts(folder: str, mesh: dict[str, int], is_saved: bool) -> tuple[Any, Any]:
+    """Train at stages 0 and 3 where ranks of the model axis have parts of matrices, and save; or load."""
+    found: list[tuple[Any, Any]] = []
+    for stage in (0, 3) if not is_saved else (3,):
+        torch.manual_seed(0)
+        model = GPT(64, 16, 2, 2, 8)
+        optimizer = ByNorms(model.parameters())
+        pins: dict[str, Any] = {"shardings": {"layers.*.mlp.*": "column"}} if "model" in mesh else {}
+        step = zerofx.compile(model, optimizer, stage, backend="eager", mesh=mesh, precision="bf16", **pins)
+        generator, place = torch.Generator().manual_seed(3), world()[0] // mesh.get("model", 1)
+        if is_saved:
+            step.load_checkpoint(folder)
+            step.prepare(*torch.zeros(2, 2, 8, dtype=torch.int64))
+        for _ in range(0 if is_saved else 3):
+            rows = torch.randint(0, 64, (2, 2, 2, 8), generator=generator)
+            step(*rows[place])
+        found.append((step.full_state_dict(), optimizer.state_dict()))
+        if stage and not is_saved:
+            assert "gather_values(master" in step.source
+            step.save_checkpoint(folder, asynchronous=True)
+            step(*rows[place])
+        step.close()
+    assert unlike(found[0], found[-1]) == []
+    return found[-1]
+
+
+@pytest.mark.slow
+def test_masters_of_parameters_in_parts_are_whole_at_the_owners_of_the_parts(tmp_path: Path) -> None:
+    expected, *_ = run_ranks(_in_parts, 4, str(tmp_path), {"shard": 2, "model": 2}, False)
+    for found in run_ranks(_in_parts, 2, str(tmp_path), {"shard": 2}, True):
+        assert unlike(expected, found) == []
