@@ -17,7 +17,8 @@ Does not handle: gradients and optimizer states (the reduce and update passes do
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -29,6 +30,7 @@ from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import DEVICE, Origin, Phase, Placeholder, Role, placeholder, set_tier, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import axes_argument
+from zerofx.optimizers import UpdateProgram
 from zerofx.scheduler.plan.decisions import bucket_decisions
 from zerofx.scheduler.plan.facts import TIERS, Tier
 from zerofx.scheduler.plan.plan import Plan
@@ -39,6 +41,7 @@ class Shard:
     """Replace parameter placeholders by views of bucket buffers."""
 
     layout: BucketLayout
+    programs: Mapping[int, UpdateProgram] = field(default_factory=dict, hash=False)
     name: str = "shard"
 
     def run(self, step: StepGraph, plan: Plan) -> None:
@@ -54,7 +57,9 @@ class Shard:
                     f"params_{bucket.index}", Placeholder(Role.FULL, bucket.name, bucket.index),
                     (bucket.numel,), bucket.compute_dtype,
                 )  # fmt: skip
-            if bucket.has_master:
+            program = self.programs.get(bucket.index)
+            # Owners of whole parameters have masters of another size, which the update adds with their states.
+            if bucket.has_master and not (program is not None and program.whole):
                 add_master(step, bucket, bucket.updated_numel(plan.stage))
             for slot in reversed(used):
                 with step.graph.inserting_after(full if full.op == "call_function" else step.last_placeholder()):

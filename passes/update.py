@@ -29,12 +29,8 @@ dtype of the master:
 Of a bucket without a reduction, as all are of an evaluation, states and masters are inputs that nothing reads: they are
 there, and count.
 
-Where an update needs whole parameters (``zerofx/optimizers/whole``), their owners have them put together, step on
-them, and send them back:
-
-    owned_0 = to_owners(shard_0); grad_0_owned = to_owners(grad_0)      # none of these where nothing is cut
-    update_whole(owned_0, grad_0_owned, [whole_states_0])
-    shard_0_new = from_owners(owned_0); copy_(shard_0, shard_0_new)
+Where an update needs whole parameters, their owners have them put together, step on them, and send them back
+(``passes/lib/whole_updates.py``).
 
 Does not handle: updates of whole parameters on the host, or delayed. States in a slower tier are
 brought to their update as ``passes/lib/placed_states.py`` says.
@@ -42,8 +38,7 @@ brought to their update as ``passes/lib/placed_states.py`` says.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,16 +54,18 @@ from zerofx.ir.facts import (
     Phase,
     Role,
     placeholder,
-    set_delayed,
-    set_host_bucket,
-    set_tier,
     tensor,
     tier_of,
 )
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.owners import Owners
 from zerofx.optimizers import UpdateProgram
-from zerofx.optimizers.whole import owners_of
+from zerofx.passes.lib.inlined_updates import (
+    HYPERPARAMETERS,
+    copy_to_host,
+    gradient_factors,
+    insert_update,
+    update_on_host,
+)
 from zerofx.passes.lib.placed_states import (
     HOST,
     PlacedStates,
@@ -84,18 +81,10 @@ from zerofx.passes.lib.placed_states import (
 )
 from zerofx.passes.lib.rising import Rising, RisingGather, finish, go_on, start, update_target
 from zerofx.passes.lib.update_inputs import add_hyperparameters, add_stored
-from zerofx.passes.lib.whole_updates import (
-    SentBack,
-    WholeUpdate,
-    insert_whole_update,
-    mean_flops,
-    send_to_owners,
-    take_back,
-)
+from zerofx.passes.lib.whole_updates import Given, WholeUpdates
 from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
-_HYPER = "hyperparameters"
 
 
 @dataclass(frozen=True)
@@ -107,12 +96,12 @@ class Update:
     name: str = "update"
 
     def run(self, step: StepGraph, plan: Plan) -> None:
-        begin, factors = step.updates_begin, _factors(step)
+        begin, factors = step.updates_begin, gradient_factors(step)
         if begin is not None:
             descend_early(step, plan, self.layout)
-            factors |= _copy_to_host(step, plan, factors[DEVICE])
-        owners = owners_of(self.layout, self.programs, plan.stage)
-        updates = _Updates(step, plan, factors, owners, mean_flops(owners, self.programs))
+            factors |= copy_to_host(step, plan, factors[DEVICE])
+        whole = WholeUpdates(step, plan, self.layout, self.programs, factors[DEVICE])
+        updates = _Updates(step, plan, factors, whole)
         for bucket in self._update_order(step, plan):
             last = step.output.prev
             updates.add(bucket, self.programs[bucket.index], begin)
@@ -121,7 +110,7 @@ class Update:
         for index in sorted(self.programs.keys() - {decision.bucket for decision in plan.reduces}):
             bucket = self.layout.buckets[index]
             master = updates.known.find(Role.MASTER, bucket)
-            add_stored(step, plan, bucket, self.programs[index], master, owners.get(index))
+            add_stored(step, plan, bucket, self.programs[index], master, whole.sizes.get(index))
         updates.finish()
 
     def _update_order(self, step: StepGraph, plan: Plan) -> list[Bucket]:
@@ -205,14 +194,6 @@ class _OnHost:
     num_ahead: int | None
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """An update of whole parameters on its way, and what is to be done once its new values are there."""
-
-    update: WholeUpdate
-    then: Callable[[], None]
-
-
 class _Updates:
     """The updates of a step, put in one after the other, and what is under way from one to the next.
 
@@ -224,27 +205,20 @@ class _Updates:
         step: StepGraph,
         plan: Plan,
         factors: Mapping[str, Sequence[fx.Node]],
-        owners: Mapping[int, Owners],
-        flops_of_bucket: float,
+        whole: WholeUpdates,
     ) -> None:
-        self._step, self._plan, self._factors, self._owners = step, plan, factors, owners
-        self._flops_of_bucket = flops_of_bucket  # of the busiest owner, on average
+        self._step, self._plan, self._factors, self._whole = step, plan, factors, whole
         self.known = _Known.from_step(step)
         self._copies: list[Started] = []  # still to be awaited
         self._back: dict[int, list[Started]] = {}  # what goes back and runs on into the next step, by bucket
         self._on_host: list[_OnHost] = []  # likewise
-        # What is on its way to owners, with what is to be done once its new values are there, and what comes back.
-        self._sent: list[_Sent] = []
-        self._last_sent: fx.Node | None = None  # the node before which the last one has been sent
-        self._coming_back: list[tuple[list[SentBack], list[_Sent]]] = []
-        self._joint: dict[int, list[_Sent]] = {}  # likewise, by optimizer: those that combine parameters
         self._rising: list[Rising] = []  # gathers of new values, where other ranks need them
         self._written: dict[int, fx.Node] = {}  # the last wait for what each bucket copies back
 
     def add(self, bucket: Bucket, program: UpdateProgram, begin: fx.Node | None) -> None:
         """Insert the update of a bucket; ``begin``: where states start on their way that the plan says nothing of."""
         decision = state_decision(self._plan, bucket)
-        if bucket.index in self._owners and decision is not None and decision.update == HOST:
+        if program.whole and decision is not None and decision.update == HOST:
             raise PlanError(
                 f"expected the update of {bucket.name} on the device, found it on the host: whole parameters of "
                 f"{program.optimizer} are updated there alone; leave delayed_update out, or make the plan anew"
@@ -252,9 +226,8 @@ class _Updates:
         full = self.known.find(Role.FULL, bucket)
         updated = self._inputs_of(bucket, program, full)
         end, free = self._place(updated, full), None
-        if bucket.index in self._owners:
-            # What is under way to owners, or back, goes on where the next one is sent: never before it has begun.
-            end = self._last_sent = end if self._last_sent is None else max(end, self._last_sent)
+        if program.whole:
+            end = self._whole.place(end)
         if decision is not None and decision.takes_over is not None:
             # Where that bucket's buffers are free only after this update's place, there is no time to read ahead.
             free = min(self._written.get(decision.takes_over, end.prev), end.prev)
@@ -280,12 +253,7 @@ class _Updates:
     def finish(self) -> None:
         """Await what is under way, where the step ends."""
         with self._step.graph.inserting_before(self._step.output):
-            self._update_sent()
-            for _, sent in sorted(self._joint.items()):
-                self._sent = sent
-                self._update_sent()
-            while self._coming_back:
-                self._take_back()
+            self._whole.finish()
             await_copies(self._step, self._copies)
             for update in self._on_host:
                 if update.num_ahead is None and may_run_on(self._plan, update.bucket):
@@ -299,13 +267,13 @@ class _Updates:
     def _inputs_of(self, bucket: Bucket, program: UpdateProgram, full: fx.Node | None) -> _Updated:
         step, plan = self._step, self._plan
         low, levels = update_target(step, plan, bucket, full, self.known.find(Role.SHARD, bucket))
-        master, owners = self.known.find(Role.MASTER, bucket), self._owners.get(bucket.index)
-        stored, delayed, scalars = add_stored(step, plan, bucket, program, master, owners)
+        master, owned = self.known.find(Role.MASTER, bucket), self._whole.sizes.get(bucket.index)
+        stored, delayed, scalars = add_stored(step, plan, bucket, program, master, owned)
         master = stored.get("param")
         if master is None and tier_of(low) != DEVICE:
             stored["param"] = low
-        if owners is None:
-            scalars[_HYPER] = add_hyperparameters(step, bucket, program)
+        if not program.whole:
+            scalars[HYPERPARAMETERS] = add_hyperparameters(step, bucket, program)
         return _Updated(bucket, program, low, levels, stored, master, delayed, scalars)
 
     def _place(self, updated: _Updated, full: fx.Node | None) -> fx.Node:
@@ -328,7 +296,7 @@ class _Updates:
         self._copies.append(copy_into(step, bucket, updated.delayed["grad"], step.reduced[bucket.index]))
         known = updated.stored | updated.scalars | updated.delayed
         new = known.get("low", master)
-        _update_on_host(step, bucket, updated.program, known, updated.origin, new=new, delayed=True)
+        update_on_host(step, bucket, updated.program, known, updated.origin, new=new, delayed=True)
         self._leave([up], at_once=bool(updated.levels))  # the gather below reads it
         self._rising += start(step, bucket, updated.levels)
 
@@ -337,54 +305,39 @@ class _Updates:
         step, bucket, low, where = self._step, updated.bucket, updated.low, updated.origin
         tensors, grad = placed.await_reloads(), step.reduced[updated.bucket.index]
         known = {"param": low, **tensors, **updated.scalars, "grad": grad}
-        if bucket.index in self._owners:
-            self._send(updated, known, lambda: self._hand_on(updated, placed, tensors))
+        if not updated.program.whole:
+            insert_update(step, bucket, updated.program, known, where, DEVICE, self._factors[DEVICE])
+            self._hand_on(updated, placed, tensors)
             return
-        _insert_update(step, bucket, updated.program, known, where, DEVICE, self._factors[DEVICE])
-        self._hand_on(updated, placed, tensors)
-
-    def _send(self, updated: _Updated, known: Mapping[str, fx.Node], then: Callable[[], None]) -> None:
-        """Start sending a bucket to the owners of its parameters, and update the one before it meanwhile; those of an
-        optimizer that combines parameters are updated where the step ends."""
-        bucket, joint = updated.bucket, updated.program.joint
-        sent = _Sent(send_to_owners(self._step, bucket, updated.program, self._owners[bucket.index], known), then)
-        if joint is not None:
-            self._joint.setdefault(joint, []).append(sent)
-            return
-        self._update_sent()
-        self._sent = [sent]
-        if not sent.update.is_sent:
-            self._update_sent()
-
-    def _update_sent(self) -> None:
-        """Update what has been sent to its owners, as one, and start sending it back.
-
-        Other ranks own the next ones, and work on them at the same time: only from the bucket before as many as there
-        are ranks is it awaited that its new values are back.
-        """
-        if not self._sent:
-            return
-        sent = sorted(self._sent, key=lambda each: each.update.bucket.index)
-        back = insert_whole_update(
-            self._step, [each.update for each in sent], self._factors[DEVICE], self._flops_of_bucket
+        # What is updated where it lies in slices has its new values only when they are back there.
+        late = {"param"} if bucket.is_cut(self._plan.stage) and not self._whole.are_kept(bucket) else set()
+        self._whole.add(
+            Given(
+                bucket,
+                updated.program,
+                known["param"],
+                grad,
+                tuple(tensors[state.name] for state in updated.program.states),
+                tensor(low).numel(),
+                is_done=lambda: self._leave_back(placed.write_back(tensors, late), at_once=placed.at_once),
+                is_back=lambda new: self._hand_on(updated, placed, tensors, new, tensors.keys() - late),
+            )
         )
-        self._coming_back.append((back, sent))
-        num_ranks, self._sent = len(sent[0].update.owners.ranks), []
-        while len(self._coming_back) > (num_ranks if back else 0):
-            self._take_back()
 
-    def _take_back(self) -> None:
-        back, sent = self._coming_back.pop(0)
-        take_back(self._step, back)
-        for each in sent:
-            each.then()
-
-    def _hand_on(self, updated: _Updated, placed: PlacedStates, tensors: dict[str, fx.Node]) -> None:
-        """Copy, after an update on the device, its results to where they belong, and gather new values."""
+    def _hand_on(
+        self,
+        updated: _Updated,
+        placed: PlacedStates,
+        tensors: Mapping[str, fx.Node],
+        new: fx.Node | None = None,
+        left: Collection[str] = (),
+    ) -> None:
+        """Copy, after an update on the device, its results to where they belong, without those ``left``, and gather
+        new values: ``new``, or else those that have been updated."""
         step, bucket, low = self._step, updated.bucket, updated.low
-        up = [] if updated.master is None else new_values(step, bucket, low, tensors["param"])
+        up = [] if updated.master is None else new_values(step, bucket, low, tensors["param"] if new is None else new)
         self._leave(up, at_once=bool(updated.levels))  # the gather below reads it
-        self._leave_back(placed.write_back(tensors), at_once=placed.at_once)
+        self._leave_back(placed.write_back(tensors, left), at_once=placed.at_once)
         self._rising += start(step, bucket, updated.levels)
 
     def _run_on_host(self, updated: _Updated, placed: PlacedStates, *, at_once: bool) -> None:
@@ -404,7 +357,7 @@ class _Updates:
             new = empty_on_host(step, low, where, low.name + "_host")
             held.append(new)
         program, known = updated.program, {"param": low, **tensors, **updated.scalars, "grad": grad}
-        _update_on_host(step, bucket, program, known, where, factors=self._factors.get(HOST, ()), new=new)
+        update_on_host(step, bucket, program, known, where, factors=self._factors.get(HOST, ()), new=new)
         up = [copy_into(step, bucket, low, new)] if comes_up else []
         back = placed.write_back(tensors)
         to_nvme = [copy for copy in back if leads_to_nvme(copy)]
@@ -457,92 +410,9 @@ class _Updates:
         """The same of what goes back to its tier, which may run on into the next step."""
         decision = state_decision(self._plan, copies[0].bucket) if copies else None
         if decision is not None and decision.back_by is not None and not at_once:
-            self._back[decision.bucket] = list(copies)
+            self._back.setdefault(decision.bucket, []).extend(copies)
         else:
             self._leave(copies, at_once=at_once)
-
-
-def _factors(step: StepGraph) -> dict[str, list[fx.Node]]:
-    """Factors of the gradients on the device, applied in this order, as ``unscale_`` and then clipping do."""
-    inverse = [] if step.unscaling is None else [step.unscaling.inverse]
-    return {DEVICE: inverse + ([] if step.clipping is None else [step.clipping.factor])}
-
-
-def _copy_to_host(step: StepGraph, plan: Plan, factors: Sequence[fx.Node]) -> dict[str, list[fx.Node]]:
-    """``factors``, copied to the host where the step ends, if something is updated there."""
-    if all(decision.update != HOST for decision in plan.states):
-        return {}
-    graph, where, copies = step.graph, Origin("", Phase.UPDATE), []
-    with graph.inserting_before(step.output):
-        for factor in factors:
-            # What is offloaded is not read on the device again, as the factor itself may be.
-            copy = insert_call(graph, _aten.clone.default, (factor,), where, name=f"{factor.name}_copy")
-            name = f"{factor.name}_offload"
-            down = set_tier(insert_call(graph, ops.offload, (copy, HOST), where, name=name), HOST)
-            copies.append(set_tier(insert_call(graph, ops.wait, (down, copy), where, name=f"{factor.name}_down"), HOST))
-    return {HOST: copies}
-
-
-def _update_on_host(
-    step: StepGraph,
-    bucket: Bucket,
-    program: UpdateProgram,
-    known: Mapping[str, fx.Node],
-    where: Origin,
-    *,
-    new: fx.Node,
-    factors: Sequence[fx.Node] = (),
-    delayed: bool = False,
-) -> None:
-    """Insert the update that the host runs by itself, with the cast of the gradient before it and, where ``new`` is
-    another tensor than what is updated, that of the new values after it."""
-    added = _insert_update(step, bucket, program, known, where, HOST, factors)
-    if new is not known["param"]:
-        added.append(insert_call(step.graph, _aten.copy_.default, (new, known["param"]), where))
-    for node in added:
-        set_host_bucket(set_tier(node, HOST), bucket.index)
-        if delayed:
-            set_delayed(node, bucket.index)
-
-
-def _insert_update(
-    step: StepGraph,
-    bucket: Bucket,
-    program: UpdateProgram,
-    known: Mapping[str, fx.Node],
-    where: Origin,
-    tier: str,
-    factors: Sequence[fx.Node],
-) -> list[fx.Node]:
-    """Insert an update, to run where ``tier`` is, after the gradient's cast and its ``factors``; returns the nodes."""
-    grad, added = known["grad"], []
-    if tensor(grad).dtype != bucket.dtype:
-        grad = insert_call(step.graph, _aten._to_copy.default, (grad,), where, {"dtype": bucket.dtype})
-        added.append(grad)
-    added += [insert_call(step.graph, _aten.mul_.Tensor, (grad, factor), where) for factor in factors]
-    for node in added:
-        set_tier(node, tier)
-    return added + _inline(step, program, {**known, "grad": grad}, where, tier)
-
-
-def _inline(
-    step: StepGraph, program: UpdateProgram, known: Mapping[str, fx.Node], where: Origin, tier: str
-) -> list[fx.Node]:
-    """Copy the program's operators into the step at the insertion point, to run where ``tier`` is; returns them."""
-    added = []
-    env: dict[fx.Node, fx.Node] = {}
-    num_scalars = 0
-    for node in program.graph.nodes:
-        if node.op == "placeholder" and node.target in known:
-            env[node] = known[node.target]
-        elif node.op == "placeholder":
-            env[node] = insert_call(step.graph, operator.getitem, (known[_HYPER], num_scalars), where)
-            num_scalars += 1
-        elif node.op == "call_function":
-            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = set_tier(insert_call(step.graph, node.target, tuple(args), where, dict(kwargs)), tier)
-            added.append(env[node])
-    return added
 
 
 def _readers_of_gathered(shard: fx.Node) -> list[fx.Node]:

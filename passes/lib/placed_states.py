@@ -38,7 +38,7 @@ fp32 master that is updated, the slice is written only: the new values are cast,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -174,9 +174,10 @@ class PlacedStates:
             states[name] = self._await(pending, self._source[name], self._target, f"{self._kept[name].name}_up")
         return states
 
-    def write_back(self, updated: Mapping[str, fx.Node]) -> list[Started]:
-        """Start copying what was reloaded, and has been updated, back over what is stored."""
-        return [copy_into(self._step, self._bucket, self._kept[name], updated[name]) for name in self._pending]
+    def write_back(self, updated: Mapping[str, fx.Node], left: Collection[str] = ()) -> list[Started]:
+        """Start copying what was reloaded, and has been updated, back over what is stored, without those ``left``."""
+        names = [name for name in self._pending if name not in left]
+        return [copy_into(self._step, self._bucket, self._kept[name], updated[name]) for name in names]
 
 
 def _start_of_reduction(step: StepGraph, bucket: Bucket) -> fx.Node:
@@ -235,9 +236,12 @@ def new_values(step: StepGraph, bucket: Bucket, low: fx.Node, stored: fx.Node) -
     if tier_of(low) == DEVICE:
         insert_call(step.graph, _aten.copy_.default, (low, stored), where)
         return []
-    low_dtype = {"dtype": bucket.compute_dtype}
-    cast = insert_call(step.graph, _aten._to_copy.default, (stored,), where, low_dtype, name=f"low_{bucket.index}")
-    return [copy_into(step, bucket, low, cast)]
+    if tensor(stored).dtype != bucket.compute_dtype:
+        low_dtype = {"dtype": bucket.compute_dtype}
+        stored = insert_call(
+            step.graph, _aten._to_copy.default, (stored,), where, low_dtype, name=f"low_{bucket.index}"
+        )
+    return [copy_into(step, bucket, low, stored)]
 
 
 def empty_on_host(step: StepGraph, like: fx.Node, where: Origin, name: str) -> fx.Node:

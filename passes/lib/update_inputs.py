@@ -9,9 +9,8 @@ from zerofx.ir.buckets import Bucket
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import DEVICE, Origin, Phase, Placeholder, Role, set_tier
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.owners import Owners
 from zerofx.optimizers import UpdateProgram
-from zerofx.optimizers.whole import state_bytes_of_owners
+from zerofx.optimizers.whole import OwnedSizes
 from zerofx.passes.lib.placed_states import HOST, state_decision
 from zerofx.passes.shard import add_master, parameter_tier
 from zerofx.scheduler.plan.plan import Plan
@@ -23,19 +22,21 @@ def add_stored(
     bucket: Bucket,
     program: UpdateProgram,
     master: fx.Node | None,
-    owners: Owners | None = None,
+    owned: OwnedSizes | None = None,
 ) -> tuple[dict[str, fx.Node], dict[str, fx.Node], dict[str, fx.Node]]:
     """Placeholders of a bucket's state between steps besides its parameters: states, and the master as ``param`` if
     there is one; the host buffers of a delayed update; and the scalar states that a kernel reads on the device.
 
-    ``master``: the placeholder of the master that is there already, if there is one. ``owners``: of an update of whole
-    parameters, whose states are bytes that each owner keeps.
+    ``master``: the placeholder of the master that is there already, if there is one. ``owned``: of an update of whole
+    parameters, what an owner keeps, states as bytes.
     """
     decision, local = state_decision(plan, bucket), bucket.updated_numel(plan.stage)
     on_host = decision is not None and decision.update == HOST
     if master is None and on_host and parameter_tier(plan, bucket) == DEVICE:
         master = add_master(step, bucket, local)
-    of_states = local if owners is None else state_bytes_of_owners(program, owners)
+    if master is None and owned is not None and owned.has_master:
+        master = add_master(step, bucket, owned.numel)
+    of_states = local if owned is None else owned.state_bytes
     stored = _add_states(step, bucket, program, of_states) | ({} if master is None else {"param": master})
     for node in stored.values():
         set_tier(node, DEVICE if decision is None else decision.tier)

@@ -276,7 +276,7 @@ class _Clocks:
             self._settle(node)
         elif node.target is ops.run_on:
             self._run_on(node)
-        elif node.target is ops.second_shard:
+        elif node.target in (ops.second_shard, ops.cast_owned):
             size = storage_bytes(tensor(node))
             self._computes(node, copy_seconds(size, "device", "device", self._machine), size, size, 0)
         elif node.target in ops.EVENTS and node.target is not ops.update_whole:

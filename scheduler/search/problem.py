@@ -13,7 +13,7 @@ from zerofx.errors import MemoryBudgetError
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
-from zerofx.optimizers.whole import owners_of, state_bytes_of_owners
+from zerofx.optimizers.whole import OwnedSizes, owners_of
 from zerofx.options import CompileOptions
 from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
@@ -234,7 +234,8 @@ class Problem:
             if program.joint is not None:
                 num_bytes[index] = 0  # one step over all of them needs their states at once
             elif index in owners:
-                num_bytes[index] = local * master + state_bytes_of_owners(program, owners[index])
+                sizes = OwnedSizes.of(bucket, program, owners[index])
+                num_bytes[index] = sizes.numel * master + sizes.state_bytes
             else:
                 num_bytes[index] = local * (master + sum(state.dtype.itemsize for state in program.states))
         return num_bytes

@@ -20,6 +20,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from functools import reduce
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -73,7 +74,7 @@ class _Training:
             losses[-1].backward()
             gradients.append([p.grad for p in self.model.parameters()])
         for p, of_ranks in zip(self.model.parameters(), zip(*gradients, strict=True), strict=True):
-            p.grad = torch.stack([g / len(parts) for g in of_ranks if g is not None]).sum(0)
+            p.grad = reduce(torch.add, [g for g in of_ranks if g is not None]) / len(parts)  # in the order of ranks
         self.optimizer.step()
         return losses[_rank()]
 
@@ -96,7 +97,7 @@ class _Compiled(_Training):
     def __init__(self, case: OptimizerCase, saved: tuple[Values, Values] | None = None) -> None:
         super().__init__(case, saved)
         self._step = zerofx.compile(
-            self.model, self.optimizer, 3, loss_fn=lambda outputs, _: _loss(outputs), backend="eager"
+            self.model, self.optimizer, case.stage, loss_fn=lambda outputs, _: _loss(outputs), backend="eager"
         )
 
     def step(self, parts: Sequence[Tensor]) -> Tensor:
@@ -208,15 +209,16 @@ def _check_all(cases: list[OptimizerCase]) -> list[Record]:
 
 
 def run(cases: Sequence[OptimizerCase]) -> Iterator[Record]:
-    """A record a case. Those of two ranks share a pair of processes, some dozens at a time."""
+    """A record a case. Those of several ranks share their processes, some dozens at a time."""
     for case in cases:
         if case.num_ranks == 1:
             yield check(case)
-    pairs = [case for case in cases if case.num_ranks == 2]
-    for start in range(0, len(pairs), _CASES_A_CALL):
-        part = pairs[start : start + _CASES_A_CALL]
-        for mine, other in zip(*run_ranks(_check_all, 2, part, timeout=1800.0), strict=True):
-            yield mine if mine.outcome == "wrong" or mine == other else other
+    for num_ranks in sorted({case.num_ranks for case in cases} - {1}):
+        alike = [case for case in cases if case.num_ranks == num_ranks]
+        for start in range(0, len(alike), _CASES_A_CALL):
+            part = alike[start : start + _CASES_A_CALL]
+            for of_ranks in zip(*run_ranks(_check_all, num_ranks, part, timeout=1800.0), strict=True):
+                yield next((record for record in of_ranks if record.outcome == "wrong"), of_ranks[-1])
 
 
 def cost(kind: Any, num_groups: int = 20, num_steps: int = 60, **options: Any) -> tuple[float, float]:
@@ -253,6 +255,7 @@ def main() -> None:
     """The full sweep, or a part of it of which nothing is written but the notes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="a text that the names of the cases contain")
+    parser.add_argument("--part", type=int, default=1, help="one in so many of the cases")
     parser.add_argument("--notes", type=Path, default=Path(tempfile.gettempdir(), "zerofx_optimizers.jsonl"))
     parser.add_argument("--cost", action="store_true", help="measure what a step's numbers cost, and nothing else")
     parsed = parser.parse_args()
@@ -262,20 +265,21 @@ def main() -> None:
         return
     every = optimizer_cases()
     cases = [case for case in every if parsed.only is None or parsed.only in f"{case.name}: {case.full_variant}"]
-    lines = parsed.notes.read_text().splitlines() if parsed.notes.exists() and parsed.only is None else []
+    cases, is_whole = cases[:: parsed.part], parsed.only is None and parsed.part == 1
+    lines = parsed.notes.read_text().splitlines() if parsed.notes.exists() and is_whole else []
     records = [Record(**json.loads(line)) for line in lines]
     known = {(record.name, record.variant) for record in records}
     left = [case for case in cases if (case.name, case.full_variant) not in known]
     for record in tqdm(run(left), total=len(left)):
         records.append(record)
-        if parsed.only is None:
+        if is_whole:
             with parsed.notes.open("a") as notes:
                 notes.write(f"{json.dumps(asdict(record))}\n")
-        if parsed.only is not None or record.outcome == "wrong":
+        if not is_whole or record.outcome == "wrong":
             tqdm.write(f"{record.name}: {record.variant}: {record.outcome} {record.detail}")
     counts = Counter(record.outcome for record in records)
     print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
-    if parsed.only is None:
+    if is_whole:
         write_records(results_path("optimizers"), records)
         parsed.notes.unlink()
 

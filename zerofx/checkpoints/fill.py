@@ -78,7 +78,11 @@ def fill_training(source: Source, training: Training, *, optimizer: bool = True)
 
 def _fill_stored(source: Source, training: Training, bucket: Bucket, held: BucketState, overwrites: Overwrites) -> None:
     first, last = training.local_range(bucket)
-
+    if held.master_owners is not None:
+        owned = training.owned_place(bucket)
+        overwrites.run(held.stored, partial(_read, source, owned, 0, bucket.numel, None))
+        overwrites.run(held.low, partial(_read, source, bucket, first, last, None))
+        return
     overwrites.run(held.stored, partial(_read, source, bucket, first, last, None))
     copies = [] if held.master is None else [held.low]
     copies += [held.delayed["low"]] if "low" in held.delayed else []

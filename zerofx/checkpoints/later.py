@@ -79,11 +79,7 @@ def _snapshot(
     num_local_ranks: int,
     heartbeat: Heartbeat,
 ) -> Snapshot:
-    values = []
-    for part in parts:
-        if part.entries:
-            first, last = training.range_to_write(part.bucket)
-            values.append((part.stored, first - part.first, last - part.first))
+    values = [(part.stored, part.begin - part.first, part.end - part.first) for part in parts if part.entries]
     try:
         return Snapshot(values, training.tiers, spare_bytes, num_local_ranks=num_local_ranks, heartbeat=heartbeat)
     except ZeroFXError as error:

@@ -202,9 +202,9 @@ def _write_at_once(training: Training, begun: Draft) -> dict[str, Written]:
 
     @contextmanager
     def show_in_place(part: OwnedValues) -> Iterator[Callable[[Piece], AbstractContextManager[torch.Tensor]]]:
-        first, last = training.range_to_write(part.bucket)
-        with read_on_host(part.stored, first - part.first, last - part.first, training.tiers, ahead) as values:
-            yield lambda piece: nullcontext(piece.view(values, first))
+        first, last = part.begin - part.first, part.end - part.first
+        with read_on_host(part.stored, first, last, training.tiers, ahead) as values:
+            yield lambda piece: nullcontext(piece.view(values, part.begin))
 
     try:
         return write_files(begun.content, begun.part, show_in_place)

@@ -49,7 +49,12 @@ def state_of(training: Training, names: ModelNames, numbers: StepCounts) -> dict
             held_by.setdefault(source, []).append((bucket, held))
     for source, places in held_by.items():
         parameter, name = training.state.parameter(source), names.parameters[source]
-        owned = {p: b for b, _ in places for p in training.pieces_to_write(b) if p.source == source}
+        owned = {
+            p: b
+            for b, _ in places
+            for p in training.pieces_to_write(b, *training.range_to_write(b))
+            if p.source == source
+        }
         mine = [p for b, _ in places for p in pieces_of(b, *training.local_range(b)) if p.source == source]
         first, held = places[0]
         model[name] = _make_boxed(latest, parameter, first.dtype, None, owned, mine)

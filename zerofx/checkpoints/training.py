@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.state import TrainingState
 from zerofx.runtime.tiers.stored import Stored
 from zerofx.runtime.tiers.tiers import Tiers
-from zerofx.scheduler.plan.mesh import AXES
+from zerofx.scheduler.plan.mesh import AXES, Axes
+from zerofx.scheduler.plan.mesh import MODEL as MODEL_AXIS
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,19 @@ class Training:
         """The first element of a bucket that this rank writes, and the one after the last."""
         return bucket.saved_range(self.control.rank)
 
-    def pieces_to_write(self, bucket: Bucket) -> list[Piece]:
+    def writes_owned(self, bucket: Bucket, but_along: Axes = ()) -> bool:
+        """True if this rank writes what it owns of a bucket: of replicas that own the same, the first does. Along
+        ``but_along`` they own parts that differ."""
+        rank, own = self.control.rank, bucket.states_over if bucket.is_cut(self.state.stage) else ()
+        return rank == bucket.mesh.members(rank, tuple(axis for axis in AXES if axis not in (*own, *but_along)))[0]
+
+    def owned_place(self, bucket: Bucket) -> Bucket:
+        """A bucket with what this rank owns of it, as that lies at this rank."""
+        slots = tuple(replace(each.slot, offset=each.offset) for each in self.state.find_owned(bucket))
+        return replace(bucket, slots=slots)
+
+    def pieces_to_write(self, bucket: Bucket, first: int, last: int) -> list[Piece]:
         """The pieces of a bucket that this rank writes; rank 0 also writes empty parameters, for their names."""
-        first, last = self.range_to_write(bucket)
         empty = [slot for slot in bucket.slots if not slot.numel] if self.control.rank == 0 else []
         whole = [Piece(slot.source, first, Box.whole(slot.whole_shape), slot.stride) for slot in empty]
         return [*pieces_of(bucket, first, last), *whole]
@@ -75,13 +86,16 @@ class Training:
 class OwnedValues:
     """The values that a rank writes of one bucket, or of one of its optimizer states, ``state``.
 
-    ``first`` is the bucket's element at the start of ``stored``.
+    ``stored`` begins with the bucket's element ``first``; it is written from element ``begin`` to ``end``. Where owners
+    have it whole, those are elements of what this rank owns.
     """
 
     bucket: Bucket
     state: str | None
     stored: torch.Tensor | Stored
     first: int
+    begin: int
+    end: int
     entries: tuple[tuple[Entry, Piece], ...]
 
     @property
@@ -92,12 +106,16 @@ class OwnedValues:
 def parts_of(training: Training, names: ModelNames) -> Iterator[OwnedValues]:
     """All parameters and states that this rank writes."""
     for bucket, held in training.buckets():
-        pieces = training.pieces_to_write(bucket)
         is_owned = bucket.index in training.state.owners
         states = {} if is_owned else {name: value for name, value in held.flat.items() if name in held.present}
         for state, stored in ((None, held.stored), *states.items()):
+            place, first, (begin, end) = bucket, training.local_range(bucket)[0], training.range_to_write(bucket)
+            if held.master_owners is not None:
+                place, first, begin = training.owned_place(bucket), 0, 0
+                end = stored.shape.numel() if training.writes_owned(bucket, MODEL_AXIS) else 0
+            pieces = training.pieces_to_write(place, begin, end)
             entries = tuple((_entry(training, names, piece, state, stored.dtype), piece) for piece in pieces)
-            yield OwnedValues(bucket, state, stored, training.local_range(bucket)[0], entries)
+            yield OwnedValues(bucket, state, stored, first, begin, end, entries)
 
 
 @dataclass(frozen=True)
@@ -113,10 +131,7 @@ def states_to_write(training: Training, names: ModelNames) -> OwnedStates:
     """The states of whole parameters that this rank writes: of replicas that own the same, the first writes them."""
     owned, rank = OwnedStates({}, {}), training.control.rank
     for bucket, held in training.buckets():
-        if bucket.index not in training.state.owners:
-            continue
-        axes = bucket.states_over if bucket.is_cut(training.state.stage) else ()
-        if rank != bucket.mesh.members(rank, tuple(axis for axis in AXES if axis not in axes))[0]:
+        if bucket.index not in training.state.owners or not training.writes_owned(bucket):
             continue
         views = training.state.load_owned_states(bucket)
         for each in training.state.find_owned(bucket):

@@ -62,10 +62,12 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
                       receiving the parameters that it owns, in a buffer of ``numel`` elements; ``moved`` elements
                       in all go to other ranks
 ``from_owners``       start sending what this rank owns of a bucket back, and receiving its slice of ``numel`` elements
+``cast_owned``        what this rank owns of a bucket in another dtype, in a buffer of ``numel`` elements
 ``update_whole``      the optimizer's own step on the parameters in ``params`` that this rank owns of a bucket, or of
                       this and others (``zerofx/optimizers/whole``); ``parts`` are those of all ranks of the model
                       axis, and of their gradients, where some parameters are in parts there; ``flops``, of products
-                      in ``dtype``, and ``scratch_bytes`` are those of the busiest owner
+                      in ``dtype``, and ``scratch_bytes`` are those of the busiest owner, ``mean_flops`` the mean of
+                      all owners
 ``gather_values``     start gathering every rank's tensor, a value of the step: a first dimension of ranks
 ``reduce_scatter_values``  start summing, of a tensor with a first dimension of ranks, this rank's part
 ``all_reduce_values``  start reducing a tensor over the ranks: ``"sum"``, ``"max"`` or ``"min"``
@@ -125,9 +127,13 @@ from_owners = own_operator(
     "from_owners(Tensor owned, int bucket, int num_ranks, int numel, int moved, *, str over='shard') -> Tensor",
     fakes.flat_of,
 )
+cast_owned = own_operator(
+    "cast_owned(Tensor owned, int numel, ScalarType dtype) -> Tensor",
+    lambda owned, numel, dtype: owned.new_empty(numel, dtype=dtype),
+)
 update_whole = own_operator(
     "update_whole(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor[] parts, int bucket, *, "
-    "int flops, ScalarType dtype, int scratch_bytes, str over) -> ()",
+    "int flops, int mean_flops, int num_parameters, ScalarType dtype, int scratch_bytes, str over) -> ()",
     fakes.no_result,
 )
 second_shard = own_operator(
@@ -293,6 +299,7 @@ EVENTS = frozenset(
         empty_stored,
         part,
         second_shard,
+        cast_owned,
         hyperparameters,
         update_whole,
     }

@@ -6,6 +6,9 @@ bucket's order. Where nothing is cut, the one owner has the bucket as it is.
 
 Owners are chosen by longest processing time: the costliest parameter first, to the rank that has least to do so far,
 over all buckets; ties go to fewer bytes and then to the lower rank, so that all ranks choose alike.
+
+Where the values that the optimizer updates have another dtype than those that the graph computes with, they stay whole
+at their owners from step to step, as states do.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from zerofx.ir.buckets import Bucket, Slot
 
@@ -42,11 +46,43 @@ class Message:
 
 @dataclass(frozen=True)
 class Owners:
-    """The owners of a bucket's parameters by rank along ``states_over``; ``numel`` is that of each one's buffer."""
+    """The owners of a bucket's parameters by rank along ``states_over``, each with what it owns; ``part_numel``: the
+    elements of a slice, or of the bucket where nothing is cut."""
 
     ranks: tuple[tuple[OwnedSlot, ...], ...]
-    numel: int
-    messages: tuple[Message, ...]
+    part_numel: int
+
+    @property
+    def are_apart(self) -> bool:
+        """True if parameters are cut into slices, which are sent to their owners and back."""
+        return len(self.ranks) > 1
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each one's buffer."""
+        if not self.are_apart:
+            return (self.part_numel,)
+        return tuple(owned[-1].offset + owned[-1].num_taken if owned else 0 for owned in self.ranks)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the largest of these."""
+        return max(self.numels)
+
+    @cached_property
+    def num_moved(self) -> int:
+        """Elements that are not in their owner's own slice."""
+        if not self.are_apart:
+            return 0
+        listed = [(rank * self.part_numel, each.slot) for rank, owned in enumerate(self.ranks) for each in owned]
+        ends = [(min(slot.offset + slot.numel, begin + self.part_numel), begin, slot) for begin, slot in listed]
+        return sum(slot.numel - max(0, end - max(slot.offset, begin)) for end, begin, slot in ends)
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """The runs in which slices have the parameters; none where nothing is cut."""
+        pairs = [(rank, owned) for rank, listed in enumerate(self.ranks) for owned in listed] if self.are_apart else []
+        return tuple(message for rank, owned in pairs for message in _messages(self.part_numel, rank, owned))
 
     @property
     def most_messages(self) -> int:
@@ -74,7 +110,7 @@ def assign_owners(buckets: Sequence[Bucket], stage: int, cost: Callable[[Bucket,
     for bucket in buckets:
         if not bucket.is_cut(stage):
             owned = tuple(OwnedSlot(slot, slot.offset, taken) for slot, taken in _slots_with_padding(bucket))
-            assigned[bucket.index] = Owners((owned,), bucket.numel, ())
+            assigned[bucket.index] = Owners((owned,), bucket.numel)
             continue
         num_ranks = bucket.mesh.size(bucket.states_over)
         load = loads.setdefault(num_ranks, [0.0] * num_ranks)
@@ -100,10 +136,7 @@ def _assign(bucket: Bucket, num_ranks: int, load: list[float], cost: Callable[[B
         rank = owner_of[index]
         ranks[rank].append(OwnedSlot(slot, ends[rank], elements))
         ends[rank] += elements
-    messages = tuple(
-        message for rank, owned in enumerate(ranks) for each in owned for message in _messages(bucket, rank, each)
-    )
-    return Owners(tuple(map(tuple, ranks)), max(ends), messages)
+    return Owners(tuple(map(tuple, ranks)), bucket.part_numel)
 
 
 def _slots_with_padding(bucket: Bucket) -> Iterator[tuple[Slot, int]]:
@@ -113,10 +146,9 @@ def _slots_with_padding(bucket: Bucket) -> Iterator[tuple[Slot, int]]:
         yield slot, (slot.offset + slot.numel if end is None else end) - slot.offset
 
 
-def _messages(bucket: Bucket, owner: int, owned: OwnedSlot) -> Iterator[Message]:
-    """The runs in which the slices have a parameter."""
+def _messages(each: int, owner: int, owned: OwnedSlot) -> Iterator[Message]:
+    """The runs in which slices of ``each`` elements have a parameter."""
     begin, end = owned.slot.offset, owned.slot.offset + owned.slot.numel
-    each = bucket.part_numel
     for rank in range(begin // each, -(-end // each)) if end > begin else ():
         first, last = max(begin, rank * each), min(end, (rank + 1) * each)
         yield Message(rank, owner, first - rank * each, owned.offset + first - begin, last - first)

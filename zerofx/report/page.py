@@ -60,6 +60,7 @@ ABOUT_INSTRUCTIONS: Mapping[str, str] = {
     "exchange_values": "starts to send each such rank a part of a value, and to receive the others'",
     "to_owners": "starts to send slices of a bucket to the ranks that update its parameters whole",
     "from_owners": "starts to send their new values back to the slices",
+    "cast_owned": "the new values of these, in the dtype that the model computes with",
     "update_whole": "the optimizer's own step, on whole parameters, where this rank owns some",
     "second_shard": "a part of gathered parameters is kept, so that they are gathered on the node the next time",
     "wait": "computation goes on only when what was started before is there",

@@ -13,9 +13,9 @@ import torch
 from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import DEVICE
-from zerofx.ir.owners import Message, Owners
+from zerofx.ir.owners import Owners
 from zerofx.runtime.arena import Allocate, Allocations, Arena
-from zerofx.runtime.comm.collectives import JointGathers
+from zerofx.runtime.comm.collectives import JointGathers, send_to_owners, send_to_slices
 from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.comm.transport import Group, LostRankError, Pending, Transport
 from zerofx.runtime.tiers.stored import Stored
@@ -219,22 +219,19 @@ class Runtime:
     def to_owners(
         self, shard: torch.Tensor, bucket: int, num_ranks: int, numel: int, moved: int, *, over: str = "shard"
     ) -> Pending[torch.Tensor]:
-        owned, owners = self._allocate((numel,), (1,), shard.dtype), self.owners[bucket]
-        transport = self._transport_along(over)
-        sent = [(m.owner, _piece(shard, m.in_slice, m)) for m in owners.messages if m.slice_rank == transport.rank]
-        into = [(m.slice_rank, _piece(owned, m.in_owned, m)) for m in owners.messages if m.owner == transport.rank]
-        return _label(transport.exchange_pieces(owned, sent, into, owners.most_messages), "exchange", bucket)
+        owned, transport = self._allocate((numel,), (1,), shard.dtype), self._transport_along(over)
+        return _label(send_to_owners(transport, self.owners[bucket], shard, owned), "exchange", bucket)
 
     def from_owners(
         self, owned: torch.Tensor, bucket: int, num_ranks: int, numel: int, moved: int, *, over: str = "shard"
     ) -> Pending[torch.Tensor]:
-        shard, owners = self._allocate((numel,), (1,), owned.dtype), self.owners[bucket]
-        transport = self._transport_along(over)
-        for begin, end in owners.gaps(transport.rank, numel):
-            shard[begin:end].zero_()
-        sent = [(m.slice_rank, _piece(owned, m.in_owned, m)) for m in owners.messages if m.owner == transport.rank]
-        into = [(m.owner, _piece(shard, m.in_slice, m)) for m in owners.messages if m.slice_rank == transport.rank]
-        return _label(transport.exchange_pieces(shard, sent, into, owners.most_messages), "exchange", bucket)
+        shard, transport = self._allocate((numel,), (1,), owned.dtype), self._transport_along(over)
+        return _label(send_to_slices(transport, self.owners[bucket], owned, shard), "exchange", bucket)
+
+    def cast_owned(self, owned: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        low = self._allocate((numel,), (1,), dtype)
+        low[: owned.numel()].copy_(owned)
+        return low
 
     def update_whole(
         self,
@@ -247,6 +244,8 @@ class Runtime:
         over: str,
         **_costs: Any,
     ) -> None:
+        self.tiers.keep(params, in_place=True)
+
         def share(value: torch.Tensor, owner: int) -> torch.Tensor:
             transport = self._transport_along(over)
             if transport.rank == owner:
@@ -342,11 +341,6 @@ class Runtime:
         if self._agreed is not None:
             self._agreed()
             self._agreed = None
-
-
-def _piece(flat: torch.Tensor, begin: int, message: Message) -> torch.Tensor:
-    """The elements of a message in a flat tensor that has them from ``begin`` on."""
-    return flat[begin : begin + message.numel]
 
 
 def _label(pending: Pending[T], kind: str, bucket: int) -> Pending[T]:

@@ -233,6 +233,22 @@ def _whole_lines(compiled: CompiledStep) -> Iterator[str]:
     what = f"{num_buckets} buckets in {format_seconds(seconds)} at the busiest owner"
     how = f"; {format_bytes(sent)} exchanged by each rank, {format_seconds(exposed)} of it exposed" if sent else ""
     yield f"updates of whole parameters by the optimizer's own step: {what}{how}"
+    if exchanges:
+        has_masters = any(node.target is ops.cast_owned for node in nodes)
+        num = sum(_number(node.kwargs["num_parameters"]) for node in updates)
+        busiest, mean = (sum(_number(node.kwargs[name]) for node in updates) for name in ("flops", "mean_flops"))
+        num_ranks = " or ".join(map(str, sorted({_number(node.args[2]) for node in exchanges})))
+        why = "the costliest first, to the one that has least to do"
+        rest = "states and masters rest" if has_masters else "states rest"
+        yield (
+            f"owners: {num} parameters dealt out to {num_ranks} ranks, {why}; the busiest does "
+            f"{busiest / max(1, mean):.2f} times the mean; {rest} there whole"
+        )
+
+
+def _number(value: object) -> int:
+    assert isinstance(value, int)
+    return value
 
 
 def _reason_lines(plan: Plan) -> Iterator[str]:

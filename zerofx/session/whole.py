@@ -150,8 +150,8 @@ def _whole_parameters(taken: TakenOver, life: Life, *, keep: bool) -> dict[int, 
     whole: dict[int, torch.Tensor] = {}
     with life.control.fail_together(purpose), torch.no_grad():
         state.flush()
-        for bucket, held in zip(state.layout.buckets, state.buckets, strict=True):
-            flat = state.gather(bucket, state.load(held.stored))
+        for bucket in state.layout.buckets:
+            flat = state.gather(bucket, state.load_stored(bucket))
             for slot in bucket.slots:
                 parameter = state.parameter(slot.source)
                 shown = state.to_parameter(slot, flat) if slot.whole is None else None  # which may be collective
@@ -282,6 +282,6 @@ class _Place:
         """The bucket's values, whole, as they are stored."""
         if self.gradients:
             return self.state.gather(bucket, self.gradients[bucket.index])
-        held = self.state.buckets[bucket.index]
-        stored = held.stored if self.state_name is None else held.flat[self.state_name]
-        return self.state.gather(bucket, self.state.load(stored))
+        if self.state_name is None:
+            return self.state.gather(bucket, self.state.load_stored(bucket))
+        return self.state.gather(bucket, self.state.load(self.state.buckets[bucket.index].flat[self.state_name]))

@@ -13,6 +13,10 @@ from zerofx.ir.bucketing import make_layout
 from zerofx.ir.buckets import Bucket, BucketLayout, Slot
 from zerofx.ir.owners import Owners, assign_owners
 from zerofx.ir.parameters import ParameterInfo
+from zerofx.optimizers import UpdateProgram
+from zerofx.optimizers.program import WHOLE_STATES, StateSpec, StateTensor, WholeParameter
+from zerofx.optimizers.whole import OwnedSizes, owners_of, planned_sizes
+from zerofx.optimizers.whole.owned import shape_of
 from zerofx.scheduler.plan.mesh import Mesh
 
 Shape = tuple[int, ...]
@@ -22,7 +26,7 @@ _SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple) | st.sampled_from(
 )
 
 
-def _layout(shapes: Sequence[Shape], num_ranks: int) -> BucketLayout:
+def _layout(shapes: Sequence[Shape], num_ranks: int, compute_dtype: torch.dtype = torch.float32) -> BucketLayout:
     infos = [
         ParameterInfo(
             name=f"layers.{number // 4}.p{number}",
@@ -30,7 +34,7 @@ def _layout(shapes: Sequence[Shape], num_ranks: int) -> BucketLayout:
             shape=shape,
             stride=torch.empty(shape).stride(),
             dtype=torch.float32,
-            compute_dtype=torch.float32,
+            compute_dtype=compute_dtype,
             requires_grad=True,
         )
         for number, shape in enumerate(shapes)
@@ -134,3 +138,51 @@ def test_a_bucket_that_is_not_cut_has_one_owner_and_nothing_to_send() -> None:
             bucket = layout.buckets[index]
             assert found.messages == () and found.numel == bucket.numel
             assert [(each.slot, each.offset) for each in found.ranks[0]] == [(s, s.offset) for s in bucket.slots]
+
+
+def _program(layout: BucketLayout) -> UpdateProgram:
+    """An update that keeps of each parameter as much as it has elements, and a row."""
+    shapes = {shape_of(slot) for bucket in layout.buckets for slot in bucket.slots}
+    whole = tuple(
+        WholeParameter(
+            shape,
+            (
+                StateTensor("mean", shape, torch.empty(shape).stride(), torch.float32),
+                StateTensor("row", shape[:1], (1,) * len(shape[:1]), torch.float32),
+            ),
+            int(max(1, torch.Size(shape).numel()) ** 1.5),
+            torch.float32,
+            0,
+        )
+        for shape in shapes
+    )
+    states = (StateSpec(WHOLE_STATES, torch.uint8, 0.0),)
+    return UpdateProgram("Whole", states, (), torch.fx.Graph(), (), torch.float32, fused=False, whole=whole)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(_SHAPES, min_size=1, max_size=16), st.integers(2, 6), st.sets(st.integers(0, 3)))
+def test_what_is_planned_to_rest_on_the_device_is_what_the_fullest_rank_keeps(
+    shapes: list[Shape], num_ranks: int, away: set[int]
+) -> None:
+    layout = _layout(shapes, num_ranks, compute_dtype=torch.bfloat16)
+    programs = dict.fromkeys(range(len(layout.buckets)), _program(layout))
+    owners = owners_of(layout, programs, 3)
+    planned = planned_sizes(layout, programs, owners, away)
+
+    def num_bytes(sizes: OwnedSizes) -> int:
+        assert sizes.has_master
+        return 4 * sizes.numel + sizes.state_bytes
+
+    kept = [
+        {i: num_bytes(OwnedSizes.of(layout.buckets[i], programs[i], owners[i], rank)) for i in owners}
+        for rank in range(num_ranks)
+    ]
+    here = [i for i in owners if i not in away]
+    assert sum(num_bytes(planned[i]) for i in here) == max(sum(of[i] for i in here) for of in kept)
+    assert all(num_bytes(planned[i]) >= max(of[i] for of in kept) for i in owners if i in away)
+    for found in owners.values():
+        elements = sum(each.num_taken for of_rank in found.ranks for each in of_rank)
+        assert sum(found.numels) == elements and found.numel == max(found.numels)
+        apart = [m for m in found.messages if m.owner != m.slice_rank]
+        assert found.num_moved == sum(m.numel for m in apart)

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from tests.lib.graphs import Prepared, TwoBlocks, prepare
+from tests.lib.runs.whole_updates import ByNorms
 from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs
 from zerofx.ir.edit import consumers
@@ -28,6 +29,12 @@ def _writes(prepared: Prepared, target: fx.Node) -> list[fx.Node]:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_each_bucket_is_updated(stage: int, golden: Callable[..., None]) -> None:
     golden(prepare(stage=stage).changes("update"))
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_whole_parameters_are_updated_by_their_owners(precision: str | None, golden: Callable[..., None]) -> None:
+    model = TwoBlocks()
+    golden(prepare(model, optimizer=ByNorms(model.parameters()), precision=precision).changes("update"))
 
 
 def test_the_operators_are_the_optimizers_own_in_their_order() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.lib.runs.training import world
+from zerofx.optimizers.whole.states import copy_entry
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 Saved = tuple[dict[str, Tensor], dict[str, Any]]
@@ -57,6 +60,22 @@ class WithEmpty(Mixed):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.empty.sum()
+
+
+class Uneven(nn.Module):
+    """Parameters of as many elements as states in few bits begin with, one fewer and one more, and of uneven blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [(4095,), (64, 64), (17, 241), (17, 256), (4400,), (3,)]
+        self.weights = nn.ParameterList(torch.randn(shape) / 3 for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total, mean = x.new_zeros(()), x.mean()
+        for number, weight in enumerate(self.weights):
+            wave = torch.arange(weight.numel(), dtype=x.dtype).mul(0.37 + number).sin().view(weight.shape)
+            total = total + (weight * wave + mean).square().mean() * 10
+        return total
 
 
 class ByNorms(torch.optim.Optimizer):
@@ -152,9 +171,89 @@ MAKES: dict[str, tuple[type[nn.Module], Make]] = {
 }
 
 
+class Tied(nn.Module):
+    """Tokens and logits with one weight, and attention whose three projections are one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.qkv = nn.Embedding(11, 6), nn.Linear(6, 18, bias=False)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding((x.abs() * 7).long() % 11)
+        q, k, v = (part.unsqueeze(1) for part in self.qkv(hidden).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        logits: Tensor = self.head(hidden + attended.squeeze(1))
+        return logits.logsumexp(-1).mean()
+
+
+class Experts(nn.Module):
+    """Matrices of three experts in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.last = nn.Parameter(torch.randn(3, 6, 7) / 3), nn.Linear(7, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.last(torch.tanh(torch.einsum("bi,eij->bj", x, self.experts)))
+        return outputs.square().mean()
+
+
+class ByMatrices(torch.optim.Optimizer):
+    """Momentum whose matrices are orthogonalised one by one: those of a parameter of more dimensions are a batch, and
+    those of ``heads`` rows each lie below one another."""
+
+    def __init__(self, params: Any, lr: float = 0.05, heads: int = 1) -> None:
+        super().__init__(params, {"lr": lr, "heads": heads})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+        for group in self.param_groups:
+            for p in group["params"]:
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                buffer.lerp_(p.grad, 0.05)
+                x = buffer.reshape(group["heads"], -1, p.shape[-1]) if p.dim() == 2 else buffer
+                x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+                for _ in range(3):
+                    x = 1.5 * x - 0.5 * (x @ x.mT) @ x
+                p.sub_(x.reshape(p.shape), alpha=group["lr"])
+
+
+def _in_bfloat16(**options: Any) -> Make:
+    return lambda model: torch.optim.Muon(model.bfloat16().parameters(), lr=0.02, **options)
+
+
+TRAPS: dict[str, tuple[type[nn.Module], Make]] = {
+    "tied and fused": (Tied, lambda m: torch.optim.Muon(m.parameters(), lr=0.02)),
+    "projections by heads": (
+        Tied,
+        lambda m: ByMatrices([{"params": [m.get_parameter("embedding.weight")]}, {"params": [m.get_parameter("qkv.weight")], "heads": 3}]),
+    ),
+    "experts": (Experts, lambda m: ByMatrices(m.parameters())),
+    "bfloat16": (Matrices, _in_bfloat16()),
+    "bfloat16, no Nesterov": (Matrices, _in_bfloat16(nesterov=False)),
+}
+
+
+def _torchao(kind: str) -> Make:
+    """An optimizer of torchao, which takes a second to import."""
+    return lambda model: getattr(importlib.import_module("torchao.optim"), kind)(model.parameters(), lr=0.01)
+
+
+def _bitsandbytes(kind: str) -> Make:
+    return lambda model: getattr(importlib.import_module("bitsandbytes.optim"), kind)(model.parameters(), lr=0.01)
+
+
+IN_FEW_BITS: dict[str, tuple[type[nn.Module], Make]] = {
+    **{f"torchao {kind}": (Uneven, _torchao(kind)) for kind in ("AdamW8bit", "AdamW4bit", "AdamWFp8")},
+    **{f"bitsandbytes {kind}": (Uneven, _bitsandbytes(kind)) for kind in ("AdamW8bit", "Adam8bit", "Lion8bit")},
+}
+
+
 @dataclass(frozen=True)
 class WholeCase:
-    """An optimizer of ``MAKES``, the options of ``compile`` that it trains with, and how many steps it takes."""
+    """An optimizer of ``MAKES``, ``IN_FEW_BITS`` or ``TRAPS``, the options of ``compile`` that it trains with, and how many steps it takes."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -165,14 +264,17 @@ class WholeCase:
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(7)
-        kind, make = MAKES[self.name]
+        kind, make = (MAKES | IN_FEW_BITS | TRAPS)[self.name]
         model = kind()
         return model, make(model)
 
     def batches(self, num_ranks: int) -> list[list[Tensor]]:
         """By step, what each rank trains on; the same on every rank."""
         generator = torch.Generator().manual_seed(5)
-        return [[torch.randn(8, 6, generator=generator) for _ in range(num_ranks)] for _ in range(self.steps)]
+        dtype = torch.bfloat16 if "bfloat16" in self.name else torch.float32
+        return [
+            [torch.randn(8, 6, generator=generator).to(dtype) for _ in range(num_ranks)] for _ in range(self.steps)
+        ]
 
 
 class AllRanks:
@@ -210,9 +312,10 @@ class AllRanks:
         return losses[world()[0]]
 
     def saved(self) -> Saved:
-        return {name: value.clone() for name, value in self.model.state_dict().items()}, copy.deepcopy(
-            self.optimizer.state_dict()
-        )
+        state = self.optimizer.state_dict()
+        copied = {key: copy_entry(entry) for key, entry in state["state"].items()}
+        groups = copy.deepcopy(state["param_groups"])
+        return {k: v.clone() for k, v in self.model.state_dict().items()}, {"state": copied, "param_groups": groups}
 
 
 def sum_in_order(gradients: list[Tensor], mesh: Mapping[str, int] | None) -> Tensor:
@@ -243,6 +346,9 @@ def unlike(expected: Saved, found: Saved) -> list[str]:
 def _unlike(one: Any, other: Any, where: str) -> list[str]:
     if type(one) is not type(other):
         return [f"{where}: {type(one).__name__}, {type(other).__name__}"]
+    if isinstance(one, Tensor) and hasattr(one, "__tensor_flatten__"):
+        names, _ = one.__tensor_flatten__()
+        return [text for name in names for text in _unlike(getattr(one, name), getattr(other, name), f"{where}.{name}")]
     if isinstance(one, Tensor):
         same = one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
         return [] if same else [f"{where}: {one.flatten()[:3].tolist()}, {other.flatten()[:3].tolist()}"]
@@ -270,3 +376,24 @@ def differences_of(case: WholeCase) -> list[str]:
     finally:
         step.close()
     return [f"{case}: {text}" for text in wrong]
+
+
+def resumed_differences(folder: str, case: WholeCase, half: int) -> list[str]:
+    """Train the first ``half`` of a case and save it, or load it and train the rest: what differs at the end."""
+    num_ranks = world()[1]
+    batches = replace(case, steps=2 * half).batches(1)
+    plain = AllRanks(case)
+    step, optimizer = compiled(case)
+    is_first = not any(Path(folder).iterdir())
+    if not is_first:
+        step.load_checkpoint(folder)
+    for number, batch in enumerate(batches):
+        plain.step(batch * num_ranks)
+        if (number < half) == is_first:
+            step(batch[0])
+        if is_first and number == half - 1:
+            step.save_checkpoint(folder)
+            break
+    wrong = unlike(plain.saved(), (step.full_state_dict(), optimizer.state_dict()))
+    step.close()
+    return [f"{case} on {num_ranks}: {text}" for text in wrong]

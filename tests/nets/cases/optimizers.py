@@ -15,7 +15,8 @@ from torch import nn
 Options = Mapping[str, Any]
 Groups = list[dict[str, Any]]
 
-VARIANTS: Final = ("plain", "weight decay", "schedule", "two groups", "bfloat16", "restored")
+VARIANTS: Final = ("plain", "weight decay", "schedule", "two groups", "bfloat16", "restored", "stage 0", "stage 3")
+_WORLDS: Final = {"bfloat16": (1,), "stage 0": (3,), "stage 3": (3,)}  # of other variants one and two ranks
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,12 @@ class OptimizerCase:
     def rounds_ends(self) -> bool:
         """Whether its kernels round the ends of a tensor otherwise, and a slice has others (docs/design/passes.md)."""
         return self.dtype == torch.bfloat16 or "fused" in self.options or self.name in _ROUND_ENDS
+
+    @property
+    def stage(self) -> int:
+        """Stage 3 where the variant says no other."""
+        kind, _, number = self.variant.partition(" ")
+        return int(number) if kind == "stage" else 3
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,7 +86,7 @@ def optimizer_cases() -> list[OptimizerCase]:
                 continue
             if (name, variant) == ("torch.optim.SGD", "bfloat16") and "fused" in options:
                 continue  # torch's kernel reads uninitialised memory there (pytorch issue 191763, up to torch 2.13)
-            worlds = (1,) if variant == "bfloat16" else (1, 2)
+            worlds = _WORLDS.get(variant, (1, 2))
             cases += [OptimizerCase(name, variant, num_ranks, options) for num_ranks in worlds]
     return cases
 

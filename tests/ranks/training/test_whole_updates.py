@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 import zerofx
 from tests.lib.distributed import run_ranks
-from tests.lib.runs.training import world
 from tests.lib.runs.whole_updates import (
     MAKES,
     AllRanks,
@@ -21,6 +19,7 @@ from tests.lib.runs.whole_updates import (
     WholeCase,
     compiled,
     differences_of,
+    resumed_differences,
     unlike,
 )
 
@@ -69,27 +68,6 @@ def test_ranks_have_the_bits_of_one_process(num_ranks: int, cases: list[WholeCas
     assert run_ranks(_all_differences, num_ranks, cases) == [[]] * num_ranks
 
 
-def _resumed(folder: str, case: WholeCase, half: int) -> list[str]:
-    """Train the first ``half`` of a case and save it, or load it and train the rest: what differs at the end."""
-    num_ranks = world()[1]
-    batches = replace(case, steps=2 * half).batches(1)
-    plain = AllRanks(case)
-    step, optimizer = compiled(case)
-    is_first = not any(Path(folder).iterdir())
-    if not is_first:
-        step.load_checkpoint(folder)
-    for number, batch in enumerate(batches):
-        plain.step(batch * num_ranks)
-        if (number < half) == is_first:
-            step(batch[0])
-        if is_first and number == half - 1:
-            step.save_checkpoint(folder)
-            break
-    wrong = unlike(plain.saved(), (step.full_state_dict(), optimizer.state_dict()))
-    step.close()
-    return [f"{case} on {num_ranks}: {text}" for text in wrong]
-
-
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [
@@ -105,8 +83,8 @@ def test_a_checkpoint_of_some_ranks_goes_on_to_the_bit_on_others(
 ) -> None:
     # All ranks train on the same rows: the mean over one, two or four of them is the same to the bit.
     case = WholeCase(name, {"stage": 3})
-    assert run_ranks(_resumed, before, str(tmp_path), case, 3) == [[]] * before
-    assert run_ranks(_resumed, after, str(tmp_path), case, 3) == [[]] * after
+    assert run_ranks(resumed_differences, before, str(tmp_path), case, 3) == [[]] * before
+    assert run_ranks(resumed_differences, after, str(tmp_path), case, 3) == [[]] * after
 
 
 def _saved_again(folder: str, case: WholeCase) -> list[str]:

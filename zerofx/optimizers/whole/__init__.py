@@ -1,17 +1,26 @@
 """Updates that need whole parameters: the optimizer's own step at the ranks that own them."""
 
 from zerofx.optimizers.whole.optimizer import WholeOptimizer
-from zerofx.optimizers.whole.owned import OwnedStates, names_of, owners_of, state_bytes_of_owners, state_views, whole_of
+from zerofx.optimizers.whole.owned import (
+    OwnedSizes,
+    OwnedStates,
+    names_of,
+    owners_of,
+    planned_sizes,
+    state_views,
+    whole_of,
+)
 from zerofx.optimizers.whole.step import Updated, WholeStep
 
 __all__ = [
+    "OwnedSizes",
     "OwnedStates",
     "Updated",
     "WholeOptimizer",
     "WholeStep",
     "names_of",
     "owners_of",
-    "state_bytes_of_owners",
+    "planned_sizes",
     "state_views",
     "whole_of",
 ]

@@ -14,7 +14,7 @@ combined is sent to all (``zerofx/optimizers/whole/combined.py``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,8 +33,10 @@ from zerofx.optimizers.whole.step import WholeNext
 from zerofx.optimizers.whole.trial import (
     CombinesError,
     DoesNotRunError,
+    Samples,
     check_combined,
     check_separable,
+    keep_divisors,
     shrink,
     try_shape,
 )
@@ -150,25 +152,38 @@ class WholeOptimizer:
             return
         for group in self._optimizer.param_groups:
             refuse_by_name(self._optimizer, group)
-        small = {index: [(shrink(shape), dtype) for shape, dtype in listed] for index, listed in parameters.items()}
-        two_of_each = {
+        with on_host():
+            try:
+                samples = self._try_small(parameters, shrink)
+            except DoesNotRunError:
+                try:  # it may view rows as groups of so many
+                    samples = self._try_small(parameters, keep_divisors)
+                except DoesNotRunError as error:
+                    if self._optimizer.state:  # which it may need: what was in the way on flat shards says more
+                        raise self._because from error
+                    raise
+            self._tokens = {
+                index: torch.nn.Parameter(sample(*listed[0], -1.0, 1.3)) for index, listed in samples.items()
+            }
+        self._is_tried = True
+
+    def _try_small(
+        self,
+        parameters: Mapping[int, Sequence[tuple[tuple[int, ...], torch.dtype]]],
+        smaller: Callable[[tuple[int, ...]], tuple[int, ...]],
+    ) -> Samples:
+        """Try the step on small parameters in the place of these; returns them, at most two that are alike."""
+        small = {index: [(smaller(shape), dtype) for shape, dtype in listed] for index, listed in parameters.items()}
+        samples = {
             index: [each for each in dict.fromkeys(listed) for _ in range(min(2, listed.count(each)))]
             for index, listed in small.items()
         }
-        with on_host():
-            try:
-                check_separable(self._rest(), two_of_each)
-            except CombinesError:
-                check_combined(self._rest(), two_of_each)
-                self.combines = True
-            except DoesNotRunError as error:
-                if self._optimizer.state:  # which it may need: what was in the way on flat shards says more
-                    raise self._because from error
-                raise
-            self._tokens = {
-                index: torch.nn.Parameter(sample(*listed[0], -1.0, 1.3)) for index, listed in two_of_each.items()
-            }
-        self._is_tried = True
+        try:
+            check_separable(self._rest(), samples)
+        except CombinesError:
+            check_combined(self._rest(), samples)
+            self.combines = True
+        return samples
 
     def _try_slot(self, rest: OptimizerRest, bucket: Bucket, group: int, slot: Slot, entry: Entry) -> WholeParameter:
         shape, dtype = shape_of(slot), dtype_of(bucket, slot)

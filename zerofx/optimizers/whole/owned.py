@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,9 +70,47 @@ def owners_of(layout: BucketLayout, programs: Mapping[int, UpdateProgram], stage
     return assign_owners(buckets, stage, lambda bucket, slot: whole_of(programs[bucket.index], slot).flops)
 
 
-def state_bytes_of_owners(program: UpdateProgram, owners: Owners) -> int:
-    """Bytes of the buffer of states that each owner has of a bucket: as many as the one with most needs."""
-    return max(state_bytes(program, owned) for owned in owners.ranks)
+@dataclass(frozen=True)
+class OwnedSizes:
+    """Sizes of the part of a bucket that an owner keeps between steps: elements of its parameters, where their values
+    have a dtype of their own for the optimizer (``has_master``), and bytes of their states."""
+
+    numel: int
+    state_bytes: int
+    has_master: bool
+
+    @staticmethod
+    def of(bucket: Bucket, program: UpdateProgram, owners: Owners, rank: int | None = None) -> OwnedSizes:
+        """Those of ``rank`` among the owners; without it as many as any of them needs."""
+        ranks = range(len(owners.ranks)) if rank is None else (rank,)
+        numel = max(owners.numels[each] for each in ranks)
+        return OwnedSizes(numel, max(state_bytes(program, owners.ranks[each]) for each in ranks), bucket.has_master)
+
+
+def planned_sizes(
+    layout: BucketLayout, programs: Mapping[int, UpdateProgram], owners: Mapping[int, Owners], away: Collection[int]
+) -> dict[int, OwnedSizes]:
+    """Sizes of the part of each bucket that a plan has on one rank between steps: on the device those of the rank that
+    keeps most of all of them; in slower tiers, where ``away`` are, as much as any rank may have of one, for which the
+    buffers that it passes through are made."""
+    sizes: dict[int, OwnedSizes] = {}
+    totals: dict[int, list[int]] = {}  # by the number of ranks, bytes of each one
+    for index, of_bucket in owners.items():
+        bucket, program = layout.buckets[index], programs[index]
+        if index in away:
+            sizes[index] = OwnedSizes.of(bucket, program, of_bucket)
+            continue
+        of_rank = totals.setdefault(len(of_bucket.ranks), [0] * len(of_bucket.ranks))
+        of_master = bucket.dtype.itemsize * bucket.has_master
+        for rank, owned in enumerate(of_bucket.ranks):
+            if owned:
+                of_rank[rank] += of_bucket.numels[rank] * of_master + state_bytes(program, owned)
+    fullest = {num_ranks: of_rank.index(max(of_rank)) for num_ranks, of_rank in totals.items()}
+    for index, of_bucket in owners.items():
+        if index not in away:
+            rank = fullest[len(of_bucket.ranks)]
+            sizes[index] = OwnedSizes.of(layout.buckets[index], programs[index], of_bucket, rank)
+    return sizes
 
 
 def names_of(owned: Iterable[OwnedSlot]) -> list[str]:

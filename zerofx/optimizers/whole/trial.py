@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,9 @@ STEPS_AHEAD: Final = 12
 _CPU: Final = torch.device("cpu")
 # Matrices are tried with at most so many rows or columns.
 _MOST_ROWS: Final = 12
+# Numbers of heads, and sizes of these, have no other divisors; below the second, sizes stay as they are.
+_DIVISORS: Final = 2**7 * 3 * 5 * 7
+_DIVISORS_WHOLE: Final = 2**7
 # Elements of a parameter that is tried with values, where it cannot be without.
 _MOST_VALUES: Final = 1 << 26
 _READS_VALUES: Final = frozenset({"_local_scalar_dense", "is_nonzero", "equal"})
@@ -358,6 +362,13 @@ def shrink(shape: tuple[int, ...]) -> tuple[int, ...]:
     sizes = sorted({size for size in shape if size > 1})
     small = {size: min(size, 4 + 3 * place) for place, size in enumerate(sizes)}
     return tuple(min(small.get(size, size), _MOST_ROWS) for size in shape)
+
+
+def keep_divisors(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A smaller shape in the place of ``shape``, whose sizes groups of rows or columns still divide: heads, say."""
+    small = shrink(shape)
+    sizes = [math.gcd(size, _DIVISORS) if size > _DIVISORS_WHOLE else size for size in shape]
+    return tuple(each if each > 3 else least for each, least in zip(sizes, small, strict=True))
 
 
 def _one(dtype: torch.dtype) -> Any:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx.errors import UsageError
+from zerofx.ir.owners import Message, Owners
 from zerofx.runtime.comm.gloo import make_gloo_transport
 from zerofx.runtime.comm.groups import gloo_over
 from zerofx.runtime.comm.nccl import Nccl
@@ -90,3 +91,31 @@ class JointGathers:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.finish(None)
+
+
+def send_to_owners(
+    transport: Transport, owners: Owners, shard: torch.Tensor, owned: torch.Tensor
+) -> Pending[torch.Tensor]:
+    """Start sending slices of a bucket, ``shard``, to the owners of its parameters, each of which has them in
+    ``owned``."""
+    rank = transport.rank
+    sent = [(m.owner, _piece(shard, m.in_slice, m)) for m in owners.messages if m.slice_rank == rank]
+    into = [(m.slice_rank, _piece(owned, m.in_owned, m)) for m in owners.messages if m.owner == rank]
+    return transport.exchange_pieces(owned, sent, into, owners.most_messages)
+
+
+def send_to_slices(
+    transport: Transport, owners: Owners, owned: torch.Tensor, shard: torch.Tensor
+) -> Pending[torch.Tensor]:
+    """Start sending what owners have of a bucket back into the slices, ``shard``; padding there is zero."""
+    rank = transport.rank
+    for begin, end in owners.gaps(rank, shard.numel()):
+        shard[begin:end].zero_()
+    sent = [(m.slice_rank, _piece(owned, m.in_owned, m)) for m in owners.messages if m.owner == rank]
+    into = [(m.owner, _piece(shard, m.in_slice, m)) for m in owners.messages if m.slice_rank == rank]
+    return transport.exchange_pieces(shard, sent, into, owners.most_messages)
+
+
+def _piece(flat: torch.Tensor, begin: int, message: Message) -> torch.Tensor:
+    """The elements of a message in a flat tensor that has them from ``begin`` on."""
+    return flat[begin : begin + message.numel]

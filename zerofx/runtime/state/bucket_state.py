@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zerofx.ir.facts import DEVICE, Role
+from zerofx.ir.owners import Owners
 from zerofx.optimizers.whole import OwnedStates
 from zerofx.runtime.tiers.stored import Stored
 from zerofx.scheduler.plan.decisions import Absence
@@ -29,6 +30,7 @@ class BucketState:
     says in which tier ``master`` and ``flat`` are; None is the device. ``delayed`` is what a delayed update hands over
     from one step to the next, by the names that ``Role.DELAYED`` has. ``owned``: of what this rank owns of a bucket
     whose update needs whole parameters, the states but for their tensors, which ``flat`` has as one buffer of bytes.
+    ``master_owners``: those that have ``master`` whole, each what it owns; None where it is as ``low``.
     """
 
     full: torch.Tensor | None
@@ -42,6 +44,7 @@ class BucketState:
     delayed: dict[str, Stored] = field(default_factory=dict)
     part: torch.Tensor | None = None
     owned: OwnedStates = field(default_factory=OwnedStates)
+    master_owners: Owners | None = None
 
     def forget(self) -> None:
         """Let go of the optimizer's states, which then begin as they did before the first step."""
@@ -65,7 +68,7 @@ class BucketState:
 
     @property
     def stored(self) -> torch.Tensor | Stored:
-        """The values that the optimizer updates, as ``low`` has them, in the stored dtype."""
+        """The values that the optimizer updates in the stored dtype: as ``low`` has them, or whole at their owners."""
         return self.master if self.master is not None else self.low
 
     @property
@@ -74,8 +77,9 @@ class BucketState:
         if self.delayed:
             assert isinstance(self.stored, Stored)
             return self.stored.num_writes
-        if isinstance(self.stored, torch.Tensor):
+        if isinstance(self.stored, torch.Tensor) and self.master_owners is None:
             return version_of(self.stored)
+        # New values of what other ranks own come to ``low`` alone.
         return version_of(self.low) if isinstance(self.low, torch.Tensor) else self.low.version
 
     def value(self, role: Role, name: str) -> Any:

@@ -97,7 +97,7 @@ class OptimizerState:
         mine, program = self._state.buckets[bucket.index], self._binding.latest_programs[bucket.index]
         self._state.settle_owned(bucket)
         trees, buffer = [mine.owned.trees], mine.flat.get(WHOLE_STATES)
-        buffers = [None if buffer is None else self._state.load(buffer)]
+        buffers: Sequence[torch.Tensor | None] = [None if buffer is None else self._state.load(buffer)]
         listed = [self._state.find_owned(bucket)]
         owners = self._state.owners[bucket.index].ranks
         if len(owners) > 1 and not alone:
@@ -106,8 +106,7 @@ class OptimizerState:
             members = bucket.mesh.members(self._control.rank, bucket.states_over)
             ranks = sorted(members, key=lambda rank: bucket.mesh.index(rank, bucket.states_over))
             trees, listed = [gathered[rank] for rank in ranks], list(owners)
-            whole = None if buffers[0] is None else self._state.gather(bucket, buffers[0])
-            buffers = [None] * len(ranks) if whole is None else list(whole.chunk(len(ranks)))
+            buffers = [None] * len(ranks) if buffers[0] is None else self._state.gather_owned(bucket, buffers[0])
         for own, owned, flat in zip(trees, listed, buffers, strict=True):
             views = state_views(program, owned, flat)
             for each in owned:

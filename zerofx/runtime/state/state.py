@@ -14,7 +14,8 @@ from zerofx.ir.facts import DEVICE
 from zerofx.ir.owners import OwnedSlot, Owners
 from zerofx.optimizers import UpdateProgram
 from zerofx.optimizers.program import WHOLE_STATES
-from zerofx.optimizers.whole import owners_of, state_bytes_of_owners, state_views
+from zerofx.optimizers.whole import OwnedSizes, owners_of, state_views
+from zerofx.runtime.comm.collectives import send_to_owners
 from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.weights import Weights
@@ -130,7 +131,7 @@ class TrainingState(WholeBuckets):
         needs_master = bucket.has_master or (_home(decision)[1] == "host" and tier == DEVICE)
         state.decision = decision
         if needs_master != (state.master is not None) or (needs_master and regroups):
-            state.master = self._put(state, self.load(state.stored)) if needs_master else None
+            state.master = self._put(state, self._fit_master(bucket, state)) if needs_master else None
         if moves:
             assert state.part is None, "a slice whose parts several ranks update stays on the device"
             low = self.load(state.low)
@@ -145,7 +146,7 @@ class TrainingState(WholeBuckets):
             state.tier = tier
         if regroups:
             for name in state.flat:
-                state.flat[name] = self._put(state, self.load(state.flat[name]))
+                state.flat[name] = self._put(state, self._fit_states(bucket, state, self.load(state.flat[name])))
             device = self._device_of_update(state)
             state.scalars = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in state.scalars.items()}
             state.delayed = {}
@@ -189,7 +190,7 @@ class TrainingState(WholeBuckets):
         state = self.buckets[bucket.index]
         shape = state.low.shape
         if program.whole:
-            shape = torch.Size((state_bytes_of_owners(program, self.owners[bucket.index]),))
+            shape = torch.Size((self._sizes(bucket, state).state_bytes,))
             if program.states and WHOLE_STATES in state.flat and state.flat[WHOLE_STATES].shape != shape:
                 del state.flat[WHOLE_STATES]
         for spec in program.states:
@@ -210,9 +211,35 @@ class TrainingState(WholeBuckets):
                 state.flat[WHOLE_STATES] = self._put(state, buffer)
 
     def set_owners(self, programs: Mapping[int, UpdateProgram]) -> None:
-        """Find the owners of parameters for the updates ``programs``, by bucket."""
+        """Find the owners of parameters for the updates ``programs``, by bucket, and give them their masters.
+        Collective where they have others."""
         self._whole = {index: program for index, program in programs.items() if program.whole}
         self.owners = owners_of(self.layout, programs, self.stage)
+        for bucket, state in zip(self.layout.buckets, self.buckets, strict=True):
+            owners = self.owners.get(bucket.index)
+            owners = owners if owners is not None and owners.are_apart and bucket.has_master else None
+            if owners == state.master_owners:
+                continue
+            master = self.load_stored(bucket)
+            state.master_owners = owners
+            if owners is not None:
+                transport = self._communicators.transport_along(bucket.states_over)
+                owned = master.new_zeros(self._sizes(bucket, state).numel)
+                master = send_to_owners(transport, owners, master, owned).finish(None)
+            state.master = self._put(state, master)
+
+    def _sizes(self, bucket: Bucket, state: BucketState) -> OwnedSizes:
+        """Sizes of the part that this rank keeps of a bucket whose parameters have owners: in slower tiers as much as
+        any of them does, as buffers for it are planned."""
+        rank = self.rank_among_owners(bucket) if state.decision is None else None
+        return OwnedSizes.of(bucket, self._whole[bucket.index], self.owners[bucket.index], rank)
+
+    def _fit_master(self, bucket: Bucket, state: BucketState) -> torch.Tensor:
+        master = self.load(state.stored)
+        return master if state.master_owners is None else _fit(master, self._sizes(bucket, state).numel)
+
+    def _fit_states(self, bucket: Bucket, state: BucketState, values: torch.Tensor) -> torch.Tensor:
+        return _fit(values, self._sizes(bucket, state).state_bytes) if bucket.index in self.owners else values
 
     def settle_owned(self, bucket: Bucket) -> None:
         """Give loaded states of whole parameters their places, which they wait for until a step or a reader comes."""
@@ -225,6 +252,12 @@ class TrainingState(WholeBuckets):
         stored = self.buckets[bucket.index].flat.get(WHOLE_STATES)
         buffer = None if stored is None else self.load(stored)
         return state_views(self._whole[bucket.index], self.find_owned(bucket), buffer)
+
+    def gather_owned(self, bucket: Bucket, states: torch.Tensor) -> list[torch.Tensor]:
+        """The states that each owner has of a bucket, by rank among them. Collective."""
+        sizes = OwnedSizes.of(bucket, self._whole[bucket.index], self.owners[bucket.index])
+        whole = self.gather(bucket, _fit(states, sizes.state_bytes))
+        return list(whole.chunk(len(self.owners[bucket.index].ranks)))
 
     def find_owned(self, bucket: Bucket) -> tuple[OwnedSlot, ...]:
         """The parameters that this rank owns of a bucket whose update needs whole ones."""
@@ -265,6 +298,16 @@ class TrainingState(WholeBuckets):
             return None
         first = bucket.first_of_part(self._rank) - bucket.first_of_slice(self._rank)
         return shard[first : first + bucket.part_numel]
+
+
+def _fit(values: torch.Tensor, numel: int) -> torch.Tensor:
+    """Flat ``values`` in a tensor of ``numel`` elements, of which those beyond both are of no parameter."""
+    if values.numel() == numel:
+        return values
+    fitting = values.new_zeros(numel)
+    common = min(numel, values.numel())
+    fitting[:common] = values[:common]
+    return fitting
 
 
 def _home(decision: Absence | None) -> tuple[str, str, bool]:

@@ -11,6 +11,7 @@ from torch import nn
 from zerofx.ir.buckets import Bucket, BucketLayout, Slot
 from zerofx.ir.facts import DEVICE
 from zerofx.ir.parameters import Strides
+from zerofx.runtime.comm.collectives import send_to_slices
 from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.held import hold
@@ -72,9 +73,9 @@ class WholeBuckets:
     def show_parameters(self) -> None:
         """Give the model its whole parameters, gathered from all ranks, in their own dtype."""
         for bucket in self.layout.buckets:
-            stored = self.buckets[bucket.index].stored
-            whole = self.gather(bucket, self.load(stored))
-            if whole is stored and not self.resident:
+            stored = self.load_stored(bucket)
+            whole = self.gather(bucket, stored)
+            if whole is self.buckets[bucket.index].stored and not self.resident:
                 # What is shown is a copy there too: changes that are not written back are dropped everywhere.
                 whole = whole.clone()
             for slot in bucket.slots:
@@ -95,9 +96,9 @@ class WholeBuckets:
         """Take a flat tensor ``[bucket.numel]`` as the values of a bucket to train on from."""
         state, mine = self.buckets[bucket.index], self.slice(bucket, whole)
         if isinstance(state.master, Stored):
-            state.master = self._put(state, mine.clone())
+            state.master = self._put(state, self._as_stored(bucket, state.master, whole).clone())
         elif state.master is not None:
-            state.master.copy_(mine)
+            state.master.copy_(self._as_stored(bucket, state.master, whole))
         if isinstance(state.low, Stored):
             state.shard = self._tiers.hold(mine.to(bucket.compute_dtype), state.tier)
         else:
@@ -150,6 +151,28 @@ class WholeBuckets:
             return whole
         first = bucket.first_of_part(self._rank)
         return whole[first : first + bucket.part_numel]
+
+    def load_stored(self, bucket: Bucket) -> torch.Tensor:
+        """The values that the optimizer updates of what this rank updates as a slice, on the device. Collective where
+        owners have them whole."""
+        state = self.buckets[bucket.index]
+        stored, owners = self.load(state.stored), state.master_owners
+        if owners is None:
+            return stored
+        shard = stored.new_empty(bucket.part_numel)
+        transport = self._communicators.transport_along(bucket.states_over)
+        return send_to_slices(transport, owners, stored, shard).finish(None)
+
+    def _as_stored(self, bucket: Bucket, master: torch.Tensor | Stored, whole: torch.Tensor) -> torch.Tensor:
+        """Of a flat tensor ``[bucket.numel]`` what ``master`` is to have of it."""
+        owners = self.buckets[bucket.index].master_owners
+        if owners is None:
+            return self.slice(bucket, whole)
+        owned = whole.new_zeros(master.shape)
+        for each in owners.ranks[bucket.mesh.index(self._rank, bucket.states_over)]:
+            first, last = each.slot.offset, each.slot.offset + each.slot.numel
+            owned[each.offset : each.offset + each.slot.numel] = whole[first:last]
+        return owned
 
     def load(self, stored: torch.Tensor | Stored) -> torch.Tensor:
         """A tensor that is on the device, or a copy there of one that is not."""
