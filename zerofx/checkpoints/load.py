@@ -22,6 +22,7 @@ from zerofx.disk.checkpoint.marker import NO_PARAMETER, STATE, Scalar, state_nam
 from zerofx.disk.checkpoint.plain import from_plain
 from zerofx.disk.checkpoint.reader import CheckpointReader, open_checkpoint
 from zerofx.errors import CheckpointError
+from zerofx.ir.tensor_parts import named_parameters
 from zerofx.optimizers import Optimizers
 from zerofx.optimizers.whole.states import join_tensors, paths_in, tree_from_plain
 from zerofx.runtime.comm.control import Control
@@ -117,7 +118,7 @@ def check(
         names = ModelNames.from_model(model)
         saved = match_names(reader.marker, names)
         if optimizers is not None:
-            ids = {id(parameter): saved[names.parameters[own]] for own, parameter in model.named_parameters()}
+            ids = {id(parameter): saved[names.parameters[own]] for own, parameter in named_parameters(model)}
             groups = [[ids[id(parameter)] for parameter in group["params"]] for group in optimizers.param_groups]
             check_optimizers(reader.marker, optimizers, groups)
             check_extra(reader.marker, names)

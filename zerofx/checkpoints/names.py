@@ -11,6 +11,7 @@ from torch import nn
 
 from zerofx.disk.checkpoint.plain import from_plain, to_plain
 from zerofx.errors import CheckpointError
+from zerofx.ir.tensor_parts import named_parameters
 from zerofx.optimizers import Optimizers
 from zerofx.precision import dtype_name, dtype_named
 
@@ -46,8 +47,8 @@ class ModelNames:
                 aliases[key] = first[id(value)]
             else:
                 first[id(value)], tensors[key] = key, value
-        parameters = {name: first.get(id(tensor), name) for name, tensor in model.named_parameters()}
-        tensors |= {parameters[name]: tensor for name, tensor in model.named_parameters()}
+        parameters = {name: first.get(id(tensor), name) for name, tensor in named_parameters(model)}
+        tensors |= {parameters[name]: tensor for name, tensor in named_parameters(model)}
         owned = set(parameters.values())
         buffers = {name: tensor for name, tensor in tensors.items() if name not in owned}
         return cls(parameters, tensors, buffers, aliases, extra)

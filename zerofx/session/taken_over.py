@@ -22,6 +22,7 @@ from zerofx.deferred import allow_replacement
 from zerofx.driver.driver import Built
 from zerofx.driver.prepared import Earlier
 from zerofx.errors import UsageError, notify
+from zerofx.ir.tensor_parts import named_parameters
 from zerofx.optimizers import Optimizers, UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.collectives import make_transport
@@ -276,7 +277,7 @@ class Awaited:
             optimizer.state.clear()
             self._handles.append(optimizer.register_state_dict_pre_hook(_refuse))
             self._handles.append(optimizer.register_load_state_dict_pre_hook(_refuse))
-        parameters, holders = dict(model.named_parameters()), optimizers.holders()
+        parameters, holders = dict(named_parameters(model)), optimizers.holders()
         for own, entry in entries_of(checked, parameters).items():
             optimizers.each[holders.get(id(parameters[own]), 0)].state[parameters[own]] = entry
 

@@ -13,6 +13,7 @@ from zerofx.capture.checks import fits, misfits, warn_of_rounding
 from zerofx.deferred import DeferredTensor
 from zerofx.errors import UsageError
 from zerofx.ir.buckets import Bucket, Slot
+from zerofx.ir.tensor_parts import named_buffers, named_parameters
 from zerofx.precision import dtype_name
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.comm.groups import Communicators
@@ -45,7 +46,7 @@ def match(model: nn.Module, files: WeightFiles) -> dict[str, tuple[str, ...]]:
     prefix = _prefix(tied, files)
     names_of = {id(state[group[0]]): tuple(prefix + k for k in group if prefix + k in files.tensors) for group in tied}
     missing = [group[0] for group in tied if not names_of[id(state[group[0]])]]
-    missing += [name for name, parameter in model.named_parameters() if id(parameter) not in keys]
+    missing += [name for name, parameter in named_parameters(model) if id(parameter) not in keys]
     expected = {prefix + key for key in state}
     unexpected = [name for name in files.tensors if name.startswith(prefix) and name not in expected]
     other = [
@@ -63,7 +64,7 @@ def match(model: nn.Module, files: WeightFiles) -> dict[str, tuple[str, ...]]:
     known = {key: files.tensors[prefix + key].dtype for key in state if prefix + key in files.tensors}
     stored = {key: dtype for key, dtype in known.items() if dtype is not None}
     warn_of_rounding(f"the weights at {files.path}", stored, state)
-    everything = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    everything = (*named_parameters(model, remove_duplicate=False), *named_buffers(model, remove_duplicate=False))
     return {name: names_of[id(tensor)] for name, tensor in everything if id(tensor) in names_of}
 
 

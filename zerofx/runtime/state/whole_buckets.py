@@ -11,6 +11,7 @@ from torch import nn
 from zerofx.ir.buckets import Bucket, BucketLayout, Slot
 from zerofx.ir.facts import DEVICE
 from zerofx.ir.parameters import Strides
+from zerofx.ir.tensor_parts import named_parameters
 from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.held import hold
@@ -33,7 +34,7 @@ class WholeBuckets:
         self._communicators = communicators
         self._transport = communicators.world
         self._tiers = tiers
-        self._tensors = dict(model.named_parameters())
+        self._tensors = dict(named_parameters(model))
         self.buckets: list[BucketState] = []
 
     @property
