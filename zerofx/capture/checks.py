@@ -36,8 +36,8 @@ def check_model(model: nn.Module, *, on_meta: bool = False) -> None:
         _check_module(path, module)
     for name, tensor in (*named_parameters(model), *named_buffers(model)):
         _check_tensor(name, tensor, on_meta=on_meta)
-    for name, parameter in model.named_parameters():
-        check_frozen(name, parameter)
+    for name, whole in model.named_parameters():
+        check_frozen(name, whole)
     _check_memory(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(

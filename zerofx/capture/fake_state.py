@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,19 @@ from zerofx.torch_private.capture import FakeTensorMode, fake_tensor
 from zerofx.torch_private.modules import buffer_table, parameter_table
 from zerofx.torch_private.tensors import mark_as_parameter
 
+_REPACKS = "support_avx512bf16_for_cpu"
+"""By which layers of bitsandbytes tell whether an evaluation puts their codes in another order, and rounds scales."""
+
 Place = tuple[dict[str, Any], str]
 """Where a stand-in is: an entry of a table of a module."""
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """A parameter in parts: its places in modules, and the number of each part among all, by path."""
+    """A parameter in parts: its places in ``modules``, and the number of each part among all, by path."""
 
     real: torch.Tensor
+    modules: list[nn.Module]
     places: list[Place]
     numbers: Mapping[str, int]
 
@@ -43,11 +47,18 @@ class TracedParts(nn.Module):
         self._numbers: dict[int, int] = {}  # by the identity of the real part
 
     def place(self, number: int) -> Place:
-        """Where the stand-in of a part is."""
+        """The place of a part's stand-in."""
         table: dict[str, Any] = parameter_table(self)
         return (table if str(number) in table else buffer_table(self)), str(number)
 
-    def add(self, name: str, real: torch.Tensor, place: Place, make: Any) -> None:
+    def add(
+        self,
+        name: str,
+        real: torch.Tensor,
+        module: nn.Module,
+        place: Place,
+        make: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
         """Have ``real``, a parameter called ``name``, in parts, each a result of ``make`` for the real part."""
         if id(real) not in self._wholes:
             numbers = {}
@@ -59,7 +70,8 @@ class TracedParts(nn.Module):
                     fake = make(part)
                     table[str(number)] = fake if is_table(part) else mark_as_parameter(fake, requires_grad=False)
                 numbers[path] = self._numbers[id(part)]
-            self._wholes[id(real)] = _Whole(real, [], numbers)
+            self._wholes[id(real)] = _Whole(real, [], [], numbers)
+        self._wholes[id(real)].modules.append(module)
         self._wholes[id(real)].places.append(place)
 
     def places(self) -> dict[int, Place]:
@@ -68,21 +80,29 @@ class TracedParts(nn.Module):
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """While open, modules have the parameters, made of what stands for their parts now."""
+        """While open, modules have the parameters, made of what stands for their parts now, and compute in evaluation
+        as in training."""
+        modules = [vars(module) for whole in self._wholes.values() for module in whole.modules]
+        repacking = [attributes for attributes in modules if attributes.get(_REPACKS)]
         for whole in self._wholes.values():
-            parts = {}
-            for path, number in whole.numbers.items():
-                table, key = self.place(number)
-                parts[path] = table[key]
-            made = rebuild(whole.real, parts)
+            stand_in = rebuild(whole.real, {path: self._stand_in(number) for path, number in whole.numbers.items()})
             for table, key in whole.places:
-                table[key] = made
+                table[key] = stand_in
+        for attributes in repacking:
+            attributes[_REPACKS] = False
         try:
             yield
         finally:
+            for attributes in repacking:
+                attributes[_REPACKS] = True
             for whole in self._wholes.values():
                 for table, key in whole.places:
                     table[key] = None
+
+    def _stand_in(self, number: int) -> torch.Tensor:
+        table, key = self.place(number)
+        fake: torch.Tensor = table[key]
+        return fake
 
 
 @contextlib.contextmanager
@@ -115,7 +135,7 @@ def fake_state(
                     continue
                 saved.append((table, name, real))
                 if cast and parts_of(real):
-                    parts.add(path_name(path, name), real, (table, name), make)
+                    parts.add(path_name(path, name), real, module, (table, name), make)
                 elif id(real) not in fakes:
                     fake = make(real, cast_of(real, compute_dtype) if cast else None)
                     trained = real.requires_grad and lent_as is None

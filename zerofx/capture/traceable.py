@@ -10,7 +10,7 @@ import functools
 import pickle
 import random
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -38,7 +38,6 @@ from zerofx.ir.parameters import ParameterInfo, Strides, parameter_infos
 from zerofx.ir.tensor_parts import named_parameters
 from zerofx.torch_private.capture import FakeTensorMode, fake_mode, fake_tensor, pretend_compiling
 from zerofx.torch_private.dispatch import silence_fake_log, without_modes
-from zerofx.torch_private.modules import buffer_table, parameter_table
 from zerofx.torch_private.operators import pytree
 from zerofx.torch_private.tensors import mark_as_parameter
 

@@ -15,7 +15,7 @@ its own, and Python attributes for the rest, is a parameter with these attribute
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,16 +57,42 @@ def parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def rebuild(tensor: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """What a model's forward may use in place of ``tensor``, made of other ``parts`` of the same shapes."""
+    """A stand-in for ``tensor`` in a model's forward, made of other ``parts`` of the same shapes."""
     if (codes := parts.get("")) is not None:
         for name, value in _replaced(vars(tensor), parts).items():
             setattr(codes, name, value)
         return codes
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = {name: parts[name] if name in parts else rebuild(getattr(tensor, name), _below(name, parts)) for name in names}
+    inner = {
+        name: parts[name] if name in parts else rebuild(getattr(tensor, name), _below(name, parts)) for name in names
+    }
     whole = class_of(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
     setattr(whole, IS_PARAMETER, True)
     return whole
+
+
+def remember_attributes(tensor: torch.Tensor) -> Callable[[], bool]:
+    """Remember the attributes of a parameter that consists of its memory and these.
+
+    Returns a function that puts them back, and says whether any was another: a library may keep codes in another order
+    for a while, with other scales.
+    """
+    if "" not in parts_of(tensor):
+        return lambda: False
+    held = [(record, dict(record)) for record in _records_in(vars(tensor))]
+
+    def put_back() -> bool:
+        changed = False
+        for record, before in held:
+            private = {name: value for name, value in record.items() if name.startswith("_")}
+            now, then = record.keys() - private.keys(), {name for name in before if not name.startswith("_")}
+            if now != then or any(record[name] is not before[name] for name in then):
+                changed = True
+                record.clear()
+                record.update({name: before[name] for name in before if name in then} | private)
+        return changed
+
+    return put_back
 
 
 def named_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
@@ -131,6 +157,14 @@ def _tensors_in(attributes: Mapping[str, Any], depth: int = 0) -> Iterator[tuple
             yield name, value
         elif _is_record(name, value) and depth < _DEEPEST:
             yield from ((f"{name}.{path}", tensor) for path, tensor in _tensors_in(vars(value), depth + 1))
+
+
+def _records_in(attributes: dict[str, Any], depth: int = 0) -> Iterator[dict[str, Any]]:
+    """The attributes, and those of records among them."""
+    yield attributes
+    for name, value in list(attributes.items()):
+        if _is_record(name, value) and depth < _DEEPEST:
+            yield from _records_in(vars(value), depth + 1)
 
 
 def _replaced(attributes: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -243,10 +243,12 @@ class TakenOver:
         finally:
             with life.claim("leave full_parameters()", waits=True):
                 life.showing = False
-                if write_back and done:
-                    state.write_back()
-                state.hide_parameters()
-                self.watch.renew()  # what the block has replaced is for the next step to tell
+                try:
+                    if write_back and done:
+                        state.write_back()
+                finally:
+                    state.hide_parameters()
+                    self.watch.renew()  # what the block has replaced is for the next step to tell
 
     def give_back(self) -> None:
         """Give model and optimizers all their values back; collective."""

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zerofx.torch_private.tensors import make_wrapper
+
 WIDTH, INSIDE = 64, 272  # so that scales are more than a table
 BLOCK = 32
 _aten = torch.ops.aten
@@ -40,6 +42,9 @@ class _Product(torch.autograd.Function):
         return gradient @ _to_weight(*ctx.parts, gradient.dtype), None, None, None
 
 
+_multiply: Callable[..., Tensor] = _Product.apply
+
+
 class Flat(Tensor):
     """A weight that says of what it consists, as ``torch.compile`` asks of it."""
 
@@ -49,8 +54,7 @@ class Flat(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, scales: Tensor, table: Tensor, dtype: torch.dtype) -> Flat:
-        like = {"dtype": dtype, "device": codes.device}
-        made: Flat = Tensor._make_wrapper_subclass(cls, codes.shape, **like)  # type: ignore[attr-defined]
+        made = make_wrapper(cls, codes.shape, dtype=dtype, device=codes.device)
         made.codes, made.scales, made.table = codes, scales, table
         return made
 
@@ -61,23 +65,22 @@ class Flat(Tensor):
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, _size: Any, _stride: Any) -> Flat:
         return cls(**inner, dtype=dtype)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"Flat({list(self.shape)})"
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
             x, weight, *bias = args
-            product = _Product.apply(x, weight.codes, weight.scales, weight.table)
+            product = _multiply(x, weight.codes, weight.scales, weight.table)
             return product + bias[0] if bias and bias[0] is not None else product
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch's
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         whole = args[0]
         if func in (_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default):
-            called = [func(part, *args[1:]) for part in (whole.codes, whole.scales, whole.table)]
-            return cls(*called, whole.dtype)
+            codes, scales, table = (func(part, *args[1:]) for part in (whole.codes, whole.scales, whole.table))
+            return cls(codes, scales, table, whole.dtype)
         raise NotImplementedError(f"{func} of a weight in few bits")
 
 
@@ -116,8 +119,7 @@ class LowBits(nn.Module):
         if isinstance(self.weight, Flat):
             return F.linear(x, self.weight)
         weight: Any = self.weight
-        product: Tensor = _Product.apply(x, weight, weight.state.scales.of_blocks, weight.state.table)
-        return product
+        return _multiply(x, weight, weight.state.scales.of_blocks, weight.state.table)
 
 
 def flat(out: int, inside: int) -> nn.Module:

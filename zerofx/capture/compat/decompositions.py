@@ -93,7 +93,7 @@ def _products_with_codes(device: torch.device) -> dict[Any, Callable[..., Any]]:
 
     def multiply(
         x: torch.Tensor, codes: torch.Tensor, shape: Sequence[int], scales: torch.Tensor, block: int, kind: str,
-        bias: torch.Tensor | None = None, scale_codes: torch.Tensor | None = None, table: Any = None, offset: Any = None,
+        bias: Any = None, scale_codes: Any = None, table: Any = None, offset: Any = None,
     ) -> Any:  # fmt: skip
         if device.type != "cpu" and x.numel() <= _MOST_ROWS_IN_ONE_KERNEL * x.shape[-1]:
             return NotImplemented
