@@ -12,10 +12,10 @@ from tests.lib.runs.low_bits import OF_LIBRARIES, unlike_eager_mode
 RUNS: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
-    "stage 2, two micro-batches": {"stage": 2, "accumulate": 2},
+    "stage 2, two micro-batches": {"stage": 2, "accumulate": 2, "reduce": "once"},
     "stage 3": {"stage": 3},
     "stage 3, on the host": {"stage": 3, "offload": "host", "memory_budget": "least", "tile": "none"},
-    "stage 3, two micro-batches, computed again": {"stage": 3, "accumulate": 2, "recompute": "full"},
+    "stage 3, two micro-batches, computed again": {"stage": 3, "accumulate": 2, "reduce": "once", "recompute": "full"},
 }
 OWN = ["flat", "stateful"]
 
