@@ -42,7 +42,7 @@ def make_model(folder: Path) -> None:
 
 
 def load_in_4_bits(folder: Path, device: torch.device, *, double: bool) -> Any:
-    """The model in `folder` with frozen weights in 4 bits, whose scales are in 8 bits if `double`, and with adapters."""
+    """The model in `folder` with frozen weights in 4 bits (scales in 8 bits if `double`), and with adapters."""
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.lib.distributed import run_ranks
-from tests.lib.runs.low_bits import OF_LIBRARIES, unlike_eager_mode
+from tests.lib.runs.low_bits import OF_LIBRARIES, Counts, counts, unlike_eager_mode
 
 RUNS: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
@@ -37,3 +37,24 @@ def test_ranks_train_so_with_weights_of_other_libraries(kind: str, num_ranks: in
     _of_library(kind)
     for rank, wrong in enumerate(run_ranks(unlike_eager_mode, num_ranks, kind, RUNS)):
         assert wrong == {}, f"rank {rank}"
+
+
+def _check_counts(kind: str, most: float) -> None:
+    found, plain = run_ranks(_counts_of, 2, kind)[0]
+    assert found.wire[0] == found.wire[1] and plain.wire[0] == plain.wire[1]
+    assert found.peak[0] == found.peak[1]
+    assert 0 < found.wire[1] < most * plain.wire[1]
+
+
+def _counts_of(kind: str) -> tuple[Counts, Counts]:
+    return counts(kind), counts("bfloat16")
+
+
+def test_what_is_sent_are_codes_and_scales_and_the_peak_is_as_planned() -> None:
+    _check_counts("flat", 0.65)  # of 16 bits a weight 9; adapters and the head are sent whole
+
+
+@pytest.mark.parametrize(("kind", "most"), [("bitsandbytes", 0.42), ("bitsandbytes, double", 0.40)])
+def test_so_are_those_of_four_bits(kind: str, most: float) -> None:
+    _of_library(kind)
+    _check_counts(kind, most)

@@ -13,12 +13,13 @@ from zerofx.capture.checks import fits, misfits, warn_of_rounding
 from zerofx.deferred import DeferredTensor
 from zerofx.errors import UsageError
 from zerofx.ir.buckets import Bucket, Slot
-from zerofx.ir.tensor_parts import named_buffers, named_parameters
+from zerofx.ir.tensor_parts import named_buffers, named_parameters, parts_of
 from zerofx.precision import dtype_name
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.state.weights import copy_overlap, to_bucket_order
 from zerofx.torch_private.modules import buffer_table
+from zerofx.units import first_few
 
 if TYPE_CHECKING:
     from zerofx.runtime.state.weight_files import WeightFiles
@@ -36,6 +37,11 @@ def match(model: nn.Module, files: WeightFiles) -> dict[str, tuple[str, ...]]:
     Raises:
         UsageError: lists tensors that are missing, that the model does not have, and that have another shape or kind.
     """
+    if in_parts := [name for name, parameter in model.named_parameters() if parts_of(parameter)]:
+        raise UsageError(
+            f"expected a model of plain parameters to read weights= into, found {first_few(in_parts)} in few bits, "
+            f"whose offsets and shapes no file of tensors has: load it by from_pretrained(), and leave weights= out"
+        )
     state = {
         key: tensor for key, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)
     }
