@@ -38,7 +38,7 @@ def make_model(folder: Path) -> None:
         num_key_value_heads=2,
         max_position_embeddings=BLOCK,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
 def load_in_4_bits(folder: Path, device: torch.device, *, double: bool) -> Any:
@@ -89,6 +89,7 @@ def train_by_trainer(model: Any, args: argparse.Namespace, output: Path) -> zero
         model, training_args, train_dataset=Blocks(text, 2000), backend=args.backend, memory_budget=args.memory_budget
     )
     trainer.train()
+    assert trainer.step is not None, "it has been trained"
     return trainer.step
 
 

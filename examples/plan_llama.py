@@ -49,7 +49,8 @@ def _with_adapters(planned: Planned) -> Planned:
 
     model, _, batch = planned
     model.to(torch.bfloat16).requires_grad_(False)
-    for layer in list(model.model.layers.modules()):
+    layers = model.get_submodule("model.layers")
+    for layer in list(layers.modules()):
         for name, child in list(layer.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(layer, name, _in_4_bits(child))

@@ -122,7 +122,7 @@ def check(
             groups = [[ids[id(parameter)] for parameter in group["params"]] for group in optimizers.param_groups]
             check_optimizers(reader.marker, optimizers, groups)
             check_extra(reader.marker, names)
-        _check_made(reader, names, saved)
+        _check_for_files(reader, names, saved)
         marker, rank = reader.marker, control.rank
         before = predecessor(rank, num_model, marker.num_ranks, marker.num_model)
         given, random = read_state(reader, state, before), read_random_states(reader, before, rank // num_model)
@@ -134,13 +134,13 @@ def check(
     return checked
 
 
-def _check_made(reader: CheckpointReader, names: ModelNames, saved: Mapping[str, str]) -> None:
+def _check_for_files(reader: CheckpointReader, names: ModelNames, saved: Mapping[str, str]) -> None:
     """Check that weights in few bits were quantised alike where that is no tensor of the model's.
 
     Raises:
         CheckpointError: they were not.
     """
-    for name in sorted(names.made):
+    for name in sorted(names.for_files):
         own = names.tensors[name]
         if not torch.equal(reader.read(saved[name], Box.whole(own.shape)), own.to("cpu")):
             raise CheckpointError(

@@ -25,7 +25,7 @@ class ModelNames:
 
     ``parameters``: the name in the checkpoint by the name in ``named_parameters``. ``buffers``: persistent buffers. The
     first name of a tensor with several counts; ``aliases`` maps the others to it. ``extra``: the results of modules'
-    ``get_extra_state``. ``made``: the buffers that a module makes anew, for a file, of what a weight in few bits has.
+    ``get_extra_state``. ``for_files``: the buffers that a module makes anew of what a weight in few bits has.
     """
 
     parameters: dict[str, str]
@@ -33,7 +33,7 @@ class ModelNames:
     buffers: dict[str, torch.Tensor]
     aliases: dict[str, str]
     extra: dict[str, Any]
-    made: frozenset[str] = frozenset()
+    for_files: frozenset[str] = frozenset()
 
     @classmethod
     def from_model(cls, model: nn.Module) -> ModelNames:
@@ -50,10 +50,10 @@ class ModelNames:
                 first[id(value)], tensors[key] = key, value
         in_parts = {name: parts for name, whole in model.named_parameters() if (parts := parts_of(whole))}
         own = {id(tensor) for _, tensor in (*named_parameters(model), *named_buffers(model))}
-        made: set[str] = set()
+        for_files: set[str] = set()
         for name, parts in in_parts.items():
             of_module = [key for key in tensors if key.startswith(f"{name}.")]
-            made.update(key for key in of_module if id(tensors[key]) not in own)
+            for_files.update(key for key in of_module if id(tensors[key]) not in own)
             if "" not in parts:
                 tensors.pop(name, None)  # which has no memory of its own
             if not of_module:
@@ -62,7 +62,7 @@ class ModelNames:
         tensors |= {parameters[name]: tensor for name, tensor in named_parameters(model)}
         owned = set(parameters.values())
         buffers = {name: tensor for name, tensor in tensors.items() if name not in owned}
-        return cls(parameters, tensors, buffers, aliases, extra, frozenset(made))
+        return cls(parameters, tensors, buffers, aliases, extra, frozenset(for_files))
 
 
 def set_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:

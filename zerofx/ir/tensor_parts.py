@@ -66,7 +66,8 @@ def rebuild(tensor: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Te
     inner = {
         name: parts[name] if name in parts else rebuild(getattr(tensor, name), _below(name, parts)) for name in names
     }
-    whole = class_of(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
+    unflatten = class_of(tensor).__tensor_unflatten__  # type: ignore[attr-defined]
+    whole: torch.Tensor = unflatten(inner, context, tensor.shape, tensor.stride())
     setattr(whole, IS_PARAMETER, True)
     return whole
 

@@ -38,8 +38,9 @@ class _Product(torch.autograd.Function):
         return F.linear(x, _to_weight(codes, scales, table, x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return gradient @ _to_weight(*ctx.parts, gradient.dtype), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        codes, scales, table = ctx.parts
+        return gradient @ _to_weight(codes, scales, table, gradient.dtype), None, None, None
 
 
 _multiply: Callable[..., Tensor] = _Product.apply

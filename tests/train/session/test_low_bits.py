@@ -62,7 +62,7 @@ def test_a_checkpoint_brings_codes_scales_and_tables(kind: str, tmp_path: Path) 
     step(*batch)
     step.save_checkpoint(tmp_path / "saved")
     torch.manual_seed(99)
-    other = Tuned(MAKERS[kind])
+    other: nn.Module = Tuned(MAKERS[kind])
     resumed = _step(other, stage=1)
     if kind == "bitsandbytes, double":  # whose offsets are numbers in a file
         with pytest.raises(zerofx.CheckpointError, match=r"quantised as this one is|of another shape"):
