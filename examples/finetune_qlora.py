@@ -95,10 +95,15 @@ def train_by_trainer(model: Any, args: argparse.Namespace, output: Path) -> zero
 
 def main(args: argparse.Namespace, world: World) -> None:
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) if args.model is None else Path(args.model)
-        if args.model is None:
-            make_model(folder)
-        model = load_in_4_bits(folder, world.device, double=args.double)
+        folder = args.model
+        if folder is None:
+            shared = [temporary]  # of rank 0, which makes it
+            if world.rank == 0:
+                make_model(Path(temporary))
+            if dist.is_initialized():
+                dist.broadcast_object_list(shared)
+            folder = shared[0]
+        model = load_in_4_bits(Path(folder), world.device, double=args.double)
         learned = sum(p.numel() for p in model.parameters() if p.requires_grad)
         world.print(f"{learned:,} parameters learn; the others are frozen, in 4 bits")
         if args.trainer:

@@ -145,3 +145,49 @@ def test_weights_from_files_are_refused(tmp_path: Path) -> None:
     safetensors.save_file({"head.bias": torch.zeros(19)}, tmp_path / "model.safetensors")
     with pytest.raises(zerofx.UsageError, match=r"plain parameters to read weights= into"):
         _step(model, weights=tmp_path)(*_batch())
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers and peft, of themselves
+@pytest.mark.parametrize("double", [False, True])
+def test_a_model_of_transformers_in_four_bits_with_adapters_of_peft(double: bool, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    quantised = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )  # fmt: skip
+
+    def load() -> Any:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", quantization_config=quantised, dtype=torch.bfloat16, device_map={"": "cpu"}
+        )
+        torch.manual_seed(1)
+        lora = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
+        return peft.get_peft_model(model.requires_grad_(False), lora).train()
+
+    batch = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(2))
+    eager, model = load(), load()
+    optimizer, step = optimizer_of(eager), _step(model)
+    torch.manual_seed(3)
+    expected = []
+    for _ in range(3):
+        loss = eager(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.detach())
+    torch.manual_seed(3)
+    assert [step(input_ids=batch, labels=batch).clone() for _ in range(3)] == expected
+    found, whole = step.full_state_dict(), eager.state_dict()
+    assert found.keys() == whole.keys()
+    assert [name for name in whole if not torch.equal(found[name], whole[name])] == []
+    step.close()
+    merged, by_eager = model.merge_and_unload(), eager.merge_and_unload()
+    assert merged.state_dict().keys() == by_eager.state_dict().keys()
+    assert all(torch.equal(value, merged.state_dict()[name]) for name, value in by_eager.state_dict().items())
