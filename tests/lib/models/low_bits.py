@@ -159,6 +159,15 @@ def nf4(out: int, inside: int) -> nn.Module:
     return layer
 
 
+def int8(out: int, inside: int) -> nn.Module:
+    """A layer with a weight of torchao's in 8 bits."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = nn.Sequential(nn.Linear(inside, out, bias=False))
+    quantize_(model, Int8WeightOnlyConfig(version=2))
+    return model[0].requires_grad_(False)
+
+
 class Adapted(nn.Module):
     """A frozen layer, and an update of low rank that is trained, with dropout in front of it."""
 
