@@ -12,6 +12,7 @@ from zerofx.capture.objective.loss import ForwardFunction, LossFunction
 from zerofx.deferred import DeferredTensor
 from zerofx.errors import OptimizerError, UsageError, warn
 from zerofx.ir.batch import Batch
+from zerofx.ir.tensor_parts import check_frozen, named_buffers, named_parameters
 from zerofx.optimizers import Optimizers
 from zerofx.precision import dtype_name
 from zerofx.torch_private.modules import compiles_calls, is_compiled
@@ -33,8 +34,10 @@ def check_model(model: nn.Module, *, on_meta: bool = False) -> None:
         raise UsageError(f"expected an nn.Module, found {type(model).__name__}")
     for path, module in model.named_modules():
         _check_module(path, module)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*named_parameters(model), *named_buffers(model)):
         _check_tensor(name, tensor, on_meta=on_meta)
+    for name, whole in model.named_parameters():
+        check_frozen(name, whole)
     _check_memory(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(
@@ -42,7 +45,7 @@ def check_model(model: nn.Module, *, on_meta: bool = False) -> None:
             f"{len(list(model.parameters()))} in {type(model).__name__}"
         )
     devices: dict[torch.device, str] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         devices.setdefault(parameter.device, name)
     if len(devices) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
@@ -132,7 +135,8 @@ def _check_memory(model: nn.Module) -> None:
 
 def device_of(model: nn.Module) -> torch.device:
     """The device a model is trained on: that of its parameters, or for those on ``meta`` the accelerator, if any."""
-    device = next(iter(model.parameters())).device
+    _, first = next(named_parameters(model))
+    device = first.device
     if device.type != "meta":
         return device
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -242,7 +246,8 @@ def check_batch(model: nn.Module, batch: Batch) -> None:
     Raises:
         UsageError: names the tensor.
     """
-    device = next(iter(model.parameters())).device
+    _, first = next(named_parameters(model))
+    device = first.device
     for name, tensor in zip(batch.names, batch.tensors, strict=True):
         if tensor.device != device:
             raise UsageError(
@@ -318,7 +323,7 @@ def find_overlap(model: nn.Module, changed: Collection[str]) -> tuple[str, str] 
     A tensor that is both counts as two.
     """
     spans = []
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*named_parameters(model), *named_buffers(model)):
         if type(tensor.data) is torch.Tensor and not tensor.is_meta and tensor.numel():
             extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             spans.append((tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size(), name, tensor))

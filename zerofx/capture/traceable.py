@@ -10,7 +10,7 @@ import functools
 import pickle
 import random
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from torch import nn
 
 from zerofx.capture.blame import depends_on_values, reads_leaked_tensor, user_line
 from zerofx.capture.compat.decompositions import dropouts_that_may_drop_nothing
+from zerofx.capture.fake_state import TracedParts, fake_state
 from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.free_tensors.free_tensors import StandInMaker
 from zerofx.capture.free_tensors.shared_model import SharedModel
@@ -34,9 +35,9 @@ from zerofx.errors import CaptureError, summarise_error, warn
 from zerofx.ir.batch import Batch
 from zerofx.ir.casts import Casts, ComputeDtype, cast_of
 from zerofx.ir.parameters import ParameterInfo, Strides, parameter_infos
+from zerofx.ir.tensor_parts import named_parameters
 from zerofx.torch_private.capture import FakeTensorMode, fake_mode, fake_tensor, pretend_compiling
 from zerofx.torch_private.dispatch import silence_fake_log, without_modes
-from zerofx.torch_private.modules import buffer_table, parameter_table
 from zerofx.torch_private.operators import pytree
 from zerofx.torch_private.tensors import mark_as_parameter
 
@@ -136,7 +137,7 @@ def traceable(
     GPU that device is the CPU. ``compiled``: the answer to a forward that asks whether it is compiled.
     """
     model, batch, compute_dtype, gpu = forward.model, forward.batch, forward.compute_dtype, forward.gpu
-    lent = forward.lent
+    lent, parts = forward.lent, TracedParts()
     mode, device = fake_mode(), trace_device(model, batch, gpu)
     for lender in lent:
         lender.check()
@@ -145,7 +146,7 @@ def traceable(
         forward.objective.setting(model),
         torch.enable_grad(),
         silence_fake_log(),
-        _fake_state(model, mode, compute_dtype, device, forward.strides) as of_model,
+        fake_state(model, mode, compute_dtype, device, forward.strides, parts) as of_model,
         layer_annotations([("", model), *((lender.name, lender.model) for lender in lent)]),
         compute_in_float32(compute_dtype),
         pretend_compiling() if compiled else contextlib.nullcontext(),
@@ -157,7 +158,7 @@ def traceable(
         of_all = dict(of_model)
         for lender in lent:
             its = lender.compute_dtype
-            state = _fake_state(lender.model, mode, its, device, lender.strides, trained=False)
+            state = fake_state(lender.model, mode, its, device, lender.strides, parts, lent_as=lender.name)
             of_all |= stack.enter_context(state)
             stack.enter_context(compute_in_float32(its))
         fakes = tuple(fake_tensor(mode, t.shape, t.stride(), cast_of(t, compute_dtype), device) for t in batch.tensors)
@@ -171,7 +172,9 @@ def traceable(
 
         maker = StandInMaker(make_fake, of_all)
         with KnownValues() as known:
-            lossy = LossModule(model, batch, forward.objective, forward.num_micro_batches, loss_scope, known, maker)
+            lossy = LossModule(
+                model, batch, forward.objective, forward.num_micro_batches, loss_scope, known, maker, parts
+            )
             yield lossy, fakes, device, mode
 
 
@@ -179,48 +182,10 @@ def trace_device(model: nn.Module, batch: Batch, gpu: AbsentGpu | None = None) -
     """The device to trace on: the model's, or the batch's when the model is on ``meta``, or the CPU."""
     if gpu is not None:
         return torch.device("cpu")
-    for tensor in (*model.parameters(), *batch.tensors):
+    for tensor in (*(parameter for _, parameter in named_parameters(model)), *batch.tensors):
         if tensor.device.type != "meta":
             return tensor.device
     return torch.device("cpu")
-
-
-@contextlib.contextmanager
-def _fake_state(
-    model: nn.Module,
-    mode: FakeTensorMode,
-    compute_dtype: ComputeDtype,
-    device: torch.device,
-    strides: Strides,
-    *,
-    trained: bool = True,
-) -> Iterator[Mapping[int, tuple[dict[str, Any], str]]]:
-    """Fake tensors instead of the model's parameters and buffers; shared tensors stay shared.
-
-    Gives the place of each real tensor's stand-in, by its identity. Unless ``trained``, parameters get no gradient.
-    """
-    fakes: dict[int, torch.Tensor] = {}
-    saved: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    table: dict[str, Any]
-    for module in model.modules():
-        for table, cast in ((parameter_table(module), True), (buffer_table(module), False)):
-            for name, real in table.items():
-                if real is None:
-                    continue
-                if id(real) not in fakes:
-                    dtype = cast_of(real, compute_dtype) if cast else real.dtype
-                    fake = fake_tensor(mode, real.shape, strides.get(id(real), real.stride()), dtype, device)
-                    fakes[id(real)] = (
-                        mark_as_parameter(fake, requires_grad=trained and real.requires_grad) if cast else fake
-                    )
-                saved.append((table, name, real))
-    for table, name, real in saved:
-        table[name] = fakes[id(real)]
-    try:
-        yield {id(real): (table, name) for table, name, real in saved}
-    finally:
-        for table, name, real in saved:
-            table[name] = real
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from zerofx.disk.checkpoint.marker import NO_PARAMETER, STATE, Scalar, state_nam
 from zerofx.disk.checkpoint.plain import from_plain
 from zerofx.disk.checkpoint.reader import CheckpointReader, open_checkpoint
 from zerofx.errors import CheckpointError
+from zerofx.ir.tensor_parts import named_parameters
 from zerofx.optimizers import Optimizers
 from zerofx.optimizers.whole.states import join_tensors, paths_in, tree_from_plain
 from zerofx.runtime.comm.control import Control
@@ -117,10 +118,11 @@ def check(
         names = ModelNames.from_model(model)
         saved = match_names(reader.marker, names)
         if optimizers is not None:
-            ids = {id(parameter): saved[names.parameters[own]] for own, parameter in model.named_parameters()}
+            ids = {id(parameter): saved[names.parameters[own]] for own, parameter in named_parameters(model)}
             groups = [[ids[id(parameter)] for parameter in group["params"]] for group in optimizers.param_groups]
             check_optimizers(reader.marker, optimizers, groups)
             check_extra(reader.marker, names)
+        _check_for_files(reader, names, saved)
         marker, rank = reader.marker, control.rank
         before = predecessor(rank, num_model, marker.num_ranks, marker.num_model)
         given, random = read_state(reader, state, before), read_random_states(reader, before, rank // num_model)
@@ -130,6 +132,22 @@ def check(
     stored = {name: reader.marker.tensors[known].torch_dtype for name, known in checked.saved.items()}
     warn_of_rounding(f"values of the checkpoint at {reader.place}", stored, checked.names.tensors)
     return checked
+
+
+def _check_for_files(reader: CheckpointReader, names: ModelNames, saved: Mapping[str, str]) -> None:
+    """Check that weights in few bits were quantised alike where that is no tensor of the model's.
+
+    Raises:
+        CheckpointError: they were not.
+    """
+    for name in sorted(names.for_files):
+        own = names.tensors[name]
+        if not torch.equal(reader.read(saved[name], Box.whole(own.shape)), own.to("cpu")):
+            raise CheckpointError(
+                f"expected a checkpoint of a model that was quantised as this one is, found another {name}, which no "
+                f"tensor of the model holds: quantise the same weights in the same way, and load again. Nothing has "
+                f"been loaded"
+            )
 
 
 def load_model(checked: Loadable, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from zerofx.disk.checkpoint.plain import from_plain, to_plain
 from zerofx.errors import CheckpointError
+from zerofx.ir.tensor_parts import is_table, named_buffers, named_parameters, parts_of, path_name
 from zerofx.optimizers import Optimizers
 from zerofx.precision import dtype_name, dtype_named
 
@@ -24,7 +25,7 @@ class ModelNames:
 
     ``parameters``: the name in the checkpoint by the name in ``named_parameters``. ``buffers``: persistent buffers. The
     first name of a tensor with several counts; ``aliases`` maps the others to it. ``extra``: the results of modules'
-    ``get_extra_state``.
+    ``get_extra_state``. ``for_files``: the buffers that a module makes anew of what a weight in few bits has.
     """
 
     parameters: dict[str, str]
@@ -32,6 +33,7 @@ class ModelNames:
     buffers: dict[str, torch.Tensor]
     aliases: dict[str, str]
     extra: dict[str, Any]
+    for_files: frozenset[str] = frozenset()
 
     @classmethod
     def from_model(cls, model: nn.Module) -> ModelNames:
@@ -46,11 +48,21 @@ class ModelNames:
                 aliases[key] = first[id(value)]
             else:
                 first[id(value)], tensors[key] = key, value
-        parameters = {name: first.get(id(tensor), name) for name, tensor in model.named_parameters()}
-        tensors |= {parameters[name]: tensor for name, tensor in model.named_parameters()}
+        in_parts = {name: parts for name, whole in model.named_parameters() if (parts := parts_of(whole))}
+        own = {id(tensor) for _, tensor in (*named_parameters(model), *named_buffers(model))}
+        for_files: set[str] = set()
+        for name, parts in in_parts.items():
+            of_module = [key for key in tensors if key.startswith(f"{name}.")]
+            for_files.update(key for key in of_module if id(tensors[key]) not in own)
+            if "" not in parts:
+                tensors.pop(name, None)  # which has no memory of its own
+            if not of_module:
+                tensors |= {path_name(name, path): part for path, part in parts.items() if is_table(part)}
+        parameters = {name: first.get(id(tensor), name) for name, tensor in named_parameters(model)}
+        tensors |= {parameters[name]: tensor for name, tensor in named_parameters(model)}
         owned = set(parameters.values())
         buffers = {name: tensor for name, tensor in tensors.items() if name not in owned}
-        return cls(parameters, tensors, buffers, aliases, extra)
+        return cls(parameters, tensors, buffers, aliases, extra, frozenset(for_files))
 
 
 def set_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:

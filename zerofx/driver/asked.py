@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zerofx.errors import notify
+from zerofx.ir.tensor_parts import named_buffers, named_parameters
 from zerofx.ir.text import type_text
 from zerofx.optimizers import Optimizers
 from zerofx.options import CompileOptions
@@ -84,7 +85,7 @@ def describe_request(model: nn.Module, optimizers: Optimizers, options: CompileO
     lines.append(f"ZEROFX_KERNELS: {kernels}")
     for optimizer in optimizers.each:
         lines.append(f"optimizer: {type(optimizer).__name__} with {len(optimizer.param_groups)} param group(s)")
-    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+    for kind, tensors in (("parameter", named_parameters(model)), ("buffer", named_buffers(model))):
         for name, tensor in tensors:
             frozen = " frozen" if kind == "parameter" and not tensor.requires_grad else ""
             lines.append(f"{kind} {name}: {type_text(tensor)}{frozen}")

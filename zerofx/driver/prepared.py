@@ -17,6 +17,7 @@ from zerofx.ir.batch import Batch
 from zerofx.ir.bucketing import layout_of
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.tensor_parts import named_parameters
 from zerofx.optimizers import Optimizers, UpdateProgram
 from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.option_checks import check_bucket_names
@@ -219,7 +220,7 @@ def _lay_out(
     )  # fmt: skip
     check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])
     binding = OptimizerBinding(request.optimizers, layout, captured.device, prefer_fused=options.compiles_regions)
-    binding.programs(None, binding.find_states(dict(request.model.named_parameters())), known)
+    binding.programs(None, binding.find_states(dict(named_parameters(request.model))), known)
     layout, others = _add_borrowed(layout, request, captured)
     updates = [update | others for update in binding.updates(ahead=options.memory_budget is not None)]
     return Prepared(request, captures, layout, binding, updates, groups, may_be_sliced=True, laid_out=laid_out)

@@ -33,6 +33,7 @@ from zerofx.ir.serialise import (
     from_json,
     to_json,
 )
+from zerofx.ir.tensor_parts import named_parameters
 from zerofx.optimizers import Optimizers, UpdateProgram
 from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.optimizers.program import StateSpec
@@ -71,7 +72,7 @@ class SavedGraph:
         groups = group_of_parameters(model, optimizers, step.parameters, set(step.gradients))
         layout = layout_of(step, groups, Mesh())
         binding = OptimizerBinding(optimizers, layout, step.device, prefer_fused=prefer_fused)
-        programs = binding.programs(None, binding.find_states(dict(model.named_parameters())))
+        programs = binding.programs(None, binding.find_states(dict(named_parameters(model))))
         update_of = {slot.name: program for index, program in programs.items() for slot in layout.buckets[index].slots}
         try:
             divided = captures.batch_names_to_divide(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zerofx.ir.casts import ComputeDtype, cast_of
+from zerofx.ir.tensor_parts import named_parameters
 from zerofx.scheduler.plan.placements import Sharded
 
 Strides = Mapping[int, tuple[int, ...]]  # of parameters, by the identity of their tensors
@@ -52,10 +53,11 @@ class ParameterInfo:
 def parameter_infos(model: nn.Module, compute_dtype: ComputeDtype, strides: Strides) -> tuple[ParameterInfo, ...]:
     """The distinct parameters of a model in order; ``compute_dtype`` and ``strides`` as for ``capture``."""
     names: dict[int, list[str]] = {}
-    tensors: dict[int, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    tensors: dict[int, torch.Tensor] = {}
+    for name, parameter in named_parameters(model, remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
         tensors[id(parameter)] = parameter
+    own = {id(parameter) for parameter in model.parameters()}  # scales stay in their dtype
     return tuple(
         ParameterInfo(
             name=names[key][0],
@@ -63,7 +65,7 @@ def parameter_infos(model: nn.Module, compute_dtype: ComputeDtype, strides: Stri
             shape=(*p.shape, *((2,) if p.is_complex() else ())),
             stride=_real_stride(strides.get(key, p.stride())) if p.is_complex() else strides.get(key, p.stride()),
             dtype=p.dtype.to_real(),
-            compute_dtype=cast_of(p, compute_dtype).to_real(),
+            compute_dtype=(cast_of(p, compute_dtype) if key in own else p.dtype).to_real(),
             requires_grad=p.requires_grad,
             is_complex=p.is_complex(),
         )

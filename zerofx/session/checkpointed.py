@@ -19,6 +19,7 @@ from zerofx.checkpoints.together import run_on_all
 from zerofx.checkpoints.user_state import check_state
 from zerofx.deferred import is_deferred
 from zerofx.errors import CheckpointError, RankMismatchError, UsageError, wrap_defects
+from zerofx.ir.tensor_parts import named_parameters
 from zerofx.option_checks import check_count
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.loss_scaler import check_scale
@@ -257,7 +258,7 @@ class Checkpointed:
                 checked.reader.close()
                 return
             if not is_deferred(self.model):
-                load_model(checked, dict(self.model.named_parameters()))
+                load_model(checked, dict(named_parameters(self.model)))
                 load_buffers(checked)
             if not weights_only:
                 steps.await_checkpoint(Awaited(checked, self.model, steps.optimizers))

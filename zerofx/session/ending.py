@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from zerofx.errors import RankMismatchError, TierError, ZeroFXError, warn
+from zerofx.ir.tensor_parts import named_parameters
 from zerofx.session.guards import LossWatch, guard_model
 from zerofx.session.life import Life
 from zerofx.session.taken_over import TakenOver
@@ -60,7 +61,7 @@ def let_go(model: nn.Module, guards: Sequence[Any]) -> None:
     """Leave a model whose parameters are whole with memory and hooks of its own."""
     for guard in guards:
         guard.remove()
-    for parameter in model.parameters():
+    for _, parameter in named_parameters(model):
         parameter.data = parameter.data.clone()
 
 

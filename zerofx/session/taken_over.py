@@ -22,6 +22,7 @@ from zerofx.deferred import allow_replacement
 from zerofx.driver.driver import Built
 from zerofx.driver.prepared import Earlier
 from zerofx.errors import UsageError, notify
+from zerofx.ir.tensor_parts import named_parameters
 from zerofx.optimizers import Optimizers, UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.collectives import make_transport
@@ -242,10 +243,12 @@ class TakenOver:
         finally:
             with life.claim("leave full_parameters()", waits=True):
                 life.showing = False
-                if write_back and done:
-                    state.write_back()
-                state.hide_parameters()
-                self.watch.renew()  # what the block has replaced is for the next step to tell
+                try:
+                    if write_back and done:
+                        state.write_back()
+                finally:
+                    state.hide_parameters()
+                    self.watch.renew()  # what the block has replaced is for the next step to tell
 
     def give_back(self) -> None:
         """Give model and optimizers all their values back; collective."""
@@ -276,7 +279,7 @@ class Awaited:
             optimizer.state.clear()
             self._handles.append(optimizer.register_state_dict_pre_hook(_refuse))
             self._handles.append(optimizer.register_load_state_dict_pre_hook(_refuse))
-        parameters, holders = dict(model.named_parameters()), optimizers.holders()
+        parameters, holders = dict(named_parameters(model)), optimizers.holders()
         for own, entry in entries_of(checked, parameters).items():
             optimizers.each[holders.get(id(parameters[own]), 0)].state[parameters[own]] = entry
 

@@ -13,6 +13,7 @@ from zerofx.deferred import is_deferred
 from zerofx.errors import UsageError
 from zerofx.ir.batch import hash_of
 from zerofx.ir.buckets import Bucket, Slot
+from zerofx.ir.tensor_parts import named_buffers, named_parameters
 from zerofx.optimizers.program import WHOLE_STATES
 from zerofx.runtime.state.state import TrainingState
 from zerofx.session.checkpointed import Checkpointed
@@ -128,7 +129,7 @@ class Whole(Checkpointed):
             with life.claim("call step.full_state_dict()"):
                 with life.lift_guard():
                     entries = self.model.state_dict(keep_vars=True)
-                own = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+                own = {id(tensor) for _, tensor in (*named_parameters(self.model), *named_buffers(self.model))}
                 if all(id(entry) in own for entry in entries.values()):
                     whole = _whole_parameters(taken, life, keep=keep)
                     return {
@@ -216,7 +217,7 @@ class _Place:
         UsageError: there is nothing of that name; lists what there is.
         """
         state = taken.state
-        by_any_name = dict(taken.model.named_parameters(remove_duplicate=False))
+        by_any_name = dict(named_parameters(taken.model, remove_duplicate=False))
         parameter = by_any_name.get(name)
         if parameter is None:
             near = [other for other in by_any_name if other.rpartition(".")[2] == str(name).rpartition(".")[2]]

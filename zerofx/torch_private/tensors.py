@@ -11,6 +11,7 @@ from torch._prims_common import compute_elementwise_output_logical_to_physical_p
 from torch._prims_common import suggest_memory_format as _suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerofx.errors import InternalError
 from zerofx.torch_private.dispatch import without_modes, without_python_dispatcher
@@ -83,6 +84,11 @@ def empty_like_fake(
     """
     with use_mode_of(fake):
         return torch.empty(shape, dtype=dtype, device=device)
+
+
+def flattens(tensor: torch.Tensor, kind: type) -> bool:
+    """True if a tensor of class ``kind`` says of which others it consists; torch's own have meanings of their own."""
+    return is_traceable_wrapper_subclass(tensor) and not kind.__module__.startswith("torch.")
 
 
 def make_wrapper(kind: type[Wrapper], shape: torch.Size, **like: Any) -> Wrapper:

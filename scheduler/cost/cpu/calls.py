@@ -17,7 +17,7 @@ from zerofx.torch_private.operators import OpOverload
 QUICK_BYTES, QUICK_STEPS = 2**22, 2**24
 # What is made at all: some tenths of a second.
 MOST_BYTES, MOST_STEPS = 2**26, 2**28
-_NAMESPACES = ("aten", "torch_nn", "zerofx")
+_NAMESPACES = ("aten", "bitsandbytes", "torch_nn", "zerofx")
 
 
 class KernelMemory(NamedTuple):
@@ -175,7 +175,7 @@ class OperatorCall(NamedTuple):
 
 
 def call_of(node: fx.Node) -> OperatorCall | None:
-    """The call that a node makes; None if it is none of torch's or zerofx's operators, or not on CPU tensors."""
+    """The call that a node makes; None if its operator is of a library that is not listed, or not on CPU tensors."""
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace not in _NAMESPACES:
         return None

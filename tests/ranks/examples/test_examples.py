@@ -71,6 +71,13 @@ def test_finetune_lora() -> None:
     assert "frozen weights unchanged     True" in run_forked("finetune_lora.py", "--steps", "2")
 
 
+@pytest.mark.parametrize("options", [(), ("--trainer", "--double")])
+def test_finetune_qlora(options: tuple[str, ...]) -> None:
+    for library in ("bitsandbytes", "peft"):
+        pytest.importorskip(library)
+    assert "which are Parameter and Params4bit" in run_forked("finetune_qlora.py", "--steps", "2", *options)
+
+
 def test_train_convnet() -> None:
     assert "accuracy on new images" in run_forked("train_convnet.py", "--steps", "2")
 

@@ -31,6 +31,7 @@ from zerofx.ir.canonical import Number, canonical_line
 from zerofx.ir.facts import Origin, Phase, Placeholder, Role, set_origin, set_placeholder, set_value
 from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.ir.serialise import LARGEST_LITERAL, NAMESPACES
+from zerofx.ir.tensor_parts import is_table
 from zerofx.torch_private.capture import fake_device, saves_by_hook
 from zerofx.torch_private.dispatch import TorchDispatchMode, without_modes
 from zerofx.torch_private.operators import has_autograd_function
@@ -230,6 +231,9 @@ def _is_torchs(name: str) -> bool:
 def _model_tensors(lossy: LossModule, fakes: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, Placeholder]]:
     for name, parameter in lossy.model.named_parameters():
         yield parameter, Placeholder(Role.PARAMETER, name)
+    for number, name in enumerate(lossy.parts.names):
+        table, key = lossy.parts.place(number)
+        yield table[key], Placeholder(Role.BUFFER if is_table(table[key]) else Role.PARAMETER, name)
     for name, buffer in lossy.model.named_buffers():
         yield buffer, Placeholder(Role.BUFFER, name)
     for lender in lossy.lenders():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from zerofx.ir.tensor_parts import named_parameters
 from zerofx.torch_private.modules import child_table, set_child_table
 
 # Of n layers, these are captured: what is between the second and the last but one is made from those two.
@@ -61,7 +62,7 @@ def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
 def _lists(model: nn.Module) -> Iterator[Repeat]:
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named_parameters(model, remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     tied = [aliases for aliases in names.values() if len(aliases) > 1]
     inside: list[str] = []

@@ -25,7 +25,7 @@ def eager_decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
     norm takes no statistics in float32 together with a weight in a lower dtype.
     """
     aten = torch.ops.aten
-    layouts = kernel_layouts(device) | {aten._efficientzerotensor.default: _zeros}
+    layouts = kernel_layouts(device) | {aten._efficientzerotensor.default: _zeros} | _products_with_codes(device)
     if device.type != "cpu":
         return layouts
 
@@ -79,6 +79,30 @@ def dropouts_that_may_drop_nothing() -> AbstractContextManager[None]:
 
 def _zeros(size: Sequence[int], **options: Any) -> torch.Tensor:
     return torch.zeros(size, **options)
+
+
+# The most rows with which a GPU multiplies codes in one kernel, whose sums are its own (bitsandbytes 0.50).
+_MOST_ROWS_IN_ONE_KERNEL = 1536
+
+
+def _products_with_codes(device: torch.device) -> dict[Any, Callable[..., Any]]:
+    """bitsandbytes' product with a weight in 4 bits, where that library is in use, as what its kernel calls."""
+    library = torch.ops.bitsandbytes
+    if not hasattr(library, "gemm_4bit"):
+        return {}
+
+    def multiply(
+        x: torch.Tensor, codes: torch.Tensor, shape: Sequence[int], scales: torch.Tensor, block: int, kind: str,
+        bias: Any = None, scale_codes: Any = None, table: Any = None, offset: Any = None,
+    ) -> Any:  # fmt: skip
+        if device.type != "cpu" and x.numel() <= _MOST_ROWS_IN_ONE_KERNEL * x.shape[-1]:
+            return NotImplemented
+        if scale_codes is not None:
+            scales = library.dequantize_blockwise(scale_codes, scales, table, 256, torch.float32) + offset
+        weight = library.dequantize_4bit(codes, scales, block, kind, shape, x.dtype)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    return {library.gemm_4bit.default: multiply}
 
 
 def _batch_norms_of_two_dtypes(layouts: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from zerofx.capture.free_tensors.shared_model import SharedModel
 from zerofx.capture.python_state.numbers import NumberTensor, Tape
 from zerofx.errors import CaptureError, UsageError
+from zerofx.ir.tensor_parts import named_buffers, named_parameters
 from zerofx.precision import dtype_name
 from zerofx.torch_private.modules import TABLES, buffer_table, child_table, parameter_table
 
@@ -93,7 +94,7 @@ class FreeTensors:
         self._lender_of = {
             id(tensor): lender.name
             for lender in lenders
-            for tensor in (*lender.model.parameters(), *lender.model.buffers())
+            for _, tensor in (*named_parameters(lender.model), *named_buffers(lender.model))
         }
         for name, tensor in self.tensors().items():
             if self._learn_lender(tensor):

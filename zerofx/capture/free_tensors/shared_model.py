@@ -18,6 +18,7 @@ from zerofx.errors import UsageError
 from zerofx.ir.buckets import Slot
 from zerofx.ir.casts import ComputeDtype
 from zerofx.ir.parameters import ParameterInfo, Strides, parameter_infos
+from zerofx.ir.tensor_parts import named_buffers
 
 
 @dataclass(frozen=True)
@@ -83,4 +84,4 @@ class SharedModel:
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """Buffers by all of their names."""
-        return {self.full_name(name): b for name, b in self.model.named_buffers(remove_duplicate=False)}
+        return {self.full_name(name): b for name, b in named_buffers(self.model, remove_duplicate=False)}

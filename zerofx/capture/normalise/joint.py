@@ -69,7 +69,8 @@ class Joint:
         """The step's name of each parameter and buffer, by each name that it has in the traced module."""
         models = [("", self.model), *((lender.name, lender.model) for lender in self.lossy.lenders())]
         paths = ["model", *(f"lent.{number}" for number in range(len(models) - 1))]
-        return {
+        parts = {f"parts.{number}": name for number, name in enumerate(self.lossy.parts.names)}
+        return parts | {
             f"{path}.{alias}": f"{root}.{first}".removeprefix(".")
             for path, (root, model) in zip(paths, models, strict=True)
             for alias, first in (_first_names(model, "parameters") | _first_names(model, "buffers")).items()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zerofx.capture.checkpointed.blocks import CheckpointedBlocks
+from zerofx.capture.fake_state import TracedParts
 from zerofx.capture.free_tensors.free_tensors import FreeTensors, RetraceError, StandInMaker, StandIns, change_error
 from zerofx.capture.free_tensors.shared_model import SharedModel
 from zerofx.capture.leaked_tensors import forget_traced
@@ -200,9 +201,11 @@ class LossModule(nn.Module):
         loss_scope: Callable[[], AbstractContextManager[None]],
         known: KnownValues,
         stand_ins: StandInMaker,
+        parts: TracedParts,
     ) -> None:
         super().__init__()
         self.model = model
+        self.parts = parts
         self.free_tensors = nn.Module()
         self._lenders = objective.free_tensors.lent
         self.lent = nn.ModuleList([lender.model for lender in self._lenders])
@@ -267,7 +270,7 @@ class LossModule(nn.Module):
             if name in self._batch.hashes:
                 self._known.learn(fake, real)
         elsewhere = self._buffers_outside()
-        with Checks() as checks, self._known.answer_reads(checks.answer), ExitStack() as inner:
+        with self.parts.shown(), Checks() as checks, self._known.answer_reads(checks.answer), ExitStack() as inner:
             for model in (self.model, *self.lent):
                 inner.enter_context(mark_parameters(model))
             has_numbers = self.objective.free_tensors.tape.is_open

@@ -21,6 +21,7 @@ from zerofx.driver.kept.step import KeptStep
 from zerofx.driver.lent import add_borrowed
 from zerofx.driver.prepared import Earlier, Prepared, Request
 from zerofx.ir.serialise import NotStorableError
+from zerofx.ir.tensor_parts import named_parameters
 from zerofx.lowering.load import CompiledStep, apply_memory, load_program, make_compiled_step, write_plan
 from zerofx.lowering.lower import LoweredStep, lower
 from zerofx.optimizers import UpdateProgram
@@ -54,7 +55,7 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
         return None
     model, optimizers, batch = request.model, request.optimizers, request.batch
     options, settings, device = request.options, request.settings, trace_device(request.model, request.batch)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in named_parameters(model)}
     groups = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizers.param_groups]
     # Which update that makes is compared once it is traced; here it keeps steps of several optimizers apart.
     flags = [[structural_flags(group) for group in optimizer.param_groups] for optimizer in optimizers.each]
@@ -94,7 +95,7 @@ def find(key: str, request: Request, captures: Captures, earlier: Earlier | None
     else:
         fused = request.options.compiles_regions
         binding = OptimizerBinding(optimizers, step.layout.own, step.program.device, prefer_fused=fused)
-        programs = binding.programs(None, binding.find_states(dict(model.named_parameters())))
+        programs = binding.programs(None, binding.find_states(dict(named_parameters(model))))
     _, of_others = add_borrowed(step.layout.own, request.borrowed)
     # The update follows from code that is no part of zerofx, and from states that the optimizers hold.
     if binding.variant != step.variant:

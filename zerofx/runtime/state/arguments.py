@@ -16,6 +16,7 @@ from zerofx.ir.casts import cast_of
 from zerofx.ir.facts import Placeholder, Role, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import micro_batches_of
+from zerofx.ir.tensor_parts import named_buffers, named_parameters
 from zerofx.precision import dtype_named
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.loss_scaler import LossScaler
@@ -52,9 +53,9 @@ class Loans:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Buffers, and parameters where no bucket has them, by their names in the step that reads them."""
         for lent in self.lent:
-            for name, buffer in lent.model.named_buffers():
+            for name, buffer in named_buffers(lent.model):
                 yield lent.full_name(name), buffer
-            for name, parameter in () if lent.in_buckets else lent.model.named_parameters():
+            for name, parameter in () if lent.in_buckets else named_parameters(lent.model):
                 held = parameter.detach().to(cast_of(parameter, lent.held_in))
                 yield lent.full_name(name), held.to(cast_of(parameter, lent.compute_dtype))
 
@@ -70,7 +71,7 @@ def state_tensors(
     """Parameters, optimizer states, buffers, constants, the loss's scale, and what is used outside of the model as it
     is now: what stays between steps. ``loans``: what other steps have of it."""
     lent = dict(loans.tensors())
-    buffers, buckets = dict(model.named_buffers()) | lent, [*state.buckets, *loans.buckets]
+    buffers, buckets = dict(named_buffers(model)) | lent, [*state.buckets, *loans.buckets]
     tensors: dict[str, Any] = {}
     for name, facts in step.placeholders.items():
         if facts.role is Role.BUFFER:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.overrides import resolve_name
 
 from zerofx.errors import ShardedParametersError
+from zerofx.ir.tensor_parts import HELD_CLASS
 from zerofx.torch_private.dispatch import without_torch_functions
 from zerofx.torch_private.tensors import can_take_data_of
 
@@ -113,7 +114,8 @@ _PLACE_OF_OWN = 2  # after the held class itself and ``_Held``
 
 @functools.cache
 def _held_class(kind: type) -> type:
-    return type(kind)(kind.__name__, (_Held, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, HELD_CLASS: kind}
+    return type(kind)(kind.__name__, (_Held, kind), names)
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

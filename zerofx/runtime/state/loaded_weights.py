@@ -13,11 +13,13 @@ from zerofx.capture.checks import fits, misfits, warn_of_rounding
 from zerofx.deferred import DeferredTensor
 from zerofx.errors import UsageError
 from zerofx.ir.buckets import Bucket, Slot
+from zerofx.ir.tensor_parts import named_buffers, named_parameters, parts_of
 from zerofx.precision import dtype_name
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.state.weights import copy_overlap, to_bucket_order
 from zerofx.torch_private.modules import buffer_table
+from zerofx.units import first_few
 
 if TYPE_CHECKING:
     from zerofx.runtime.state.weight_files import WeightFiles
@@ -35,6 +37,11 @@ def match(model: nn.Module, files: WeightFiles) -> dict[str, tuple[str, ...]]:
     Raises:
         UsageError: lists tensors that are missing, that the model does not have, and that have another shape or kind.
     """
+    if in_parts := [name for name, parameter in model.named_parameters() if parts_of(parameter)]:
+        raise UsageError(
+            f"expected a model of plain parameters to read weights= into, found {first_few(in_parts)} in few bits, "
+            f"whose offsets and shapes no file of tensors has: load it by from_pretrained(), and leave weights= out"
+        )
     state = {
         key: tensor for key, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)
     }
@@ -45,7 +52,7 @@ def match(model: nn.Module, files: WeightFiles) -> dict[str, tuple[str, ...]]:
     prefix = _prefix(tied, files)
     names_of = {id(state[group[0]]): tuple(prefix + k for k in group if prefix + k in files.tensors) for group in tied}
     missing = [group[0] for group in tied if not names_of[id(state[group[0]])]]
-    missing += [name for name, parameter in model.named_parameters() if id(parameter) not in keys]
+    missing += [name for name, parameter in named_parameters(model) if id(parameter) not in keys]
     expected = {prefix + key for key in state}
     unexpected = [name for name in files.tensors if name.startswith(prefix) and name not in expected]
     other = [
@@ -63,7 +70,7 @@ def match(model: nn.Module, files: WeightFiles) -> dict[str, tuple[str, ...]]:
     known = {key: files.tensors[prefix + key].dtype for key in state if prefix + key in files.tensors}
     stored = {key: dtype for key, dtype in known.items() if dtype is not None}
     warn_of_rounding(f"the weights at {files.path}", stored, state)
-    everything = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    everything = (*named_parameters(model, remove_duplicate=False), *named_buffers(model, remove_duplicate=False))
     return {name: names_of[id(tensor)] for name, tensor in everything if id(tensor) in names_of}
 
 

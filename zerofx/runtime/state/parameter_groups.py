@@ -12,6 +12,7 @@ from torch import nn
 from zerofx.capture.checks import check_owner
 from zerofx.errors import OptimizerError
 from zerofx.ir.parameters import ParameterInfo
+from zerofx.ir.tensor_parts import named_parameters
 from zerofx.optimizers import Optimizers
 from zerofx.units import first_few
 
@@ -27,7 +28,7 @@ def group_of_parameters(
         OptimizerError: an optimizer holds a tensor that is not the model's, or another's; or a parameter that gets a
             gradient is in none.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in named_parameters(model)}
     check_owner(model, optimizers)
     groups = {names[id(p)]: index for index, group in enumerate(optimizers.param_groups) for p in group["params"]}
     missing = [info.name for info in parameters if info.name in with_gradient and info.name not in groups]
@@ -46,8 +47,8 @@ def histories_of(model: nn.Module, optimizers: Optimizers) -> dict[str, str]:
 
     Parameters that no optimizer has, which have no history, are alike to those of the first."""
     holders = optimizers.holders()
-    holder = {name: holders.get(id(p), 0) for name, p in model.named_parameters()}
-    entries = {name: (p, optimizers.each[holder[name]].state.get(p, {})) for name, p in model.named_parameters()}
+    holder = {name: holders.get(id(p), 0) for name, p in named_parameters(model)}
+    entries = {name: (p, optimizers.each[holder[name]].state.get(p, {})) for name, p in named_parameters(model)}
     # Of a parameter of one element, states look like numbers.
     numbers = {
         state

@@ -12,6 +12,7 @@ from torch import nn
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import DEVICE
 from zerofx.ir.owners import OwnedSlot, Owners
+from zerofx.ir.tensor_parts import named_buffers
 from zerofx.optimizers import UpdateProgram
 from zerofx.optimizers.program import WHOLE_STATES
 from zerofx.optimizers.whole import OwnedSizes, owners_of, state_views
@@ -45,7 +46,7 @@ class TrainingState(WholeBuckets):
         Where the step keeps whole parameters in their own dtype, the model's become views of them; elsewhere they are
         replaced by NaN of the same shape that takes no memory.
         """
-        for buffer in self.model.buffers():
+        for _, buffer in named_buffers(self.model):
             self.broadcast(buffer)
         for bucket in self.layout.buckets:
             self.buckets.append(self._divide(bucket, weights.flat(bucket, *self._own_range(bucket))))

@@ -8,9 +8,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from zerofx.errors import UsageError
 from zerofx.ir.buckets import Bucket, BucketLayout, Slot
 from zerofx.ir.facts import DEVICE
 from zerofx.ir.parameters import Strides
+from zerofx.ir.tensor_parts import named_parameters, remember_attributes
 from zerofx.runtime.comm.collectives import send_to_slices
 from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.state.bucket_state import BucketState
@@ -34,7 +36,9 @@ class WholeBuckets:
         self._communicators = communicators
         self._transport = communicators.world
         self._tiers = tiers
-        self._tensors = dict(model.named_parameters())
+        self._tensors = dict(named_parameters(model))
+        self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self._attributes = [remember_attributes(parameter) for parameter in model.parameters()]
         self.buckets: list[BucketState] = []
 
     @property
@@ -52,8 +56,10 @@ class WholeBuckets:
 
     def hide_parameters(self) -> None:
         """Show the model its parameters where they are whole; where they are not, they are held (``held.py``), and lie
-        on NaN (whole numbers: -1) that takes no memory."""
+        on NaN (whole numbers: -1) that takes no memory. Parameters of parts are what they were at first."""
         resident = self.resident
+        for put_back in self._attributes:
+            put_back()
         for bucket, state in zip(self.layout.buckets, self.buckets, strict=True):
             for slot in bucket.slots:
                 if resident:
@@ -63,7 +69,7 @@ class WholeBuckets:
                     tensor = self._tensors[slot.source]
                     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else -1
                     nothing = torch.full((), value, dtype=tensor.dtype, device=self.device)
-                    tensor.data = nothing.expand(tensor.shape)
+                    tensor.data = nothing.expand(self._shapes[slot.source])
                     hold([tensor])
 
     def strides(self) -> Strides:
@@ -88,7 +94,17 @@ class WholeBuckets:
                 slot.box(tensor.data).copy_(slot.view(whole))
 
     def write_back(self) -> None:
-        """Take the model's whole parameters as the values to train on from (rank by rank its own slice)."""
+        """Take the model's whole parameters as the values to train on from (rank by rank its own slice).
+
+        Raises:
+            UsageError: a parameter consists of other parts than before.
+        """
+        if sum(put_back() for put_back in self._attributes):  # all are put back
+            raise UsageError(
+                "expected parameters in few bits to have the parts that they had, found that the block has put others "
+                "in their place, as bitsandbytes does where a CPU evaluates: use step.evaluate() to evaluate, and "
+                "leave write_back= out; nothing is written back"
+            )
         for bucket in self.layout.buckets:
             self.write_bucket(bucket, whole_bucket(bucket, self._tensors, self.device))
 

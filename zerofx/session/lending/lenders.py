@@ -15,6 +15,7 @@ from zerofx.driver.lent import Borrowed
 from zerofx.errors import UsageError
 from zerofx.ir.buckets import BucketLayout, Slot
 from zerofx.ir.casts import Casts, ComputeDtype
+from zerofx.ir.tensor_parts import named_buffers, named_parameters
 from zerofx.options import CompileOptions
 from zerofx.runtime.state.arguments import Loans
 from zerofx.runtime.state.state import TrainingState
@@ -61,7 +62,7 @@ class Lenders:
 
     def find(self) -> None:
         """Look for models of other steps that a capture may read."""
-        known = [name for name, _ in (*self._model.named_parameters(), *self._model.named_buffers())]
+        known = [name for name, _ in (*named_parameters(self._model), *named_buffers(self._model))]
         # What is used already keeps its name, though the way to it may be another now.
         owners = {name: owner for name, owner in self._owners.items() if name in self._names}
         for name, reached in self._outside.reachable():
@@ -127,7 +128,7 @@ class Lenders:
         for name, steps in self._used().items():
             if steps.taken is None and name not in self._agreed:
                 with torch.no_grad():
-                    for tensor in (*steps.model.parameters(), *steps.model.buffers()):
+                    for _, tensor in (*named_parameters(steps.model), *named_buffers(steps.model)):
                         state.broadcast(tensor)
                 self._agreed.add(name)
 

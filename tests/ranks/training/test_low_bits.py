@@ -1,0 +1,60 @@
+"""Frozen weights of tensor subclasses: adapters next to them are trained as in eager mode, however they are sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.lib.distributed import run_ranks
+from tests.lib.runs.low_bits import OF_LIBRARIES, Counts, counts, unlike_eager_mode
+
+RUNS: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2, two micro-batches": {"stage": 2, "accumulate": 2, "reduce": "once"},
+    "stage 3": {"stage": 3},
+    "stage 3, on the host": {"stage": 3, "offload": "host", "memory_budget": "least", "tile": "none"},
+    "stage 3, two micro-batches, computed again": {"stage": 3, "accumulate": 2, "reduce": "once", "recompute": "full"},
+}
+OWN = ["flat", "stateful"]
+
+
+def _of_library(kind: str) -> Any:
+    pytest.importorskip(OF_LIBRARIES[kind], reason="its weights are trained too, where it is installed")
+
+
+@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_train_adapters_like_eager_mode(kind: str, num_ranks: int) -> None:
+    for rank, wrong in enumerate(run_ranks(unlike_eager_mode, num_ranks, kind, RUNS)):
+        assert wrong == {}, f"rank {rank}"
+
+
+@pytest.mark.parametrize("kind", OF_LIBRARIES)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_train_so_with_weights_of_other_libraries(kind: str, num_ranks: int) -> None:
+    _of_library(kind)
+    for rank, wrong in enumerate(run_ranks(unlike_eager_mode, num_ranks, kind, RUNS)):
+        assert wrong == {}, f"rank {rank}"
+
+
+def _check_counts(kind: str, most: float) -> None:
+    found, plain = run_ranks(_counts_of, 2, kind)[0]
+    assert found.wire[0] == found.wire[1] and plain.wire[0] == plain.wire[1]
+    assert found.peak[0] == found.peak[1]
+    assert 0 < found.wire[1] < most * plain.wire[1]
+
+
+def _counts_of(kind: str) -> tuple[Counts, Counts]:
+    return counts(kind), counts("bfloat16")
+
+
+def test_what_is_sent_are_codes_and_scales_and_the_peak_is_as_planned() -> None:
+    _check_counts("flat", 0.65)  # of 16 bits a weight 9; adapters and the head are sent whole
+
+
+@pytest.mark.parametrize(("kind", "most"), [("bitsandbytes", 0.42), ("bitsandbytes, double", 0.40)])
+def test_so_are_those_of_four_bits(kind: str, most: float) -> None:
+    _of_library(kind)
+    _check_counts(kind, most)

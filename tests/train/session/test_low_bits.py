@@ -1,0 +1,193 @@
+"""Weights in few bits between steps: shown, saved, loaded, evaluated, refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerofx
+from tests.lib.models import batches, tokens
+from tests.lib.models.cases import Case
+from tests.lib.models.low_bits import Stateful, Tuned
+from tests.lib.runs.low_bits import MAKERS, OF_LIBRARIES, build, optimizer_of, unlike_eager_mode, values_of
+
+KINDS = ["flat", "stateful", *OF_LIBRARIES]
+
+
+def _need(kind: str) -> None:
+    if kind in OF_LIBRARIES:
+        pytest.importorskip(OF_LIBRARIES[kind], reason="its weights are tried too, where it is installed")
+
+
+def _batch() -> tuple[Tensor, ...]:
+    (args, _), *_ = batches(Case(nn.Identity, tokens), 0, 1)
+    x, y = args
+    return x, y
+
+
+def _step(model: nn.Module, **options: Any) -> zerofx.Step:
+    return zerofx.compile(model, optimizer_of(model), backend="eager", **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_trains_adapters_like_eager_mode(kind: str) -> None:
+    _need(kind)
+    assert unlike_eager_mode(kind, {"stage 3": {"stage": 3}, "micro-batches": {"stage": 0, "accumulate": 2}}) == {}
+
+
+@pytest.mark.parametrize("kind", ["flat", "bitsandbytes", "bitsandbytes, double"])
+def test_so_it_does_in_bfloat16(kind: str) -> None:
+    _need(kind)
+    assert unlike_eager_mode(kind, {"stage 3": {"stage": 3}}, low=True) == {}
+
+
+@pytest.mark.parametrize("kind", ["flat", "stateful"])
+def test_scales_keep_their_dtype_whatever_is_computed_in(kind: str) -> None:
+    model = build(kind)
+    step = _step(model, precision="bf16")
+    step(*_batch())
+    kinds = {bucket.compute_dtype.removeprefix("torch.") for bucket in step.plan.buckets if bucket.group is None}
+    assert kinds == {"uint8", "float32", "bfloat16"}  # codes, scales, norms
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_brings_codes_scales_and_tables(kind: str, tmp_path: Path) -> None:
+    _need(kind)
+    model, batch = build(kind), _batch()
+    step = _step(model)
+    step(*batch)
+    step.save_checkpoint(tmp_path / "saved")
+    torch.manual_seed(99)
+    other: nn.Module = Tuned(MAKERS[kind])
+    resumed = _step(other, stage=1)
+    if kind == "bitsandbytes, double":  # whose offsets are numbers in a file
+        with pytest.raises(zerofx.CheckpointError, match=r"quantised as this one is|of another shape"):
+            resumed.load_checkpoint(tmp_path / "saved")
+        other = build(kind)
+        resumed = _step(other, stage=1)
+    resumed.load_checkpoint(tmp_path / "saved")
+    torch.manual_seed(5)
+    expected = step(*batch)
+    torch.manual_seed(5)
+    assert torch.equal(resumed(*batch), expected)
+    step.close()
+    resumed.close()
+    values = values_of(model)
+    assert values.keys() == values_of(other).keys()
+    assert [name for name, value in values_of(other).items() if not torch.equal(value, values[name])] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_evaluation_computes_as_training_does(kind: str) -> None:
+    _need(kind)
+    model, batch = build(kind), _batch()
+    expected = model.train(False)(*batch) if kind not in ("bitsandbytes", "bitsandbytes, double") else None
+    model.train()
+    step = _step(model)
+    step.prepare(*batch)
+    with step.full_parameters():
+        before = values_of(model)
+    model.train(False)
+    loss = step.evaluate(*batch)
+    assert expected is None or torch.equal(loss, expected)
+    with step.full_parameters():
+        assert all(torch.equal(value, before[name]) for name, value in values_of(model).items())
+
+
+def _repack(model: nn.Module) -> None:
+    """What a library may do to a weight that is evaluated: another order of codes, other scales."""
+    for module in model.modules():
+        weight: Any = getattr(module, "weight", None)
+        if isinstance(weight, Stateful):
+            weight.data = weight.data.t().contiguous()
+            weight.state.scales.of_blocks = weight.state.scales.of_blocks.bfloat16()
+            weight.state.kind = "packed"
+
+
+def test_what_an_evaluation_does_to_a_weight_is_put_back() -> None:
+    model, batch = build("stateful"), _batch()
+    reference, other = build("stateful"), _step(model)
+    expected = _step(reference)
+    torch.manual_seed(5)
+    losses = [expected(*batch).clone() for _ in range(2)]
+    torch.manual_seed(5)
+    found = [other(*batch).clone()]
+    with other.full_parameters():
+        _repack(model)
+    found.append(other(*batch).clone())
+    assert losses == found
+    with (
+        pytest.raises(zerofx.UsageError, match="to have the parts that they had"),
+        other.full_parameters(write_back=True),
+    ):
+        _repack(model)
+    torch.manual_seed(6)
+    last = expected(*batch)
+    torch.manual_seed(6)
+    assert torch.equal(other(*batch), last)
+
+
+def test_a_trained_parameter_of_parts_is_refused() -> None:
+    model = build("flat")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("base" in name)
+    with pytest.raises(zerofx.UsageError, match=r"to be frozen, found that layers\.0\.up\.base\.weight, a Flat"):
+        zerofx.compile(model, optimizer_of(model), backend="eager")
+
+
+def test_weights_from_files_are_refused(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = build("stateful")
+    safetensors.save_file({"head.bias": torch.zeros(19)}, tmp_path / "model.safetensors")
+    with pytest.raises(zerofx.UsageError, match=r"plain parameters to read weights= into"):
+        _step(model, weights=tmp_path)(*_batch())
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers and peft, of themselves
+@pytest.mark.parametrize("double", [False, True])
+def test_a_model_of_transformers_in_four_bits_with_adapters_of_peft(double: bool, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    quantised = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )  # fmt: skip
+
+    def load() -> Any:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", quantization_config=quantised, dtype=torch.bfloat16, device_map={"": "cpu"}
+        )
+        torch.manual_seed(1)
+        lora = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
+        return peft.get_peft_model(model.requires_grad_(False), lora).train()
+
+    batch = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(2))
+    eager, model = load(), load()
+    optimizer, step = optimizer_of(eager), _step(model)
+    torch.manual_seed(3)
+    expected = []
+    for _ in range(3):
+        loss = eager(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.detach())
+    torch.manual_seed(3)
+    assert [step(input_ids=batch, labels=batch).clone() for _ in range(3)] == expected
+    found, whole = step.full_state_dict(), eager.state_dict()
+    assert found.keys() == whole.keys()
+    assert [name for name in whole if not torch.equal(found[name], whole[name])] == []
+    step.close()
+    merged, by_eager = model.merge_and_unload(), eager.merge_and_unload()
+    assert merged.state_dict().keys() == by_eager.state_dict().keys()
+    assert all(torch.equal(value, merged.state_dict()[name]) for name, value in by_eager.state_dict().items())
