@@ -24,10 +24,10 @@ from zerofx.passes.activations.recompute import recompute
 from zerofx.runtime.measure.measure import Measurement
 from zerofx.scheduler.analysis.saved_values import saved_values
 from zerofx.scheduler.decide.undecided import undecided
-from zerofx.scheduler.plan.decisions import Absence, Absence, Absence, Absence
+from zerofx.scheduler.plan.decisions import Absence
+from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.facts import Tier
 
 
 def check_measured(found: Measurement, predicted: Plan, num_bytes: int, share: float | None = None) -> None:
@@ -102,7 +102,9 @@ def prepare_case(
 def placing(prepared: Prepared, tier: str, update: str, every: int = 1) -> Plan:
     """The plan of ``prepared`` with the states of every so many buckets in ``tier``."""
     buckets = [decision.bucket for decision in prepared.plan.reduces][::every]
-    states = (Absence(bucket=bucket, tier=cast(Tier, tier), update=cast(Tier, update), reason="by hand") for bucket in buckets)
+    states = (
+        Absence(bucket=bucket, tier=cast(Tier, tier), update=cast(Tier, update), reason="by hand") for bucket in buckets
+    )
     return replace(prepared.plan, states=tuple(states))
 
 
@@ -114,11 +116,17 @@ def parameters_away(prepared: Prepared, tier: str, states: tuple[str, str] | Non
     buckets = prepared.layout.buckets
     plan = replace(
         _undecided(prepared),
-        parameters=tuple(Absence(bucket=bucket.index, tier=cast(Tier, tier), reason="by hand") for bucket in buckets[::every]),
+        parameters=tuple(
+            Absence(bucket=bucket.index, tier=cast(Tier, tier), reason="by hand") for bucket in buckets[::every]
+        ),
     )
     if states is not None:
         where, update = cast(tuple[Tier, Tier], states)
-        on = (Absence(bucket=bucket.index, tier=where, update=update, reason="by hand") for bucket in buckets if bucket.trainable)
+        on = (
+            Absence(bucket=bucket.index, tier=where, update=update, reason="by hand")
+            for bucket in buckets
+            if bucket.trainable
+        )
         plan = replace(plan, states=tuple(on))
     return decided(prepared.step, prepared.layout, plan)
 
@@ -158,7 +166,8 @@ def offloading(prepared: Prepared, plan: Plan, tiers: Sequence[str], *, near: bo
         reload_before = before[-1] if apart else (here or before)[-1]
         found.append(
             Absence(
-                value=value.name, tier=cast(Tier, tiers[len(found) % len(tiers)]), num_bytes=storage_bytes(tensor(value)), free_after=(free_after.name,),
+                value=value.name, tier=cast(Tier, tiers[len(found) % len(tiers)]),
+                num_bytes=storage_bytes(tensor(value)), free_after=(free_after.name,),
                 reload_before=(reload_before.name,),
                 reason="picked by hand", layer=origin(value).layer,
             )

@@ -137,8 +137,13 @@ def _average(model: nn.Module) -> None:
 
 
 def train_scaled(
-    name: str, stage: int, steps: int, precision: PrecisionWord | None = "fp16",
-    loss_scale: zerofx.LossScale | float | None = SCALE, reduce_dtype: ReduceDtype | None = None, **options: Any,
+    name: str,
+    stage: int,
+    steps: int,
+    precision: PrecisionWord | None = "fp16",
+    loss_scale: zerofx.LossScale | float | None = SCALE,
+    reduce_dtype: ReduceDtype | None = None,
+    **options: Any,
 ) -> Scaled:
     """The same through ``zerofx.compile``, on the eager backend unless ``options`` say otherwise.
 

@@ -228,7 +228,9 @@ TRAPS: dict[str, tuple[type[nn.Module], Make]] = {
     "tied and fused": (Tied, lambda m: torch.optim.Muon(m.parameters(), lr=0.02)),
     "projections by heads": (
         Tied,
-        lambda m: ByMatrices([{"params": [m.get_parameter("embedding.weight")]}, {"params": [m.get_parameter("qkv.weight")], "heads": 3}]),
+        lambda m: ByMatrices(
+            [{"params": [m.get_parameter("embedding.weight")]}, {"params": [m.get_parameter("qkv.weight")], "heads": 3}]
+        ),
     ),
     "experts": (Experts, lambda m: ByMatrices(m.parameters())),
     "bfloat16": (Matrices, _in_bfloat16()),
@@ -253,7 +255,8 @@ IN_FEW_BITS: dict[str, tuple[type[nn.Module], Make]] = {
 
 @dataclass(frozen=True)
 class WholeCase:
-    """An optimizer of ``MAKES``, ``IN_FEW_BITS`` or ``TRAPS``, the options of ``compile`` that it trains with, and how many steps it takes."""
+    """An optimizer of ``MAKES``, ``IN_FEW_BITS`` or ``TRAPS``, the options of ``compile`` that it trains with, and how
+    many steps it takes."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -272,9 +275,7 @@ class WholeCase:
         """By step, what each rank trains on; the same on every rank."""
         generator = torch.Generator().manual_seed(5)
         dtype = torch.bfloat16 if "bfloat16" in self.name else torch.float32
-        return [
-            [torch.randn(8, 6, generator=generator).to(dtype) for _ in range(num_ranks)] for _ in range(self.steps)
-        ]
+        return [[torch.randn(8, 6, generator=generator).to(dtype) for _ in range(num_ranks)] for _ in range(self.steps)]
 
 
 class AllRanks:
