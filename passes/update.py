@@ -350,15 +350,18 @@ class _Updates:
             self._leave([copy_into(step, bucket, grad, reduced)], at_once=at_once)
         held.append(grad)
         new = stored = tensors.get("param", low)
-        comes_up = updated.master is not None and tier_of(low) == DEVICE
-        if updated.master is not None and tier_of(low) == HOST:
+        is_copied = updated.master is not None and tier_of(low) != HOST
+        if updated.master is not None and not is_copied:
             new = low
-        elif comes_up and tensor(low).dtype != tensor(stored).dtype:
+        elif is_copied and tensor(low).dtype != tensor(stored).dtype:
             new = empty_on_host(step, low, where, low.name + "_host")
             held.append(new)
         program, known = updated.program, {"param": low, **tensors, **updated.scalars, "grad": grad}
         update_on_host(step, bucket, program, known, where, factors=self._factors.get(HOST, ()), new=new)
-        up = [copy_into(step, bucket, low, new)] if comes_up else []
+        up = [copy_into(step, bucket, low, new)] if is_copied else []
+        if tier_of(low) == "nvme":  # the next step reads it long before states: it does not run on into that
+            self._leave(up, at_once=at_once)
+            up = []
         back = placed.write_back(tensors)
         to_nvme = [copy for copy in back if leads_to_nvme(copy)]
         # What comes from nvme has a few buffers on the host, and other ranks wait no longer than they need to.

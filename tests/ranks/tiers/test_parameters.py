@@ -72,6 +72,15 @@ def test_bf16_parameters_with_masters_elsewhere(tier: str, states: tuple[str, st
     assert not differences(expected, train_compiled(case, 3, 3, precision="bf16", plan=plan))
 
 
+def test_an_update_on_the_host_writes_parameters_on_nvme() -> None:
+    case = CASES["gpt"]
+    prepared = prepare_case(case, 3, 1, precision="bf16")
+    expected = train_compiled(case, 3, 3, precision="bf16")
+    for states in (("nvme", "host"), ("host", "host")):
+        plan = parameters_away(prepared, "nvme", states)
+        assert not differences(expected, train_compiled(case, 3, 3, precision="bf16", plan=plan))
+
+
 def test_micro_batches_bring_parameters_up_once_for_each_residency() -> None:
     case = CASES["gpt"]
     prepared = prepare_case(case, 3, 1, num_micro_batches=2)
