@@ -7,8 +7,8 @@ packed (``codegen/packing.py``), and as the step runs each allocation takes the 
 
 Outside of the pool stays what a step returns, which the caller keeps; what the host or a copy that is awaited nowhere
 in the step may still read when the last name goes; what runs on into the next step, whose own places begin anew; what
-the rounds of a loop hand on to one another, which takes two places at once; and what ATen's operators and other
-libraries allocate themselves. That is counted, and named.
+the rounds of a loop hand on to one another, or to those of another, which takes several places at once; and what ATen's
+operators and other libraries allocate themselves. That is counted, and named.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import Storage, is_view, storage_source
 from zerofx.ir.facts import origin
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import loop_of
+from zerofx.ir.micro_batches import loops_of
 from zerofx.ir.streams import runs_on_host
 from zerofx.ir.text import call_name
 from zerofx.scheduler.cost.fusion import is_written
@@ -59,18 +59,18 @@ def plan_arena(
         memory: what compiled regions take and give back, by key; other regions allocate outside.
     """
     walk = _Walk(step, live)
-    loop, bodies = loop_of(step), list[int]()
+    loops, borders = loops_of(step), dict[fx.Node, int]()
     for instruction in instructions:
-        if loop is not None and isinstance(instruction, Event) and instruction.node in (loop.begin, loop.end):
-            bodies.append(len(walk.takes))
+        if isinstance(instruction, Event) and instruction.node.target is ops.next_micro_batch:
+            borders[instruction.node] = len(walk.takes)
         if isinstance(instruction, Region) and instruction.key in memory:
             walk.call_compiled(instruction, memory[instruction.key])
         else:
             walk.call(instruction)
     packing = pack(walk.blocks)
     taken = [None if number is None else (packing.offsets[number], walk.sizes[number]) for number in walk.takes]
-    if loop is not None:
-        first, last = bodies
+    for loop in reversed(loops):  # what comes before another loop keeps its number
+        first, last = borders[loop.begin], borders[loop.end]
         taken[first:last] = taken[first:last] * loop.num_rounds
     outside = {name: size for name, size in sorted(walk.outside.items(), key=lambda entry: -entry[1]) if size}
     return PlannedArena(Arena(packing.num_bytes, packing.least_bytes, walk.most_outside, outside), tuple(taken))
@@ -228,9 +228,12 @@ def _storages_in_use(step: StepGraph, live: Liveness) -> set[Storage]:
             last = live.last_use.get(storage)
             if last is None or not waits or any(last < wait for wait in waits):
                 out.add(storage)
-    loop = loop_of(step)
-    if loop is not None:
+    loops = loops_of(step)
+    loop_of_node = {node: number for number, loop in enumerate(loops) for node in loop.body()}
+    for loop in loops:
         out |= {storage_source(node) for pair in loop.carries for node in pair}
-        inside = set(loop.body())  # what is read in each round is live until the last is over
-        out |= {storage for storage, last in live.last_use.items() if last in inside and storage[0] not in inside}
+    for storage, last in live.last_use.items():
+        # What is read in each round is live until the last is over; what is handed on to other loops is there for all.
+        if loop_of_node.get(last) != loop_of_node.get(storage[0]):
+            out.add(storage)
     return out

@@ -36,7 +36,7 @@ from zerofx.codegen.step_file import (
 from zerofx.ir import ops
 from zerofx.ir.facts import Role, host_bucket, origin, placeholder, value
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import loop_of, times_held
+from zerofx.ir.micro_batches import loops_of, times_held
 from zerofx.ir.serialise import Name, normal_name
 from zerofx.ir.streams import stream_of
 from zerofx.ir.text import type_text
@@ -202,43 +202,66 @@ def _body(
     scalars: Mapping[int, Sequence[str]],
 ) -> tuple[tuple[Line, ...], tuple[str, ...]]:
     """The lines of a step, and what it returns."""
-    last, loop = _last_instruction(step, instructions), loop_of(step)
+    last, loops = _last_instruction(step, instructions), loops_of(step)
     returned: Any = step.output.args[0]
-    if loop is None:
-        lines = _lines(step, enumerate(instructions), live, functions, names, last, scalars)
-        return tuple(lines), tuple(names[node] for node in returned)
-    begin, end = (
-        next(n for n, each in enumerate(instructions) if isinstance(each, Event) and each.node is border)
-        for border in (loop.begin, loop.end)
-    )
-    numbered = list(enumerate(instructions))
-    inside, given = set(loop.body()), {before for before, _ in loop.carries}
-    for index in range(begin, end):
-        # What all rounds read is held until the last is over; what each is given, the one before has made for it.
-        held = [node for node in last.get(index, ()) if node not in inside and (node not in given or index == begin)]
-        last[index] = [node for node in last.get(index, ()) if node not in held]
-        last.setdefault(end, []).extend(held)
-    after = {**names, **{after: names[before] for before, after in loop.carries}}
+    numbered, now = list(enumerate(instructions)), dict(names)
+    at = {each.node: number for number, each in numbered if isinstance(each, Event)}
+    loop_of_node = {node: number for number, loop in enumerate(loops) for node in loop.body()}
+    read_in = [
+        dict.fromkeys(node for each in instructions[at[loop.begin] + 1 : at[loop.end]] for node in _inputs(each))
+        for loop in loops
+    ]
     parts = [node for node in step.placeholders(Role.INPUT) if times_held(step, node) > 1]
-    lists = dict.fromkeys(node for node in returned if node in inside or node in parts)
-    list_names = {node: _unique_name(f"{names[node]}_of_each", names.values()) for node in lists}
-    repeated = Repeated(
-        loop.num_rounds,
-        _parameters(parts, names),
-        tuple(_lines(step, numbered[begin + 1 : end], live, functions, names, last, scalars)),
-        tuple((list_names[node], names[node]) for node in lists),
-        tuple((names[first], names[second]) for first, second in loop.carries),
-    )
-    over = [after[node] for node in last.get(end, ())]
-    after |= list_names  # what ends a step early gives what it would have given
-    return (
-        *_lines(step, numbered[:begin], live, functions, names, last, scalars),
-        f"micro-batches 2 to {step.num_micro_batches - 1}",
-        repeated,
-        f"micro-batch {step.num_micro_batches}",
-        *([CallLine("", dead=tuple(over))] if over else []),
-        *_lines(step, numbered[end + 1 :], live, functions, after, last, scalars),
-    ), tuple(after[node] for node in returned)
+    # The values of all rounds that leave their loop, and the last loop that reads each.
+    leaving = dict.fromkeys(node for node in returned if node in loop_of_node or node in parts)
+    taken_in = dict[fx.Node, int]()
+    for number, read in enumerate(read_in):
+        taken_in |= {node: number for node in read if loop_of_node.get(node, number) != number}
+    leaving |= dict.fromkeys(taken_in)
+    list_names = {node: _unique_name(f"{names[node]}_of_each", names.values()) for node in leaving}
+    lines, begin = list[Line](), 0
+    for number, loop in enumerate(loops):
+        first, end, inside = at[loop.begin], at[loop.end], {*loop.body()}
+        given = {before for before, _ in loop.carries}
+        for index in range(first, end):
+            # What all rounds read is held until the last is over; what each is given, the one before has made for it.
+            held = [
+                node
+                for node in last.get(index, ())
+                if node not in loop_of_node and (node not in given or index == first)
+            ]
+            last[index] = [node for node in last.get(index, ()) if node not in held]
+            last.setdefault(end, []).extend(held)
+        arriving = [node for node in read_in[number] if node in taken_in and node not in inside]
+        takes = [node for node in arriving if taken_in[node] == number and node not in returned]
+        handed_out = [node for node in leaving if node in inside or (node in parts and number == 0)]
+        inner = now | {node: names[node] for node in arriving}
+        repeated = Repeated(
+            loop.num_rounds,
+            _parameters([node for node in parts if node in read_in[number] or node in handed_out], names),
+            tuple((list_names[node], names[node]) for node in arriving if node not in takes),
+            tuple((list_names[node], names[node]) for node in takes),
+            tuple(_lines(step, numbered[first + 1 : end], live, functions, inner, last, scalars)),
+            tuple((list_names[node], names[node]) for node in handed_out),
+            tuple((names[before], names[after]) for before, after in loop.carries),
+            tuple(names[node] for node in (*handed_out, *arriving) if node in taken_in and node not in takes),
+        )
+        lines += [
+            *_lines(step, numbered[begin:first], live, functions, now, last, scalars),
+            f"micro-batches 2 to {step.num_micro_batches - 1}", repeated, f"micro-batch {step.num_micro_batches}",
+        ]  # fmt: skip
+        now |= {after: names[before] for before, after in loop.carries}
+        over = tuple(now[node] for node in last.get(end, ()))
+        lines += [CallLine("", dead=over)] if over else []
+        now |= {node: list_names[node] for node in handed_out}  # what ends a step early gives what it would have given
+        begin = end + 1
+    lines += _lines(step, numbered[begin:], live, functions, now, last, scalars)
+    return tuple(lines), tuple(now[node] for node in returned)
+
+
+def _inputs(instruction: Instruction) -> Sequence[fx.Node]:
+    """The values that an instruction reads."""
+    return instruction.node.all_input_nodes if isinstance(instruction, Event) else instruction.inputs
 
 
 def _unique_name(name: str, taken: Collection[str]) -> str:

@@ -68,15 +68,20 @@ class Repeated:
     """The lines of a loop: ``for turn in range(num_rounds):``, over the micro-batches between the first and the last.
 
     ``batch``: what each round takes from the step's arguments, as in ``StepFile``, from under the key with the round's
-    number. ``lists``: what each round appends to a list of its own, by the list's name. ``carries``: each round ends
-    with ``before = after; del after``, which the next one begins with.
+    number. ``reads`` and ``takes``: values that each round finds in lists that another loop has made, by the list's
+    name; those of ``takes`` leave it. ``lists``: what each round appends to a list of its own, by the list's name.
+    ``carried``: each round ends with ``before = after; del after``, which the next one begins with. ``dead``: what no
+    line of the round has deleted.
     """
 
     num_rounds: int
     batch: tuple[tuple[str, str, str], ...]
+    reads: tuple[tuple[str, str], ...]
+    takes: tuple[tuple[str, str], ...]
     body: tuple[CallLine | RegionCall | str, ...]
     lists: tuple[tuple[str, str], ...]
     carried: tuple[tuple[str, str], ...]
+    dead: tuple[str, ...] = ()
 
 
 Line = CallLine | RegionCall | Repeated | str
@@ -181,14 +186,17 @@ def _loop(loop: Repeated, indent: str) -> Iterator[str]:
         # The key's own braces are no part of what is formatted.
         text = repr(key).replace("{", "{{").replace("}", "}}")
         yield f"{inside}{name} = batch[f{text[:-1]}[{{{_TURN}}}]{text[-1]}]  # {_line(comment)}"
+    yield from (f"{inside}{name} = {listed}[{_TURN}]" for listed, name in loop.reads)
+    yield from (f"{inside}{name} = {listed}.pop(0)" for listed, name in loop.takes)
     yield from _lines(loop.body, inside)
-    if loop.lists or loop.carried:
+    if loop.lists or loop.carried or loop.dead:
         yield ""
         yield f"{inside}# the next micro-batch"
     yield from (f"{inside}{name}.append({value})" for name, value in loop.lists)
     yield from (f"{inside}{before} = {after}" for before, after in loop.carried)
-    if loop.carried:
-        yield from wrap_line(f"{inside}del {', '.join(dict.fromkeys(after for _, after in loop.carried))}")
+    dead = dict.fromkeys([*(after for _, after in loop.carried), *loop.dead])
+    if dead:
+        yield from wrap_line(f"{inside}del {', '.join(dead)}")
 
 
 def _region_call(call: RegionCall, indent: str) -> Iterator[str]:

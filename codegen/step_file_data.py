@@ -82,6 +82,8 @@ def _check_names(lines: Iterable[Line], given: set[str], outputs: Iterable[str])
                 read.update(line.dead, line.inputs)
             case Repeated():
                 own.update(name for name, *_ in (*line.batch, *line.lists, *line.carried))
+                own.update(name for _, name in (*line.reads, *line.takes))
+                read.update(line.dead, (listed for listed, _ in (*line.reads, *line.takes)))
                 read.update(value for _, value in (*line.lists, *line.carried))
     if not read <= own:
         raise ValueError(f"expected a function that reads its own values, found {sorted(read - own)}")
@@ -118,7 +120,9 @@ def _line_data(line: Line) -> list[Any] | str:
         case RegionCall():
             return ["region", *astuple(line)]
         case Repeated():
-            return ["loop", line.num_rounds, line.batch, list(map(_line_data, line.body)), line.lists, line.carried]
+            body = list(map(_line_data, line.body))
+            pairs = [line.reads, line.takes, line.lists, line.carried]
+            return ["loop", line.num_rounds, line.batch, body, *pairs, line.dead]
     return line
 
 
@@ -129,10 +133,10 @@ def _line_of(data: list[Any] | str, functions: frozenset[str]) -> Line:
     if kind == "call":
         return _call_of(rest)
     if kind == "loop":
-        num_rounds, batch, body, lists, carried = rest
+        num_rounds, batch, body, reads, takes, lists, carried, dead = rest
         return Repeated(
-            int(num_rounds), _parameters(batch), tuple(_line_of_round(line, functions) for line in body), _pairs(lists),
-            _pairs(carried),
+            int(num_rounds), _parameters(batch), _pairs(reads), _pairs(takes),
+            tuple(_line_of_round(line, functions) for line in body), _pairs(lists), _pairs(carried), _names(dead),
         )  # fmt: skip
     region, inputs, outputs, dead, bucket, note = rest
     if region not in functions or type(bucket) not in (int, type(None)):

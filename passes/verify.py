@@ -9,13 +9,15 @@ launches               gathers that start as one collective stand one after the 
 waits                  nothing but its wait reads a started collective or copy; each is awaited once, and what one on
                        a value reads is held until then
 gradients              every trained bucket is reduced at most once in a micro-batch
+updates                where masters are changed, parameters are written
 update                 a slice is not written before its last gather, or copy to a faster tier, is done with it
 in place               no slice that is gathered in place is written before all ranks are done with what they gathered
 plan                   after the last pass: one gather, reduction or offload for each decision of the plan, no others,
                        gathers merged as it says, states and parameters in the tiers that it says, and what it says sent
                        in few bits
-loop                   a round of a loop over micro-batches reads what is there in every round: what it is handed on, or
-                       what is made before the loop and stays after it; what it makes goes no further than it hands on
+loop                   a round of a loop over micro-batches reads what is there in every round: what it is handed on,
+                       what is made before the loop and stays after it, or what the same round of another loop has
+                       made; what it makes goes no further
 random operators       none is run twice
 clipping               nothing is updated before the factors that gradients are multiplied by are known
 scaling                nothing is updated before all gradients are known to be finite
@@ -32,6 +34,7 @@ That a gather's buffer is not read before its wait follows from order and waits,
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from typing import NoReturn
 
@@ -39,11 +42,11 @@ from torch import fx
 
 from zerofx.errors import InvalidGraphError
 from zerofx.ir import ops
-from zerofx.ir.aliasing import mutated_inputs, storage_source
-from zerofx.ir.edit import consumers
+from zerofx.ir.aliasing import Storage, is_view, mutated_inputs, storage_source
+from zerofx.ir.edit import consumers, is_view_of
 from zerofx.ir.facts import DEVICE, Role, copied_from, delayed_bucket, host_bucket, is_random, placeholder, tier_of
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import loop_of
+from zerofx.ir.micro_batches import loops_of
 from zerofx.ir.ops import VALUE_COLLECTIVES
 from zerofx.ir.streams import background_work, num_gathers_after, runs_on_host
 from zerofx.ir.text import target_name
@@ -90,6 +93,7 @@ def verify(step: StepGraph, after: str, plan: Plan | None = None) -> None:
     _check_random(step, after)
     _check_loop(step, after, order)
     if plan is not None:
+        _check_written(step, after, plan)
         for difference in differences(step, plan):
             _fail(step, after, step.output, f"plan: {difference}")
 
@@ -232,6 +236,21 @@ def _check_clipped(step: StepGraph, after: str, order: dict[fx.Node, int]) -> No
                         _fail(step, after, writer, f"{rule}: {writer.name} writes {stored.name} before {what}")
 
 
+def _check_written(step: StepGraph, after: str, plan: Plan) -> None:
+    """Check that what an update changes masters of has its new parameters, wherever they live."""
+    masters, parameters = (
+        {placeholder(node).bucket for role in roles for node in step.placeholders(role) if _is_written(node)}
+        for roles in ((Role.MASTER,), (Role.FULL, Role.SHARD, Role.PART))
+    )
+    for bucket in masters - parameters:
+        name = plan.buckets[bucket].name if bucket is not None else "a bucket"
+        _fail(step, after, step.output, f"updates: nothing writes the parameters of {name}, whose masters are changed")
+
+
+def _is_written(stored: fx.Node) -> bool:
+    return any(is_view_of(given, stored) for reader in consumers(stored) for given in mutated_inputs(reader))
+
+
 def _check_reductions(step: StepGraph, after: str) -> None:
     counts: Counter[object] = Counter()
     for node in step.calls():
@@ -262,24 +281,42 @@ def _check_random(step: StepGraph, after: str) -> None:
 
 
 def _check_loop(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
-    loop = loop_of(step)
-    if loop is None:
-        return
-    begin, end = order[loop.begin], order[loop.end]
-    given, handed_on = ({storage_source(node)[0] for node in nodes} for nodes in zip(*loop.carries, strict=True))
-    for owner in {storage_source(source)[0] for node in step.calls() for source in node.all_input_nodes}:
-        if owner.op != "call_function":
+    loops = loops_of(step)
+    loop_of_node = {node: number for number, loop in enumerate(loops) for node in loop.body()}
+    ends = [order[loop.end] for loop in loops]
+    given = [{storage_source(before) for before, _ in loop.carries} for loop in loops]
+    handed_on = [{storage_source(after) for _, after in loop.carries} for loop in loops]
+    for storage, readers in _readers_by_storage(step).items() if loops else ():
+        owner = storage[0]
+        last, made_in = max(map(order.__getitem__, readers)), loop_of_node.get(owner)
+        for number in {loop_of_node[reader] for reader in readers if reader in loop_of_node}:
+            if made_in is None and storage not in given[number] and last < ends[number]:
+                _fail(step, after, owner, f"loop: {owner.name} is read in each round, and gone after the first")
+        for number, passed in enumerate(given):
+            if storage in passed and last > ends[number]:
+                _fail(
+                    step, after, owner, f"loop: {owner.name} is handed on to the first round, and read after the last"
+                )
+        if made_in is None or storage in handed_on[made_in]:
             continue
-        # Gradients that are to be reduced are outputs, and what a step hands out of each round is that.
-        outputs = (step.output.target, ops.check_gradients)
-        reads = [order[reader] for reader in consumers(owner) if reader.target not in outputs] or [order[owner]]
-        in_round = any(begin < place < end for place in reads)
-        if order[owner] < begin and in_round and owner not in given and max(reads) < end:
-            _fail(step, after, owner, f"loop: {owner.name} is read in each round, and gone after the first")
-        if owner in given and max(reads) > end:
-            _fail(step, after, owner, f"loop: {owner.name} is handed on to the first round, and read after the last")
-        if begin < order[owner] < end < max(reads) and owner not in handed_on:
+        # Round i of another loop may read what round i of this one has made.
+        if any(order[reader] > ends[made_in] and reader not in loop_of_node for reader in readers):
             _fail(step, after, owner, f"loop: {owner.name} is made in each round, and read after the last")
+
+
+def _readers_by_storage(step: StepGraph) -> dict[Storage, list[fx.Node]]:
+    """The readers of what calls make, in order, without views, and without what hands it out of the step."""
+    readers: dict[Storage, list[fx.Node]] = {}
+    for node in step.calls():
+        if node.target is operator.getitem:
+            continue  # it names one output
+        for storage in map(storage_source, node.all_input_nodes):
+            # Gradients that are to be reduced are outputs, and what a step hands out of each round is that.
+            is_handed_out = node.target is ops.check_gradients
+            is_renamed = is_view(node) and storage_source(node) == storage
+            if storage[0].op == "call_function" and not is_handed_out and not is_renamed:
+                readers.setdefault(storage, []).append(node)
+    return readers
 
 
 def _fail(step: StepGraph, after: str, node: fx.Node, what: str) -> NoReturn:

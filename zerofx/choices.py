@@ -17,6 +17,7 @@ OffloadWord = Literal["auto", "none", "host", "nvme"]
 OffloadOption = OffloadWord | Mapping[str, str]
 AccumulateOption = int | Literal["auto"]
 ReduceOption = Literal["auto", "each", "once"]
+OrderOption = Literal["auto", "micro-batch", "layer"]
 StatesOver = Literal["auto", "shard", "mesh"]
 WireOption = Literal["exact", "int8", "int4", "fp8"]
 Fp32Module: TypeAlias = type["nn.Module"] | str  # modules of a type, or whose dotted name matches a pattern

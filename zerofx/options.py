@@ -14,6 +14,7 @@ from zerofx.choices import (
     OffloadOption,
     OffloadWord,
     OnNonfinite,
+    OrderOption,
     OutputsOption,
     PrecisionWord,
     RecomputeOption,
@@ -82,6 +83,7 @@ class TuneKeywords(TypedDict, total=False):
     precision: Precision | PrecisionWord | None
     accumulate: AccumulateOption
     reduce: ReduceOption
+    order: OrderOption
     mesh: MeshLike | None
     states_over: StatesOver
     shardings: Mapping[str, str] | None
@@ -188,6 +190,17 @@ class CompileOptions:
     )
     """``"each"`` reduces the gradients of each micro-batch and adds up slices, ``"once"`` adds up whole ones, and
     reduces those; ``"auto"`` is the first at stages 2 and 3, and with a budget what that has room for."""
+
+    order: OrderOption = option(
+        "auto",
+        words(OrderOption),
+        Exclusion("reduce", "a layer's gradients are reduced once a step", one_of("layer"), one_of("each")),
+        Exclusion("offload", "no gradients wait for the next micro-batch", one_of("layer"), instances(Mapping)),
+        not_for=("sharing", "evaluation"),
+    )
+    """the order of micro-batches: ``"layer"`` runs all of them through a layer before the next layer, so that its
+    parameters come once a step, and what is handed from layer to layer is held for all; ``"micro-batch"`` runs one
+    after the other; ``"auto"`` is the second, and with a budget what is faster. Both have the same bits."""
 
     mesh: Mesh | Literal["auto"] | None = option(None, MESH)
     """the axes that ranks lie along, outer to inner ``replicate``, ``shard`` and ``model``, by numbers of ranks

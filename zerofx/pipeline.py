@@ -117,7 +117,7 @@ PREPARE = (
     # Huge parameters a slice at a time.
     Listed(Slice, {"slices": ("parameter", "num_slices")}, lambda plan, _: plan.slices),
     # Micro-batches one after the other.
-    Listed(Accumulate, {"num_micro_batches": ()}, lambda plan, _: plan.num_micro_batches > 1),
+    Listed(Accumulate, {"num_micro_batches": (), "by_layer": ()}, lambda plan, _: plan.num_micro_batches > 1),
 )
 
 # The prepared graph, as a plan says.
@@ -194,6 +194,7 @@ def run_preparations(
     divided: Collection[str] = (),
     done: Collection[str] = (),
     *,
+    by_layer: bool = False,
     loss_scaled: bool = False,
     held: Mapping[str, Sequence[ParameterInfo]] = MappingProxyType({}),
     shardings: tuple[ShardingDecision, ...] = (),
@@ -202,10 +203,10 @@ def run_preparations(
 ) -> None:
     """Run the preparations but those ``done`` on a captured graph, in place.
 
-    ``slices`` are parameters to take in slices, ``divided`` the batch tensors that micro-batches divide.
-    ``loss_scaled``: whether backward begins with a scale. ``held``: as what other steps have their parameters, by name,
-    which are read here. ``shardings``: how the ``num_parts`` ranks of the model axis
-    share the graph, ``overlaps`` what stands elsewhere there.
+    ``slices`` are parameters to take in slices, ``divided`` the batch tensors that micro-batches divide, which run
+    layer by layer if ``by_layer`` says so. ``loss_scaled``: whether backward begins with a scale. ``held``: as what
+    other steps have their parameters, by name, which are read here. ``shardings``: how the ``num_parts`` ranks of the
+    model axis share the graph, ``overlaps`` what stands elsewhere there.
 
     Raises:
         PlanError: a parameter cannot be worked with in the slices that are asked for.
@@ -216,7 +217,8 @@ def run_preparations(
     for listed in PREPARE:
         if listed.name not in left_out:
             preparation: Preparation = listed.instance(
-                slices=slices, num_micro_batches=num_micro_batches, divided=frozenset(divided), held=held,
+                slices=slices, num_micro_batches=num_micro_batches, divided=frozenset(divided), by_layer=by_layer,
+                held=held,
                 shardings=shardings, overlaps=overlaps, num_parts=num_parts,
             )  # fmt: skip
             is_shared = listed.kind is Partition and settings.verify > 0

@@ -15,24 +15,51 @@ tensor becomes a placeholder for each copy, so that an offset makes no region di
 model changes is read as the micro-batch before leaves it. Every micro-batch keeps its own gradients: the reduce pass
 adds them up where they arrive. Random operators draw in the order in which a loop over the micro-batches would.
 
+``by_layer``: the copies of a layer stand next to it, so that all micro-batches have run through it before the next
+layer begins (2512.17570 calls that vertical): weights come once a step, and what is handed from layer to layer is held
+for all micro-batches. Sums are the same, in the same order:
+
+    y = layer0(x)                           y = layer0(x_0); next_micro_batch(1, []); micro1_y = layer0(x_1)
+                                            next_micro_batch(0, [])
+    z = layer1(y)                           z = layer1(y); next_micro_batch(1, []); micro1_z = layer1(micro1_y)
+
+Layers between which a buffer is changed and read are one stretch there.
+
 Like ``simplify`` it runs before the plan is made, which names the nodes of the graph it leaves.
 
-Does not handle: micro-batches of unequal size.
+Random operators of a layer then draw from a state of their micro-batch's own, so that all draw what they would one by
+one (``passes/lib/draws_ahead.py``).
+
+Does not handle: micro-batches of unequal size; layer by layer, random operators whose draws depend on values, or on the
+rank (``find_unforeseen_draw`` finds one).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.aliasing import storage_source
+from zerofx.ir.aliasing import is_view, storage_source
 from zerofx.ir.edit import insert_call
-from zerofx.ir.facts import Origin, Phase, Role, origin, placeholder, set_placeholder, set_value, tensor
+from zerofx.ir.facts import (
+    Origin,
+    Phase,
+    Role,
+    is_random,
+    origin,
+    placeholder,
+    set_placeholder,
+    set_value,
+    slice_of,
+    tensor,
+)
 from zerofx.ir.graph import StepGraph
+from zerofx.passes.lib.draws_ahead import draw_ahead, mark_draws
 from zerofx.scheduler.analysis.saved_values import value_node
 
 
@@ -42,60 +69,113 @@ class Accumulate:
 
     num_micro_batches: int = 1
     divided: frozenset[str] = frozenset()
+    by_layer: bool = False
     name: str = "accumulate"
 
     def run(self, step: StepGraph) -> None:
-        accumulate(step, self.num_micro_batches, self.divided)
+        accumulate(step, self.num_micro_batches, self.divided, by_layer=self.by_layer)
 
 
-def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]) -> None:
+def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str], *, by_layer: bool = False) -> None:
     """Unroll ``step``, the graph of one micro-batch, in place; ``divided`` names the batch tensors that are divided."""
     if num_micro_batches == 1:
         return
-    step.num_micro_batches = num_micro_batches
+    step.num_micro_batches, step.by_layer = num_micro_batches, by_layer
     calls, mutations = list(step.calls()), step.mutations
     inputs = [node for node in step.placeholders(Role.INPUT) if placeholder(node).name in divided]
     buffers = {placeholder(node).name: node for node in step.placeholders(Role.BUFFER)}
     for node in inputs:
         set_placeholder(node, replace(placeholder(node), part=0))
     total, loss = step.loss, step.loss
-    extras, gradients = [*step.extras], [step.gradients]
+    bodies = [{node: node for node in (*step.placeholders(), *calls)}]
+    for number in range(1, step.num_bodies):
+        bodies.append({node: node for node in step.placeholders()})
+        bodies[number] |= {node: _part_of(step, node, number) for node in inputs}
     # An extra stays what it is, while what a loop's round is given becomes what the round leaves.
     given_back = {value_node(storage_source(node)) for node in step.extras}
-    within = [node for node in calls if node not in given_back]
-    latest, own = dict(mutations), set(within)
-    for number in range(1, step.num_bodies):
-        handed_on = [name for name in latest if buffers[name].users] if step.has_loop else []
-        latest |= {name: _own_value(step, latest[name], own) for name in handed_on}
-        _begin(step, number, (total, *(latest[name] for name in handed_on)) if step.has_loop else ())
-        copies = {node: node for node in step.placeholders()}
-        copies |= {node: _part_of(step, node, number) for node in inputs}
-        copies |= {buffers[name]: node for name, node in latest.items()}
-        for node in calls:
-            copies[node] = _copy(step, node, copies, number)
-        total = _sum(step, total, copies[loss])
-        extras += [copies[node] for node in extras[: step.num_extras]]
-        gradients.append({name: copies[node] for name, node in gradients[0].items()})
-        latest, own = {name: copies[node] for name, node in mutations.items()}, {copies[node] for node in within}
-    step.set_outputs(total, latest, *gradients, extras=extras)
+    draws = list(filter(is_random, calls)) if by_layer else []
+    if draws:
+        draw_ahead(step, draws, calls[0], lambda before, number: _begin(step, before, number))
+    stretches = _stretches(step, calls, [(buffers[name], node) for name, node in mutations.items()])
+    for nodes, following in itertools.zip_longest(stretches, [later[0] for later in stretches[1:]]):
+        end, within = following or step.output, set(nodes)
+        if nodes is not stretches[0]:
+            _begin(step, nodes[0], 0)
+        draws_here = not within.isdisjoint(draws)
+        if draws_here:
+            mark_draws(step, nodes[0], ops.take_draws)
+        changed = [name for name in mutations if not by_layer or mutations[name] in within]
+        latest = {name: mutations[name] for name in changed}
+        for number, copies in enumerate(bodies[1:], 1):
+            # Layer by layer, its own backward reads what a micro-batch hands on, when others have run: it has a copy.
+            own = {bodies[number - 1][node] for node in nodes if node not in given_back and not by_layer}
+            handed_on = [name for name in changed if buffers[name].users] if step.has_loop else []
+            latest |= {name: _own_value(step, latest[name], own, end) for name in handed_on}
+            if loss in within and by_layer and step.has_loop:
+                total = _own_value(step, total, (), end)
+            carried = [*([total] if loss in within else []), *(latest[name] for name in handed_on)]
+            if draws_here:
+                mark_draws(step, end, ops.keep_draws, False)
+            _begin(step, end, number, carried if step.has_loop else ())
+            if draws_here:
+                mark_draws(step, end, ops.take_draws)
+            copies |= {buffers[name]: node for name, node in latest.items()}
+            for node in nodes:
+                copies[node] = _copy(step, node, copies, number, end)
+            if loss in within:
+                total = _sum(step, total, copies[loss])
+            latest = {name: copies[mutations[name]] for name in changed}
+        if draws_here:
+            mark_draws(step, end, ops.keep_draws, False)
+    step.set_outputs(
+        total,
+        {name: bodies[-1][node] for name, node in mutations.items()},
+        *[{name: copies[node] for name, node in step.gradients.items()} for copies in bodies],
+        extras=[copies[node] for copies in bodies for node in step.extras],
+    )
 
 
-def _own_value(step: StepGraph, node: fx.Node, own: Collection[fx.Node]) -> fx.Node:
+def _stretches(
+    step: StepGraph, calls: Sequence[fx.Node], changes: Sequence[tuple[fx.Node, fx.Node]]
+) -> list[list[fx.Node]]:
+    """The calls in runs of a layer, or of a slice of a weight; ``changes`` are buffers with their next values.
+
+    What reads a buffer and what changes it are in one run. All calls are one where micro-batches run one by one.
+    """
+    if not step.by_layer:
+        return [list(calls)]
+    starts, here = [0], None
+    for position, node in enumerate(calls):
+        if is_view(node):
+            continue
+        place = step.unit_of(node), slice_of(node)
+        if here not in (None, place):
+            starts.append(position)
+        here = place
+    order = {node: position for position, node in enumerate(calls)}
+    for buffer, changed in changes:
+        # A buffer that takes another's place is changed by no call: nothing may stand between micro-batches.
+        spans = [order.get(node, end) for node in (*buffer.users, changed) for end in (0, len(calls))]
+        starts = [start for start in starts if not min(spans) < start <= max(spans)]
+    return [list(calls[start:end]) for start, end in itertools.pairwise([*starts, len(calls)])]
+
+
+def _own_value(step: StepGraph, node: fx.Node, own: Collection[fx.Node], before: fx.Node) -> fx.Node:
     """A value that a micro-batch leaves a buffer with, as one of what that micro-batch alone has, its ``own``.
 
     It may hand on what it was given, where two buffers change places, say, or what the step gives back, an extra.
     """
     if value_node(storage_source(node)) in own:
         return node
-    with step.graph.inserting_before(step.output):
+    with step.graph.inserting_before(before):
         return insert_call(step.graph, torch.ops.aten.clone.default, (node,), Origin("", Phase.FORWARD))
 
 
-def _begin(step: StepGraph, number: int, carried: Iterable[fx.Node]) -> None:
-    """Insert what stands before a further micro-batch, which ``carried`` is handed on to."""
+def _begin(step: StepGraph, before: fx.Node, number: int, carried: Iterable[fx.Node] = ()) -> None:
+    """Insert what stands between two bodies, the second of which ``carried`` is handed on to."""
     # Views are made again where they are read.
     owners = [value_node(storage_source(node)) for node in carried]
-    with step.graph.inserting_before(step.output):
+    with step.graph.inserting_before(before):
         args = (number, owners)
         insert_call(step.graph, ops.next_micro_batch, args, Origin("", Phase.FORWARD), name=f"micro_batch_{number}")
 
@@ -107,9 +187,9 @@ def _part_of(step: StepGraph, first: fx.Node, number: int) -> fx.Node:
     return set_value(node, tensor(first))  # with the strides of the batch
 
 
-def _copy(step: StepGraph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], number: int) -> fx.Node:
+def _copy(step: StepGraph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], number: int, before: fx.Node) -> fx.Node:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
-    with step.graph.inserting_before(step.output):
+    with step.graph.inserting_before(before):
         copy = step.graph.create_node("call_function", node.target, tuple(args), kwargs, name=_name(node, number))
     copy.meta = dict(node.meta)
     return copy

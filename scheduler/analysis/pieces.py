@@ -21,6 +21,7 @@ from zerofx.ir.aliasing import Storage, is_view, mutated_inputs, storage_source
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import Phase, is_random, origin, tile_of
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.micro_batches import calls_by_body
 from zerofx.scheduler.analysis.saved_values import is_forward_call, outputs_of, storage_size, value_node
 from zerofx.scheduler.plan.decisions import PieceDecision
 
@@ -94,19 +95,13 @@ def pieces(step: StepGraph, runs: Sequence[ForwardRun]) -> tuple[PieceDecision, 
 
 def _forward_runs(step: StepGraph) -> list[list[tuple[str, list[fx.Node]]]]:
     """The runs of forward by unit, for each micro-batch."""
-    by_micro_batch: list[list[tuple[str, list[fx.Node]]]] = []
-    ended = True
-    for node in step.calls():
-        if not is_forward_call(node):
-            ended = True  # what follows is another micro-batch's forward
-        elif not is_view(node):
-            if ended:
-                by_micro_batch.append([])
-            unit, runs = step.unit_of(node), by_micro_batch[-1]
+    by_micro_batch: list[list[tuple[str, list[fx.Node]]]] = [[] for _ in range(step.num_bodies)]
+    for node, body in calls_by_body(step):
+        if is_forward_call(node) and not is_view(node):
+            unit, runs = step.unit_of(node), by_micro_batch[body]
             if not runs or runs[-1][0] != unit:
                 runs.append((unit, []))
             runs[-1][1].append(node)
-            ended = False
     return by_micro_batch
 
 

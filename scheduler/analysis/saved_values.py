@@ -9,7 +9,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import Storage, storage_bytes, storage_source
-from zerofx.ir.facts import Phase, origin
+from zerofx.ir.facts import Phase, draws_for_nothing, origin
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.ops import VALUE_COLLECTIVES
 
@@ -45,8 +45,8 @@ def value_node(storage: Storage) -> fx.Node:
 
 def is_forward_call(node: fx.Node) -> bool:
     """True if the node computes in forward."""
-    computes = node.op == "call_function" and node.target is not ops.next_micro_batch
-    return computes and origin(node).phase is Phase.FORWARD
+    computes = node.op == "call_function" and node.target not in ops.AROUND_MICRO_BATCHES
+    return computes and origin(node).phase is Phase.FORWARD and not draws_for_nothing(node)
 
 
 def outputs_of(node: fx.Node) -> Iterator[Storage]:

@@ -23,7 +23,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import Storage, aliased_input, is_view, storage_bytes, storage_source, tensors_of
 from zerofx.ir.facts import DEVICE, placeholder, tier_of
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import Loop, loop_of, times_held
+from zerofx.ir.micro_batches import loops_of, times_held
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.streams import background_work, hops_of, runs_on_host
@@ -150,11 +150,9 @@ def liveness(step: StepGraph, on_cpu: bool, *, compiles_regions: bool = False) -
     sizes = {(node, index): size for node, storages in here.items() for index, size in storages}
     running_here = tuple(storage for storage in running_on if storage in sizes)
     live, during, after = persistent + sum(sizes[storage] for storage in running_here), {}, {}
-    loop = loop_of(step)
+    shifts = _shifts_of_loops(step, here, last_use)
     for node in step.calls():
-        live += sum(size for _, size in here.get(node, ()))
-        if loop is not None and node is loop.begin:
-            live += (loop.num_rounds - 1) * _bytes_to_return(loop, here, last_use)
+        live += sum(size for _, size in here.get(node, ())) + shifts.get(node, 0)
         inside = taken.get(node)
         during[node] = live + (0 if inside is None else inside.inside) + _scratch_bytes(node)
         live -= sum(sizes[storage] for storage in dying.get(node, ()))
@@ -184,12 +182,37 @@ def _match_settles(step: StepGraph) -> dict[fx.Node, fx.Node]:
     return {runs_on[what]: node for node in settled if (what := background_work(node)) in runs_on}
 
 
-def _bytes_to_return(
-    loop: Loop, owned: Mapping[fx.Node, list[tuple[int, int]]], last_use: Mapping[Storage, fx.Node]
-) -> int:
-    """Bytes of what a step returns of each round: what the earlier ones have made is there in the last."""
-    storages = ((node, index, size) for node in loop.body() for index, size in owned.get(node, ()))
-    return sum(size for node, index, size in storages if (node, index) not in last_use)
+def _shifts_of_loops(
+    step: StepGraph,
+    owned: Mapping[fx.Node, list[tuple[int, int]]],
+    last_use: Mapping[Storage, fx.Node],
+    size_of: Callable[[int], int] = int,
+) -> dict[fx.Node, int]:
+    """Bytes that become live where a loop begins and ends, besides those of the round that the graph shows.
+
+    What a round makes for the step's caller, or for the same round of another loop, is there for all rounds in the end;
+    what it reads of another loop for the last time was there for all of them in the beginning. Either is most in the
+    first round or in the last, which is what is said of all.
+    """
+    loops = loops_of(step)
+    loop_of_node = {node: number for number, loop in enumerate(loops) for node in loop.body()}
+    made_bytes, taken_bytes = [0] * len(loops), [0] * len(loops)
+    for node, number in loop_of_node.items():
+        carried = {storage_source(after) for _, after in loops[number].carries}
+        for index, size in owned.get(node, ()):
+            reader = last_use.get((node, index))
+            consumer = None if reader is None else loop_of_node.get(reader)
+            if consumer == number or ((node, index) in carried and reader is not None):
+                continue
+            made_bytes[number] += size_of(size)
+            if consumer is not None:
+                taken_bytes[consumer] += size_of(size)
+    shifts = {}
+    for loop, there_after, there_before in zip(loops, made_bytes, taken_bytes, strict=True):
+        most = max(there_before, there_after)
+        shifts[loop.begin] = (loop.num_rounds - 1) * (most - there_before)
+        shifts[loop.end] = (loop.num_rounds - 1) * (there_after - most)
+    return shifts
 
 
 def _tier_use(
@@ -209,7 +232,11 @@ def _tier_use(
     there += itertools.chain.from_iterable(left.values())
     live, during, after = persistent + sum(there), {}, {}
     blocks = most_blocks = _persistent_bytes(step, tier, size_class) + sum(map(size_class, there))
+    stored = {node: owned[node] for node in held}
+    shifts, block_shifts = (_shifts_of_loops(step, stored, last_use, size) for size in (int, size_class))
     for node in step.calls():
+        live += shifts.get(node, 0)
+        blocks += block_shifts.get(node, 0)
         passing, settled = _host_buffer_bytes(node) if tier == "host" else 0, left.get(node, ())
         if not passing and not settled and node not in held and node not in dying:  # most nodes
             during[node] = after[node] = live

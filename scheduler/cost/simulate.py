@@ -23,7 +23,7 @@ from zerofx.ir.aliasing import storage_bytes, storage_source
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Role, host_bucket, tensor
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import loop_of, times_run
+from zerofx.ir.micro_batches import loops_of, times_run
 from zerofx.ir.streams import LINKS, background_work, hops_of, num_gathers_after, runs_on_host, stream_of
 from zerofx.scheduler.cost.categories import peak_memory
 from zerofx.scheduler.cost.liveness import Liveness, liveness
@@ -182,13 +182,9 @@ class _UnderWay:
 
 def _timings(step: StepGraph, clocks: _Clocks) -> dict[fx.Node, NodeTiming]:
     """A timing for each call, in order; of those copies that run on, as they did in the step before."""
-    loop = loop_of(step)
-    inside = () if loop is None else set(loop.body())
     return {
-        node: replace(clocks.timings[node], num_runs=loop.num_rounds)
-        if loop and node in inside
-        else clocks.timings[node]
-        for node in step.calls()
+        node: replace(clocks.timings[node], num_runs=times) if times > 1 else clocks.timings[node]
+        for node, times in times_run(step).items()
     }
 
 
@@ -196,13 +192,13 @@ def _run(
     step: StepGraph, machine: Machine, mesh: Mesh, measured: Mapping[str, float] | None, before: _UnderWay
 ) -> _Clocks:
     """The clocks at the end of a step that begins with what is under way ``before``."""
-    clocks, loop, loop_begun = _Clocks(machine, mesh, measured, before), loop_of(step), 0.0
+    clocks, loops = _Clocks(machine, mesh, measured, before), loops_of(step)
+    begins, ends = {loop.begin for loop in loops}, {loop.end: loop.num_rounds for loop in loops}
     for node in step.calls():
-        if loop is not None and node is loop.begin:
-            loop_begun = clocks.compute
-        elif loop is not None and node is loop.end:
-            # The rounds after the first take as long as it.
-            clocks.skip((loop.num_rounds - 1) * (clocks.compute - loop_begun))
+        if node in begins:
+            clocks.begin_round()
+        elif node in ends:
+            clocks.repeat_round(ends[node] - 1)
         clocks.run(node)
     clocks.end()
     return clocks
@@ -218,6 +214,7 @@ class _Clocks:
         self._machine, self._mesh, self._measured, self._before = machine, mesh, measured or {}, before
         self.timings: dict[fx.Node, NodeTiming] = {}
         self.compute = 0.0
+        self._round = 0.0, dict[str, float](), dict[str, float](), dict[fx.Node, float]()
         self._host = before.host
         self._collectives: dict[str, float] = {}  # by stream: one for each communicator
         self._links = {**dict.fromkeys(LINKS, 0.0), **before.links}
@@ -230,12 +227,24 @@ class _Clocks:
         self._runs_on: dict[tuple[int, bool], tuple[fx.Node, ...]] = {}
         self._together: list[fx.Node] = []  # gathers that start with the next one
 
-    def skip(self, seconds: float) -> None:
-        """Let ``seconds`` pass, at whose end what is under way is so as it is now."""
+    def begin_round(self) -> None:
+        """A loop begins: what is under way goes on by itself."""
+        self._round = self.compute, dict(self._collectives), dict(self._links), dict(self._done)
+
+    def repeat_round(self, times: int) -> None:
+        """Let the round since ``begin_round`` take place ``times`` more; what it has started is then under way as now.
+
+        Each takes as long as the first.
+        """
+        begun, collectives, links, done = self._round
+        seconds = times * (self.compute - begun)
+
+        def shift(now: Mapping[T, float], before: Mapping[T, float]) -> dict[T, float]:
+            return {key: end + (seconds if before.get(key) != end else 0.0) for key, end in now.items()}
+
         self.compute += seconds
-        self._collectives = {stream: free + seconds for stream, free in self._collectives.items()}
-        self._links = {stream: free + seconds for stream, free in self._links.items()}
-        self._done = {node: done + seconds for node, done in self._done.items()}
+        self._collectives, self._links = shift(self._collectives, collectives), shift(self._links, links)
+        self._done = shift(self._done, done)
 
     def end(self) -> None:
         """The step is over: copies that the host has held back until now begin, and others in the next one."""

@@ -17,7 +17,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import is_view
 from zerofx.ir.facts import Phase, copied_from, origin, piece_of, slice_of
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import loop_bodies
+from zerofx.ir.micro_batches import loop_bodies, stretches, times_run
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 
@@ -29,7 +29,8 @@ class UnitRun:
     """A unit's nodes in a row in one phase: the first, the last, and when they run, in seconds from the step's begin.
 
     Those that work on a slice of a weight are a run of their own, and so are those of a piece. ``unit`` is ``""`` for
-    nodes outside all units.
+    nodes outside all units. Where micro-batches run layer by layer, it is all that a layer does for them in a row, in
+    the unit and phase that it begins in.
     """
 
     unit: str
@@ -43,15 +44,18 @@ class UnitRun:
 def seconds_by_place(
     step: StepGraph, machine: Machine, measured: Mapping[str, float] | None = None
 ) -> dict[UnitPhase, float]:
-    """Seconds of computation in each unit and phase, over all its runs; ``measured`` as for ``simulate``."""
+    """Seconds of computation in each unit and phase, over all its runs; ``measured`` as for ``simulate``.
+
+    A loop counts as one micro-batch, or where micro-batches run layer by layer as all of its rounds.
+    """
     by_place: dict[UnitPhase, float] = {}
+    times = times_run(step) if step.by_layer else {}
     for node in step.calls():
         if not is_view(node):
             place = (step.unit_of(node), origin(node).phase)
             seconds = measured.get(node.name) if measured is not None else None
-            by_place[place] = by_place.get(place, 0.0) + (
-                node_cost(node, machine).seconds if seconds is None else seconds
-            )
+            once = node_cost(node, machine).seconds if seconds is None else seconds
+            by_place[place] = by_place.get(place, 0.0) + times.get(node, 1) * once
     return by_place
 
 
@@ -83,19 +87,24 @@ def runs(step: StepGraph, seconds: Mapping[UnitPhase, float]) -> list[UnitRun]:
     """
 
     def computes(node: fx.Node) -> bool:
-        return not is_view(node) and copied_from(node) is None and node.target is not ops.next_micro_batch
+        return not is_view(node) and copied_from(node) is None and node.target not in ops.AROUND_MICRO_BATCHES
 
     def part_of(node: fx.Node) -> tuple[UnitPhase, str | None, str | None]:
         return (step.unit_of(node), origin(node).phase), slice_of(node), piece_of(node)
 
-    spans: list[tuple[UnitPhase, fx.Node, fx.Node]] = []
-    for (place, *_), group in itertools.groupby(filter(computes, step.calls()), part_of):
+    stretch_of = stretches(step) if step.by_layer else {}
+
+    def run_key(node: fx.Node) -> object:
+        return stretch_of[node] if step.by_layer else part_of(node)
+
+    spans: list[tuple[list[UnitPhase], fx.Node, fx.Node]] = []
+    for _, group in itertools.groupby(filter(computes, step.calls()), run_key):
         nodes = list(group)
-        spans.append((place, nodes[0], nodes[-1]))
-    times = Counter(place for place, _, _ in spans)
+        spans.append((list(dict.fromkeys(part_of(node)[0] for node in nodes)), nodes[0], nodes[-1]))
+    times = Counter(place for places, _, _ in spans for place in places)
     in_order, now = [], 0.0
-    for place, first, last in spans:
-        end = now + seconds.get(place, 0.0) / times[place]
-        in_order.append(UnitRun(*place, first, last, now, end))
+    for places, first, last in spans:
+        end = now + sum(seconds.get(place, 0.0) / times[place] for place in places)
+        in_order.append(UnitRun(*places[0], first, last, now, end))
         now = end
     return in_order

@@ -24,6 +24,7 @@ from zerofx.ir.aliasing import storage_bytes, tensors_of
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import Phase, origin, piece_of
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.micro_batches import loops_of
 from zerofx.passes.activations.offload import refusal
 from zerofx.scheduler.analysis.saved_values import storage_size
 from zerofx.scheduler.cost.machine import Machine
@@ -42,15 +43,18 @@ _NUM_BYTE_PRICES = 24  # how many prices of a byte are tried, between the cheape
 _BACKWARD = 2.0  # seconds of backward for one of forward: two matrix products for each
 
 
-def entries(segment: Segment, machine: Machine, tier: Tier, num_layers: int, *, recompute: bool) -> list[Level]:
+def entries(
+    segment: Segment, machine: Machine, tier: Tier, num_layers: int, *, recompute: bool, hides: bool = True
+) -> list[Level]:
     """Levels of a segment whose values may be offloaded to ``tier`` and, with ``recompute``, computed again.
 
     Their ``seconds`` are those of computing again and the exposed part of copying, if the segment's own run is all
     there is to hide it. Of ``num_layers`` such layers, one has its values back at any time of backward: that part of
-    what is offloaded counts in ``num_bytes``. The first level keeps all.
+    what is offloaded counts in ``num_bytes``. ``hides``: whether copies overlap with anything. The first level keeps
+    all.
     """
     seconds = {node: node_cost(node, machine).seconds for node in segment.operators}
-    links = _Links(segment, machine, tier, sum(seconds.values()), num_layers)
+    links = _Links(segment, machine, tier, sum(seconds.values()), num_layers, hides=hides)
     levels = {keep_all(segment): None}
     if recompute:
         levels |= dict.fromkeys([*menu(segment, machine), *_cuts(segment, links, seconds)])
@@ -72,7 +76,9 @@ def seconds_away(segment: Segment, spans: Sequence[UnitRun]) -> float:
         mine = [run for run in spans if piece_of(run.first) == segment.piece]
     else:
         mine = [run for run in spans if run.unit == segment.unit]
-    gone = next(run for run in mine if run.first <= segment.operators[-1] <= run.last)
+    gone = next((run for run in mine if run.first <= segment.operators[-1] <= run.last), None)
+    if gone is None:  # a run of several layers, whose micro-batches are not apart
+        return 0.0
     back = next((run for run in mine if run.phase is Phase.BACKWARD and run.first > gone.last), gone)
     return max(0.0, back.start_seconds - gone.end_seconds)
 
@@ -80,9 +86,11 @@ def seconds_away(segment: Segment, spans: Sequence[UnitRun]) -> float:
 class _Links:
     """Times of copying a segment's values; ``forward`` are the seconds of its own run in forward."""
 
-    def __init__(self, segment: Segment, machine: Machine, tier: Tier, forward: float, num_layers: int) -> None:
+    def __init__(
+        self, segment: Segment, machine: Machine, tier: Tier, forward: float, num_layers: int, *, hides: bool
+    ) -> None:
         computed = set(segment.operators)
-        self.forward, self.num_layers = forward, num_layers
+        self.forward, self.num_layers, self.hides = forward, num_layers, hides
         self.sizes = [storage_size(storage) for storage in segment.values]
         self.down = [copy_seconds(size, "device", tier, machine) for size in self.sizes]
         self.up = [copy_seconds(size, tier, "device", machine) for size in self.sizes]
@@ -98,7 +106,8 @@ class _Links:
                 left -= self.down[i]
                 out.append(i)
         down, up = sum(self.down[i] for i in out), sum(self.up[i] for i in out)
-        exposed = max(0.0, down - self.forward) + max(0.0, up - _BACKWARD * self.forward - level.seconds)
+        hidden_down, hidden_up = (self.forward, _BACKWARD * self.forward + level.seconds) if self.hides else (0.0, 0.0)
+        exposed = max(0.0, down - hidden_down) + max(0.0, up - hidden_up)
         stays = (
             sum(self.sizes[i] for i in level.saved.difference(out)) + sum(self.sizes[i] for i in out) // self.num_layers
         )
@@ -176,6 +185,7 @@ def place(
     back = _ways_back(copies, spans, machine)
     decisions = []
     passing = [ledger.left["host"]] * len(spans)
+    rounds = _places_in_rounds(step, copies)
     for copy in copies:
         freed, reload = gone[copy.node], back[copy.node]
         if freed + 1 >= reload:
@@ -196,13 +206,27 @@ def place(
                 value=copy.node.name,
                 tier=copy.tier,
                 num_bytes=copy.num_bytes,
-                free_after=(spans[freed].last.name,),
-                reload_before=(spans[reload].first.name,),
+                free_after=(rounds.get(copy.node, (spans[freed].last.name, ""))[0],),
+                reload_before=(rounds.get(copy.node, ("", spans[reload].first.name))[1],),
                 reason=f"{copy.reason}; {format_seconds(down)} out, {format_seconds(up)} back",
                 layer=origin(copy.node).layer,
             )
         )
     return tuple(decisions)
+
+
+def _places_in_rounds(step: StepGraph, copies: Sequence[_Copy]) -> dict[fx.Node, tuple[str, str]]:
+    """The last reader of forward and the first of backward of each value that loops of layers have: what a round starts
+    is done in it."""
+    if not (step.by_layer and step.has_loop):
+        return {}
+    order, in_loop = step.positions(), {node for loop in loops_of(step) for node in loop.body()}
+    places = {}
+    for node in (copy.node for copy in copies if copy.node in in_loop):
+        readers = sorted((node, *consumers(node)), key=order.__getitem__)
+        forward = [reader for reader in readers if origin(reader).phase is Phase.FORWARD]
+        places[node] = forward[-1].name, next(reader for reader in readers if reader not in forward).name
+    return places
 
 
 def _copies(step: StepGraph, spans: Sequence[UnitRun], requests: Mapping[str, str], ledger: Ledger) -> list[_Copy]:

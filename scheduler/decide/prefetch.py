@@ -27,6 +27,7 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import Phase, origin
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.micro_batches import times_run
 from zerofx.passes.lib.placed_states import may_run_on
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import Positions, UnitPhase, UnitRun, runs
@@ -262,8 +263,9 @@ def _activations(
     plan: Plan, step: StepGraph, spans: Sequence[UnitRun], at: Positions
 ) -> tuple[list[_Entry], list[Departure]]:
     """The copies back of activations on the host, after those are gone, and not before backward begins; and those out,
-    once the last of forward has read them."""
+    once the last of forward has read them. What the rounds of a layer's loop copy they await themselves."""
     by_name, reloads, departures = step.nodes_by_name(), list[_Entry](), list[Departure]()
+    times = times_run(step) if step.by_layer else {}
     for number, offload in enumerate(plan.offloads):
         if offload.tier != "host":
             continue
@@ -271,7 +273,9 @@ def _activations(
         readers = consumers(value)
         again = [node for node in readers if origin(node).phase is not Phase.FORWARD]
         read = max(at.run_of(node) for node in (value, *readers) if node not in again)
-        departures.append(Departure(offload.num_bytes, read, freed))
+        departures.append(Departure(times.get(value, 1) * offload.num_bytes, read, freed))
+        if times.get(value, 1) > 1:
+            continue
         needed = min(map(at.run_of, again))
         backward = next(run for run in range(freed, needed + 1) if spans[run].phase is not Phase.FORWARD)
         earliest = max(backward, freed + 2)

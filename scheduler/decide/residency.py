@@ -19,7 +19,7 @@ from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import Phase, Role, origin, placeholder
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import loop_bodies
+from zerofx.ir.micro_batches import loop_bodies, stretches
 from zerofx.scheduler.decide.overlap import await_later, crossings, gather_later, issue_ahead
 from zerofx.scheduler.plan.decisions import Absence, GatherDecision, ReduceDecision
 from zerofx.scheduler.plan.facts import unit_of
@@ -100,9 +100,10 @@ def _decide_gathers(
 def residencies(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -> list[Residency]:
     """All residencies of all buckets in the order of their first use.
 
-    A round of a loop over micro-batches begins as it ends: what is not kept throughout is released in between.
+    A round of a loop over micro-batches begins as it ends: what is not kept throughout is released in between. Where
+    micro-batches run layer by layer, what a layer reads stays from the first to the last.
     """
-    order, bodies = step.positions(), loop_bodies(step)
+    order, bodies, stretch_of = step.positions(), loop_bodies(step), stretches(step)
     uses = parameter_uses(step, layout)
     timeline = sorted((order[node], bucket.unit, _home(step, bucket)) for bucket, nodes in uses for node in nodes)
     stays = []
@@ -111,6 +112,7 @@ def residencies(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -
         for i in range(1, len(nodes) + 1):
             if i < len(nodes) and (
                 options.keeps(bucket)
+                or (step.by_layer and stretch_of[nodes[i - 1]] == stretch_of[nodes[i]])
                 or (
                     bodies[nodes[i - 1].name] == bodies[nodes[i].name]
                     and not _other_unit_between(timeline, order, bucket, step.units, nodes[i - 1], nodes[i])

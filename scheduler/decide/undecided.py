@@ -27,6 +27,7 @@ def undecided(step: StepGraph, layout: BucketLayout, stage: int, precision: str 
         shardings=step.shardings,
         overlaps=step.overlaps,
         num_micro_batches=step.num_micro_batches,
+        by_layer=step.by_layer,
         replicate=layout.mesh.replicate,
         model=layout.mesh.model,
         summary=summarise_graph(step),

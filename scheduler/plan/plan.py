@@ -35,7 +35,8 @@ class Plan:
     ``slices`` are there in slices; ``summary`` is what is in it. ``extra_keeps`` are forward values that backward reads
     only because others are computed again from them. ``pieces`` are those that what is outside repeated layers is
     divided into, where not all values stay. ``memory_budget`` is what the plan was made to fit, in bytes on the device.
-    ``num_micro_batches`` is how many a batch is divided into, which run one after the other before the update.
+    ``num_micro_batches`` is how many a batch is divided into, which run one after the other before the update, or
+    ``by_layer``: all of them through a layer before the next one.
     ``max_grad_norm`` is what the norm of all gradients is clipped to, None for gradients as they are. ``grad_norms``:
     whether those of layers are handed out. ``kept_gradients``: buckets whose gradients are. ``loss_scaled``:
     whether they are of a loss that is multiplied by a scale, and looked at before the first update. ``wire`` is what
@@ -67,6 +68,7 @@ class Plan:
     gradients: tuple[Absence, ...] = ()
     memory_budget: int | None = None
     num_micro_batches: int = 1
+    by_layer: bool = field(default=False, metadata=ONLY_IF_SET)
     max_grad_norm: float | None = field(default=None, metadata=ONLY_IF_SET)
     grad_norms: bool = field(default=False, metadata=ONLY_IF_SET)
     kept_gradients: tuple[str, ...] = field(default=(), metadata=ONLY_IF_SET)

@@ -98,8 +98,10 @@ class GraphFacts:
 
     @cached_property
     def seconds_of_one(self) -> dict[UnitPhase, float]:
-        """Seconds of computation by unit and phase, of one micro-batch: what overlaps with a single transfer."""
-        return {place: total / self.step.num_bodies for place, total in self.seconds.items()}
+        """Seconds of computation by unit and phase, of one micro-batch: what overlaps with a single transfer. Where
+        micro-batches run layer by layer, it is that of all of them."""
+        num_runs = 1 if self.step.by_layer else self.step.num_bodies
+        return {place: total / num_runs for place, total in self.seconds.items()}
 
     @cached_property
     def activations(self) -> dict[Storage, None]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from zerofx.ir.buckets import Bucket
+from zerofx.ir.micro_batches import loops_of
 from zerofx.scheduler.analysis.saved_values import storage_size
 from zerofx.scheduler.cost.timeline import runs
 from zerofx.scheduler.cost.wire_volume import seconds_along
@@ -39,7 +40,7 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
     if ledger.tiers:
         items += _tier_items(question, items, ledger)
     menus = gradient_menus(
-        layout, question.stage, question.step.num_micro_batches, question.reduce, seconds, machine, ledger
+        layout, question.stage, question.step.num_backwards, question.reduce, seconds, machine, ledger
     )
     return items + _bucket_items("gradients", menus)
 
@@ -110,11 +111,23 @@ def _activations(question: Question, leaning: Leaning) -> list[Item]:
     tier, recompute = question.tiers[0], leaning == "joint"
     # Of layers that are alike one at a time has its values back, and so it is with pieces, which need not be alike.
     alike = Counter(_kind(part) for part in parts)
+    # What a round of a layer's loop copies it awaits.
+    loops = loops_of(question.facts.piece_graph) if question.step.by_layer else ()
+    in_loop = {node for loop in loops for node in loop.body()}
+    first_of = {(part.key, part.operators[0] in in_loop): part for part in reversed(parts)}
     entries_of = {
-        key: entries(part, machine, tier, alike[_kind(part)], recompute=recompute) for key, part in first.items()
+        key: entries(part, machine, tier, alike[_kind(part)], recompute=recompute, hides=not key[1])
+        for key, part in first_of.items()
     }
     spans = runs(question.facts.piece_graph, question.facts.run_seconds)
-    return [Item("activations", joint_menu(entries_of[part.key], seconds_away(part, spans)), part) for part in parts]
+    return [
+        Item(
+            "activations",
+            joint_menu(entries_of[part.key, part.operators[0] in in_loop], seconds_away(part, spans)),
+            part,
+        )
+        for part in parts
+    ]
 
 
 def _spread_items(question: Question) -> list[Item]:

@@ -62,7 +62,7 @@ class StepVariants(Protocol):
         """True if the slices are still open."""
         ...
 
-    def graph(self, num_micro_batches: int) -> StepGraph:
+    def graph(self, num_micro_batches: int, *, by_layer: bool = False) -> StepGraph:
         """The captured step, which is not to be edited."""
         ...
 
@@ -122,9 +122,9 @@ class Problem:
             fixed=fixed,
         )
 
-    def replace_variants(self, variants: StepVariants, num_micro_batches: int) -> Problem:
-        """The same for other slices, or another number of micro-batches."""
-        graph, latest = variants.graph(num_micro_batches), self.rehearsal.latest
+    def replace_variants(self, variants: StepVariants, num_micro_batches: int, *, by_layer: bool = False) -> Problem:
+        """The same for other slices, or another number of micro-batches, or another order of them."""
+        graph, latest = variants.graph(num_micro_batches, by_layer=by_layer), self.rehearsal.latest
         rehearsal = Rehearsal(graph, variants.layout, variants.updates[0], self.target, latest)
         return replace(self, variants=variants, rehearsal=rehearsal)
 
@@ -158,7 +158,7 @@ class Problem:
     def gradients(self) -> tuple[Absence, ...]:
         """The gradients that are asked to wait elsewhere between micro-batches."""
         tier = gradients_tier(self.options.offload, self.machine)
-        return gradients_asked(self.layout, self.step.num_micro_batches, tier)
+        return gradients_asked(self.layout, self.step.num_backwards, tier)
 
     def _buckets_keeping_gradients(self) -> tuple[str, ...]:
         """The buckets with parameters whose gradients are asked for by name."""
@@ -174,7 +174,7 @@ class Problem:
         if self.gradients():
             return {}
         options, searched = self.options, self.memory_budget is not None
-        num = self.step.num_micro_batches
+        num = self.step.num_backwards
         return buckets_reduced_each(self.layout, options.stage, num, options.reduce, searched=searched)
 
     def delays(self) -> dict[Bucket, Level]:

@@ -194,8 +194,8 @@ class Prepared:
     def candidates(self) -> Sequence[int]:
         return [self.step.num_micro_batches]
 
-    def graph(self, num_micro_batches: int) -> StepGraph:
-        assert num_micro_batches == self.step.num_micro_batches
+    def graph(self, num_micro_batches: int, *, by_layer: bool = False) -> StepGraph:
+        assert (num_micro_batches, by_layer) == (self.step.num_micro_batches, self.step.by_layer)
         return self.step
 
     def slice_parameters(self, slices: Slices) -> Prepared:
@@ -266,6 +266,7 @@ def prepare(
     keywords: Mapping[str, object] | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
     num_micro_batches: int = 1,
+    by_layer: bool = False,
     slices: Mapping[str, int] | None = None,
     block: int = 1,
     loss_scaled: bool = False,
@@ -287,7 +288,7 @@ def prepare(
     optimizers = Optimizers((optimizer or sgd(model),))
     groups = group_of_parameters(model, optimizers, step.parameters, set(step.gradients))
     slice_parameters(step, slices_of_names(step, slices or {}))
-    accumulate(step, num_micro_batches, taken.divided_names())
+    accumulate(step, num_micro_batches, taken.divided_names(), by_layer=by_layer)
     layout = layout_of(
         step, groups, mesh or Mesh(shard=num_ranks), block=block,
         in_parts=in_parts, reduce_dtype=reduce_dtype, state_dtype=state_dtype,

@@ -54,7 +54,7 @@ class Captures:
         self._writes = verbose and settings.debug > 0
         self._captured: dict[int, StepGraph] = {}  # of one micro-batch each, before it is unrolled
         self._of_rank: dict[int, StepGraph] = {}  # likewise, of one rank of the model axis
-        self._unrolled: dict[int, StepGraph] = {}
+        self._unrolled: dict[tuple[int, bool], StepGraph] = {}
         self._recorded: dict[int, RecordedForward] = {}
         self.candidates: Sequence[int] = _candidates(batch, options)
         self.slices: tuple[SliceDecision, ...] = ()
@@ -137,7 +137,7 @@ class Captures:
         """The captured step for the least number."""
         return self.graph(self.candidates[0])
 
-    def graph(self, num_micro_batches: int) -> StepGraph:
+    def graph(self, num_micro_batches: int, *, by_layer: bool = False) -> StepGraph:
         """The captured step, which is not to be edited.
 
         Raises:
@@ -145,15 +145,18 @@ class Captures:
             PlanError: a parameter cannot be worked with in the slices that are asked for.
             CaptureError: the model cannot be captured.
         """
-        if num_micro_batches not in self._unrolled:
+        key = num_micro_batches, by_layer
+        if key not in self._unrolled:
             step = self.rank_graph(num_micro_batches)
             if self.slices or num_micro_batches > 1:
                 step = step.clone()
                 divided = self.batch_names_to_divide(num_micro_batches)
-                run_preparations(step, self._settings, self.slices, num_micro_batches, divided, done={"simplify"})
+                run_preparations(
+                    step, self._settings, self.slices, num_micro_batches, divided, done={"simplify"}, by_layer=by_layer
+                )
             step.guarded = self.guarded
-            self._unrolled[num_micro_batches] = step
-        return self._unrolled[num_micro_batches]
+            self._unrolled[key] = step
+        return self._unrolled[key]
 
     def rank_graph(self, num_micro_batches: int) -> StepGraph:
         """The captured step of one of so many micro-batches, as one rank runs it, which is not to be edited.

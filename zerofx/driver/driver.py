@@ -262,8 +262,8 @@ def _agree_on_plan(
         prepared = control.attempt("prepare slices of parameters", lambda: prepared.adapt_to(plan))
         prepared.agree(control)
     captured = prepared.captured
-    if plan.num_micro_batches != captured.num_micro_batches:
-        captured = control.attempt("capture a step", lambda: prepared.graph(plan.num_micro_batches))
+    if (plan.num_micro_batches, plan.by_layer) != (captured.num_micro_batches, captured.by_layer):
+        captured = control.attempt("capture a step", lambda: prepared.graph_for(plan))
         agree_on_graph(captured, control)
     check_graph(plan, captured, prepared.layout)
     hashes = control.gather(plan.decisions_hash(), "compare plans")

@@ -45,6 +45,7 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
         "stage": (str(plan.stage), str(options.stage)),
         "precision": (_precision(plan.precision), _precision(options.precision.compute)),
         "micro-batches": (str(plan.num_micro_batches), _micro_batches(options, plan)),
+        "order": (_order(plan), options.order if options.order != "auto" else _order(plan)),
         "wire": (plan.wire, options.wire),
         "max_grad_norm": (str(plan.max_grad_norm), str(options.max_grad_norm)),
         "grad_norms": (str(plan.grad_norms), str(options.grad_norms)),
@@ -244,6 +245,10 @@ def _describe(bucket: BucketSummary) -> str:
 def _micro_batches(options: CompileOptions, plan: Plan) -> str:
     """The number that is asked for; 1 is what compile has where nothing is."""
     return str(plan.num_micro_batches if options.accumulate in (1, "auto") else options.accumulate)
+
+
+def _order(plan: Plan) -> str:
+    return "layer" if plan.by_layer else "micro-batch"
 
 
 def _loss(scaled: bool) -> str:

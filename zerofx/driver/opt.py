@@ -131,7 +131,8 @@ def rewrite(saved: SavedGraph, passes: Sequence[Listed], plan: Plan | None, say:
 def _run(listed: Listed, step: StepGraph, saved: SavedGraph, layout: BucketLayout | None, plan: Plan) -> None:
     if listed in PREPARE:
         preparation = listed.instance(
-            slices=plan.slices, num_micro_batches=plan.num_micro_batches, divided=saved.divided,
+            slices=plan.slices, num_micro_batches=plan.num_micro_batches, by_layer=plan.by_layer,
+            divided=saved.divided,
             shardings=plan.shardings, overlaps=plan.overlaps, num_parts=plan.model,
         )  # fmt: skip
         preparation.run(step)

@@ -325,7 +325,7 @@ def _plan_on(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedSte
                 f"bytes; allow as much, or leave arena=True out",
                 nearest,
             ) from missed
-        lowered = lower_step(prepared, prepared.graph(decided.num_micro_batches), decided, target)
+        lowered = lower_step(prepared, prepared.graph_for(decided), decided, target)
         peak = lowered.plan.peak_bytes["device"]
         if budget is None or not options.arena or peak <= budget:
             return PlannedStep(lowered, prepared.layout, machine)

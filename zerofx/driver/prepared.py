@@ -124,9 +124,13 @@ class Prepared:
         """The numbers of micro-batches that may be planned for, the least first."""
         return self.captures.candidates
 
-    def graph(self, num_micro_batches: int) -> StepGraph:
-        """The captured step in so many micro-batches, which is not to be edited."""
-        return self.captures.graph(num_micro_batches)
+    def graph(self, num_micro_batches: int, *, by_layer: bool = False) -> StepGraph:
+        """The captured step in so many micro-batches, one by one or ``by_layer``, which is not to be edited."""
+        return self.captures.graph(num_micro_batches, by_layer=by_layer)
+
+    def graph_for(self, plan: Plan) -> StepGraph:
+        """The captured step that ``plan`` is for, which is not to be edited."""
+        return self.graph(plan.num_micro_batches, by_layer=plan.by_layer)
 
     def slice_parameters(self, slices: Slices) -> Prepared:
         """The same step with parameters in these slices.

@@ -131,8 +131,8 @@ class SavedGraph:
 
 # Fields of a step's graph that the graph's own text leaves to the model.
 _OF_STEP = (
-    "parameters", "units", "num_micro_batches", "slices", "cut_pieces", "reduced", "layer_squares", "kept_gradients",
-    "clipping", "unscaling", "guarded",
+    "parameters", "units", "num_micro_batches", "by_layer", "slices", "cut_pieces", "reduced", "layer_squares",
+    "kept_gradients", "clipping", "unscaling", "guarded",
 )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def erase_unread(graph: fx.Graph) -> None:
     That asks of every node whether it does anything else, where most are read, and checks the whole graph before.
     """
     for node in reversed(graph.nodes):
-        if not node.users and node.target is not ops.next_micro_batch and not node.is_impure():
+        if not node.users and node.target not in ops.AROUND_MICRO_BATCHES and not node.is_impure():
             graph.erase_node(node)
 
 

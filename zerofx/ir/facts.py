@@ -77,6 +77,7 @@ class Placeholder:
 class Job(StrEnum):
     """The job of a node that a pass has inserted, by which others find it."""
 
+    DRAW = "draw"  # draws for the generators to go on, and for nothing else; of a number of its own
     READ = "read"  # starts the read of a slice from nvme into the host's memory; of a decision about a gather
     RELOAD = "reload"  # starts the copy of a slice to the device; of a decision about a gather
     GATHER = "gather"  # starts a gather; of a decision about a gather
@@ -87,7 +88,7 @@ class Job(StrEnum):
 
 @dataclass(frozen=True)
 class Task:
-    """A job for one of the plan's decisions about gathers, or for a bucket, by its index.
+    """A job for one of the plan's decisions about gathers, for a bucket, or for a number of its own, by its index.
 
     This is how a node that a pass has put in is found again: an operator or a tensor of the model may have any name.
     """
@@ -233,6 +234,12 @@ def ints(argument: object) -> tuple[int, ...]:
     """The whole numbers that an argument lists."""
     assert isinstance(argument, list | tuple)
     return tuple(int(number) for number in argument)
+
+
+def draws_for_nothing(node: fx.Node) -> bool:
+    """True for what draws for the generators to go on alone, and what that reads."""
+    task = task_of(node)
+    return task is not None and task.job is Job.DRAW
 
 
 def is_random(node: fx.Node) -> bool:

@@ -84,7 +84,8 @@ class StepGraph:
     ``gradient_names`` and ``mutation_names`` say which is which, and each micro-batch has extras and gradients of its
     own. ``returned`` is what one of them gives besides its loss. Passes empty both as they turn gradients into
     reductions and updates into in-place writes; ``reduced`` then holds, by bucket, the node whose value is the
-    bucket's gradient on this rank. ``slices`` says which parameters are there in slices, each a parameter of its
+    bucket's gradient on this rank. ``by_layer``: all micro-batches run through a layer before the next layer
+    (``zerofx/ir/micro_batches.py``). ``slices`` says which parameters are there in slices, each a parameter of its
     own, ``shardings`` how the ranks of the model axis share what was captured, ``overlaps`` what stands elsewhere in
     the order. ``fakes`` remembers the values that passes have asked for. ``cut_pieces`` are the pieces of what is
     outside ``units`` at whose borders regions end. Where the step is ``guarded``, it ends before its updates if a loss
@@ -101,6 +102,7 @@ class StepGraph:
     reduced: dict[int, fx.Node] = field(default_factory=dict)
     fakes: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     num_micro_batches: int = 1
+    by_layer: bool = False
     slices: tuple[SliceDecision, ...] = ()
     shardings: tuple[ShardingDecision, ...] = ()
     overlaps: tuple[OverlapDecision, ...] = ()
@@ -126,6 +128,12 @@ class StepGraph:
     def has_loop(self) -> bool:
         """True if the second body stands for several micro-batches."""
         return self.num_micro_batches > self.num_bodies
+
+    @property
+    def num_backwards(self) -> int:
+        """The number of times that a layer's backward runs, with others in between: once for each micro-batch, or once
+        for all where they run layer by layer."""
+        return 1 if self.by_layer else self.num_micro_batches
 
     @property
     def loss(self) -> fx.Node:

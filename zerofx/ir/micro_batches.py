@@ -4,10 +4,15 @@ A step of up to three micro-batches has a body for each. A step of more has thre
 for all in between, and the last. The one in between is a loop: it runs once for each micro-batch that it stands for,
 and its end restores what it began with. ``ops.next_micro_batch`` separates two bodies, and reads the values that the
 first passes to the second: the loop's begin and end pass the same values in the same order.
+
+Micro-batches that run layer by layer (``StepGraph.by_layer``) have all of this once for each *stretch* of the graph,
+the nodes of a layer in a row, rather than once for the step. Between two stretches ``next_micro_batch(0)`` leads back
+to the first body. Every stretch has a loop of its own, whose round i has what round i of the others has made.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -62,12 +67,12 @@ def hand_on(border: fx.Node, value: fx.Node) -> None:
     border.args = (number, [*carried, value])
 
 
-def loop_of(step: StepGraph) -> Loop | None:
-    """The loop over the micro-batches between the first and the last, if the step has one."""
+def loops_of(step: StepGraph) -> tuple[Loop, ...]:
+    """The loops over the micro-batches between the first and the last, in order: none, one, or one a stretch."""
     if not step.has_loop:
-        return None
-    begin, end = borders(step)
-    return Loop(begin, end, num_rounds(step, 1))
+        return ()
+    ends = [node for node in borders(step) if body_after(node)]
+    return tuple(Loop(begin, end, num_rounds(step, 1)) for begin, end in zip(ends[::2], ends[1::2], strict=True))
 
 
 def num_rounds(step: StepGraph, number: int) -> int:
@@ -75,24 +80,43 @@ def num_rounds(step: StepGraph, number: int) -> int:
     return len(micro_batches_of(number, step.num_micro_batches))
 
 
+def body_after(border: fx.Node) -> int:
+    """The number of the body that begins after a border."""
+    number = border.args[0]
+    assert isinstance(number, int)
+    return number
+
+
+def calls_by_body(step: StepGraph) -> Iterator[tuple[fx.Node, int]]:
+    """All calls in order, each with the number of its body; a border is in the body that it begins."""
+    number = 0
+    for node in step.calls():
+        number = body_after(node) if node.target is ops.next_micro_batch else number
+        yield node, number
+
+
 def times_run(step: StepGraph) -> dict[fx.Node, int]:
     """The number of times that each call runs."""
-    number, times = 0, {}
-    for node in step.calls():
-        number += node.target is ops.next_micro_batch
-        times[node] = num_rounds(step, number)
-    return times
+    rounds = [num_rounds(step, number) for number in range(step.num_bodies)]
+    return {node: rounds[number] for node, number in calls_by_body(step)}
 
 
 def loop_bodies(step: StepGraph) -> dict[str, int]:
     """The number of the body that each call is in, by name; without a loop all calls are in body 0.
 
     What is started in one body and done in another must be so between every two: so nothing is, where there is a loop.
+    What is started and done around the loops of layers is in no round: all calls are in body 0 there, too.
     """
+    counts = step.has_loop and not step.by_layer
+    return {node.name: number if counts else 0 for node, number in calls_by_body(step)}
+
+
+def stretches(step: StepGraph) -> dict[fx.Node, int]:
+    """The number of the stretch that each call is in, where micro-batches run layer by layer; 0 for all else."""
     number, numbers = 0, {}
     for node in step.calls():
-        number += step.has_loop and node.target is ops.next_micro_batch
-        numbers[node.name] = number
+        number += step.by_layer and node.target is ops.next_micro_batch and not body_after(node)
+        numbers[node] = number
     return numbers
 
 

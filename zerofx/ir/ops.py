@@ -24,6 +24,9 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``empty_stored``      a tensor on a slower tier that is still to be written
 ``check_finite``      end the step before its updates, on all ranks, where the loss of one is not finite
 ``next_micro_batch``  a micro-batch is over, and the next one begins; ``carried`` is what it hands on
+``keep_draws``        the generators' states here are those of the micro-batch that is run; ``first``: the step's first
+``take_draws``        the generators go on for the micro-batch that is run next, from the state kept longest
+``drop_draw``         what has been drawn for the generators to go on, and for nothing else
 ``check_gradients``   end the step before its updates where a gradient is not finite: where ``largest`` is not, which is
                       the same on all ranks; ``outcome`` is what the step gives then
 ``run_on``            a step may end before the host is done with a bucket's update, and before ``copies`` of it are;
@@ -158,6 +161,9 @@ empty_stored = own_operator(
 check_finite = own_operator("check_finite(Tensor loss) -> ()", fakes.no_result)
 check_gradients = own_operator("check_gradients(Tensor largest, Tensor[] outcome) -> ()", fakes.no_result)
 next_micro_batch = own_operator("next_micro_batch(int number, Tensor[] carried) -> ()", fakes.no_result)
+keep_draws = own_operator("keep_draws(bool first) -> ()", fakes.no_result)
+take_draws = own_operator("take_draws() -> ()", fakes.no_result)
+drop_draw = own_operator("drop_draw(Tensor drawn) -> ()", fakes.no_result)
 part = own_operator(
     "part(Tensor(a) whole, int[] size, int[] stride, int offset) -> Tensor(a)", as_aten.part, kernel=as_aten.part
 )
@@ -284,8 +290,10 @@ OVER_AXES = frozenset(
 COLLECTIVES = frozenset({*OVER_AXES, broadcast})
 OWNER_EXCHANGES = frozenset({to_owners, from_owners})
 TRANSFERS = frozenset({offload, reload, copy_into})
+AROUND_MICRO_BATCHES = frozenset({next_micro_batch, keep_draws, take_draws, drop_draw})
 EVENTS = frozenset(
     {
+        *AROUND_MICRO_BATCHES,
         *COLLECTIVES,
         *TRANSFERS,
         wait,
@@ -293,7 +301,6 @@ EVENTS = frozenset(
         run_on,
         settle,
         check_finite,
-        next_micro_batch,
         check_gradients,
         empty_gradients,
         empty_stored,

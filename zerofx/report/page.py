@@ -76,6 +76,9 @@ ABOUT_INSTRUCTIONS: Mapping[str, str] = {
     "broadcast": "rank 0's buffers go to all ranks",
     "next_micro_batch": "a micro-batch is over, and the next one begins; a second one may stand for several",
     "check_gradients": "computation goes on to the updates only if every gradient is finite",
+    "keep_draws": "the states of random generators are kept for the micro-batch that is run",
+    "take_draws": "random generators go on for the micro-batch that is run next",
+    "drop_draw": "what was drawn for the generators to go on is dropped",
     "check_finite": "computation goes on to the updates only if the loss is finite on every rank",
 }
 _STYLE = """

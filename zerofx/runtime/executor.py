@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MappingProxyType
@@ -39,6 +40,7 @@ class Runtime:
         self._agreed: Callable[[], object] | None = None
         self._joint = JointGathers()
         self.arena = Arena(device)
+        self._device = device
         # No method of its own, by which a closed runtime would keep itself, and its connections.
         self._anywhere: Allocate = partial(_allocate_anywhere, device)
         self._allocate: Allocate = self._anywhere
@@ -48,6 +50,7 @@ class Runtime:
         self.host, self.run_on = tiers.run_on_host, tiers.run_on
         # What the step that was ended last has given: ``check_finite`` has its loss, ``check_gradients`` all of it.
         self.stopped: list[torch.Tensor] | None = None
+        self._draws: deque[list[bytes]] = deque()  # the generators' states of micro-batches, in turn
         self._last_step: object = None
         self._changed: Sequence[torch.Tensor] = ()  # buffers that the last steps change, each rank its own
 
@@ -269,6 +272,25 @@ class Runtime:
         """An update's region, on the device: what is saved of its inputs is kept first."""
         self.tiers.keep(inputs, in_place=True)
         return function(inputs)
+
+    def keep_draws(self, first: bool) -> None:
+        """Keep the generators' states for the micro-batch that is run here; ``first``: before all others."""
+        if first:
+            self._draws.clear()
+        on_device = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        # As bytes, which are no tensors that a peak would count.
+        self._draws.append([bytes(state.numpy()) for state in (torch.get_rng_state(), *on_device)])
+
+    def take_draws(self) -> None:
+        """Go on with the states that were kept longest ago: those of the micro-batch that is run next."""
+        states = (torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in self._draws.popleft())
+        state, *on_device = states
+        torch.set_rng_state(state)
+        for other in on_device:
+            torch.cuda.set_rng_state(other, self._device)
+
+    def drop_draw(self, drawn: torch.Tensor) -> None:
+        """Nothing needs what was drawn: the generators have gone on."""
 
     def check_finite(self, loss: torch.Tensor) -> None:
         """End the step before its updates where the loss of a rank is not finite.

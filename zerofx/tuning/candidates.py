@@ -142,7 +142,7 @@ class Planner:
 
     def _predict(self, plan: Plan, costs: MeasuredCosts | None) -> Plan:
         prepared = self.prepared
-        captured = prepared.graph(plan.num_micro_batches)
+        captured = prepared.graph_for(plan)
         rehearsal = Rehearsal(captured, prepared.layout, prepared.programs, self._target(costs))
         return plan.with_prediction(rehearsal.predict(plan))
 

@@ -259,7 +259,7 @@ class _Tuner:
         if self._control.rank > 0:
             return
         prepared = self._prepared
-        captured = prepared.captures.graph(result.plan.num_micro_batches)
+        captured = prepared.graph_for(result.plan)
         target = replace(target_of(prepared), verbose=False).replace_costs(result.costs, prepared.request.mesh)
         lowered = lower(captured.clone(), result.plan, prepared.layout, prepared.programs, target)
         training = self._training

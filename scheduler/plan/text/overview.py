@@ -45,7 +45,8 @@ def describe_plan(plan: Plan) -> str:
     if any(gather.merged for gather in plan.gathers):
         lines.append(f"{len(plan.gathers)} gathers in {len(plan.launches)} collectives")
     if plan.num_micro_batches > 1:
-        lines.append(f"{plan.num_micro_batches} micro-batches before each update: {plan.micro_batches_reason}")
+        order = ", layer by layer" if plan.by_layer else ""
+        lines.append(f"{plan.num_micro_batches} micro-batches before each update{order}: {plan.micro_batches_reason}")
     lines += [plan.states_reason] if plan.states_reason else []
     lines += ["", bucket_table(plan)]
     for kind, of_kind in reasons(plan).items():

@@ -3,6 +3,10 @@
 More micro-batches hold fewer activations at a time, and so need less of what a memory budget costs otherwise. Each
 brings smaller operators and, where parameters are sharded, gathers of its own. So the fewest that fit are tried first,
 and more as long as that is faster.
+
+They run one after the other, or layer by layer: parameters then come, and gradients go, once a step rather than once a
+micro-batch, and what layers hand on is held for all micro-batches (``passes/prepare/accumulate.py``). That is tried
+within a budget where computation waits for communication or copies.
 """
 
 from __future__ import annotations
@@ -10,11 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from zerofx.errors import UsageError
+from zerofx.ir.facts import origin
+from zerofx.passes.lib.draws_ahead import find_unforeseen_draw
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 from zerofx.scheduler.search.stage import Search
 from zerofx.units import format_bytes, format_seconds
 
+_EXPOSED = 0.01  # of a step: less is not worth another search
 _SLACK = 1.02  # an estimate that is over the budget by less than this does not rule a number out
 
 
@@ -29,8 +37,8 @@ class MicroBatches:
         # Without a budget there is no reason to take more than the least.
         candidates = variants.candidates if budget is not None else variants.candidates[:1]
         if len(candidates) == 1 or budget is None:
-            plan = rest.attempt(f"{candidates[0]}, as asked", problem.replace_variants(variants, candidates[0]))
-            return replace(plan, micro_batches_reason="as asked")
+            plan = _order(problem, rest, candidates[0], f"{candidates[0]}, as asked")
+            return replace(plan, micro_batches_reason="; ".join(filter(None, ["as asked", plan.micro_batches_reason])))
         refusals: dict[int, BudgetMissedError] = {}
         fitting: dict[int, Plan] = {}
         best: Plan | None = None
@@ -41,7 +49,7 @@ class MicroBatches:
                 rest.say(f"{number}: not tried, by what fewer needed it does not fit")
                 continue
             try:
-                plan = fitting[number] = rest.attempt(f"{number}", problem.replace_variants(variants, number))
+                plan = fitting[number] = _order(problem, rest, number, f"{number}")
             except BudgetMissedError as refusal:
                 refusals[number] = refusal
                 continue
@@ -56,7 +64,50 @@ class MicroBatches:
             raise min(refusals.values(), key=lambda refusal: refusal.least_bytes)
         others = [f"{number} need {format_bytes(refusal.least_bytes)}" for number, refusal in refusals.items()]
         others += [f"{n} take {format_seconds(plan.step_seconds)}" for n, plan in fitting.items() if plan is not best]
-        return replace(best, micro_batches_reason="; ".join(["the fastest that fits the memory budget", *others]))
+        reasons = ["the fastest that fits the memory budget", *others, *filter(None, [best.micro_batches_reason])]
+        return replace(best, micro_batches_reason="; ".join(reasons))
+
+
+def _order(problem: Problem, rest: Search, number: int, what: str) -> Plan:
+    """The plan for a number of micro-batches, in the order that is asked for or else the faster one; its reason says
+    why they run layer by layer.
+
+    Raises:
+        BudgetMissedError: no plan fits the budget in any order.
+    """
+    options, variants = problem.options, problem.variants
+    asked, one_by_one = options.order, options.reduce == "each" or isinstance(options.offload, Mapping)
+    if number == 1 or asked == "micro-batch" or (asked == "auto" and (problem.memory_budget is None or one_by_one)):
+        return rest.attempt(what, problem.replace_variants(variants, number))
+    by_layer = problem.replace_variants(variants, number, by_layer=True)
+    draws = find_unforeseen_draw(by_layer.step)
+    if asked == "layer":
+        if draws is not None:
+            raise UsageError(
+                f"expected random operators whose draws depend on shapes alone with order='layer', found "
+                f"{draws.target} in {origin(draws).layer or 'the model'}: leave order= out"
+            )
+        return replace(
+            rest.attempt(f"{what}, layer by layer", by_layer), micro_batches_reason="layer by layer, as asked"
+        )
+    plans, refusals = dict[str, Plan](), list[BudgetMissedError]()
+    for order, variant in (("", problem.replace_variants(variants, number)), (", layer by layer", by_layer)):
+        first = plans.get("")
+        waits = first is None or first.exposed_seconds >= _EXPOSED * first.step_seconds
+        if order and (draws is not None or not waits):
+            break
+        try:
+            plans[order] = rest.attempt(f"{what}{order}", variant)
+        except BudgetMissedError as missed:
+            refusals.append(missed)
+    if not plans:
+        raise min(refusals, key=lambda refusal: refusal.least_bytes)
+    best = min(plans.values(), key=lambda plan: plan.step_seconds)
+    if not best.by_layer:
+        return best
+    instead = format_seconds(plans[""].step_seconds) if "" in plans else "no plan that fits"
+    reason = f"layer by layer, {format_seconds(best.step_seconds)} rather than {instead}"
+    return replace(best, micro_batches_reason=reason)
 
 
 def _least_bytes(refusals: Mapping[int, BudgetMissedError], number: int) -> float:

@@ -48,7 +48,9 @@ class Replicas:
 def _seconds(problem: Problem, plan: Plan) -> tuple[float, float]:
     """Seconds of a step with ``plan``, and those in which it waits for parts of slices that replicas have updated."""
     variants = problem.variants.slice_parameters(plan.slices)
-    step, simulation = problem.replace_variants(variants, plan.num_micro_batches).rehearsal.simulate(plan)
+    step, simulation = problem.replace_variants(
+        variants, plan.num_micro_batches, by_layer=plan.by_layer
+    ).rehearsal.simulate(plan)
     rising = [node for node in step.calls() if node.target is ops.all_gather_into and _is_of_part(node)]
     exposed = sum(simulation.timings[wait].exposed_seconds for node in rising for wait in node.users)
     return simulation.step_seconds, exposed

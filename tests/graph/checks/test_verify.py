@@ -16,7 +16,7 @@ from zerofx.ir import ops
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase, origin, set_copied_from, set_origin, set_value, value
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import loop_of
+from zerofx.ir.micro_batches import loops_of
 from zerofx.passes.verify import verify
 
 aten = torch.ops.aten
@@ -239,8 +239,7 @@ def _gone_after_the_first_round(prepared: Prepared) -> None:
 
 
 def _given_and_read_after_the_last_round(prepared: Prepared) -> None:
-    loop = loop_of(prepared.step)
-    assert loop is not None
+    (loop,) = loops_of(prepared.step)
     with prepared.step.graph.inserting_before(prepared.step.output):
         insert_call(prepared.step.graph, aten.neg.default, (loop.carries[0][0],), _WHERE)
 

@@ -68,8 +68,8 @@ def _file(call: list[Any] | None = None, **changed: Any) -> list[Any]:
 def _loop(**changed: Any) -> list[Any]:
     given = {
         "num_rounds": 2, "batch": [["b", "b", ""]],
-        "body": [["region", "region", ["b"], ["y"], [], None, "note"]], "lists": [["ys", "y"]],
-        "carried": [["a", "y"]],
+        "body": [["region", "region", ["b"], ["y"], [], None, "note"]], "reads": [["ys", "c"]], "takes": [["ys", "d"]],
+        "lists": [["ys", "y"]], "carried": [["a", "y"]], "dead": ["c"],
     } | changed  # fmt: skip
     return _file(body=[["loop", *given.values()]])
 
@@ -102,6 +102,10 @@ HOSTILE: dict[str, list[Any]] = {
     "a loop in a loop": _loop(body=_loop()[4]),
     "a list": _loop(lists=[[CODE, "y"]]),
     "what is carried": _loop(carried=[["a", CODE]]),
+    "a list that is read": _loop(reads=[[CODE, "c"]]),
+    "a name of what is taken": _loop(takes=[["ys", f"d={CODE};d"]]),
+    "a builtin that is read": _loop(reads=[["open", "c"]]),
+    "a name that a round deletes": _loop(dead=[f"c;{CODE}"]),
     "an output": _file(outputs=[CODE]),
     "a name of the state": _file(state=[[f"a={CODE};b", "b", ""]]),
     "a builtin as an argument": _file(_call(args=[{"name": "open"}])),
@@ -145,7 +149,10 @@ def _with_text(text: str, *, argument: str, args: int) -> StepFile:
     host = RegionCall("region", ("a",) * args, ("y",), (), 0, text)
     region = RegionText("region", 1, (call,), ("y",))
     taken = (("a", argument, text),)
-    loop = Repeated(2, (("b", argument, text),), (text, call, host), (("ys", "y"),), (("a", "y"),))
+    loop = Repeated(
+        2, (("b", argument, text),), (("ys", "c"),), (("ys", "d"),), (text, call, host), (("ys", "y"),), (("a", "y"),),
+        ("c",),
+    )  # fmt: skip
     return StepFile(text, {"ab": region}, taken, taken, (text, call, host, loop), ("y",))
 
 

@@ -22,6 +22,7 @@ OTHER: dict[str, Any] = {
     "mutation_names": ["other"],
     "gradient_names": ["other"],
     "num_micro_batches": 7,
+    "by_layer": True,
     "slices": (SliceDecision("weight", 2, 8, "few bytes"),),
     "shardings": (ShardingDecision("mm", ("R",), ("R",)),),
     "overlaps": (OverlapDecision("mm", ("add",)),),

@@ -123,6 +123,8 @@ EXCLUDED: Sequence[tuple[dict[str, Any], str]] = [
     ({"forward": print, "outputs": "all"}, "outputs='all': what forward returns after its loss is handed out"),
     ({"reduce": "each", "stage": 0}, "reduce='each' and stage=0: every rank has all gradients"),
     ({"reduce": "each", "accumulate": 2, "offload": {"gradients": "host"}}, "no whole gradients wait"),
+    ({"order": "layer", "reduce": "each"}, "order='layer' and reduce='each': a layer's gradients are reduced once"),
+    ({"order": "layer", "offload": {"gradients": "host"}}, "no gradients wait for the next micro-batch"),
     ({"wire": "int8", "stage": 0}, "wire='int8' and stage=0: whole gradients are reduced"),
     ({"wire": "int8", "mesh": "auto"}, "wire='int8' and mesh='auto': meshes are compared"),
     ({"delayed_update": 1, "offload": "none"}, "delayed_update=1 and offload='none': the optimizer's states are in"),

@@ -124,11 +124,11 @@ def _measured(step: Any, batch: tuple[Tensor], inside: AbstractContextManager[ob
     return seconds
 
 
-def _made(share: float) -> tuple[Any, tuple[Tensor]]:
+def _made(share: float, **further: Any) -> tuple[Any, tuple[Tensor]]:
     torch.manual_seed(0)
     model, batch = Net(), (torch.randn(ROWS, WIDTH),)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    options: dict[str, Any] = {"machine": throttled_machine(), "backend": "eager", "recompute": "none"}
+    options: dict[str, Any] = {"machine": throttled_machine(), "backend": "eager", "recompute": "none", **further}
     most = zerofx.plan(model, optimizer, batch, **options).plan.peak_bytes["device"]
     budget = int(share * most)
     return zerofx.compile(model, optimizer, example_batch=batch, memory_budget=budget, offload="host", **options), batch
@@ -150,3 +150,23 @@ def test_lanes_are_busy_at_once_for_as_long_as_predicted(monkeypatch: pytest.Mon
     assert busy.keys() == {"device", "host", TO_HOST, TO_DEVICE}
     assert 0.9 <= measured / step.plan.step_seconds <= 1.1, (measured, step.plan.step_seconds, busy)
     assert sum(busy.values()) >= 1.8 * measured, (measured, busy)
+
+
+def _timed(order: str, lanes: Lanes) -> tuple[float, Any]:
+    """Seconds of a step of eight micro-batches whose parameters come from the host, and its plan."""
+    step, batch = _made(0.35, accumulate=8, order=order)
+    assert len(step.plan.parameters) >= LAYERS - 1
+    _measured(step, batch, nullcontext())
+    lanes.busy.clear()
+    seconds = _measured(step, batch, Products(lanes))
+    step.close()
+    return min(seconds[1:]), step.plan
+
+
+def test_layer_by_layer_parameters_come_up_once_for_all_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = Lanes()
+    throttle(monkeypatch, lanes)
+    (before, earlier), (by_layer, plan) = (_timed(order, lanes) for order in ("micro-batch", "layer"))
+    assert 0.9 <= by_layer / plan.step_seconds <= 1.1, (by_layer, plan.step_seconds)
+    assert before >= 1.8 * by_layer, (before, by_layer)
+    assert plan.prediction.link_bytes[TO_DEVICE] <= earlier.prediction.link_bytes[TO_DEVICE] / 4

@@ -200,7 +200,7 @@ def test_gradients_that_are_not_summed_or_all_updated_on_each_rank_are_not_reduc
 
 
 def test_a_budget_takes_slices_of_gradients_before_anything_is_computed_again() -> None:
-    options: dict[str, Any] = {"world_size": 8, "stage": 2}
+    options: dict[str, Any] = {"world_size": 8, "stage": 2, "order": "micro-batch"}
     once, each = (planned(4, reduce=reduce, **options).plan.peak_bytes["device"] for reduce in ("once", "each"))
     budget = (each + once) // 2
     plan = planned(4, budget, **options).plan

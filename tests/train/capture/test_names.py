@@ -302,7 +302,7 @@ def test_no_name_of_a_node_is_put_together_to_find_it() -> None:
 
 
 # Names that are given to what makes the node, in variables.
-_MADE_ELSEWHERE = ("gather.py:", "offload.py:", "gradients.py:", "reduce.py:", "reductions.py:")
+_MADE_ELSEWHERE = ("gather.py:", "offload.py:", "gradients.py:", "reduce.py:", "reductions.py:", "whole_updates.py:")
 
 
 def _beginning(text: ast.JoinedStr) -> str:

@@ -222,7 +222,7 @@ class ShortSteps:
         prepared = self._prepare(request, captures)
         problem = self._problem(request, prepared, budget)
         plan = make_plan(problem)
-        problem = problem.replace_variants(prepared.adapt_to(plan), plan.num_micro_batches)
+        problem = problem.replace_variants(prepared.adapt_to(plan), plan.num_micro_batches, by_layer=plan.by_layer)
         return _numbers_of(*problem.rehearsal.simulate(plan))
 
     def _prepare(self, request: Request, captures: Captures) -> Prepared:

@@ -21,7 +21,7 @@ def _image_elementwise(*arguments: int) -> Operator:
 OPERATORS: dict[str, Operator] = {
     "_to_copy": Operator(is_pointwise=True, per_element=0),
     "masked_fill.Tensor": Operator(is_pointwise=True),
-    "native_dropout": Operator(per_element=2, inductor=Inductor.LOOP),
+    "native_dropout": Operator(per_element=2, inductor=Inductor.LOOP, draws_by_shape=True),
     "native_dropout_backward": Operator(is_pointwise=True),
     "threshold_backward": Operator(inductor=Inductor.LOOP, layout=ResultLayout.OF_OPERANDS, layout_arguments=(1, 0)),
     # Gradients, and losses, which torch does not all tag as pointwise.
@@ -70,6 +70,9 @@ OPERATORS: dict[str, Operator] = {
     "ge.Scalar": _image_elementwise(0, 1),
     # Values that are drawn over others.
     "bernoulli": Operator(per_element=0),
+    "bernoulli.p": Operator(per_element=0, draws_by_shape=True),
+    "uniform": Operator(draws_by_shape=True),
+    "normal_functional": Operator(draws_by_shape=True),
     "bernoulli_": Operator(traffic=Traffic.OVERWRITES),
     "cauchy_": Operator(traffic=Traffic.OVERWRITES),
     "exponential_": Operator(traffic=Traffic.OVERWRITES),

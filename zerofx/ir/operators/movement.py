@@ -9,6 +9,7 @@ from zerofx.ir.operators.operator import Inductor, Operator, OperatorKind, Resul
 
 _ALLOCATES = Operator(per_element=0, traffic=Traffic.ALLOCATES)
 _FILLS = Operator(per_element=0, traffic=Traffic.FILLS)
+_DRAWS = Operator(per_element=0, traffic=Traffic.FILLS, draws_by_shape=True)
 _FILLS_LIKE = Operator(per_element=0, traffic=Traffic.FILLS, is_pointwise=True)
 _OVERWRITES = Operator(per_element=0, traffic=Traffic.OVERWRITES)
 _MOVES = Operator(per_element=0)
@@ -64,9 +65,12 @@ OPERATORS: dict[str, Operator] = {
     "full_like": _FILLS_LIKE,
     "ones_like": _FILLS_LIKE,
     "zeros_like": _FILLS_LIKE,
-    "rand_like": _FILLS,
-    "randint_like": _FILLS,
-    "randn_like": _FILLS,
+    "rand": Operator(draws_by_shape=True),
+    "randn": Operator(draws_by_shape=True),
+    "randint": Operator(draws_by_shape=True),
+    "rand_like": _DRAWS,
+    "randint_like": _DRAWS,
+    "randn_like": _DRAWS,
     "new_full": _FILLS,
     "new_ones": _FILLS,
     "new_zeros": _FILLS,

@@ -133,6 +133,7 @@ class Operator:
         counts_from_one: integers that are made up for it begin with one.
         own_kernel: zerofx's kernel that may take it in a compiled region.
         copied_by_inductor: arguments, images, of which Inductor may make copies channel by channel.
+        draws_by_shape: how often it draws at random depends on shapes alone.
     """
 
     kind: OperatorKind | None = None
@@ -155,6 +156,7 @@ class Operator:
     counts_from_one: bool = False
     own_kernel: OwnKernel | None = None
     copied_by_inductor: tuple[int, ...] = ()
+    draws_by_shape: bool = False
 
     @property
     def is_cubic(self) -> bool:

@@ -40,7 +40,7 @@ def _facts(target: OpOverload[..., Any]) -> Operator:
     if target in _DRAWN:
         drawn = _DRAWN[target]
         counted = base_name(drawn) if drawn.overloadpacket in flop_registry else None
-        return replace(_facts(drawn), counted_as=counted)
+        return replace(_facts(drawn), counted_as=counted, draws_by_shape=False)
     name = base_name(target)
     prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
     entry = (

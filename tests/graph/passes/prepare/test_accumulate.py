@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -13,7 +14,7 @@ from zerofx.codegen.regions import Region, cut
 from zerofx.ir import ops
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import Role, is_random, placeholder, value
-from zerofx.ir.micro_batches import loop_bodies, loop_of
+from zerofx.ir.micro_batches import calls_by_body, loop_bodies, loops_of, stretches
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.simulate import simulate
 from zerofx.scheduler.decide.activations import segments
@@ -161,20 +162,20 @@ def test_a_residency_may_last_from_one_micro_batch_to_the_next() -> None:
 @pytest.mark.parametrize("count", [4, 7])
 def test_of_more_than_three_micro_batches_the_second_body_is_a_loop(count: int) -> None:
     step = in_micro_batches(count, Averaging()).step
-    loop = loop_of(step)
-    assert loop is not None and loop.num_rounds == count - 2
+    (loop,) = loops_of(step)
+    assert loop.num_rounds == count - 2
     assert step.num_bodies == len(step.gradients_by_body) == 3
     assert [(before.name, after.name) for before, after in loop.carries] == [
         (step_loss, sum_of_losses) for step_loss, sum_of_losses in [("div", "add_tensor"), ("lerp", "micro1_lerp")]
     ]
     assert len(list(step.calls())) == len(list(in_micro_batches(3, Averaging()).step.calls()))
-    assert loop_of(in_micro_batches(3).step) is None
+    assert not loops_of(in_micro_batches(3).step)
 
 
 def test_what_a_loop_hands_on_is_made_in_each_round() -> None:
     step = prepare(Swapping(), (torch.randn(2, 4),), num_micro_batches=4).step
-    loop = loop_of(step)
-    assert loop is not None and len(loop.carries) == 3
+    (loop,) = loops_of(step)
+    assert len(loop.carries) == 3
     inside = loop.body()
     assert all(before not in inside and after in inside for before, after in loop.carries)
 
@@ -208,3 +209,36 @@ def test_no_residency_reaches_out_of_a_round_but_what_stays_throughout(prefetch:
 def test_parts_keep_the_strides_of_the_batch() -> None:
     step = prepare(TwoBlocks(), (torch.randn(4, 2).t(),), num_micro_batches=2).step
     assert [value(node).stride() for node in step.placeholders(Role.INPUT)] == [(1, 2), (1, 2)]
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_layer_by_layer_all_micro_batches_run_through_a_layer_before_the_next(count: int) -> None:
+    step = prepare(num_micro_batches=count, by_layer=True).step
+    places = [(step.unit_of(node), body) for node, body in calls_by_body(step) if node.target is aten.mm.default]
+    runs = [place for place, _ in itertools.groupby(places)]
+    bodies = range(step.num_bodies)
+    assert runs[: 2 * len(bodies)] == [(unit, body) for unit in ("layers.0", "layers.1") for body in bodies]
+    names = {node.name for node in in_micro_batches(count).step.calls() if node.target is not ops.next_micro_batch}
+    assert names <= {node.name for node in step.calls()}, "plans name the nodes of both orders alike"
+
+
+def test_layer_by_layer_each_layer_has_a_loop() -> None:
+    step = prepare(num_micro_batches=6, by_layer=True).step
+    loops, numbers = loops_of(step), stretches(step)
+    assert len(loops) == len(set(numbers.values())) > 2 and {loop.num_rounds for loop in loops} == {4}
+    assert [loop.carries for loop in loops if loop.carries], "the loss is handed on from round to round"
+
+
+def test_layers_between_which_a_buffer_is_changed_are_not_parted() -> None:
+    step = prepare(Swapping(), (torch.randn(2, 4),), num_micro_batches=4, by_layer=True).step
+    assert len(loops_of(step)) == 1
+
+
+def test_layer_by_layer_draws_are_made_ahead_for_each_micro_batch_but_the_last() -> None:
+    step = prepare(Dropping(), (torch.randn(2, 4),), num_micro_batches=3, by_layer=True).step
+    drawn = [(node.target, body) for node, body in calls_by_body(step) if is_random(node)]
+    ahead, after = drawn[:4], drawn[4:]
+    assert [body for _, body in ahead] == [0, 0, 1, 1] and len(after) == 2 * 3
+    kept = [node for node in step.calls() if node.target is ops.keep_draws]
+    taken = [node for node in step.calls() if node.target is ops.take_draws]
+    assert len(kept) == 3 + len(taken) and kept[0].args == (True,) and not any(node.args[0] for node in kept[1:])
