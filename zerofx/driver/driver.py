@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from zerofx.budgets import budget_bytes
 from zerofx.capture.checks import device_of
 from zerofx.disk.cache import MALFORMED
@@ -23,7 +25,15 @@ from zerofx.driver.kept import step_cache
 from zerofx.driver.lent import own_part
 from zerofx.driver.prepared import Earlier, Prepared, Request, Shared, agree_on_graph, prepare
 from zerofx.driver.shardings import check_batches, plan_best_layout, record_shardings, share_computation
-from zerofx.errors import InvalidGraphError, MemoryBudgetError, PlanError, ZeroFXError, notify, wrap_defects
+from zerofx.errors import (
+    InternalError,
+    InvalidGraphError,
+    MemoryBudgetError,
+    PlanError,
+    ZeroFXError,
+    notify,
+    wrap_defects,
+)
 from zerofx.garbage import limit_garbage_collection
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
@@ -291,10 +301,12 @@ def _blame_plan(options: CompileOptions) -> Iterator[None]:
     try:
         yield
     except MALFORMED as error:
-        ours = isinstance(error, ZeroFXError) and not isinstance(error, InvalidGraphError)
-        if options.plan is None or ours:
+        ours = isinstance(error, ZeroFXError) and not isinstance(error, InvalidGraphError | InternalError)
+        if options.plan is None or ours or isinstance(error, torch.OutOfMemoryError):
             raise
+        cause = error.__cause__ if isinstance(error, InternalError) and error.__cause__ is not None else error
         raise PlanError(
             f"expected a plan that can be carried out for this model, found one that cannot be "
-            f"({type(error).__name__}: {str(error).strip() or 'no more is known'}): make it anew, it is not as it was"
+            f"({type(cause).__name__}: {str(cause).strip() or 'no more is known'}): make the plan again with "
+            f"zerofx.plan or zerofx.tune"
         ) from error
