@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,6 +33,8 @@ class Ranks:
         num_threads: threads of each process.
         cache: the folder of Inductor's cache, which contenders may share; the user's own if None.
         variables: what else their environment has.
+        commands: for each rank the command that starts its process, where that is no process of this host's own.
+        ranks_per_node: how many ranks share a node; all of them if None.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class Ranks:
         num_threads: int,
         cache: Path | None = None,
         variables: Mapping[str, str] | None = None,
+        commands: Sequence[Sequence[str]] = (),
+        ranks_per_node: int | None = None,
     ) -> None:
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -58,16 +62,16 @@ class Ranks:
             "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "examples"), *([inherited] if inherited else []))),
             **({"TORCHINDUCTOR_CACHE_DIR": str(cache)} if cache is not None else {}),
             "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(ranks_per_node or num_ranks),
             "STORE": str(store / "store"),
+            # Whatever the name of this machine resolves to.
+            **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
             **(variables or {}),
         }
-        if sys.platform == "linux":
-            environment["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the name of this machine resolves to
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", module, json.dumps(request)],
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                [*(commands[rank] if commands else ()), sys.executable, "-m", module, json.dumps(request)],
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank % (ranks_per_node or num_ranks))},
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

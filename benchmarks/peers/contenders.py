@@ -126,7 +126,8 @@ def _fsdp2(request: dict[str, Any], work: Workload, device: torch.device) -> Tra
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    num_ranks, shard = dist.get_world_size(), request.get("shard")
+    mesh = init_device_mesh(device.type, (num_ranks // shard, shard) if shard else (num_ranks,))
     policies: dict[str, Any] = {}
     if request.get("offload"):
         policies["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -241,7 +242,9 @@ def _zerofx(request: dict[str, Any], work: Workload, device: torch.device) -> Tr
         work.model,
         _adamw(work.model),
         stage=request.get("stage", 3),
-        mesh={"shard": num_ranks // num_model, "model": num_model} if num_model > 1 else None,
+        mesh=request.get("mesh") or ({"shard": num_ranks // num_model, "model": num_model} if num_model > 1 else None),
+        wire=request.get("wire", "exact"),
+        machine=zerofx.Machine.measure(device) if request.get("measures") else None,
         memory_budget=request.get("budget"),
         offload=request.get("offload", "auto"),
         precision="bf16" if request.get("mixed") else None,
@@ -256,6 +259,7 @@ def _zerofx(request: dict[str, Any], work: Workload, device: torch.device) -> Tr
     plan = step.evaluation.plan if request.get("evaluate") else step.plan
     facts = {
         "predicted_peak_bytes": plan.peak_bytes["device"],
+        "predicted_seconds": plan.step_seconds,
         "predicted_wire_bytes": plan.wire_bytes,
         "recomputed": len(plan.recomputes),
         "link_bytes": plan.link_bytes,

@@ -68,10 +68,13 @@ def measure_machine(device: torch.device | str | None = None, *, nvme_path: str 
         if nvme_path is not None:
             machine = replace(machine, nvme=_measure_files(Path(nvme_path), ranks_on_node))
         if world > 1:
-            link = _measure_link(where, world)
-            # One ring over all ranks: across nodes it shows the network only, which the node's ranks share.
-            inter = Link(link.bandwidth / ranks_on_node, link.latency) if world > ranks_on_node else machine.inter_node
-            machine = replace(machine, intra_node=link, inter_node=inter)
+            # A ring within each node, and where there are several one over all ranks: that shows the network, which the
+            # node's ranks share.
+            if ranks_on_node > 1:
+                machine = replace(machine, intra_node=_measure_link(where, ranks_on_node))
+            if world > ranks_on_node:
+                link = _measure_link(where, world)
+                machine = replace(machine, inter_node=Link(link.bandwidth / ranks_on_node, link.latency))
             machine = _broadcast_machine(machine)
         if where.type == "cuda":
             torch.cuda.empty_cache()
@@ -296,10 +299,11 @@ def _fit(sizes: tuple[int, int], seconds: tuple[float, float]) -> Link:
     return Link(bandwidth, max(seconds[0] - sizes[0] / bandwidth, _LEAST_LATENCY))
 
 
-def _measure_link(device: torch.device, world: int) -> Link:
-    """One hop of a ring in which all ranks send to the next at the same time, as ring collectives do."""
-    rank = dist.get_rank()
-    after, before = (rank + 1) % world, (rank - 1) % world
+def _measure_link(device: torch.device, num_ranks: int) -> Link:
+    """One hop of rings of ``num_ranks`` ranks each, in which all send to the next at the same time, as ring collectives
+    do."""
+    first, place = divmod(dist.get_rank(), num_ranks)
+    after, before = (first * num_ranks + (place + step) % num_ranks for step in (1, -1))
     sizes = _MESSAGE_BYTES_CPU if device.type == "cpu" else _MESSAGE_BYTES_CUDA
 
     def seconds(num_bytes: int) -> float:
@@ -311,8 +315,12 @@ def _measure_link(device: torch.device, world: int) -> Link:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
 
+        def together() -> float:
+            dist.barrier()  # ranks that drift apart send by turns, at half of what a link does both ways
+            return _host_seconds(send)
+
         # Every rank must send as often: a fixed number of runs, no time budget.
-        return min(_host_seconds(send) if device.type == "cpu" else _device_seconds(device, send) for _ in range(8))
+        return min(together() if device.type == "cpu" else _device_seconds(device, send) for _ in range(8))
 
     small, large = (seconds(num_bytes) for num_bytes in sizes)
     return _fit(sizes, (small, large))
