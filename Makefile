@@ -52,7 +52,7 @@ test-quick: venv ## graphs, plans, and that one process trains to the bit: under
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu and not captures" tests/graph tests/plan $(GATE)
 
 nightly: venv ## the slow tests, all cases of sweeps, and the GPU tests where there is a GPU
-	$(PIP) install --quiet -c constraints.txt bitsandbytes
+	$(PIP) install --quiet -c constraints.txt bitsandbytes torchao
 	$(BIN)/python -m pytest -q -m "slow or sweep or gpu"
 
 compat: venv ## the quick tests with each version of torch, one after the other (6 GB and half an hour each)

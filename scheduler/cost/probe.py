@@ -71,7 +71,8 @@ def measure_machine(device: torch.device | str | None = None, *, nvme_path: str 
             # A ring within each node, and where there are several one over all ranks: that shows the network, which the
             # node's ranks share.
             if ranks_on_node > 1:
-                machine = replace(machine, intra_node=_measure_link(where, ranks_on_node))
+                ring = ranks_on_node if world % ranks_on_node == 0 else world
+                machine = replace(machine, intra_node=_measure_link(where, ring))
             if world > ranks_on_node:
                 link = _measure_link(where, world)
                 machine = replace(machine, inter_node=Link(link.bandwidth / ranks_on_node, link.latency))
@@ -315,12 +316,12 @@ def _measure_link(device: torch.device, num_ranks: int) -> Link:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
 
-        def together() -> float:
+        def time_together() -> float:
             dist.barrier()  # ranks that drift apart send by turns, at half of what a link does both ways
             return _host_seconds(send)
 
         # Every rank must send as often: a fixed number of runs, no time budget.
-        return min(together() if device.type == "cpu" else _device_seconds(device, send) for _ in range(8))
+        return min(time_together() if device.type == "cpu" else _device_seconds(device, send) for _ in range(8))
 
     small, large = (seconds(num_bytes) for num_bytes in sizes)
     return _fit(sizes, (small, large))
