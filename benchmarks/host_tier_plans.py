@@ -46,7 +46,7 @@ _DIVISIONS = 2000  # of the parameters between the two ways of an update, for th
 @dataclass(frozen=True)
 class Row:
     """A model, a budget in bytes, and the seconds that its plan is held to; ``half``: whether all of it is bfloat16,
-    and nothing has a master in float32."""
+    and nothing has a master in float32. ``host_bytes``: of a host with more memory than that of the other rows."""
 
     name: str
     shape: str
@@ -55,6 +55,9 @@ class Row:
     layers: int | None = None
     half: bool = False
     max_grad_norm: float | None = None
+    accumulate: int = 1
+    order: Literal["auto", "micro-batch", "layer"] = "auto"
+    host_bytes: int | None = None
     backend: Literal["inductor", "eager"] = "inductor"
 
 
@@ -64,6 +67,16 @@ ROWS = (
     Row("1B in 6.2 GB", "llama-1b", 6.2e9, 0.27),
     Row("1B in 4.1 GB", "llama-1b", 4.1e9, 0.30),
     Row("8B in 0.6 of its peak", "llama-8b", 35.36e9, 0.45, half=True),
+    Row("8B in 22.8 GiB, 16 micro-batches", "llama-8b", 22.8 * 2**30, 4.68, accumulate=16, host_bytes=512 * 2**30),
+    Row("8B in 22.8 GiB, 4 micro-batches", "llama-8b", 22.8 * 2**30, accumulate=4, host_bytes=512 * 2**30),
+    Row(
+        "the same 16, one after the other",
+        "llama-8b",
+        22.8 * 2**30,
+        accumulate=16,
+        order="micro-batch",
+        host_bytes=512 * 2**30,
+    ),
     Row("24B, 105 layers", "llama-8b", 78.2e9, 2.0, layers=105, half=True, backend="eager"),
 )
 
@@ -98,12 +111,15 @@ def machine_of(name: str, host_bytes: int, threads: int, update_rate: float, lin
 def planned(row: Row, machine: Machine, budget: int | None) -> zerofx.PlannedStep:
     """The plan of a row's model within ``budget``; None for none."""
     shape = SHAPES[row.shape]
-    shape = replace(shape, depth=row.layers or shape.depth)
+    shape = replace(shape, depth=row.layers or shape.depth, sequences=row.accumulate * shape.sequences)
+    if row.host_bytes is not None:
+        machine = replace(machine, host=replace(machine.host, memory_bytes=row.host_bytes))
     model = make_model(shape, torch.device("meta"), torch.bfloat16 if row.half else torch.float32)
     return zerofx.plan(
         model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), make_batch(shape, torch.device("cpu")),
         stage=3, machine=machine, memory_budget=budget, offload="host" if budget is not None else "none",
         max_grad_norm=row.max_grad_norm, precision=None if row.half else "bf16", backend=row.backend,
+        accumulate=row.accumulate, order=row.order,
     )  # fmt: skip
 
 
@@ -164,7 +180,7 @@ def table(results: Mapping[str, Result]) -> str:
         rows.append([
             row.name,
             f"{result.step_seconds:.3f}",
-            f"{row.held_to:.2f}",
+            "" if row.held_to is None else f"{row.held_to:.2f}",
             f"{result.bound_seconds:.3f}",
             f"{result.exposed_seconds:.3f}",
             " / ".join(f"{seconds:.3f}" for seconds in busy),
