@@ -24,7 +24,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import Storage, is_view, storage_source
 from zerofx.ir.facts import origin
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import loops_of
+from zerofx.ir.micro_batches import loop_numbers, loops_of
 from zerofx.ir.streams import runs_on_host
 from zerofx.ir.text import call_name
 from zerofx.scheduler.cost.fusion import is_written
@@ -229,7 +229,7 @@ def _storages_in_use(step: StepGraph, live: Liveness) -> set[Storage]:
             if last is None or not waits or any(last < wait for wait in waits):
                 out.add(storage)
     loops = loops_of(step)
-    loop_of_node = {node: number for number, loop in enumerate(loops) for node in loop.body()}
+    loop_of_node = loop_numbers(loops)
     for loop in loops:
         out |= {storage_source(node) for pair in loop.carries for node in pair}
     for storage, last in live.last_use.items():

@@ -36,7 +36,7 @@ from zerofx.codegen.step_file import (
 from zerofx.ir import ops
 from zerofx.ir.facts import Role, host_bucket, origin, placeholder, value
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import loops_of, times_held
+from zerofx.ir.micro_batches import loop_numbers, loops_of, times_held
 from zerofx.ir.serialise import Name, normal_name
 from zerofx.ir.streams import stream_of
 from zerofx.ir.text import type_text
@@ -206,7 +206,7 @@ def _body(
     returned: Any = step.output.args[0]
     numbered, now = list(enumerate(instructions)), dict(names)
     at = {each.node: number for number, each in numbered if isinstance(each, Event)}
-    loop_of_node = {node: number for number, loop in enumerate(loops) for node in loop.body()}
+    loop_of_node = loop_numbers(loops)
     read_in = [
         dict.fromkeys(node for each in instructions[at[loop.begin] + 1 : at[loop.end]] for node in _inputs(each))
         for loop in loops
@@ -316,11 +316,10 @@ def _last_instruction(step: StepGraph, instructions: Sequence[Instruction]) -> d
     last: dict[fx.Node, int] = {}
     for index, instruction in enumerate(instructions):
         if isinstance(instruction, Event):
-            outputs, read = [instruction.node], instruction.node.all_input_nodes
-            if value(instruction.node) is None:
-                outputs = []
+            outputs = [] if value(instruction.node) is None else [instruction.node]
         else:
-            outputs, read = list(instruction.outputs), list(instruction.inputs)
+            outputs = list(instruction.outputs)
+        read = _inputs(instruction)
         last.update(dict.fromkeys((n for n in (*outputs, *read) if n.op != "placeholder"), index))
     for node in step.output.all_input_nodes:
         last.pop(node, None)

@@ -46,7 +46,7 @@ from zerofx.ir.aliasing import Storage, is_view, mutated_inputs, storage_source
 from zerofx.ir.edit import consumers, is_view_of
 from zerofx.ir.facts import DEVICE, Role, copied_from, delayed_bucket, host_bucket, is_random, placeholder, tier_of
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import loops_of
+from zerofx.ir.micro_batches import loop_numbers, loops_of
 from zerofx.ir.ops import VALUE_COLLECTIVES
 from zerofx.ir.streams import background_work, num_gathers_after, runs_on_host
 from zerofx.ir.text import target_name
@@ -282,7 +282,7 @@ def _check_random(step: StepGraph, after: str) -> None:
 
 def _check_loop(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
     loops = loops_of(step)
-    loop_of_node = {node: number for number, loop in enumerate(loops) for node in loop.body()}
+    loop_of_node = loop_numbers(loops)
     ends = [order[loop.end] for loop in loops]
     given = [{storage_source(before) for before, _ in loop.carries} for loop in loops]
     handed_on = [{storage_source(after) for _, after in loop.carries} for loop in loops]

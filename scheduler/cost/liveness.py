@@ -23,7 +23,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import Storage, aliased_input, is_view, storage_bytes, storage_source, tensors_of
 from zerofx.ir.facts import DEVICE, placeholder, tier_of
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import loops_of, times_held
+from zerofx.ir.micro_batches import loop_numbers, loops_of, times_held
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.streams import background_work, hops_of, runs_on_host
@@ -195,7 +195,7 @@ def _shifts_of_loops(
     first round or in the last, which is what is said of all.
     """
     loops = loops_of(step)
-    loop_of_node = {node: number for number, loop in enumerate(loops) for node in loop.body()}
+    loop_of_node = loop_numbers(loops)
     made_bytes, taken_bytes = [0] * len(loops), [0] * len(loops)
     for node, number in loop_of_node.items():
         carried = {storage_source(after) for _, after in loops[number].carries}

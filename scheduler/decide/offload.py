@@ -24,7 +24,7 @@ from zerofx.ir.aliasing import storage_bytes, tensors_of
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import Phase, origin, piece_of
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import loops_of
+from zerofx.ir.micro_batches import loop_numbers, loops_of
 from zerofx.passes.activations.offload import refusal
 from zerofx.scheduler.analysis.saved_values import storage_size
 from zerofx.scheduler.cost.machine import Machine
@@ -220,7 +220,7 @@ def _places_in_rounds(step: StepGraph, copies: Sequence[_Copy]) -> dict[fx.Node,
     is done in it."""
     if not (step.by_layer and step.has_loop):
         return {}
-    order, in_loop = step.positions(), {node for loop in loops_of(step) for node in loop.body()}
+    order, in_loop = step.positions(), loop_numbers(loops_of(step))
     places = {}
     for node in (copy.node for copy in copies if copy.node in in_loop):
         readers = sorted((node, *consumers(node)), key=order.__getitem__)

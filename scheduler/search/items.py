@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from zerofx.ir.buckets import Bucket
-from zerofx.ir.micro_batches import loops_of
+from zerofx.ir.micro_batches import loop_numbers, loops_of
 from zerofx.scheduler.analysis.saved_values import storage_size
 from zerofx.scheduler.cost.timeline import runs
 from zerofx.scheduler.cost.wire_volume import seconds_along
@@ -113,7 +113,7 @@ def _activations(question: Question, leaning: Leaning) -> list[Item]:
     alike = Counter(_kind(part) for part in parts)
     # What a round of a layer's loop copies it awaits.
     loops = loops_of(question.facts.piece_graph) if question.step.by_layer else ()
-    in_loop = {node for loop in loops for node in loop.body()}
+    in_loop = loop_numbers(loops)
     first_of = {(part.key, part.operators[0] in in_loop): part for part in reversed(parts)}
     entries_of = {
         key: entries(part, machine, tier, alike[_kind(part)], recompute=recompute, hides=not key[1])

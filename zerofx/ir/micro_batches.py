@@ -12,7 +12,7 @@ to the first body. Every stretch has a loop of its own, whose round i has what r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -73,6 +73,11 @@ def loops_of(step: StepGraph) -> tuple[Loop, ...]:
         return ()
     ends = [node for node in borders(step) if body_after(node)]
     return tuple(Loop(begin, end, num_rounds(step, 1)) for begin, end in zip(ends[::2], ends[1::2], strict=True))
+
+
+def loop_numbers(loops: Sequence[Loop]) -> dict[fx.Node, int]:
+    """The number of the loop that each call of a round is in; calls outside of all loops are left out."""
+    return {node: number for number, loop in enumerate(loops) for node in loop.body()}
 
 
 def num_rounds(step: StepGraph, number: int) -> int:
