@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -139,6 +140,10 @@ def test_layers_with_frozen_parameters() -> None:
     assert compare(Deep(Adapted)) == f"captured 4 of {DEPTH} layers of layers"
 
 
+def test_functions_with_a_backward_in_python() -> None:
+    assert compare(Custom()) == f"captured 4 of {DEPTH} layers of layers"
+
+
 def test_precision_micro_batches_and_a_loss_function() -> None:
     assert "captured 4" in compare(Deep(), compute_dtype=torch.bfloat16, num_micro_batches=2)
     plain = nn.Sequential(*(Layer() for _ in range(DEPTH)))
@@ -238,25 +243,72 @@ class Unfrozen(Deep):
         self.layers[7].requires_grad_(False)
 
 
-class Halved(torch.autograd.Function):
-    """Half the gradient, in Python."""
+class Gated(torch.autograd.Function):
+    """Multiplies by a weight, whose gradient is left out; the gradient of ``x`` is multiplied by a factor, too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
+    def forward(ctx: Any, x: Tensor, weight: Tensor, settings: Settings) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.settings = weight, settings
+        return x * weight
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * 0.5
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * ctx.weight * ctx.settings.factor, x * ctx.settings.scale, None
+
+
+class Settings:
+    """What a function's backward finds on its context: a number, and a tensor of the model's."""
+
+    def __init__(self, factor: float, scale: Tensor, note: object = None) -> None:
+        self.factor, self.scale, self.note = factor, scale, note
 
 
 class Custom(Deep):
-    """A function with a backward of its own."""
+    """A function with a backward of its own, whose context has objects: ``factor`` and ``note`` in that of layer 8,
+    and of the layer ``other`` a tensor."""
 
-    def run(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
-        out = Halved.apply(super().run(index, layer, x))  # type: ignore[no-untyped-call]  # torch's
-        assert isinstance(out, Tensor)
-        return out
+    def __init__(self, factor: float = 0.5, note: object = None, other: int = 8) -> None:
+        super().__init__()
+        for index, layer in enumerate(self.layers):
+            source = self.layers[other] if index == 8 else layer
+            given = (factor, source, note) if index == 8 else (0.5, source, None)
+            layer.register_forward_hook(partial(self.gate, given))
+
+    @staticmethod
+    def gate(given: tuple[float, nn.Module, object], layer: nn.Module, _: object, out: Tensor) -> Tensor:
+        factor, source, note = given
+        assert isinstance(source, Layer) and isinstance(layer, Layer)
+        settings = Settings(factor, source.down.bias * 2, note)
+        found = Gated.apply(out, layer.down.bias, settings)  # type: ignore[no-untyped-call]  # torch's
+        assert isinstance(found, Tensor)
+        return found
+
+
+def closing_over(factor: float) -> type[torch.autograd.Function]:
+    """A function whose backward has a number that no context tells of."""
+
+    class Scaling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return gradients[0] * factor
+
+    return Scaling
+
+
+class Closing(Deep):
+    """The backward of layer 8 has another factor, which is in its closure alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for index, layer in enumerate(self.layers):
+            function = closing_over(0.25 if index == 8 else 0.5)
+            layer.register_forward_hook(lambda _, __, out, function=function: function.apply(out))
 
 
 class Hooked(Deep):
@@ -282,8 +334,11 @@ class Remembering(Deep):
 
 @pytest.mark.parametrize(
     "model",
-    [Tapped, Scaled, Dropping, Collected, Counted, Widened, Unfrozen, Custom, Hooked, Remembering],
-)
+    [
+        Tapped, Scaled, Dropping, Collected, Counted, Widened, Unfrozen, Closing, Hooked, Remembering,
+        partial(Custom, factor=0.25), partial(Custom, note=torch.relu), partial(Custom, other=3),
+    ],
+)  # fmt: skip
 def test_layers_that_differ_are_captured_one_by_one(model: Callable[[], nn.Module]) -> None:
     said: list[str] = []
     found = capture_by_layer(Forward(model(), Batch.from_call(FEATURES, {})), say=said.append)

@@ -1,14 +1,16 @@
 """A record of a forward alone: every operator with its layer and arguments, and autograd's graph.
 
 It determines the joint graph at a tenth of the cost of tracing one. Two models with equal records have equal joint
-graphs: a backward follows from autograd's graph and from the arguments of the operators that made it. Where the
-backward depends on more, on Python that runs in it, there is no record. Between processes this holds for torch's own
-functions only: any other name may be other code there.
+graphs: a backward follows from autograd's graph and from the arguments of the operators that made it. The backward of
+an autograd function in Python follows from its class and from what its context has: the tensors that were saved, and
+its attributes, looked into as far as objects have some. Where an attribute cannot be told, there is no record. Between
+processes this holds for torch's own functions only: any other name may be other code there.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ from zerofx.ir.facts import Origin, Phase, Placeholder, Role, set_origin, set_pl
 from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.ir.serialise import LARGEST_LITERAL, NAMESPACES
 from zerofx.ir.tensor_parts import is_table
-from zerofx.torch_private.capture import fake_device, saves_by_hook
+from zerofx.torch_private.capture import fake_device, forward_class, saves_by_hook
 from zerofx.torch_private.dispatch import TorchDispatchMode, without_modes
 from zerofx.torch_private.operators import has_autograd_function
 from zerofx.torch_private.tensors import has_hooks
@@ -79,8 +81,8 @@ def record_forward(forward: Forward) -> ForwardRecord:
     """Run the forward on fake tensors.
 
     Raises:
-        NotRepeatedError: the model runs Python in backward, or has tensors of its own that are neither parameters nor
-            buffers.
+        NotRepeatedError: the model runs Python in backward that may depend on more than can be told, or has tensors of
+            its own that are neither parameters nor buffers.
     """
     given: list[weakref.ref[torch.Tensor]] = []
 
@@ -197,8 +199,6 @@ class _Recorder(TorchDispatchMode):
         if function in self._functions:
             return self._functions[function]
         is_ours = is_of_steps(function)
-        if isinstance(function, BackwardCFunction) and not is_ours:
-            raise NotRepeatedError(f"{type(function).__name__} is an autograd function in Python")
         if hasattr(function, "variable"):  # where a parameter's gradient arrives
             number = self._values[id(function.variable)]
         else:
@@ -209,11 +209,46 @@ class _Recorder(TorchDispatchMode):
             name = function.name()
             if not is_ours and not _is_torchs(name):
                 self.foreign = name
-            number = self._add(Line("call_method", name, reads, {}, what))
+            context = self._context(function) if isinstance(function, BackwardCFunction) and not is_ours else ()
+            number = self._add(Line("call_method", name, (*reads, *context), {}, what))
         self._functions[function] = number
         return number
 
+    def _context(self, function: BackwardCFunction) -> tuple[Any, ...]:
+        """What the backward of an autograd function in Python depends on: its class, saved tensors, and attributes.
 
+        Raises:
+            NotRepeatedError: one of them cannot be told.
+        """
+        forward = forward_class(function)
+        assert forward is not None, "the backward of a function in Python has one"
+        kind = f"{forward.__module__}.{forward.__qualname__}"
+        backward = inspect.unwrap(getattr(forward, "backward", forward))
+        if not inspect.isfunction(backward) or backward.__closure__ is not None:
+            raise NotRepeatedError(f"the backward of {kind} depends on more than its context")
+        saved = self._attribute(getattr(function, "saved_tensors", ()), kind)
+        return kind, hash(backward.__code__), saved, self._attribute(vars(function), kind)
+
+    def _attribute(self, value: Any, path: str, depth: int = 0) -> Any:
+        """``value`` as arguments of a line have it: tensors as numbers, objects as their classes and attributes."""
+        match value:
+            case torch.Tensor():
+                return self._argument(value)
+            case None | bool() | int() | float() | str() | torch.dtype() | torch.device() | torch.layout():
+                return str(value) if isinstance(value, torch.device) else value
+            case type():
+                return f"{value.__module__}.{value.__qualname__}"
+            case list() | tuple() if depth < _DEEPEST:
+                return tuple(self._attribute(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value))
+            case dict() if depth < _DEEPEST and all(isinstance(key, str) for key in value):
+                return {key: self._attribute(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+        is_open = hasattr(value, "__dict__") and not hasattr(value, "__slots__") and not callable(value)
+        if depth < _DEEPEST and is_open:
+            return type(value).__qualname__, self._attribute(vars(value), path, depth + 1)
+        raise NotRepeatedError(f"{path}, of an autograd function in Python, is {type(value).__name__}")
+
+
+_DEEPEST = 8  # levels of objects in one another that are looked into
 _DEVICE = torch.ops.prim.device.default
 
 
