@@ -15,6 +15,7 @@ Does not handle: a loop over micro-batches by itself: all that is read in it is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -37,9 +38,10 @@ class Settle:
     def run(self, step: StepGraph, plan: Plan) -> None:
         order, by_name = step.positions(), step.nodes_by_name()
         planned = {decision.bucket: decision.back_by for decision in plan.states}
+        updates = updates_on_host(step)
         for run_on in [node for node in step.calls() if node.target is ops.run_on]:
             bucket, back = background_work(run_on)
-            needed, by = readers_next(step, run_on), planned.get(bucket)
+            needed, by = readers_next(run_on, updates), planned.get(bucket)
             if back and by is not None:
                 needed.append(start_of_unit(step, node_named(by_name, by)))
             first = min(needed, key=order.__getitem__)
@@ -50,13 +52,24 @@ class Settle:
                 insert_call(step.graph, ops.settle, (bucket, []), origin(run_on), how, name=f"{after}_{bucket}")
 
 
-def readers_next(step: StepGraph, run_on: fx.Node) -> list[fx.Node]:
-    """The nodes of a step that have to wait for the update that ``run_on`` left running in the step before."""
+def updates_on_host(step: StepGraph) -> dict[int, list[fx.Node]]:
+    """The nodes that compute on the host, by the bucket that they update."""
+    updates: dict[int, list[fx.Node]] = {}
+    for node in step.calls():
+        if runs_on_host(node) and (bucket := host_bucket(node)) is not None:
+            updates.setdefault(bucket, []).append(node)
+    return updates
+
+
+def readers_next(run_on: fx.Node, updates: Mapping[int, Sequence[fx.Node]]) -> list[fx.Node]:
+    """The nodes of a step that have to wait for the update that ``run_on`` left running in the step before.
+
+    ``updates`` are those of ``updates_on_host``.
+    """
     (bucket, back), copies = background_work(run_on), run_on.args[1]
     assert isinstance(copies, list | tuple)
     copied = {storage_source(copy)[0] for copy in copies if isinstance(copy, fx.Node)}
-    calls = step.calls() if not back else ()
-    on_host = [node for node in calls if runs_on_host(node) and host_bucket(node) == bucket]
+    on_host = updates.get(bucket, ()) if not back else ()
     updated = {storage_source(node)[0] for update in on_host for node in mutated_inputs(update)}
     return [
         reader

@@ -52,7 +52,7 @@ from zerofx.ir.streams import background_work, num_gathers_after, runs_on_host
 from zerofx.ir.text import target_name
 from zerofx.passes.in_place import gathers_of_lasting_slices
 from zerofx.passes.lib.plan_check import GATHERS, differences, is_reduction, parameter_gathers
-from zerofx.passes.settle import readers_next
+from zerofx.passes.settle import readers_next, updates_on_host
 from zerofx.scheduler.plan.plan import Plan
 
 _NEIGHBOURS = 6
@@ -178,8 +178,9 @@ def _check_on_host(step: StepGraph, after: str, order: dict[fx.Node, int], *, is
         if bucket not in settled or begins_after != (delayed_bucket(node) is not None):
             which = "the last update" if delayed_bucket(node) is not None else "the update"
             _fail(step, after, node, f"host: {node.name} is of bucket {bucket}, {which} of which is not awaited")
+    updates = updates_on_host(step)
     for left, node in all_run_on.items() if all_settled.keys() & all_run_on.keys() or is_last else ():
-        for reader in readers_next(step, node):
+        for reader in readers_next(node, updates):
             if order[reader] < all_settled.get(left, len(order)):
                 what = f"host: {reader.name} reads what {node.name} has let run on in the step before, not awaited"
                 _fail(step, after, reader, what)

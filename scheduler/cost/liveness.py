@@ -197,12 +197,12 @@ def _shifts_of_loops(
     loops = loops_of(step)
     loop_of_node = loop_numbers(loops)
     made_bytes, taken_bytes = [0] * len(loops), [0] * len(loops)
+    carried = [{storage_source(after) for _, after in loop.carries} for loop in loops]
     for node, number in loop_of_node.items():
-        carried = {storage_source(after) for _, after in loops[number].carries}
         for index, size in owned.get(node, ()):
             reader = last_use.get((node, index))
             consumer = None if reader is None else loop_of_node.get(reader)
-            if consumer == number or ((node, index) in carried and reader is not None):
+            if consumer == number or ((node, index) in carried[number] and reader is not None):
                 continue
             made_bytes[number] += size_of(size)
             if consumer is not None:
@@ -225,7 +225,7 @@ def _tier_use(
 ) -> TierUse:
     """Bytes on a slower tier: what is kept and copied there, without what operators on the host hold inside."""
     left = {settle: _left_passing(run_on) if tier == "host" else [] for run_on, settle in settled_by.items()}
-    held = {node for node in owned if node.target in ops.EVENTS and tier_of(node) == tier}
+    held = {node for node in owned if tier_of(node) == tier and node.target in ops.EVENTS}
     dying = _storages_by_reader({storage: reader for storage, reader in last_use.items() if storage[0] in held})
     persistent = _persistent_bytes(step, tier)
     there = [size for node, i in running_on if node in held for index, size in owned[node] if index == i]

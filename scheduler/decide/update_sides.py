@@ -25,6 +25,7 @@ step needs them: what it needs late may be updated while it runs.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -165,41 +166,65 @@ def pace(
         departures: what leaves the device besides.
         ahead: whether copies overlap with computation, or are awaited at once.
     """
-    lanes = _Lanes(machine, ahead)
-    paced = _pace_one(lanes, arrivals, updates, on_host, run_seconds, departures)
+    lanes, order = _Lanes(machine, ahead), _Order.of(arrivals, updates, on_host, departures)
+    paced = _pace_one(lanes, order, run_seconds)
     for _ in range(_STEPS - 1 if lanes.runs_on else 0):
-        before, paced = paced, _pace_one(lanes, arrivals, updates, on_host, run_seconds, departures)
+        before, paced = paced, _pace_one(lanes, order, run_seconds)
         if paced.is_like(before):
             break
     return paced
 
 
-def _pace_one(
-    lanes: _Lanes,
-    arrivals: Sequence[Arrival],
-    updates: Sequence[Update],
-    on_host: Collection[int],
-    run_seconds: Sequence[float],
-    departures: Sequence[Departure],
-) -> Pace:
+@dataclass(frozen=True)
+class _Order:
+    """All that a step's lanes do, by kind, the last first.
+
+    ``due`` has each update with True if it is on the host, ``used`` the run that first reads what the host updates with
+    its bucket, ``awaited`` the buckets whose update on the host their own step awaits.
+    """
+
+    asked: tuple[Arrival, ...]
+    wanted: tuple[Arrival, ...]
+    due: tuple[tuple[Update, bool], ...]
+    used: tuple[tuple[int, int], ...]
+    leaving: tuple[Departure, ...]
+    leaving_by: tuple[Departure, ...]
+    awaited: tuple[int, ...]
+
+    @staticmethod
+    def of(
+        arrivals: Sequence[Arrival],
+        updates: Sequence[Update],
+        on_host: Collection[int],
+        departures: Sequence[Departure],
+    ) -> _Order:
+        placed = [(update, update.bucket.index in on_host) for update in updates]
+        there = [update for update, is_on_host in placed if is_on_host]
+        coming = [*arrivals, *(update.states for update, is_on_host in placed if not is_on_host)]
+        return _Order(
+            asked=tuple(sorted(coming, key=lambda arrival: arrival.earliest, reverse=True)),
+            wanted=tuple(sorted(arrivals, key=lambda arrival: arrival.needed, reverse=True)),
+            due=tuple(sorted(placed, key=lambda entry: entry[0].turn(on_host=entry[1]))[::-1]),
+            used=tuple(sorted(((u.used, u.bucket.index) for u in there if u.used is not None), reverse=True)),
+            leaving=tuple(sorted(departures, key=lambda departure: departure.after, reverse=True)),
+            leaving_by=tuple(sorted(departures, key=lambda departure: departure.by, reverse=True)),
+            awaited=tuple(update.bucket.index for update in there if update.used is None),
+        )
+
+
+def _pace_one(lanes: _Lanes, order: _Order, run_seconds: Sequence[float]) -> Pace:
     """The pace of the step that comes next on ``lanes``."""
-    there = [update for update in updates if update.bucket.index in on_host]
-    coming = [*arrivals, *(update.states for update in updates if update.bucket.index not in on_host)]
-    asked = sorted(coming, key=lambda arrival: arrival.earliest, reverse=True)
-    wanted = sorted(arrivals, key=lambda arrival: arrival.needed, reverse=True)
-    used = sorted(((u.used, u.bucket.index) for u in there if u.used is not None), reverse=True)
-    due = sorted(updates, key=lambda update: update.turn(on_host=update.bucket.index in on_host))[::-1]
-    leaving = sorted(departures, key=lambda departure: departure.after, reverse=True)
-    awaited = sorted(departures, key=lambda departure: departure.by, reverse=True)
+    asked, wanted, due, used = list(order.asked), list(order.wanted), list(order.due), list(order.used)
+    leaving, leaving_by = list(order.leaving), list(order.leaving_by)
     begun, left, reached = lanes.begin(), lanes.left_down, []
     for run, seconds in enumerate((*run_seconds, 0.0)):
-        while due and due[-1].after < run:
-            update = due.pop()
-            lanes.update(update, on_host=update.bucket.index in on_host)
+        while due and due[-1][0].after < run:
+            update, is_on_host = due.pop()
+            lanes.update(update, on_host=is_on_host)
         while leaving and leaving[-1].after < run:
             lanes.leave(leaving.pop())
-        while awaited and awaited[-1].by < run:
-            lanes.hold_until_gone(awaited.pop())
+        while leaving_by and leaving_by[-1].by < run:
+            lanes.hold_until_gone(leaving_by.pop())
         while lanes.ahead and asked and asked[-1].earliest <= run:
             lanes.ask(asked.pop())
         while used and used[-1][0] <= run:
@@ -208,7 +233,7 @@ def _pace_one(
             lanes.wait(wanted.pop())
         reached.append(lanes.now - begun)
         lanes.now += seconds
-    lanes.end([update.bucket.index for update in there if update.used is None])
+    lanes.end(order.awaited)
     new = ((end - begun, seconds) for end, seconds in lanes.new if end > begun)
     return Pace(tuple(reached), lanes.now - begun, tuple(new), left)
 
@@ -217,7 +242,9 @@ class _Lanes:
     """When computation (``now``), each link and the host are free; ``ahead`` as in ``pace``."""
 
     def __init__(self, machine: Machine, ahead: bool) -> None:
-        self._machine, self.ahead, self.now = machine, ahead, 0.0
+        self.ahead, self.now = ahead, 0.0
+        # Layers are alike: few sizes are copied, many times each.
+        self._copy_seconds = functools.cache(functools.partial(copy_seconds, machine=machine))
         self._up = self._down = self._host = self._drive = 0.0
         self._leaves_down = False  # whether the step may end before what is on its way down is there
         # When it may be copied up, for which run, number, seconds.
@@ -254,10 +281,10 @@ class _Lanes:
         if arrival.bucket is not None:
             begin = max(begin, self._updated.get(arrival.bucket, 0.0))
         if arrival.tier == "nvme":
-            seconds = copy_seconds(arrival.num_bytes, "nvme", "host", self._machine)
+            seconds = self._copy_seconds(arrival.num_bytes, "nvme", "host")
             begin = self._drive = max(begin, self._drive) + seconds
         if arrival.to == "device":
-            seconds = copy_seconds(arrival.num_bytes, "host", "device", self._machine)
+            seconds = self._copy_seconds(arrival.num_bytes, "host", "device")
             heappush(self._asked, (begin, arrival.needed, number, seconds))
         else:
             self._there[number] = begin
@@ -304,7 +331,7 @@ class _Lanes:
     def leave(self, departure: Departure) -> None:
         """Let what leaves the device be copied from now on."""
         begin = max(self.now, self._down)
-        self._down = begin + copy_seconds(departure.num_bytes, "device", "host", self._machine)
+        self._down = begin + self._copy_seconds(departure.num_bytes, "device", "host")
         self._gone[id(departure)] = self._down
 
     def hold_until_gone(self, departure: Departure) -> None:

@@ -125,15 +125,15 @@ class Prefixes:
             return low
         if self._bytes(high) > budget:
             return None
-        share, tried = self._share_freed(low, high) or 1.0, 0
+        near: Sequence[int] = (low, high)
+        tried = 0
         while high - low > 1:
             tried += 1
-            if tried % _HALVED_AFTER == 0:
-                guess = (low + high) // 2
-            else:
-                guess = self._length_to_free(low, (self._bytes(low) - budget) / share)
-            guess = min(max(guess, low + 1), high - 1)
-            share = self._share_freed(low, guess) or share
+            guess = self._guess(near, budget) if tried % _HALVED_AFTER else (low + high) // 2
+            if not low < guess < high:
+                guess = min(max(self._guess((low, high), budget), low + 1), high - 1)
+            # The two next to the budget say best what the moves between them and it will free.
+            near = sorted((*near, guess), key=lambda length: abs(self._bytes(length) - budget))[:2]
             if self._bytes(guess) <= budget:
                 high = guess
             else:
@@ -143,14 +143,13 @@ class Prefixes:
     def _bytes(self, length: int) -> int:
         return self.try_length(length)[0].peak_bytes
 
-    def _length_to_free(self, low: int, num_bytes: float) -> int:
-        """The length after ``low`` at which the moves in between should have freed so many bytes."""
-        return bisect_left(self._freed, self._freed[low] + num_bytes, low + 1, len(self._moves))
-
-    def _share_freed(self, low: int, high: int) -> float:
-        """The share of what the moves from one length to another should free that they do free; 0.0 if none."""
-        expected = self._freed[high] - self._freed[low]
-        return max(0.0, (self._bytes(low) - self._bytes(high)) / expected) if expected > 0 else 0.0
+    def _guess(self, near: Sequence[int], budget: int) -> int:
+        """The shortest length that should fit, going by what the moves between two tried lengths have really freed."""
+        first, second = sorted(near)
+        freed = self._freed[second] - self._freed[first]
+        share = max(0, self._bytes(first) - self._bytes(second)) / freed if freed > 0 else 0.0
+        wanted = self._freed[second] - (budget - self._bytes(second)) / (share or 1.0)
+        return bisect_left(self._freed, wanted)
 
 
 def least(orders: Sequence[Prefixes]) -> list[tuple[int, Plan]]:

@@ -7,7 +7,7 @@ import operator
 import re
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, ParamSpec, Protocol
+from typing import Any, NamedTuple, ParamSpec, Protocol
 
 import torch
 from torch import fx
@@ -17,6 +17,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import aliased_input, is_view
 from zerofx.ir.facts import (
     Origin,
+    Phase,
     Placeholder,
     Role,
     origin,
@@ -186,8 +187,8 @@ def start_of_unit(step: StepGraph, node: fx.Node, *, by_piece: bool = False) -> 
 
     ``by_piece``: also where a piece begins at whose borders regions do not end.
     """
-    run = node
-    while _continues(step, run.prev, node, by_piece):
+    run, home = node, _Home.of(step, node, by_piece)
+    while _continues(step, run.prev, home, by_piece):
         run = run.prev
     return run
 
@@ -197,22 +198,33 @@ def end_of_unit(step: StepGraph, node: fx.Node, *, by_piece: bool = False) -> fx
 
     ``by_piece``: also where a piece ends at whose borders regions do not end.
     """
-    run = node
-    while _continues(step, run.next, node, by_piece):
+    run, home = node, _Home.of(step, node, by_piece)
+    while _continues(step, run.next, home, by_piece):
         run = run.next
     return run
 
 
-def _continues(step: StepGraph, other: fx.Node, node: fx.Node, by_piece: bool) -> bool:
-    """True if ``other`` runs in the unit and phase of ``node``; views belong to no unit, as they run anywhere."""
+class _Home(NamedTuple):
+    """The run that a node is part of: its phase, unit, slice of a weight, and piece."""
+
+    phase: Phase
+    unit: str
+    slice: str | None
+    piece: str | None
+
+    @staticmethod
+    def of(step: StepGraph, node: fx.Node, by_piece: bool) -> _Home:
+        piece = piece_of(node) if by_piece else step.cut_piece_of(node)
+        return _Home(origin(node).phase, step.unit_of(node), slice_of(node), piece)
+
+
+def _continues(step: StepGraph, other: fx.Node, home: _Home, by_piece: bool) -> bool:
+    """True if ``other`` runs in ``home``; views belong to no unit, as they run anywhere."""
     if other.op != "call_function" or other.target in ops.EVENTS:
         return False
-    if is_view(other) and other.target is not operator.getitem:
+    there = _Home.of(step, other, by_piece)
+    # What passes have added is of no piece, and runs with its neighbours. A slice of a weight is there for its own
+    # nodes only.
+    if there[:3] == home[:3] and (there.piece == home.piece or None in (there.piece, home.piece)):
         return True
-    if slice_of(other) != slice_of(node):
-        return False  # a slice of a weight is there for its own nodes only
-    # What passes have added is of no piece, and runs with its neighbours.
-    pieces = [piece_of(end) if by_piece else step.cut_piece_of(end) for end in (other, node)]
-    if None not in pieces and pieces[0] != pieces[1]:
-        return False
-    return step.unit_of(other) == step.unit_of(node) and origin(other).phase is origin(node).phase
+    return is_view(other) and other.target is not operator.getitem

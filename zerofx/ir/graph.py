@@ -238,9 +238,10 @@ class StepGraph:
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].name = node.name
-            copies[node].meta = dict(node.meta)
+            copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+            if copy.name != node.name:
+                copy.name = node.name
+            copy.meta = dict(node.meta)
         return replace(
             self,
             graph=graph,
