@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
 from zerofx.scheduler.plan.text.overview import count_values, group_by_unit, tiles_words, wire_words
 from zerofx.scheduler.plan.text.reasons import absences, of_values
-from zerofx.units import format_bytes, format_count, format_seconds
+from zerofx.units import first_few, format_bytes, format_count, format_seconds
 
 SAME = "the plans are the same"
 
@@ -38,6 +38,14 @@ def diff_plans(first: Plan, other: Plan) -> str:
         "wire": _fold_changes(placed(lambda plan: [(d.bucket, wire_words(d)) for d in plan.wires], "sent exactly")),
         "tiled": list(_tiles(first, other)),
         **{
+            title: list(_named(read(first), read(other)))
+            for title, read in {
+                "shared along model": lambda plan: {d.node: replace(d, reason="") for d in plan.shardings},
+                "moved to overlap with collectives": lambda plan: {d.before: d for d in plan.overlaps},
+                "pieces outside layers": lambda plan: {d.name: d for d in plan.pieces},
+            }.items()
+        },
+        **{
             kind: _fold_changes(placed(partial(_places_of, kind)))
             for kind in ("parameters", "optimizer states", "gradients")
         },
@@ -58,12 +66,24 @@ def diff_plans(first: Plan, other: Plan) -> str:
     return "\n".join(lines) if lines else SAME
 
 
+def _named(before: Mapping[str, object], after: Mapping[str, object]) -> Iterator[str]:
+    """The nodes or pieces about which another thing is decided, or that one plan alone decides about."""
+    for title, names in {
+        "gone": [name for name in before if name not in after],
+        "added": [name for name in after if name not in before],
+        "changed": [name for name in before if name in after and before[name] != after[name]],
+    }.items():
+        if names:
+            yield f"{title}: {first_few(names)}"
+
+
 def _settings(first: Plan, other: Plan) -> Iterator[str]:
     fields: dict[str, Callable[[Plan], str]] = {
         "stage": lambda plan: str(plan.stage),
         "ranks": lambda plan: str(plan.num_ranks),
         "mesh": lambda plan: plan.mesh.axes_text,
         "micro-batches": lambda plan: str(plan.num_micro_batches),
+        "order": lambda plan: "layer by layer" if plan.by_layer else "one micro-batch after the other",
         "precision": lambda plan: plan.precision or "of the model",
         "wire": lambda plan: plan.wire,
         "max_grad_norm": lambda plan: str(plan.max_grad_norm),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.lib.lowered import lowered
-from zerofx.scheduler.plan.decisions import Absence
+from zerofx.scheduler.plan.decisions import Absence, OverlapDecision, PieceDecision, ShardingDecision
 from zerofx.scheduler.plan.plan import Plan
 
 
@@ -104,6 +104,21 @@ def test_differences(golden: Callable[..., None], pair: Callable[[], tuple[Plan,
     one, other = pair()
     decided, _, _ = one.diff(other).partition("\npredicted")
     golden(re.sub(r"graph: \w{12} -> \w{12}", "graph: <hash> -> <hash>", decided))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"by_layer": True}, "made for\n  order: one micro-batch after the other -> layer by layer"),
+        ({"pieces": (PieceDecision("head", "mm", "sum", None, None),)}, "pieces outside layers\n  added: head"),
+        ({"shardings": (ShardingDecision("relu", ("whole",)),)}, "shared along model\n  added: relu"),
+        ({"overlaps": (OverlapDecision("mm", ("t",)),)}, "moved to overlap with collectives\n  added: mm"),
+    ],
+)
+def test_a_decision_of_each_kind_is_told(change: dict[str, Any], said: str) -> None:
+    plan = lowered(2).plan
+    assert plan.diff(replace(plan, **change)) == said
+    assert replace(plan, **change).diff(plan) != "the reasons that are given for decisions"
 
 
 def test_predictions_before_and_after() -> None:
