@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from zerofx.scheduler.plan.decisions import Absence, GatherDecision, ReduceDecision
@@ -37,14 +38,7 @@ def diff_plans(first: Plan, other: Plan) -> str:
         "reductions": _fold_changes(_reductions(first, other)),
         "wire": _fold_changes(placed(lambda plan: [(d.bucket, wire_words(d)) for d in plan.wires], "sent exactly")),
         "tiled": list(_tiles(first, other)),
-        **{
-            title: list(_named(read(first), read(other)))
-            for title, read in {
-                "shared along model": lambda plan: {d.node: replace(d, reason="") for d in plan.shardings},
-                "moved to overlap with collectives": lambda plan: {d.before: d for d in plan.overlaps},
-                "pieces outside layers": lambda plan: {d.name: d for d in plan.pieces},
-            }.items()
-        },
+        **{title: list(_named(read(first), read(other))) for title, read in _NAMED.items()},
         **{
             kind: _fold_changes(placed(partial(_places_of, kind)))
             for kind in ("parameters", "optimizer states", "gradients")
@@ -64,6 +58,15 @@ def diff_plans(first: Plan, other: Plan) -> str:
     if not lines and first != other:
         lines = ["the reasons that are given for decisions"]  # all that is left: the same is done, and predicted
     return "\n".join(lines) if lines else SAME
+
+
+_NAMED: Mapping[str, Callable[[Plan], Mapping[str, object]]] = MappingProxyType(
+    {
+        "shared along model": lambda plan: {d.node: replace(d, reason="") for d in plan.shardings},
+        "moved to overlap with collectives": lambda plan: {d.before: d for d in plan.overlaps},
+        "pieces outside layers": lambda plan: {d.name: d for d in plan.pieces},
+    }
+)
 
 
 def _named(before: Mapping[str, object], after: Mapping[str, object]) -> Iterator[str]:
