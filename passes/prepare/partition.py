@@ -45,6 +45,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.parameters import ParameterInfo
+from zerofx.ir.sharding.grouped import align_operands
 from zerofx.ir.sharding.rule import Rule, results_of, sharing_key
 from zerofx.ir.sharding.rules import replication_rule, rule_for
 from zerofx.passes.lib.local_graph import AXIS, LocalCallOf, LocalGraph
@@ -263,7 +264,7 @@ class _Partitioning:
 
 def _same_call(rank: LocalCallOf) -> fx.Node:
     """The call itself, with local sizes in the place of the result's."""
-    node, args, kwargs = rank.node, list(rank.args), dict(rank.kwargs)
+    node, args, kwargs = rank.node, align_operands(rank), dict(rank.kwargs)
     whole, placement = next(zip(results_of(node), rank.rule.outputs, strict=True), (None, None))
     if isinstance(placement, Sharded) and whole is not None:
         shape = list(local_shape(tuple(whole.shape), placement, rank.num_ranks))

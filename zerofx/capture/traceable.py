@@ -36,7 +36,13 @@ from zerofx.ir.batch import Batch
 from zerofx.ir.casts import Casts, ComputeDtype, cast_of
 from zerofx.ir.parameters import ParameterInfo, Strides, parameter_infos
 from zerofx.ir.tensor_parts import named_parameters
-from zerofx.torch_private.capture import FakeTensorMode, fake_mode, fake_tensor, pretend_compiling
+from zerofx.torch_private.capture import (
+    AbsentDeviceFakes,
+    FakeTensorMode,
+    fake_mode,
+    fake_tensor,
+    pretend_compiling,
+)
 from zerofx.torch_private.dispatch import silence_fake_log, without_modes
 from zerofx.torch_private.operators import pytree
 from zerofx.torch_private.tensors import mark_as_parameter
@@ -138,7 +144,8 @@ def traceable(
     """
     model, batch, compute_dtype, gpu = forward.model, forward.batch, forward.compute_dtype, forward.gpu
     lent, parts = forward.lent, TracedParts()
-    mode, device = fake_mode(), trace_device(model, batch, gpu)
+    mode = fake_mode() if gpu is None else AbsentDeviceFakes(gpu.device)
+    device = trace_device(model, batch, gpu)
     for lender in lent:
         lender.check()
     with (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses import FakeTensor
 from torch._subclasses import FakeTensorMode as FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from zerofx.torch_private import operators as operators  # whose fakes a trace needs
 from zerofx.torch_private.versions import TORCH
@@ -79,6 +81,34 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+class AbsentDeviceFakes(FakeTensorMode):
+    """Makes fake tensors on the CPU for a trace that is then moved to ``device``, which need not be there.
+
+    What a CPU has no kernel for, as a histogram of integers, is asked of the device's: operators that write to nothing,
+    and give no view. Others are refused as on a CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._absent = device
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().dispatch(func, types, args, kwargs or {})
+        except RuntimeError:
+            schema = getattr(func, "_schema", None)
+            if schema is None or any(entry.alias_info for entry in (*schema.arguments, *schema.returns)):
+                raise
+            given = tree_map_only(FakeTensor, partial(self._move, device=self._absent), (args, kwargs or {}))
+            with contextlib.suppress(RuntimeError):
+                result = super().dispatch(func, types, *given)
+                return tree_map_only(FakeTensor, partial(self._move, device=torch.device("cpu")), result)
+            raise
+
+    def _move(self, fake: FakeTensor, device: torch.device) -> torch.Tensor:
+        return fake_tensor(self, fake.shape, fake.stride(), fake.dtype, device)
+
+
 def expect_fake(tensor: torch.Tensor) -> FakeTensor:
     """The tensor, asserted to be a fake one."""
     assert isinstance(tensor, FakeTensor), "a captured graph has fake values"
@@ -118,6 +148,17 @@ def pretend_compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def pretend_capability(capability: tuple[int, int]) -> Iterator[None]:
+    """Make ``torch.cuda.get_device_capability()`` say that of an absent GPU, by which libraries choose kernels."""
+    before = torch.cuda.get_device_capability
+    torch.cuda.get_device_capability = lambda device=None: capability
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_capability = before
 
 
 def rename(node: fx.Node, name: str) -> None:

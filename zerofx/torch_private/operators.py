@@ -122,7 +122,7 @@ def _repeat_heads(packet: Any, args: Sequence[Any]) -> Sequence[Any]:
     return [*args[: first + 1], *repeated, *args[first + 3 :]]
 
 
-_BOUNDARY = 16  # bytes, which rows begin at multiples of
+GROUPED_BOUNDARY = 16  # bytes, which the rows of a grouped product's operands begin at multiples of
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -161,10 +161,10 @@ def _fake_grouped_mm(
         by_columns, by_rows = down == 1 and across >= max(1, rows), across == 1 and down >= max(1, columns)
         torch._check(by_columns or by_rows, lambda: "columns or rows that lie together")
         apart = (across if by_columns else down) * operand.element_size()
-        torch._check(apart % _BOUNDARY == 0, lambda: "strides should be multiple of 16 bytes")
+        torch._check(apart % GROUPED_BOUNDARY == 0, lambda: "strides should be multiple of 16 bytes")
     ends = offs if offs is not None else left
     shape = (*ends.shape[: dims[0] == dims[1]], left.shape[-2], right.shape[-1])
-    padded = -(-shape[-1] * left.element_size() // _BOUNDARY) * _BOUNDARY // left.element_size()
+    padded = -(-shape[-1] * left.element_size() // GROUPED_BOUNDARY) * GROUPED_BOUNDARY // left.element_size()
     strides = (shape[-2] * padded, padded, 1)
     return left.new_empty_strided(shape, strides[-len(shape) :])
 

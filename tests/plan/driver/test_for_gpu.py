@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerofx
+from tests.lib.models.huggingface import mixtral
 from zerofx.capture.for_gpu.attention import Attention, attend, kernel_of
 
 HOPPER, ADA, AMPERE, TURING, VOLTA = (9, 0), (8, 9), (8, 0), (7, 5), (7, 0)
@@ -134,7 +135,20 @@ def test_what_is_no_gpu_of_nvidias_is_captured_as_on_the_cpu(machine: str) -> No
     assert "attention by" not in str(planned.plan)
 
 
+@pytest.mark.parametrize("num_tokens", [32, 33])
+@pytest.mark.parametrize("mesh", [{"shard": 2}, {"model": 2}], ids=str)
+def test_experts_are_planned_for_a_gpu(mesh: dict[str, int], num_tokens: int) -> None:
+    # Transformers counts tokens in integers there, which no CPU does, and asks for the capability.
+    model = mixtral(hidden_size=32, intermediate_size=48).to(torch.bfloat16)
+    ids = torch.zeros(2, num_tokens, dtype=torch.long)
+    planned = zerofx.plan(
+        model, torch.optim.AdamW(model.parameters()), {"input_ids": ids, "labels": ids}, machine="h100-sxm", mesh=mesh
+    )
+    assert {"_grouped_mm", "histc"} <= _operators(planned)
+
+
 def test_torch_is_as_it_was_after_a_step_is_captured_for_a_gpu() -> None:
     _planned("h100-sxm", precision="bf16")
     assert not torch.ops.aten.scaled_dot_product_attention.default.py_kernels
     assert torch.empty(2).device.type == "cpu" and not torch.empty(2).is_cuda
+    assert torch.cuda.get_device_capability.__module__ == "torch.cuda"

@@ -1,7 +1,8 @@
 """Make a model's forward see an absent GPU while it is traced on a CPU's fake tensors.
 
-Tensors report the GPU as their device, tensors created there are created on the CPU, and operators that torch
-decomposes by device are decomposed as on the GPU. The traced graph is then moved to the GPU (``retarget``).
+Tensors report the GPU as their device, tensors created there are created on the CPU, the GPU's compute capability is
+told, and operators that torch decomposes by device are decomposed as on the GPU. The traced graph is then moved to the
+GPU (``retarget``).
 
 Does not handle: a tensor that is created on the CPU in a forward and moved to the GPU, whose copy leaves no trace;
 batch norm, which has a cuDNN operator of its own, and recurrent layers; group norm of images in channels_last, whose
@@ -22,7 +23,7 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.for_gpu.attention import Attention, attend, kernel_of
-from zerofx.torch_private.capture import FakeTensorMode, fake_tensor
+from zerofx.torch_private.capture import FakeTensorMode, fake_tensor, pretend_capability
 from zerofx.torch_private.dispatch import override_composite, python_dispatcher
 from zerofx.torch_private.tensors import is_traced
 
@@ -54,7 +55,7 @@ class AbsentGpu:
             call = Attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             return attend(call, kernel_of(call, self.capability))
 
-        with override_composite(_ATTENTION, attention), _Disguise(self.device):
+        with override_composite(_ATTENTION, attention), pretend_capability(self.capability), _Disguise(self.device):
             yield
 
 

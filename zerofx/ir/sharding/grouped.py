@@ -11,14 +11,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import fx
 
+from zerofx.ir.facts import tensor
 from zerofx.ir.op_kernels.own_rows import own_ends
 from zerofx.ir.sharding.pattern import Lies, Pattern
 from zerofx.ir.sharding.rule import Local, argument, read_tensors, results_of, shape_of
 from zerofx.ir.sharding.shapes import PatternsOf
 from zerofx.scheduler.plan.placements import Ragged
-from zerofx.torch_private.operators import base_name
+from zerofx.torch_private.operators import GROUPED_BOUNDARY, OpOverload, base_name
 
 _ENDS = 2  # the argument that says where groups end
 
@@ -85,9 +87,31 @@ def _linear(inputs: list[str], outputs: list[str]) -> list[Pattern]:
 
 
 def _own_groups(rank: Local) -> Any:
-    args = list(rank.args)
+    args = align_operands(rank)
     args[_ENDS] = rank.call(own_ends, args[_ENDS], rank.rank(), rank.num_ranks)
     return rank.call(rank.node.target, *args, **rank.kwargs)
+
+
+def align_operands(rank: Local) -> list[Any]:
+    """The arguments of any call; those of a grouped product with operands by columns where the captured call has them.
+
+    Its kernels ask for rows, or columns, that begin at multiples of 16 bytes. What has moved between ranks is dense by
+    rows, of any length.
+    """
+    args = list(rank.args)
+    target = rank.node.target
+    is_grouped = isinstance(target, OpOverload) and base_name(target) in GROUPED
+    operands = read_tensors(rank.node)[:2] if is_grouped else []
+    for position, whole in enumerate(operands):
+        own, at = tensor(args[position]), tensor(whole).stride()
+        if at[-2] == 1 < at[-1] and own.stride()[-2] * own.element_size() % GROUPED_BOUNDARY:
+            columns = rank.call(_aten.transpose.int, args[position], -2, -1)
+            dense = rank.call(_aten.clone.default, columns, memory_format=torch.contiguous_format)
+            args[position] = rank.call(_aten.transpose.int, dense, -2, -1)
+    return args
+
+
+_aten = torch.ops.aten
 
 
 _BY_DIMS: Mapping[tuple[int, ...], str] = MappingProxyType(

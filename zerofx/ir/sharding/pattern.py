@@ -98,7 +98,7 @@ def _gives_its_shapes(node: fx.Node, rule: Rule, num_ranks: int) -> bool:
     def local(source: fx.Node) -> Tensor:
         whole = value(source)
         shape = local_shape(tuple(whole.shape), next(read), num_ranks)
-        return torch.empty(shape, dtype=whole.dtype, device="meta")
+        return empty_in_order(whole, shape)
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), local)
     kwargs = {name: "meta" if name == "device" else argument for name, argument in kwargs.items()}
@@ -111,6 +111,13 @@ def _gives_its_shapes(node: fx.Node, rule: Rule, num_ranks: int) -> bool:
         whole is None or placement is None or tuple(part.shape) == local_shape(tuple(whole.shape), placement, num_ranks)
         for part, whole, placement in zip(given, results_of(node), rule.outputs, strict=True)
     )
+
+
+def empty_in_order(other: Tensor, shape: Sequence[int]) -> Tensor:
+    """A dense meta tensor of ``shape`` whose dimensions lie in the order of ``other``'s: operators may ask for one."""
+    strides = other.stride()
+    order = sorted(range(other.dim()), key=lambda dim: strides[dim], reverse=True)
+    return torch.empty_permuted(tuple(shape), order, dtype=other.dtype, device="meta")
 
 
 def _placement(lies: Lies, groups: int) -> Placement:

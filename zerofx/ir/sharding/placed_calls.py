@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from zerofx.ir.facts import ints, is_random, set_value, value
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
+from zerofx.ir.sharding.pattern import empty_in_order
 from zerofx.ir.sharding.placed_moves import (
     MOVES,
     NOTHING,
@@ -131,7 +132,7 @@ def _whole_call(node: fx.Node, dims: Sequence[int | None], num_ranks: int) -> fx
             shape, dim = list(given.shape), next(longer)
             if dim is not None:
                 shape[dim] *= num_ranks
-            given = torch.empty(shape, dtype=given.dtype, device="meta")
+            given = empty_in_order(given, shape)
         return set_value(copy, given)
 
     args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), whole)
