@@ -91,7 +91,7 @@ class TakenOver:
         self.runtime = Runtime(built.layout, communicators, device, tiers)
         if self.runtime.notice:
             notify(self.runtime.notice)
-        self.optimizer_state = OptimizerState(built.binding, self.state, control)
+        self.optimizer_state = OptimizerState(built.binding, self.state, control, life.check_trained)
         self._trained = {name: parameter.requires_grad for name, parameter in self.state.parameters.items()}
         self.guards: list[Any] = []
         self.watch_parameters()
@@ -249,6 +249,45 @@ class TakenOver:
                 finally:
                     state.hide_parameters()
                     self.watch.renew()  # what the block has replaced is for the next step to tell
+
+    @contextmanager
+    def show_averages(self) -> Iterator[None]:
+        """While open, parameters have the values of their averages, in slices; collective.
+
+        Raises:
+            UsageError: there is no average, or no step has entered it yet.
+        """
+        life, state, average = self._life, self.state, self.binding.optimizers.average
+        purpose = "enter averaged_parameters()"
+        if average is None:
+            raise UsageError(
+                f"expected to {purpose} with average= given to zerofx.compile, found None: give EMA(), say"
+            )
+        with life.claim(purpose), torch.no_grad():
+            life.check_world()
+            life.control.meet(purpose)
+            with life.control.fail_together(purpose):
+                self.optimizer_state.take_loaded()
+                state.flush()
+                if not all(life.control.gather(state.has_averages(average.after), purpose)):
+                    raise UsageError(f"expected to {purpose} once a step has entered {average}, found that none has")
+                self._swap()
+        try:
+            yield
+        finally:
+            with life.claim("leave averaged_parameters()", waits=True), torch.no_grad():
+                self._swap()
+
+    def _swap(self) -> None:
+        """Exchange parameters and their averages; where that fails on this rank, the step is over."""
+        life = self._life
+        try:
+            self.state.swap_averages()
+        except BaseException as error:
+            life.failure = f"averages were put in the place of parameters in part ({type(error).__name__}: {error})"
+            raise
+        life.averaged = not life.averaged
+        self.watch.renew()
 
     def give_back(self) -> None:
         """Give model and optimizers all their values back; collective."""

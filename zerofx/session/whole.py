@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,7 @@ class Whole(Checkpointed):
         the first one after the warm-up does.
         """
         with self._life.claim("flush the step"):
-            self._life.check_open("flush the step")
+            self._life.check_open("flush the step", reads=True)
             if self._steps.taken is not None:
                 self._life.control.meet("flush the step")
                 with self._life.control.fail_together("flush the step"):
@@ -58,6 +58,7 @@ class Whole(Checkpointed):
         taken, life = self._steps.taken, self._life
         if taken is not None and not life.showing:
             if write_back:
+                life.check_trained("write parameters back")
                 self.finish_saving()
             with taken.show_whole(write_back=write_back):
                 yield self.model
@@ -73,6 +74,32 @@ class Whole(Checkpointed):
                 "it there"
             )
         yield self.model
+
+    @contextmanager
+    def averaged_parameters(self, *, whole: bool = True) -> Iterator[nn.Module]:
+        """The model with the averages that ``average=`` keeps in the place of its parameters. Every rank must enter.
+
+        ::
+
+            with step.averaged_parameters():
+                torch.save(model.state_dict(), "averaged.pt")
+            with step.averaged_parameters(whole=False):
+                loss = step.evaluate(batch)
+
+        Parameters that are not trained, and buffers, are as they are. Training goes on from where it was: no step runs
+        inside, and nothing is saved or loaded.
+
+        Args:
+            whole: show the model whole, as ``full_parameters()`` does. Else parameters stay in slices and tiers, and
+                ``evaluate``, ``full``, ``full_parameters`` and ``full_state_dict`` read averages.
+
+        Raises:
+            UsageError: there is no average, or no step has entered it yet.
+        """
+        taken = self._require_model("enter averaged_parameters()")
+        self.finish_saving()
+        with taken.show_averages(), taken.show_whole(write_back=False) if whole else nullcontext():
+            yield self.model
 
     @contextmanager
     def full(self, name: str, state: str | None = None, *, write_back: bool = False) -> Iterator[torch.Tensor]:
@@ -100,8 +127,7 @@ class Whole(Checkpointed):
             UsageError: there is no such parameter or state, or no step has been prepared yet, or one has run inside.
             RankMismatchError: ranks ask for others, or write other values.
         """
-        self._life.check_open("read one tensor")
-        taken = self._require_model("read one tensor")
+        taken = self._require_model("read one tensor", reads=not write_back and state is None)
         if write_back:
             self.finish_saving()
         before = self.num_steps

@@ -131,6 +131,6 @@ def _refusal(func: Callable[..., Any], args: tuple[Any, ...]) -> ShardedParamete
     return ShardedParametersError(
         f"expected {what} to be called where parameters are whole, found it given one{of_shape} whose values the "
         f"compiled step holds: call it on every rank inside `with step.full_parameters():` (with write_back=True where "
-        f"it changes them), or for single ones inside `with step.full(name):`; where that step failed and is closed, "
-        f"build the model anew, and load a checkpoint"
+        f"it changes them), or for single ones inside `with step.full(name):`; averages of weights are average= of "
+        f"zerofx.compile; where that step failed and is closed, build the model anew, and load a checkpoint"
     )
