@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
+from zerofx.choices import SlowerTier
 from zerofx.deferred import is_deferred
-from zerofx.errors import UsageError
+from zerofx.errors import UsageError, wrap_defects
 from zerofx.ir.batch import hash_of
 from zerofx.ir.buckets import Bucket, Slot
 from zerofx.ir.tensor_parts import named_buffers, named_parameters
 from zerofx.optimizers.program import WHOLE_STATES
+from zerofx.runtime.cuda_graphs.graphed import GraphedSteps
 from zerofx.runtime.state.state import TrainingState
 from zerofx.session.checkpointed import Checkpointed
 from zerofx.session.life import Life
@@ -28,6 +31,8 @@ class Whole(Checkpointed):
     """The part of a ``Step`` that shows whole parameters."""
 
     _gradients: Mapping[int, torch.Tensor]
+    _outputs: Any
+    _graphs: GraphedSteps
 
     def flush(self) -> None:
         """Finish updates that are delayed or under way on the host, so that the parameters are those after all steps so
@@ -43,6 +48,34 @@ class Whole(Checkpointed):
                 self._life.control.meet("flush the step")
                 with self._life.control.fail_together("flush the step"):
                     self._steps.taken.state.flush()
+
+    def park(self, tier: SlowerTier = "host") -> None:
+        """Give the device back between phases: all that the step holds there waits on the host, or on nvme. Collective.
+
+        That is parameters, masters, the optimizer's states, buffers, gradients that are kept, and the arena. ``unpark``
+        brings them up, and so does whatever reads them next: a step, ``evaluate``, ``full_parameters``, a checkpoint.
+        What lies in slower tiers already stays there. Until then ``step.tiers()`` has no bytes on the device but those
+        of constants that were captured.
+
+        Raises:
+            UsageError: no step has been prepared yet, or there is no such tier, or no folder for it.
+            TierError: it has no room for what is on the device (``host_budget``); nothing has been changed.
+        """
+        if tier not in get_args(SlowerTier):
+            raise UsageError(f"expected to park the step on 'host' or 'nvme', found {tier!r}")
+        taken = self._require_model("park the step")
+        self.finish_saving()
+        with self._life.claim("park the step"), wrap_defects("park the step"):
+            self._life.control.agree("park the step", tier, "tiers to park on", "Give every rank the same.")
+            taken.park(tier)
+            self._graphs.clear()
+            self._outputs, self._gradients = None, {}
+
+    def unpark(self) -> None:
+        """Bring up what ``park`` has moved; does nothing where nothing is. Collective."""
+        taken = self._require_model("unpark the step")
+        with self._life.claim("unpark the step"), wrap_defects("unpark the step"):
+            taken.unpark()
 
     @contextmanager
     def full_parameters(self, *, write_back: bool = False) -> Iterator[nn.Module]:

@@ -91,6 +91,13 @@ def hold(tensors: Iterable[torch.Tensor]) -> None:
             tensor.__class__ = _held_class(type(tensor))
 
 
+def hide(tensor: torch.Tensor, shape: torch.Size, device: torch.device) -> None:
+    """Have a tensor lie on NaN (whole numbers: -1) that takes no memory, and ``hold`` it."""
+    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else -1
+    tensor.data = torch.full((), value, dtype=tensor.dtype, device=device).expand(shape)
+    hold([tensor])
+
+
 def release(tensors: Iterable[torch.Tensor]) -> None:
     """Have tensors be of the class that they had before ``hold``."""
     for tensor in tensors:

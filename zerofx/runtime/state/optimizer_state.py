@@ -175,6 +175,7 @@ class OptimizerState:
 
     def _absorb(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over the states that an optimizer holds per parameter; its parameters without any begin anew."""
+        self._state.bring_up()
         # What is under way for the states that go must not reach those that come.
         self._state.settle()
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,7 @@ class TrainingState(WholeBuckets):
         self._placed: Plan | None = None  # by which all buckets are where they are
         self.owners: Mapping[int, Owners] = {}  # of the buckets whose updates need whole parameters
         self._whole: Mapping[int, UpdateProgram] = {}  # the updates of those
+        self.bring_up: Callable[[], None] = lambda: None  # before values are read: what gave its memory back has it
         self._is_stale = False  # whether updates may be under way whose results the device has not
 
     def take_over(self, weights: Weights, plan: Plan) -> None:
@@ -114,6 +115,7 @@ class TrainingState(WholeBuckets):
         Raises:
             TierError: an update on the host has failed.
         """
+        self.bring_up()
         self._tiers.finish_updates()
         if not self._is_stale:
             return
@@ -125,6 +127,19 @@ class TrainingState(WholeBuckets):
             self._tiers.copy_into(state.low, source).finish(source)
             self.complete(bucket, state)
         self._is_stale = False
+
+    def tensors_on_device(self) -> Iterator[torch.Tensor]:
+        """The tensors of all buckets that are on the device, the model's parameters in them, and its buffers."""
+        for state in self.buckets:
+            values = (state.full, state.shard, state.part, state.master, *state.flat.values(), *state.scalars.values())
+            yield from (v for v in values if isinstance(v, torch.Tensor) and v.device == self.device)
+        yield from self._tensors.values() if self.resident else ()
+        yield from (buffer for _, buffer in named_buffers(self.model) if buffer.device == self.device)
+
+    def share(self) -> None:
+        """Put slices that are gathered where other ranks can read them, if they can. Collective."""
+        for bucket, state in zip(self.layout.buckets, self.buckets, strict=True):
+            self._share(bucket, state)
 
     def _place_bucket(self, plan: Plan, bucket: Bucket, state: BucketState) -> bool:
         tier, _ = _planned_home(plan, bucket)

@@ -16,7 +16,7 @@ from zerofx.ir.tensor_parts import named_parameters, remember_attributes
 from zerofx.runtime.comm.collectives import send_to_slices
 from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.state.bucket_state import BucketState
-from zerofx.runtime.state.held import hold
+from zerofx.runtime.state.held import hide
 from zerofx.runtime.state.weights import whole_bucket
 from zerofx.runtime.tiers.stored import Stored
 from zerofx.runtime.tiers.tiers import Tiers
@@ -66,11 +66,7 @@ class WholeBuckets:
                     assert state.full is not None
                     self._tensors[slot.source].data = slot.to_parameter(state.full)
                 else:
-                    tensor = self._tensors[slot.source]
-                    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else -1
-                    nothing = torch.full((), value, dtype=tensor.dtype, device=self.device)
-                    tensor.data = nothing.expand(self._shapes[slot.source])
-                    hold([tensor])
+                    hide(self._tensors[slot.source], self._shapes[slot.source], self.device)
 
     def strides(self) -> Strides:
         """Those of the parameters as a step reads them: NaN that takes no memory has others."""
