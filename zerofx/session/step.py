@@ -72,6 +72,7 @@ class Step(Whole, Reported):
         self._last = LastStep()
         self._outputs: Any = None
         self._gradients: Mapping[int, torch.Tensor] = {}
+        self._sent = {}
         self._later = None
         owner = weakref.proxy(self)  # a step that is dropped goes at once
         self._graphs = GraphedSteps(
