@@ -93,7 +93,7 @@ class TuneKeywords(TypedDict, total=False):
     keep_gathered: Collection[str] | Literal["all"]
     max_grad_norm: float | None
     grad_norms: bool
-    keep_gradients: Collection[str]
+    keep_gradients: Collection[str] | Literal["*"]
     average: Average | None
     backend: Backend
 
@@ -257,9 +257,13 @@ class CompileOptions:
     grad_norms: bool = option(False, FLAG, not_for=("evaluation",))
     """whether ``step.metrics`` has the norm of each layer's gradients, as ``"grad_norm/layers.0"``."""
 
-    keep_gradients: tuple[str, ...] = option((), names("('layers.0.weight', '*.bias')"), not_for=("evaluation",))
-    """names of trained parameters, or patterns of names, whose reduced gradients ``step.full(name, "grad")`` reads
-    after each step."""
+    keep_gradients: tuple[str, ...] = option(
+        (),
+        any_of(Kind("'*'", lambda asked: asked == "*", lambda asked: (asked,)), names("('layers.0.weight', '*.bias')")),
+        not_for=("evaluation",),
+    )
+    """names of trained parameters, or patterns of names, or ``"*"`` for all, whose reduced gradients ``step.full(name,
+    "grad")`` reads after each step."""
 
     average: Average | None = option(
         None,

@@ -68,8 +68,7 @@ def _wrong(name: str, stage: int, options: dict[str, Any], *, counts: bool = Fal
             [] if 0 < most <= largest + 64 else [f"{most} bytes beyond what is held, the largest bucket has {largest}"]
         )
     with pytest.raises(UsageError, match="no step while weights are read"):
-        for _ in step.weights():
-            step(*second[0], **second[1])
+        [step(*second[0], **second[1]) for _ in step.weights()]
     if num_ranks > 1:
         with pytest.raises(RankMismatchError, match="weights"):
             step.weights(dtype=torch.bfloat16 if rank else None)
