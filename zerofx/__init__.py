@@ -28,6 +28,7 @@ from zerofx.errors import (
 
 if TYPE_CHECKING:
     from zerofx.api import compile
+    from zerofx.averages import EMA, SWA
     from zerofx.deferred import empty_init
     from zerofx.driver.plan_only import PlannedStep, plan
     from zerofx.ladder import fitted_lengths
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
+    "SWA",
     "Candidate",
     "CaptureError",
     "CheckpointError",
@@ -86,6 +89,7 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker is to see the names above, and no others
     _HOMES = {
         "Candidate": "zerofx.tuning.result",
+        "EMA": "zerofx.averages",
         "LossScale": "zerofx.precision",
         "Machine": "zerofx.scheduler.cost.machine",
         "MeasuredCosts": "zerofx.scheduler.cost.measured",
@@ -95,6 +99,7 @@ if not TYPE_CHECKING:  # a type checker is to see the names above, and no others
         "Precision": "zerofx.precision",
         "SearchResult": "zerofx.tuning.capacity",
         "Run": "zerofx.session.run",
+        "SWA": "zerofx.averages",
         "Step": "zerofx.session.step",
         "TuneResult": "zerofx.tuning.result",
         "compile": "zerofx.api",

@@ -47,7 +47,7 @@ def compile(
     """
     check_names(options, CompileKeywords, "compile")
     asked = check_options(stage, **options)
-    optimizers = Optimizers.from_user(optimizer)
+    optimizers = Optimizers.from_user(optimizer, asked.average)
     check_training(model, optimizers, asked, on_meta=True)
     if not isinstance(example_batch, tuple | list | Mapping | None):
         raise UsageError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypedDict, Unpack
 
+from zerofx.averages import AVERAGE, Average
 from zerofx.choices import (
     AccumulateOption,
     Backend,
@@ -92,7 +93,8 @@ class TuneKeywords(TypedDict, total=False):
     keep_gathered: Collection[str] | Literal["all"]
     max_grad_norm: float | None
     grad_norms: bool
-    keep_gradients: Collection[str]
+    keep_gradients: Collection[str] | Literal["*"]
+    average: Average | None
     backend: Backend
 
 
@@ -255,9 +257,26 @@ class CompileOptions:
     grad_norms: bool = option(False, FLAG, not_for=("evaluation",))
     """whether ``step.metrics`` has the norm of each layer's gradients, as ``"grad_norm/layers.0"``."""
 
-    keep_gradients: tuple[str, ...] = option((), names("('layers.0.weight', '*.bias')"), not_for=("evaluation",))
-    """names of trained parameters, or patterns of names, whose reduced gradients ``step.full(name, "grad")`` reads
-    after each step."""
+    keep_gradients: tuple[str, ...] = option(
+        (),
+        any_of(Kind("'*'", lambda asked: asked == "*", lambda asked: (asked,)), names("('layers.0.weight', '*.bias')")),
+        not_for=("evaluation",),
+    )
+    """names of trained parameters, or patterns of names, or ``"*"`` for all, whose reduced gradients ``step.full(name,
+    "grad")`` reads after each step."""
+
+    average: Average | None = option(
+        None,
+        AVERAGE,
+        Exclusion(
+            "precision",
+            "a small step of an average is lost where it is rounded",
+            theirs=lambda given: given.state_dtype is not None,
+        ),
+        not_for=("evaluation", "sharing"),
+    )
+    """an average of parameters over steps, kept by the update as a state of each: ``zerofx.EMA(0.999)`` or
+    ``zerofx.SWA()``; ``step.averaged_parameters()`` reads it."""
 
     on_nonfinite: OnNonfinite | None = option(None, words(OnNonfinite), not_for=("evaluation",))
     """what a loss that is NaN or infinite on any rank does: None or ``"warn"`` goes on, ``"skip"`` leaves the state as

@@ -155,7 +155,8 @@ def plan(
     check_names(options, PlanKeywords, "plan")
     if options.get("machine") is None:
         options["machine"] = "h100-sxm"
-    checked, optimizers = check_options(stage=stage, **options), Optimizers.from_user(optimizer)
+    checked = check_options(stage=stage, **options)
+    optimizers = Optimizers.from_user(optimizer, checked.average)
     if checked.mesh == AUTO:
         return _plan_best_mesh(model, optimizers, batch, checked, world_size)
     mesh = mesh_to_plan(checked, world_size)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -36,6 +37,9 @@ _NEVER_CALLED = (
     "backward", "configure_gradient_clipping", "on_after_backward", "on_before_backward", "on_before_optimizer_step",
     "optimizer_step",
 )  # fmt: skip
+
+# Callbacks that read and write parameters after each batch.
+_AVERAGING = frozenset({"StochasticWeightAveraging", "WeightAveraging"})
 
 
 class ZeroFXStrategy(DDPStrategy):
@@ -89,13 +93,19 @@ class ZeroFXStrategy(DDPStrategy):
             refused[f"Trainer(precision={self.precision_plugin.precision!r})"] = "give precision= to the strategy"
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
             refused["gradient_clip_algorithm='value'"] = "clip by the norm"
+        for callback in trainer.callbacks:
+            if {base.__name__ for base in type(callback).__mro__} & _AVERAGING:
+                refused[type(callback).__name__] = (
+                    "averages parameters, which a step has in slices: give average=zerofx.EMA(0.999), or SWA(), to the "
+                    "strategy"
+                )
         if refused:
             listed = "; ".join(f"{name} ({why})" for name, why in refused.items())
             raise UsageError(f"expected a module and a Trainer that a compiled step can honour, found {listed}")
         clip = trainer.gradient_clip_val
         self.step = api.compile(
             module, self.optimizers[0], forward=partial(_forward, arguments=self._log_arguments),
-            accumulate=trainer.accumulate_grad_batches, max_grad_norm=float(clip) if clip else None, **self._options,
+            accumulate=_most_batches(trainer), max_grad_norm=float(clip) if clip else None, **self._options,
         )  # fmt: skip
 
     @property
@@ -167,6 +177,13 @@ class ZeroFXStrategy(DDPStrategy):
             self.step.close()
         self.step = None
         super().teardown()
+
+
+def _most_batches(trainer: Trainer) -> int:
+    """The most batches that an update accumulates, in whatever epoch."""
+    schedules = [each.scheduling for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]
+    most: int = max(trainer.accumulate_grad_batches, *(number for each in schedules for number in each.values()), 1)
+    return most
 
 
 def _forward(

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from zerofx.averages import STEPS_STATE
 from zerofx.errors import OptimizerError, UsageError
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.optimizers.blame import NotElementwiseError
@@ -62,9 +63,9 @@ class OptimizerBinding:
         self.whole: dict[int, WholeOptimizer] = {}  # those whose updates need whole parameters, by their index
 
     def place(self, bucket: Bucket) -> tuple[torch.optim.Optimizer, int]:
-        """The optimizer that updates a bucket, and the index of its group there."""
+        """The optimizer whose step updates a bucket, and the index of its group there."""
         at, index = self.place_index(bucket)
-        return self.optimizers.each[at], index
+        return self.optimizers.steppers[at], index
 
     def place_index(self, bucket: Bucket) -> tuple[int, int]:
         """The index of the optimizer that updates a bucket, and that of its group there."""
@@ -152,7 +153,7 @@ class OptimizerBinding:
         return traced
 
     def _run_whole(self, at: int, because: OptimizerError) -> None:
-        self.whole[at] = WholeOptimizer(self.optimizers.each[at], because, at)
+        self.whole[at] = WholeOptimizer(self.optimizers.steppers[at], because, at)
         self.shadow.leave_out(at)
 
     def _trained(self) -> list[Bucket]:
@@ -225,7 +226,7 @@ class OptimizerBinding:
             of_bucket = (
                 bucket.group, bucket.dtype, bucket.state_dtype, start.present,
                 tuple([(name, _dtype_of(value)) for name, value in start.flat.items()]),
-                None if fused or not start.scalars else id(start.scalars),
+                start.scalars.get(STEPS_STATE) if fused or not start.scalars else id(start.scalars),
             )  # fmt: skip
             if of_bucket not in alike:
                 alike[of_bucket] = self._stand_in(bucket, start, fused=fused)
@@ -311,7 +312,8 @@ class OptimizerBinding:
         return None
 
     def _is_fused(self, bucket: Bucket) -> bool:
-        optimizer, index = self.place(bucket)
+        at, index = self.place_index(bucket)
+        optimizer = self.optimizers.each[at]
         fused = optimizer.param_groups[index].get("fused")
         if fused is None and not self._prefer_fused:
             return False

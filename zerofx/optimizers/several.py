@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from zerofx.averages import Average
 from zerofx.errors import OptimizerError
 from zerofx.optimizers.outside import may_change
 from zerofx.optimizers.program import UpdateProgram
+from zerofx.optimizers.shadow import make_averaging
 from zerofx.optimizers.shadow_optimizer import NextStep, ShadowOptimizer
 from zerofx.optimizers.stand_in import StandIn
 
@@ -19,13 +22,14 @@ from zerofx.optimizers.stand_in import StandIn
 class Optimizers:
     """Optimizers of disjoint parameters, in the order in which they step; a single one is the only one.
 
-    Param groups are counted through all of them.
+    Param groups are counted through all of them. ``average``: of the parameters, which their updates keep as well.
     """
 
     each: tuple[torch.optim.Optimizer, ...]
+    average: Average | None = None
 
     @staticmethod
-    def from_user(given: Any) -> Optimizers:
+    def from_user(given: Any, average: Average | None = None) -> Optimizers:
         """Those that the user gives: one, or a list of them.
 
         Raises:
@@ -37,7 +41,12 @@ class Optimizers:
         if len(set(map(id, each))) < len(each):
             names = ", ".join(type(optimizer).__name__ for optimizer in each)
             raise OptimizerError(f"expected each optimizer once in a list of them, found one twice: {names}")
-        return Optimizers(each)
+        return Optimizers(each, average)
+
+    @functools.cached_property
+    def steppers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Those whose steps updates are: with the average of parameters as a state, if there is one."""
+        return self.each if self.average is None else tuple([make_averaging(each, self.average) for each in self.each])
 
     @property
     def name(self) -> str:
@@ -68,8 +77,8 @@ class ShadowOptimizers:
     """Follows several optimizers: a ``ShadowOptimizer`` of each, for the stand-ins of its groups."""
 
     def __init__(self, optimizers: Optimizers) -> None:
-        self._optimizers = optimizers.each
-        self._each = [ShadowOptimizer(optimizer) for optimizer in optimizers.each]
+        self._optimizers = optimizers.steppers
+        self._each = [ShadowOptimizer(optimizer) for optimizer in optimizers.steppers]
         self._left_out: set[int] = set()
 
     def leave_out(self, at: int) -> None:

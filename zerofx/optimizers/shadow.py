@@ -1,4 +1,7 @@
-"""Copies of the user's optimizer that are safe to step: the same class and options over tensors of a few elements."""
+"""Copies of the user's optimizer that are safe to step: the same class and options over tensors of a few elements.
+
+Also one that averages parameters as it steps.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import contextlib
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Final
 
 import torch
 
+from zerofx.averages import AVERAGE_STATE, STEPS_STATE, SWA, Average, divisor, weight
 from zerofx.torch_private.dispatch import default_device_type, run_as_written
 from zerofx.torch_private.optimizers import has_hooks
 
@@ -63,8 +67,13 @@ def _steps_by_torch(classes: tuple[type, ...]) -> bool:
 
 
 def step_function(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The ``step`` of an optimizer's class, as ``step_of_class`` gives it."""
+    return step_of_class(type(optimizer))
+
+
+def step_of_class(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     """The class's ``step`` without the wrapper that runs hooks registered for every optimizer in the process."""
-    step: Callable[..., Any] = type(optimizer).step
+    step: Callable[..., Any] = kind.step
     inner: Callable[..., Any] | None = getattr(step, "__wrapped__", None) if getattr(step, "hooked", False) else None
     return step if inner is None else inner
 
@@ -88,3 +97,44 @@ def sample(shape: tuple[int, ...], dtype: torch.dtype, low: float, high: float) 
     """Evenly spaced values from ``low`` to ``high``: fixed data that leaves the random generators alone."""
     count = torch.Size(shape).numel()
     return torch.linspace(low, high, count, dtype=torch.float64, device="cpu").reshape(shape).to(dtype)
+
+
+def make_averaging(optimizer: torch.optim.Optimizer, average: Average) -> torch.optim.Optimizer:
+    """An optimizer with the attributes, groups and states of ``optimizer``, which is not changed, whose step also moves
+    an average of each parameter, a state more: it is followed, placed, planned and saved as any other's."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    divides = isinstance(average, SWA) and all(parameter.device.type == "cpu" for parameter in parameters)
+    kind: Any = type(optimizer)
+    averaging: torch.optim.Optimizer = object.__new__(_make_class(kind, average, divides))
+    averaging.__dict__ = optimizer.__dict__
+    return averaging
+
+
+@functools.cache
+def _make_class(kind: Any, average: Average, divides: bool) -> Any:
+    own_step = step_of_class(kind)
+
+    @functools.wraps(own_step)
+    def step(self: torch.optim.Optimizer) -> None:
+        own_step(self)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        _follow(average, self.state[parameter], parameter, divides=divides)
+
+    names = {"step": step, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind)(kind.__name__, (kind,), names)
+
+
+def _follow(average: Average, states: MutableMapping[str, Any], parameter: torch.Tensor, *, divides: bool) -> None:
+    """Move a parameter's average as ``AveragedModel.update_parameters`` does: on CPUs its mean has other bits."""
+    if AVERAGE_STATE not in states:
+        states[AVERAGE_STATE] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        states[STEPS_STATE] = 0
+    states[STEPS_STATE] += 1
+    mean, step = states[AVERAGE_STATE], int(states[STEPS_STATE])
+    if divides:
+        mean.add_(torch.sub(parameter, mean).div_(divisor(average, step)))
+    else:
+        mean.lerp_(parameter, weight(average, step))

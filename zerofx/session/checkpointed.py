@@ -269,8 +269,8 @@ class Checkpointed:
             life.failure = f"{place} was loaded in part ({type(error).__name__}: {error})"
             raise
 
-    def _require_model(self, purpose: str) -> TakenOver:
-        self._life.check_open(purpose)
+    def _require_model(self, purpose: str, *, reads: bool = False) -> TakenOver:
+        self._life.check_open(purpose, reads=reads)
         self._micro_batches.check_empty(purpose)
         if self._steps.taken is None:
             raise UsageError(

@@ -24,6 +24,7 @@ class Life:
         self.control = Control(self.group, timeout_seconds)
         self.closed = False
         self.showing = False  # the model has its whole parameters
+        self.averaged = False  # parameters have the values of their averages
         self.looked_at = False  # it may be looked at as if it had
         self.failure = ""
         self.parameters: Iterable[torch.Tensor] = ()  # the model's, once a step has taken it over
@@ -70,11 +71,11 @@ class Life:
         with self.claim(work), device_guard(device), wrap_defects(work), torch.inference_mode(False):
             yield
 
-    def check_open(self, purpose: str) -> None:
-        """Check that the step may ``purpose``.
+    def check_open(self, purpose: str, *, reads: bool = False) -> None:
+        """Check that the step may ``purpose``. ``reads``: which only reads parameters, whatever values they have.
 
         Raises:
-            UsageError: it is closed, or shows whole parameters.
+            UsageError: it is closed, or shows whole parameters, or averages in their place.
             RankMismatchError: the world is another, or a rank is lost.
             TierError: a part of what is trained has been lost with a tier.
         """
@@ -82,11 +83,25 @@ class Life:
             raise UsageError(f"expected to {purpose} before close(), found the step closed: compile the model again")
         if self.showing:
             raise UsageError(f"expected to {purpose} outside full_parameters(), found it inside: leave the block first")
+        if not reads:
+            self.check_trained(purpose)
         self.check_world()
         if self.failure:
             raise TierError(
                 f"expected to {purpose} with all states where they were put, found that {self.failure}: call "
                 f"step.close(), build and compile the model again, and load a checkpoint"
+            )
+
+    def check_trained(self, purpose: str) -> None:
+        """Check that parameters have the values that are trained.
+
+        Raises:
+            UsageError: they have those of their averages.
+        """
+        if self.averaged:
+            raise UsageError(
+                f"expected to {purpose} outside averaged_parameters(), found it inside, where parameters have other "
+                f"values than those that are trained: leave the block first"
             )
 
     def check_world(self) -> None:

@@ -72,6 +72,7 @@ class Step(Whole, Reported):
         self._last = LastStep()
         self._outputs: Any = None
         self._gradients: Mapping[int, torch.Tensor] = {}
+        self._sent = {}
         self._later = None
         owner = weakref.proxy(self)  # a step that is dropped goes at once
         self._graphs = GraphedSteps(
@@ -263,7 +264,7 @@ class Step(Whole, Reported):
             MemoryBudgetError: no plan for it fits the budget; says the least that one needs.
             CaptureError: the forward cannot be captured.
         """
-        self._life.check_open("call step.evaluate(batch)")
+        self._life.check_open("call step.evaluate(batch)", reads=True)
         if self.options.delayed_update is not None:
             self.flush()
         with self._life.turn("evaluate a batch", self._steps.device):
@@ -300,6 +301,7 @@ class Step(Whole, Reported):
             return
         if life.showing:
             raise UsageError("expected close() outside full_parameters(), found it inside: leave the block first")
+        life.check_trained("close the step")
         with life.claim("close the step"):
             self._close()
 

@@ -124,6 +124,8 @@ class Steps:
         Raises:
             ZeroFXError: it cannot be; the other ranks hear of it.
         """
+        if self.taken is not None:
+            self.taken.unpark()
         with self._control.report_errors():
             terms = self.options.loss_terms if counts else None
             added = () if self.lengths is None else self.lengths.filling.extra_keywords

@@ -18,6 +18,7 @@ from zerofx.capture.checks import check_step_hooks
 from zerofx.checkpoints.fill import Source, fill_training
 from zerofx.checkpoints.load import Loadable, entries_of, load_buffers
 from zerofx.checkpoints.training import Training
+from zerofx.choices import SlowerTier
 from zerofx.deferred import allow_replacement
 from zerofx.driver.driver import Built
 from zerofx.driver.prepared import Earlier
@@ -34,6 +35,7 @@ from zerofx.runtime.state.arguments import Loans, StepArguments, state_tensors
 from zerofx.runtime.state.loss_scaler import LossScaler
 from zerofx.runtime.state.optimizer import Advance, advance
 from zerofx.runtime.state.optimizer_state import OptimizerState
+from zerofx.runtime.state.parked import Parked
 from zerofx.runtime.state.state import TrainingState
 from zerofx.runtime.state.values import Values
 from zerofx.runtime.tiers.tiers import Tiers
@@ -43,6 +45,7 @@ from zerofx.session.guards import ParameterWatch, guard_model
 from zerofx.session.life import Life
 from zerofx.torch_private.dispatch import without_torch_functions
 from zerofx.torch_private.optimizers import note_step
+from zerofx.torch_private.tensors import memory_of
 from zerofx.units import first_few
 
 _IS_TRAINED = operator.attrgetter("requires_grad")
@@ -91,7 +94,9 @@ class TakenOver:
         self.runtime = Runtime(built.layout, communicators, device, tiers)
         if self.runtime.notice:
             notify(self.runtime.notice)
-        self.optimizer_state = OptimizerState(built.binding, self.state, control)
+        self.optimizer_state = OptimizerState(built.binding, self.state, control, life.check_trained)
+        self._parked: Parked | None = None
+        self.state.bring_up = self.unpark
         self._trained = {name: parameter.requires_grad for name, parameter in self.state.parameters.items()}
         self.guards: list[Any] = []
         self.watch_parameters()
@@ -141,8 +146,52 @@ class TakenOver:
         """Bytes that this rank holds between steps, by tier: the device's, and others' that are used now."""
         self._tiers.finish_updates()
         slower = {tier: size for tier, size in self._tiers.held_bytes.items() if size}
-        held = persistent_bytes(self.tensors(arguments).values()) + self.runtime.arena.num_bytes
-        return {"device": held, **slower}
+        tensors = self.tensors(arguments) if self._parked is None else dict(arguments.constants)
+        return {"device": persistent_bytes(tensors.values()) + self.runtime.arena.num_bytes, **slower}
+
+    @property
+    def is_parked(self) -> bool:
+        """True from ``park`` until values are brought up."""
+        return self._parked is not None
+
+    def park(self, tier: SlowerTier) -> None:
+        """Give the device's memory back: what lies there waits in ``tier``. Collective.
+
+        Raises:
+            TierError: that has no room for it; nothing has been changed.
+        """
+        life, purpose = self._life, "park the step"
+        with life.control.fail_together(purpose), torch.no_grad():
+            self.optimizer_state.take_loaded()
+            self.state.flush()
+        tensors = list(self.state.tensors_on_device())
+        num_ranks = len(life.control.ranks_of_host(purpose))
+
+        def move() -> Parked:
+            if tier == "nvme":
+                moved = {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+                self._tiers.prepare({tier: self._tiers.held_bytes[tier] + sum(moved.values())}, num_ranks)
+            return Parked(tensors, self._tiers, tier)
+
+        self._parked = life.control.attempt(purpose, move)
+        self.runtime.arena.clear()
+        self.watch.renew()
+
+    def unpark(self) -> None:
+        """Bring up what ``park`` has moved, if it has. Collective."""
+        if self._parked is None:
+            return
+        life, purpose = self._life, "bring a parked step up"
+        life.control.meet(purpose)
+        parked, self._parked = self._parked, None
+        try:
+            with life.control.fail_together(purpose), torch.no_grad():
+                parked.restore()
+                self.state.share()
+        except BaseException as error:
+            life.failure = f"a parked step could not be brought up ({type(error).__name__}: {error})"
+            raise
+        self.watch.renew()
 
     def place(self, plan: Plan) -> None:
         """Move states and parameters to where ``plan`` has them between steps."""
@@ -249,6 +298,45 @@ class TakenOver:
                 finally:
                     state.hide_parameters()
                     self.watch.renew()  # what the block has replaced is for the next step to tell
+
+    @contextmanager
+    def show_averages(self) -> Iterator[None]:
+        """While open, parameters have the values of their averages, in slices; collective.
+
+        Raises:
+            UsageError: there is no average, or no step has entered it yet.
+        """
+        life, state, average = self._life, self.state, self.binding.optimizers.average
+        purpose = "enter averaged_parameters()"
+        if average is None:
+            raise UsageError(
+                f"expected to {purpose} with average= given to zerofx.compile, found None: give EMA(), say"
+            )
+        with life.claim(purpose), torch.no_grad():
+            life.check_world()
+            life.control.meet(purpose)
+            with life.control.fail_together(purpose):
+                self.optimizer_state.take_loaded()
+                state.flush()
+                if not all(life.control.gather(state.has_averages(average.after), purpose)):
+                    raise UsageError(f"expected to {purpose} once a step has entered {average}, found that none has")
+                self._swap()
+        try:
+            yield
+        finally:
+            with life.claim("leave averaged_parameters()", waits=True), torch.no_grad():
+                self._swap()
+
+    def _swap(self) -> None:
+        """Exchange parameters and their averages; where that fails on this rank, the step is over."""
+        life = self._life
+        try:
+            self.state.swap_averages()
+        except BaseException as error:
+            life.failure = f"averages were put in the place of parameters in part ({type(error).__name__}: {error})"
+            raise
+        life.averaged = not life.averaged
+        self.watch.renew()
 
     def give_back(self) -> None:
         """Give model and optimizers all their values back; collective."""

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
+from zerofx.choices import SlowerTier
 from zerofx.deferred import is_deferred
-from zerofx.errors import UsageError
+from zerofx.errors import UsageError, wrap_defects
 from zerofx.ir.batch import hash_of
 from zerofx.ir.buckets import Bucket, Slot
 from zerofx.ir.tensor_parts import named_buffers, named_parameters
 from zerofx.optimizers.program import WHOLE_STATES
+from zerofx.option_table import is_count
+from zerofx.runtime.cuda_graphs.graphed import GraphedSteps
 from zerofx.runtime.state.state import TrainingState
 from zerofx.session.checkpointed import Checkpointed
 from zerofx.session.life import Life
@@ -28,6 +32,9 @@ class Whole(Checkpointed):
     """The part of a ``Step`` that shows whole parameters."""
 
     _gradients: Mapping[int, torch.Tensor]
+    _outputs: Any
+    _graphs: GraphedSteps
+    _sent: dict[str, dict[str, str]]  # hashes of what ``weights`` gave last, by dtype and name
 
     def flush(self) -> None:
         """Finish updates that are delayed or under way on the host, so that the parameters are those after all steps so
@@ -38,11 +45,39 @@ class Whole(Checkpointed):
         the first one after the warm-up does.
         """
         with self._life.claim("flush the step"):
-            self._life.check_open("flush the step")
+            self._life.check_open("flush the step", reads=True)
             if self._steps.taken is not None:
                 self._life.control.meet("flush the step")
                 with self._life.control.fail_together("flush the step"):
                     self._steps.taken.state.flush()
+
+    def park(self, tier: SlowerTier = "host") -> None:
+        """Give the device back between phases: all that the step holds there waits on the host, or on nvme. Collective.
+
+        That is parameters, masters, the optimizer's states, buffers, gradients that are kept, and the arena. ``unpark``
+        brings them up, and so does whatever reads them next: a step, ``evaluate``, ``full_parameters``, a checkpoint.
+        What lies in slower tiers already stays there. Until then ``step.tiers()`` has no bytes on the device but those
+        of constants that were captured.
+
+        Raises:
+            UsageError: no step has been prepared yet, or there is no such tier, or no folder for it.
+            TierError: it has no room for what is on the device (``host_budget``); nothing has been changed.
+        """
+        if tier not in get_args(SlowerTier):
+            raise UsageError(f"expected to park the step on 'host' or 'nvme', found {tier!r}")
+        taken = self._require_model("park the step")
+        self.finish_saving()
+        with self._life.claim("park the step"), wrap_defects("park the step"):
+            self._life.control.agree("park the step", tier, "tiers to park on", "Give every rank the same.")
+            taken.park(tier)
+            self._graphs.clear()
+            self._outputs, self._gradients = None, {}
+
+    def unpark(self) -> None:
+        """Bring up what ``park`` has moved; does nothing where nothing is. Collective."""
+        taken = self._require_model("unpark the step")
+        with self._life.claim("unpark the step"), wrap_defects("unpark the step"):
+            taken.unpark()
 
     @contextmanager
     def full_parameters(self, *, write_back: bool = False) -> Iterator[nn.Module]:
@@ -58,6 +93,7 @@ class Whole(Checkpointed):
         taken, life = self._steps.taken, self._life
         if taken is not None and not life.showing:
             if write_back:
+                life.check_trained("write parameters back")
                 self.finish_saving()
             with taken.show_whole(write_back=write_back):
                 yield self.model
@@ -73,6 +109,32 @@ class Whole(Checkpointed):
                 "it there"
             )
         yield self.model
+
+    @contextmanager
+    def averaged_parameters(self, *, whole: bool = True) -> Iterator[nn.Module]:
+        """The model with the averages that ``average=`` keeps in the place of its parameters. Every rank must enter.
+
+        ::
+
+            with step.averaged_parameters():
+                torch.save(model.state_dict(), "averaged.pt")
+            with step.averaged_parameters(whole=False):
+                loss = step.evaluate(batch)
+
+        Parameters that are not trained, and buffers, are as they are. Training goes on from where it was: no step runs
+        inside, and nothing is saved or loaded.
+
+        Args:
+            whole: show the model whole, as ``full_parameters()`` does. Else parameters stay in slices and tiers, and
+                ``evaluate``, ``full``, ``full_parameters`` and ``full_state_dict`` read averages.
+
+        Raises:
+            UsageError: there is no average, or no step has entered it yet.
+        """
+        taken = self._require_model("enter averaged_parameters()")
+        self.finish_saving()
+        with taken.show_averages(), taken.show_whole(write_back=False) if whole else nullcontext():
+            yield self.model
 
     @contextmanager
     def full(self, name: str, state: str | None = None, *, write_back: bool = False) -> Iterator[torch.Tensor]:
@@ -100,8 +162,7 @@ class Whole(Checkpointed):
             UsageError: there is no such parameter or state, or no step has been prepared yet, or one has run inside.
             RankMismatchError: ranks ask for others, or write other values.
         """
-        self._life.check_open("read one tensor")
-        taken = self._require_model("read one tensor")
+        taken = self._require_model("read one tensor", reads=not write_back and state is None)
         if write_back:
             self.finish_saving()
         before = self.num_steps
@@ -127,10 +188,7 @@ class Whole(Checkpointed):
         taken, life = self._steps.taken, self._life
         if taken is not None and not life.showing:
             with life.claim("call step.full_state_dict()"):
-                with life.lift_guard():
-                    entries = self.model.state_dict(keep_vars=True)
-                own = {id(tensor) for _, tensor in (*named_parameters(self.model), *named_buffers(self.model))}
-                if all(id(entry) in own for entry in entries.values()):
+                if (entries := self._own_entries()) is not None:
                     whole = _whole_parameters(taken, life, keep=keep)
                     return {
                         name: whole[id(tensor)] if id(tensor) in whole else tensor.detach().to("cpu", copy=True)
@@ -142,6 +200,93 @@ class Whole(Checkpointed):
                 for name, tensor in (self.model.state_dict() if keep else {}).items()
             }
 
+    def weights(
+        self, *, dtype: torch.dtype | None = None, rank: int | None = None, changed: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The names and tensors of ``full_state_dict``, one after the other, on the device. Collective.
+
+        ::
+
+            for name, tensor in step.weights(dtype=torch.bfloat16, changed=True):
+                engine.update(name, tensor)
+
+        A bucket at a time is gathered, in the dtype that is asked for, into one buffer of the size of the largest: a
+        tensor is valid until the next is asked for (clone what is to stay). All ranks go through to the end, without a
+        step, and get the same in the same order: parameters, in the order of buckets, then persistent buffers.
+
+        Args:
+            dtype: what floating-point tensors are cast to; None for the dtypes that they are stored in.
+            rank: the one that gets any, where the others only send; None for all.
+            changed: leave out those whose values are, bit for bit, what ``changed`` gave last in this dtype; the first
+                time gives all.
+
+        Raises:
+            UsageError: no step has been prepared yet, one runs meanwhile, or the model's ``state_dict()`` has what it
+                makes of parameters.
+            RankMismatchError: ranks ask for others.
+        """
+        purpose, life = "read weights", self._life
+        taken = self._require_model(purpose, reads=True)
+        if rank is not None and not is_count(rank, 0, life.control.num_ranks - 1):
+            raise UsageError(f"expected rank to be None or one of {life.control.num_ranks} ranks, found {rank!r}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise UsageError(f"expected dtype to be None or a floating-point dtype, found {dtype!r}")
+        entries = self._own_entries()
+        if entries is None:
+            raise UsageError(
+                f"expected to {purpose} that a model has, found that its state_dict() makes others of them: call "
+                f"step.full_state_dict()"
+            )
+        with life.claim(purpose):
+            life.control.agree(
+                purpose, f"dtype={dtype}\nrank={rank}\nchanged={changed}", "weights", "Ask for the same on each."
+            )
+            with life.control.fail_together(purpose):
+                taken.state.flush()
+        is_here = rank in (None, life.control.rank)
+        sent = self._sent.setdefault(str(dtype), {}) if changed else None
+        return (pair for pair in self._iterate(taken, entries, dtype, sent if is_here else None) if is_here)
+
+    def _iterate(
+        self,
+        taken: TakenOver,
+        entries: Mapping[str, torch.Tensor],
+        dtype: torch.dtype | None,
+        sent: dict[str, str] | None,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Entries of the model's state with whole values, but for those whose hashes are as they were ``sent``."""
+        life, state, before = self._life, taken.state, self.num_steps
+        names: dict[int, list[str]] = {}
+        for name, entry in entries.items():
+            names.setdefault(id(entry), []).append(name)
+        parameters = state.iterate(dtype)
+        buffers = [b for _, b in named_buffers(self.model) if id(b) in names]
+        while True:
+            if self.num_steps != before:
+                raise UsageError("expected no step while weights are read, found that one ran: read them again")
+            with life.claim("read weights"), life.control.fail_together("read weights"), torch.no_grad():
+                if (coming := next(parameters, None)) is not None:
+                    named, tensor = names.get(id(state.parameter(coming[0])), []), coming[1]
+                elif buffers:
+                    buffer = buffers.pop(0)
+                    kind = buffer.dtype if dtype is None or not buffer.is_floating_point() else dtype
+                    named, tensor = names[id(buffer)], buffer.detach().to(kind, copy=True)
+                else:
+                    return
+            for name in named:
+                if sent is not None:
+                    last, sent[name] = sent.get(name), hash_of(tensor)
+                    if last == sent[name]:
+                        continue
+                yield name, tensor
+
+    def _own_entries(self) -> dict[str, torch.Tensor] | None:
+        """The model's ``state_dict()``, if it has the model's own parameters and buffers and nothing else."""
+        with self._life.lift_guard():
+            entries: dict[str, torch.Tensor] = self.model.state_dict(keep_vars=True)
+        own = {id(tensor) for _, tensor in (*named_parameters(self.model), *named_buffers(self.model))}
+        return entries if all(id(entry) in own for entry in entries.values()) else None
+
 
 def _whole_parameters(taken: TakenOver, life: Life, *, keep: bool) -> dict[int, torch.Tensor]:
     """Copies of all parameters on the CPU by the identity of each, if this rank is to ``keep`` them. Collective."""
@@ -151,20 +296,9 @@ def _whole_parameters(taken: TakenOver, life: Life, *, keep: bool) -> dict[int, 
     whole: dict[int, torch.Tensor] = {}
     with life.control.fail_together(purpose), torch.no_grad():
         state.flush()
-        for bucket in state.layout.buckets:
-            flat = state.gather(bucket, state.load_stored(bucket))
-            for slot in bucket.slots:
-                parameter = state.parameter(slot.source)
-                shown = state.to_parameter(slot, flat) if slot.whole is None else None  # which may be collective
-                if not keep:
-                    continue
-                if shown is not None:
-                    whole[id(parameter)] = shown.detach().to("cpu", copy=True)
-                    continue
-                copy = whole.setdefault(
-                    id(parameter), torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-                )
-                slot.box(copy).copy_(slot.view(flat))
+        for name, tensor in state.iterate():
+            if keep:
+                whole[id(state.parameter(name))] = tensor.to("cpu", copy=True)
     return whole
 
 

@@ -99,7 +99,7 @@ def largest_micro_batch(
         raise UsageError("expected no accumulate for largest_micro_batch, which looks for the size of one micro-batch")
     check_count("a limit", limit, 1, "of at least 1")
     options = _options(stage, plan_options, "largest_micro_batch")
-    mesh, optimizers = mesh_to_plan(options, world_size), Optimizers.from_user(optimizer)
+    mesh, optimizers = mesh_to_plan(options, world_size), Optimizers.from_user(optimizer, options.average)
 
     def attempt(samples: int) -> PlannedStep:
         return plan_captured(
@@ -141,9 +141,8 @@ def smallest_world(
             "expected no mesh for smallest_world, which looks for a number of ranks along shard: give it to zerofx.plan"
         )
     check_count("a limit", limit, 1, "of at least 1")
-    captured = capture_for_plans(
-        model, Optimizers.from_user(optimizer), batch, _options(stage, plan_options, "smallest_world")
-    )
+    options = _options(stage, plan_options, "smallest_world")
+    captured = capture_for_plans(model, Optimizers.from_user(optimizer, options.average), batch, options)
     node = captured.machine.ranks_per_node
 
     def attempt(ranks: int) -> PlannedStep:

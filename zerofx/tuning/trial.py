@@ -63,7 +63,9 @@ class TunedTraining:
         memo: dict[int, Any] = {}
         try:
             model = copy.deepcopy(self.model, memo)
-            optimizers = Optimizers(tuple(copy_optimizer(optimizer, memo) for optimizer in self.optimizers.each))
+            optimizers = replace(
+                self.optimizers, each=tuple(copy_optimizer(optimizer, memo) for optimizer in self.optimizers.each)
+            )
             objective = options.objective.copy_for(memo)
         except (TypeError, RuntimeError) as error:
             if isinstance(error, ZeroFXError):

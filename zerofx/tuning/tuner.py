@@ -99,7 +99,7 @@ def tune(
             "expected the number of ranks on each axis for zerofx.tune, which compares plans of one mesh, found "
             "mesh='auto': give the one that zerofx.plan(mesh='auto') chooses"
         )
-    optimizers = Optimizers.from_user(optimizer)
+    optimizers = Optimizers.from_user(optimizer, checked.average)
     check_training(model, optimizers, checked)
     make_buffers(model)
     for name, number, least in (("num_steps", num_steps, 2), ("num_candidates", num_candidates, 1)):

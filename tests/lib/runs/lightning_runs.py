@@ -70,7 +70,8 @@ def fit(strategy: Any, folder: Path, *, epochs: int = 2, module: Any = None, **o
     saving = lightning.pytorch.callbacks.ModelCheckpoint(folder, save_last=True)
     trainer = lightning.Trainer(
         strategy=strategy, accelerator="cpu", devices=options.pop("devices", 1), max_epochs=epochs, logger=False,
-        callbacks=[record, saving], enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=0.5,
+        callbacks=[record, saving, *options.pop("callbacks", ())], enable_progress_bar=False,
+        enable_model_summary=False, gradient_clip_val=0.5,
         val_check_interval=0.5, log_every_n_steps=1, accumulate_grad_batches=options.pop("accumulate", 1),
     )  # fmt: skip
     try:

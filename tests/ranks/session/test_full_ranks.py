@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES
 from tests.lib.runs.evaluating import own_batches, step_of_case
@@ -67,3 +68,34 @@ def test_a_whole_state_is_gathered_a_bucket_at_a_time_and_kept_where_it_is_wante
 def test_reading_and_writing(stage: int, options: dict[str, Any]) -> None:
     for rank, wrong in enumerate(run_ranks(_full, 2, stage, options)):
         assert wrong == [], f"rank {rank}"
+
+
+def _generated() -> list[bool]:
+    """Whether texts that a model generates inside ``full_parameters()`` are those of a model with its weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
+    model, other = (
+        LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)) for _ in range(2)
+    )
+    step = zerofx.compile(model, torch.optim.AdamW(model.parameters(), lr=0.05), backend="eager", precision="bf16")
+    prompt, same = torch.randint(50, (2, 6)), []
+    how: dict[str, Any] = {
+        "attention_mask": torch.ones_like(prompt),
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+    for _ in range(2):
+        step(input_ids=prompt, labels=prompt)
+        other.load_state_dict(step.full_state_dict())
+        with step.full_parameters():
+            same.append(torch.equal(model.eval().generate(prompt, **how), other.eval().generate(prompt, **how)))
+            model.train()
+    return same
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_a_model_generates_between_steps() -> None:
+    assert run_ranks(_generated, 2) == [[True, True]] * 2

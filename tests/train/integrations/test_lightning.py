@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, StochasticWeightAveraging
 
+import zerofx
 from tests.lib.runs.lightning_runs import Classifier, apart_at_most, fit, ours
 from zerofx import UsageError
 from zerofx.errors import CaptureError
@@ -59,6 +62,31 @@ class _Hooked(Classifier):
 def test_what_a_step_cannot_honour_is_refused(module: Any, text: str, tmp_path: Path) -> None:
     with pytest.raises((UsageError, CaptureError), match=text):
         fit(ours(), tmp_path, module=module())
+
+
+@pytest.mark.parametrize("callback", [EMAWeightAveraging(), StochasticWeightAveraging(0.1)])
+def test_what_averages_parameters_is_refused_by_name_before_training(callback: Any, tmp_path: Path) -> None:
+    name = type(callback).__name__
+    with pytest.raises(UsageError, match=rf"found {name} \(averages parameters.*average=zerofx\.EMA"):
+        fit(ours(), tmp_path, callbacks=[callback])
+
+
+def test_averages_of_weights_are_resumed(tmp_path: Path) -> None:
+    options = {"average": zerofx.EMA(0.9), "stage": 3}
+    fit(ours(**options), tmp_path / "whole")
+    fit(ours(**options), tmp_path / "begun", epochs=1)
+    fit(ours(**options), tmp_path / "resumed", ckpt_path=str(tmp_path / "begun" / "last.ckpt"))
+    saved = [torch.load(tmp_path / name / "last.ckpt", weights_only=False) for name in ("whole", "resumed")]
+    whole, resumed = (each["optimizer_states"][0]["state"] for each in saved)
+    assert all(torch.equal(whole[index]["weight_average"], resumed[index]["weight_average"]) for index in whole)
+
+
+def test_as_many_batches_are_accumulated_as_a_schedule_says(tmp_path: Path) -> None:
+    mine, theirs = (
+        fit(strategy, tmp_path / name, callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})])
+        for strategy, name in ((ours(), "ours"), ("ddp", "theirs"))
+    )
+    assert apart_at_most(mine, theirs) < 1e-6
 
 
 def test_what_the_trainers_arguments_say_is_not_said_twice() -> None:

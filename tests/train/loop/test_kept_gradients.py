@@ -26,6 +26,15 @@ def test_gradients_are_those_of_eager_mode(stage: int, bound: float, options: di
     assert unlike_eager_mode("gpt", stage, bound, **options) == []
 
 
+def test_a_star_keeps_those_of_all() -> None:
+    model = tiny()
+    step = zerofx.compile(model, adamw(model), keep_gradients="*", backend="eager")
+    step(ids(), ids(1))
+    for name, parameter in tiny().named_parameters():
+        with step.full(name, "grad") as gradient:
+            assert gradient.shape == parameter.shape and gradient.isfinite().all()
+
+
 def test_one_is_kept_until_the_next_step_and_not_written() -> None:
     model = tiny()
     name = next(path for path, _ in model.named_parameters())

@@ -91,6 +91,13 @@ def hold(tensors: Iterable[torch.Tensor]) -> None:
             tensor.__class__ = _held_class(type(tensor))
 
 
+def hide(tensor: torch.Tensor, shape: torch.Size, device: torch.device) -> None:
+    """Have a tensor lie on NaN (whole numbers: -1) that takes no memory, and ``hold`` it."""
+    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else -1
+    tensor.data = torch.full((), value, dtype=tensor.dtype, device=device).expand(shape)
+    hold([tensor])
+
+
 def release(tensors: Iterable[torch.Tensor]) -> None:
     """Have tensors be of the class that they had before ``hold``."""
     for tensor in tensors:
@@ -131,6 +138,6 @@ def _refusal(func: Callable[..., Any], args: tuple[Any, ...]) -> ShardedParamete
     return ShardedParametersError(
         f"expected {what} to be called where parameters are whole, found it given one{of_shape} whose values the "
         f"compiled step holds: call it on every rank inside `with step.full_parameters():` (with write_back=True where "
-        f"it changes them), or for single ones inside `with step.full(name):`; where that step failed and is closed, "
-        f"build the model anew, and load a checkpoint"
+        f"it changes them), or for single ones inside `with step.full(name):`; averages of weights are average= of "
+        f"zerofx.compile; where that step failed and is closed, build the model anew, and load a checkpoint"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -45,13 +45,18 @@ class _StatesElsewhere(defaultdict[torch.Tensor, Any]):
 
 
 class OptimizerState:
-    """Keeps ``state_dict()`` and ``load_state_dict()`` of each optimizer truthful through torch's own hooks."""
+    """Keeps ``state_dict()`` and ``load_state_dict()`` of each optimizer truthful through torch's own hooks.
 
-    def __init__(self, binding: OptimizerBinding, state: TrainingState, control: Control) -> None:
+    ``check_trained`` raises where states are not those of the parameters.
+    """
+
+    def __init__(
+        self, binding: OptimizerBinding, state: TrainingState, control: Control, check_trained: Callable[[str], None]
+    ) -> None:
         self._optimizers = binding.optimizers.each
         self._binding = binding
         self._state = state
-        self._control = control
+        self._control, self._check_trained = control, check_trained
         self._handles: list[Any] = []
         self._elsewhere = _StatesElsewhere()
         for optimizer in self._optimizers:
@@ -84,6 +89,7 @@ class OptimizerState:
         They are in the dtype that they are stored in, or ``as_computed`` with.
         """
         purpose = "call optimizer.state_dict()"
+        self._check_trained(purpose)
         self._control.meet(purpose)
         with self._control.fail_together(purpose):
             self.take_loaded()
@@ -155,6 +161,7 @@ class OptimizerState:
     def _note_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Check what has been loaded; the ``load_state_dict`` of a subclass may still work on it, after torch's."""
         try:
+            self._check_trained("call optimizer.load_state_dict()")
             self._binding.find_states(self._state.parameters)
         except BaseException:
             self._empty(optimizer)
@@ -168,6 +175,7 @@ class OptimizerState:
 
     def _absorb(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over the states that an optimizer holds per parameter; its parameters without any begin anew."""
+        self._state.bring_up()
         # What is under way for the states that go must not reach those that come.
         self._state.settle()
         try:

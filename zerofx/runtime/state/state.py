@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from zerofx.averages import AVERAGE_STATE, STEPS_STATE
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import DEVICE
 from zerofx.ir.owners import OwnedSlot, Owners
@@ -16,7 +18,7 @@ from zerofx.ir.tensor_parts import named_buffers
 from zerofx.optimizers import UpdateProgram
 from zerofx.optimizers.program import WHOLE_STATES
 from zerofx.optimizers.whole import OwnedSizes, owners_of, state_views
-from zerofx.runtime.comm.collectives import send_to_owners
+from zerofx.runtime.comm.collectives import send_to_owners, send_to_slices
 from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.weights import Weights
@@ -37,6 +39,7 @@ class TrainingState(WholeBuckets):
         self._placed: Plan | None = None  # by which all buckets are where they are
         self.owners: Mapping[int, Owners] = {}  # of the buckets whose updates need whole parameters
         self._whole: Mapping[int, UpdateProgram] = {}  # the updates of those
+        self.bring_up: Callable[[], None] = lambda: None  # before values are read: what gave its memory back has it
         self._is_stale = False  # whether updates may be under way whose results the device has not
 
     def take_over(self, weights: Weights, plan: Plan) -> None:
@@ -112,6 +115,7 @@ class TrainingState(WholeBuckets):
         Raises:
             TierError: an update on the host has failed.
         """
+        self.bring_up()
         self._tiers.finish_updates()
         if not self._is_stale:
             return
@@ -123,6 +127,19 @@ class TrainingState(WholeBuckets):
             self._tiers.copy_into(state.low, source).finish(source)
             self.complete(bucket, state)
         self._is_stale = False
+
+    def tensors_on_device(self) -> Iterator[torch.Tensor]:
+        """The tensors of all buckets that are on the device, the model's parameters in them, and its buffers."""
+        for state in self.buckets:
+            values = (state.full, state.shard, state.part, state.master, *state.flat.values(), *state.scalars.values())
+            yield from (v for v in values if isinstance(v, torch.Tensor) and v.device == self.device)
+        yield from self._tensors.values() if self.resident else ()
+        yield from (buffer for _, buffer in named_buffers(self.model) if buffer.device == self.device)
+
+    def share(self) -> None:
+        """Put slices that are gathered where other ranks can read them, if they can. Collective."""
+        for bucket, state in zip(self.layout.buckets, self.buckets, strict=True):
+            self._share(bucket, state)
 
     def _place_bucket(self, plan: Plan, bucket: Bucket, state: BucketState) -> bool:
         tier, _ = _planned_home(plan, bucket)
@@ -267,6 +284,54 @@ class TrainingState(WholeBuckets):
     def rank_among_owners(self, bucket: Bucket) -> int:
         """This rank's number among the owners of a bucket's parameters."""
         return bucket.mesh.index(self._rank, bucket.states_over) if len(self.owners[bucket.index].ranks) > 1 else 0
+
+    def has_averages(self, after: int) -> bool:
+        """True if all trained parameters that this rank updates have averages, of steps ``after`` so many."""
+        for bucket, state in zip(self.layout.buckets, self.buckets, strict=True):
+            if not bucket.trainable:
+                continue
+            if bucket.index in self.owners:
+                self.settle_owned(bucket)
+            entries = state.owned.trees.values() if bucket.index in self.owners else (state.scalars,)
+            if not state.present or any(entry.get(STEPS_STATE, 0) <= after for entry in entries):
+                return False
+        return True
+
+    def swap_averages(self) -> None:
+        """Give trained parameters the values of their averages, and averages those of parameters; done twice, all is
+        as it was. Collective."""
+        for bucket, state in zip(self.layout.buckets, self.buckets, strict=True):
+            if not bucket.trainable:
+                continue
+            if bucket.index in self.owners:
+                self._swap_owned_averages(bucket, state)
+                continue
+            average, parameters = state.flat[AVERAGE_STATE], self.load_stored(bucket).clone()
+            self.write_bucket(bucket, self.gather(bucket, self.load(average)))
+            if isinstance(average, torch.Tensor):
+                average.copy_(parameters)
+            else:
+                self.set_flat(bucket, AVERAGE_STATE, parameters)
+
+    def _swap_owned_averages(self, bucket: Bucket, state: BucketState) -> None:
+        """The same where averages are with the other states of whole parameters, at their owners."""
+        owners, stored = self.owners[bucket.index], state.flat[WHOLE_STATES]
+        buffer, parameters = self.load(stored), self.gather(bucket, self.load_stored(bucket))
+        views = state_views(self._whole[bucket.index], self.find_owned(bucket), buffer)
+        averages = parameters.new_zeros(owners.numels[self.rank_among_owners(bucket)])
+        for each in self.find_owned(bucket):
+            average, place = views[each.slot.name][AVERAGE_STATE], replace(each.slot, offset=each.offset)
+            place.box_view(place.view(averages)).copy_(place.box(average))
+            average.copy_(self.to_parameter(each.slot, parameters))
+        if owners.are_apart:
+            shard, transport = (
+                averages.new_empty(bucket.part_numel),
+                self._communicators.transport_along(bucket.states_over),
+            )
+            averages = self.gather(bucket, send_to_slices(transport, owners, averages, shard).finish(None))
+        self.write_bucket(bucket, averages)
+        if buffer is not stored:
+            state.flat[WHOLE_STATES] = self._put(state, buffer)
 
     def _device_of_update(self, state: BucketState) -> torch.device:
         """The device on which a bucket's update finds its scalar states."""

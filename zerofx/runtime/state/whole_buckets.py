@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from zerofx.ir.tensor_parts import named_parameters, remember_attributes
 from zerofx.runtime.comm.collectives import send_to_slices
 from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.state.bucket_state import BucketState
-from zerofx.runtime.state.held import hold
+from zerofx.runtime.state.held import hide
 from zerofx.runtime.state.weights import whole_bucket
 from zerofx.runtime.tiers.stored import Stored
 from zerofx.runtime.tiers.tiers import Tiers
@@ -66,11 +67,7 @@ class WholeBuckets:
                     assert state.full is not None
                     self._tensors[slot.source].data = slot.to_parameter(state.full)
                 else:
-                    tensor = self._tensors[slot.source]
-                    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else -1
-                    nothing = torch.full((), value, dtype=tensor.dtype, device=self.device)
-                    tensor.data = nothing.expand(self._shapes[slot.source])
-                    hold([tensor])
+                    hide(self._tensors[slot.source], self._shapes[slot.source], self.device)
 
     def strides(self) -> Strides:
         """Those of the parameters as a step reads them: NaN that takes no memory has others."""
@@ -137,14 +134,48 @@ class WholeBuckets:
         if state.full is not None and state.shard is not None:
             self._gather_into(state.full, state.shard, bucket.gathered_over)
 
-    def gather(self, bucket: Bucket, stored: torch.Tensor) -> torch.Tensor:
-        """A flat tensor ``[bucket.numel]`` from what every rank updates; the tensor itself where all hold it whole."""
+    def gather(self, bucket: Bucket, stored: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """A flat tensor ``[bucket.numel]`` from what every rank updates: ``into``, where that is given, or else perhaps
+        the tensor itself where all hold it whole."""
+        whole = stored
         if bucket.is_cut(self.stage):
-            for axes in (bucket.parts_over, bucket.gathered_over):
-                size = bucket.mesh.size(axes)
-                if size > 1:
-                    stored = self._gather_into(stored.new_empty(stored.numel() * size), stored, axes)
-        return stored
+            levels = [axes for axes in (bucket.parts_over, bucket.gathered_over) if bucket.mesh.size(axes) > 1]
+            for axes in levels:
+                size = whole.numel() * bucket.mesh.size(axes)
+                fits = into is not None and size == into.numel() and into.dtype == whole.dtype
+                whole = self._gather_into(into if fits else whole.new_empty(size), whole, axes)
+        if into is None or whole.data_ptr() == into.data_ptr():
+            return whole
+        return into.copy_(whole)
+
+    def iterate(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each parameter with its name, whole, on the device, those of real numbers in ``dtype``. Collective.
+
+        All lie in one buffer, as large as the largest bucket: a tensor is valid until the next is asked for. Of one in
+        slices there is a copy besides.
+        """
+        kinds = [_cast(bucket, dtype) for bucket in self.layout.buckets]
+        sizes = [bucket.numel * kind.itemsize for bucket, kind in zip(self.layout.buckets, kinds, strict=True)]
+        memory = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=self.device)
+        missing = Counter(slot.source for _, _, slot in self.slots())
+        whole: dict[str, torch.Tensor] = {}
+        for bucket, kind, size in zip(self.layout.buckets, kinds, sizes, strict=True):
+            stored = self.load_stored(bucket)
+            # Of a slice the cast is sent; where all is here, it is copied so.
+            stored = stored.to(kind) if stored.numel() < bucket.numel else stored
+            flat = self.gather(bucket, stored, memory[:size].view(kind))
+            del stored
+            for slot in bucket.slots:
+                missing[slot.source] -= 1
+                if slot.whole is None:
+                    yield slot.source, self.to_parameter(slot, flat).detach()
+                    continue
+                if slot.source not in whole:
+                    of_model = kind.to_complex() if slot.is_complex else kind
+                    whole[slot.source] = torch.empty(self._shapes[slot.source], dtype=of_model, device=self.device)
+                slot.box(whole[slot.source]).copy_(slot.view(flat))
+                if not missing[slot.source]:
+                    yield slot.source, whole.pop(slot.source)
 
     def to_parameter(self, slot: Slot, full: torch.Tensor) -> torch.Tensor:
         """A parameter, or a state of it, of the model's shape, from the flat tensor ``[bucket.numel]`` that it lies in.
@@ -234,3 +265,9 @@ class WholeBuckets:
             return 0, bucket.numel
         first = bucket.first_of_slice(self._rank)
         return first, first + bucket.shard_numel
+
+
+def _cast(bucket: Bucket, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a bucket is asked for: its own where it has no real numbers, or there is no other."""
+    is_real = bucket.dtype.is_floating_point and not any(slot.is_complex for slot in bucket.slots)
+    return bucket.dtype if dtype is None or not is_real else dtype

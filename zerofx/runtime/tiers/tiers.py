@@ -308,10 +308,13 @@ class Tiers:
         return self._files
 
     def _lease(self, tier: str, num_bytes: int) -> Lease[torch.Tensor] | Lease[NvmeFile]:
-        self._count(tier, num_bytes)
+        lease: Lease[torch.Tensor] | Lease[NvmeFile]
         if tier == "host":
-            return Lease(self._host.take(num_bytes), num_bytes, self._give_back_block)
-        return Lease(self._nvme_files().take(num_bytes), num_bytes, self._give_back_file)
+            lease = Lease(self._host.take(num_bytes), num_bytes, self._give_back_block)
+        else:
+            lease = Lease(self._nvme_files().take(num_bytes), num_bytes, self._give_back_file)
+        self._count(tier, num_bytes)
+        return lease
 
     def _give_back_block(self, block: torch.Tensor, num_bytes: int, copies: Sequence[Copy]) -> None:
         self._host.give_back(block, copies)

@@ -97,12 +97,12 @@ class Lenders:
         )
 
     def settle(self, agreed: Callable[[], object]) -> None:
-        """Wait for delayed updates of other steps, once all ranks have ``agreed`` to read the models.
-
-        Collective at stages 1 and 2.
+        """Wait for delayed updates of other steps, and bring up those that are parked, once all ranks have ``agreed``
+        to read the models. Collective at stages 1 and 2, and where one is parked.
         """
         for steps in self._used().values():
-            if steps.taken is not None and steps.options.delayed_update is not None:
+            waits = steps.options.delayed_update is not None
+            if steps.taken is not None and (waits or steps.taken.is_parked):
                 agreed()
                 steps.taken.state.flush()
 
