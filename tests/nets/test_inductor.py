@@ -21,7 +21,7 @@ def _wrong(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if record.outcome == "wrong"]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "batch", [batch for batch in _ALL if batch.variant == REWRITTEN], ids=lambda batch: batch.cases[0].name
 )
