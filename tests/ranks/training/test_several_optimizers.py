@@ -102,7 +102,8 @@ def _two(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 def _compare_with_one(stage: int, options: dict[str, Any]) -> list[str]:
     """Two of a kind train as one does, whose bits in these options are held elsewhere."""
-    return differences(*(train_compiled(case, stage, STEPS, **options) for case in (CASE, _case(_two))))
+    expected, trained = (train_compiled(case, stage, STEPS, **options) for case in (CASE, _case(_two)))
+    return differences(expected, trained)
 
 
 @pytest.mark.sweep(3)
