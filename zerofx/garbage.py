@@ -20,15 +20,24 @@ def limit_garbage_collection() -> Iterator[None]:
     thousands have been made. Where the caller has frozen objects already, these stay frozen, and no others are.
     """
     thresholds = gc.get_threshold()
+    with freeze_objects():
+        if gc.isenabled() and thresholds[0]:
+            gc.set_threshold(max(thresholds[0], _SELDOM), *thresholds[1:])
+        try:
+            yield
+        finally:
+            gc.set_threshold(*thresholds)
+
+
+@contextmanager
+def freeze_objects() -> Iterator[None]:
+    """While open, what was there before is not gone through; where the caller has frozen objects, nothing changes."""
     freezes = not _has_frozen()
     if freezes:
         gc.freeze()
-    if gc.isenabled() and thresholds[0]:
-        gc.set_threshold(max(thresholds[0], _SELDOM), *thresholds[1:])
     try:
         yield
     finally:
-        gc.set_threshold(*thresholds)
         if freezes:
             gc.unfreeze()
 

@@ -29,6 +29,7 @@ from zerofx.driver.check_training import check_training
 from zerofx.driver.driver import prepare_together, target_of
 from zerofx.driver.prepared import Request
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
+from zerofx.garbage import freeze_objects
 from zerofx.ir.batch import Batch
 from zerofx.lowering.lower import lower
 from zerofx.mesh_option import AUTO, mesh_for
@@ -157,7 +158,8 @@ class _Tuner:
         # Rank 0 alone decides: what it shares, all have.
         planner = Planner(self._prepared, target_of(self._prepared))
         self._candidates = control.share("share the plans to try", planner.plan)
-        with watch_progress("tuning", "candidates", show=control.rank == 0) as bar:
+        # Garbage is collected after each candidate: of what the candidates have left alone.
+        with watch_progress("tuning", "candidates", show=control.rank == 0) as bar, freeze_objects():
             chosen = most_promising(self._candidates, self._num_candidates)
             bar.total = len(chosen)
             for index in chosen:

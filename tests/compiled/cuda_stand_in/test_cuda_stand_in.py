@@ -42,8 +42,13 @@ def _printed(program: str, library: Path, folder: Path, *arguments: str) -> Any:
     return json.loads(ran.stdout)
 
 
-def test_ranks_agree_whatever_their_devices(library: Path, tmp_path: Path) -> None:
-    first, second = _printed("ranks", library, tmp_path)
+@pytest.fixture(scope="module")
+def graphs(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return _printed("graphs", library, tmp_path_factory.mktemp("inductor"))
+
+
+def test_ranks_agree_whatever_their_devices(graphs: Any) -> None:
+    first, second = graphs["of devices"]
     for what, found in first.items():
         assert found == second[what], what
     assert "device=cuda," in first["captured graph"] and 'torch.device("cuda")' in first["emitted step"]
@@ -78,7 +83,7 @@ def test_regions_sum_in_one_order_and_within_what_is_planned_for_them(
         )
 
 
-def test_a_graph_that_is_captured_for_an_absent_gpu_is_the_one_that_it_captures(library: Path, tmp_path: Path) -> None:
-    for on_gpu, for_gpu in _printed("absent", library, tmp_path):
+def test_a_graph_that_is_captured_for_an_absent_gpu_is_the_one_that_it_captures(graphs: Any) -> None:
+    for on_gpu, for_gpu in graphs["absent"]:
         assert on_gpu == for_gpu
         assert "device=cuda" in on_gpu[0]

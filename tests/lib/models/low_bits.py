@@ -203,7 +203,7 @@ class Tuned(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(19, WIDTH, dtype=dtype)
         self.embedding.requires_grad_(False)
-        self.layers = nn.ModuleList([_Block(make, dropout, dtype) for _ in range(3)])
+        self.layers = nn.ModuleList([_Block(make, dropout, dtype) for _ in range(2)])
         self.head = nn.Linear(WIDTH, 19, dtype=dtype)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:

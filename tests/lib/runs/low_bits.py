@@ -106,8 +106,9 @@ def options_within(options: Mapping[str, Any], kind: str, *, low: bool) -> dict[
 def unlike_eager_mode(kind: str, runs: Mapping[str, dict[str, Any]], *, low: bool = False) -> dict[str, list[str]]:
     """What is not as in eager mode in each of ``runs``, label to options of ``compile``; empty where all is."""
     found: dict[str, list[str]] = {}
+    plain = {n: train_eagerly(kind, n, low=low) for n in {each.get("accumulate", 1) for each in runs.values()}}
     for label, options in runs.items():
-        expected, values = train_eagerly(kind, options.get("accumulate", 1), low=low)
+        expected, values = plain[options.get("accumulate", 1)]
         model = build(kind, low=low)
         before = {name: type(parameter) for name, parameter in model.named_parameters()}
         step = zerofx.compile(model, optimizer_of(model), backend="eager", **options_within(options, kind, low=low))

@@ -22,8 +22,6 @@ from zerofx.driver import captures as driver_captures
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.search.prefixes import Prefixes
 
-pytestmark = pytest.mark.captures
-
 DEPTH = 6
 NODE = 4  # ranks a node of the machine
 
@@ -58,9 +56,9 @@ def fewest(memory_kib: int, stage: int = 3, limit: int = 64) -> SearchResult:
 
 
 @functools.cache
-def three_ranks() -> SearchResult:
-    """The fewest whose memory is enough where it is 190 KiB on each; to be read only."""
-    return fewest(190)
+def found_fewest(memory_kib: int, stage: int = 3) -> SearchResult:
+    """What ``fewest`` finds; to be read only."""
+    return fewest(memory_kib, stage)
 
 
 @functools.cache
@@ -141,7 +139,7 @@ def test_not_even_one_sample() -> None:
 
 
 def test_fewer_ranks_do_not_fit() -> None:
-    result = three_ranks()
+    result = found_fewest(190)
     assert result.value == 3 and [trial.value for trial in result.tried] == [1, 2, 4, 3]
     check_consistent(result)
     assert not any(trial.fits for trial in result.tried if trial.value < result.value)
@@ -158,6 +156,7 @@ def test_past_a_node_there_are_whole_nodes() -> None:
     check_consistent(result)
 
 
+@pytest.mark.captures
 def test_the_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = []
 
@@ -171,17 +170,17 @@ def test_the_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_memory_never_needs_more_ranks() -> None:
-    values = [fewest(kib).value for kib in (160, 260, 360)]
+    values = [found_fewest(kib).value for kib in (160, 260, 360)]
     assert values == sorted(values, reverse=True) and values[-1] == 1 < values[0]
 
 
 def test_stage_3_needs_fewer_ranks_than_stage_1() -> None:
     # ZeRO: whole parameters and gradients stay at stage 1, so its memory has a floor that stage 3 does not have.
-    one, three = fewest(235, stage=1), fewest(235, stage=3)
+    one, three = found_fewest(235, stage=1), found_fewest(235)
     assert three.value < one.value
     with pytest.raises(MemoryBudgetError, match=r"up to 16 ranks of cpu-small at stage 1 to be enough.*stage=3"):
         fewest(160, stage=1, limit=16)
-    assert fewest(160, stage=3).value <= NODE
+    assert found_fewest(160).value <= NODE
 
 
 def test_stage_0_gains_nothing_from_ranks() -> None:
@@ -196,7 +195,7 @@ def test_a_limit_within_a_node() -> None:
 
 
 def test_a_plan_that_was_found_is_the_plan_that_is_made() -> None:
-    result = three_ranks()
+    result = found_fewest(190)
     again = zerofx.plan(
         *training(), rows(8), world_size=result.value, machine=machine(190), memory_budget=1.0, backend="eager",
         tile="none",
@@ -205,7 +204,7 @@ def test_a_plan_that_was_found_is_the_plan_that_is_made() -> None:
 
 
 def test_the_table_says_what_was_tried() -> None:
-    lines = str(three_ranks()).splitlines()
+    lines = str(found_fewest(190)).splitlines()
     assert lines[0].startswith("ranks 3: stage 3 on 3 x cpu-small: peak ")
     assert lines[2].split() == ["ranks", "peak", "of", "190.0", "KiB"]
     assert [line.split()[0] for line in lines[4:]] == ["1", "2", "3", "4"]

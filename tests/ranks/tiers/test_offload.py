@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("drive", "verified")
 TIERS = {"host": ["host"], "nvme": ["nvme"], "both": ["host", "nvme"]}
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("name", ["gpt", "batchnorm", "llama", "dropout"])
 def test_training_is_the_same_to_the_bit(name: str, tiers: str) -> None:

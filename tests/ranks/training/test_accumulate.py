@@ -57,7 +57,7 @@ def planned(accumulate: Any, budget: int | None = None, rows: int = 4, **options
     )
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_one_process_trains_like_a_loop(name: str) -> None:
     assert compare_runs([name], RUNS, steps=3, accumulate=2) == {}

@@ -70,7 +70,7 @@ def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "name", ["gpt", "batchnorm", "channels last", "llama", "gpt2 dropout", "buffers", "swapped buffers", "tied", "t5",
              "bert dropout", "mixtral", "vit", "mixed dtypes", "shared module"]
@@ -79,6 +79,7 @@ def test_one_process_trains_like_a_loop(name: str) -> None:
     assert compare_runs([name], LAYER, steps=3, accumulate=2) == {}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["stack", "batchnorm", "buffers", "swapped buffers"])
 def test_rounds_of_loops_train_like_a_loop(name: str) -> None:
     assert compare_runs([name], LAYER, steps=2, accumulate=4) == {}

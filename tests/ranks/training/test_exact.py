@@ -91,14 +91,14 @@ def test_two_ranks_train_so_under_all_other_plans(family: str) -> None:
         assert wrong == {}, f"rank {rank}"
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", INTERFACES)
 def test_two_ranks_take_any_batch_and_find_the_loss_in_any_output(name: str) -> None:
     for rank, wrong in enumerate(run_ranks(compare_runs, 2, [name], ENDS, 0.0, 4)):
         assert wrong == {}, f"rank {rank}"
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("family", _families(SLOW))
 def test_one_process_trains_like_eager_mode(family: str) -> None:
     assert (

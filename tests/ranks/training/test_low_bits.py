@@ -24,10 +24,12 @@ def _of_library(kind: str) -> Any:
     pytest.importorskip(OF_LIBRARIES[kind], reason="its weights are trained too, where it is installed")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_ranks_train_adapters_like_eager_mode(kind: str, num_ranks: int) -> None:
-    for rank, wrong in enumerate(run_ranks(unlike_eager_mode, num_ranks, kind, RUNS)):
+def test_ranks_train_adapters_like_eager_mode(kind: str, run: str, num_ranks: int) -> None:
+    for rank, wrong in enumerate(run_ranks(unlike_eager_mode, num_ranks, kind, {run: RUNS[run]})):
         assert wrong == {}, f"rank {rank}"
 
 

@@ -70,26 +70,29 @@ def _case(make: Callable[[nn.Module], Any]) -> Case:
     return replace(CASE, optimizer=make)
 
 
-def _compare(stages: tuple[int, ...], ways: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, options in ways.items():
-        plain = {key: options[key] for key in ("accumulate", "max_grad_norm") if key in options}
-        expected = train_plain(_case(InTurn), STEPS, **plain)
-        for stage in stages:
-            trained = train_compiled(_case(several), stage, STEPS, **options)
-            clips = options.get("max_grad_norm", FAR) < FAR
-            assert not clips or min(expected.norms) > options["max_grad_norm"]
-            wrong = differences(expected, trained, ROUNDING if clips else 0.0)
-            found[f"stage {stage}, {name}"] = [each for each in wrong if clips or not each.startswith("norm ")]
-    return {name: wrong for name, wrong in found.items() if wrong}
+def _compare(stage: int, way: str) -> list[str]:
+    options = WAYS[way]
+    plain = {key: options[key] for key in ("accumulate", "max_grad_norm") if key in options}
+    expected = train_plain(_case(InTurn), STEPS, **plain)
+    trained = train_compiled(_case(several), stage, STEPS, **options)
+    clips = options.get("max_grad_norm", FAR) < FAR
+    assert not clips or min(expected.norms) > options["max_grad_norm"]
+    wrong = differences(expected, trained, ROUNDING if clips else 0.0)
+    return [each for each in wrong if clips or not each.startswith("norm ")]
 
 
-def test_one_process_has_the_bits_of_stepping_each_in_turn() -> None:
-    assert _compare((0, 1, 3), WAYS) == {}
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_one_process_has_the_bits_of_stepping_each_in_turn(stage: int, way: str) -> None:
+    assert _compare(stage, way) == []
 
 
-def test_two_ranks_have_the_bits_of_distributed_data_parallel_with_each_stepped_in_turn() -> None:
-    assert run_ranks(_compare, 2, (0, 1, 3), WAYS) == [{}, {}]
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_have_the_bits_of_distributed_data_parallel_with_each_stepped_in_turn(stage: int, way: str) -> None:
+    assert run_ranks(_compare, 2, stage, way) == [[], []]
 
 
 def _two(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -97,19 +100,19 @@ def _two(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(parameters[at::2], lr=0.01, foreach=False) for at in (0, 1)]
 
 
-def _compare_with_one() -> dict[str, list[str]]:
+def _compare_with_one(stage: int, options: dict[str, Any]) -> list[str]:
     """Two of a kind train as one does, whose bits in these options are held elsewhere."""
-    found: dict[str, list[str]] = {}
-    options: list[dict[str, Any]] = [{"precision": "bf16"}, {"precision": "bf16", "accumulate": 2}]
-    for stage, asked in itertools.product((0, 1, 3), options):
-        expected, trained = (train_compiled(case, stage, STEPS, **asked) for case in (CASE, _case(_two)))
-        found[f"stage {stage}, {asked}"] = differences(expected, trained)
-    return {name: wrong for name, wrong in found.items() if wrong}
+    expected, trained = (train_compiled(case, stage, STEPS, **options) for case in (CASE, _case(_two)))
+    return differences(expected, trained)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_two_of_a_kind_have_the_bits_of_one(num_ranks: int) -> None:
-    assert run_ranks(_compare_with_one, num_ranks) == [{}] * num_ranks
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_two_of_a_kind_have_the_bits_of_one(num_ranks: int, stage: int, accumulate: int) -> None:
+    options = {"precision": "bf16", "accumulate": accumulate}
+    assert run_ranks(_compare_with_one, num_ranks, stage, options) == [[]] * num_ranks
 
 
 def _clip_on_all_stages() -> list[list[str]]:
@@ -181,6 +184,7 @@ def _check(found: list[Outcome], first: int, last: int) -> None:
                 torch.testing.assert_close(mine["state"], theirs["state"], rtol=0, atol=0)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("before", "after"), [((1, 0), (2, 3)), ((2, 3), (1, 1)), ((2, 1), (2, 0))])
 def test_each_goes_on_from_a_checkpoint_of_other_ranks_and_another_stage(
     before: tuple[int, int], after: tuple[int, int], tmp_path: Path

@@ -121,7 +121,7 @@ def _compare(name: str) -> dict[str, list[str]]:
     return {label: wrong for label, wrong in found.items() if wrong}
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_and_schedules_give_the_bits_of_distributed_data_parallel(name: str) -> None:
     for rank, wrong in enumerate(run_ranks(_compare, 2, name)):

@@ -55,10 +55,12 @@ def test_one_process_has_the_bits_of_the_optimizers_own_step(name: str, stage: i
     assert differences_of(WholeCase(name, {"stage": stage})) == []
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("num_ranks", "cases"),
     [
-        pytest.param(2, ON_TWO, id="two"),
+        pytest.param(2, ON_TWO[::2], id="two"),
+        pytest.param(2, ON_TWO[1::2], id="two, others"),
         pytest.param(3, ON_THREE, id="three"),
         pytest.param(4, ON_FOUR, id="mesh of four", marks=pytest.mark.slow),
         *(pytest.param(count, EVERY, id=f"every on {count}", marks=pytest.mark.slow) for count in (2, 3, 4)),
@@ -68,6 +70,7 @@ def test_ranks_have_the_bits_of_one_process(num_ranks: int, cases: list[WholeCas
     assert run_ranks(_all_differences, num_ranks, cases) == [[]] * num_ranks
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [

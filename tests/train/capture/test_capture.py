@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -42,12 +43,18 @@ def _capture(case: Case, model: nn.Module | None = None) -> StepGraph:
     return capture(model or case.model(), Batch.from_call(args, kwargs), loss_fn=case.loss_fn)
 
 
+@functools.cache
+def captured(name: str) -> StepGraph:
+    """The graph of a case; to be read only."""
+    return _capture(CASES[name])
+
+
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", [*MODELS, "loss function", "llama", "gpt2"])
 def test_every_call_knows_its_module_and_phase(name: str) -> None:
     model = CASES[name].model()
     paths = {path for path, _ in model.named_modules()} | {"", "loss"}
-    step = _capture(CASES[name], model)
+    step = captured(name)
     origins = [node.meta.get("zerofx_origin") for node in step.calls()]
     assert all(isinstance(origin, Origin) and origin.layer in paths for origin in origins)
     phases = [origin.phase for origin in origins if origin is not None]
@@ -73,21 +80,21 @@ def test_calls_know_the_users_line_in_forward_and_in_backward_and_after_a_round_
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "gpt2"])
 def test_every_layer_has_forward_and_backward_of_its_own(name: str) -> None:
-    step = _capture(CASES[name])
+    step = captured(name)
     found = {(step.unit_of(node), node.meta["zerofx_origin"].phase) for node in step.calls() if step.unit_of(node)}
     assert found == {(unit, phase) for unit in step.units for phase in (Phase.FORWARD, Phase.BACKWARD)}
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_layers_of_one_kind_have_as_many_nodes_each(name: str) -> None:
-    step = _capture(CASES[name])
+    step = captured(name)
     counts = {unit: sum(step.unit_of(node) == unit for node in step.calls()) for unit in sorted(step.units)}
     # The sum of two gradients that meet in front of a layer may count with either.
     assert max(counts.values()) - min(counts.values()) <= 2, counts
 
 
 def test_tied_parameters_are_one_with_one_gradient() -> None:
-    step = _capture(CASES["tied"])
+    step = captured("tied")
     parameters = [placeholder(node).name for node in step.placeholders(Role.PARAMETER)]
     assert parameters.count("embed.weight") == 1 and "head.weight" not in parameters
     assert "embed.weight" in step.gradients and "head.weight" not in step.gradients

@@ -28,7 +28,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sweep(28)
+@pytest.mark.sweep(14)
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_computes_what_eager_mode_would(case: Case) -> None:
     found = judge(case, "eager")

@@ -1,4 +1,5 @@
-"""Prints captured graphs of models on stand-ins for CUDA devices, and those captured on the CPU for a GPU, as JSON."""
+"""Prints, as JSON, what ranks compare with each other or share, for each of two CUDA devices; and graphs of models on
+stand-ins for CUDA devices, next to those captured on the CPU for a GPU."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ if __name__ == "__main__":
     from torch import Tensor, nn
     from torch._subclasses import FakeTensorMode
 
-    from tests.compiled.cuda_stand_in.model import TOKENS, Model
+    from tests.compiled.cuda_stand_in.model import TOKENS, Model, plan
     from zerofx.capture.for_gpu.gpu import AbsentGpu
     from zerofx.capture.trace import capture
+    from zerofx.codegen.region_facts import region_facts
+    from zerofx.codegen.regions import regions_of
     from zerofx.ir.batch import Batch
 
     class Pictures(nn.Module):
@@ -35,6 +38,23 @@ if __name__ == "__main__":
             where = torch.ones((), device="cuda" if x.is_cuda else "cpu", dtype=x.dtype)
             return F.cross_entropy(self.head(x * noise + where), targets)
 
+    found = []
+    for index in (0, 1):
+        planned = plan(index, stage=3, world_size=2)
+        with FakeTensorMode():
+            batch = Batch.from_call((torch.zeros(2, 3, device=f"cuda:{index}"),), {})
+        regions = region_facts(regions_of(planned.lowered.instructions), with_updates=True)
+        found.append(
+            {
+                "batch": batch.description(),
+                "captured graph": planned.lowered.stages[0].text,
+                "fingerprint of the graph": planned.plan.graph,
+                "plan": planned.plan.decisions_hash(),
+                "keys of regions": [region.key for region in regions],
+                "emitted step": planned.lowered.emitted.source,
+            }
+        )
+
     texts = []
     for kind, shapes in (
         (Model, ((4, TOKENS), (4, TOKENS))),
@@ -52,4 +72,4 @@ if __name__ == "__main__":
         on_gpu = capture(model, Batch.from_call(there, {}), compute_dtype=torch.bfloat16)
         for_gpu = capture(model, meta, compute_dtype=torch.bfloat16, gpu=AbsentGpu((9, 0)))
         texts.append([(step.text(), step.fingerprint()) for step in (on_gpu, for_gpu)])
-    print(json.dumps(texts))
+    print(json.dumps({"of devices": found, "absent": texts}))
