@@ -52,7 +52,7 @@ def _rows(kind: str) -> list[dict[str, str]]:
 def _model(kind: str) -> Any:
     from transformers import LlamaForSequenceClassification
 
-    model = llama()
+    model: Any = llama()
     if kind != "reward":
         return model
     model.config.num_labels, model.config.pad_token_id = 1, TOKENS - 3
