@@ -7,6 +7,9 @@ import pytest
 from tests.nets.cases.logs import Way, log_ways
 from tests.nets.logs import judge, run
 
+# Scripts leave their files open until the process ends.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 @pytest.mark.captures
 @pytest.mark.parametrize("way", log_ways(), ids=lambda way: way.name)
