@@ -26,7 +26,7 @@ from torch import nn
 
 import zerofx
 from tests.lib.distributed import run_ranks
-from tests.nets.cases.logs import Forward, Seen, Way, log_ways
+from tests.nets.cases.logs import OPENED, Forward, Seen, Way, log_ways
 
 STEPS = 8
 BOUND = 2e-6
@@ -59,6 +59,8 @@ def judge(way: Way) -> Judged:
             own = Path(folder, kind)
             own.mkdir()
             runs.append(_train(*way.make(own), is_compiled=kind == "compiled"))
+        while OPENED:
+            OPENED.pop().close()
     plain, compiled = runs
     assert plain.error is None, plain.error
     for step, (theirs, mine) in enumerate(zip(plain.logs, compiled.logs, strict=False)):

@@ -39,6 +39,8 @@ class Way:
 
 
 _WAYS: list[Way] = []
+OPENED: list[Any] = []
+"""Files that scripts leave open, to be closed."""
 
 
 def log_ways() -> list[Way]:
@@ -262,6 +264,7 @@ class FileWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = path.open("w", buffering=1)
+        OPENED.append(self.file)
 
     def add_scalar(self, tag: str, value: float) -> None:
         self.file.write(f"{tag} {value:.6f}\n")
@@ -276,6 +279,7 @@ def file_writer(folder: Path) -> Any:
 @way("a file that a closure has")
 def closed_over(folder: Path) -> Any:
     file = (folder / "log").open("w", buffering=1)
+    OPENED.append(file)
     return _logging(lambda loss, outputs, y: file.write(f"{loss.item():.6f}\n"), (folder / "log").read_text)
 
 
@@ -295,6 +299,7 @@ def opened(folder: Path) -> Any:
 @way("rows of a csv file")
 def rows(folder: Path) -> Any:
     file = (folder / "log").open("w", buffering=1)
+    OPENED.append(file)
     log = csv.writer(file)
     return _logging(lambda loss, outputs, y: log.writerow([loss.item(), 1]), (folder / "log").read_text)
 
@@ -302,6 +307,7 @@ def rows(folder: Path) -> Any:
 @way("json lines in a file")
 def json_lines(folder: Path) -> Any:
     file = (folder / "log").open("w", buffering=1)
+    OPENED.append(file)
 
     def note(loss: Tensor, outputs: Tensor, y: Tensor) -> None:
         json.dump({"loss": loss.item(), "all": outputs[0].tolist()}, file)
