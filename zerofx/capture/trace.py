@@ -20,7 +20,8 @@ from zerofx.capture.normalise.joint import Joint
 from zerofx.capture.normalise.phase import NORMALISATIONS
 from zerofx.capture.objective.loss import LossModule
 from zerofx.capture.objective.two_calls import check_second_call
-from zerofx.capture.traceable import CaptureOptions, Forward, traceable, try_eager_then_compiled
+from zerofx.capture.replay import trace_logging
+from zerofx.capture.traceable import CaptureOptions, Forward, traceable
 from zerofx.capture.values.watched_calls import CallWatcher
 from zerofx.errors import ZeroFXError, warn, wrap_defects
 from zerofx.ir.batch import Batch as Batch
@@ -56,9 +57,7 @@ def capture(model: nn.Module, batch: Batch, **options: Unpack[CaptureOptions]) -
 
 def capture_forward(forward: Forward, returned: Returned | None = None) -> StepGraph:
     """The result of ``capture``; views are shown by the strides of ``returned``, the extras of an untraced forward."""
-    return try_eager_then_compiled(
-        lambda compiled: forward.objective.free_tensors.retrace(lambda: _capture(forward, compiled, returned))
-    )
+    return trace_logging(forward, lambda compiled: _capture(forward, compiled, returned))
 
 
 def _capture(forward: Forward, compiled: bool, returned: Returned | None) -> StepGraph:
@@ -106,11 +105,13 @@ def check_calls(forward: Forward) -> None:
                 lossy(*fakes)
             _check_calls(lossy, fakes, mode)
 
-    try_eager_then_compiled(lambda compiled: forward.objective.free_tensors.retrace(lambda: call(compiled)))
+    trace_logging(forward, call)
 
 
 def _check_calls(lossy: LossModule, fakes: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> None:
     """Check that a step can be the first call of a forward, again and again; ``lossy`` has been called."""
+    if lossy.objective.logging.is_on:  # whose replay does all of it in each step
+        return
     check_second_call(lossy, fakes, mode)
     if lossy.left:
         warn(

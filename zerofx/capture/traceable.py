@@ -34,8 +34,9 @@ from zerofx.capture.values.known import KnownValues
 from zerofx.errors import CaptureError, summarise_error, warn
 from zerofx.ir.batch import Batch
 from zerofx.ir.casts import Casts, ComputeDtype, cast_of
+from zerofx.ir.facts import Placeholder, Role
 from zerofx.ir.parameters import ParameterInfo, Strides, parameter_infos
-from zerofx.ir.tensor_parts import named_parameters
+from zerofx.ir.tensor_parts import is_table, named_parameters
 from zerofx.torch_private.capture import (
     AbsentDeviceFakes,
     FakeTensorMode,
@@ -135,16 +136,17 @@ class Forward:
 
 @contextlib.contextmanager
 def traceable(
-    forward: Forward, *, compiled: bool
+    forward: Forward, *, compiled: bool, mode: FakeTensorMode | None = None
 ) -> Iterator[tuple[LossModule, tuple[torch.Tensor, ...], torch.device, FakeTensorMode]]:
     """While open, the model is on fake tensors, and running code knows its layer (``current_layer``).
 
     Gives the module that computes the loss, the fake tensors of the batch, their device, and their mode. For an absent
-    GPU that device is the CPU. ``compiled``: the answer to a forward that asks whether it is compiled.
+    GPU that device is the CPU. ``compiled``: the answer to a forward that asks whether it is compiled. ``mode``: that
+    of the fake tensors, where it is not a mode of their own.
     """
     model, batch, compute_dtype, gpu = forward.model, forward.batch, forward.compute_dtype, forward.gpu
     lent, parts = forward.lent, TracedParts()
-    mode = fake_mode() if gpu is None else AbsentDeviceFakes(gpu.device)
+    mode = mode or (fake_mode() if gpu is None else AbsentDeviceFakes(gpu.device))
     device = trace_device(model, batch, gpu)
     for lender in lent:
         lender.check()
@@ -183,6 +185,27 @@ def traceable(
                 model, batch, forward.objective, forward.num_micro_batches, loss_scope, known, maker, parts
             )
             yield lossy, fakes, device, mode
+
+
+def model_tensors(lossy: LossModule, fakes: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, Placeholder]]:
+    """The tensors that a traced forward may read, each with what it is in the graph."""
+    for name, parameter in lossy.model.named_parameters():
+        yield parameter, Placeholder(Role.PARAMETER, name)
+    for number, name in enumerate(lossy.parts.names):
+        table, key = lossy.parts.place(number)
+        yield table[key], Placeholder(Role.BUFFER if is_table(table[key]) else Role.PARAMETER, name)
+    for name, buffer in lossy.model.named_buffers():
+        yield buffer, Placeholder(Role.BUFFER, name)
+    for lender in lossy.lenders():
+        role = Role.PARAMETER if lender.in_buckets else Role.OUTSIDE
+        for name, parameter in lender.model.named_parameters():
+            yield parameter, Placeholder(role, lender.full_name(name))
+        for name, buffer in lender.model.named_buffers():
+            yield buffer, Placeholder(Role.BUFFER, lender.full_name(name))
+    for key, tensor in (*lossy.free_tensors.named_parameters(), *lossy.free_tensors.named_buffers()):
+        yield tensor, Placeholder(Role.OUTSIDE, lossy.free_tensor_names[int(key)])
+    for index, fake in enumerate(fakes):
+        yield fake, Placeholder(Role.INPUT, str(index))
 
 
 def trace_device(model: nn.Module, batch: Batch, gpu: AbsentGpu | None = None) -> torch.device:

@@ -16,8 +16,7 @@ from zerofx.capture.by_size import KnownSizes
 from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.traceable import Forward
 from zerofx.disk.cache import DiskCache
-from zerofx.errors import UsageError
-from zerofx.ir.batch import Batch, micro_batch
+from zerofx.ir.batch import Batch
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.parameters import Strides
 from zerofx.options import STOPPING, CompileOptions
@@ -192,21 +191,6 @@ class Captures:
         """The batch tensors that ``num`` micro-batches divide."""
         return self._batch.divided_names() if num > 1 else frozenset()
 
-    def _part(self, num: int) -> Batch:
-        """The first of ``num`` micro-batches."""
-        batch, divided = self._batch, self.batch_names_to_divide(num)
-        if num > 1:
-            size = batch.size()
-            if size % num:
-                raise UsageError(
-                    f"expected a batch size that accumulate={num} divides, found {size}: give batches of a multiple "
-                    f"of {num} samples, or another accumulate"
-                )
-            named = zip(batch.names, batch.tensors, strict=True)
-            first = tuple(micro_batch(tensor, 0, num) if name in divided else tensor for name, tensor in named)
-            batch = replace(batch, tensors=first)
-        return batch
-
     def _capture(self, num: int) -> StepGraph:
         step = self.capture_one(num)
         lent = self._options.objective.free_tensors.lent
@@ -225,7 +209,13 @@ class Captures:
     def _forward(self, num: int) -> Forward:
         options = self._options
         return Forward(
-            self._model, self._part(num), options.objective, options.casts(self._model), num, self._strides, self._gpu
+            self._model,
+            self._batch.first_of(num),
+            options.objective,
+            options.casts(self._model),
+            num,
+            self._strides,
+            self._gpu,
         )
 
     def _say(self, text: str) -> None:

@@ -366,7 +366,13 @@ def _loss_of(trainer: ZeroFXTrainer) -> Callable[..., Any]:
 
 def _form(part: Inputs) -> list[tuple[str, Any]]:
     """The common properties of micro-batches that can be computed one after the other."""
-    return [(name, value.shape if isinstance(value, torch.Tensor) else type(value)) for name, value in part.items()]
+    return [(name, _kind(value)) for name, value in part.items()]
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    return value if isinstance(value, tuple) else type(value)
 
 
 def _has_state(checkpoint: str) -> bool:

@@ -1,19 +1,61 @@
-"""``ZeroFXSFTTrainer``: the ``SFTTrainer`` of TRL, whose training steps and evaluations are planned and sharded."""
+"""TRL's trainers on top of a compiled step: ``zerofx_trainer(trl.DPOTrainer)``, and ``ZeroFXSFTTrainer``.
+
+What TRL logs from a loss, it reads from tensors while the loss is computed: ``capture/values/logged.py``.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer
-from trl import SFTTrainer
+from trl import KTOTrainer, SFTTrainer
 
 from zerofx.errors import UsageError
 from zerofx.integrations.transformers import Inputs, ZeroFXTrainer
 
 _IGNORED = -100  # the label of a token that does not count
+
+
+def zerofx_trainer(kind: type[Trainer]) -> Any:
+    """The class of TRL's trainers of this ``kind`` that train by a compiled step.
+
+    Its arguments are TRL's, and the keywords of ``zerofx.compile``::
+
+        trainer = zerofx_trainer(trl.DPOTrainer)(model, ref_model=reference, args=..., memory_budget="24GiB")
+
+    Losses and metrics are those of TRL. Each pattern of labels in a batch of ``KTOTrainer`` is a shape of its own, its
+    samples in the order of labels.
+
+    Raises:
+        UsageError: it is no trainer of transformers.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Trainer)):
+        raise UsageError(f"expected a class of trainers, such as trl.DPOTrainer, found {kind!r}: give the class itself")
+    bases = (_LabelsInOrder, ZeroFXTrainer, kind) if issubclass(kind, KTOTrainer) else (ZeroFXTrainer, kind)
+    return type(f"ZeroFX{kind.__name__}", bases, {"__module__": __name__})
+
+
+class _LabelsInOrder(ZeroFXTrainer):
+    """Chooses samples by labels that are constants of the step, of sorted samples, so that there are few such steps."""
+
+    def _move_inputs(self, inputs: Mapping[str, Any]) -> Inputs:
+        moved = super()._move_inputs(inputs)
+        labels = moved["label"]
+        if isinstance(labels, torch.Tensor):
+            order = labels.int().argsort(descending=True, stable=True)
+            for name, value in moved.items():
+                if isinstance(value, torch.Tensor) and len(value) == len(labels):
+                    moved[name] = value[order]
+            moved["label"] = tuple(moved["label"].tolist())
+        return moved
+
+    def step_loss(self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | None) -> Any:
+        inputs["label"] = torch.tensor(inputs["label"], device=self.args.device)
+        return super().step_loss(model, inputs, num_items)
 
 
 class ZeroFXSFTTrainer(ZeroFXTrainer, SFTTrainer):

@@ -147,6 +147,25 @@ class Batch:
             "expected a batch to divide into micro-batches, found no tensor with a dimension in it: use accumulate=1"
         )
 
+    def first_of(self, num: int) -> Batch:
+        """The first of ``num`` micro-batches.
+
+        Raises:
+            UsageError: they would not be of one size.
+        """
+        if num == 1:
+            return self
+        size, divided = self.size(), self.divided_names()
+        if size % num:
+            raise UsageError(
+                f"expected a batch size that accumulate={num} divides, found {size}: give batches of a multiple "
+                f"of {num} samples, or another accumulate"
+            )
+        named = zip(self.names, self.tensors, strict=True)
+        return self.replace_tensors(
+            tuple(micro_batch(tensor, 0, num) if name in divided else tensor for name, tensor in named)
+        )
+
     def divided_names(self) -> frozenset[str]:
         """The tensors that micro-batches divide: those whose leading size is the batch's. The others are used whole."""
         size, named = self.size(), zip(self.names, self.tensors, strict=True)

@@ -20,7 +20,8 @@ class Returned:
     ``extras`` is what ``forward`` returned after its loss, None where it returned its loss alone; what is no tensor in
     it is as it was while the step was captured. Of a view a step gives the memory that it is of: shapes and strides are
     those of the tensors in ``extras``, and ``offsets`` where they begin. Those whose numbers are in ``whole`` are all
-    of a memory, or a copy, and are shown as the step gives them. ``left_out`` describes tensors that a model returned
+    of a memory, or a copy, and are shown as the step gives them. After them come ``num_logged`` tensors that Python
+    reads (``capture/values/logged.py``). ``left_out`` describes tensors that a model returned
     besides its loss, and that nobody asked for; of an evaluation, whose extras are all that is returned, what is
     neither a tensor nor a plain value.
     """
@@ -29,6 +30,7 @@ class Returned:
     offsets: tuple[int, ...] = ()
     left_out: tuple[str, ...] = ()
     by_call: bool = False
+    num_logged: int = 0
     whole: frozenset[int] = frozenset()
 
     @staticmethod
@@ -62,12 +64,14 @@ class Returned:
 
     @property
     def num_tensors(self) -> int:
-        """The number of tensors in the extras of a micro-batch."""
-        return 0 if self.extras is None else len(self.extras.tensors)
+        """The number of tensors that a micro-batch gives besides its loss."""
+        return (0 if self.extras is None else len(self.extras.tensors)) + self.num_logged
 
     def rebuilt(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The extras of one micro-batch."""
-        assert self.extras is not None
+        """The extras of one micro-batch, of all its tensors."""
+        if self.extras is None:
+            return None
+        tensors = tensors[: len(self.extras.tensors)]
         shown = []
         for index, (tensor, like, offset) in enumerate(zip(tensors, self.extras.tensors, self.offsets, strict=True)):
             is_whole = index in self.whole or (tensor.shape == like.shape and tensor.stride() == like.stride())
@@ -77,7 +81,8 @@ class Returned:
 
     def shows(self, index: int, whole: torch.Tensor, part: torch.Tensor) -> bool:
         """True if ``rebuilt`` makes ``part``, a view of the tensor ``whole``, of extra number ``index``."""
-        assert self.extras is not None
+        if self.extras is None or index >= len(self.extras.tensors):
+            return False
         like = self.extras.tensors[index]
         is_alike = part.shape == like.shape and part.stride() == like.stride()
         is_there = part.storage_offset() == self.offsets[index] and whole.storage_offset() == 0

@@ -90,12 +90,21 @@ class CompiledStep(StepProgram):
 
         ``as_list``: also for one micro-batch.
         """
+        extras = [self.returned.rebuilt(part) for part in self._micro_batches(tensors)]
+        return extras if self.plan.num_micro_batches > 1 or as_list else extras[0]
+
+    def tensors_to_log(self, tensors: Sequence[Any]) -> list[Sequence[torch.Tensor]]:
+        """The tensors that Python reads, of each micro-batch."""
+        num = self.returned.num_logged
+        return [part[len(part) - num :] for part in self._micro_batches(tensors)]
+
+    def _micro_batches(self, tensors: Sequence[Any]) -> list[Sequence[Any]]:
+        """The results of each micro-batch besides its loss."""
         num, each = self.plan.num_micro_batches, self.returned.num_tensors
         of_bodies = [tensors[i * each : (i + 1) * each] for i in range(num_bodies(num))]
         if num > len(of_bodies):  # a loop gives a list of what each round gives
             of_bodies[1:2] = list(zip(*of_bodies[1], strict=True)) or [()] * len(micro_batches_of(1, num))
-        extras = [self.returned.rebuilt(tensors) for tensors in of_bodies]
-        return extras if num > 1 or as_list else extras[0]
+        return of_bodies
 
     def function_for(self, runtime: Runtime) -> StepFunction:
         """The step's ``function``; during a save, its updates first keep the values that they overwrite."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from zerofx.capture.cache import per_call_settings
 from zerofx.capture.objective.evaluation import Evaluation, evaluation_mode
+from zerofx.capture.replay import Replay
 from zerofx.checkpoints.random_states import random_states, set_random_states
 from zerofx.driver.driver import build_step
 from zerofx.driver.prepared import freeze_layout, request_to_evaluate
@@ -39,6 +41,7 @@ class Evaluations:
         self._model, self._steps, self._life, self._graphs = model, steps, life, graphs
         self.shapes = Shapes(steps.options.max_shapes)
         self._meter: Meter | None = None
+        self._replay: Replay | None = None  # of the latest forward
 
     def measure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_runs: int) -> Measurement:
         """Measure the evaluation of a batch, run ``num_runs`` times. Collective.
@@ -81,7 +84,9 @@ class Evaluations:
         compiled, agreed = self._evaluation_for(batch, taken, None if padding is None else padding[0].form)
         random = random_states(taken.device)
         try:
-            outputs = compiled.extras(self._run(compiled, batch, taken, agreed), as_list=False)
+            tensors = self._run(compiled, batch, taken, agreed)
+            self._steps.run_again(self._replay, self.shapes, compiled, tensors)
+            outputs = compiled.extras(tensors, as_list=False)
             return outputs if padding is None else padding[0].cut(outputs, given)
         except BaseException as error:
             failure = leave_evaluation(taken, self._life, error)
@@ -129,10 +134,12 @@ class Evaluations:
             lenders.agree(taken.state)
             key = f"{locations}\n{lenders.key}"
             reads = self._steps.python.read(compiled.arguments.constants.values())
-            self.shapes.put(signature, key, described, compiled, form, reads, ())
+            replay = self._steps.replay_of(batch, compiled, objective)
+            self.shapes.put(signature, key, described, compiled, form, reads, (), replay)
+            match = replace(match, replay=replay)
             self._steps.wait_for_kernels()
             self._steps.finish()
-        self.shapes.latest = compiled
+        self.shapes.latest, self._replay = compiled, match.replay
         lenders.settle(agreed)
         return compiled, agreed
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from zerofx.capture.objective.module_state import Change as Effect
 from zerofx.capture.python_state.reads import Change, Reads
+from zerofx.capture.replay import Replay
 from zerofx.errors import UsageError, notify
 from zerofx.lowering.load import CompiledStep
 from zerofx.runtime.comm.comparisons import Gather
@@ -22,7 +23,7 @@ class Match:
 
     ``compiled`` is None where there is none yet; ``changes`` are those of Python state since the latest such batch, and
     ``reads`` has what was there then, also where there is one. ``number`` is equal on ranks that go on with the same
-    step. ``effects`` are what the forward leaves on its modules.
+    step. ``effects`` are what the forward leaves on its modules, ``replay`` does what it does besides tensors.
     """
 
     compiled: CompiledStep | None
@@ -30,6 +31,7 @@ class Match:
     number: int
     effects: Sequence[Effect] = ()
     reads: Reads | None = None
+    replay: Replay | None = None
 
     def values_by_rank(self, gather: Gather) -> list[str]:
         """The Python values that have changed on some rank since the latest such batch, on each rank, a line a value.
@@ -56,6 +58,7 @@ class _Built:
     reads: Reads
     number: int
     effects: Sequence[Effect]
+    replay: Replay | None
 
 
 class Shapes:
@@ -86,7 +89,7 @@ class Shapes:
             since = entry.reads.changes()
             if not since:
                 built.append(built.pop(index))
-                return Match(entry.compiled, (), entry.number, entry.effects, latest)
+                return Match(entry.compiled, (), entry.number, entry.effects, latest, entry.replay)
             changes = changes or since
         return Match(None, changes, len(built), reads=latest)
 
@@ -99,12 +102,20 @@ class Shapes:
         form: str,
         reads: Reads,
         effects: Sequence[Effect],
+        replay: Replay | None,
     ) -> None:
         """Add a step, which is the latest from now on, with the Python state that it was captured in."""
         self._described[form] = dict(described)
         built = self._steps.setdefault((signature, variant), [])
-        built.append(_Built(compiled, reads, len(built), effects))
+        built.append(_Built(compiled, reads, len(built), effects, replay))
         self.latest = compiled
+
+    def note_own(self, compiled: CompiledStep) -> None:
+        """Learn which Python state the forward of ``compiled``, which has just run, changes itself."""
+        for built in self._steps.values():
+            for entry in built:
+                if entry.compiled is compiled:
+                    entry.reads.note_own()
 
     def replace(self, compiled: CompiledStep, replacement: CompiledStep) -> None:
         """Put ``replacement`` in the place of the latest step, ``compiled``."""

@@ -212,6 +212,7 @@ class Step(Whole, Reported):
         squares = others.pop() if self.options.grad_norms else None
         self._last.note_layers(taken.layers, squares)
         self._grad_norm = others.pop() if self.options.max_grad_norm is not None else None
+        self._steps.run_again(self._steps.replay, self._steps.shapes, compiled, others)
         if compiled.returned.extras is None:
             return loss
         extras = compiled.extras(others, as_list=self.options.accumulate != 1)

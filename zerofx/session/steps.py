@@ -21,6 +21,7 @@ from zerofx.capture.objective.loss import Objective
 from zerofx.capture.objective.module_state import Change
 from zerofx.capture.objective.token_weighted_loss import add_term_counts
 from zerofx.capture.python_state.watch import PythonState
+from zerofx.capture.replay import Replay
 from zerofx.capture.traceable import Forward, trace_device
 from zerofx.capture.values.constant_arguments import ConstantArguments
 from zerofx.codegen.cpu.extras import CHANNELS
@@ -108,6 +109,7 @@ class Steps:
         self._waits_for_kernels = False
         self._sizes = None if options.lengths is None else KnownSizes()
         self.effects: Sequence[Change] = ()  # what the latest forward leaves on its modules
+        self.replay: Replay | None = None  # of the latest forward, if it reads values for logs
         self.num_made = 0  # times that the model was given back, to be taken over anew
         self.before_undoing: Callable[[], None] = lambda: None
         self._awaited: Awaited | None = None
@@ -180,9 +182,10 @@ class Steps:
             self.lenders.agree(self.taken.state)
             advance = advance or self.taken.advance()
             reads = self.python.read(compiled.arguments.constants.values())
-            match = replace(match, effects=tuple(self.options.objective.effects.values()))
-            self.shapes.put(signature, self._variant(), described, compiled, form, reads, match.effects)
-        self.shapes.latest, self.effects = compiled, match.effects
+            replay = self.replay_of(batch, compiled, options.objective)
+            match = replace(match, effects=tuple(self.options.objective.effects.values()), replay=replay)
+            self.shapes.put(signature, self._variant(), described, compiled, form, reads, match.effects, replay)
+        self.shapes.latest, self.effects, self.replay = compiled, match.effects, match.replay
         if self.lengths is not None:
             self.lengths.note(batch, compiled.plan, has_run=purpose == RUNNING)
         self.lenders.settle(agreed)
@@ -217,6 +220,26 @@ class Steps:
                 return match
         match.reads.accept()
         return shapes.find(signature, variant)
+
+    def replay_of(self, batch: Batch, compiled: CompiledStep, objective: Objective) -> Replay | None:
+        """The rest of a forward, to be run after a step, where it reads values for logs."""
+        if not objective.logging.is_on:
+            return None
+        options, num = self.options, compiled.plan.num_micro_batches
+        strides = {} if self.taken is None else self.taken.earlier.state.strides()
+        casts = options.casts(self.model)
+        with self._control.report_errors(), self.allow_capture():
+            return Replay.make(Forward(self.model, batch.first_of(num), objective, casts, num, strides))
+
+    def run_again(self, replay: Replay | None, shapes: Shapes, compiled: CompiledStep, tensors: Sequence[Any]) -> None:
+        """Do what the forward of ``compiled`` does besides computing, for each micro-batch, with the values that it has
+        read among ``tensors``."""
+        if replay is None:
+            return
+        with self.capturable(), self.lenders.lift_guards():
+            for of_micro_batch in compiled.tensors_to_log(tensors):
+                replay.run(of_micro_batch)
+        shapes.note_own(compiled)
 
     def wait_for_kernels(self) -> None:
         """Have ``finish`` build the kernels of a step that was built, where those of other lengths share them."""

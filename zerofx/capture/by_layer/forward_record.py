@@ -27,13 +27,13 @@ from zerofx.capture.layers import current_layer
 from zerofx.capture.leaked_tensors import learn_caches
 from zerofx.capture.objective.loss import LossModule
 from zerofx.capture.python_state.executed import pause_recording
-from zerofx.capture.traceable import Forward, traceable, try_eager_then_compiled
+from zerofx.capture.replay import trace_logging
+from zerofx.capture.traceable import Forward, model_tensors, traceable
 from zerofx.capture.values.recurrent import RecurrentCalls, is_of_steps
 from zerofx.ir.canonical import Number, canonical_line
-from zerofx.ir.facts import Origin, Phase, Placeholder, Role, set_origin, set_placeholder, set_value
+from zerofx.ir.facts import Origin, Phase, Placeholder, set_origin, set_placeholder, set_value
 from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.ir.serialise import LARGEST_LITERAL, NAMESPACES
-from zerofx.ir.tensor_parts import is_table
 from zerofx.torch_private.capture import fake_device, forward_class, saves_by_hook
 from zerofx.torch_private.dispatch import TorchDispatchMode, without_modes
 from zerofx.torch_private.operators import has_autograd_function
@@ -100,7 +100,7 @@ def record_forward(forward: Forward) -> ForwardRecord:
             leaves_something = bool(lossy.left or lossy.changed)
             return ForwardRecord(lines, notes, recorder.foreign, lossy.returned, leaves_something)
 
-    record = try_eager_then_compiled(lambda compiled: forward.objective.free_tensors.retrace(lambda: run(compiled)))
+    record = trace_logging(forward, run)
     if any(tensor() is not None for tensor in given):  # a cache may have it
         learn_caches()
     return record
@@ -131,7 +131,7 @@ class _Recorder(TorchDispatchMode):
         self._kept: list[torch.Tensor] = []  # so that no identity is used twice
         self._made: list[tuple[Line, list[torch.Tensor]]] = []
         self.foreign: str | None = None
-        for tensor, what in _model_tensors(lossy, fakes):
+        for tensor, what in model_tensors(lossy, fakes):
             if id(tensor) not in self._values:
                 self._keep(self._add(Line("placeholder", "given", (), {}, what, _text(tensor))), [tensor])
 
@@ -261,26 +261,6 @@ def _origin(layer: str) -> Origin:
 def _is_torchs(name: str) -> bool:
     """True if a node of autograd's graph is torch's own."""
     return has_autograd_function(name.removeprefix("torch::autograd::"))
-
-
-def _model_tensors(lossy: LossModule, fakes: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, Placeholder]]:
-    for name, parameter in lossy.model.named_parameters():
-        yield parameter, Placeholder(Role.PARAMETER, name)
-    for number, name in enumerate(lossy.parts.names):
-        table, key = lossy.parts.place(number)
-        yield table[key], Placeholder(Role.BUFFER if is_table(table[key]) else Role.PARAMETER, name)
-    for name, buffer in lossy.model.named_buffers():
-        yield buffer, Placeholder(Role.BUFFER, name)
-    for lender in lossy.lenders():
-        role = Role.PARAMETER if lender.in_buckets else Role.OUTSIDE
-        for name, parameter in lender.model.named_parameters():
-            yield parameter, Placeholder(role, lender.full_name(name))
-        for name, buffer in lender.model.named_buffers():
-            yield buffer, Placeholder(Role.BUFFER, lender.full_name(name))
-    for key, tensor in (*lossy.free_tensors.named_parameters(), *lossy.free_tensors.named_buffers()):
-        yield tensor, Placeholder(Role.OUTSIDE, lossy.free_tensor_names[int(key)])
-    for index, fake in enumerate(fakes):
-        yield fake, Placeholder(Role.INPUT, str(index))
 
 
 def _literal_text(tensor: torch.Tensor) -> str:

@@ -27,6 +27,7 @@ class Evaluation(Objective):
     def __init__(self, objective: Objective) -> None:
         super().__init__(objective.loss_fn, objective.forward)
         self.free_tensors, self.executed, self.reads = objective.free_tensors, objective.executed, objective.reads
+        self.logging = objective.logging
 
     def copy_for(self, memo: dict[int, Any]) -> Objective:
         return Evaluation(super().copy_for(memo))

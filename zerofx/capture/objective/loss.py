@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from zerofx.capture.objective.token_weighted_loss import pop_term_counts, weigh_
 from zerofx.capture.python_state.executed import ExecutedCode
 from zerofx.capture.python_state.numbers import NumberInputs
 from zerofx.capture.python_state.reads import Reads
+from zerofx.capture.python_state.undo import silent, undo_changes
 from zerofx.capture.values.known import KnownValues
+from zerofx.capture.values.logged import LoggedReads, Logging, Source, example_of
 from zerofx.capture.values.watched_calls import Checks
 from zerofx.choices import OutputsOption
 from zerofx.errors import CaptureError
@@ -32,6 +35,7 @@ from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.ir.text import type_text
 from zerofx.torch_private.modules import buffer_table, mark_parameters, parameter_table
 from zerofx.torch_private.operators import flatten_with_paths, pytree
+from zerofx.torch_private.tensors import is_traced
 
 LossFunction = Callable[..., Any]  # of outputs and what the model did not take
 ForwardFunction = Callable[..., Any]  # of the model and a batch
@@ -84,6 +88,7 @@ class Objective:
         self.reads: Callable[[], Reads] | None = None
         self.effects: dict[str, Change] = {}
         self.unread: set[str] = set()
+        self.logging = Logging()
         self.num_watched = 0
 
     def __eq__(self, other: object) -> bool:
@@ -223,6 +228,10 @@ class LossModule(nn.Module):
         self.left: dict[str, None] = {}
         self.changed: dict[str, Change | None] = {}
         self.returned = NOTHING_ELSE
+        self.source: Source = example_of
+        self.reads: LoggedReads | None = None
+        self.watches = True  # for what would write what is read
+        self.keeps_traced: list[bool] = []
         self.trains = objective.trains
         self._stand_in()
 
@@ -248,6 +257,8 @@ class LossModule(nn.Module):
         before = self.objective.reads() if self.objective.reads and self.objective.executed.globals else None
         with ExitStack() as stack:
             stack.callback(forget_traced)
+            if self.objective.logging.is_on:
+                self.keeps_traced = stack.enter_context(leave_no_trace(self.model, self.objective))
             # What is reached may have the step's own models in it, and what is offered may not have been used so far.
             for name, reached in self._reached.items():
                 stack.enter_context(restore_modules(reached, self.left, self.changed, name))
@@ -257,9 +268,9 @@ class LossModule(nn.Module):
             yield
         if before is not None:
             self.objective.num_watched += 1
-            self.changed |= {
-                path: None for path in before.put_back() if path.removeprefix("model.") not in self.changed
-            }
+            put_back = [path for path in before.put_back() if path.removeprefix("model.") not in self.changed]
+            self.changed |= dict.fromkeys(put_back)
+            self.objective.logging.changes |= any(not path.startswith("model.") for path in put_back)
 
     def call_without_restoring(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """The loss and the outputs after it, from a call whose changes of modules stay."""
@@ -270,7 +281,13 @@ class LossModule(nn.Module):
             if name in self._batch.hashes:
                 self._known.learn(fake, real)
         elsewhere = self._buffers_outside()
-        with self.parts.shown(), Checks() as checks, self._known.answer_reads(checks.answer), ExitStack() as inner:
+        self.reads = logged = LoggedReads(self.source, watches=self.watches) if self.objective.logging.is_on else None
+        with (
+            self.parts.shown(),
+            Checks(logged, self._is_known) as checks,
+            self._known.answer_reads(checks.answer),
+            ExitStack() as inner,
+        ):
             for model in (self.model, *self.lent):
                 inner.enter_context(mark_parameters(model))
             has_numbers = self.objective.free_tensors.tape.is_open
@@ -297,6 +314,9 @@ class LossModule(nn.Module):
                 )
         if stand_ins.has_learned:
             raise RetraceError
+        if logged is not None:
+            self.returned = replace(self.returned, num_logged=len(logged.tensors))
+            extras = (*extras, *logged.tensors)
         for name, buffer in elsewhere.items():
             if elsewhere_now.get(name) is not buffer:
                 raise change_error(f"puts another tensor in the place of {name}")
@@ -309,6 +329,10 @@ class LossModule(nn.Module):
         # A copy each: what is put in a buffer's place may be another buffer, or a view.
         others = *(tensor.clone() for tensor in rebound.values()), *(holds for holds, _ in noted), *extras
         return (loss, *others) if others else loss
+
+    def _is_known(self, value: Any) -> bool:
+        """True unless ``value`` is a traced tensor whose values differ from step to step."""
+        return not (isinstance(value, torch.Tensor) and is_traced(value) and self._known.value(value) is None)
 
     def lenders(self) -> tuple[SharedModel, ...]:
         """The models of other steps that the objective uses, in the order of ``lent``."""
@@ -330,6 +354,25 @@ class LossModule(nn.Module):
             if module not in ours
             for name, buffer in buffer_table(module).items()
         }
+
+
+def roots_of(model: nn.Module, objective: Objective) -> tuple[Any, ...]:
+    """The objects by which a forward reaches all others."""
+    return model, objective.forward, objective.loss_fn
+
+
+@contextlib.contextmanager
+def leave_no_trace(model: nn.Module, objective: Objective) -> Iterator[list[bool]]:
+    """While open, a forward that logs what it reads prints nothing; what it does to Python's objects is undone at the
+    end, and the list has whether it kept traced tensors in one."""
+    with (
+        silent(),
+        undo_changes(roots_of(model, objective), objective.executed, objective.logging.writers) as keeps_traced,
+    ):
+        try:
+            yield keeps_traced
+        finally:
+            sys.setprofile(None)  # which the first read has set
 
 
 def _other_tensors(outputs: Any, loss: torch.Tensor) -> tuple[str, ...]:

@@ -180,11 +180,18 @@ class Reads:
         numbers: told of each walk, to find the numbers that steps have as inputs.
         tape: how the step uses such numbers.
         unread: paths of values that the forward changes, and that change nothing.
+        own: the same of values that its logs change, which ``note_own`` finds, shared by all steps of a model.
     """
 
     def __init__(
-        self, walk: Callable[[], State], numbers: Numbers, tape: Tape, unread: frozenset[str] = frozenset()
+        self,
+        walk: Callable[[], State],
+        numbers: Numbers,
+        tape: Tape,
+        unread: frozenset[str] = frozenset(),
+        own: set[str] | None = None,
     ) -> None:
+        self._own = set() if own is None else own
         self._walk, self._numbers, self._tape = walk, numbers, tape
         self._varying, self._unread = frozenset(numbers.paths), unread
         self._adopt(walk())
@@ -200,7 +207,7 @@ class Reads:
 
     def _compare(self) -> None:
         """Compare the values and sizes of all containers but dictionaries that were not written to."""
-        state, excluded = self._state, self._varying | self._unread
+        state, excluded = self._state, self._varying | self._unread | self._own
         is_compared = [not isinstance(c, dict) or id(c) in self._written for c in (*state.containers, *state.sized)]
         indices = [i for i, path in enumerate(state.paths) if is_compared[i] and path not in excluded]
         self._columns = list(_columns(state, indices))
@@ -229,6 +236,29 @@ class Reads:
         finally:
             for place in now:
                 put(*place)
+
+    def note_own(self) -> None:
+        """Learn that what has changed since the step began is changed by its own forward, and decides nothing of it."""
+        if self._plain_differences() == []:
+            return
+        now, before = self._walk(), self._state.facts
+        self._own.update(
+            path
+            for path in dict.fromkeys((*before, *now.facts))
+            if not _equal(before.get(path, MISSING), now.facts.get(path, MISSING))
+        )
+        self._adopt(now)
+
+    def _is_own(self, path: str, *facts: Mapping[str, Any]) -> bool:
+        """True if the forward changes the value itself, or adds and removes such items of its container."""
+        if path in self._own:
+            return True
+        container = path
+        while not all(path in of_state for of_state in facts) and "[" in container:
+            container = container.rpartition("[")[0]
+            if f"{container} (items)" in self._own:
+                return True
+        return False
 
     def accept(self) -> None:
         """Take the current state for the one that the step was captured in."""
@@ -310,6 +340,7 @@ class Reads:
             for path in dict.fromkeys((*before, *now.facts))
             if path not in self._varying | self._unread
             and not _equal(before.get(path, MISSING), now.facts.get(path, MISSING))
+            and not self._is_own(path, before, now.facts)
         ]
         if not changed:
             self._adopt(now)

@@ -26,6 +26,7 @@ class PythonState:
         self._objective, self._ignored, self._numbers = objective, ignored, Numbers()
         named = {"model": model, "forward": objective.forward, "loss_fn": objective.loss_fn}
         self._latest: tuple[int, Reads] | None = None
+        self._own: set[str] = set()
         objective.reads = self._reads_of_run
         self._roots = {name: root for name, root in named.items() if root is not None}
 
@@ -80,7 +81,8 @@ class PythonState:
         """All reads of the traces so far, with their current values; ``constants`` are those of the captured step."""
         memory = frozenset(tensor.untyped_storage().data_ptr() for tensor in constants)
         unread = frozenset(f"model.{name}" for name in self._objective.unread)
-        return Reads(lambda: self._state(memory), self._numbers, self._objective.free_tensors.tape, unread)
+        tape = self._objective.free_tensors.tape
+        return Reads(lambda: self._state(memory), self._numbers, tape, unread, self._own)
 
     def _reads_of_run(self) -> Reads:
         """The state at the start of a run; walked through again if it, or the known code, has changed."""

@@ -38,7 +38,7 @@ class KnownValues(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._values: Any = WeakIdKeyDictionary()
         self._checked: Any = WeakIdKeyDictionary()
-        self._answer: Callable[[torch.Tensor, bool], bool | None] | None = None
+        self._answer: Callable[[torch.Tensor, bool], Any] | None = None
         self._overwritten: list[torch.Tensor] = []  # values whose memory has been given something unknown
         self._most_elements = MOST_ELEMENTS
 
@@ -71,7 +71,7 @@ class KnownValues(TorchDispatchMode):
         return out
 
     @contextlib.contextmanager
-    def answer_reads(self, answer: Callable[[torch.Tensor, bool], bool | None]) -> Iterator[None]:
+    def answer_reads(self, answer: Callable[[torch.Tensor, bool], Any]) -> Iterator[None]:
         """While open, ``answer`` decides reads of one-element tensors without a known value; None: refuse.
 
         It is given the tensor, and whether the read only asserts that it holds.

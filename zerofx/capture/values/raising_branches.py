@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dis
+import functools
 from bisect import bisect_right
-from types import FrameType
+from types import CodeType, FrameType
 
 _LEAVES = ("RETURN_", "YIELD_", "SEND")
 
@@ -19,7 +20,7 @@ def answer_without_raising(frame: FrameType) -> bool | None:
     A branch counts as raising if every path through it ends in ``raise``. The instruction that ``frame`` is executing
     is the branch itself, or a call (``bool``, ``any``, ``item``) whose result it branches on.
     """
-    code = [instruction for instruction in dis.get_instructions(frame.f_code) if instruction.opname != "CACHE"]
+    code = _instructions(frame.f_code)
     places = {instruction.offset: index for index, instruction in enumerate(code)}
     # Within a call of Python the frame is somewhere in what stands after the instruction.
     index, opposite = bisect_right([instruction.offset for instruction in code], frame.f_lasti) - 1, False
@@ -37,6 +38,12 @@ def answer_without_raising(frame: FrameType) -> bool | None:
         return None
     to_jump = "IF_TRUE" in jump.opname
     return (to_jump if falls else not to_jump) ^ opposite
+
+
+@functools.lru_cache(maxsize=256)
+def _instructions(code: CodeType) -> list[dis.Instruction]:
+    """The instructions of code, which takes as long as a small trace to find for a long function."""
+    return [instruction for instruction in dis.get_instructions(code) if instruction.opname != "CACHE"]
 
 
 def _is_branch(instruction: dis.Instruction) -> bool:

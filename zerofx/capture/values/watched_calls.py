@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.blame import user_line, user_lines
+from zerofx.capture.values.logged import LoggedReads, MaskedSums
 from zerofx.capture.values.raising_branches import answer_without_raising
 from zerofx.capture.values.recurrent import RecurrentCalls
 from zerofx.capture.values.value_dependent import find_traceable_call
@@ -32,25 +33,37 @@ class Checks(TorchFunctionMode):
     For ``if torch.any(variance < 0): raise ...`` the answer that does not raise is assumed, and checked in each step.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, logged: LoggedReads | None = None, is_known: Callable[[torch.Tensor], bool] | None = None
+    ) -> None:
         super().__init__()
         self._noted: list[tuple[torch.Tensor, bool, str]] = []
+        self._logged, self._is_known, self._masked = logged, is_known, MaskedSums()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._logged is not None and args and self._is_known is not None:
+            if not self._is_known(args[-1]) and (call := self._masked.find_call(func, args, kwargs)) is not None:
+                return call()
+            read = NotImplemented if self._is_known(args[0]) else self._logged.call(func, args, kwargs)
+            if read is not NotImplemented:
+                return read
         if getattr(func, "__name__", "") not in ("_assert", "_assert_async") or not isinstance(args[0], torch.Tensor):
             return func(*args, **(kwargs or {}))
         # Reduced here, so that nothing of the condition's size is held until the forward ends.
         return self._note(args[0].all(), True, *args[1:], *(kwargs or {}).values())
 
-    def answer(self, asked: torch.Tensor, is_check: bool) -> bool | None:
-        """The truth value of ``asked``, of one element, with which its reader does not raise, if there is one."""
+    def answer(self, asked: torch.Tensor, is_check: bool) -> Any:
+        """The truth value of ``asked``, of one element, with which its reader does not raise, if there is one; else its
+        value for a log, where a forward may read some."""
         own = inspect.currentframe()
         frame = reader(own and own.f_back)
         truth = True if is_check else None if frame is None else answer_without_raising(frame)
         if truth is not None:
             self._note(asked, truth)
+        elif self._logged is not None:
+            return self._logged.read(asked, copies=False).item()
         return truth
 
     def conditions(self) -> list[tuple[torch.Tensor, str]]:

@@ -1,0 +1,455 @@
+"""Run the code around a forward's modules again after a step, with the values that the step computed.
+
+A forward that reads tensors for its logs (``values/logged.py``) is called again on fakes, without what its modules
+compute, once the step has run::
+
+    outputs = model(**inputs)                          # what it gave in the trace
+    loss = outputs.loss                                # a fake
+    self.metrics["loss"].append(loss.item())           # the step's own loss, appended by the script's own line
+
+Each tensor has a number that says how it was computed, by which its values are found among the step's outputs. The
+loss and all else that the step returns have to have the numbers that they had in the trace: then what was read decided
+nothing of them. At capture that is tried with several values for all that is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from zerofx.capture.blame import depends_on_values, user_line
+from zerofx.capture.objective.loss import LossModule, leave_no_trace, roots_of
+from zerofx.capture.python_state.undo import Before, WritesError
+from zerofx.capture.traceable import Forward, model_tensors, traceable, try_eager_then_compiled
+from zerofx.capture.values.logged import Source, example_of
+from zerofx.errors import CaptureError, UsageError, ZeroFXError
+from zerofx.torch_private.capture import fake_mode
+from zerofx.torch_private.dispatch import TorchDispatchMode, without_modes
+from zerofx.torch_private.operators import pytree
+from zerofx.torch_private.tensors import version_of
+from zerofx.units import first_few
+
+T = TypeVar("T")
+Number = int
+
+_ANY_NUMBER = hash("number")  # of those that a step has as inputs, and of those that Python computes with
+_PLAIN = (bool, int, float, str, type(None))
+_NUM_DRAWS = 4
+_FLOATS = (0.0, -1e4, 1e4, float("nan"), 0.5)
+_WHOLE = (0, 1, 7)
+
+
+def trace_logging(forward: Forward, trace: Callable[[bool], T]) -> T:
+    """The result of ``try_eager_then_compiled``; also of a forward that reads values which only Python gets."""
+    objective = forward.objective
+
+    def retrace(compiled: bool) -> T:
+        return objective.free_tensors.retrace(lambda: trace(compiled))
+
+    if not objective.logging.is_on:
+        before = Before(roots_of(forward.model, objective), objective.executed)
+        try:
+            traced = try_eager_then_compiled(retrace)
+            if not objective.logging.changes:
+                return traced
+            before.restore()
+            refusal: Exception | None = None
+        except Exception as error:
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            if not depends_on_values(cause) and ".numpy() is not supported" not in str(cause):
+                raise
+            refusal = error
+            before.restore()
+        objective.logging.is_on, objective.logging.compiled = True, refusal is not None
+        try:
+            Replay.make(forward)
+        except BaseException as error:
+            objective.logging.is_on = False
+            if isinstance(error, Exception) and refusal is None:
+                return traced
+            if refusal is None or isinstance(error, ZeroFXError) or not isinstance(error, Exception):
+                raise
+            raise refusal from error
+    return _mute_writers(forward, lambda: retrace(objective.logging.compiled))
+
+
+def _mute_writers(forward: Forward, trace: Callable[[], T]) -> T:
+    """The result of ``trace``, in which what would write to a file or the like writes nothing."""
+    while True:
+        try:
+            return trace()
+        except Exception as error:
+            chain = [error, error.__cause__, error.__context__]
+            writer = next((each for each in chain if isinstance(each, WritesError)), None)
+            if writer is None:
+                raise
+            forward.objective.logging.writers.append(writer)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One call: numbers of results, of buffers after it, and of what was read, with lines; whether it kept traced
+    tensors somewhere."""
+
+    results: tuple[Number, ...]
+    buffers: tuple[Number, ...]
+    reads: tuple[Number, ...]
+    lines: tuple[str, ...]
+    keeps_traced: bool = False
+
+    def decides_as(self, other: _Run) -> bool:
+        """True if both compute the same tensors."""
+        return (self.results, self.buffers) == (other.results, other.buffers)
+
+
+class Replay:
+    """The code around the modules of one captured forward. ``make`` checks that what it reads decides no tensor.
+
+    ``run`` calls it with the values of a step.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward, self._mode = forward, fake_mode()
+        self._calls: dict[nn.Module, list[_Call]] = {}
+        self._known = _Run((), (), (), ())
+        # Which a step computes with where the code has numbers.
+        self._has_inputs = bool(forward.objective.free_tensors.tape.inputs)
+
+    @staticmethod
+    def make(forward: Forward) -> Replay:
+        """The replay of a forward.
+
+        Raises:
+            CaptureError: what it reads decides what the step computes, or what it keeps in Python does.
+        """
+        replay = Replay(forward)
+        _mute_writers(forward, lambda: forward.objective.free_tensors.retrace(replay._note))
+        _mute_writers(forward, replay._try_values)
+        return replay
+
+    def run(self, values: Sequence[torch.Tensor]) -> None:
+        """Do all that the forward does besides computing tensors, with the values of what it reads, in their order.
+
+        Raises:
+            UsageError: what was read would have decided another step.
+        """
+        if len(values) != len(self._known.reads):
+            raise UsageError(
+                f"expected {len(self._known.reads)} tensors to be read for logs, as when the step was captured, found "
+                f"{len(values)}: a forward is to do the same in each call"
+            )
+        given: dict[Number, list[torch.Tensor]] = {}
+        for number, tensor in zip(self._known.reads, values, strict=True):
+            given.setdefault(number, []).append(tensor)
+        numbers = _Numbers(self._has_inputs)
+
+        def value(tensor: torch.Tensor) -> torch.Tensor:
+            left = given.get(numbers.number(tensor))
+            if left is None:
+                raise UsageError(
+                    f"expected a forward that reads for its logs what it read when the step was captured, found that "
+                    f"the values of this step lead to a branch that reads something else, at\n  "
+                    f"{user_line(traceback.extract_stack())}\nThis step has been done: compute such a value before the "
+                    f"branch, and let the branch choose between numbers"
+                )
+            real = left.pop(0) if len(left) > 1 else left[0]
+            with without_modes():
+                return real.detach().cpu()
+
+        run = self._call(value, numbers, skips=True, undoes=False, is_real=True)
+        if not run.decides_as(self._known):
+            raise UsageError(
+                f"expected values that are read for logs to decide nothing of a step, found that those of this step "
+                f"would have decided its tensors, read at\n  {first_few(dict.fromkeys(run.lines))}\n"
+                f"This step has been done as it was captured: go back to a checkpoint, and replace the branch by "
+                f"torch.where"
+            )
+
+    def _note(self) -> None:
+        """Run the whole forward, and learn what its modules give."""
+        self._calls = {}
+        recorder = _Recorder()
+        self._known = self._call(example_of, _Numbers(self._has_inputs), recorder=recorder)
+        self._calls = recorder.calls()
+        try:
+            again = self._call(example_of, _Numbers(self._has_inputs), skips=True)
+        except WritesError:
+            raise
+        except Exception:  # noqa: BLE001 - then all of it runs each time, which says what is wrong
+            again = None
+        if again is None or (again.results, again.reads) != (self._known.results, self._known.reads):
+            self._calls, again = {}, self._known
+        self._known = again  # in which modules that are not called change no buffers
+        if again.keeps_traced:
+            raise CaptureError(
+                "expected a forward that logs numbers, found that it keeps a tensor in a list, a dict or an attribute, "
+                "where no step would put one: keep tensor.item() or tensor.tolist(), or return the tensor from forward="
+            )
+
+    def _try_values(self) -> None:
+        draws = random.Random(0)
+        sources: list[Source] = [_constant(value, value) for value in (0, *_FLOATS)]
+        sources += [_draw(draws) for _ in range(_NUM_DRAWS)]
+        lines: dict[str, None] = {}
+        for source in sources:
+            if (run := self._attempt(source)) is not None and not run.decides_as(self._known):
+                lines |= self._find_line(source)
+                raise CaptureError(
+                    f"expected a forward whose path does not depend on values, found one that reads a tensor's value "
+                    f"at\n  {first_few(lines)}\nand computes tensors by it. A step is one graph, planned before it "
+                    f"runs: what is only logged may be read, for the rest replace .item(), float(tensor), or an if on "
+                    f"a tensor by torch.where or a Python value, name an argument of the batch that has the same "
+                    f"values in every step (constant=('mask',)), or take that part out of the training step."
+                )
+        self._try_second_call(draws)
+
+    def _find_line(self, source: Source) -> dict[str, None]:
+        """The lines of the reads that decide something, changed one by one."""
+        deciding: dict[str, None] = {}
+        for index, line in enumerate(self._known.lines):
+            counter = itertools.count()
+
+            def change_at(tensor: torch.Tensor, index: int = index, counter: Iterator[int] = counter) -> torch.Tensor:
+                return source(tensor) if next(counter) == index else example_of(tensor)
+
+            run = self._attempt(change_at)
+            if run is not None and not run.decides_as(self._known):
+                deciding[line] = None
+        return deciding or dict.fromkeys(self._known.lines)
+
+    def _try_second_call(self, draws: random.Random) -> None:
+        """Check that what a call leaves in Python's objects decides nothing of the next one."""
+        with leave_no_trace(self._forward.model, self._forward.objective):
+            for _ in range(2):
+                run = self._attempt(_draw(draws), undoes=False)
+                if run is not None and not run.decides_as(self._known):
+                    raise CaptureError(
+                        f"expected a forward that does in each call what it does in its first, found that values that "
+                        f"it reads and keeps decide the next call's tensors, read at\n  "
+                        f"{first_few(dict.fromkeys(run.lines))}\nKeep what tensors are computed with in a buffer."
+                    )
+
+    def _attempt(self, source: Source, *, undoes: bool = True) -> _Run | None:
+        """A run with other values; None if the script's own code cannot take them."""
+        try:
+            return self._call(source, _Numbers(self._has_inputs), skips=True, undoes=undoes)
+        except (ZeroFXError, WritesError):
+            raise
+        except Exception:  # noqa: BLE001 - a logarithm of a negative number, say
+            return None
+
+    def _call(
+        self,
+        source: Source,
+        numbers: _Numbers,
+        *,
+        skips: bool = False,
+        undoes: bool = True,
+        is_real: bool = False,
+        recorder: _Recorder | None = None,
+    ) -> _Run:
+        with ExitStack() as stack:
+            lossy, fakes, _, mode = stack.enter_context(self._traceable())
+            lossy.source, lossy.watches = source, not is_real
+            for tensor, what in model_tensors(lossy, fakes):
+                is_input = self._has_inputs and what.name.startswith("number ")
+                numbers.put(tensor, _ANY_NUMBER if is_input else hash(str(what)))
+            stack.enter_context(mode)
+            stack.enter_context(numbers)
+            if recorder is not None:
+                stack.enter_context(recorder.watch(numbers, lossy))
+            if skips:
+                stack.enter_context(self._skip_modules(numbers))
+            held = list(lossy.all_buffers().values())
+            outcome = lossy(*fakes) if undoes else lossy.call_without_restoring(fakes)
+            results = outcome if isinstance(outcome, tuple) else (outcome,)
+            assert lossy.reads is not None, "the forward reads values"
+            num, lines = len(results) - len(lossy.reads.tensors), tuple(lossy.reads.lines)
+            if recorder is not None:
+                recorder.exclude(lossy.changed, lossy.model)
+            given = tuple(map(numbers.number, results))
+            keeps_traced = undoes and (any(lossy.keeps_traced) or bool(lossy.left))
+            buffers = tuple(numbers.number(buffer) for buffer in held)
+            return _Run(given[:num], buffers, given[num:], lines, keeps_traced)
+
+    def _traceable(self) -> Any:
+        logging = self._forward.objective.logging
+        return traceable(self._forward, compiled=logging.compiled, mode=self._mode)
+
+    @contextmanager
+    def _skip_modules(self, numbers: _Numbers) -> Iterator[None]:
+        """While open, modules give what they gave in the trace, and compute nothing."""
+        before = {module: vars(module).get("forward") for module in self._calls}
+        for module, calls in self._calls.items():
+            vars(module)["forward"] = _Given(iter(calls), numbers)
+        try:
+            yield
+        finally:
+            for module, forward in before.items():
+                if forward is None:
+                    vars(module).pop("forward", None)
+                else:
+                    vars(module)["forward"] = forward
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a module: the number of its ``inputs``, and its ``outputs`` with the ``numbers`` of their tensors."""
+
+    inputs: Number
+    outputs: Any
+    numbers: tuple[Number, ...]
+
+
+class _Given:
+    """The forward of a module that computes nothing: what it gave, call by call."""
+
+    def __init__(self, calls: Iterator[_Call], numbers: _Numbers) -> None:
+        self._calls, self._numbers = calls, numbers
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = next(self._calls, None)
+        if call is None:
+            raise UsageError(
+                "expected a forward that calls its modules as when the step was captured, found one more call"
+            )
+        inputs = self._numbers.number_of_inputs(args, kwargs)
+        for tensor, number in zip(_tensors(call.outputs), call.numbers, strict=True):
+            self._numbers.put(tensor, number if inputs == call.inputs else hash((number, inputs)))
+        return pytree.tree_map(lambda leaf: leaf, call.outputs)  # whoever changes a container has a copy
+
+
+def _tensors(outputs: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+
+class _Recorder:
+    """Records what modules give, the outermost ones in whose calls nothing is read."""
+
+    def __init__(self) -> None:
+        self._open: list[list[Any]] = []  # of each module in progress: module, reads before, calls inside
+        self._found: list[tuple[nn.Module, _Call]] = []
+        self._excluded: set[nn.Module] = set()
+
+    @contextmanager
+    def watch(self, numbers: _Numbers, lossy: LossModule) -> Iterator[None]:
+        """While open, calls of modules are recorded."""
+
+        def num_reads() -> int:
+            return 0 if lossy.reads is None else len(lossy.reads.tensors)
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self._open.append([module, num_reads(), []])
+
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            entered, before, inside = self._open.pop()
+            assert entered is module, "calls are nested"
+            given = tuple(map(numbers.settle, _tensors(output)))
+            own = [(module, _Call(numbers.number_of_inputs(args, kwargs), output, given))]
+            outer = self._open[-1][2] if self._open else self._found
+            outer += own if num_reads() == before and module is not lossy else inside
+
+        handles = [
+            nn.modules.module.register_module_forward_pre_hook(enter),
+            nn.modules.module.register_module_forward_hook(leave, with_kwargs=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def exclude(self, changed: Mapping[str, Any], model: nn.Module) -> None:
+        """Leave out the modules that change values of their own, for they are to do so in each step."""
+        for name, module in model.named_modules():
+            prefix = f"{name}." if name else ""
+            if any(path.removeprefix("model.").startswith(prefix) for path in changed):
+                self._excluded.add(module)
+
+    def calls(self) -> dict[nn.Module, list[_Call]]:
+        """The calls by module, in order."""
+        by_module: dict[nn.Module, list[_Call]] = {}
+        for module, call in self._found:
+            by_module.setdefault(module, []).append(call)
+        return {} if self._excluded & by_module.keys() else by_module
+
+
+class _Numbers(TorchDispatchMode):
+    """The numbers of tensors: equal for tensors that are computed alike from equal ones."""
+
+    def __init__(self, has_inputs: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._has_inputs = has_inputs
+        self._known: dict[int, tuple[Number, int, torch.Tensor]] = {}  # with the version that it is of, and what it is
+        self._others, self._num_random = itertools.count(), 0
+
+    def put(self, tensor: torch.Tensor, number: Number) -> None:
+        self._known[id(tensor)] = number, version_of(tensor), tensor
+
+    def number(self, tensor: torch.Tensor) -> Number:
+        """The number of a tensor as it is now."""
+        if id(tensor) not in self._known:
+            self.put(tensor, hash((next(self._others), tuple(tensor.shape))))
+        number, version, _ = self._known[id(tensor)]
+        later = version_of(tensor) - version
+        return hash((number, later)) if later else number
+
+    def number_of_inputs(self, args: Any, kwargs: Any) -> Number:
+        """The number of all that a module is called with, as far as it has one."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        return hash(tuple(self._leaf(leaf) for leaf in leaves if isinstance(leaf, (torch.Tensor, *_PLAIN))))
+
+    def settle(self, tensor: torch.Tensor) -> Number:
+        """The number of a tensor as it is now, which it keeps."""
+        number = self.number(tensor)
+        self.put(tensor, number)
+        return number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = [self._leaf(leaf) for leaf in pytree.tree_leaves((args, kwargs))]
+        out = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._num_random += 1
+            leaves.append(self._num_random)
+        number = hash((str(func), *leaves))
+        for index, leaf in enumerate(pytree.tree_leaves(out)):
+            if isinstance(leaf, torch.Tensor):
+                self.put(leaf, hash((number, index)))
+        return out
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self.number(leaf)
+        if self._has_inputs and type(leaf) in (int, float):
+            return _ANY_NUMBER
+        is_plain = isinstance(leaf, (*_PLAIN, complex, torch.dtype, torch.device, torch.layout, torch.memory_format))
+        return repr(leaf) if is_plain else type(leaf).__name__  # a process group has no text of its own
+
+
+def _constant(number: float, whole: float) -> Source:
+    def source(tensor: torch.Tensor) -> torch.Tensor:
+        with without_modes():
+            value = number if tensor.dtype.is_floating_point or tensor.dtype.is_complex else _to_whole(whole)
+            return torch.full(tensor.shape, value, device="cpu").to(tensor.dtype)
+
+    return source
+
+
+def _to_whole(number: float) -> int:
+    return 0 if number != number or number < 1 else 7
+
+
+def _draw(draws: random.Random) -> Source:
+    def source(tensor: torch.Tensor) -> torch.Tensor:
+        return _constant(draws.choice(_FLOATS), draws.choice((0, 1e4)))(tensor)
+
+    return source

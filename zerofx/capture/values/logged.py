@@ -1,0 +1,159 @@
+"""Values that a forward reads from traced tensors, and that only Python's own objects get: what scripts log.
+
+A tensor that is read is one more output of the step. While the forward is traced its reads give examples; after each
+step the code around the model's modules runs again, on fakes, and its reads give the step's values (``replay.py``). So
+whatever Python computes, compares, prints or keeps is what eager mode would, by the same lines. Where an example
+decides what is computed with tensors, the forward is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zerofx.capture.blame import user_line
+from zerofx.capture.python_state.undo import WritesError, raise_before_writing
+from zerofx.capture.values.raising_branches import answer_without_raising
+from zerofx.errors import CaptureError
+from zerofx.torch_private.dispatch import reader, without_modes
+from zerofx.torch_private.tensors import is_traced
+
+Source = Callable[[torch.Tensor], torch.Tensor]
+"""The values of a traced tensor that is read, on the CPU."""
+
+MOST_ELEMENTS = 1 << 20
+"""The elements that a tensor which is read as a whole (``tolist``, ``numpy``) has at most."""
+_READERS = frozenset(
+    {"tolist", "numpy", "__array__", "__format__", "item", "__float__", "__int__", "__bool__", "__index__"}
+)
+
+
+@dataclass
+class Logging:
+    """The way in which the forwards of one objective read values for logs. ``is_on``: whether any does.
+
+    ``writers`` write them to files and the like. ``changes``: a forward changes Python's objects besides its modules,
+    which is as good as a log. ``compiled``: the answer to a forward that asks whether it is compiled.
+    """
+
+    is_on: bool = False
+    changes: bool = False
+    compiled: bool = True
+    writers: list[WritesError] = field(default_factory=list)
+
+
+def example_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Ones: true, and neither a divisor nor a logarithm that fails."""
+    with without_modes():
+        return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def raises_else() -> bool:
+    """True if code of torch's caller is about to branch, and one branch raises an error: a check, and no log."""
+    frame = reader(inspect.currentframe())
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("zerofx.capture."):
+        frame = reader(frame.f_back)
+    return frame is not None and answer_without_raising(frame) is not None
+
+
+class LoggedReads:
+    """The reads of one call of a forward: ``tensors`` in order, with their source lines. Values are of ``source``."""
+
+    def __init__(self, source: Source = example_of, *, watches: bool = False) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.lines: list[str] = []
+        self._source, self._watches = source, watches
+        self._readers: set[int] = set()
+
+    def read(self, tensor: torch.Tensor, *, copies: bool = True) -> torch.Tensor:
+        """The values of ``tensor``, on the CPU; ``copies``: it may be changed in place later."""
+        sys.setprofile(None)  # what is done here is nobody's log
+        line = user_line(traceback.extract_stack()) or "(line not found)"
+        if tensor.numel() > MOST_ELEMENTS:
+            raise CaptureError(
+                f"expected a forward that reads at most {MOST_ELEMENTS} elements of a tensor for a log, found "
+                f"{tensor.numel()} at\n  {line}\nReduce the tensor first, or return it from forward="
+            )
+        copy = tensor.detach().clone() if copies else tensor.detach()
+        value = self._source(copy)
+        self.tensors.append(copy)
+        self.lines.append(line)
+        if self._watches:
+            self._watch()
+        return value
+
+    def _watch(self) -> None:
+        """From here on raise where something is about to be written, which may be what is read."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_code.co_argcount:
+                self._readers.add(id(frame.f_locals.get(frame.f_code.co_varnames[0])))
+            frame = frame.f_back
+        sys.setprofile(partial(raise_before_writing, readers=self._readers))
+
+    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+        """The result of ``item``, ``tolist`` and the like; ``NotImplemented`` for what reads no values for a log."""
+        name = getattr(func, "__name__", "")
+        if name not in _READERS or raises_else():
+            return NotImplemented
+        value = self.read(args[0])
+        with without_modes():
+            return func(value, *args[1:], **(kwargs or {}))
+
+
+class MaskedSums:
+    """Sums and means over the elements that a mask names, without taking them out: ``x[mask].mean()``.
+
+    How many elements there are depends on values, so that no graph can hold them. The sum of the others as zeros is
+    the same by rounding, as is its gradient.
+    """
+
+    def __init__(self) -> None:
+        self._masks: Any = WeakIdKeyDictionary()
+
+    def find_call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Callable[[], Any] | None:
+        """The call of a function of torch in a form that can be traced; None if it needs none.
+
+        Raises:
+            CaptureError: the elements are used otherwise.
+        """
+        name = getattr(func, "__name__", "")
+        if name == "__getitem__" and _is_mask(*args):
+            return lambda: self._mark(torch.where(args[1], args[0], 0), args[1])
+        if name in ("__get__", "size", "dim", "numel", "stride") and not kwargs and self._masks.get(args[0]) is None:
+            return None
+        marked = [arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, torch.Tensor)]
+        marked = [arg for arg in marked if self._masks.get(arg) is not None]
+        if not marked:
+            return None
+        mask = self._masks[marked[0]]
+        if name in ("detach", "float", "double", "to") and marked[0] is args[0]:
+            return lambda: self._mark(func(*args, **(kwargs or {})), mask)
+        if name in ("sum", "mean") and len(args) == 1 and not set(kwargs or {}) - {"dtype"}:
+            return lambda: (
+                args[0].sum(**(kwargs or {})) / mask.sum() if name == "mean" else func(*args, **(kwargs or {}))
+            )
+        what = getattr(getattr(func, "__self__", None), "__name__", name)
+        raise CaptureError(
+            f"expected a forward whose shapes do not depend on values, found {what} of the elements that a mask names, "
+            f"as many as values say, at\n  {user_line(traceback.extract_stack()) or '(line not found)'}\n"
+            f"A step is planned for one shape: sum() and mean() of them are taken as they are; for the rest compute "
+            f"with all elements, and leave out what does not count by torch.where or a weight of 0."
+        )
+
+    def _mark(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        self._masks[tensor] = mask
+        return tensor
+
+
+def _is_mask(x: torch.Tensor, mask: Any) -> bool:
+    is_mask = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
+    return is_mask and is_traced(mask) and mask.shape == x.shape
