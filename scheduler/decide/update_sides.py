@@ -166,7 +166,7 @@ def pace(
         departures: what leaves the device besides.
         ahead: whether copies overlap with computation, or are awaited at once.
     """
-    lanes, order = _Lanes(machine, ahead), _Order.of(arrivals, updates, on_host, departures)
+    lanes, order = _Lanes(machine, ahead), _Order.sort(arrivals, updates, on_host, departures)
     paced = _pace_one(lanes, order, run_seconds)
     for _ in range(_STEPS - 1 if lanes.runs_on else 0):
         before, paced = paced, _pace_one(lanes, order, run_seconds)
@@ -192,7 +192,7 @@ class _Order:
     awaited: tuple[int, ...]
 
     @staticmethod
-    def of(
+    def sort(
         arrivals: Sequence[Arrival],
         updates: Sequence[Update],
         on_host: Collection[int],

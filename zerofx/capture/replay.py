@@ -75,10 +75,17 @@ def trace_logging(forward: Forward, trace: Callable[[bool], T]) -> T:
             objective.logging.is_on = False
             if isinstance(error, Exception) and refusal is None:
                 return traced
-            if refusal is None or isinstance(error, ZeroFXError) or not isinstance(error, Exception):
+            decided_elsewhere = isinstance(error, ZeroFXError) and not _name_one_line(refusal, error)
+            if refusal is None or decided_elsewhere or not isinstance(error, Exception):
                 raise
             raise refusal from error
     return _mute_writers(forward, lambda: retrace(objective.logging.compiled))
+
+
+def _name_one_line(refusal: Exception | None, other: Exception) -> bool:
+    """True if two refusals blame the same line: of the first, what is to be done there is known."""
+    places = [line for line in str(refusal).splitlines() if line.startswith("  ")]
+    return any(place.strip() in str(other) for place in places)
 
 
 def _mute_writers(forward: Forward, trace: Callable[[], T]) -> T:
@@ -97,13 +104,14 @@ def _mute_writers(forward: Forward, trace: Callable[[], T]) -> T:
 @dataclass(frozen=True)
 class _Run:
     """One call: numbers of results, of buffers after it, and of what was read, with lines; whether it kept traced
-    tensors somewhere."""
+    tensors somewhere; the lines of sums by rounding that results depend on."""
 
     results: tuple[Number, ...]
     buffers: tuple[Number, ...]
     reads: tuple[Number, ...]
     lines: tuple[str, ...]
     keeps_traced: bool = False
+    rounded: tuple[str, ...] = ()
 
     def decides_as(self, other: _Run) -> bool:
         """True if both compute the same tensors."""
@@ -179,6 +187,13 @@ class Replay:
         recorder = _Recorder()
         self._known = self._call(example_of, _Numbers(self._has_inputs), recorder=recorder)
         self._calls = recorder.calls()
+        if self._known.rounded:
+            raise CaptureError(
+                f"expected a forward whose shapes do not depend on values, found that what it computes depends on the "
+                f"elements that a mask names, as many as values say, at\n  {first_few(self._known.rounded)}\n"
+                f"A step is planned for one shape: compute with all elements, and leave out what does not count by "
+                f"torch.where or a weight of 0. Sums and means of them may be logged."
+            )
         try:
             again = self._call(example_of, _Numbers(self._has_inputs), skips=True)
         except WritesError:
@@ -278,7 +293,9 @@ class Replay:
             given = tuple(map(numbers.number, results))
             keeps_traced = undoes and (any(lossy.keeps_traced) or bool(lossy.left))
             buffers = tuple(numbers.number(buffer) for buffer in held)
-            return _Run(given[:num], buffers, given[num:], lines, keeps_traced)
+            rounded = {numbers.number(tensor): line for tensor, line in lossy.reads.rounded}
+            found = numbers.sources(given[:num] + buffers) & rounded.keys() if rounded else ()
+            return _Run(given[:num], buffers, given[num:], lines, keeps_traced, tuple(rounded[n] for n in found))
 
     def _traceable(self) -> Any:
         logging = self._forward.objective.logging
@@ -390,6 +407,17 @@ class _Numbers(TorchDispatchMode):
         self._has_inputs = has_inputs
         self._known: dict[int, tuple[Number, int, torch.Tensor]] = {}  # with the version that it is of, and what it is
         self._others, self._num_random = itertools.count(), 0
+        self._read_by: dict[Number, tuple[Number, ...]] = {}  # of each number, those that it was computed from
+
+    def sources(self, numbers: Sequence[Number]) -> set[Number]:
+        """``numbers``, and all that they were computed from."""
+        found, pending = set[Number](), list(numbers)
+        while pending:
+            number = pending.pop()
+            if number not in found:
+                found.add(number)
+                pending += self._read_by.get(number, ())
+        return found
 
     def put(self, tensor: torch.Tensor, number: Number) -> None:
         self._known[id(tensor)] = number, version_of(tensor), tensor
@@ -399,8 +427,10 @@ class _Numbers(TorchDispatchMode):
         if id(tensor) not in self._known:
             self.put(tensor, hash((next(self._others), tuple(tensor.shape))))
         number, version, _ = self._known[id(tensor)]
-        later = version_of(tensor) - version
-        return hash((number, later)) if later else number
+        if later := version_of(tensor) - version:
+            self._read_by[hash((number, later))] = (number,)
+            return hash((number, later))
+        return number
 
     def number_of_inputs(self, args: Any, kwargs: Any) -> Number:
         """The number of all that a module is called with, as far as it has one."""
@@ -415,7 +445,9 @@ class _Numbers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = [self._leaf(leaf) for leaf in pytree.tree_leaves((args, kwargs))]
+        given = pytree.tree_leaves((args, kwargs))
+        leaves = [self._leaf(leaf) for leaf in given]
+        read = tuple(number for leaf, number in zip(given, leaves, strict=True) if isinstance(leaf, torch.Tensor))
         out = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._num_random += 1
@@ -424,6 +456,7 @@ class _Numbers(TorchDispatchMode):
         for index, leaf in enumerate(pytree.tree_leaves(out)):
             if isinstance(leaf, torch.Tensor):
                 self.put(leaf, hash((number, index)))
+                self._read_by[hash((number, index))] = read
         return out
 
     def _leaf(self, leaf: Any) -> Any:

@@ -187,8 +187,8 @@ def start_of_unit(step: StepGraph, node: fx.Node, *, by_piece: bool = False) -> 
 
     ``by_piece``: also where a piece begins at whose borders regions do not end.
     """
-    run, home = node, _Home.of(step, node, by_piece)
-    while _continues(step, run.prev, home, by_piece):
+    run, key = node, _RunKey.from_node(step, node, by_piece)
+    while _continues(step, run.prev, key, by_piece):
         run = run.prev
     return run
 
@@ -198,14 +198,14 @@ def end_of_unit(step: StepGraph, node: fx.Node, *, by_piece: bool = False) -> fx
 
     ``by_piece``: also where a piece ends at whose borders regions do not end.
     """
-    run, home = node, _Home.of(step, node, by_piece)
-    while _continues(step, run.next, home, by_piece):
+    run, key = node, _RunKey.from_node(step, node, by_piece)
+    while _continues(step, run.next, key, by_piece):
         run = run.next
     return run
 
 
-class _Home(NamedTuple):
-    """The run that a node is part of: its phase, unit, slice of a weight, and piece."""
+class _RunKey(NamedTuple):
+    """Facts that nodes of one run share: phase, unit, slice of a weight, and piece."""
 
     phase: Phase
     unit: str
@@ -213,18 +213,18 @@ class _Home(NamedTuple):
     piece: str | None
 
     @staticmethod
-    def of(step: StepGraph, node: fx.Node, by_piece: bool) -> _Home:
+    def from_node(step: StepGraph, node: fx.Node, by_piece: bool) -> _RunKey:
         piece = piece_of(node) if by_piece else step.cut_piece_of(node)
-        return _Home(origin(node).phase, step.unit_of(node), slice_of(node), piece)
+        return _RunKey(origin(node).phase, step.unit_of(node), slice_of(node), piece)
 
 
-def _continues(step: StepGraph, other: fx.Node, home: _Home, by_piece: bool) -> bool:
-    """True if ``other`` runs in ``home``; views belong to no unit, as they run anywhere."""
+def _continues(step: StepGraph, other: fx.Node, key: _RunKey, by_piece: bool) -> bool:
+    """True if ``other`` is part of the run ``key``; views belong to no unit, as they run anywhere."""
     if other.op != "call_function" or other.target in ops.EVENTS:
         return False
-    there = _Home.of(step, other, by_piece)
+    other_key = _RunKey.from_node(step, other, by_piece)
     # What passes have added is of no piece, and runs with its neighbours. A slice of a weight is there for its own
     # nodes only.
-    if there[:3] == home[:3] and (there.piece == home.piece or None in (there.piece, home.piece)):
+    if other_key[:3] == key[:3] and (other_key.piece == key.piece or None in (other_key.piece, key.piece)):
         return True
     return is_view(other) and other.target is not operator.getitem

@@ -36,7 +36,7 @@ from zerofx.runtime.state.loss_scaler import LossScaler
 from zerofx.runtime.state.optimizer import Advance, advance
 from zerofx.runtime.state.optimizer_state import OptimizerState
 from zerofx.runtime.state.parked import Parked
-from zerofx.runtime.state.state import TrainingState
+from zerofx.runtime.state.state import TrainingState, do_nothing
 from zerofx.runtime.state.values import Values
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.plan.facts import unit_of
@@ -96,7 +96,6 @@ class TakenOver:
             notify(self.runtime.notice)
         self.optimizer_state = OptimizerState(built.binding, self.state, control, life.check_trained)
         self._parked: Parked | None = None
-        self.state.bring_up = self.unpark
         self._trained = {name: parameter.requires_grad for name, parameter in self.state.parameters.items()}
         self.guards: list[Any] = []
         self.watch_parameters()
@@ -173,7 +172,7 @@ class TakenOver:
                 self._tiers.prepare({tier: self._tiers.held_bytes[tier] + sum(moved.values())}, num_ranks)
             return Parked(tensors, self._tiers, tier)
 
-        self._parked = life.control.attempt(purpose, move)
+        self._parked, self.state.bring_up = life.control.attempt(purpose, move), self.unpark
         self.runtime.arena.clear()
         self.watch.renew()
 
@@ -183,7 +182,7 @@ class TakenOver:
             return
         life, purpose = self._life, "bring a parked step up"
         life.control.meet(purpose)
-        parked, self._parked = self._parked, None
+        parked, self._parked, self.state.bring_up = self._parked, None, do_nothing
         try:
             with life.control.fail_together(purpose), torch.no_grad():
                 parked.restore()

@@ -38,7 +38,7 @@ def diff_plans(first: Plan, other: Plan) -> str:
         "reductions": _fold_changes(_reductions(first, other)),
         "wire": _fold_changes(placed(lambda plan: [(d.bucket, wire_words(d)) for d in plan.wires], "sent exactly")),
         "tiled": list(_tiles(first, other)),
-        **{title: list(_named(read(first), read(other))) for title, read in _NAMED.items()},
+        **{title: list(_changes_by_name(read(first), read(other))) for title, read in _BY_NAME.items()},
         **{
             kind: _fold_changes(placed(partial(_places_of, kind)))
             for kind in ("parameters", "optimizer states", "gradients")
@@ -60,7 +60,7 @@ def diff_plans(first: Plan, other: Plan) -> str:
     return "\n".join(lines) if lines else SAME
 
 
-_NAMED: Mapping[str, Callable[[Plan], Mapping[str, object]]] = MappingProxyType(
+_BY_NAME: Mapping[str, Callable[[Plan], Mapping[str, object]]] = MappingProxyType(
     {
         "shared along model": lambda plan: {d.node: replace(d, reason="") for d in plan.shardings},
         "moved to overlap with collectives": lambda plan: {d.before: d for d in plan.overlaps},
@@ -69,7 +69,7 @@ _NAMED: Mapping[str, Callable[[Plan], Mapping[str, object]]] = MappingProxyType(
 )
 
 
-def _named(before: Mapping[str, object], after: Mapping[str, object]) -> Iterator[str]:
+def _changes_by_name(before: Mapping[str, object], after: Mapping[str, object]) -> Iterator[str]:
     """The nodes or pieces about which another thing is decided, or that one plan alone decides about."""
     for title, names in {
         "gone": [name for name in before if name not in after],

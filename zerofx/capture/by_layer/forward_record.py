@@ -215,7 +215,7 @@ class _Recorder(TorchDispatchMode):
         return number
 
     def _context(self, function: BackwardCFunction) -> tuple[Any, ...]:
-        """What the backward of an autograd function in Python depends on: its class, saved tensors, and attributes.
+        """The class, saved tensors, and attributes of an autograd function in Python, on which its backward depends.
 
         Raises:
             NotRepeatedError: one of them cannot be told.

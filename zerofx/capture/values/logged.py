@@ -70,6 +70,7 @@ class LoggedReads:
     def __init__(self, source: Source = example_of, *, watches: bool = False) -> None:
         self.tensors: list[torch.Tensor] = []
         self.lines: list[str] = []
+        self.rounded: list[tuple[torch.Tensor, str]] = []  # sums over masks, with their lines
         self._source, self._watches = source, watches
         self._readers: set[int] = set()
 
@@ -113,11 +114,12 @@ class MaskedSums:
     """Sums and means over the elements that a mask names, without taking them out: ``x[mask].mean()``.
 
     How many elements there are depends on values, so that no graph can hold them. The sum of the others as zeros is
-    the same by rounding, as is its gradient.
+    the same by rounding: good enough for a log, which alone may depend on it (``replay.py``).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, logged: LoggedReads) -> None:
         self._masks: Any = WeakIdKeyDictionary()
+        self._logged = logged
 
     def find_call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Callable[[], Any] | None:
         """The call of a function of torch in a form that can be traced; None if it needs none.
@@ -138,16 +140,20 @@ class MaskedSums:
         if name in ("detach", "float", "double", "to") and marked[0] is args[0]:
             return lambda: self._mark(func(*args, **(kwargs or {})), mask)
         if name in ("sum", "mean") and len(args) == 1 and not set(kwargs or {}) - {"dtype"}:
-            return lambda: (
-                args[0].sum(**(kwargs or {})) / mask.sum() if name == "mean" else func(*args, **(kwargs or {}))
-            )
+            return lambda: self._reduce(args[0], mask if name == "mean" else None, kwargs or {})
         what = getattr(getattr(func, "__self__", None), "__name__", name)
         raise CaptureError(
             f"expected a forward whose shapes do not depend on values, found {what} of the elements that a mask names, "
             f"as many as values say, at\n  {user_line(traceback.extract_stack()) or '(line not found)'}\n"
-            f"A step is planned for one shape: sum() and mean() of them are taken as they are; for the rest compute "
-            f"with all elements, and leave out what does not count by torch.where or a weight of 0."
+            f"A step is planned for one shape: sum() and mean() of them may be logged; for the rest compute with all "
+            f"elements, and leave out what does not count by torch.where or a weight of 0."
         )
+
+    def _reduce(self, tensor: torch.Tensor, mask: torch.Tensor | None, options: Any) -> torch.Tensor:
+        """The sum of ``tensor``, or the mean of what ``mask`` names."""
+        result = tensor.sum(**options) if mask is None else tensor.sum(**options) / mask.sum()
+        self._logged.rounded.append((result, user_line(traceback.extract_stack()) or "(line not found)"))
+        return result
 
     def _mark(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         self._masks[tensor] = mask

@@ -38,12 +38,13 @@ class Checks(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._noted: list[tuple[torch.Tensor, bool, str]] = []
-        self._logged, self._is_known, self._masked = logged, is_known, MaskedSums()
+        self._logged, self._is_known = logged, is_known
+        self._masked = MaskedSums(logged) if logged is not None else None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._logged is not None and args and self._is_known is not None:
+        if self._logged is not None and self._masked is not None and args and self._is_known is not None:
             if not self._is_known(args[-1]) and (call := self._masked.find_call(func, args, kwargs)) is not None:
                 return call()
             read = NotImplemented if self._is_known(args[0]) else self._logged.call(func, args, kwargs)

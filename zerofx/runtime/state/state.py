@@ -29,6 +29,10 @@ from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
 
 
+def do_nothing() -> None:
+    """Bring nothing up: all is there."""
+
+
 class TrainingState(WholeBuckets):
     """All buckets' tensors, taken over from a model."""
 
@@ -39,7 +43,7 @@ class TrainingState(WholeBuckets):
         self._placed: Plan | None = None  # by which all buckets are where they are
         self.owners: Mapping[int, Owners] = {}  # of the buckets whose updates need whole parameters
         self._whole: Mapping[int, UpdateProgram] = {}  # the updates of those
-        self.bring_up: Callable[[], None] = lambda: None  # before values are read: what gave its memory back has it
+        self.bring_up: Callable[[], None] = do_nothing  # before values are read: what gave its memory back has it
         self._is_stale = False  # whether updates may be under way whose results the device has not
 
     def take_over(self, weights: Weights, plan: Plan) -> None:
