@@ -56,30 +56,37 @@ def trace_logging(forward: Forward, trace: Callable[[bool], T]) -> T:
 
     if not objective.logging.is_on:
         before = Before(roots_of(forward.model, objective), objective.executed)
+        refusal: Exception | None = None
         try:
-            traced = try_eager_then_compiled(retrace)
-            if not objective.logging.changes:
-                return traced
+            try:
+                traced = try_eager_then_compiled(retrace)
+                if not objective.logging.changes:
+                    return traced
+            except Exception as error:
+                if not _reads_values(error):
+                    raise
+                refusal = error
             before.restore()
-            refusal: Exception | None = None
-        except Exception as error:
-            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-            if not depends_on_values(cause) and ".numpy() is not supported" not in str(cause):
-                raise
-            refusal = error
-            before.restore()
-        objective.logging.is_on, objective.logging.compiled = True, refusal is not None
-        try:
-            Replay.make(forward)
-        except BaseException as error:
-            objective.logging.is_on = False
-            if isinstance(error, Exception) and refusal is None:
-                return traced
-            decided_elsewhere = isinstance(error, ZeroFXError) and not _name_one_line(refusal, error)
-            if refusal is None or decided_elsewhere or not isinstance(error, Exception):
-                raise
-            raise refusal from error
+            objective.logging.is_on, objective.logging.compiled = True, refusal is not None
+            try:
+                Replay.make(forward)
+            except BaseException as error:
+                objective.logging.is_on = False
+                if isinstance(error, Exception) and refusal is None:
+                    return traced
+                decided_elsewhere = isinstance(error, ZeroFXError) and not _name_one_line(refusal, error)
+                if refusal is None or decided_elsewhere or not isinstance(error, Exception):
+                    raise
+                raise refusal from error
+        finally:
+            refusal = None  # which would hold this frame, and that holds the model
     return _mute_writers(forward, lambda: retrace(objective.logging.compiled))
+
+
+def _reads_values(error: Exception) -> bool:
+    """True if a trace failed as values were read, which may be for a log."""
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    return depends_on_values(cause) or ".numpy() is not supported" in str(cause)
 
 
 def _name_one_line(refusal: Exception | None, other: Exception) -> bool:
@@ -94,11 +101,16 @@ def _mute_writers(forward: Forward, trace: Callable[[], T]) -> T:
         try:
             return trace()
         except Exception as error:
-            chain = [error, error.__cause__, error.__context__]
-            writer = next((each for each in chain if isinstance(each, WritesError)), None)
+            writer = _find_writer(error)
             if writer is None:
                 raise
-            forward.objective.logging.writers.append(writer)
+            # What it was raised through would keep the model.
+            forward.objective.logging.writers.append(writer.with_traceback(None))
+
+
+def _find_writer(error: Exception) -> WritesError | None:
+    chain = [error, error.__cause__, error.__context__]
+    return next((each for each in chain if isinstance(each, WritesError)), None)
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def test_bits_and_peaks_hold_with_slower_tiers(
     monkeypatch.setenv("ZEROFX_NVME_DIR", str(tmp_path))
 
     def make() -> nn.Module:
-        return GPT(vocab=19, dim=16, depth=4, heads=2, block=16)
+        return GPT(vocab=19, dim=32, depth=4, heads=2, block=16)
 
     free, expected = train(make, 5, backend="eager", order="layer", **options)
     budget = int(0.7 * free.plan.peak_bytes["device"])
