@@ -33,8 +33,8 @@ from zerofx.capture.values.logged import Source, example_of
 from zerofx.errors import CaptureError, UsageError, ZeroFXError
 from zerofx.torch_private.capture import fake_mode
 from zerofx.torch_private.dispatch import TorchDispatchMode, without_modes
-from zerofx.torch_private.operators import pytree
-from zerofx.torch_private.tensors import version_of
+from zerofx.torch_private.operators import pytree, schema_of
+from zerofx.torch_private.tensors import is_traced, memory_of, version_of
 from zerofx.units import first_few
 
 T = TypeVar("T")
@@ -418,6 +418,7 @@ class _Numbers(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._has_inputs = has_inputs
         self._known: dict[int, tuple[Number, int, torch.Tensor]] = {}  # with the version that it is of, and what it is
+        self._written: dict[Any, Number] = {}  # of memory, the number of all that was written into it
         self._others, self._num_random = itertools.count(), 0
         self._read_by: dict[Number, tuple[Number, ...]] = {}  # of each number, those that it was computed from
 
@@ -437,12 +438,23 @@ class _Numbers(TorchDispatchMode):
     def number(self, tensor: torch.Tensor) -> Number:
         """The number of a tensor as it is now."""
         if id(tensor) not in self._known:
-            self.put(tensor, hash((next(self._others), tuple(tensor.shape))))
+            self.put(tensor, self._number_of_other(tensor))
         number, version, _ = self._known[id(tensor)]
-        if later := version_of(tensor) - version:
-            self._read_by[hash((number, later))] = (number,)
-            return hash((number, later))
-        return number
+        if version_of(tensor) == version:
+            return number
+        written = self._written.get(memory_of(tensor), 0)
+        later = hash((number, version_of(tensor) - version, written))
+        self._read_by[later] = (number, written)
+        return later
+
+    def _number_of_other(self, tensor: torch.Tensor) -> Number:
+        """The number of a tensor that no operator has made: by its values where it has some, which may be what was
+        read."""
+        if is_traced(tensor):
+            return hash((next(self._others), tuple(tensor.shape)))
+        with without_modes():
+            values = tensor.detach().to(device="cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
+            return hash((tensor.dtype, tuple(tensor.shape), values.numpy().tobytes()))
 
     def number_of_inputs(self, args: Any, kwargs: Any) -> Number:
         """The number of all that a module is called with, as far as it has one."""
@@ -465,6 +477,14 @@ class _Numbers(TorchDispatchMode):
             self._num_random += 1
             leaves.append(self._num_random)
         number = hash((str(func), *leaves))
+        arguments = schema_of(func).arguments
+        by_name = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+        for argument in arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in _tensors(by_name.get(argument.name)):  # and so has all that shares its memory
+                    memory = memory_of(tensor)
+                    written = self._written[memory] = hash((self._written.get(memory), number))
+                    self._read_by[written] = read
         for index, leaf in enumerate(pytree.tree_leaves(out)):
             if isinstance(leaf, torch.Tensor):
                 self.put(leaf, hash((number, index)))

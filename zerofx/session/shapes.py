@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -110,12 +111,15 @@ class Shapes:
         built.append(_Built(compiled, reads, len(built), effects, replay))
         self.latest = compiled
 
-    def note_own(self, compiled: CompiledStep) -> None:
-        """Learn which Python state the forward of ``compiled``, which has just run, changes itself."""
-        for built in self._steps.values():
-            for entry in built:
-                if entry.compiled is compiled:
-                    entry.reads.note_own()
+    @contextlib.contextmanager
+    def learn_own(self, compiled: CompiledStep) -> Iterator[None]:
+        """Learn which Python state the forward of ``compiled``, which runs again while open, changes itself."""
+        with contextlib.ExitStack() as stack:
+            for built in self._steps.values():
+                for entry in built:
+                    if entry.compiled is compiled:
+                        stack.enter_context(entry.reads.learn_own())
+            yield
 
     def replace(self, compiled: CompiledStep, replacement: CompiledStep) -> None:
         """Put ``replacement`` in the place of the latest step, ``compiled``."""

@@ -228,7 +228,8 @@ class Steps:
         options, num = self.options, compiled.plan.num_micro_batches
         strides = {} if self.taken is None else self.taken.earlier.state.strides()
         casts = options.casts(self.model)
-        with self._control.report_errors(), self.allow_capture():
+        # Numbers that are inputs of the step are plain ones here, as they are when it runs again.
+        with self._control.report_errors(), self.capturable(), self.lenders.lift_guards():
             return Replay.make(Forward(self.model, batch.first_of(num), objective, casts, num, strides))
 
     def run_again(self, replay: Replay | None, shapes: Shapes, compiled: CompiledStep, tensors: Sequence[Any]) -> None:
@@ -236,10 +237,9 @@ class Steps:
         read among ``tensors``."""
         if replay is None:
             return
-        with self.capturable(), self.lenders.lift_guards():
+        with self.capturable(), self.lenders.lift_guards(), shapes.learn_own(compiled):
             for of_micro_batch in compiled.tensors_to_log(tensors):
                 replay.run(of_micro_batch)
-        shapes.note_own(compiled)
 
     def wait_for_kernels(self) -> None:
         """Have ``finish`` build the kernels of a step that was built, where those of other lengths share them."""

@@ -591,6 +591,32 @@ def masked_loss(_: Path) -> Any:
     return forward, lambda: log
 
 
+def _into_loss(name: str, weigh: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Add a way in which what is read gets into the loss by a tensor that is made of it."""
+
+    def make(_: Path) -> Any:
+        def forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            outputs, loss = loss_of(model, x, y)
+            return loss * weigh(outputs, loss)
+
+        return forward, lambda: None
+
+    way(name, refused=True)(make)
+
+
+def _filled(value: float) -> Tensor:
+    weights = torch.zeros(3)
+    weights[0] = value
+    return weights.sum()
+
+
+_into_loss("a tensor made of what is read", lambda outputs, loss: torch.tensor([loss.item()]).sum())
+_into_loss("a tensor over an array that is read", lambda outputs, _: torch.from_numpy(outputs.detach().numpy()).mean())
+_into_loss("a tensor filled with what is read", lambda outputs, loss: torch.zeros(()).fill_(loss.item()))
+_into_loss("an element set to what is read", lambda outputs, loss: _filled(loss.item()))
+_into_loss("a factor that is read", lambda outputs, loss: torch.add(loss, loss, alpha=loss.item()))
+
+
 @way("a loss that is multiplied by what is read", refused=True)
 def multiplied(_: Path) -> Any:
     def forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

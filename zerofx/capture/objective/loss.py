@@ -270,7 +270,8 @@ class LossModule(nn.Module):
             self.objective.num_watched += 1
             put_back = [path for path in before.put_back() if path.removeprefix("model.") not in self.changed]
             self.changed |= dict.fromkeys(put_back)
-            self.objective.logging.changes |= any(not path.startswith("model.") for path in put_back)
+            is_log = (not path.startswith("model.") and not path.endswith(("(hooks)", "(class)")) for path in put_back)
+            self.objective.logging.changes |= any(is_log)
 
     def call_without_restoring(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """The loss and the outputs after it, from a call whose changes of modules stay."""

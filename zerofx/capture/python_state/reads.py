@@ -180,7 +180,7 @@ class Reads:
         numbers: told of each walk, to find the numbers that steps have as inputs.
         tape: how the step uses such numbers.
         unread: paths of values that the forward changes, and that change nothing.
-        own: the same of values that its logs change, which ``note_own`` finds, shared by all steps of a model.
+        own: the same of values that its logs change, which ``learn_own`` finds, shared by all steps of a model.
     """
 
     def __init__(
@@ -237,15 +237,18 @@ class Reads:
             for place in now:
                 put(*place)
 
-    def note_own(self) -> None:
-        """Learn that what has changed since the step began is changed by its own forward, and decides nothing of it."""
+    @contextlib.contextmanager
+    def learn_own(self) -> Iterator[None]:
+        """Learn that what changes while open is changed by the forward itself, and decides nothing of its step."""
+        before = self._state.facts if self._plain_differences() == [] else self._walk().facts
+        yield
         if self._plain_differences() == []:
             return
-        now, before = self._walk(), self._state.facts
+        now = self._walk()
         self._own.update(
             path
             for path in dict.fromkeys((*before, *now.facts))
-            if not _equal(before.get(path, MISSING), now.facts.get(path, MISSING))
+            if path not in self._varying and not _equal(before.get(path, MISSING), now.facts.get(path, MISSING))
         )
         self._adopt(now)
 

@@ -63,6 +63,19 @@ def global_number() -> Script:
     return Script(Small(), lambda count: _set(_weight=number(count)), forward)
 
 
+@case("global that forward= reads, which logs", "number")
+def global_number_next_to_a_log() -> Script:
+    log: list[float] = []
+
+    def forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = _loss(model, x, y)
+        log.append(loss.item())
+        return loss * _weight
+
+    _set(_weight=1.0)
+    return Script(Small(), lambda count: _set(_weight=number(count)), forward)
+
+
 def _weighed(loss: Tensor) -> Tensor:
     return loss * _weight
 
