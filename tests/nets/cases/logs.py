@@ -584,7 +584,7 @@ def masked_loss(_: Path) -> Any:
     log: list[float] = []
 
     def forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        outputs = model(x)
+        outputs: Tensor = model(x)
         log.append(outputs.mean().item())
         return F.mse_loss(outputs, y) + outputs[y > 0].mean()
 
@@ -597,7 +597,8 @@ def _into_loss(name: str, weigh: Callable[[Tensor, Tensor], Tensor]) -> None:
     def make(_: Path) -> Any:
         def forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             outputs, loss = loss_of(model, x, y)
-            return loss * weigh(outputs, loss)
+            weighed: Tensor = loss * weigh(outputs, loss)
+            return weighed
 
         return forward, lambda: None
 
