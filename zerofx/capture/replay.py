@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -30,21 +30,16 @@ from zerofx.capture.objective.loss import LossModule, leave_no_trace, roots_of
 from zerofx.capture.python_state.undo import Before, WritesError
 from zerofx.capture.traceable import Forward, model_tensors, traceable, try_eager_then_compiled
 from zerofx.capture.values.logged import Source, example_of
+from zerofx.capture.values.tensor_numbers import ANY_NUMBER, Number, Numbers, tensors_of_tree
 from zerofx.errors import CaptureError, UsageError, ZeroFXError
 from zerofx.torch_private.capture import fake_mode
-from zerofx.torch_private.dispatch import TorchDispatchMode, without_modes
-from zerofx.torch_private.operators import pytree, schema_of
-from zerofx.torch_private.tensors import is_traced, memory_of, version_of
+from zerofx.torch_private.dispatch import without_modes
+from zerofx.torch_private.operators import pytree
 from zerofx.units import first_few
 
 T = TypeVar("T")
-Number = int
-
-_ANY_NUMBER = hash("number")  # of those that a step has as inputs, and of those that Python computes with
-_PLAIN = (bool, int, float, str, type(None))
 _NUM_DRAWS = 4
 _FLOATS = (0.0, -1e4, 1e4, float("nan"), 0.5)
-_WHOLE = (0, 1, 7)
 
 
 def trace_logging(forward: Forward, trace: Callable[[bool], T]) -> T:
@@ -139,7 +134,7 @@ class Replay:
     def __init__(self, forward: Forward) -> None:
         self._forward, self._mode = forward, fake_mode()
         self._calls: dict[nn.Module, list[_Call]] = {}
-        self._known = _Run((), (), (), ())
+        self._known = self._known_exactly = _Run((), (), (), ())
         # Which a step computes with where the code has numbers.
         self._has_inputs = bool(forward.objective.free_tensors.tape.inputs)
 
@@ -169,7 +164,7 @@ class Replay:
         given: dict[Number, list[torch.Tensor]] = {}
         for number, tensor in zip(self._known.reads, values, strict=True):
             given.setdefault(number, []).append(tensor)
-        numbers = _Numbers(self._has_inputs)
+        numbers = Numbers(self._has_inputs)
 
         def value(tensor: torch.Tensor) -> torch.Tensor:
             left = given.get(numbers.number(tensor))
@@ -197,7 +192,7 @@ class Replay:
         """Run the whole forward, and learn what its modules give."""
         self._calls = {}
         recorder = _Recorder()
-        self._known = self._call(example_of, _Numbers(self._has_inputs), recorder=recorder)
+        self._known = self._call(example_of, Numbers(self._has_inputs), recorder=recorder)
         self._calls = recorder.calls()
         if self._known.rounded:
             raise CaptureError(
@@ -207,7 +202,7 @@ class Replay:
                 f"torch.where or a weight of 0. Sums and means of them may be logged."
             )
         try:
-            again = self._call(example_of, _Numbers(self._has_inputs), skips=True)
+            again = self._call(example_of, Numbers(self._has_inputs), skips=True)
         except WritesError:
             raise
         except Exception:  # noqa: BLE001 - then all of it runs each time, which says what is wrong
@@ -215,6 +210,8 @@ class Replay:
         if again is None or (again.results, again.reads) != (self._known.results, self._known.reads):
             self._calls, again = {}, self._known
         self._known = again  # in which modules that are not called change no buffers
+        # While values are tried, numbers of Python's stay the same: one that differs is computed from what is read.
+        self._known_exactly = self._call(example_of, Numbers(), skips=True) if self._has_inputs else again
         if again.keeps_traced:
             raise CaptureError(
                 "expected a forward that logs numbers, found that it keeps a tensor in a list, a dict or an attribute, "
@@ -225,18 +222,26 @@ class Replay:
         draws = random.Random(0)
         sources: list[Source] = [_constant(value, value) for value in (0, *_FLOATS)]
         sources += [_draw(draws) for _ in range(_NUM_DRAWS)]
-        lines: dict[str, None] = {}
+        # Modules that compute nothing here may read what was kept elsewhere: some values go through all of them.
+        in_full = self._attempt(example_of, skips=False)
+        for source in (_constant(0.5, 7), _draw(draws)):
+            run = self._attempt(source, skips=False)
+            if in_full is not None and run is not None and not run.decides_as(in_full):
+                self._refuse(source)
         for source in sources:
-            if (run := self._attempt(source)) is not None and not run.decides_as(self._known):
-                lines |= self._find_line(source)
-                raise CaptureError(
-                    f"expected a forward whose path does not depend on values, found one that reads a tensor's value "
-                    f"at\n  {first_few(lines)}\nand computes tensors by it. A step is one graph, planned before it "
-                    f"runs: what is only logged may be read, for the rest replace .item(), float(tensor), or an if on "
-                    f"a tensor by torch.where or a Python value, name an argument of the batch that has the same "
-                    f"values in every step (constant=('mask',)), or take that part out of the training step."
-                )
+            if (run := self._attempt(source)) is not None and not run.decides_as(self._known_exactly):
+                self._refuse(source)
         self._try_second_call(draws)
+
+    def _refuse(self, source: Source) -> NoReturn:
+        lines = self._find_line(source)
+        raise CaptureError(
+            f"expected a forward whose path does not depend on values, found one that reads a tensor's value "
+            f"at\n  {first_few(lines)}\nand computes tensors by it. A step is one graph, planned before it "
+            f"runs: what is only logged may be read, for the rest replace .item(), float(tensor), or an if on "
+            f"a tensor by torch.where or a Python value, name an argument of the batch that has the same "
+            f"values in every step (constant=('mask',)), or take that part out of the training step."
+        )
 
     def _find_line(self, source: Source) -> dict[str, None]:
         """The lines of the reads that decide something, changed one by one."""
@@ -248,7 +253,7 @@ class Replay:
                 return source(tensor) if next(counter) == index else example_of(tensor)
 
             run = self._attempt(change_at)
-            if run is not None and not run.decides_as(self._known):
+            if run is not None and not run.decides_as(self._known_exactly):
                 deciding[line] = None
         return deciding or dict.fromkeys(self._known.lines)
 
@@ -257,17 +262,17 @@ class Replay:
         with leave_no_trace(self._forward.model, self._forward.objective):
             for _ in range(2):
                 run = self._attempt(_draw(draws), undoes=False)
-                if run is not None and not run.decides_as(self._known):
+                if run is not None and not run.decides_as(self._known_exactly):
                     raise CaptureError(
                         f"expected a forward that does in each call what it does in its first, found that values that "
                         f"it reads and keeps decide the next call's tensors, read at\n  "
                         f"{first_few(dict.fromkeys(run.lines))}\nKeep what tensors are computed with in a buffer."
                     )
 
-    def _attempt(self, source: Source, *, undoes: bool = True) -> _Run | None:
+    def _attempt(self, source: Source, *, undoes: bool = True, skips: bool = True) -> _Run | None:
         """A run with other values; None if the script's own code cannot take them."""
         try:
-            return self._call(source, _Numbers(self._has_inputs), skips=True, undoes=undoes)
+            return self._call(source, Numbers(), skips=skips, undoes=undoes)
         except (ZeroFXError, WritesError):
             raise
         except Exception:  # noqa: BLE001 - a logarithm of a negative number, say
@@ -276,7 +281,7 @@ class Replay:
     def _call(
         self,
         source: Source,
-        numbers: _Numbers,
+        numbers: Numbers,
         *,
         skips: bool = False,
         undoes: bool = True,
@@ -288,7 +293,7 @@ class Replay:
             lossy.source, lossy.watches = source, not is_real
             for tensor, what in model_tensors(lossy, fakes):
                 is_input = self._has_inputs and what.name.startswith("number ")
-                numbers.put(tensor, _ANY_NUMBER if is_input else hash(str(what)))
+                numbers.put(tensor, ANY_NUMBER if is_input else hash(str(what)))
             stack.enter_context(mode)
             stack.enter_context(numbers)
             if recorder is not None:
@@ -306,15 +311,15 @@ class Replay:
             keeps_traced = undoes and (any(lossy.keeps_traced) or bool(lossy.left))
             buffers = tuple(numbers.number(buffer) for buffer in held)
             rounded = {numbers.number(tensor): line for tensor, line in lossy.reads.rounded}
-            found = numbers.sources(given[:num] + buffers) & rounded.keys() if rounded else ()
-            return _Run(given[:num], buffers, given[num:], lines, keeps_traced, tuple(rounded[n] for n in found))
+            used = numbers.sources(given[:num] + buffers) & rounded.keys() if rounded else ()
+            return _Run(given[:num], buffers, given[num:], lines, keeps_traced, tuple(rounded[n] for n in used))
 
     def _traceable(self) -> Any:
         logging = self._forward.objective.logging
         return traceable(self._forward, compiled=logging.compiled, mode=self._mode)
 
     @contextmanager
-    def _skip_modules(self, numbers: _Numbers) -> Iterator[None]:
+    def _skip_modules(self, numbers: Numbers) -> Iterator[None]:
         """While open, modules give what they gave in the trace, and compute nothing."""
         before = {module: vars(module).get("forward") for module in self._calls}
         for module, calls in self._calls.items():
@@ -341,7 +346,7 @@ class _Call:
 class _Given:
     """The forward of a module that computes nothing: what it gave, call by call."""
 
-    def __init__(self, calls: Iterator[_Call], numbers: _Numbers) -> None:
+    def __init__(self, calls: Iterator[_Call], numbers: Numbers) -> None:
         self._calls, self._numbers = calls, numbers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -351,13 +356,9 @@ class _Given:
                 "expected a forward that calls its modules as when the step was captured, found one more call"
             )
         inputs = self._numbers.number_of_inputs(args, kwargs)
-        for tensor, number in zip(_tensors(call.outputs), call.numbers, strict=True):
+        for tensor, number in zip(tensors_of_tree(call.outputs), call.numbers, strict=True):
             self._numbers.put(tensor, number if inputs == call.inputs else hash((number, inputs)))
         return pytree.tree_map(lambda leaf: leaf, call.outputs)  # whoever changes a container has a copy
-
-
-def _tensors(outputs: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
 class _Recorder:
@@ -369,7 +370,7 @@ class _Recorder:
         self._excluded: set[nn.Module] = set()
 
     @contextmanager
-    def watch(self, numbers: _Numbers, lossy: LossModule) -> Iterator[None]:
+    def watch(self, numbers: Numbers, lossy: LossModule) -> Iterator[None]:
         """While open, calls of modules are recorded."""
 
         def num_reads() -> int:
@@ -381,7 +382,7 @@ class _Recorder:
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             entered, before, inside = self._open.pop()
             assert entered is module, "calls are nested"
-            given = tuple(map(numbers.settle, _tensors(output)))
+            given = tuple(map(numbers.settle, tensors_of_tree(output)))
             own = [(module, _Call(numbers.number_of_inputs(args, kwargs), output, given))]
             outer = self._open[-1][2] if self._open else self._found
             outer += own if num_reads() == before and module is not lossy else inside
@@ -409,95 +410,6 @@ class _Recorder:
         for module, call in self._found:
             by_module.setdefault(module, []).append(call)
         return {} if self._excluded & by_module.keys() else by_module
-
-
-class _Numbers(TorchDispatchMode):
-    """The numbers of tensors: equal for tensors that are computed alike from equal ones."""
-
-    def __init__(self, has_inputs: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._has_inputs = has_inputs
-        self._known: dict[int, tuple[Number, int, torch.Tensor]] = {}  # with the version that it is of, and what it is
-        self._written: dict[Any, Number] = {}  # of memory, the number of all that was written into it
-        self._others, self._num_random = itertools.count(), 0
-        self._read_by: dict[Number, tuple[Number, ...]] = {}  # of each number, those that it was computed from
-
-    def sources(self, numbers: Sequence[Number]) -> set[Number]:
-        """``numbers``, and all that they were computed from."""
-        found, pending = set[Number](), list(numbers)
-        while pending:
-            number = pending.pop()
-            if number not in found:
-                found.add(number)
-                pending += self._read_by.get(number, ())
-        return found
-
-    def put(self, tensor: torch.Tensor, number: Number) -> None:
-        self._known[id(tensor)] = number, version_of(tensor), tensor
-
-    def number(self, tensor: torch.Tensor) -> Number:
-        """The number of a tensor as it is now."""
-        if id(tensor) not in self._known:
-            self.put(tensor, self._number_of_other(tensor))
-        number, version, _ = self._known[id(tensor)]
-        if version_of(tensor) == version:
-            return number
-        written = self._written.get(memory_of(tensor), 0)
-        later = hash((number, version_of(tensor) - version, written))
-        self._read_by[later] = (number, written)
-        return later
-
-    def _number_of_other(self, tensor: torch.Tensor) -> Number:
-        """The number of a tensor that no operator has made: by its values where it has some, which may be what was
-        read."""
-        if is_traced(tensor):
-            return hash((next(self._others), tuple(tensor.shape)))
-        with without_modes():
-            values = tensor.detach().to(device="cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
-            return hash((tensor.dtype, tuple(tensor.shape), values.numpy().tobytes()))
-
-    def number_of_inputs(self, args: Any, kwargs: Any) -> Number:
-        """The number of all that a module is called with, as far as it has one."""
-        leaves = pytree.tree_leaves((args, kwargs))
-        return hash(tuple(self._leaf(leaf) for leaf in leaves if isinstance(leaf, (torch.Tensor, *_PLAIN))))
-
-    def settle(self, tensor: torch.Tensor) -> Number:
-        """The number of a tensor as it is now, which it keeps."""
-        number = self.number(tensor)
-        self.put(tensor, number)
-        return number
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = pytree.tree_leaves((args, kwargs))
-        leaves = [self._leaf(leaf) for leaf in given]
-        read = tuple(number for leaf, number in zip(given, leaves, strict=True) if isinstance(leaf, torch.Tensor))
-        out = func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self._num_random += 1
-            leaves.append(self._num_random)
-        number = hash((str(func), *leaves))
-        arguments = schema_of(func).arguments
-        by_name = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-        for argument in arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in _tensors(by_name.get(argument.name)):  # and so has all that shares its memory
-                    memory = memory_of(tensor)
-                    written = self._written[memory] = hash((self._written.get(memory), number))
-                    self._read_by[written] = read
-        for index, leaf in enumerate(pytree.tree_leaves(out)):
-            if isinstance(leaf, torch.Tensor):
-                self.put(leaf, hash((number, index)))
-                self._read_by[hash((number, index))] = read
-        return out
-
-    def _leaf(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return self.number(leaf)
-        if self._has_inputs and type(leaf) in (int, float):
-            return _ANY_NUMBER
-        is_plain = isinstance(leaf, (*_PLAIN, complex, torch.dtype, torch.device, torch.layout, torch.memory_format))
-        return repr(leaf) if is_plain else type(leaf).__name__  # a process group has no text of its own
 
 
 def _constant(number: float, whole: float) -> Source:

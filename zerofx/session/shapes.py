@@ -111,6 +111,17 @@ class Shapes:
         built.append(_Built(compiled, reads, len(built), effects, replay))
         self.latest = compiled
 
+    def accept(
+        self, signature: str, variant: str, reads: Reads, renew: Callable[[CompiledStep], Replay | None]
+    ) -> None:
+        """Take the Python state of now for that of ``reads``, of which a step's graph is the same. What its forward
+        does besides may be other, and decide something: ``renew`` gives that of now."""
+        built = self._steps[signature, variant]
+        index = next(index for index, entry in enumerate(built) if entry.reads is reads)
+        if built[index].replay is not None:
+            built[index] = replace(built[index], replay=renew(built[index].compiled))
+        reads.accept()
+
     @contextlib.contextmanager
     def learn_own(self, compiled: CompiledStep) -> Iterator[None]:
         """Learn which Python state the forward of ``compiled``, which runs again while open, changes itself."""

@@ -218,7 +218,7 @@ class Steps:
         with self.allow_capture():
             if not self.python.leaves_alone(forward, match.reads):
                 return match
-        match.reads.accept()
+        shapes.accept(signature, variant, match.reads, lambda compiled: self.replay_of(batch, compiled, objective))
         return shapes.find(signature, variant)
 
     def replay_of(self, batch: Batch, compiled: CompiledStep, objective: Objective) -> Replay | None:

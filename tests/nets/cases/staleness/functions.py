@@ -97,6 +97,17 @@ def global_length() -> Script:
     return Script(Small(), lambda count: _set(_length=FEATURES - count % 3), forward)
 
 
+@case("global by which what is read gets into the loss", "flag")
+def global_that_lets_a_read_in() -> Script:
+    def forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = _loss(model, x, y)
+        read = loss.item()
+        return loss * (read if _weight > 1 else 1.0)
+
+    _set(_weight=1.0)
+    return Script(Small(), lambda count: _set(_weight=1.0 + count), forward)
+
+
 @case("global that forward= branches on", "flag")
 def global_flag() -> Script:
     def forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
