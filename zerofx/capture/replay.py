@@ -150,6 +150,11 @@ class Replay:
         _mute_writers(forward, replay._try_values)
         return replay
 
+    @property
+    def num_reads(self) -> int:
+        """Tensors that are read."""
+        return len(self._known.reads)
+
     def run(self, values: Sequence[torch.Tensor]) -> None:
         """Do all that the forward does besides computing tensors, with the values of what it reads, in their order.
 

@@ -113,14 +113,20 @@ class Shapes:
 
     def accept(
         self, signature: str, variant: str, reads: Reads, renew: Callable[[CompiledStep], Replay | None]
-    ) -> None:
-        """Take the Python state of now for that of ``reads``, of which a step's graph is the same. What its forward
-        does besides may be other, and decide something: ``renew`` gives that of now."""
+    ) -> bool:
+        """Take the Python state of now for that of ``reads``, of which a step's graph is the same.
+
+        What its forward does besides may be other, and decide something: ``renew`` gives that of now. False, and
+        nothing is taken, where that reads more or fewer tensors than the step gives.
+        """
         built = self._steps[signature, variant]
         index = next(index for index, entry in enumerate(built) if entry.reads is reads)
-        if built[index].replay is not None:
-            built[index] = replace(built[index], replay=renew(built[index].compiled))
+        before, replay = built[index].replay, renew(built[index].compiled)
+        if replay is not None and replay.num_reads != (0 if before is None else before.num_reads):
+            return False
+        built[index] = replace(built[index], replay=replay)
         reads.accept()
+        return True
 
     @contextlib.contextmanager
     def learn_own(self, compiled: CompiledStep) -> Iterator[None]:

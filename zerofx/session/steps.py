@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,8 +219,8 @@ class Steps:
         with self.allow_capture():
             if not self.python.leaves_alone(forward, match.reads):
                 return match
-        shapes.accept(signature, variant, match.reads, lambda compiled: self.replay_of(batch, compiled, objective))
-        return shapes.find(signature, variant)
+        renew = partial(self.replay_of, batch, objective=objective)
+        return shapes.find(signature, variant) if shapes.accept(signature, variant, match.reads, renew) else match
 
     def replay_of(self, batch: Batch, compiled: CompiledStep, objective: Objective) -> Replay | None:
         """The rest of a forward, to be run after a step, where it reads values for logs."""
