@@ -102,10 +102,10 @@ def global_that_lets_a_read_in() -> Script:
     def forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         loss = _loss(model, x, y)
         read = loss.item()
-        return loss * (read if _weight > 1 else 1.0)
+        return loss * (read if _is_squared else 1.0)
 
-    _set(_weight=1.0)
-    return Script(Small(), lambda count: _set(_weight=1.0 + count), forward)
+    _set(_is_squared=False)
+    return Script(Small(), lambda count: _set(_is_squared=flag(count)), forward)
 
 
 @case("global that forward= branches on", "flag")
