@@ -228,11 +228,11 @@ class Replay:
         sources: list[Source] = [_constant(value, value) for value in (0, *_FLOATS)]
         sources += [_draw(draws) for _ in range(_NUM_DRAWS)]
         # Modules that compute nothing here may read what was kept elsewhere: some values go through all of them.
-        in_full = self._attempt(example_of, skips=False)
-        for source in (_constant(0.5, 7), _draw(draws)):
-            run = self._attempt(source, skips=False)
-            if in_full is not None and run is not None and not run.decides_as(in_full):
-                self._refuse(source)
+        if self._calls and (in_full := self._attempt(example_of, skips=False)) is not None:
+            for source in (_constant(0.5, 7), _draw(draws)):
+                run = self._attempt(source, skips=False)
+                if run is not None and not run.decides_as(in_full):
+                    self._refuse(source)
         for source in sources:
             if (run := self._attempt(source)) is not None and not run.decides_as(self._known_exactly):
                 self._refuse(source)

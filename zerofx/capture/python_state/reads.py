@@ -245,11 +245,7 @@ class Reads:
         if self._plain_differences() == []:
             return
         now = self._walk()
-        self._own.update(
-            path
-            for path in dict.fromkeys((*before, *now.facts))
-            if path not in self._varying and not _equal(before.get(path, MISSING), now.facts.get(path, MISSING))
-        )
+        self._own.update(path for path in _find_changed_paths(before, now.facts) if path not in self._varying)
         self._adopt(now)
 
     def _is_own(self, path: str, *facts: Mapping[str, Any]) -> bool:
@@ -337,13 +333,11 @@ class Reads:
 
     def _changes_by_walk(self) -> list[Change]:
         """The changes between the state that was read and a walk through the current one."""
-        now, before = self._walk(), self._state.facts
+        now, before, excluded = self._walk(), self._state.facts, self._varying | self._unread
         changed = [
             Change(path, before.get(path, MISSING), now.facts.get(path, MISSING))
-            for path in dict.fromkeys((*before, *now.facts))
-            if path not in self._varying | self._unread
-            and not _equal(before.get(path, MISSING), now.facts.get(path, MISSING))
-            and not self._is_own(path, before, now.facts)
+            for path in _find_changed_paths(before, now.facts)
+            if path not in excluded and not self._is_own(path, before, now.facts)
         ]
         if not changed:
             self._adopt(now)
@@ -373,6 +367,12 @@ def _columns(state: State, compared: Sequence[int]) -> Iterator[tuple[list[int],
 
 def _is_alike(first: Any, other: Any) -> bool:
     return first is other or (is_plain(first) and _equal(first, other))
+
+
+def _find_changed_paths(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The paths of facts that differ, or that one of two states alone has."""
+    paths = dict.fromkeys((*before, *now))
+    return [path for path in paths if not _equal(before.get(path, MISSING), now.get(path, MISSING))]
 
 
 def _equal(first: Any, other: Any) -> bool:
