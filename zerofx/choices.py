@@ -26,7 +26,7 @@ CudaGraphs = bool | Literal["auto"]
 OnNonfinite = Literal["warn", "skip", "raise"]
 OutputsOption = Literal["numbers", "all", "none"]
 Tiling = Literal["auto", "none"] | Mapping[str, int]
-ShardingWord = Literal["column", "row", "sequence", "replicated"]
+ShardingWord = Literal["column", "row", "sequence", "replicated", "exchange"]
 
 # What the styles of a `tp_plan` of transformers say here: the dimension of the parameter that is in parts, one of our
 # words, or, None, nothing. They tell how a module's forward is rewritten then, which is found from the graph instead.

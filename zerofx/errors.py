@@ -47,6 +47,10 @@ class NonFiniteGradientsError(ZeroFXError, ArithmeticError):
     """A gradient of a scaled loss is NaN or infinite: how a step that is left out ends. Steps do not raise it."""
 
 
+class RowOverflowError(ZeroFXError, RuntimeError):
+    """Rows of experts have found no room on their ranks: how a step ends that is run again. Steps do not raise it."""
+
+
 class CompilerError(ZeroFXError, RuntimeError):
     """A region could not be compiled, for example because the machine has no C++ compiler."""
 

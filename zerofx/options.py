@@ -215,7 +215,7 @@ class CompileOptions:
 
     shardings: Mapping[str, str] = option(None, SHARDINGS)
     """how modules or parameters lie on the axis ``model``, by names or patterns of names: ``"column"``, ``"row"``,
-    ``"sequence"`` or ``"replicated"``, or a ``tp_plan`` of ``transformers``; the rest is the plan's."""
+    ``"sequence"``, ``"replicated"`` or ``"exchange"``, or a ``tp_plan`` of ``transformers``; the rest is the plan's."""
 
     wire: WireOption = option(
         "exact",

@@ -166,7 +166,8 @@ PLAN = (
     # What is not sent exactly as it is: in few bits, or from second shards on each node.
     Listed(QuantiseGathers, {"wires": ("bucket", "gather", "second_shard")}, lambda plan, _: plan.wires),
     Listed(QuantiseReductions, {"wires": ("reduce", "hop_after")}, lambda plan, _: plan.wires),
-    Listed(GuardLoss, when=lambda _, guarded: guarded),  # no update where a loss is not finite, if that is asked for
+    # No update where a loss is not finite, if that is asked for, or rows have found no room.
+    Listed(GuardLoss, when=lambda plan, guarded: guarded or plan.sends_rows),
     # Views that collectives on values read.
     Listed(Parts, when=lambda plan, _: plan.model > 1),
     # Gathers that ranks of one host need not copy.

@@ -1,4 +1,4 @@
-"""End a step before its first update if a loss, or a gradient, is not finite.
+"""End a step before its first update if a loss, or a gradient, is not finite, or rows have found no room.
 
     loss = mean(losses)                          loss = mean(losses)
     ...                                          ...
@@ -9,6 +9,12 @@
 The step's graph says whether it is wanted (``StepGraph.guarded``). What forward has done to buffers stays. What a loss
 is computed of that stands after the first update moves in front of it: the ranks of the model axis may each have a term
 of the loss, and add these up where the step ends.
+
+    loss = where(missed, -inf, loss)             loss = where(missed, -inf, loss)
+                                                 check_overflow(loss)
+
+Where ranks send each other the rows of experts, the loss says whether all have found room; the step is run again with
+more of it if some have not.
 
     largest_gradient = amax(parts)               largest_gradient = amax(parts)
                                                  check_gradients(largest_gradient, [loss])
@@ -46,7 +52,10 @@ class GuardLoss:
         for node in sorted(_read_after(place, step.loss)):
             place.prepend(node)
         with step.graph.inserting_before(place):
-            insert_call(step.graph, ops.check_finite, (step.loss,), Origin("", Phase.UPDATE), name="check_finite")
+            for check, is_wanted in ((ops.check_overflow, plan.sends_rows), (ops.check_finite, step.guarded)):
+                if is_wanted:
+                    name = str(check).partition(".")[2].partition(".")[0]
+                    insert_call(step.graph, check, (step.loss,), Origin("", Phase.UPDATE), name=name)
 
 
 def _first_update(step: StepGraph) -> fx.Node:

@@ -13,7 +13,7 @@ S[] -> P   whole_rows: in their places, zeros elsewhere
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,12 +24,23 @@ from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, is_random, set_piece, tensor
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 from zerofx.ir.op_kernels.own_rows import own_rows, whole_rows
+from zerofx.ir.op_kernels.row_routes import groups_missed, rows_missed
 from zerofx.ir.sharding.rule import Rule
-from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Placement, Ragged, Replicated, Sharded
-from zerofx.torch_private.operators import OpOverload
+from zerofx.scheduler.plan.placements import (
+    REPLICATED,
+    SUM,
+    Partial,
+    Placement,
+    Ragged,
+    Replicated,
+    Sharded,
+    local_shape,
+)
+from zerofx.torch_private.operators import OpOverload, pytree
 
 _aten = torch.ops.aten
 AXIS = "model"
+_CHECKS = {"rows": rows_missed, "groups": groups_missed}
 
 
 @dataclass
@@ -38,6 +49,7 @@ class LocalGraph:
 
     ``host_rank`` is that of the number on the host, of shape [], where a step draws. ``where`` is the origin of what is
     written, ``piece`` its piece. ``values`` gives, by its name in the whole graph, a value that all ranks have.
+    ``checks`` are truths about the step: that rows have found no room.
     """
 
     graph: fx.Graph
@@ -47,6 +59,7 @@ class LocalGraph:
     where: Origin
     values: Callable[[str, LocalGraph], fx.Node] | None = None
     piece: str | None = None
+    checks: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = insert_call(self.graph, target, args, self.where, kwargs)
@@ -57,6 +70,13 @@ class LocalGraph:
     def all_reduce(self, node: fx.Node, reduction: str = "sum") -> fx.Node:
         return self._collective(ops.all_reduce_values, self._dense(node), reduction)
 
+    def exchange(self, parts: fx.Node) -> fx.Node:
+        return self._collective(ops.exchange_values, self._dense(parts))
+
+    def check_overflow(self, what: str, args: tuple[Any, ...]) -> None:
+        if (what, args) not in self.checks:
+            self.checks[what, args] = self.call(_CHECKS[what], *args)
+
     def start_shift(self, node: fx.Node) -> fx.Node:
         return self.call(ops.shift_values, self._dense(node), self.num_ranks, over=AXIS)
 
@@ -64,8 +84,8 @@ class LocalGraph:
         sent = pending.args[0]
         return self.call(ops.wait, pending, sent)
 
-    def convert(self, node: fx.Node, source: Placement, target: Placement) -> fx.Node:
-        """Convert ``node`` from placement ``source`` to ``target``."""
+    def convert(self, node: fx.Node, source: Placement, target: Placement, whole: tuple[int, ...] = ()) -> fx.Node:
+        """Convert ``node`` from placement ``source`` to ``target``; ``whole``: the shape of a value of ragged rows."""
         if source == target:
             return node
         match source, target:
@@ -86,13 +106,13 @@ class LocalGraph:
             case Replicated(), Partial():
                 return node  # the largest, or smallest, of what is the same everywhere
             case Replicated(), Ragged():
-                return self._row_call(own_rows, node, target)
+                return self._own_rows(node, target)
             case Ragged(), Partial("sum"):
-                return self._row_call(whole_rows, node, source)
+                return self._whole_rows(node, source, whole)
             case Ragged(), Replicated() | Sharded():
-                return self.convert(self._row_call(whole_rows, node, source), SUM, target)
+                return self.convert(self._whole_rows(node, source, whole), SUM, target, whole)
             case _, Partial() | Ragged():
-                return self.convert(self.convert(node, source, REPLICATED), REPLICATED, target)
+                return self.convert(self.convert(node, source, REPLICATED, whole), REPLICATED, target, whole)
         raise AssertionError(f"{source} -> {target}: no such conversion")
 
     def reshape(self, node: fx.Node, shape: list[int]) -> fx.Node:
@@ -165,16 +185,27 @@ class LocalGraph:
     def _exchange(self, node: fx.Node, source: Sharded, target: Sharded) -> fx.Node:
         if source.dim == target.dim:  # other groups: whole first, as parts of parts would have to be named
             return self._own_part(self._gather(node, source), target)
-        parts = self._dense(self._ranks_first(node, target))
-        return self._from_ranks(self._collective(ops.exchange_values, parts), source)
+        parts = self._ranks_first(node, target)
+        return self._from_ranks(self.exchange(parts), source)
 
     def _collective(self, target: OpOverload[..., Any], value: fx.Node, *more: Any) -> fx.Node:
         """The awaited result of a collective on a value, which is held until then, as the collective reads it."""
         return self.call(ops.wait, self.call(target, value, *more, self.num_ranks, over=AXIS), value)
 
-    def _row_call(self, target: OpOverload[..., Any], node: fx.Node, placement: Ragged) -> fx.Node:
+    def _own_rows(self, node: fx.Node, target: Ragged) -> fx.Node:
+        ends, shape = self.whole(target.ends), tuple(tensor(node).shape)
+        num_rows = local_shape(shape, target, self.num_ranks)[target.dim]
+        if num_rows < shape[target.dim]:
+            self.check_overflow("groups", (ends, self.num_ranks, num_rows))
+        return self.call(own_rows, node, ends, self.rank, self.num_ranks, target.dim, num_rows)
+
+    def _whole_rows(self, node: fx.Node, source: Ragged, whole: tuple[int, ...]) -> fx.Node:
+        ends, num_rows = self.whole(source.ends), whole[source.dim]
+        return self.call(whole_rows, node, ends, self.rank, self.num_ranks, source.dim, num_rows)
+
+    def whole(self, name: str) -> fx.Node:
         assert self.values is not None
-        return self.call(target, node, self.values(placement.ends, self), self.rank, self.num_ranks, placement.dim)
+        return self.values(name, self)
 
     def _zero_elsewhere(self, node: fx.Node) -> fx.Node:
         others = self.call(_aten.ne.Scalar, self.rank, 0)
@@ -209,6 +240,20 @@ class LocalCallOf:
 
     def all_reduce(self, node: fx.Node, reduction: str = "sum") -> fx.Node:
         return self.graph.all_reduce(node, reduction)
+
+    def exchange(self, parts: fx.Node) -> fx.Node:
+        return self.graph.exchange(parts)
+
+    def own(self, node: fx.Node) -> fx.Node:
+        given = pytree.tree_leaves((self.args, self.kwargs))
+        read = zip(pytree.tree_leaves((self.node.args, dict(self.node.kwargs))), given, strict=True)
+        return next(own for source, own in read if source is node and isinstance(own, fx.Node))
+
+    def whole(self, name: str) -> fx.Node:
+        return self.graph.whole(name)
+
+    def check_overflow(self, what: str, args: tuple[Any, ...]) -> None:
+        self.graph.check_overflow(what, args)
 
     def start_shift(self, node: fx.Node) -> fx.Node:
         return self.graph.start_shift(node)

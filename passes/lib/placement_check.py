@@ -37,9 +37,10 @@ from zerofx.ir.operators.table import facts_of
 from zerofx.ir.sharding.attention import is_attention
 from zerofx.ir.sharding.placed_calls import kinds_of_call
 from zerofx.ir.sharding.placed_moves import Kind, Kinds, Own, chunk_placements
+from zerofx.ir.sharding.placed_numbers import RECEIVED, SENT
 from zerofx.ir.sharding.rule import read_tensors, results_of
 from zerofx.ir.text import node_text
-from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Sharded, local_shape
+from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Ragged, Sharded, local_shape
 from zerofx.torch_private.operators import pytree
 
 _NEIGHBOURS = 6
@@ -125,6 +126,8 @@ class _Check:
             return self._if(node, kinds, asked, frozenset({REPLICATED}), f"terms ({asked})")
         parts = node.args[0]
         assert isinstance(parts, fx.Node)
+        if (own := next(iter(kinds), None)) and isinstance(own, Own) and own.what.startswith(SENT):
+            return frozenset({Own(RECEIVED + own.what.removeprefix(SENT))})
         received = chunk_placements(parts, self.num_ranks)
         if node.target is ops.reduce_scatter_values:
             return self._if(node, kinds, SUM, received, f"terms ({SUM})")
@@ -158,6 +161,9 @@ class _Check:
             return False
         if isinstance(kind, Sharded):
             return len(local) == len(whole) and local_shape(whole, kind, self.num_ranks) == local != whole
+        if isinstance(kind, Ragged):  # with room for all rows, or for some
+            rows = local[kind.dim]
+            return rows <= whole[kind.dim] and (*whole[: kind.dim], rows, *whole[kind.dim + 1 :]) == local
         return local == whole
 
     def _check_numbers(self, node: fx.Node) -> None:

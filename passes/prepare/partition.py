@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import fx
 
 from zerofx.errors import PlanError
 from zerofx.ir.aliasing import storage_source
+from zerofx.ir.edit import erase_unread
 from zerofx.ir.facts import (
     Phase,
     Placeholder,
@@ -52,10 +53,21 @@ from zerofx.passes.lib.local_graph import AXIS, LocalCallOf, LocalGraph
 from zerofx.scheduler.analysis.saved_values import value_node
 from zerofx.scheduler.analysis.sharding_ways import slot_of
 from zerofx.scheduler.plan.decisions import ShardingDecision
-from zerofx.scheduler.plan.placements import REPLICATED, SUM, Placement, Replicated, Sharded, local_shape, placement_of
+from zerofx.scheduler.plan.placements import (
+    LOSS_OF_OVERFLOW,
+    REPLICATED,
+    SUM,
+    Placement,
+    Ragged,
+    Replicated,
+    Sharded,
+    local_shape,
+    placement_of,
+)
 from zerofx.torch_private.operators import schema_of
 from zerofx.torch_private.tensors import use_mode_of
 
+_aten = torch.ops.aten
 _SIZES = frozenset({"size", "input_size", "input_sizes", "shape"})  # arguments that have the shape of the result
 
 
@@ -97,6 +109,7 @@ class _Partitioning:
         self._rules: dict[tuple[object, ...], Rule | None] = {}
         self._converted: dict[tuple[fx.Node, Placement, Phase | None], fx.Node] = {}
         self._alike: list[fx.Node] = []  # what all ranks have
+        self._checks: dict[tuple[Any, ...], fx.Node] = {}  # truths: that rows have found no room
 
     def run(self) -> None:
         step = self._step
@@ -111,18 +124,22 @@ class _Partitioning:
         completed: dict[fx.Node, list[Placement]] = {}
         for node, placement in asked[len(asked) - len(step.gradient_names) :]:
             completed.setdefault(node, []).append(placement)
-        for node in step.graph.nodes:
+        for node in self._nodes_in_order():
             local = LocalGraph(
-                self._graph, self._num_parts, rank, host_rank, origin(node), self._whole_value, piece_of(node)
-            )
+                self._graph, self._num_parts, rank, host_rank, origin(node), self._whole_value, piece_of(node),
+                self._checks,
+            )  # fmt: skip
             if node.target is operator.getitem:
                 self._pick(node, local)
             elif node.op == "call_function":
                 self._call(node, local)
             elif node.op == "output":
-                self._graph.output(tuple(self._convert(result, placement, local) for result, placement in asked))
+                loss, *others = (self._convert(result, placement, local) for result, placement in asked)
+                self._graph.output((self._mark_loss(loss, local), *others))
             for placement in completed.get(node, ()):  # not where the step ends: no bucket would be complete before
                 self._convert(node, placement, local)
+        if self._checks:  # zeros that rows are added to: a rank makes its own
+            erase_unread(self._graph)
         self._name_nodes()
         for node in self._alike:
             set_alike(value_node(storage_source(node)), 1)
@@ -132,6 +149,28 @@ class _Partitioning:
         )
         step.graph = self._graph
         step.shardings = tuple(self._decided.values())
+
+    def _nodes_in_order(self) -> Iterable[fx.Node]:
+        """The nodes in their order, but for what says where rows end, which is there before any of these are sent."""
+        order = dict[fx.Node, None]()
+        ends = {name: _names_of_ends(decision) for name, decision in self._decided.items()}
+
+        def visit(node: fx.Node) -> None:
+            for source in (*node.all_input_nodes, *(self._named[name] for name in ends.get(node.name, ()))):
+                if source not in order:
+                    visit(source)
+            order.setdefault(node)
+
+        for node in self._step.graph.nodes:
+            visit(node)
+        return order
+
+    def _mark_loss(self, loss: fx.Node, local: LocalGraph) -> fx.Node:
+        """The loss, or ``LOSS_OF_OVERFLOW`` where rows have found none."""
+        if not self._checks:
+            return loss
+        missed = local.call(_aten.any.default, local.call(_aten.stack.default, list(self._checks.values())))
+        return local.call(_aten.masked_fill.Scalar, loss, missed, LOSS_OF_OVERFLOW)
 
     def _add_input(self, name: str, fake: torch.Tensor, role: Role) -> fx.Node:
         node = self._graph.placeholder(name)
@@ -239,7 +278,8 @@ class _Partitioning:
         again = decision is not None and str(target) in decision.again
         key = (source, target, local.where.phase if again else None)
         if key not in self._converted:
-            self._converted[key] = local.convert(node, placement, target)
+            shape = tuple(tensor(source).shape)
+            self._converted[key] = local.convert(node, placement, target, shape)
             self._alike += [self._converted[key]] if target == REPLICATED else []
         return self._converted[key]
 
@@ -262,11 +302,16 @@ class _Partitioning:
         return replace(info, shape=tuple(fake.shape), stride=fake.stride(), part=placement, num_parts=self._num_parts)
 
 
+def _names_of_ends(decision: ShardingDecision) -> set[str]:
+    lies = (placement_of(text) for text in (*decision.outputs, *decision.inputs) if text is not None and "[" in text)
+    return {placement.ends for placement in lies if isinstance(placement, Ragged)}
+
+
 def _same_call(rank: LocalCallOf) -> fx.Node:
     """The call itself, with local sizes in the place of the result's."""
     node, args, kwargs = rank.node, align_operands(rank), dict(rank.kwargs)
     whole, placement = next(zip(results_of(node), rank.rule.outputs, strict=True), (None, None))
-    if isinstance(placement, Sharded) and whole is not None:
+    if isinstance(placement, Sharded | Ragged) and whole is not None:
         shape = list(local_shape(tuple(whole.shape), placement, rank.num_ranks))
         for position, argument in enumerate(schema_of(node.target).arguments):  # type: ignore[arg-type]  # an operator
             if argument.name in _SIZES and position < len(args):

@@ -3,6 +3,7 @@
 Our own words are about what a product gives, wherever the module keeps which dimension of its weight: ``"column"``
 gives parts of features, ``"row"`` parts that add up, ``"sequence"`` parts of the last dimension but one, which is
 tokens, of parameters that every rank has, ``"replicated"`` has every rank do the whole: parameters and what is given.
+``"exchange"`` is about experts: each rank has some of them, and is sent their rows by those that have the tokens.
 Styles of a ``tp_plan`` are about dimensions of the parameter, as ``transformers`` has them; those that say how a
 module's forward is rewritten say nothing here, where the graph is.
 """
@@ -26,6 +27,7 @@ from zerofx.scheduler.analysis.sharding_ways import ShardingWays, slot_of
 from zerofx.scheduler.plan.facts import is_within
 from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, Replicated, Sharded
 
+EXCHANGE = "exchange"
 _NEAREST = 3  # names in a message
 
 
@@ -122,7 +124,9 @@ def apply_pins(ways: ShardingWays, pins: Pins) -> ShardingWays:
                     f"{' and '.join(map(str, of_node))}, which do not go together: it is one tensor of several names"
                 )
             placeholders[first] = left
-            if REPLICATED not in left:
+            if pin.word == EXCHANGE:
+                _exchange_rows(ways, rules, node, pin)
+            elif REPLICATED not in left:
                 _keep_readers(ways, rules, node, pin.module, left)
     for node, pin in pins.results.items():
         source, index = slot_of(node)
@@ -140,6 +144,28 @@ def apply_pins(ways: ShardingWays, pins: Pins) -> ShardingWays:
             )
         rules[first] = left_rules
     return replace(ways, placeholders=placeholders, rules=rules)
+
+
+def _exchange_rows(ways: ShardingWays, rules: dict[fx.Node, list[Rule]], node: fx.Node, pin: Pin) -> None:
+    """Leave the calls of a module, forward and backward, the rules by which ranks send each other rows.
+
+    Raises:
+        UsageError: it has no such calls, or they cannot.
+    """
+    has_any = False
+    for call in ways.step.calls():
+        first, result = ways.classes.first[call], next(iter(results_of(call)), None)
+        if first in rules and result is not None and result.ndim > 1 and is_within(origin(call).layer, pin.module):
+            left = [rule for rule in rules[first] if rule.is_bounded]
+            has_any |= any(rule.extra.exchanged_bytes for rule in left)
+            rules[first] = left or rules[first]
+    if not has_any:
+        tokens = " and ".join(str(list(tensor(n).shape)) for n in ways.step.placeholders(Role.INPUT))
+        raise UsageError(
+            f"expected rows of {pin.module} that {ways.num_ranks} ranks of the model axis can send each other, as "
+            f"{pin} asks: tokens that the ranks divide, taken by one index of rows, grouped products of them by "
+            f"experts that the ranks divide, and no buffer that the forward changes; found none, of a batch of {tokens}"
+        )
 
 
 def _keep_readers(
@@ -185,6 +211,8 @@ def _placements_for(ways: ShardingWays, node: fx.Node, pin: Pin) -> Collection[P
         return [REPLICATED]
     if meaning is None:
         return possible
+    if meaning == EXCHANGE:  # a bias of experts is taken by its rows
+        return [p for p in shards if p.dim == 0] if ndim > 2 else [REPLICATED]
     if ndim < 2:  # a bias goes with what the product gives: parts, or a sum that it is added to once
         is_row = meaning in ("row", -1)
         return [REPLICATED] if is_row or not shards else shards

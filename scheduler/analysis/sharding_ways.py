@@ -75,8 +75,12 @@ class ShardingWays:
         return replace(placement, ends=own.name)
 
 
-def sharding_ways(step: StepGraph, num_ranks: int, marks: Mapping[fx.Node, str] = MappingProxyType({})) -> ShardingWays:
+def sharding_ways(
+    step: StepGraph, num_ranks: int, marks: Mapping[fx.Node, str] = MappingProxyType({}), capacity: float = 0.0
+) -> ShardingWays:
     """All ways for a captured graph; ``marks`` tell layers apart that are alike.
+
+    ``capacity``: of rows that ranks send each other each has room for that many equal shares; 0: none are sent.
 
     What products, convolutions, attention and lookups can share is what there is to share; all other calls follow
     them, through reshapes and cuts that make groups of a dimension too, until nothing is added.
@@ -101,7 +105,7 @@ def sharding_ways(step: StepGraph, num_ranks: int, marks: Mapping[fx.Node, str] 
         read_ways = [set().union(*(candidates[slot] for slot in slots)) for slots in sources[node]]
         given_ways = [candidates[node, index] for index in range(len(results_of(node)))]
         leads = _leads(node)
-        rules = rules_of(calls[node], num_ranks, read_ways, given_ways, plain=leads)
+        rules = rules_of(calls[node], num_ranks, read_ways, given_ways, plain=leads, capacity=capacity)
         ways.rules[node] = rules
         for slot, placement in _shardings(rules, node, sources[node]):
             if placement not in candidates[slot] and ways.can_lie(slot[0], placement):

@@ -64,7 +64,8 @@ def conversion_seconds(tensor: Tensor, source: Placement, target: Placement, mes
         case Replicated(), Partial():
             return 0.0
         case Replicated(), Ragged():
-            return 2 * size / machine.memory_bandwidth
+            own = num_bytes(local_shape(tuple(tensor.shape), target, mesh.model), tensor.dtype)
+            return 2 * own / machine.memory_bandwidth
         case Ragged(), Partial("sum"):
             return 3 * size / machine.memory_bandwidth
         case Ragged(), Replicated() | Sharded():
@@ -94,6 +95,8 @@ def seconds_of_share(node: fx.Node, rule: Rule, mesh: Mesh, machine: Machine, pr
     sums = seconds_along("all_reduce", extra.reduced_bytes, mesh, MODEL, machine) if extra.reduced_bytes else 0.0
     if extra.shifted_bytes:
         sums += (mesh.model - 1) * seconds_along("shift", extra.shifted_bytes, mesh, MODEL, machine)
+    if extra.exchanged_bytes:
+        sums += seconds_along("all_to_all", extra.exchanged_bytes, mesh, MODEL, machine)
     sums += extra.traffic_bytes / machine.memory_bandwidth
     if not cost.seconds or is_view(node):
         return sums

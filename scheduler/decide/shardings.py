@@ -221,7 +221,8 @@ class _Nodes:
         whole, own = (times * self._seconds(node, each) for each in (by_all, rule))
         if len(taken) == 1 and rule == by_all:
             return f"{target_name(node)} cannot be shared: every rank does it whole, {format_seconds(whole)} a step"
-        return f"{format_seconds(own)} a step on each rank, {format_seconds(whole)} where each does it whole"
+        sent = ", with what it sends to the ranks of rows and back" if rule.extra.exchanged_bytes else ""
+        return f"{format_seconds(own)} a step on each rank{sent}, {format_seconds(whole)} where each does it whole"
 
     def _placements_in_backward(self, node: fx.Node, chosen: _Answer) -> tuple[Placement, ...]:
         repeated = self._again.get((node, 0), {})

@@ -5,6 +5,7 @@ Of rows in groups of lengths that only the step knows, tokens of experts, each r
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -53,14 +54,31 @@ class Ragged:
 
     Rows lie in groups, one after the other, and the value ``ends`` has the place where each ends, int, shape
     ``[groups]``. Of n ranks, rank i has the rows of the i-th n-th of the groups, in order; what follows them is
-    anything.
+    anything. ``capacity``: a rank has a tensor of that many equal shares of the rows, which no more fit in; 0: of all
+    rows.
     """
 
     dim: int
     ends: str
+    capacity: float = 0.0
 
     def __str__(self) -> str:
-        return f"S{self.dim}[{self.ends}]"
+        return f"S{self.dim}[{self.ends}{f'*{self.capacity:.12g}' if self.capacity else ''}]"
+
+    def rows_for_each(self, num_rows: int, num_ranks: int) -> int:
+        """Rows that one rank sends another at most, of ``num_rows`` in all."""
+        return min(math.ceil(self.capacity * num_rows / num_ranks**2), num_rows) if self.capacity else num_rows
+
+
+FIRST_CAPACITY = 1.25
+"""Room for rows of experts that ranks send each other, in equal shares, until some have found none."""
+LOSS_OF_OVERFLOW = float("-inf")
+"""The loss of a step in which some have not."""
+
+
+def next_capacity(capacity: float, num_ranks: int) -> float:
+    """The capacity that is tried next: twice as much, all rows of a rank's tokens on each rank, and at last any."""
+    return min(2 * capacity, num_ranks) if capacity < num_ranks else float(num_ranks**2)
 
 
 Placement = Replicated | Sharded | Partial | Ragged
@@ -68,7 +86,8 @@ REPLICATED, SUM = Replicated(), Partial()
 
 
 def placement_of(text: str) -> Placement:
-    """The placement that is written ``text``: ``R``, ``S1``, ``S1/3``, ``S0[ends]``, ``P``, ``P(max)``.
+    """The placement that is written ``text``: ``R``, ``S1``, ``S1/3``, ``S0[ends]``, ``S0[ends*2]``, ``P``,
+    ``P(max)``.
 
     Raises:
         PlanError: none is.
@@ -77,20 +96,25 @@ def placement_of(text: str) -> Placement:
         return REPLICATED
     if match := re.fullmatch(r"S(\d+)(?:/(\d+))?", text):
         return Sharded(int(match[1]), int(match[2] or 1))
-    if match := re.fullmatch(r"S(\d+)\[(\w+)\]", text):
-        return Ragged(int(match[1]), match[2])
+    if match := re.fullmatch(r"S(\d+)\[(\w+)(?:\*([\d.]+))?\]", text):
+        return Ragged(int(match[1]), match[2], float(match[3] or 0))
     if match := re.fullmatch(r"P(?:\((\w+)\))?", text):
         for reduction in get_args(Reduction):
             if reduction == (match[1] or "sum"):
                 return Partial(reduction)
-    raise PlanError(f"expected a placement (R, S1, S1/3, S0[ends], P, P(max)), found {text!r}")
+    raise PlanError(f"expected a placement (R, S1, S1/3, S0[ends], S0[ends*2], P, P(max)), found {text!r}")
 
 
 def local_shape(shape: tuple[int, ...], placement: Placement, num_ranks: int) -> tuple[int, ...]:
     """The shape of one rank's part of a value of ``shape``."""
-    if not isinstance(placement, Sharded):
+    if not isinstance(placement, Sharded | Ragged):
         return shape
-    return *shape[: placement.dim], shape[placement.dim] // num_ranks, *shape[placement.dim + 1 :]
+    size = shape[placement.dim]
+    if isinstance(placement, Sharded):
+        own = size // num_ranks
+    else:
+        own = min(num_ranks * placement.rows_for_each(size, num_ranks), size)
+    return *shape[: placement.dim], own, *shape[placement.dim + 1 :]
 
 
 def divides(shape: tuple[int, ...], placement: Placement, num_ranks: int) -> bool:

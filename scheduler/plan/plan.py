@@ -119,6 +119,11 @@ class Plan:
         return self.stage == 3 and self.num_ranks > self.replicate
 
     @property
+    def sends_rows(self) -> bool:
+        """True if ranks send each other rows of experts, for which each has room for some."""
+        return any("*" in (text or "") for decision in self.shardings for text in (*decision.outputs, *decision.inputs))
+
+    @property
     def has_residencies(self) -> bool:
         """True if some bucket is whole on the device only while it is used: sharded, or in a slower tier."""
         return self.gathers_parameters or bool(self.parameters or self.gathers)

@@ -31,6 +31,7 @@ from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.decisions import Locations, ShardingDecision
 from zerofx.scheduler.plan.mesh import Mesh
+from zerofx.scheduler.plan.placements import FIRST_CAPACITY
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.stages.parameter_slices import slices_asked, slices_of
 from zerofx.scheduler.search.target import Target
@@ -45,7 +46,8 @@ class Request:
     ``locations``: None for a training step; for an evaluation, where what it reads and what it leaves alone lies.
     ``fixed``: for a training step next to others, where states and parameters stay; None where its plan says it.
     ``lenders``: the models of other steps that may be read from buckets. ``sizes``: what was captured for batches of
-    other sizes, of which the step's graph may be made. ``verbose``: whether this rank shows how long it takes.
+    other sizes, of which the step's graph may be made. ``capacity``: of a rank for rows of experts, in equal shares.
+    ``verbose``: whether this rank shows how long it takes.
     """
 
     model: nn.Module
@@ -60,6 +62,7 @@ class Request:
     fixed: Locations | None = None
     lenders: tuple[Borrowed, ...] = ()
     sizes: KnownSizes | None = None
+    capacity: float = FIRST_CAPACITY
 
     @property
     def borrowed(self) -> tuple[Borrowed, ...]:

@@ -35,7 +35,7 @@ from zerofx.scheduler.decide.shardings import decide_shardings
 from zerofx.scheduler.decide.value_overlap import decide_overlaps
 from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision
 from zerofx.scheduler.plan.mesh import MODEL, Mesh
-from zerofx.scheduler.plan.placements import Placement
+from zerofx.scheduler.plan.placements import FIRST_CAPACITY, Placement, Ragged, placement_of
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError
 from zerofx.torch_private.profiler import is_profiling
@@ -227,10 +227,12 @@ def _decide(
     within_budget: bool = False,
 ) -> tuple[ShardingDecision, ...]:
     if isinstance(request.options.plan, Plan):
-        return request.options.plan.shardings
+        return _with_capacity(request.options.plan.shardings, request.capacity)
     step = captures.whole_graph(captures.candidates[0])
     if earlier is not None and earlier.shared.given == _step_key(request, captures):
-        return earlier.shared.shardings  # another update of the same step
+        return _with_capacity(earlier.shared.shardings, request.capacity)  # another update of the same step
+    # A step that is run again begins with what it began with, and none of its updates are under way.
+    may_send = request.locations is None and request.options.delayed_update is None and not step.mutations
     pins = pins_of(step, request.options.shardings)
     if pins.ignored and request.verbose:
         notify(f"shardings: nothing follows from {first_few(pins.ignored)}")
@@ -241,7 +243,7 @@ def _decide(
 
     def decide() -> tuple[ShardingDecision, ...]:
         marks = {node: f"{pins.marks.get(node, '')} {lies}" for node, lies in lying.items()}
-        ways = apply_pins(sharding_ways(step, request.mesh.model, {**pins.marks, **marks}), pins)
+        ways = apply_pins(sharding_ways(step, request.mesh.model, {**pins.marks, **marks}, capacity), pins)
         for node, lies in lying.items():  # whether or not what reads it here can
             possible = ways.placeholders[ways.classes.first[node]]
             possible += [] if lies in possible else [lies]
@@ -255,14 +257,31 @@ def _decide(
         why |= {node.name: "as the step has it that trains it" for node in lying if names[node] in lent}
         return tuple(replace(decision, reason=why.get(decision.node, decision.reason)) for decision in decided)
 
+    capacity = FIRST_CAPACITY if may_send else 0.0
     simulated = explained and request.locations is None and (earlier is None or within_budget)
     if not within_budget:
         request = replace(request, options=replace(request.options, **defaults_for(CompileOptions, "sharing")))
-    said = [repr(sorted(request.options.shardings.items())), repr(sorted(given.items())), str(explained)]
+    said = [repr(sorted(request.options.shardings.items())), repr(sorted(given.items())), str(explained), str(capacity)]
     if simulated:  # which follows from all that a plan does
         said += [*request.options.texts("plan"), str(hyperparameter_texts(request.optimizers))]
     with watch_progress("sharing the computation", show=request.verbose):
-        return decide_with_cache(request, step, ShardingDecision, decide, *said)
+        return _with_capacity(decide_with_cache(request, step, ShardingDecision, decide, *said), request.capacity)
+
+
+def _with_capacity(shardings: Sequence[ShardingDecision], capacity: float) -> tuple[ShardingDecision, ...]:
+    """The decisions, with at least ``capacity`` for the rows that ranks send each other."""
+
+    def widen(text: str) -> str:
+        placement = placement_of(text)
+        if isinstance(placement, Ragged) and 0 < placement.capacity < capacity:
+            return str(replace(placement, capacity=capacity))
+        return text
+
+    def widen_all(decision: ShardingDecision) -> ShardingDecision:
+        outputs = tuple(None if text is None else widen(text) for text in decision.outputs)
+        return replace(decision, outputs=outputs, inputs=tuple(map(widen, decision.inputs)))
+
+    return tuple(map(widen_all, shardings))
 
 
 def _step_key(request: Request, captures: Captures) -> str:

@@ -79,6 +79,7 @@ ABOUT_INSTRUCTIONS: Mapping[str, str] = {
     "keep_draws": "the states of random generators are kept for the micro-batch that is run",
     "take_draws": "random generators go on for the micro-batch that is run next",
     "drop_draw": "what was drawn for the generators to go on is dropped",
+    "check_overflow": "computation goes on to the updates only if all rows of experts have found room on their ranks",
     "check_finite": "computation goes on to the updates only if the loss is finite on every rank",
 }
 _STYLE = """

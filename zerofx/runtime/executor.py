@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError
+from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError, RowOverflowError
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import DEVICE
 from zerofx.ir.owners import Owners
@@ -22,6 +22,7 @@ from zerofx.runtime.comm.transport import Group, LostRankError, Pending, Transpo
 from zerofx.runtime.tiers.stored import Stored
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.plan.mesh import Mesh
+from zerofx.scheduler.plan.placements import LOSS_OF_OVERFLOW
 
 T = TypeVar("T")
 
@@ -304,6 +305,19 @@ class Runtime:
         if not is_finite:
             self.stopped = [loss]
             raise NonFiniteLossError(f"the loss is {loss.item()} here")
+
+    def check_overflow(self, loss: torch.Tensor) -> None:
+        """End the step before its updates where the loss of a rank says that rows of experts have found no room.
+
+        Raises:
+            RowOverflowError: on all ranks.
+        """
+        is_bounded = loss.item() != LOSS_OF_OVERFLOW
+        if self._transport is not None:
+            is_bounded = self._connect().all_true(is_bounded)
+        if not is_bounded:
+            self.stopped = [loss]
+            raise RowOverflowError("rows of experts have found no room")
 
     def check_gradients(self, largest: torch.Tensor, outcome: list[torch.Tensor]) -> None:
         """End the step before its updates where ``largest``, the largest gradient of all ranks, is not finite.

@@ -79,6 +79,7 @@ class LastStep:
         self,
         num_steps: int,
         num_skipped: int,
+        num_repeated: int | None,
         grad_norm: torch.Tensor | None,
         loss_scale: float | None,
         known: Measurement | Plan | None,
@@ -96,6 +97,8 @@ class LastStep:
         if loss_scale is not None:
             numbers["loss_scale"] = _constant(loss_scale)
         numbers["skipped_steps"] = _constant(num_skipped)
+        if num_repeated is not None:
+            numbers["repeated_steps"] = _constant(num_repeated)
         if known is not None:
             numbers["peak_bytes"] = _constant(known.peak_bytes["device"])
             numbers["exposed_seconds"] = _constant(known.exposed_seconds)

@@ -40,6 +40,7 @@ class Reported:
     options: CompileOptions
     num_steps: int
     num_skipped: int
+    num_repeated: int
     _steps: Steps
     _evaluations: Evaluations
     _graphs: GraphedSteps
@@ -134,14 +135,19 @@ class Reported:
         and ``tokens_per_second`` (of all ranks; the first tensor of a batch says how many it has), ``skipped_steps``,
         ``peak_bytes`` (on the device) and ``exposed_seconds`` (in which computation waits for communication), as
         ``measure`` has found them, or else as planned; ``grad_norm``, that of each layer as
-        ``grad_norm/layers.0``, and ``loss_scale`` where there are such. Each is a
-        Python number. The host waits for the device when ``loss``, ``seconds`` and what is a second's, or ``grad_norm``
-        are read, and not before.
+        ``grad_norm/layers.0``, ``loss_scale``, and ``repeated_steps``, run again with more capacity for rows of
+        experts, where there are such. Each is a Python number. The host waits for the device when ``loss``,
+        ``seconds`` and what is a second's, or ``grad_norm`` are read, and not before.
         """
         compiled, scaler = self._steps.shapes.latest, self._steps.scaler
         predicted = self._measurement or (None if compiled is None else compiled.plan)
         return self._last.metrics(
-            self.num_steps, self.num_skipped, self._grad_norm, None if scaler is None else scaler.scale, predicted
+            self.num_steps,
+            self.num_skipped,
+            self.num_repeated if compiled is not None and compiled.plan.sends_rows else None,
+            self._grad_norm,
+            None if scaler is None else scaler.scale,
+            predicted,
         )
 
     @property

@@ -11,8 +11,9 @@ from typing import Any, Never
 import torch
 from torch import nn
 
+from zerofx.checkpoints.random_states import random_states, set_random_states
 from zerofx.driver.asked import describe_request
-from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError, UsageError, wrap_defects
+from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError, RowOverflowError, UsageError, wrap_defects
 from zerofx.ir.batch import Batch
 from zerofx.lowering.load import CompiledStep
 from zerofx.optimizers import Optimizers
@@ -34,7 +35,7 @@ from zerofx.session.life import Life
 from zerofx.session.metrics import LastStep
 from zerofx.session.reported import Reported
 from zerofx.session.steps import RUNNING, Steps
-from zerofx.session.stopped import leave_out, skip, undo
+from zerofx.session.stopped import leave_out, run_anew, skip, undo
 from zerofx.session.taken_over import TakenOver
 from zerofx.session.whole import Whole
 from zerofx.settings import read_settings
@@ -65,6 +66,8 @@ class Step(Whole, Reported):
         self.num_steps = 0
         # Steps that on_nonfinite="skip" or the scale of the loss has left out, which ``num_steps`` does not count.
         self.num_skipped = 0
+        # Times that a step was run again, as rows of experts had found no room on their ranks.
+        self.num_repeated = 0
         self._losses = LossWatch()
         self._meter: Meter | None = None
         self._measured: tuple[CompiledStep, Measurement] | None = None
@@ -156,6 +159,7 @@ class Step(Whole, Reported):
         taken.place(compiled.plan)
         self._steps.seeds.begin(taken.device, self._steps.mesh, agreed, draws_together=compiled.draws_together)
         versions = taken.versions()
+        random = random_states(taken.device) if compiled.plan.sends_rows else {}
         advance.swap(taken.state)
         try:
             with self._last.time_step(taken.device), torch.no_grad():
@@ -163,6 +167,13 @@ class Step(Whole, Reported):
                 taken.runtime.begin_with_equal_buffers(compiled)
                 results = self._compute(compiled, taken, batch)
                 taken.runtime.end()
+        except RowOverflowError:
+            self._steps.gradients.put()
+            run_anew(taken, advance, versions)
+            set_random_states(random, taken.device)
+            self._steps.raise_capacity()
+            self.num_repeated += 1
+            return self._run(args, kwargs, num_micro_batches)
         except NonFiniteGradientsError:
             self._steps.gradients.put()
             left = skip(self.num_steps + 1, taken, advance, versions)

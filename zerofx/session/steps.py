@@ -49,6 +49,7 @@ from zerofx.runtime.state.values import Values
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.mesh import Mesh
+from zerofx.scheduler.plan.placements import FIRST_CAPACITY, next_capacity
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import Target
 from zerofx.session.batches.agreement import MICRO_BATCHES, forward_parts, lines, update_parts
@@ -111,6 +112,7 @@ class Steps:
         self._sizes = None if options.lengths is None else KnownSizes()
         self.effects: Sequence[Change] = ()  # what the latest forward leaves on its modules
         self.replay: Replay | None = None  # of the latest forward, if it reads values for logs
+        self.capacity = FIRST_CAPACITY  # for rows of experts that ranks send each other, in equal shares
         self.num_made = 0  # times that the model was given back, to be taken over anew
         self.before_undoing: Callable[[], None] = lambda: None
         self._awaited: Awaited | None = None
@@ -290,7 +292,12 @@ class Steps:
     def _variant(self) -> str:
         """Tells the updates that hold now, and the places of what is read of other steps, from others."""
         update = self.taken.binding.variant if self.taken is not None else "not traced yet"
-        return f"{update}\n{self.lenders.key}".strip()
+        capacity = f"capacity {self.capacity:.12g}" if self.capacity > FIRST_CAPACITY else ""
+        return "\n".join(filter(None, (update, self.lenders.key, capacity)))
+
+    def raise_capacity(self) -> None:
+        """Have ranks have more room for rows of experts in the steps to come: at last for all, whatever the routing."""
+        self.capacity = next_capacity(self.capacity, self.mesh.model)
 
     def agreement(self, purpose: str, batch: Batch, compare: Callable[[], Sequence[Comparison]]) -> Agreed:
         """Begin to compare what ranks are about to do with a batch; as ``Control.start``."""
@@ -321,6 +328,7 @@ class Steps:
             self.model, self.optimizers, batch, options or self.options, self._settings, self.mesh, machine,
             verbose=self._control.rank == 0, lenders=self.lenders.borrowed,
             fixed=self.taken.state.locations() if self.taken is not None and stays else None, sizes=self._sizes,
+            capacity=self.capacity,
         )  # fmt: skip
 
     @contextlib.contextmanager

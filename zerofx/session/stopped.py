@@ -146,6 +146,13 @@ def leave_out(
     return loss
 
 
+def run_anew(taken: TakenOver, advance: Advance, versions: Mapping[int, int]) -> None:
+    """After all ranks have left a step as rows found no room: as if it had not been, for it to be run again."""
+    taken.outcome_left()
+    assert not taken.find_updated(versions), "a step is left before its updates"
+    advance.swap(taken.state)
+
+
 def skip(number: int, taken: TakenOver, advance: Advance, versions: Mapping[int, int]) -> list[torch.Tensor]:
     """After all ranks have left step ``number`` for its gradients: as if it had not been, but for the loss's scale.
 

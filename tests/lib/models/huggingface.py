@@ -53,6 +53,18 @@ def mixtral(**options: Any) -> nn.Module:
     return MixtralForCausalLM(config)
 
 
+def qwen3_moe(**options: Any) -> nn.Module:
+    """Eight experts a layer, of which three work for each token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(  # type: ignore[call-arg]  # its base class takes the rest
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=16, num_experts=8, num_experts_per_tok=3,
+        moe_intermediate_size=options.get("intermediate_size", 8),
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config)
+
+
 def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 

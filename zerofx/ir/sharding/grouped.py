@@ -88,7 +88,12 @@ def _linear(inputs: list[str], outputs: list[str]) -> list[Pattern]:
 
 def _own_groups(rank: Local) -> Any:
     args = align_operands(rank)
-    args[_ENDS] = rank.call(own_ends, args[_ENDS], rank.rank(), rank.num_ranks)
+    num_rows = next(
+        shape_of(own)[lies.dim]
+        for own, lies in zip(rank.args[:_ENDS], rank.rule.inputs, strict=False)
+        if isinstance(lies, Ragged)
+    )
+    args[_ENDS] = rank.call(own_ends, args[_ENDS], rank.rank(), rank.num_ranks, num_rows)
     return rank.call(rank.node.target, *args, **rank.kwargs)
 
 

@@ -22,6 +22,8 @@ from zerofx.scheduler.plan.placements import REPLICATED, SUM, Ragged, Sharded
 
 _aten = torch.ops.aten
 _ENDS = "ends in "
+_TO, _FROM = "to the groups of ", "from the groups of "
+SENT, RECEIVED = "sent ", "received "
 
 
 def _index_select(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
@@ -134,7 +136,7 @@ def _put(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
 
 def _own_ends(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
     is_own = read[1] == _one("number") and REPLICATED in read[0] and argument(node, 2, "num_ranks") == num_ranks
-    return _one(_ENDS + read_tensors(node)[0].name) if is_own else None
+    return _one(_ENDS + read_tensors(node)[0].name, argument(node, 3, "num_rows")) if is_own else None
 
 
 def _own_rows(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
@@ -153,13 +155,40 @@ def _row_placement(node: fx.Node) -> Ragged:
     return Ragged(dim_of(node, 4), read_tensors(node)[1].name)
 
 
+def _row_routes(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds, ...] | None:
+    """The rows that a rank sends, and the places of those that it receives."""
+    places, ends, rank = read
+    is_own = rank == _one("number") and REPLICATED in places & ends and argument(node, 3, "num_ranks") == num_ranks
+    route = f"{_TO if argument(node, 8, 'outward') else _FROM}{read_tensors(node)[1].name}"
+    return (_one(f"send {route}"), _one(f"land {route}")) if is_own else (NOTHING, NOTHING)
+
+
+def _pack_rows(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    rows, send = read[0], _sole(read[1])
+    route = "" if send is None else send.what.removeprefix("send ")
+    source = Sharded(0) if route.startswith(_TO) else Ragged(0, route.removeprefix(_FROM))
+    return _one(SENT + route) if source in rows else NOTHING
+
+
+def _land_rows(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    received, land = map(_sole, read)
+    route = "" if received is None else received.what.removeprefix(RECEIVED)
+    if not route or land is None or land.what != f"land {route}":
+        return NOTHING
+    return frozenset({Ragged(0, route.removeprefix(_TO)) if route.startswith(_TO) else Sharded(0)})
+
+
 def _group_product(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds, ...] | None:
     """A grouped product of this rank's groups: their matrices and their rows."""
     ends = _sole(read[2])
     if ends is None or not ends.what.startswith(_ENDS):
         return None
     outputs, inputs = group_placements(node, ends.what.removeprefix(_ENDS))
-    fits = all(lies is None or _kind(lies) in kinds for lies, kinds in zip(inputs, read, strict=True))
+    fits = all(
+        lies is None
+        or (_kind(lies) in kinds and (not isinstance(lies, Ragged) or shape_of(source)[lies.dim] == ends.size))
+        for lies, kinds, source in zip(inputs, read, read_tensors(node), strict=True)
+    )
     return tuple(frozenset({_kind(lies)}) if fits else NOTHING for lies in outputs)
 
 
@@ -186,6 +215,10 @@ RANK_NUMBER_RULES: Mapping[str, KindsRule] = MappingProxyType(
         "floor_divide": _head,
         "index_select": _index_select,
         "index_copy": _put,
+        "zerofx::row_routes": _row_routes,
+        "zerofx::pack_rows": _pack_rows,
+        "zerofx::land_rows": _land_rows,
+        "zerofx::add_rows": _land_rows,
         "zerofx::own_ends": _own_ends,
         "zerofx::own_rows": _own_rows,
         "zerofx::whole_rows": _whole_rows,

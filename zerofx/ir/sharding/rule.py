@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, fx
 
 from zerofx.ir.facts import value
 from zerofx.scheduler.plan.placements import Placement, Ragged, Sharded
+
+T = TypeVar("T")
 
 
 class Local(Protocol):
@@ -47,6 +49,22 @@ class Local(Protocol):
         """All-reduce over the ranks of the axis."""
         ...
 
+    def exchange(self, parts: fx.Node) -> fx.Node:
+        """Send each rank its part of a first dimension, and receive one from each."""
+        ...
+
+    def own(self, node: fx.Node) -> fx.Node:
+        """This rank's value for a tensor argument of the call."""
+        ...
+
+    def whole(self, name: str) -> fx.Node:
+        """The value, whole, of a node of the graph of whole values."""
+        ...
+
+    def check_overflow(self, what: str, args: tuple[Any, ...]) -> None:
+        """See where the step ends that rows have found room: those of a call, ``"rows"``, or of ``"groups"``."""
+        ...
+
     def start_shift(self, node: fx.Node) -> fx.Node:
         """Start to send a tensor to the next rank and to receive the previous rank's."""
         ...
@@ -65,12 +83,13 @@ class ShareCost:
     """Cost of a sharded call beyond an equal part of its work and of the bytes that it reads and writes.
 
     ``reduced_bytes``: all-reduced during the call. ``shifted_bytes``: whole tensors whose parts go around the ring of
-    ranks. ``traffic_bytes``: extra memory traffic of a rank. ``work``: a rank's arithmetic, as a multiple of an equal
-    part.
+    ranks. ``exchanged_bytes``: what one rank has for all. ``traffic_bytes``: extra memory traffic of a rank. ``work``:
+    a rank's arithmetic, as a multiple of an equal part.
     """
 
     reduced_bytes: int = 0
     shifted_bytes: int = 0
+    exchanged_bytes: int = 0
     traffic_bytes: int = 0
     work: float = 1.0
 
@@ -94,6 +113,24 @@ class Rule:
     def shards(self) -> bool:
         """True if each rank has its own part of some value."""
         return any(isinstance(placement, Sharded | Ragged) for placement in (*self.outputs, *self.inputs))
+
+    @property
+    def has_ragged(self) -> bool:
+        """True if each rank has the rows of its groups of some value."""
+        return any(isinstance(placement, Ragged) for placement in (*self.outputs, *self.inputs))
+
+    @property
+    def is_bounded(self) -> bool:
+        """True if a rank has room for some rows alone of its groups."""
+        return any(isinstance(placement, Ragged) and placement.capacity for placement in (*self.outputs, *self.inputs))
+
+    def with_capacity(self, capacity: float) -> Rule:
+        """The rule with ``capacity`` for the rows of groups."""
+
+        def bound(placement: T) -> T | Ragged:
+            return replace(placement, capacity=capacity) if isinstance(placement, Ragged) else placement
+
+        return replace(self, outputs=tuple(map(bound, self.outputs)), inputs=tuple(map(bound, self.inputs)))
 
 
 def read_tensors(node: fx.Node) -> list[fx.Node]:

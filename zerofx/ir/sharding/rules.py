@@ -15,6 +15,7 @@ from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.sharding import attention, convolutions, grouped, indexing, losses, reductions, shapes
+from zerofx.ir.sharding.exchanges import exchange_rules
 from zerofx.ir.sharding.pattern import DimMap, Lies, Pattern
 from zerofx.ir.sharding.rule import Rule, read_tensors, results_of, shape_of
 from zerofx.scheduler.plan.placements import REPLICATED, Placement, Ragged, Sharded
@@ -115,11 +116,13 @@ def rules_of(
     given: Sequence[Collection[Sharded | Ragged]],
     *,
     plain: bool,
+    capacity: float = 0.0,
 ) -> list[Rule]:
     """The rules of a call, replication first.
 
     ``read`` has the possible shardings of each tensor argument, ``given`` those of each output: a rule uses one of
-    them, or, if ``plain``, any dimension in one group. Ragged rows (``Ragged``) pass through row-wise calls.
+    them, or, if ``plain``, any dimension in one group. Ragged rows (``Ragged``) pass through row-wise calls, and come
+    and go by those that take rows by an index; ``capacity`` is what ranks may have for them, where it is bounded.
     """
     rules: dict[tuple[tuple[Placement | None, ...], tuple[Placement, ...]], Rule] = {}
 
@@ -133,14 +136,18 @@ def rules_of(
         groups = {p.groups for lies, shards in pairs for p in shards if isinstance(p, Sharded) and p.dim == lies}
         if plain or not any(isinstance(lies, int) for lies, _ in pairs):
             groups.update((1, *pattern.groups))
+        capacities = {capacity, *(p.capacity for _, shards in pairs for p in shards if isinstance(p, Ragged))}
         for number in sorted(groups):
-            add(pattern.rule(ways.node, number, num_ranks))
+            rule = pattern.rule(ways.node, number, num_ranks)
+            add(rule)
+            for bounded in sorted(capacities - {0.0} if rule is not None and rule.has_ragged else ()):
+                add(rule.with_capacity(bounded))  # type: ignore[union-attr]  # it is one
     if ways.dim_map is not None:
         shards = {p for source in read for p in source if isinstance(p, Sharded)}
         shards |= {back for p in given[0] if isinstance(p, Sharded) and (back := ways.dim_map.backward(p)) is not None}
         for shard in sorted(shards):
             add(ways.dim_map.rule(ways.node, shard, num_ranks))
-    for rule in _row_rules(ways, read, given):
+    for rule in (*_row_rules(ways, read, given), *exchange_rules(ways.node, num_ranks, read, given)):
         add(rule)
     return list(rules.values())
 
@@ -155,9 +162,10 @@ def _row_rules(
     moved = ways.dim_map.rows(ways.node) if ways.dim_map is not None else []
     for pattern in (*ways.patterns, *moved):
         pairs = [*zip(pattern.outputs, given, strict=True), *zip(pattern.inputs, read, strict=True)]
-        for ends in sorted({p.ends for p in ragged}):
-            if any(Ragged(lies, ends) in shards for lies, shards in pairs if isinstance(lies, int)):
-                yield pattern.ragged_rule(ways.node, ends)
+        for ends, capacity in sorted({(p.ends, p.capacity) for p in ragged}):
+            if any(Ragged(lies, ends, capacity) in shards for lies, shards in pairs if isinstance(lies, int)):
+                rule = pattern.ragged_rule(ways.node, ends)
+                yield None if rule is None else rule.with_capacity(capacity)
 
 
 def rule_for(

@@ -56,6 +56,11 @@ def expand(node: fx.Node) -> list[Pattern]:
     return [*pair_patterns(node, pairs), linear(node)]
 
 
+def zeros(node: fx.Node) -> list[Pattern]:
+    """The patterns of an operator that makes zeros: any part of them, or terms, is zeros too."""
+    return [*(Pattern((dim,), ()) for dim in range(len(value(node).shape))), linear(node)]
+
+
 def unsqueeze(node: fx.Node) -> list[Pattern]:
     """The patterns of an operator that inserts a dimension of size 1."""
     rank = len(_source_shape(node))
@@ -234,6 +239,7 @@ def _parts(placement: Sharded, dim: int, num: int) -> Sharded | None:
 
 PATTERNS: Mapping[str, PatternsOf] = MappingProxyType(
     {
+        "zeros": zeros,
         "t": matrix_transpose,
         "transpose": transpose,
         "permute": permute,

@@ -31,7 +31,15 @@ from zerofx.torch_private.operators import pytree
 T = TypeVar("T")
 
 _BETWEEN_GRAPHS = frozenset(
-    {"broadcast", "check_finite", "check_gradients", "hyperparameters", "reduce_scatter", "reduce_scatter_into"}
+    {
+        "broadcast",
+        "check_finite",
+        "check_overflow",
+        "check_gradients",
+        "hyperparameters",
+        "reduce_scatter",
+        "reduce_scatter_into",
+    }
 )  # what a runtime does in each step as it is called there; gathers and waits besides
 
 

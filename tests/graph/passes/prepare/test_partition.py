@@ -19,6 +19,7 @@ from zerofx.ir import ops
 from zerofx.ir.facts import Phase, Role, origin, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.own_rows import own_rows, whole_rows
+from zerofx.ir.op_kernels.row_routes import pack_rows, row_routes
 from zerofx.ir.ops import gather_values
 from zerofx.ir.sharding.attention import is_attention
 from zerofx.ir.sharding.rule import Rule
@@ -28,7 +29,14 @@ from zerofx.passes.prepare.simplify import simplify
 from zerofx.passes.verify import verify
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, sharding_ways, slot_of
 from zerofx.scheduler.plan.decisions import ShardingDecision
-from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, Ragged, placement_of
+from zerofx.scheduler.plan.placements import (
+    LOSS_OF_OVERFLOW,
+    REPLICATED,
+    Partial,
+    Placement,
+    Ragged,
+    placement_of,
+)
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 MODELS = (
@@ -159,6 +167,49 @@ def test_each_rank_has_the_tokens_of_its_experts(num_ranks: int, dtype: torch.dt
     rows_of = Counter(node.target for node in step.calls() if node.target in (own_rows, whole_rows))
     # Of each layer: tokens, their weights and the gradient of results go in; results and two gradients come out.
     assert rows_of == {own_rows: 3 * 2, whole_rows: 3 * 2}
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("capacity", [1.0, 1.5, 2.0, 16.0])
+@pytest.mark.parametrize(("num_ranks", "dtype"), [(2, torch.float32), (4, torch.float32), (2, torch.bfloat16)])
+def test_rows_are_exchanged_with_the_ranks_of_their_experts(
+    num_ranks: int, dtype: torch.dtype, capacity: float
+) -> None:
+    """All four ways of each layer, and of the weights: with room for all, what the whole graph gives, to the bit.
+
+    Where rows have found no room, the loss says so.
+    """
+    model, batch, step = captured("mixtral", dtype)
+    ways, decisions = sharding_ways(step, num_ranks, capacity=capacity), list[ShardingDecision]()
+    for node, rules in ways.rules.items():
+        by_rows = [rule for rule in rules if rule.is_bounded]
+        for rule in by_rows[:1]:
+            decisions += [decision(ways, member, rule) for member in ways.classes.members[node]]
+    experts = [node.name for node in step.placeholders(Role.PARAMETER) if "experts" in placeholder(node).name]
+    decisions += [ShardingDecision(name, ("S0",)) for name in experts]
+    feeds, placements = feeds_of(step, model, batch), {d.node: placement_of(d.outputs[0] or "R") for d in decisions}
+    (whole,) = run(step.graph, [feeds])
+    names, whole_graph = step.gradient_names, whole_calls(step)
+    partition(step, tuple(decisions), num_ranks)
+    step.graph.lint()
+    verify(step, "partition")
+    assert check_placements(step, whole_graph, num_ranks) == []
+    calls = Counter(node.target for node in step.calls())
+    # Of each layer: tokens and their weights go to experts, results come back; likewise the other way round.
+    assert calls[row_routes] == calls[pack_rows] == calls[ops.exchange_values] == 6 * 2
+    results = run(step.graph, [_of_rank(feeds, placements, rank, num_ranks) for rank in range(num_ranks)])
+    assert all(torch.equal(result[0], results[0][0]) for result in results)
+    if results[0][0] == LOSS_OF_OVERFLOW:
+        assert capacity < num_ranks**2
+        return
+    assert torch.equal(results[0][0], whole[0])
+    nodes = {placeholder(node).name: node.name for node in step.placeholders(Role.PARAMETER)}
+    for number, name in enumerate(names, 1):
+        lies = placements.get(nodes[name], REPLICATED)
+        for rank, result in enumerate(results):
+            terms = torch.stack([each[number] for each in results])
+            gradient = terms.sum(0) if lies == REPLICATED else result[number]
+            assert torch.equal(gradient, part_of(whole[number], lies, rank, num_ranks))
 
 
 def test_nothing_is_shared_without_decisions() -> None:

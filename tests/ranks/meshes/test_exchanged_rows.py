@@ -1,0 +1,152 @@
+"""Experts whose rows ranks send each other: one process's bits, whatever the routing, and no row is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerofx
+from tests.lib.distributed import run_ranks
+from tests.lib.models import CASES, DIM, Case, batches, sgd
+from tests.lib.models.huggingface import mixtral, qwen3_moe
+from tests.lib.runs.sharing import SHARING, one_process
+from tests.lib.runs.training import Trained, build, differences, world
+from zerofx import UsageError
+from zerofx.driver import shardings
+from zerofx.ir.facts import origin
+from zerofx.scheduler.analysis.sharding_pins import Pins, apply_pins
+from zerofx.scheduler.analysis.sharding_ways import ShardingWays
+from zerofx.scheduler.plan.placements import REPLICATED, SUM
+
+EXCHANGED = {"*experts*": "exchange"}
+NUM_EXPERTS, NUM_TOKENS = 4, 16
+
+
+class Experts(nn.Module):
+    """Products of rows by their experts, as people write them: sorted, and added to their tokens in that order."""
+
+    def __init__(self, top: int, favoured: float) -> None:
+        super().__init__()
+        self.top, self.favoured = top, favoured
+        self.up = nn.Parameter(torch.randn(NUM_EXPERTS, DIM, 2 * DIM) / 4)
+        self.down = nn.Parameter(torch.randn(NUM_EXPERTS, 2 * DIM, DIM) / 4)
+
+    def forward(self, x: Tensor, scores: Tensor) -> Tensor:
+        number = torch.arange(NUM_EXPERTS, device=x.device)
+        weights, experts = (scores.softmax(-1) + self.favoured * (number == 1).to(x.dtype)).topk(self.top)
+        order = experts.view(-1).argsort(stable=True)
+        ends = (experts.view(-1, 1) == number).sum(0).cumsum(0).to(torch.int32)
+        rows = torch._grouped_mm(x[order // self.top], self.up, offs=ends).tanh()
+        rows = torch._grouped_mm(rows, self.down, offs=ends) * weights.reshape(-1, 1)[order]
+        return torch.zeros_like(x).index_add(0, order // self.top, rows)
+
+
+class Routed(nn.Module):
+    """Tokens and their experts; ``favoured`` is what the second expert's share is raised by, for all tokens or none."""
+
+    def __init__(self, top: int = 2, favoured: float = 0.0) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(DIM, NUM_EXPERTS, bias=False), Experts(top, favoured)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.experts(x, self.gate(x))
+        return y.square().mean()
+
+
+def _tokens(generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (torch.randn(NUM_TOKENS, DIM, generator=generator).to(torch.bfloat16),), {}
+
+
+def _odd_tokens(generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (torch.randn(NUM_TOKENS + 1, DIM, generator=generator).to(torch.bfloat16),), {}
+
+
+def _transformer(model: Any) -> Case:
+    return replace(CASES["mixtral"], model=lambda: model(intermediate_size=32).to(torch.bfloat16), optimizer=sgd)
+
+
+def _routed(*options: Any) -> Case:
+    return Case(lambda: Routed(*options).to(torch.bfloat16), _tokens, optimizer=sgd)
+
+
+MODELS = {
+    "mixtral": _transformer(mixtral),
+    "qwen3 moe": _transformer(qwen3_moe),  # after 12 steps one process is not eager mode's to the bit either
+    "by hand": _routed(),
+    "all to one": _routed(1, 2.0),
+    "none to one": _routed(1, -2.0),
+    "single precision": replace(CASES["mixtral"], optimizer=sgd),
+}
+
+
+def _whole_elsewhere(ways: ShardingWays, pins: Pins) -> ShardingWays:
+    """The ways that do as the pins say, with all else done whole by each rank, in one process's order."""
+    pinned = apply_pins(ways, pins)
+    for node, rules in pinned.rules.items():
+        is_within = "experts" in origin(node).layer
+        pinned.rules[node] = [
+            rule
+            for rule in rules
+            if all(p in (None, REPLICATED) or (is_within and p != SUM) for p in (*rule.outputs, *rule.inputs))
+        ]
+    return pinned
+
+
+def _differences(name: str, num_steps: int, options: dict[str, Any]) -> tuple[Any, ...]:
+    """What is unlike one process, how often a step was run again, and whether as many rows went as are to."""
+    case, num_ranks = MODELS[name], options["mesh"]["model"]
+    index, num_data = world()[0] // num_ranks, world()[1] // num_ranks
+    norm = options.get("max_grad_norm")
+    expected = one_process(case, num_data, num_steps, max_grad_norm=norm)
+    model = build(case)
+    given = {"stage": 0, "backend": "eager", "machine": SHARING, "shardings": EXCHANGED, **options}
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(shardings, "apply_pins", _whole_elsewhere)
+    step = zerofx.compile(model, case.optimizer(model), **given)
+    losses = [step(*args, **keywords).clone() for args, keywords in batches(case, index, num_steps)]
+    unlike = differences(expected, Trained(losses, step.full_state_dict()))
+    sends = step.plan.sends_rows
+    repeated = int(step.metrics["repeated_steps"])
+    step.close()
+    monkeypatch.undo()
+    return unlike, sends, repeated
+
+
+def _check(num_ranks: int, name: str, num_steps: int, options: dict[str, Any], most_repeated: int = 3) -> int:
+    (unlike, sends, repeated), *others = run_ranks(_differences, num_ranks, name, num_steps, options)
+    assert (unlike, sends) == ([], True)
+    assert all(other == (unlike, sends, repeated) for other in others)
+    assert repeated <= most_repeated
+    return int(repeated)
+
+
+def test_two_ranks_exchange_the_rows_of_experts_to_the_bit() -> None:
+    """All tokens go to one expert: the first step is run again, with more capacity, and once for all."""
+    assert _check(2, "all to one", 4, {"mesh": {"model": 2}}, 2) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mesh", [{"model": 2}, {"model": 4}, {"shard": 2, "model": 2}], ids=str)
+def test_rows_of_experts_are_exchanged_to_the_bit(mesh: dict[str, int], name: str) -> None:
+    num_ranks = 2 if mesh == {"model": 2} else 4
+    _check(num_ranks, name, 12 if name == "qwen3 moe" else 20, {"mesh": mesh})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"stage": 3}, {"recompute": "full"}, {"max_grad_norm": 0.1}], ids=str)
+def test_rows_are_exchanged_next_to_what_else_a_step_does(options: dict[str, Any]) -> None:
+    _check(2, "qwen3 moe", 4, {"mesh": {"model": 2}, **options})
+
+
+def test_tokens_that_ranks_do_not_divide_are_not_exchanged() -> None:
+    model = Routed(1).to(torch.bfloat16)
+    batch, _ = _odd_tokens(torch.Generator())
+    how: dict[str, Any] = {"mesh": {"model": 2}, "world_size": 2, "machine": "h100-sxm"}
+    with pytest.raises(UsageError, match=r"experts that 2 ranks of the model axis can send each other.*\[17, 8\]"):
+        zerofx.plan(model, sgd(model), batch, shardings=EXCHANGED, **how)
+    assert zerofx.plan(model, sgd(model), batch, **how).plan.model == 2

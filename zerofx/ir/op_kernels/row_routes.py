@@ -1,0 +1,162 @@
+"""Rows that ranks send each other by index: tokens to the ranks of their experts, and what these make of them back.
+
+Each of N moves takes a row of one tensor to a row of another. One of the two lies in groups of rows, of which each rank
+has some (``zerofx/ir/op_kernels/own_rows.py``), the other in equal parts: tokens. A move's number is its row in groups
+where ``by_group``, else its token, and ``places`` has the other. It goes from tokens to groups where ``outward``.
+
+    send, land = row_routes(places, ends, rank, 2, capacity, ...)
+    packed = pack_rows(tokens, send, 2)        # for each rank, the rows that it is sent, and zeros: [2, capacity, ...]
+    received = ...                             # an all-to-all
+    rows = land_rows(received, land)           # each row of the result is one that was received
+    sums = add_rows(received, land, 8)         # or it is the sum of those that were, in the order of their moves
+
+Every rank knows all moves, so that no counts are sent and nothing waits for the host. Of a rank's rows for another only
+``capacity`` go: ``rows_missed`` tells whether there are more, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zerofx.ir.op_kernels.own_operator import own_operator
+
+
+def _last_rows(ends: Tensor, num_ranks: int) -> Tensor:
+    """The end of each rank's rows."""
+    return ends.view(num_ranks, -1)[:, -1].to(torch.int64, memory_format=torch.contiguous_format)
+
+
+def _sides(
+    places: Tensor, ends: Tensor, num_ranks: int, num_tokens: int, *, by_group: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """For each move its row in groups, the rank that has it, its token, and that token's rank."""
+    numbers = torch.arange(places.shape[0], device=places.device)
+    row, token = (numbers, places) if by_group else (places, numbers)
+    owner = torch.searchsorted(_last_rows(ends, num_ranks), row, right=True)
+    return row, owner, token, token.div(num_tokens // num_ranks, rounding_mode="floor")
+
+
+def _moves_by_rank(other: Tensor, num_ranks: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """The moves with each ``other`` rank, in order, ``capacity`` places for each, and which places are taken."""
+    order = other.argsort(stable=True)
+    ranks = torch.arange(num_ranks, device=other.device)
+    in_order = other.index_select(0, order)
+    first = torch.searchsorted(in_order, ranks)
+    end = torch.searchsorted(in_order, ranks, right=True)
+    at = first.unsqueeze(1) + torch.arange(capacity, device=other.device)
+    moves = order.index_select(0, at.clamp(max=other.shape[0] - 1).view(-1))
+    return moves, (at < end.unsqueeze(1)).view(-1)
+
+
+def _row_routes(
+    places: Tensor,
+    ends: Tensor,
+    rank: Tensor,
+    num_ranks: int,
+    capacity: int,
+    num_tokens: int,
+    num_rows: int,
+    by_group: bool,
+    outward: bool,
+) -> tuple[Tensor, Tensor]:
+    row, owner, token, token_rank = _sides(places, ends, num_ranks, num_tokens, by_group=by_group)
+    last = _last_rows(ends, num_ranks)
+    first_row = torch.cat([last.new_zeros(1), last]).index_select(0, rank)
+    own_row, own_token = row - first_row, token - rank * (num_tokens // num_ranks)
+    source, target = (token_rank, owner) if outward else (owner, token_rank)
+    begin, end = (own_token, own_row) if outward else (own_row, own_token)
+    sent, is_sent = _moves_by_rank(target.where(source == rank, num_ranks), num_ranks, capacity)
+    send = begin.index_select(0, sent).masked_fill_(~is_sent, -1)
+    received, is_received = _moves_by_rank(source.where(target == rank, num_ranks), num_ranks, capacity)
+    if by_group != outward:  # moves are numbered by where they begin: results are sums of them
+        return send, end.index_select(0, received).masked_fill_(~is_received, -1)
+    num_moves = places.shape[0]
+    slots = torch.zeros(num_moves + 1, dtype=torch.int64, device=places.device)
+    slots[received.where(is_received, num_moves)] = torch.arange(num_ranks * capacity, device=places.device)
+    first = first_row if outward else rank * (num_moves // num_ranks)
+    return send, slots.index_select(0, (first + torch.arange(num_rows, device=places.device)).clamp_(max=num_moves))
+
+
+def _empty_routes(
+    places: Tensor,
+    ends: Tensor,
+    rank: Tensor,
+    num_ranks: int,
+    capacity: int,
+    num_tokens: int,
+    num_rows: int,
+    by_group: bool,
+    outward: bool,
+) -> tuple[Tensor, Tensor]:
+    sums = by_group != outward
+    return tuple(
+        places.new_empty(num, dtype=torch.int64)
+        for num in (num_ranks * capacity, num_ranks * capacity if sums else num_rows)
+    )  # type: ignore[return-value]  # two
+
+
+def _rows_missed(
+    places: Tensor, ends: Tensor, num_ranks: int, capacity: int, num_tokens: int, by_group: bool
+) -> Tensor:
+    _, owner, _, token_rank = _sides(places, ends, num_ranks, num_tokens, by_group=by_group)
+    counts = torch.zeros(num_ranks * (num_ranks + 1), dtype=torch.int64, device=places.device)
+    counts.scatter_add_(0, owner * num_ranks + token_rank, torch.ones_like(owner))
+    return counts[: num_ranks * num_ranks].max() > capacity
+
+
+def _groups_missed(ends: Tensor, num_ranks: int, num_rows: int) -> Tensor:
+    last = _last_rows(ends, num_ranks)
+    return (last - torch.cat([last.new_zeros(1), last[:-1]])).max() > num_rows
+
+
+def _pack_rows(rows: Tensor, send: Tensor, num_ranks: int) -> Tensor:
+    packed = rows.index_select(0, send.clamp(0, rows.shape[0] - 1))
+    packed.masked_fill_((send < 0).view(-1, *(1,) * (rows.dim() - 1)), 0)
+    return packed.view(num_ranks, -1, *rows.shape[1:])
+
+
+def _land_rows(received: Tensor, land: Tensor) -> Tensor:
+    return received.flatten(0, 1).index_select(0, land)
+
+
+def _add_rows(received: Tensor, land: Tensor, num_rows: int) -> Tensor:
+    # What was not sent is zeros, which the first row is none the worse for.
+    sums = received.new_zeros(num_rows, *received.shape[2:])
+    inside = land.where(land < num_rows, -1)
+    return sums.index_put_((inside.clamp(min=0),), received.flatten(0, 1), accumulate=True)
+
+
+def _one_truth(first: Tensor, *_args: object) -> Tensor:
+    return first.new_empty((), dtype=torch.bool)
+
+
+row_routes = own_operator(
+    "row_routes(Tensor places, Tensor ends, Tensor rank, int num_ranks, int capacity, int num_tokens, int num_rows, "
+    "bool by_group, bool outward) -> (Tensor, Tensor)",
+    _empty_routes,
+    kernel=_row_routes,
+)
+pack_rows = own_operator(
+    "pack_rows(Tensor rows, Tensor send, int num_ranks) -> Tensor",
+    lambda rows, send, num_ranks: rows.new_empty(num_ranks, send.shape[0] // num_ranks, *rows.shape[1:]),
+    kernel=_pack_rows,
+)
+land_rows = own_operator(
+    "land_rows(Tensor received, Tensor land) -> Tensor",
+    lambda received, land: received.new_empty(land.shape[0], *received.shape[2:]),
+    kernel=_land_rows,
+)
+add_rows = own_operator(
+    "add_rows(Tensor received, Tensor land, int num_rows) -> Tensor",
+    lambda received, land, num_rows: received.new_empty(num_rows, *received.shape[2:]),
+    kernel=_add_rows,
+)
+rows_missed = own_operator(
+    "rows_missed(Tensor places, Tensor ends, int num_ranks, int capacity, int num_tokens, bool by_group) -> Tensor",
+    _one_truth,
+    kernel=_rows_missed,
+)
+groups_missed = own_operator(
+    "groups_missed(Tensor ends, int num_ranks, int num_rows) -> Tensor", _one_truth, kernel=_groups_missed
+)

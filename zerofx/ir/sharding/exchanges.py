@@ -1,0 +1,141 @@
+"""Rows that are taken, or put, by an index: from tokens to their groups, and back, by all-to-all.
+
+    rows = index(x, [token])             x in equal parts of tokens, rows in groups, of which each rank has some
+    y = index(rows, [place])             the other way: y in equal parts
+    g = index_put(zeros, [token], rows)  a gradient: rows go to their tokens, where they are summed in their order
+
+A rank sends each other rank the rows that it is to have, in a buffer for a number of them (``Ragged.capacity``), and
+computes what it would of whole values: a row travels as it is, and sums stay in one order on one rank
+(``zerofx/ir/op_kernels/row_routes.py``). Which row goes where every rank knows, as all have the index.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.ir.facts import tensor
+from zerofx.ir.op_kernels.row_routes import add_rows, land_rows, pack_rows, row_routes
+from zerofx.ir.sharding.rule import Local, Rule, ShareCost, argument, num_bytes, read_tensors, shape_of
+from zerofx.scheduler.plan.placements import REPLICATED, Ragged, Sharded, divides, local_shape
+from zerofx.torch_private.operators import OpOverload, base_name
+
+_TOKENS = Sharded(0)
+_INTEGERS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class _Moves:
+    """A call that moves rows of ``rows`` by ``index``; where ``adds``, to the rows that it names, else from these."""
+
+    rows: fx.Node
+    index: fx.Node
+    adds: bool
+
+
+def exchange_rules(
+    node: fx.Node,
+    num_ranks: int,
+    read: Sequence[Collection[Sharded | Ragged]],
+    given: Sequence[Collection[Sharded | Ragged]],
+) -> Iterator[Rule]:
+    """The rules of a call by which rows go to the ranks of their groups, or come from there."""
+    moves = _moves_of(node)
+    if moves is None:
+        return
+    sources, shapes = read_tensors(node), (shape_of(moves.rows), shape_of(node))
+    position = sources.index(moves.rows)
+    to_groups = [(p, True) for p in given[0] if divides(shapes[0], _TOKENS, num_ranks)]
+    to_tokens = [(p, False) for p in read[position] if divides(shapes[1], _TOKENS, num_ranks)]
+    for placement, outward in sorted((p, o) for p, o in (*to_groups, *to_tokens) if _is_bounded(p)):
+        own = num_bytes(local_shape(shapes[outward], placement, num_ranks), tensor(node).dtype)
+        taken, result = (_TOKENS, placement) if outward else (placement, _TOKENS)
+        inputs = tuple(taken if source is moves.rows else REPLICATED for source in sources)
+        if moves.adds:  # to zeros, which a rank makes for itself
+            inputs = (_TOKENS, *inputs[1:])
+        yield Rule((result,), inputs, _exchange, ShareCost(exchanged_bytes=own, traffic_bytes=6 * own))
+
+
+def _is_bounded(placement: Sharded | Ragged) -> bool:
+    return isinstance(placement, Ragged) and placement.dim == 0 and placement.capacity > 0
+
+
+def _moves_of(node: fx.Node) -> _Moves | None:
+    """The moves of a call; None for one that is none, or that does anything else."""
+    name = base_name(node.target) if isinstance(node.target, OpOverload) else ""
+    first = node.args[0] if node.args else None
+    if name in _TAKES:
+        index = _sole_index(node) if _TAKES[name] is None else argument(node, 2, "index")
+        is_along_rows = _TAKES[name] is None or argument(node, 1, "dim") == 0
+        moves = _Moves(first, index, adds=False)  # type: ignore[arg-type]  # nodes
+    elif name == "index_put":
+        index, values = _sole_index(node), argument(node, 2, "values")
+        is_sum = argument(node, 3, "accumulate", False) or _is_order(index)
+        is_along_rows = is_sum and _is_zero(first)
+        moves = _Moves(values, index, adds=True)
+    elif name == "index_add":
+        is_along_rows = argument(node, 1, "dim") == 0 and node.kwargs.get("alpha", 1) == 1 and _is_zero(first)
+        index = argument(node, 2, "index")
+        moves = _Moves(argument(node, 3, "source"), index, adds=True)
+    else:
+        return None
+    if not is_along_rows or not isinstance(index, fx.Node) or len(shape_of(index)) != 1:
+        return None
+    named = first if moves.adds else node
+    assert isinstance(named, fx.Node)
+    is_integer = tensor(index).dtype in _INTEGERS
+    fits = shape_of(moves.rows)[1:] == shape_of(node)[1:]
+    counts = shape_of(moves.rows if moves.adds else node)[0] == shape_of(index)[0]
+    return moves if is_integer and fits and counts and tensor(node).is_floating_point() else None
+
+
+_TAKES = {"index": None, "index_select": "dim"}
+
+
+def _sole_index(node: fx.Node) -> Any:
+    indices = argument(node, 1, "indices")
+    return indices[0] if len(indices) == 1 else None
+
+
+def _is_zero(node: Any) -> bool:
+    """True if all elements are made zeros."""
+    is_call = isinstance(node, fx.Node) and isinstance(node.target, OpOverload)
+    return is_call and base_name(node.target) in ("zeros", "new_zeros", "zeros_like")
+
+
+def _is_order(index: Any) -> bool:
+    """True for the order that a sort gives: no row is named twice."""
+    source, place = index, 1
+    if isinstance(index, fx.Node) and index.target is operator.getitem:
+        source, place = index.args  # type: ignore[assignment]  # a node and a number
+    is_call = isinstance(source, fx.Node) and isinstance(source.target, OpOverload)
+    return is_call and place == 1 and base_name(source.target) in ("sort", "argsort")
+
+
+def _exchange(rank: Local) -> fx.Node:
+    moves, num_ranks = _moves_of(rank.node), rank.num_ranks
+    assert moves is not None
+    given = rank.rule.outputs[0]
+    outward = isinstance(given, Ragged)
+    sources = read_tensors(rank.node)
+    ragged = given if outward else rank.rule.inputs[sources.index(moves.rows)]
+    assert isinstance(ragged, Ragged) and given is not None
+    of_groups, of_tokens = (rank.node, moves.rows) if outward else (moves.rows, rank.node)
+    capacity = ragged.rows_for_each(shape_of(of_groups)[0], num_ranks)
+    num_rows = local_shape(shape_of(rank.node), given, num_ranks)[0]
+    rows, index = rank.own(moves.rows), rank.own(moves.index)
+    facts = (index, rank.whole(ragged.ends))
+    how = (num_ranks, capacity, shape_of(of_tokens)[0])
+    by_group = moves.adds != outward
+    rank.check_overflow("rows", (*facts, *how, by_group))
+    routes = rank.call(row_routes, *facts, rank.rank(), *how, num_rows, by_group, outward)
+    send, land = (rank.call(operator.getitem, routes, number) for number in range(2))
+    received = rank.exchange(rank.call(pack_rows, rows, send, num_ranks))
+    if moves.adds:
+        return rank.call(add_rows, received, land, num_rows)
+    return rank.call(land_rows, received, land)
