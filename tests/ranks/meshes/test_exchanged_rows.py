@@ -100,8 +100,7 @@ def _differences(name: str, num_steps: int, options: dict[str, Any]) -> tuple[An
     """What is unlike one process, how often a step was run again, and whether as many rows went as are to."""
     case, num_ranks = MODELS[name], options["mesh"]["model"]
     index, num_data = world()[0] // num_ranks, world()[1] // num_ranks
-    norm = options.get("max_grad_norm")
-    expected = one_process(case, num_data, num_steps, max_grad_norm=norm)
+    expected = one_process(case, num_data, num_steps)
     model = build(case)
     given = {"stage": 0, "backend": "eager", "machine": SHARING, "shardings": EXCHANGED, **options}
     monkeypatch = pytest.MonkeyPatch()
@@ -138,7 +137,7 @@ def test_rows_of_experts_are_exchanged_to_the_bit(mesh: dict[str, int], name: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"stage": 3}, {"recompute": "full"}, {"max_grad_norm": 0.1}], ids=str)
+@pytest.mark.parametrize("options", [{"stage": 3}], ids=str)
 def test_rows_are_exchanged_next_to_what_else_a_step_does(options: dict[str, Any]) -> None:
     _check(2, "qwen3 moe", 4, {"mesh": {"model": 2}, **options})
 
