@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import zerofx
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 4,
     "gradient_clipping": 1.0,
@@ -86,14 +86,15 @@ def main() -> None:
     args = parser.parse_args()
     config = json.loads(args.config.read_text()) if args.config else CONFIG
     options = read_options(config)
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else "cpu"
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     if dist.is_torchelastic_launched():
-        dist.init_process_group("gloo" if device == "cpu" else "nccl")
+        dist.init_process_group("nccl" if on_gpu else "gloo")
 
     model = make_model().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), **config["optimizer"]["params"])
+    optimizer = torch.optim.AdamW(model.parameters(), **config.get("optimizer", {}).get("params", {}))
     step = zerofx.compile(model, optimizer, memory_budget=args.memory_budget, backend="eager", **options)
-    samples = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+    samples = config.get("train_micro_batch_size_per_gpu", 1) * options["accumulate"]
     for number in range(args.steps):
         tokens = torch.randint(512, (samples, 32), device=device)  # all micro-batches of a step at once
         loss = step(input_ids=tokens, labels=tokens)

@@ -24,7 +24,7 @@ from zerofx.disk.checkpoint.folder import Unfinished, begin, commit, prune
 from zerofx.disk.checkpoint.marker import MODEL, STATE, Marker, OptimizerInfo, Scalar, TensorInfo, file_name
 from zerofx.disk.checkpoint.plain import to_plain
 from zerofx.disk.checkpoint.shard_file import Entry, ShardWriter, Written, bytes_of, sort_by_alignment
-from zerofx.errors import CheckpointError, warn
+from zerofx.errors import CheckpointError, notify
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.on_host import ReadAhead, read_on_host
 
@@ -140,7 +140,7 @@ def save(
 def warn_of_left(control: Control, left: str) -> None:
     """On rank 0, warn of checkpoints that could not be removed."""
     if left and control.rank == 0:
-        warn(
+        notify(
             f"expected to remove checkpoints that keep= does not keep, found that it cannot be done ({left}): remove "
             f"them, and look at who may write there; the drive may fill up"
         )
