@@ -12,15 +12,16 @@ import torch
 import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
+from small_llama import make_small_llama
 from zerofx.integrations.trl import zerofx_trainer
 
 WORDS = [f"w{number}" for number in range(60)]
 
 
 def main(args: argparse.Namespace) -> None:
-    model = make_model()  # or AutoModelForCausalLM.from_pretrained(...)
+    model = make_small_llama(len(WORDS) + 3)  # or AutoModelForCausalLM.from_pretrained(...)
     tokenizer = make_tokenizer()  # or AutoTokenizer.from_pretrained(...)
     training_args = trl.DPOConfig(
         output_dir=args.output,
@@ -65,19 +66,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-
-
-def make_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(WORDS) + 3,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return LlamaForCausalLM(config)
 
 
 def parse_args() -> argparse.Namespace:

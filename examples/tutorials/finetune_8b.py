@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import zerofx
+from small_llama import make_small_llama
 
 
 def main(model_folder: str, args: argparse.Namespace) -> None:
@@ -51,22 +52,6 @@ def next_batch(number: int, vocab_size: int, args: argparse.Namespace) -> Tensor
     return torch.randint(vocab_size, (args.micro_batches, args.length), generator=draws)
 
 
-def make_small_model(folder: str) -> str:
-    """Save a small Llama with random weights, so that the script runs where nothing can be downloaded."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder with a model of transformers (default: a small one, made here)")
@@ -84,4 +69,6 @@ def parse_args() -> argparse.Namespace:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         args = parse_args()
-        main(args.model or make_small_model(folder), args)
+        if args.model is None:
+            make_small_llama().save_pretrained(folder)
+        main(args.model or folder, args)

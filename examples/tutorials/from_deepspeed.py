@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import zerofx
+from small_llama import make_small_llama
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -91,7 +91,8 @@ def main() -> None:
     if dist.is_torchelastic_launched():
         dist.init_process_group("nccl" if on_gpu else "gloo")
 
-    model = make_model().to(device)
+    model: nn.Module = make_small_llama()
+    model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), **config.get("optimizer", {}).get("params", {}))
     step = zerofx.compile(model, optimizer, memory_budget=args.memory_budget, backend="eager", **options)
     samples = config.get("train_micro_batch_size_per_gpu", 1) * options["accumulate"]
@@ -102,20 +103,6 @@ def main() -> None:
     print(step.plan)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
 
 
 if __name__ == "__main__":

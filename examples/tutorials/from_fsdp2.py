@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import zerofx
+from small_llama import make_small_llama
 
 
 def train_with_fsdp2(model: nn.Module, batches: list[Tensor]) -> list[float]:
@@ -52,20 +52,6 @@ def train_with_zerofx(model: nn.Module, batches: list[Tensor], **options: Any) -
     return losses
 
 
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
-
-
 def make_batches(rank: int, num_steps: int) -> list[Tensor]:
     """Tokens of this rank, (2, 32) for each step."""
     draws = torch.Generator().manual_seed(rank)
@@ -84,7 +70,8 @@ def main() -> None:
     rank = dist.get_rank()
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    model = make_model().to(device)
+    model: nn.Module = make_small_llama()
+    model.to(device)
     batches = [tokens.to(device) for tokens in make_batches(rank, args.steps)]
     if args.system == "fsdp2":
         losses = train_with_fsdp2(model, batches)

@@ -10,10 +10,9 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import zerofx
+from small_llama import make_small_llama
 
 
 def main(args: argparse.Namespace) -> None:
@@ -25,7 +24,7 @@ def main(args: argparse.Namespace) -> None:
     ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
 
     with zerofx.empty_init(), device:
-        model = make_model()
+        model = make_small_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
     step = zerofx.compile(
@@ -51,20 +50,6 @@ def main(args: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         print(step)
     dist.destroy_process_group()
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
 
 
 def parse_args() -> argparse.Namespace:
