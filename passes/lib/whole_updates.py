@@ -250,8 +250,9 @@ def _flops_of_buckets(owners: Mapping[int, Owners], programs: Mapping[int, Updat
 
 def _costs(updates: Sequence[_Sent], flops_of_bucket: tuple[float, float]) -> dict[str, Any]:
     """The costs of the busiest owner, next to the mean of all."""
-    flops, mean, every = 0, 0, []
+    flops, mean, cast, every = 0, 0, 0, []
     for sent in updates:
+        cast += max(sum(whole_of(sent.given.program, e.slot).cast_bytes for e in owned) for owned in sent.owners.ranks)
         listed = [whole_of(sent.given.program, each.slot) for of_rank in sent.owners.ranks for each in of_rank]
         busiest, of_all = flops_of_bucket if sent.owners.are_apart else [sum(each.flops for each in listed)] * 2
         flops, mean = flops + int(busiest), mean + int(of_all)
@@ -261,6 +262,6 @@ def _costs(updates: Sequence[_Sent], flops_of_bucket: tuple[float, float]) -> di
         "mean_flops": mean,
         "num_parameters": len(every),
         "dtype": max(every, key=lambda each: each.flops).flops_in,
-        "scratch_bytes": max(each.scratch_bytes for each in every),
+        "scratch_bytes": cast + max(each.scratch_bytes for each in every),
         "over": axes_text(updates[0].given.bucket.states_over),
     }

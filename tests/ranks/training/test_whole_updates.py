@@ -10,12 +10,9 @@ import torch
 
 import zerofx
 from tests.lib.distributed import run_ranks
+from tests.lib.runs.whole_optimizers import MAKES, Closing, Drawing, Mixed
 from tests.lib.runs.whole_updates import (
-    MAKES,
     AllRanks,
-    Closing,
-    Drawing,
-    Mixed,
     WholeCase,
     compiled,
     differences_of,
@@ -150,12 +147,6 @@ def test_a_step_that_overflows_leaves_momentum_and_weights_alone(name: str) -> N
         plain.step(batch)
     step(second[0])
     assert unlike(plain.saved(), (step.full_state_dict(), optimizer.state_dict())) == []
-
-
-def test_states_in_fewer_bits_are_refused() -> None:
-    step, _ = compiled(WholeCase("Muon"), precision=zerofx.Precision(state_dtype="bf16"))
-    with pytest.raises(zerofx.OptimizerError, match="found state_dtype=bfloat16"):
-        step(torch.ones(2, 6))
 
 
 def test_states_on_a_drive_or_the_host_have_the_same_bits() -> None:
