@@ -159,6 +159,7 @@ MAKES: dict[str, tuple[type[nn.Module], Make]] = {
     "by norms, groups": (WithEmpty, in_groups(ByNorms)),
     "by all norms": (Mixed, lambda m: ByAllNorms(m.parameters())),
     "by all norms, groups": (WithEmpty, in_groups(ByAllNorms)),
+    "by all norms, layers": (Matrices, lambda m: ByAllNorms(m.parameters())),
 }
 
 

@@ -23,12 +23,13 @@ Saved = tuple[dict[str, Tensor], dict[str, Any]]
 
 @dataclass(frozen=True)
 class WholeCase:
-    """An optimizer of ``MAKES``, ``IN_FEW_BITS`` or ``TRAPS``, the options of ``compile`` that it trains with, and how
-    many steps it takes."""
+    """An optimizer of ``MAKES``, ``IN_FEW_BITS`` or ``TRAPS``, the options of ``compile`` that it trains with, how many
+    steps it takes, and the rows of a rank's batch."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     steps: int = 4
+    rows: int = 8
 
     def __str__(self) -> str:
         return ", ".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
@@ -43,14 +44,16 @@ class WholeCase:
         """By step, what each rank trains on; the same on every rank."""
         generator = torch.Generator().manual_seed(5)
         dtype = torch.bfloat16 if "bfloat16" in self.name else torch.float32
-        return [[torch.randn(8, 6, generator=generator).to(dtype) for _ in range(num_ranks)] for _ in range(self.steps)]
+        shape = self.rows, 6
+        return [
+            [torch.randn(shape, generator=generator).to(dtype) for _ in range(num_ranks)] for _ in range(self.steps)
+        ]
 
 
 class AllRanks:
     """Plain torch on one process, with the mean of all ranks' gradients, summed in the order of ranks.
 
-    With ``state_dtype`` states that are in their parameter's dtype are rounded after each step. With ``delayed_update``
-    a gradient is that of the parameters before the last update, from the step on that is no longer exact.
+    With ``state_dtype`` states that are in their parameter's dtype are rounded after each step.
     """
 
     def __init__(self, case: WholeCase, saved: Saved | None = None) -> None:
@@ -60,16 +63,10 @@ class AllRanks:
             self.model.load_state_dict(saved[0])
             self.optimizer.load_state_dict(saved[1])
             self._round_states()
-        self._num_steps = 0
-        self._before: list[Tensor] = []
 
     def step(self, batch: Sequence[Tensor], norm: Tensor | None = None) -> Tensor:
         """One step; returns this rank's loss. ``norm``: that of all gradients, where they are clipped."""
         accumulate = self.case.options.get("accumulate", 1)
-        self._num_steps += 1
-        now = [p.detach().clone() for p in self.model.parameters()]
-        if self._num_steps > self.case.options.get("delayed_update", self._num_steps) + 1:
-            self._show(self._before)
         losses, gradients = [], []
         for rows in batch:
             self.optimizer.zero_grad()
@@ -83,8 +80,6 @@ class AllRanks:
         for p, of_ranks in zip(self.model.parameters(), zip(*gradients, strict=True), strict=True):
             total = sum_in_order([g for g in of_ranks if g is not None], self.case.options.get("mesh"))
             p.grad = total / len(batch)
-        self._show(now)
-        self._before = now
         if norm is not None:
             parameters = list(self.model.parameters())
             own = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -93,11 +88,6 @@ class AllRanks:
         self.optimizer.step()
         self._round_states()
         return losses[world()[0]]
-
-    @torch.no_grad()
-    def _show(self, values: Sequence[Tensor]) -> None:
-        for p, value in zip(self.model.parameters(), values, strict=True):
-            p.copy_(value)
 
     @property
     def _stores_low(self) -> bool:
