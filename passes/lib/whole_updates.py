@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.edit import insert_call
@@ -100,6 +101,7 @@ class WholeUpdates:
     ) -> None:
         self._step, self._factors = step, factors
         self._owners = owners_of(layout, programs, plan.stage)
+        _check_owners(plan, self._owners)
         away = {decision.bucket for decision in plan.states}
         self.sizes: dict[int, OwnedSizes] = planned_sizes(layout, programs, self._owners, away)
         self._flops_of_bucket = _flops_of_buckets(self._owners, programs)
@@ -232,6 +234,21 @@ class WholeUpdates:
         self, given: Given, op: Any, args: tuple[Any, ...], how: dict[str, Any] | None = None, name: str | None = None
     ) -> fx.Node:
         return insert_call(self._step.graph, op, args, given.origin, how, name=name)
+
+
+def _check_owners(plan: Plan, owners: Mapping[int, Owners]) -> None:
+    """Check that the owners that a plan names are those that all ranks find.
+
+    Raises:
+        PlanError: they are others.
+    """
+    for index, found in owners.items():
+        bucket = plan.buckets[index]
+        if bucket.owners and bucket.owners != found.rank_of_each:
+            raise PlanError(
+                f"expected the parameters of {bucket.name} at the owners that the plan has, {list(bucket.owners)}, "
+                f"found that they are dealt out to {list(found.rank_of_each)}: make the plan anew"
+            )
 
 
 def _flops_of_buckets(owners: Mapping[int, Owners], programs: Mapping[int, UpdateProgram]) -> tuple[float, float]:

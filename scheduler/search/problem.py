@@ -186,8 +186,14 @@ class Problem:
     def undecided(self) -> Plan:
         """The plan in which nothing is decided yet."""
         options = self.options
+        owners = owners_of(self.layout, self.rehearsal.programs, options.stage)
+        blank = undecided(self.step, self.layout, options.stage, options.precision.compute, self.machine.name)
         return replace(
-            undecided(self.step, self.layout, options.stage, options.precision.compute, self.machine.name),
+            blank,
+            buckets=tuple(
+                replace(bucket, owners=owners[index].rank_of_each) if index in owners else bucket
+                for index, bucket in enumerate(blank.buckets)
+            ),
             memory_budget=self.memory_budget,
             max_grad_norm=options.max_grad_norm,
             grad_norms=options.grad_norms,

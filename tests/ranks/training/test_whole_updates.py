@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,34 @@ def test_states_on_a_drive_or_the_host_have_the_same_bits() -> None:
         step.prepare(case.batches(1)[0][0])
         assert {decision.tier for decision in step.plan.states} == {tier}
         assert differences_of(away) == []
+
+
+def _given_other_owners() -> str:
+    """The refusal of a plan that has a bucket's owners exchanged."""
+    case = WholeCase("Muon", {"stage": 3})
+    rows = case.batches(1)[0][0]
+    step, _ = compiled(case)
+    step.prepare(rows)
+    plan = step.plan
+    step.close()
+    step, _ = compiled(case, plan=plan)
+    step(rows)
+    step.close()
+    first, *others = plan.buckets
+    exchanged = replace(first, owners=tuple(1 - rank for rank in first.owners))
+    step, _ = compiled(case, plan=replace(plan, buckets=(exchanged, *others)))
+    try:
+        step(rows)
+    except zerofx.PlanError as error:
+        return str(error)
+    finally:
+        step.close()
+    return ""
+
+
+def test_a_plan_with_other_owners_is_refused() -> None:
+    for text in run_ranks(_given_other_owners, 2):
+        assert "at the owners that the plan has" in text and "make the plan anew" in text
 
 
 @pytest.mark.parametrize("kind", [Drawing, Closing])
