@@ -242,12 +242,12 @@ def _check_owners(plan: Plan, owners: Mapping[int, Owners]) -> None:
     Raises:
         PlanError: they are others.
     """
-    for index, found in owners.items():
+    for index, of_bucket in owners.items():
         bucket = plan.buckets[index]
-        if bucket.owners and bucket.owners != found.rank_of_each:
+        if bucket.owners and bucket.owners != of_bucket.rank_of_each:
             raise PlanError(
                 f"expected the parameters of {bucket.name} at the owners that the plan has, {list(bucket.owners)}, "
-                f"found that they are dealt out to {list(found.rank_of_each)}: make the plan anew"
+                f"found that they are dealt out to {list(of_bucket.rank_of_each)}: make the plan anew"
             )
 
 
