@@ -66,6 +66,8 @@ class BucketSummary:
 
     ``reduce_dtype``: of gradients on their way between ranks, None for ``compute_dtype``. ``state_dtype``: what
     optimizer states are stored in, None for what the optimizer has them in. ``lent``: another step trains it.
+    ``owners``: of each of its parameters in order the rank along ``states_over`` that updates it whole, where its
+    update needs that and slices are on several ranks.
     """
 
     name: str
@@ -79,6 +81,7 @@ class BucketSummary:
     gathered_over: Axes = field(default=SHARD, metadata=ONLY_IF_SET)
     states_over: Axes = field(default=SHARD, metadata=ONLY_IF_SET)
     lent: bool = field(default=False, metadata=ONLY_IF_SET)
+    owners: tuple[int, ...] = field(default=(), metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def _tier_items(question: Question, others: Sequence[Item], ledger: Ledger) -> l
         activation_bytes = sum(storage_size(segment.values[i]) for segment, level in last for i in level.offloaded)
         menus = state_menus(
             layout, question.state_bytes, question.stage, seconds, machine, ledger, activation_bytes,
-            clipped=question.undecided.updates_wait, on_device=question.on_device,
+            clipped=question.undecided.updates_wait, on_device=question.on_device, at_end=question.at_end,
         )  # fmt: skip
         items += _bucket_items("states", menus)
         if question.stage == 3:

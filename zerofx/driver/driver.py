@@ -80,6 +80,7 @@ def build_step(request: Request, earlier: Earlier | None, control: Control) -> B
         built = _build(request, earlier, control)
     if request.verbose and request.locations is None:
         _warn_of_host(built.compiled.plan, request.machine)
+        _warn_of_exact_updates(built.compiled.plan, request.options)
     return built
 
 
@@ -279,6 +280,15 @@ def _agree_on_plan(
     hashes = control.gather(plan.decisions_hash(), "compare plans")
     check_equal(hashes, "plan", "This is a defect of zerofx: a plan changed on its way between ranks.")
     return prepared, captured, plan
+
+
+def _warn_of_exact_updates(plan: Plan, options: CompileOptions) -> None:
+    """Say that ``delayed_update`` delays nothing: all updates need whole parameters."""
+    if options.delayed_update is not None and not any(decision.delayed for decision in plan.states):
+        notify(
+            "delayed_update delays no update here: the optimizer needs whole parameters, which the device updates in "
+            "their own step, with states that wait on the host"
+        )
 
 
 def _warn_of_host(plan: Plan, machine: Machine) -> None:
