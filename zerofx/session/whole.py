@@ -111,6 +111,41 @@ class Whole(Checkpointed):
         yield self.model
 
     @contextmanager
+    def generating(self, tier: SlowerTier = "host") -> Iterator[nn.Module]:
+        """The model with its trained parameters, to generate between steps. Every rank must enter.
+
+        ::
+
+            with step.generating() as model:
+                tokens = model.generate(prompts)
+
+        Meanwhile the optimizer's states wait on the host, or on nvme. Parameters are whole, in the dtype in which they
+        are stored; where ``memory_budget`` has no room for all of them besides what the step has on the device, those
+        of a bucket are gathered for the modules that read them. Then all ranks call modules in the same order, as often
+        (``model.generate(..., synced_gpus=True)``). After the block all is as it was, to the bit.
+
+        Before the first step this is the model as it is.
+
+        Raises:
+            UsageError: there is no such tier, or no folder for it.
+            TierError: it has no room for the states (``host_budget``); nothing has been changed.
+        """
+        if tier not in get_args(SlowerTier):
+            raise UsageError(f"expected states to wait on 'host' or 'nvme', found {tier!r}")
+        taken = self._steps.taken
+        if taken is None or self._life.showing:
+            with self.full_parameters() as model:
+                yield model
+            return
+        self._require_model("generate", reads=True)
+        self.finish_saving()
+        self._graphs.clear()  # which have the addresses of states
+        latest = self._steps.shapes.latest
+        assert latest is not None, "a step has taken the model over"
+        with taken.show_to_generate(tier, self._steps.budget, lambda: taken.held_bytes(latest.arguments)["device"]):
+            yield self.model
+
+    @contextmanager
     def averaged_parameters(self, *, whole: bool = True) -> Iterator[nn.Module]:
         """The model with the averages that ``average=`` keeps in the place of its parameters. Every rank must enter.
 

@@ -62,12 +62,17 @@ class WholeBuckets:
         for put_back in self._attributes:
             put_back()
         for bucket, state in zip(self.layout.buckets, self.buckets, strict=True):
+            if not resident:
+                self.hide_bucket(bucket)
+                continue
+            assert state.full is not None
             for slot in bucket.slots:
-                if resident:
-                    assert state.full is not None
-                    self._tensors[slot.source].data = slot.to_parameter(state.full)
-                else:
-                    hide(self._tensors[slot.source], self._shapes[slot.source], self.device)
+                self._tensors[slot.source].data = slot.to_parameter(state.full)
+
+    def hide_bucket(self, bucket: Bucket) -> None:
+        """Have the model's parameters that lie in a bucket hold no values."""
+        for slot in bucket.slots:
+            hide(self._tensors[slot.source], self._shapes[slot.source], self.device)
 
     def strides(self) -> Strides:
         """Those of the parameters as a step reads them: NaN that takes no memory has others."""
@@ -76,19 +81,27 @@ class WholeBuckets:
     def show_parameters(self) -> None:
         """Give the model its whole parameters, gathered from all ranks, in their own dtype."""
         for bucket in self.layout.buckets:
-            stored = self.load_stored(bucket)
-            whole = self.gather(bucket, stored)
-            if whole is self.buckets[bucket.index].stored and not self.resident:
-                # What is shown is a copy there too: changes that are not written back are dropped everywhere.
-                whole = whole.clone()
-            for slot in bucket.slots:
-                tensor = self._tensors[slot.source]
-                if slot.whole is None:
-                    tensor.data = self.to_parameter(slot, whole)
-                    continue
-                if slot.first_row == 0:
-                    tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-                slot.box(tensor.data).copy_(slot.view(whole))
+            self.show_bucket(bucket)
+
+    def show_bucket(self, bucket: Bucket) -> None:
+        """Give the model the whole parameters that lie in a bucket; those in slices slice by slice. Collective."""
+        stored = self.load_stored(bucket)
+        whole = self.gather(bucket, stored)
+        if whole is self.buckets[bucket.index].stored and not self.resident:
+            # What is shown is a copy there too: changes that are not written back are dropped everywhere.
+            whole = whole.clone()
+        for slot in bucket.slots:
+            tensor = self._tensors[slot.source]
+            if slot.whole is None:
+                tensor.data = self.to_parameter(slot, whole)
+                continue
+            if slot.first_row == 0:
+                tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            slot.box(tensor.data).copy_(slot.view(whole))
+
+    def whole_bytes(self) -> int:
+        """The bytes that ``show_parameters`` takes."""
+        return sum(bucket.numel * bucket.dtype.itemsize for bucket in self.layout.buckets)
 
     def write_back(self) -> None:
         """Take the model's whole parameters as the values to train on from (rank by rank its own slice).
