@@ -102,3 +102,9 @@ def test_a_plan_for_absent_machines_says_how_long_stages_idle() -> None:
 def test_a_step_of_fewer_layers_than_stages_is_refused() -> None:
     with pytest.raises(UsageError, match="at least 8 parts of a step"):
         planned(Skipping(), (torch.ones(8, 8),), 8)
+
+
+def test_stages_are_not_tuned() -> None:
+    model = Skipping()
+    with pytest.raises(UsageError, match="without the axis 'pipe'"):
+        zerofx.tune(model, adamw(model), (torch.ones(8, 8),), mesh={"pipe": 2})
