@@ -74,7 +74,9 @@ def collective_of(node: fx.Node, mesh: Mesh, ranks_per_node: int) -> Collective:
         return Collective("reduce_scatter", storage_bytes(tensor(source)), num_ranks, local)
     size = storage_bytes(tensor(node))
     if node.target in ops.MESSAGES:
-        return Collective("shift", size * num_ranks, num_ranks, local)
+        message = node.args[0] if node.target is ops.send_value else node
+        assert isinstance(message, fx.Node)
+        return Collective("shift", storage_bytes(tensor(message)) * num_ranks, num_ranks, local)
     if node.target in _OF_VALUES:
         return Collective(_OF_VALUES[node.target], _value_bytes(node, num_ranks), num_ranks, local)
     if node.target in ops.OWNER_EXCHANGES:

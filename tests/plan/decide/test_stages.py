@@ -67,6 +67,13 @@ def test_a_skip_is_sent_once_and_its_gradient_comes_back_once() -> None:
     assert _messages(stages[3]) == ([0, 1, 2, 1, 2], [2, 1])
 
 
+def test_what_is_sent_is_counted_by_its_sender() -> None:
+    first, second = planned(Skipping(), (torch.ones(8, 8),), 2).stages
+    # Of each of four micro-batches two rows of eight numbers, to and fro, twice for the skip, and the loss.
+    assert first.plan.wire_bytes == 4 * 2 * 64
+    assert second.plan.wire_bytes == 4 * (2 * 64 + 4)
+
+
 def test_stages_do_not_grow_with_micro_batches() -> None:
     few, many = (
         planned(Skipping(), (torch.ones(num, 8),), 2, accumulate=num).stages[0].lowered.emitted.source
