@@ -34,7 +34,7 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
         gathered = residencies(question.facts.piece_graph, layout, asked)
         items += _bucket_items("kept", keep_menus(gathered, asked, seconds, machine))
         items.append(Item("prefetch", prefetch_menu(gathered, layout, asked.prefetch, seconds, machine)))
-    if layout.num_ranks > 1:
+    if layout.num_stage_ranks > 1:
         items.append(Item("awaited", reduction_menu(layout, seconds, machine)))
     ledger = Ledger.of(machine, question.tiers if leaning != "recompute" else ())
     if ledger.tiers:

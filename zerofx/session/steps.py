@@ -168,7 +168,8 @@ class Steps:
             purpose,
             batch,
             lambda: [
-                *update_parts(self.optimizers, variant, changed),
+                # Stages have updates of their own.
+                *update_parts(self.optimizers, variant if self.mesh.pipe == 1 else "", changed),
                 *forward_parts(shape, setting, self.lenders.key, match),
             ],
         )

@@ -23,10 +23,12 @@ from zerofx.deferred import allow_replacement
 from zerofx.driver.driver import Built
 from zerofx.driver.prepared import Earlier
 from zerofx.errors import UsageError, notify
+from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.tensor_parts import named_parameters
 from zerofx.optimizers import Optimizers, UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.collectives import make_transport
+from zerofx.runtime.comm.control import Control
 from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.cuda_graphs.recording import own_memory
 from zerofx.runtime.executor import Runtime
@@ -88,6 +90,8 @@ class TakenOver:
                     control.watch()
             communicators = Communicators(transport, built.layout.mesh, built.layout.groups)
             self.state = TrainingState(model, built.layout, options.stage, communicators, tiers)
+            if built.layout.mesh.pipe > 1:
+                self.state.homes = _stages_of_parameters(built.layout, control)
             weights = values.source(self.state.parameters, device, communicators)
             with allow_replacement(model):
                 self.state.take_over(weights, compiled.plan)
@@ -394,6 +398,13 @@ class TakenOver:
         outcome, self.runtime.stopped = self.runtime.stopped, None
         assert outcome is not None
         return own_memory(outcome)
+
+
+def _stages_of_parameters(layout: BucketLayout, control: Control) -> dict[str, int]:
+    """The stage that has each parameter, by its name. Collective."""
+    own = [slot.source for bucket in layout.buckets for slot in bucket.slots]
+    of_ranks = control.gather(own, "find the parameters of stages")
+    return {name: layout.mesh.place(rank, "pipe") for rank, names in enumerate(of_ranks) for name in names}
 
 
 class Awaited:

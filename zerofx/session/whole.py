@@ -22,6 +22,7 @@ from zerofx.runtime.cuda_graphs.graphed import GraphedSteps
 from zerofx.runtime.state.state import TrainingState
 from zerofx.session.checkpointed import Checkpointed
 from zerofx.session.life import Life
+from zerofx.session.stages import refuse_in_stages
 from zerofx.session.taken_over import TakenOver
 from zerofx.units import first_few
 
@@ -127,7 +128,7 @@ class Whole(Checkpointed):
         Before the first step this is the model as it is.
 
         Raises:
-            UsageError: there is no such tier, or no folder for it.
+            UsageError: there is no such tier, or no folder for it, or the mesh has an axis ``pipe``.
             TierError: it has no room for the states (``host_budget``); nothing has been changed.
         """
         if tier not in get_args(SlowerTier):
@@ -137,6 +138,7 @@ class Whole(Checkpointed):
             with self.full_parameters() as model:
                 yield model
             return
+        refuse_in_stages(taken.layout.mesh, "generate within the budget", "use full_parameters()")
         self._require_model("generate", reads=True)
         self.finish_saving()
         self._graphs.clear()  # which have the addresses of states
@@ -198,6 +200,7 @@ class Whole(Checkpointed):
             RankMismatchError: ranks ask for others, or write other values.
         """
         taken = self._require_model("read one tensor", reads=not write_back and state is None)
+        refuse_in_stages(taken.layout.mesh, "read one tensor", "read it in `with step.full_parameters():`")
         if write_back:
             self.finish_saving()
         before = self.num_steps
@@ -223,7 +226,7 @@ class Whole(Checkpointed):
         taken, life = self._steps.taken, self._life
         if taken is not None and not life.showing:
             with life.claim("call step.full_state_dict()"):
-                if (entries := self._own_entries()) is not None:
+                if taken.layout.mesh.pipe == 1 and (entries := self._own_entries()) is not None:
                     whole = _whole_parameters(taken, life, keep=keep)
                     return {
                         name: whole[id(tensor)] if id(tensor) in whole else tensor.detach().to("cpu", copy=True)
@@ -262,6 +265,7 @@ class Whole(Checkpointed):
         """
         purpose, life = "read weights", self._life
         taken = self._require_model(purpose, reads=True)
+        refuse_in_stages(taken.layout.mesh, purpose, "call step.full_state_dict()")
         if rank is not None and not is_count(rank, 0, life.control.num_ranks - 1):
             raise UsageError(f"expected rank to be None or one of {life.control.num_ranks} ranks, found {rank!r}")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -220,6 +220,8 @@ def heading(plan: Plan) -> str:
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
     if plan.mesh.world != SHARD:
         ranks += f" ({plan.mesh})"
+    if plan.pipe > 1:
+        ranks += f", part {plan.pipe_stage + 1} of {plan.pipe} on the axis pipe"
     parts = f", {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
     scaled = ", loss scaled" if plan.loss_scaled else ""
     clipped = "" if plan.max_grad_norm is None else f", gradients clipped to a norm of {plan.max_grad_norm:g}"

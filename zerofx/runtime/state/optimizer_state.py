@@ -17,6 +17,7 @@ from zerofx.optimizers.program import WHOLE_STATES
 from zerofx.optimizers.whole import cast_views, names_of, state_views, whole_of
 from zerofx.optimizers.whole.states import copy_entry, join_tensors
 from zerofx.runtime.comm.control import Control
+from zerofx.runtime.comm.stages import is_first_of_stage
 from zerofx.runtime.state.state import TrainingState
 
 
@@ -137,7 +138,20 @@ class OptimizerState:
                     self._gather(bucket, states, as_computed=as_computed)
             whole = self._binding.find_whole(optimizer)
             states.update({} if whole is None else copy_entry(whole.own_states))
+            if not alone:
+                self._add_stages(states)
             optimizer.state = states
+
+    def _add_stages(self, states: defaultdict[torch.Tensor, Any]) -> None:
+        """Add what other stages have of the parameters of theirs. Collective."""
+        mesh = self._state.layout.mesh
+        if mesh.pipe == 1:
+            return
+        names = {id(tensor): name for name, tensor in self._state.parameters.items()}
+        own = {names[id(parameter)]: entry for parameter, entry in states.items()}
+        sent = own if is_first_of_stage(self._control, mesh) else {}
+        for of_rank in self._control.gather(sent, "gather the optimizer's states"):
+            states.update({self._state.parameter(name): of_rank[name] for name in of_rank.keys() - own.keys()})
 
     def _gather(self, bucket: Bucket, states: defaultdict[torch.Tensor, Any], *, as_computed: bool) -> None:
         """Add the whole states of a bucket's parameters to ``states``."""
