@@ -3,9 +3,10 @@
     a = detach(x); b = t(w); c = t(b); d = mm(a, c)      ->      d = mm(x, w)
     y = where(m, v, x); z = copy(x, y)                   ->      z = where(m, v, x)
     z = copy(slice(x), y); a = slice_scatter(x, z)       ->      a = slice_scatter(x, y)
+    z = new_zeros(x, size)                               ->      z = zeros(size)
 
 The second is what tracing makes of ``x.copy_(...)``, where nothing else reads ``y``; the third of ``x[a:b] = y``, where
-the copy would have memory for all of ``x``.
+the copy would have memory for all of ``x``. The last has no need of ``x``, which ranks would make whole for it.
 
 Does not handle: anything that computes. Arithmetic is left exactly as it was captured.
 """
@@ -54,6 +55,10 @@ def simplify(step: StepGraph) -> None:
             is_needless = _is_like(copied, node) or _is_scattered(copied, node)
             if is_needless:
                 node.replace_all_uses_with(copied)
+        elif node.target is _aten.new_zeros.default:
+            given = tensor(node)
+            node.target, node.args = _aten.zeros.default, (node.args[1],)
+            node.kwargs = {"dtype": given.dtype, "device": given.device}
     step.graph.eliminate_dead_code()
 
 

@@ -70,11 +70,12 @@ def node_cost(node: fx.Node, machine: Machine) -> NodeCost:
         return NodeCost(flops, read, written, _roofline(flops, read + written, rate, machine))
     if runs_on_host(node):
         read, written = _bytes_of_pass(node)
-    dtype = _input_dtype(node) if packet is not None else _output_dtype(node) or _input_dtype(node)
+    is_product = packet is not None or _is_grouped_product(node.target)
+    dtype = _input_dtype(node) if is_product else _output_dtype(node) or _input_dtype(node)
     if facts_of(node.target).traffic is Traffic.ALLOCATES or dtype is None:
         seconds = 0.0
     else:
-        seconds = _roofline(flops, read + written, _rate(packet, dtype, machine), machine)
+        seconds = _roofline(flops, read + written, _rate(packet, dtype, machine, is_product=is_product), machine)
     return NodeCost(flops, read, written, seconds)
 
 
@@ -126,9 +127,15 @@ def _matmul_packet(target: OpOverload) -> Any:
     return packet if packet in flop_registry else None
 
 
-def _rate(packet: Any, dtype: torch.dtype, machine: Machine) -> float:
-    """FLOP/s of what the registry knows as ``packet``, which is None for what runs on no matrix units."""
-    if packet is None:
+def _is_grouped_product(target: OpOverload) -> bool:
+    """True for products that the registry does not know, but the operator table counts."""
+    facts = facts_of(target)
+    return facts.is_cubic and facts.flops is not None
+
+
+def _rate(packet: Any, dtype: torch.dtype, machine: Machine, *, is_product: bool) -> float:
+    """FLOP/s of what the registry knows as ``packet``, or of another product, or of what runs on no matrix units."""
+    if not is_product:
         return machine.vector_flops(dtype)
     if packet in _CONVOLUTIONS:
         return machine.convolution_flops(dtype)
