@@ -18,7 +18,7 @@ GPU = $(PYTHON) -m benchmarks.gpu --out "$(OUT)" --until $(UNTIL) $(if $(EARLIER
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-infinity check test test-quick nightly compat golden clean gpu gpu-report
+.PHONY: help venv demo demo-infinity check docs test test-quick nightly compat golden clean gpu gpu-report
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -29,7 +29,7 @@ venv: $(STAMP) ## make .venv and install zerofx into it, as pinned in constraint
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt torch
-	$(PIP) install --quiet -c constraints.txt -e ".[test,examples,dev]"
+	$(PIP) install --quiet -c constraints.txt -e ".[test,examples,docs,dev]"
 	touch $@
 
 demo: venv ## train a small GPT, sharded over two processes (a few minutes)
@@ -44,6 +44,13 @@ check: venv ## format, lint and types
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+
+# A page says where it is from by links that work in the repository as well, so the site has the repository's folders.
+docs: venv ## build the site of docs/ in build/site; a link that leads nowhere is an error
+	mkdir -p build/pages/benchmarks
+	for page in README.md CONTRIBUTING.md docs; do ln -sfn ../../$$page build/pages/$$page; done
+	ln -sfn ../../../benchmarks/results build/pages/benchmarks/results
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 test: venv ## the tests that need no GPU and little time
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"

@@ -32,8 +32,8 @@ there, and count.
 Where an update needs whole parameters, their owners have them put together, step on them, and send them back
 (``passes/lib/whole_updates.py``).
 
-Does not handle: updates of whole parameters on the host, or delayed. States in a slower tier are
-brought to their update as ``passes/lib/placed_states.py`` says.
+Does not handle: updates of whole parameters on the host, or delayed. States in a slower tier are brought to their
+update as ``passes/lib/placed_states.py`` says; those of an optimizer that combines parameters where the step ends.
 """
 
 from __future__ import annotations
@@ -221,12 +221,14 @@ class _Updates:
         if program.whole and decision is not None and decision.update == HOST:
             raise PlanError(
                 f"expected the update of {bucket.name} on the device, found it on the host: whole parameters of "
-                f"{program.optimizer} are updated there alone; leave delayed_update out, or make the plan anew"
+                f"{program.optimizer} are updated there alone; make the plan anew"
             )
         full = self.known.find(Role.FULL, bucket)
         updated = self._inputs_of(bucket, program, full)
         end, free = self._place(updated, full), None
-        if program.whole:
+        if program.joint is not None and decision is not None:
+            end = begin = self._step.output  # one update needs all of these states, and not before
+        elif program.whole:
             end = self._whole.place(end)
         if decision is not None and decision.takes_over is not None:
             # Where that bucket's buffers are free only after this update's place, there is no time to read ahead.

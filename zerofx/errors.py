@@ -123,6 +123,10 @@ def summarise_error(error: BaseException) -> str:
 
 
 class ZeroFXWarning(UserWarning):
+    """Base of all warnings of zerofx."""
+
+
+class ResultWarning(ZeroFXWarning):
     """The result may differ from what is meant, for example a value that is not finite or not followed."""
 
 
@@ -136,8 +140,8 @@ def notify(message: str) -> None:
     warn(message, ZeroFXNotice)
 
 
-def warn(message: str, category: type[ZeroFXWarning] = ZeroFXWarning) -> None:
-    """Warn with a ``ZeroFXWarning`` that points at the line of the user's that called zerofx."""
+def warn(message: str, category: type[ZeroFXWarning] = ResultWarning) -> None:
+    """Warn with a ``ResultWarning`` that points at the line of the user's that called zerofx."""
     import inspect  # which takes as long as the rest of zerofx's face
 
     frame, level = inspect.currentframe(), 1

@@ -44,7 +44,10 @@ def mesh_of(given: object) -> Mesh | None:
             f"expected the axes of a DeviceMesh to be among {_NAMES}, in this order, found "
             f"{', '.join(map(repr, order))}"
         )
-    return Mesh(**{str(name): size for name, size in sizes.items()})  # type: ignore[arg-type]  # which Mesh checks
+    mesh = Mesh(**{str(name): size for name, size in sizes.items()})  # type: ignore[arg-type]  # which Mesh checks
+    if mesh.pipe > 1 and mesh.model > 1:
+        raise UsageError(f"expected a mesh with an axis 'pipe' or an axis 'model', found {mesh}: leave one of them out")
+    return mesh
 
 
 def mesh_for(asked: Mesh | None, num_ranks: int) -> Mesh:

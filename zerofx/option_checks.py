@@ -10,7 +10,7 @@ from zerofx.choices import TP_STYLES, ShardingWord
 from zerofx.errors import UsageError, notify
 from zerofx.ladder import check_lengths
 from zerofx.mesh_option import AUTO, mesh_of
-from zerofx.option_table import Kind, instances, is_count, is_names
+from zerofx.option_table import Exclusion, Kind, instances, is_count, is_names, one_of
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.units import first_few
@@ -64,6 +64,33 @@ def warn_of_ignored_shardings(mesh: Mesh | None) -> None:
         notify("shardings is ignored where the mesh has no axis 'model': every rank computes with whole parameters")
 
 
+def has_stages(mesh: object) -> bool:
+    """True for a mesh with several ranks on the axis ``pipe``."""
+    return isinstance(mesh, Mesh) and mesh.pipe > 1
+
+
+# What a step whose mesh has an axis pipe does not do.
+NOT_IN_STAGES: Final = tuple(
+    Exclusion(other, why, has_stages, theirs)
+    for other, why, theirs in (
+        ("loss_terms", "the terms of a loss are counted by all ranks", None),
+        ("accumulate", "stages are cut for a number of micro-batches", one_of("auto")),
+        ("order", "a stage runs all micro-batches forward, then backward", one_of("layer", "micro-batch")),
+        ("reduce", "gradients are reduced once a step", one_of("each")),
+        ("offload", "no gradients wait for the next micro-batch", instances(Mapping)),
+        ("tile", "parameters of a stage stay whole", instances(Mapping)),
+        ("precision", "a stage knows only its own gradients", lambda given: given.scaling is not None),
+        ("wire", "what stages hand on is sent exactly", None),
+        ("delayed_update", "updates end with the step", None),
+        ("grad_norms", "a rank has the layers of one stage", None),
+        ("keep_gradients", "a rank has the gradients of one stage", None),
+        ("average", "a rank has the averages of one stage", None),
+        ("plan", "each stage has a plan of its own", None),
+        ("lengths", "a stage is built for batches of one shape", None),
+        ("weights", "files are read by ranks that have all parameters", None),
+        ("cuda_graphs", "messages between stages are awaited by the host", one_of(True, "auto")),
+    )
+)
 GRADIENTS_ALONE: Final = Kind(
     f"{{{GRADIENTS!r}: 'host'}} or {{{GRADIENTS!r}: 'nvme'}}",
     lambda given: given in ({GRADIENTS: "host"}, {GRADIENTS: "nvme"}),

@@ -26,7 +26,16 @@ from zerofx.choices import (
 )
 from zerofx.errors import UsageError, notify
 from zerofx.mesh_option import AUTO, MeshLike
-from zerofx.option_checks import GRADIENTS_ALONE, LENGTHS, MACHINE, MESH, SHARDINGS, TILES, warn_of_ignored_shardings
+from zerofx.option_checks import (
+    GRADIENTS_ALONE,
+    LENGTHS,
+    MACHINE,
+    MESH,
+    NOT_IN_STAGES,
+    SHARDINGS,
+    TILES,
+    warn_of_ignored_shardings,
+)
 from zerofx.option_table import (
     FLAG,
     FUNCTION,
@@ -204,10 +213,11 @@ class CompileOptions:
     parameters come once a step, and what is handed from layer to layer is held for all; ``"micro-batch"`` runs one
     after the other; ``"auto"`` is the second, and with a budget what is faster. Both have the same bits."""
 
-    mesh: Mesh | Literal["auto"] | None = option(None, MESH)
-    """the axes that ranks lie along, outer to inner ``replicate``, ``shard`` and ``model``, by numbers of ranks
-    (``{"replicate": 2, "shard": 4}``) or a ``DeviceMesh`` with these names; None for all along ``shard``, ``"auto"``
-    for the mesh that is fastest for a sample, of those that fit, where a batch is one of all ranks along ``model``."""
+    mesh: Mesh | Literal["auto"] | None = option(None, MESH, *NOT_IN_STAGES)
+    """the axes that ranks lie along, outer to inner ``pipe``, ``replicate``, ``shard`` and ``model``, by numbers of
+    ranks (``{"replicate": 2, "shard": 4}``) or a ``DeviceMesh`` with these names; None for all along ``shard``,
+    ``"auto"`` for the mesh that is fastest for a sample, of those that fit, where a batch is one of all ranks along
+    ``model``, and none has an axis ``pipe``."""
 
     states_over: StatesOver = option("auto", words(StatesOver), not_for=("sharing",))
     """``"mesh"`` for optimizer states in parts of slices, one on each replica, ``"shard"`` for slices that every

@@ -16,7 +16,7 @@ from zerofx.codegen.inductor.phase import REGION_REWRITES
 from zerofx.codegen.kernels.table import check_kernels
 from zerofx.errors import UsageError, wrap_defects
 from zerofx.ir.buckets import BucketLayout
-from zerofx.ir.graph import StepGraph
+from zerofx.ir.graph import PipeStage, StepGraph
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.optimizers import UpdateProgram
 from zerofx.passes.across import Across
@@ -46,6 +46,7 @@ from zerofx.passes.prepare.partition import Partition
 from zerofx.passes.prepare.scale_loss import ScaleLoss
 from zerofx.passes.prepare.simplify import Simplify
 from zerofx.passes.prepare.slice import Slice
+from zerofx.passes.prepare.stages import Stages
 from zerofx.passes.reduce import Reduce
 from zerofx.passes.settle import Settle
 from zerofx.passes.shard import Shard
@@ -114,6 +115,8 @@ PREPARE = (
     ),
     # What collectives on those values overlap with.
     Listed(Overlap, {"overlaps": ("before", "nodes")}, lambda plan, _: plan.model > 1),
+    # One stage of several, with what it sends and receives.
+    Listed(Stages, {"stage_cuts": (), "pipe_stage": ()}, lambda plan, _: plan.pipe > 1),
     # Huge parameters a slice at a time.
     Listed(Slice, {"slices": ("parameter", "num_slices")}, lambda plan, _: plan.slices),
     # Micro-batches one after the other.
@@ -171,7 +174,9 @@ PLAN = (
     # Views that collectives on values read.
     Listed(Parts, when=lambda plan, _: plan.model > 1),
     # Gathers that ranks of one host need not copy.
-    Listed(InPlace, when=lambda plan, _: plan.gathers and plan.num_ranks > plan.replicate == 1, optional=True),
+    Listed(
+        InPlace, when=lambda plan, _: plan.gathers and plan.num_ranks > plan.replicate == plan.pipe == 1, optional=True
+    ),
 )
 
 # A region of the planned graph, in front of Inductor.
@@ -201,26 +206,28 @@ def run_preparations(
     shardings: tuple[ShardingDecision, ...] = (),
     overlaps: tuple[OverlapDecision, ...] = (),
     num_parts: int = 1,
+    pipe: PipeStage | None = None,
 ) -> None:
     """Run the preparations but those ``done`` on a captured graph, in place.
 
     ``slices`` are parameters to take in slices, ``divided`` the batch tensors that micro-batches divide, which run
     layer by layer if ``by_layer`` says so. ``loss_scaled``: whether backward begins with a scale. ``held``: as what
     other steps have their parameters, by name, which are read here. ``shardings``: how the ``num_parts`` ranks of the
-    model axis share the graph, ``overlaps`` what stands elsewhere there.
+    model axis share the graph, ``overlaps`` what stands elsewhere there. ``pipe``: the stage that is kept of it.
 
     Raises:
         PlanError: a parameter cannot be worked with in the slices that are asked for.
         InvalidGraphError: what the ranks of the model axis compute is not what the graph does.
     """
     left_out = {*settings.disable, *done}
+    left_out |= {*([] if pipe is not None else [Stages.name])}
     left_out |= {*([] if loss_scaled else [ScaleLoss.name]), *([] if num_parts > 1 else [Partition.name, Overlap.name])}
     for listed in PREPARE:
         if listed.name not in left_out:
             preparation: Preparation = listed.instance(
                 slices=slices, num_micro_batches=num_micro_batches, divided=frozenset(divided), by_layer=by_layer,
                 held=held,
-                shardings=shardings, overlaps=overlaps, num_parts=num_parts,
+                shardings=shardings, overlaps=overlaps, num_parts=num_parts, pipe=pipe,
             )  # fmt: skip
             is_shared = listed.kind is Partition and settings.verify > 0
             whole = whole_calls(step) if is_shared else {}

@@ -29,7 +29,7 @@ from torch import fx
 
 from zerofx.errors import PlanError
 from zerofx.ir.aliasing import aliased_input, is_view, storage_bytes, storage_source, tensors_of
-from zerofx.ir.edit import consumers, erase_unread
+from zerofx.ir.edit import consumers, erase_unread, runs_once
 from zerofx.ir.facts import (
     Origin,
     Phase,
@@ -156,8 +156,9 @@ def _available(node: fx.Node, saved: set[fx.Node]) -> bool:
 
 
 def _copy(step: StepGraph, node: fx.Node, copies: dict[fx.Node, fx.Node], reader: fx.Node) -> fx.Node:
-    if is_random(node):
-        raise PlanError(f"expected a plan that keeps what random operators give, found {node.name} recomputed")
+    if runs_once(node):
+        what = "random operators give" if is_random(node) else "other stages send"
+        raise PlanError(f"expected a plan that keeps what {what}, found {node.name} recomputed")
     with step.graph.inserting_before(reader):
         copy = step.graph.node_copy(node, lambda n: copies.get(n, n))
     set_value(copy, value(node))

@@ -25,6 +25,11 @@ The sum is taken over slices of buckets, in the order of buckets and then of ran
 all gradients: a slice's sum is taken before slices are gathered again. So the norm has the same bits at every stage and
 with every plan for as many ranks, and gradients are read once by somebody.
 
+Of a step in stages each has its own buckets: the squares of all of them are put together first, in the order of stages,
+which is that of the buckets on one rank.
+
+    all = wait(all_reduce_values(cat([zeros, squares]), "sum", 2, over="pipe"))
+
 Does not handle: clipping of delayed updates, which are refused together with it.
 """
 
@@ -39,10 +44,12 @@ from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.edit import insert_call
-from zerofx.ir.facts import Origin, Phase
-from zerofx.ir.graph import Clipping, StepGraph
+from zerofx.ir.facts import Origin, Phase, tensor
+from zerofx.ir.graph import Clipping, PipeStage, StepGraph
 from zerofx.ir.op_kernels.norms import norm_dtype
+from zerofx.ir.streams import axes_argument
 from zerofx.passes.lib.reduced_gradients import gather_number, numbers_of_slices
+from zerofx.scheduler.plan.mesh import PIPE
 from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
@@ -90,8 +97,10 @@ class Clip:
         for bucket in self.layout.buckets:
             dtype = torch.promote_types(dtype, norm_dtype(bucket.reduce_dtype)) if bucket.trainable else dtype
         with graph.inserting_before(step.output):
-            together = insert_call(graph, _aten.cat.default, (squares,), _WHERE, name="squares")
-            total = insert_call(graph, _aten.sum.dim_IntList, (together, [0], True), _WHERE)
+            together = squares_of_all = insert_call(graph, _aten.cat.default, (squares,), _WHERE, name="squares")
+            if step.pipe is not None:
+                squares_of_all = _gather_stages(step, step.pipe, together)
+            total = insert_call(graph, _aten.sum.dim_IntList, (squares_of_all, [0], True), _WHERE)
             total = insert_call(graph, _aten.sum.default, (gather_number(step, plan, total, "squares"),), _WHERE)
             root = insert_call(graph, _aten.sqrt.default, (total,), _WHERE)
             if step.unscaling is not None:
@@ -104,3 +113,19 @@ class Clip:
             factor = insert_call(graph, _aten.clamp.default, (ratio, None, 1.0), _WHERE, name="clip")
         step.clipping = Clipping(norm, factor, together)
         step.set_outputs(step.loss, step.mutations)
+
+
+def _gather_stages(step: StepGraph, pipe: PipeStage, own: fx.Node) -> fx.Node:
+    """The squares of all stages' buckets, in order: to each, the others add zeros."""
+    graph, num_own = step.graph, tensor(own).numel()
+    sizes = (pipe.first_bucket, num_own, max(pipe.num_buckets - pipe.first_bucket - num_own, 0))
+    how = {"dtype": tensor(own).dtype, "device": step.device}
+    parts = [
+        own if number == 1 else insert_call(graph, _aten.full.default, ([size], 0.0), _WHERE, how)
+        for number, size in enumerate(sizes)
+        if size
+    ]
+    mine = insert_call(graph, _aten.cat.default, (parts,), _WHERE, name="squares_in_place")
+    args = (mine, "sum", pipe.num_stages)
+    pending = insert_call(graph, ops.all_reduce_values, args, _WHERE, dict(axes_argument(PIPE)))
+    return insert_call(graph, ops.wait, (pending, mine), _WHERE, name="squares_of_stages")

@@ -58,6 +58,12 @@ def draw_ahead(
     next_body(before, 0)
 
 
+def draw_for_nothing(step: StepGraph, node: fx.Node) -> None:
+    """Have a random operator draw in its place for the generators to go on alone, whatever it reads."""
+    added = _draw_again(step, node, node)
+    mark_draws(step, node, ops.drop_draw, added[-1])
+
+
 def mark_draws(step: StepGraph, before: fx.Node, target: OpOverload, *args: object) -> None:
     """Insert one of the operators that keep, take and drop draws in front of a node."""
     with step.graph.inserting_before(before):

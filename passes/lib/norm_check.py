@@ -65,7 +65,7 @@ def _bucket(way: list[fx.Node], layout: BucketLayout) -> Bucket | None:
 
 def _copy_axes(bucket: Bucket, mesh: Mesh) -> set[Axis]:
     """The axes on which ranks have the bucket's parameters, and so the sum of their gradients."""
-    return set(mesh.axes_in_use(mesh.world)) - (set(MODEL) if bucket.has_model_parts else set())
+    return set(mesh.axes_in_use(mesh.stage_axes)) - (set(MODEL) if bucket.has_model_parts else set())
 
 
 def _fail(squares: fx.Node, cut: set[Axis], asked: set[Axis]) -> NoReturn:

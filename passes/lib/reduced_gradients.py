@@ -60,11 +60,11 @@ def numbers_of_slices(
 
 
 def gather_number(step: StepGraph, plan: Plan, number: fx.Node, what: str) -> fx.Node:
-    """``number``, of shape ``[1]``, gathered from all ranks at the insertion point; itself on one rank."""
-    if plan.num_ranks == 1:
+    """``number``, of shape ``[1]``, gathered from all ranks of a stage at the insertion point; itself on one rank."""
+    if plan.num_stage_ranks == 1:
         return number
     where = Origin("", Phase.UPDATE)
-    args = (number, ops.NO_BUCKET, plan.num_ranks)
-    how = dict(axes_argument(plan.mesh.world))
+    args = (number, ops.NO_BUCKET, plan.num_stage_ranks)
+    how = dict(axes_argument(plan.mesh.stage_axes))
     gather = insert_call(step.graph, ops.all_gather, args, where, how, name=f"gather_{what}")
     return insert_call(step.graph, ops.wait, (gather,), where, name=f"{what}_of_ranks")

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.edit import insert_call
@@ -100,6 +101,7 @@ class WholeUpdates:
     ) -> None:
         self._step, self._factors = step, factors
         self._owners = owners_of(layout, programs, plan.stage)
+        _check_owners(plan, self._owners)
         away = {decision.bucket for decision in plan.states}
         self.sizes: dict[int, OwnedSizes] = planned_sizes(layout, programs, self._owners, away)
         self._flops_of_bucket = _flops_of_buckets(self._owners, programs)
@@ -234,6 +236,21 @@ class WholeUpdates:
         return insert_call(self._step.graph, op, args, given.origin, how, name=name)
 
 
+def _check_owners(plan: Plan, owners: Mapping[int, Owners]) -> None:
+    """Check that the owners that a plan names are those that all ranks find.
+
+    Raises:
+        PlanError: they are others.
+    """
+    for index, of_bucket in owners.items():
+        bucket = plan.buckets[index]
+        if bucket.owners and bucket.owners != of_bucket.rank_of_each:
+            raise PlanError(
+                f"expected the parameters of {bucket.name} at the owners that the plan has, {list(bucket.owners)}, "
+                f"found that they are dealt out to {list(of_bucket.rank_of_each)}: make the plan anew"
+            )
+
+
 def _flops_of_buckets(owners: Mapping[int, Owners], programs: Mapping[int, UpdateProgram]) -> tuple[float, float]:
     """Floating-point operations of the busiest owner a bucket, and of the mean of all owners, over all buckets that are
     cut: owners of one bucket work while those of others do."""
@@ -250,8 +267,9 @@ def _flops_of_buckets(owners: Mapping[int, Owners], programs: Mapping[int, Updat
 
 def _costs(updates: Sequence[_Sent], flops_of_bucket: tuple[float, float]) -> dict[str, Any]:
     """The costs of the busiest owner, next to the mean of all."""
-    flops, mean, every = 0, 0, []
+    flops, mean, cast, every = 0, 0, 0, []
     for sent in updates:
+        cast += max(sum(whole_of(sent.given.program, e.slot).cast_bytes for e in owned) for owned in sent.owners.ranks)
         listed = [whole_of(sent.given.program, each.slot) for of_rank in sent.owners.ranks for each in of_rank]
         busiest, of_all = flops_of_bucket if sent.owners.are_apart else [sum(each.flops for each in listed)] * 2
         flops, mean = flops + int(busiest), mean + int(of_all)
@@ -261,6 +279,6 @@ def _costs(updates: Sequence[_Sent], flops_of_bucket: tuple[float, float]) -> di
         "mean_flops": mean,
         "num_parameters": len(every),
         "dtype": max(every, key=lambda each: each.flops).flops_in,
-        "scratch_bytes": max(each.scratch_bytes for each in every),
+        "scratch_bytes": cast + max(each.scratch_bytes for each in every),
         "over": axes_text(updates[0].given.bucket.states_over),
     }

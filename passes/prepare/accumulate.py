@@ -27,6 +27,9 @@ Layers between which a buffer is changed and read are one stretch there.
 
 Like ``simplify`` it runs before the plan is made, which names the nodes of the graph it leaves.
 
+Of a step that is one stage of several (``stages.py``), what all micro-batches run through before the next are the runs
+that are marked there, whatever layers are in them.
+
 Random operators of a layer then draw from a state of their micro-batch's own, so that all draw what they would one by
 one (``passes/lib/draws_ahead.py``).
 
@@ -50,6 +53,7 @@ from zerofx.ir.facts import (
     Origin,
     Phase,
     Role,
+    begun_stretch,
     is_random,
     origin,
     placeholder,
@@ -80,6 +84,7 @@ def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]
     """Unroll ``step``, the graph of one micro-batch, in place; ``divided`` names the batch tensors that are divided."""
     if num_micro_batches == 1:
         return
+    by_layer = by_layer or step.pipe is not None
     step.num_micro_batches, step.by_layer = num_micro_batches, by_layer
     calls, mutations = list(step.calls()), step.mutations
     inputs = [node for node in step.placeholders(Role.INPUT) if placeholder(node).name in divided]
@@ -144,6 +149,9 @@ def _stretches(
     """
     if not step.by_layer:
         return [list(calls)]
+    if step.pipe is not None:
+        starts = [number for number, node in enumerate(calls) if begun_stretch(node) is not None]
+        return [list(calls[start:end]) for start, end in itertools.pairwise([0, *starts, len(calls)])]
     starts, here = [0], None
     for position, node in enumerate(calls):
         if is_view(node):

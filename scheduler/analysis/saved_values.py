@@ -36,7 +36,7 @@ def saved_values(step: StepGraph) -> list[fx.Node]:
 def value_node(storage: Storage) -> fx.Node:
     """The node that names a storage: of what a collective gives the wait, before which it is not there."""
     node, index = storage
-    if node.target in VALUE_COLLECTIVES:
+    if node.target in VALUE_COLLECTIVES or node.target is ops.receive_value:
         return next(user for user in node.users if user.target is ops.wait)
     if isinstance(node.meta.get("val"), torch.Tensor):
         return node

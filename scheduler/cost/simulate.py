@@ -445,7 +445,8 @@ def _collectives(together: list[fx.Node], start: float, mesh: Mesh, machine: Mac
             each.kind, each.full_bytes, each.num_ranks, machine, ranks_on_node=each.ranks_on_node
         )
         seconds = alone - (latency if timings else 0.0)
-        sent = wire_bytes(each.kind, each.full_bytes, each.num_ranks)
+        receives = node.target is ops.receive_value
+        sent = 0 if receives else wire_bytes(each.kind, each.full_bytes, each.num_ranks)
         exposed = seconds if node.target is ops.broadcast else 0.0
         timings.append(NodeTiming(start, seconds, exposed, each.full_bytes, each.full_bytes, sent, 0))
         start += seconds

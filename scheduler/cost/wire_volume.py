@@ -73,6 +73,10 @@ def collective_of(node: fx.Node, mesh: Mesh, ranks_per_node: int) -> Collective:
         assert isinstance(source, fx.Node)
         return Collective("reduce_scatter", storage_bytes(tensor(source)), num_ranks, local)
     size = storage_bytes(tensor(node))
+    if node.target in ops.MESSAGES:
+        message = node.args[0] if node.target is ops.send_value else node
+        assert isinstance(message, fx.Node)
+        return Collective("shift", storage_bytes(tensor(message)) * num_ranks, num_ranks, local)
     if node.target in _OF_VALUES:
         return Collective(_OF_VALUES[node.target], _value_bytes(node, num_ranks), num_ranks, local)
     if node.target in ops.OWNER_EXCHANGES:
@@ -97,6 +101,8 @@ def node_wire_bytes(
     """Bytes that the first node's ranks send in all ``collectives``; ``pairwise``: no rings for gathers, as on CPUs."""
     within = across = 0
     for node in collectives:
+        if node.target is ops.receive_value:
+            continue  # which its sender has sent
         sent = collective_of(node, mesh, ranks_per_node)
         inside, outside = _wire_bytes(sent, min(mesh.num_ranks, ranks_per_node), pairwise=pairwise)
         within, across = within + inside, across + outside

@@ -18,7 +18,7 @@ import networkx as nx
 from torch import fx
 
 from zerofx.ir.aliasing import Storage, is_view, storage_source, tensors_of
-from zerofx.ir.edit import consumers
+from zerofx.ir.edit import consumers, runs_once
 from zerofx.ir.facts import is_random
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.ops import VALUE_COLLECTIVES
@@ -40,7 +40,7 @@ class Dataflow:
     """Dataflow graph of a segment: its operators and values, by number.
 
     ``makers`` has the operator that makes each value, -1 for what is made elsewhere; ``reads`` the values that each
-    operator reads; ``random`` whether it draws.
+    operator reads; ``random`` whether it draws, or is a message between stages.
     """
 
     makers: tuple[int, ...]
@@ -74,7 +74,7 @@ class Segment:
         return Dataflow(
             tuple(number.get(storage[0], -1) for storage in self.values),
             tuple(tuple(i for i in reads if i is not None) for reads in read),
-            tuple(map(is_random, self.operators)),
+            tuple(map(runs_once, self.operators)),
         )
 
     @property

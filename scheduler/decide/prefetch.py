@@ -119,6 +119,7 @@ def place_arrivals(
     handed: Handed | None = None,
     leaves_down: bool = True,
     on_device: Collection[int] = (),
+    at_end: Collection[int] = (),
 ) -> Plan:
     """``plan`` with the nodes before which parameters, activations and states in slower tiers start on their way.
 
@@ -135,9 +136,13 @@ def place_arrivals(
             ``plan`` says.
         leaves_down: whether what goes back to its tier may run on into the next step.
         on_device: the buckets that can be updated on the device alone.
+        at_end: those whose update is one, where the step ends: their states are copied and awaited there.
     """
     if not plan.parameters and not plan.states and not (plan.offloads and ahead):
         return plan
+    if at_end:
+        at_once = (_copy_at_once(each) if each.bucket in at_end else each for each in plan.states)
+        plan = replace(plan, states=tuple(at_once))
     spans = runs(step, seconds)
     coming = _collect_arrivals(
         plan, step, layout, state_bytes, spans, machine,
@@ -163,7 +168,7 @@ def place_arrivals(
         starts = _read_ahead(arrivals, run_seconds, machine)
     names = [run.first.name for run in spans]
     gathers = list(plan.gathers)
-    away = {"offloads": list(plan.offloads), "states": list(plan.states if ahead else map(_copy_at_once, plan.states))}
+    away = {"offloads": list(plan.offloads), "states": [*(plan.states if ahead else map(_copy_at_once, plan.states))]}
     numbers = {decision.bucket: number for number, decision in enumerate(plan.states)}
     # Those that come up after the last reduction start where the bucket before them is updated.
     through = [] if plan.updates_wait or not ahead else [u for u in coming.updates if u.bucket.index not in on_host]
@@ -234,7 +239,7 @@ def _collect_arrivals(
     for number, decision in enumerate(plan.states):
         bucket, size = layout.buckets[decision.bucket], state_bytes.get(decision.bucket, 0)
         size += bucket.shard_bytes if decision.bucket in tiers and not bucket.has_master else 0
-        if not size or decision.delayed or decision.bucket not in updated:
+        if not size or decision.delayed or decision.at_once or decision.bucket not in updated:
             continue
         last = last_run if plan.updates_wait else updated[decision.bucket]
         earliest = last if plan.updates_wait else at.begin_of_body(last)
@@ -294,6 +299,8 @@ def _gather(decision: GatherDecision, arrival: Arrival, start: CopyStart, names:
 
 
 def _copy_at_once(decision: Absence) -> Absence:
+    if decision.at_once:
+        return decision
     return replace(decision, at_once=True, reason=f"{decision.reason}; copied and awaited where the update is")
 
 

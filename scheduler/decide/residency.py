@@ -215,7 +215,9 @@ def _reduces_of(
     )
     if stage is None:
         return hidden
-    return crossings(gather_later(hidden) if stage == 0 and layout.num_ranks > 1 else hidden, layout, stage, later=True)
+    return crossings(
+        gather_later(hidden) if stage == 0 and layout.num_stage_ranks > 1 else hidden, layout, stage, later=True
+    )
 
 
 def _wait_reason(bucket: Bucket) -> str:

@@ -36,6 +36,7 @@ def state_menus(
     *,
     clipped: bool = False,
     on_device: Collection[int] = (),
+    at_end: Collection[int] = (),
 ) -> dict[Bucket, tuple[Level, Level]]:
     """For each bucket with states, the last layers first: on the device, and off it.
 
@@ -50,6 +51,7 @@ def state_menus(
         clipped: whether updates are after all reductions: no backward overlaps with them, and gradients of buckets that
             are updated on the host wait there.
         on_device: the buckets that can be updated on the device alone.
+        at_end: those whose update is one, where the step ends, which nothing overlaps with.
     """
     ways = {}
     # Gradients of the last layers are complete first, and the rest of backward hides most of their updates.
@@ -57,7 +59,7 @@ def state_menus(
         num_bytes = state_bytes.get(bucket.index, 0)
         if num_bytes:
             local = bucket.updated_numel(stage)
-            overlapping = 0.0 if clipped else seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
+            overlapping = 0.0 if clipped or bucket.index in at_end else seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
             ways[bucket] = [
                 _device_level(num_bytes, overlapping, tier, machine)
                 if bucket.index in on_device
@@ -142,14 +144,18 @@ def update_traffic_bytes(bucket: Bucket, num_bytes: int, numel: int) -> int:
     return 2 * (num_bytes + updated) + numel * bucket.reduce_dtype.itemsize + new
 
 
-def delay_levels(layout: BucketLayout, state_bytes: Mapping[int, int], stage: int) -> dict[Bucket, Level]:
+def delay_levels(
+    layout: BucketLayout, state_bytes: Mapping[int, int], stage: int, on_device: Collection[int] = ()
+) -> dict[Bucket, Level]:
     """States on the host, each bucket's with what its delayed update hands over from one step to the next: the
-    gradient, and new parameters where their dtype is not the one that is updated.
+    gradient, and new parameters where their dtype is not the one that is updated. Of buckets that are updated
+    ``on_device``, in their own step, only states.
 
     Args:
         layout: the buckets.
         state_bytes: bytes of one rank's states and masters, by bucket index.
         stage: the ZeRO stage.
+        on_device: the buckets that can be updated on the device alone.
     """
     levels = {}
     for bucket in layout.buckets:
@@ -157,6 +163,10 @@ def delay_levels(layout: BucketLayout, state_bytes: Mapping[int, int], stage: in
             continue
         local = bucket.updated_numel(stage)
         num_bytes = state_bytes.get(bucket.index, 0)
+        if bucket.index in on_device:
+            if num_bytes:
+                levels[bucket] = Level(0, 0.0, "host", "device", num_bytes, 0, delayed_bytes=num_bytes)
+            continue
         master = 0 if bucket.has_master else local * bucket.dtype.itemsize
         new_values = bucket.compute_dtype.itemsize if bucket.has_master else 0
         handed_over = local * (bucket.reduce_dtype.itemsize + new_values)
@@ -166,11 +176,12 @@ def delay_levels(layout: BucketLayout, state_bytes: Mapping[int, int], stage: in
 
 def decisions_of(delayed: Mapping[Bucket, Level]) -> tuple[Absence, ...]:
     """The decisions about ``delay_levels``, with their reasons."""
-    return tuple(
-        Absence(
-            bucket=bucket.index, tier="host", update="host",
-            reason=f"delayed_update: frees {format_bytes(placement.delayed_bytes)}; gradients down, parameters up",
-            delayed=True,
+    decisions = []
+    for bucket, placement in delayed.items():
+        frees, is_delayed = format_bytes(placement.delayed_bytes), placement.update == "host"
+        how = "gradients down, parameters up" if is_delayed else "whole parameters, updated on the device in each step"
+        reason = f"delayed_update: frees {frees}; {how}"
+        decisions.append(
+            Absence(bucket=bucket.index, tier="host", update=placement.update, reason=reason, delayed=is_delayed)
         )
-        for bucket, placement in delayed.items()
-    )  # fmt: skip
+    return tuple(decisions)

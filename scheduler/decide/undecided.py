@@ -30,6 +30,10 @@ def undecided(step: StepGraph, layout: BucketLayout, stage: int, precision: str 
         by_layer=step.by_layer,
         replicate=layout.mesh.replicate,
         model=layout.mesh.model,
+        pipe=layout.mesh.pipe,
+        stage_cuts=step.pipe.cuts if step.pipe is not None else (),
+        pipe_stage=step.pipe.number if step.pipe is not None else 0,
+        draws_together=step.pipe is not None and step.pipe.draws,
         summary=summarise_graph(step),
     )
 

@@ -42,6 +42,7 @@ class Prediction:
     where the plan was free to send less than exact values; empty elsewhere.
     ``least_seconds`` bounds the step from below: within the same budget, no choice of values to keep and to compute
     again takes less (``scheduler.search.bound``); None where nobody asked.
+    ``idle_seconds``: those of the step in which a stage of the axis pipe has nothing to do; None for no stage.
     ``arena``: the pool that the device's peak has in the place of what is live, where the step has one.
     """
 
@@ -57,6 +58,7 @@ class Prediction:
     least_seconds: float | None = None
     node_wire_bytes: dict[str, int] = field(default_factory=dict, metadata=ONLY_IF_SET)
     arena: Arena | None = field(default=None, metadata=ONLY_IF_SET)
+    idle_seconds: float | None = field(default=None, metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class BucketSummary:
 
     ``reduce_dtype``: of gradients on their way between ranks, None for ``compute_dtype``. ``state_dtype``: what
     optimizer states are stored in, None for what the optimizer has them in. ``lent``: another step trains it.
+    ``owners``: of each of its parameters in order the rank along ``states_over`` that updates it whole, where its
+    update needs that and slices are on several ranks.
     """
 
     name: str
@@ -79,6 +83,7 @@ class BucketSummary:
     gathered_over: Axes = field(default=SHARD, metadata=ONLY_IF_SET)
     states_over: Axes = field(default=SHARD, metadata=ONLY_IF_SET)
     lent: bool = field(default=False, metadata=ONLY_IF_SET)
+    owners: tuple[int, ...] = field(default=(), metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True)

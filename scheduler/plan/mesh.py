@@ -1,8 +1,8 @@
-"""A mesh: the ranks of a step along three axes, and the groups that they form. Plain data.
+"""A mesh: the ranks of a step along four axes, and the groups that they form. Plain data.
 
 Ranks are numbered from the innermost axis out: on ``Mesh(replicate=2, shard=4, model=8)`` ranks 0 to 7 are a ``model``
 group, those with the same place there in ranks 0 to 31 a ``shard`` group. What communicates most is innermost, and lies
-within a node where it fits.
+within a node where it fits; along ``pipe``, the outermost, ranks only hand values on.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from typing import Literal
 
 from zerofx.errors import UsageError
 
-Axis = Literal["replicate", "shard", "model"]
+Axis = Literal["pipe", "replicate", "shard", "model"]
 Axes = tuple[Axis, ...]
 
-AXES: Axes = ("replicate", "shard", "model")  # outer to inner
+AXES: Axes = ("pipe", "replicate", "shard", "model")  # outer to inner
 SHARD: Axes = ("shard",)  # what one axis is called
 MODEL: Axes = ("model",)
+PIPE: Axes = ("pipe",)
+TOGETHER: Axes = ("pipe", "model")  # along which ranks share one computation, and its samples
 _MOST_RANKS = 2**24  # some hundred times the devices of the largest machines
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks along ``replicate`` (the same slices), ``shard`` (slices of one bucket) and ``model`` (one computation).
+    """Ranks along ``replicate`` (the same slices), ``shard`` (slices of one bucket), ``model`` (one computation) and
+    ``pipe`` (stages of it, one after the other).
 
     Raises:
         UsageError: an axis has no rank, or there are more than any machine has.
@@ -35,6 +38,7 @@ class Mesh:
     replicate: int = 1
     shard: int = 1
     model: int = 1
+    pipe: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -68,8 +72,23 @@ class Mesh:
         return math.prod(getattr(self, axis) for axis in axes)
 
     def num_samples(self, axes: Axes) -> int:
-        """By how much a sum along ``axes`` is divided for an average: ranks along ``model`` share their samples."""
-        return self.size(tuple(axis for axis in axes if axis != "model"))
+        """By how much a sum along ``axes`` is divided for an average: ranks along ``TOGETHER`` share their samples."""
+        return self.size(tuple(axis for axis in axes if axis not in TOGETHER))
+
+    @property
+    def num_together(self) -> int:
+        """Ranks that share one computation, and so one batch."""
+        return self.size(TOGETHER)
+
+    @property
+    def num_batches(self) -> int:
+        """The batches of all ranks."""
+        return self.num_samples(AXES)
+
+    @property
+    def stage_axes(self) -> Axes:
+        """The axes that the ranks of one stage lie along; ``("shard",)`` where a stage has one rank."""
+        return self.collective_axes(AXES[1:])
 
     def axes_in_use(self, axes: Axes) -> Axes:
         """Those of ``axes`` with more than one rank, outer to inner."""
@@ -131,3 +150,9 @@ class Mesh:
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {self.size((axis,))}" for axis in self.world)
+
+
+def batch_number(mesh: Mesh) -> str:
+    """The number of a rank's batch among all, in the words of a program that knows its ``rank``."""
+    within = "rank" if mesh.pipe == 1 else f"rank % {mesh.num_ranks // mesh.pipe}"
+    return within if mesh.model == 1 else f"{within} // {mesh.model}"

@@ -41,9 +41,11 @@ class Plan:
     whether those of layers are handed out. ``kept_gradients``: buckets whose gradients are. ``loss_scaled``:
     whether they are of a loss that is multiplied by a scale, and looked at before the first update. ``wire`` is what
     the plan was free to send (``"exact"``, or one of ``zerofx.ir.op_kernels.quantise.ENCODINGS``), and
-    ``ranks_per_node`` where it takes nodes to end; both say nothing of an exact plan. ``replicate`` and ``model`` are
-    the ranks on those axes of the mesh; ``num_ranks`` are all there are. ``states_reason``: why replicas update
-    parts of slices each, or all of them the whole.
+    ``ranks_per_node`` where it takes nodes to end; both say nothing of an exact plan. ``replicate``, ``model`` and
+    ``pipe`` are the ranks on those axes of the mesh; ``num_ranks`` are all there are. On ``pipe`` the plan is that of
+    stage number ``pipe_stage``, and ``stage_cuts`` are the nodes of the captured graph's forward that later stages
+    begin with; ``draws_together``: whether any of them draws random numbers, which all do then. ``states_reason``: why
+    replicas update parts of slices each, or all of them the whole.
     """
 
     stage: int
@@ -79,6 +81,10 @@ class Plan:
     wires: tuple[WireDecision, ...] = field(default=(), metadata=ONLY_IF_SET)
     replicate: int = field(default=1, metadata=ONLY_IF_SET)
     model: int = field(default=1, metadata=ONLY_IF_SET)
+    pipe: int = field(default=1, metadata=ONLY_IF_SET)
+    stage_cuts: tuple[str, ...] = field(default=(), metadata=ONLY_IF_SET)
+    pipe_stage: int = field(default=0, metadata=ONLY_IF_SET)
+    draws_together: bool = field(default=False, metadata=ONLY_IF_SET)
     states_reason: str = field(default="", metadata=ONLY_IF_SET)
     prediction: Prediction | None = field(default=None, compare=False)
     summary: GraphSummary | None = field(default=None, compare=False)
@@ -102,7 +108,13 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         """The ranks that the plan is for."""
-        return Mesh(self.replicate, self.num_ranks // (self.replicate * self.model), self.model)
+        others = self.replicate * self.model * self.pipe
+        return Mesh(self.replicate, self.num_ranks // others, self.model, self.pipe)
+
+    @property
+    def num_stage_ranks(self) -> int:
+        """The ranks of one stage: all of them without the axis ``pipe``."""
+        return self.num_ranks // self.pipe
 
     @property
     def has_parts(self) -> bool:
@@ -116,7 +128,7 @@ class Plan:
     @property
     def gathers_parameters(self) -> bool:
         """True if parameters are sharded: stage 3 on more than one rank that does not only replicate."""
-        return self.stage == 3 and self.num_ranks > self.replicate
+        return self.stage == 3 and self.num_stage_ranks > self.replicate
 
     @property
     def sends_rows(self) -> bool:

@@ -194,6 +194,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         handed=Handed(chosen.state_levels, ledger.left["host"]) if question.fixed is None else None,
         leaves_down=not question.has_arena,
         on_device=question.on_device,
+        at_end=question.at_end,
     )
     return plan, carried_out
 

@@ -34,7 +34,7 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
         gathered = residencies(question.facts.piece_graph, layout, asked)
         items += _bucket_items("kept", keep_menus(gathered, asked, seconds, machine))
         items.append(Item("prefetch", prefetch_menu(gathered, layout, asked.prefetch, seconds, machine)))
-    if layout.num_ranks > 1:
+    if layout.num_stage_ranks > 1:
         items.append(Item("awaited", reduction_menu(layout, seconds, machine)))
     ledger = Ledger.of(machine, question.tiers if leaning != "recompute" else ())
     if ledger.tiers:
@@ -79,7 +79,7 @@ def _tier_items(question: Question, others: Sequence[Item], ledger: Ledger) -> l
         activation_bytes = sum(storage_size(segment.values[i]) for segment, level in last for i in level.offloaded)
         menus = state_menus(
             layout, question.state_bytes, question.stage, seconds, machine, ledger, activation_bytes,
-            clipped=question.undecided.updates_wait, on_device=question.on_device,
+            clipped=question.undecided.updates_wait, on_device=question.on_device, at_end=question.at_end,
         )  # fmt: skip
         items += _bucket_items("states", menus)
         if question.stage == 3:

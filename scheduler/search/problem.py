@@ -181,13 +181,19 @@ class Problem:
         """Levels of states whose updates are asked to run next to the following step."""
         if self.options.delayed_update is None:
             return {}
-        return delay_levels(self.layout, self.state_bytes(), self.options.stage)
+        return delay_levels(self.layout, self.state_bytes(), self.options.stage, self.on_device)
 
     def undecided(self) -> Plan:
         """The plan in which nothing is decided yet."""
         options = self.options
+        owners = owners_of(self.layout, self.rehearsal.programs, options.stage)
+        blank = undecided(self.step, self.layout, options.stage, options.precision.compute, self.machine.name)
         return replace(
-            undecided(self.step, self.layout, options.stage, options.precision.compute, self.machine.name),
+            blank,
+            buckets=tuple(
+                replace(bucket, owners=owners[index].rank_of_each) if index in owners else bucket
+                for index, bucket in enumerate(blank.buckets)
+            ),
             memory_budget=self.memory_budget,
             max_grad_norm=options.max_grad_norm,
             grad_norms=options.grad_norms,
@@ -218,8 +224,14 @@ class Problem:
             gradients=self.gradients(),
             reduce="once" if self.gradients() else options.reduce,
             buckets_reduced_each=self.buckets_reduced_each(),
-            on_device=frozenset(index for index, program in self.rehearsal.programs.items() if program.whole),
+            on_device=self.on_device,
+            at_end=frozenset(i for i, program in self.rehearsal.programs.items() if program.joint is not None),
         )
+
+    @property
+    def on_device(self) -> frozenset[int]:
+        """The buckets whose updates need whole parameters, which the device alone runs."""
+        return frozenset(index for index, program in self.rehearsal.programs.items() if program.whole)
 
     def state_bytes(self) -> dict[int, int]:
         """Bytes of one rank's optimizer states and masters, by bucket, of those that this step updates: what may be in
@@ -231,9 +243,7 @@ class Problem:
                 continue
             local = bucket.updated_numel(self.options.stage)
             master = bucket.dtype.itemsize if bucket.has_master else 0
-            if program.joint is not None:
-                num_bytes[index] = 0  # one step over all of them needs their states at once
-            elif index in owners:
+            if index in owners:
                 sizes = OwnedSizes.of(bucket, program, owners[index])
                 num_bytes[index] = sizes.numel * master + sizes.state_bytes
             else:

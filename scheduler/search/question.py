@@ -34,8 +34,8 @@ class Question:
     parameters stay in any case, which no move changes; None where moves say it. ``inlines``: whether values may be
     computed again at no cost (``decide/activations.free_levels``). ``gradients``: which wait elsewhere between micro-
     batches in any case, with copies that are still to be placed. ``on_device``: buckets that can be updated on the
-    device alone. ``reduce``: whether gradients may be reduced in each micro-batch, ``buckets_reduced_each``: those
-    before any move.
+    device alone, ``at_end`` those of them whose update is one, where the step ends. ``reduce``: whether gradients may
+    be reduced in each micro-batch, ``buckets_reduced_each``: those before any move.
     """
 
     facts: GraphFacts
@@ -54,6 +54,7 @@ class Question:
     reduce: ReduceOption = "auto"
     buckets_reduced_each: Mapping[int, str] = field(default_factory=dict)
     on_device: frozenset[int] = frozenset()
+    at_end: frozenset[int] = frozenset()
 
     def retile(self, tiles: tuple[TileDecision, ...]) -> Question:
         """The same question where values are tiled so."""
@@ -75,7 +76,7 @@ class Question:
         menus = state_menus(
             self.layout, self.state_bytes, self.stage, self.facts.seconds_of_one, self.machine,
             Ledger.of(self.machine, self.tiers), clipped=self.undecided.updates_wait,
-            on_device=self.on_device,
+            on_device=self.on_device, at_end=self.at_end,
         )  # fmt: skip
         return {bucket: off for bucket, (_, off) in menus.items() if bucket.index in away}
 

@@ -17,20 +17,21 @@ from tests.lib.distributed import PATIENCE_SECONDS, begin, environment_of_ranks,
 
 
 @contextlib.contextmanager
-def environments_by_rank(num_ranks: int) -> Iterator[list[dict[str, str]]]:
-    """The environment of each of some ranks on this machine, as torchrun makes it; while open, they meet in a store of
-    this process."""
+def environments_by_rank(num_ranks: int, num_nodes: int = 1) -> Iterator[list[dict[str, str]]]:
+    """The environment of each of some ranks on this machine, as torchrun makes it on ``num_nodes``; while open, they
+    meet in a store of this process."""
+    of_node = num_ranks // num_nodes
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # public
     common = {
-        **environment_of_ranks(), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
+        **environment_of_ranks(), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(of_node),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "none",
     }  # fmt: skip
-    yield [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    yield [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank % of_node)} for rank in range(num_ranks)]
 
 
-def run_script(script: Path, *options: str, num_ranks: int = 1) -> str:
-    """What a script prints, alone or on several ranks; fails with all of it if one of them ends in an error.
+def run_script(script: Path, *options: str, num_ranks: int = 1, num_nodes: int = 1) -> str:
+    """What a script prints, alone or on several ranks and nodes; fails with all of it if one of them ends in an error.
 
     Each rank is the main program of a process that is forked from one that has only imported modules.
     """
@@ -38,7 +39,7 @@ def run_script(script: Path, *options: str, num_ranks: int = 1) -> str:
         printed = Path(folder, "printed")
         environments = [environment_of_ranks()]
         if num_ranks > 1:
-            environments = stack.enter_context(environments_by_rank(num_ranks))
+            environments = stack.enter_context(environments_by_rank(num_ranks, num_nodes))
         ranks = [
             forked(script.name, _main, str(script), options, str(printed), environment) for environment in environments
         ]

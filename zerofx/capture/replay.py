@@ -64,9 +64,10 @@ def trace_logging(forward: Forward, trace: Callable[[bool], T]) -> T:
             before.restore()
             objective.logging.is_on, objective.logging.compiled = True, refusal is not None
             try:
-                Replay.make(forward)
+                Replay.make(forward, chooses=True)
             except BaseException as error:
                 objective.logging.is_on = False
+                objective.logging.untrue.clear()
                 if isinstance(error, Exception) and refusal is None:
                     return traced
                 decided_elsewhere = isinstance(error, ZeroFXError) and not _name_one_line(refusal, error)
@@ -111,7 +112,7 @@ def _find_writer(error: Exception) -> WritesError | None:
 @dataclass(frozen=True)
 class _Run:
     """One call: numbers of results, of buffers after it, and of what was read, with lines; whether it kept traced
-    tensors somewhere; the lines of sums by rounding that results depend on."""
+    tensors somewhere; the lines of sums by rounding that results depend on, and those that read truths."""
 
     results: tuple[Number, ...]
     buffers: tuple[Number, ...]
@@ -119,6 +120,7 @@ class _Run:
     lines: tuple[str, ...]
     keeps_traced: bool = False
     rounded: tuple[str, ...] = ()
+    truths: tuple[str, ...] = ()
 
     def decides_as(self, other: _Run) -> bool:
         """True if both compute the same tensors."""
@@ -139,14 +141,16 @@ class Replay:
         self._has_inputs = bool(forward.objective.free_tensors.tape.inputs)
 
     @staticmethod
-    def make(forward: Forward) -> Replay:
-        """The replay of a forward.
+    def make(forward: Forward, *, chooses: bool = False) -> Replay:
+        """The replay of a forward; ``chooses`` which branches of its logs are captured, for all its shapes.
 
         Raises:
             CaptureError: what it reads decides what the step computes, or what it keeps in Python does.
         """
         replay = Replay(forward)
         _mute_writers(forward, lambda: forward.objective.free_tensors.retrace(replay._note))
+        if chooses and _mute_writers(forward, replay._choose_branches):
+            _mute_writers(forward, lambda: forward.objective.free_tensors.retrace(replay._note))
         _mute_writers(forward, replay._try_values)
         return replay
 
@@ -204,7 +208,7 @@ class Replay:
                 f"expected a forward whose shapes do not depend on values, found that what it computes depends on the "
                 f"elements that a mask names, as many as values say, at\n  {first_few(self._known.rounded)}\n"
                 f"A step is planned for one shape: compute with all elements, and leave out what does not count by "
-                f"torch.where or a weight of 0. Sums and means of them may be logged."
+                f"torch.where or a weight of 0. Their sum, mean, minimum and maximum may be logged."
             )
         try:
             again = self._call(example_of, Numbers(self._has_inputs), skips=True)
@@ -222,6 +226,23 @@ class Replay:
                 "expected a forward that logs numbers, found that it keeps a tensor in a list, a dict or an attribute, "
                 "where no step would put one: keep tensor.item() or tensor.tolist(), or return the tensor from forward="
             )
+
+    def _choose_branches(self) -> bool:
+        """Have truths be False in examples where more is read then, so that the step has it; returns whether any is.
+
+        ``if x.isnan().all(): return nan``, say, reads nothing in its branch, and the minimum of ``x`` after it.
+        """
+        untrue, reads_more = self._forward.objective.logging.untrue, False
+        tried = set[str]()
+        while truths := [line for line in self._known.truths if line not in tried]:
+            tried.add(truths[0])
+            untrue.add(truths[0])
+            run = self._attempt(example_of)
+            if run is not None and set(run.reads) > set(self._known.reads):
+                self._known, reads_more = run, True
+            else:
+                untrue.discard(truths[0])
+        return reads_more
 
     def _try_values(self) -> None:
         draws = random.Random(0)
@@ -317,7 +338,13 @@ class Replay:
             buffers = tuple(numbers.number(buffer) for buffer in held)
             rounded = {numbers.number(tensor): line for tensor, line in lossy.reads.rounded}
             used = numbers.sources(given[:num] + buffers) & rounded.keys() if rounded else ()
-            return _Run(given[:num], buffers, given[num:], lines, keeps_traced, tuple(rounded[n] for n in used))
+            of_truths = [
+                line for read, line in zip(lossy.reads.tensors, lines, strict=True) if read.dtype == torch.bool
+            ]
+            return _Run(
+                given[:num], buffers, given[num:], lines, keeps_traced, tuple(rounded[n] for n in used),
+                tuple(dict.fromkeys(of_truths)),
+            )  # fmt: skip
 
     def _traceable(self) -> Any:
         logging = self._forward.objective.logging

@@ -78,10 +78,7 @@ def _capture(forward: Forward, compiled: bool, returned: Returned | None) -> Ste
         except Exception as error:
             raise explain(error, batch) from error
     if gpu is not None:
-        try:
-            retarget(joint, device, mode)
-        except Exception as error:
-            raise explain(error, batch) from error
+        retarget(joint, device, mode)
     with wrap_defects("make a step graph of what was captured"):
         step = StepGraph(joint.graph, device, forward.parameters(), forward.units())
         if returned is not None and returned.num_tensors == lossy.returned.num_tensors:

@@ -26,6 +26,7 @@ from zerofx.ir.tensor_parts import named_parameters
 from zerofx.optimizers import Optimizers
 from zerofx.optimizers.whole.states import join_tensors, paths_in, tree_from_plain
 from zerofx.runtime.comm.control import Control
+from zerofx.scheduler.plan.mesh import Mesh
 
 _CPU = torch.device("cpu")
 
@@ -88,11 +89,12 @@ def check(
     optimizers: Optimizers | None,
     state: Mapping[str, Any],
     control: Control,
-    num_model: int,
+    mesh: Mesh,
 ) -> Loadable:
     """Find a checkpoint, and check as much as possible before anything is changed. Collective.
 
-    ``optimizers`` are None where parameters and buffers alone are loaded. ``num_model`` ranks share one computation.
+    ``optimizers`` are None where parameters and buffers alone are loaded. Ranks on ``mesh`` that share one
+    computation draw alike.
 
     Raises:
         CheckpointError: on all ranks.
@@ -123,9 +125,9 @@ def check(
             check_optimizers(reader.marker, optimizers, groups)
             check_extra(reader.marker, names)
         _check_for_files(reader, names, saved)
-        marker, rank = reader.marker, control.rank
-        before = predecessor(rank, num_model, marker.num_ranks, marker.num_model)
-        given, random = read_state(reader, state, before), read_random_states(reader, before, rank // num_model)
+        marker, rank = reader.marker, control.rank % (mesh.num_ranks // mesh.pipe)
+        before = predecessor(rank, mesh.model, marker.num_ranks // marker.num_pipe, marker.num_model)
+        given, random = read_state(reader, state, before), read_random_states(reader, before, rank // mesh.model)
         return Loadable(reader, names, saved, before, given, random, marker.optimizer.scalars_of())
 
     checked = run_on_all(control, "compare the checkpoint with the model", fit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -24,7 +24,7 @@ from zerofx.disk.checkpoint.folder import Unfinished, begin, commit, prune
 from zerofx.disk.checkpoint.marker import MODEL, STATE, Marker, OptimizerInfo, Scalar, TensorInfo, file_name
 from zerofx.disk.checkpoint.plain import to_plain
 from zerofx.disk.checkpoint.shard_file import Entry, ShardWriter, Written, bytes_of, sort_by_alignment
-from zerofx.errors import CheckpointError, warn
+from zerofx.errors import CheckpointError, notify
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.on_host import ReadAhead, read_on_host
 
@@ -104,10 +104,13 @@ def start(training: Training, names: ModelNames, numbers: StepCounts, state: Map
         STATE: {**random_states(training.device), **tensors, **own, **owned.tensors},
     }
     content = Content(control.rank, control.num_ranks, words, loose, tuple(parts_of(training, names)))
+    known = run_on_all(control, "list the optimizer's states", lambda: _states_of(training, names))
+    if training.state.layout.mesh.pipe > 1:
+        known = known.join(control.gather(known, "list the optimizer's states"))
     on_rank_0: list[tuple[Unfinished, Marker]] = []
 
     def make_folder() -> Path:
-        marker = _marker(training, names, numbers, trees)
+        marker = _marker(training, names, numbers, trees, known)
         on_rank_0.append((begin(folder, numbers.num_steps), marker))
         return on_rank_0[0][0].path
 
@@ -140,7 +143,7 @@ def save(
 def warn_of_left(control: Control, left: str) -> None:
     """On rank 0, warn of checkpoints that could not be removed."""
     if left and control.rank == 0:
-        warn(
+        notify(
             f"expected to remove checkpoints that keep= does not keep, found that it cannot be done ({left}): remove "
             f"them, and look at who may write there; the drive may fill up"
         )
@@ -212,7 +215,9 @@ def _write_at_once(training: Training, begun: Draft) -> dict[str, Written]:
         ahead.finish()
 
 
-def _marker(training: Training, names: ModelNames, numbers: StepCounts, trees: Mapping[str, Any]) -> Marker:
+def _marker(
+    training: Training, names: ModelNames, numbers: StepCounts, trees: Mapping[str, Any], known: _States
+) -> Marker:
     ids = {id(training.state.parameter(own)): name for own, name in names.parameters.items()}
     extra: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -226,13 +231,14 @@ def _marker(training: Training, names: ModelNames, numbers: StepCounts, trees: M
     return Marker(
         num_ranks=training.control.num_ranks,
         num_model=training.state.layout.mesh.model,
+        num_pipe=training.state.layout.mesh.pipe,
         num_steps=numbers.num_steps,
         num_skipped=numbers.num_skipped,
         saved_at=datetime.now(UTC).isoformat(),
         tensors={name: TensorInfo.from_tensor(tensor) for name, tensor in names.tensors.items()},
         buffers=tuple(names.buffers),
         aliases=names.aliases,
-        optimizer=replace(_optimizer(training, names, ids), owned=dict(trees)),
+        optimizer=replace(_optimizer(training, ids, known), owned=dict(trees)),
         extra={"numbers": dict(numbers.extra), "modules": extra},
         about={
             "torch": torch.__version__,
@@ -244,7 +250,25 @@ def _marker(training: Training, names: ModelNames, numbers: StepCounts, trees: M
     )
 
 
-def _optimizer(training: Training, names: ModelNames, ids: Mapping[int, str]) -> OptimizerInfo:
+@dataclass(frozen=True)
+class _States:
+    """The names of the states of parameters, and numbers among them with the parameters that have them."""
+
+    names: dict[str, tuple[str, ...]]
+    scalars: dict[tuple[str, str, str | None], tuple[Any, dict[str, None]]]
+
+    def join(self, of_ranks: Sequence[_States]) -> _States:
+        """Those of all ranks, in order."""
+        joint = _States({}, {})
+        for each in of_ranks:
+            joint.names.update(each.names)
+            for key, (number, listed) in each.scalars.items():
+                joint.scalars.setdefault(key, (number, {}))[1].update(listed)
+        return joint
+
+
+def _states_of(training: Training, names: ModelNames) -> _States:
+    """List the states of this rank's buckets."""
     states: dict[str, tuple[str, ...]] = {}
     scalars: dict[tuple[str, str, str | None], tuple[Any, dict[str, None]]] = {}
     for bucket, held in training.buckets():
@@ -256,11 +280,15 @@ def _optimizer(training: Training, names: ModelNames, ids: Mapping[int, str]) ->
             if state in held.present:
                 number, dtype = number_of(value)
                 scalars.setdefault((state, json.dumps(number), dtype), (number, {}))[1].update(mine)
+    return _States(states, scalars)
+
+
+def _optimizer(training: Training, ids: Mapping[int, str], known: _States) -> OptimizerInfo:
     return OptimizerInfo(
         training.optimizers.kind,
         tuple(groups_of(training.optimizers, ids)),
-        states,
-        tuple(Scalar(key[0], number, key[2], tuple(listed)) for key, (number, listed) in scalars.items()),
+        known.names,
+        tuple(Scalar(key[0], number, key[2], tuple(listed)) for key, (number, listed) in known.scalars.items()),
     )
 
 

@@ -19,6 +19,7 @@ from zerofx.optimizers import Optimizers
 from zerofx.optimizers.whole import WholeOptimizer
 from zerofx.optimizers.whole.states import paths_in, split_tensors, tree_to_plain
 from zerofx.runtime.comm.control import Control
+from zerofx.runtime.comm.stages import is_first_of_stage
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.state import TrainingState
 from zerofx.runtime.tiers.stored import Stored
@@ -61,7 +62,7 @@ class Training:
         """True if this rank writes what it owns of a bucket: of replicas that own the same, the first does. Along
         ``but_along`` they own parts that differ."""
         rank, own = self.control.rank, bucket.states_over if bucket.is_cut(self.state.stage) else ()
-        return rank == bucket.mesh.members(rank, tuple(axis for axis in AXES if axis not in (*own, *but_along)))[0]
+        return rank == bucket.mesh.members(rank, tuple(axis for axis in AXES[1:] if axis not in (*own, *but_along)))[0]
 
     def owned_place(self, bucket: Bucket) -> Bucket:
         """A bucket with what this rank owns of it, as that lies at this rank."""
@@ -69,8 +70,9 @@ class Training:
         return replace(bucket, slots=slots)
 
     def pieces_to_write(self, bucket: Bucket, first: int, last: int) -> list[Piece]:
-        """The pieces of a bucket that this rank writes; rank 0 also writes empty parameters, for their names."""
-        empty = [slot for slot in bucket.slots if not slot.numel] if self.control.rank == 0 else []
+        """The pieces of a bucket that this rank writes; the first also writes empty parameters, for their names."""
+        is_first = is_first_of_stage(self.control, bucket.mesh)
+        empty = [slot for slot in bucket.slots if not slot.numel] if is_first else []
         whole = [Piece(slot.source, first, Box.whole(slot.whole_shape), slot.stride) for slot in empty]
         return [*pieces_of(bucket, first, last), *whole]
 

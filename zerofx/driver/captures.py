@@ -17,7 +17,7 @@ from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.traceable import Forward
 from zerofx.disk.cache import DiskCache
 from zerofx.ir.batch import Batch
-from zerofx.ir.graph import StepGraph
+from zerofx.ir.graph import PipeStage, StepGraph
 from zerofx.ir.parameters import Strides
 from zerofx.options import STOPPING, CompileOptions
 from zerofx.passes.prepare.overlap import overlap
@@ -60,6 +60,7 @@ class Captures:
         self.shardings: tuple[ShardingDecision, ...] = ()
         self.overlaps: tuple[OverlapDecision, ...] = ()
         self.num_parts = 1
+        self.pipe: PipeStage | None = None
 
     def slice_parameters(self, slices: tuple[SliceDecision, ...]) -> Captures:
         """The same step with parameters in slices.
@@ -82,6 +83,17 @@ class Captures:
         shared = copy.copy(self)
         shared.shardings, shared.num_parts, shared._of_rank, shared._unrolled = shardings, num_parts, {}, {}
         return shared
+
+    def at_stage(self, pipe: PipeStage) -> Captures:
+        """The same step as ranks with one place on the axis pipe run it.
+
+        Raises:
+            UsageError: it cannot run in stages.
+        """
+        staged = copy.copy(self)
+        staged.pipe, staged._unrolled = pipe, {}
+        staged._of_rank = {}
+        return staged
 
     def reorder(self, overlaps: tuple[OverlapDecision, ...]) -> Captures:
         """The same step of one rank in another order.
@@ -162,13 +174,13 @@ class Captures:
 
         Raises: as ``graph``.
         """
-        if self.num_parts == 1:
+        if self.num_parts == 1 and self.pipe is None:
             return self.whole_graph(num_micro_batches)
         if num_micro_batches not in self._of_rank:
             step = self.whole_graph(num_micro_batches).clone()
             run_preparations(
                 step, self._settings, done={"simplify"},
-                shardings=self.shardings, overlaps=self.overlaps, num_parts=self.num_parts,
+                shardings=self.shardings, overlaps=self.overlaps, num_parts=self.num_parts, pipe=self.pipe,
             )  # fmt: skip
             self._of_rank[num_micro_batches] = step
         return self._of_rank[num_micro_batches]

@@ -18,6 +18,7 @@ import torch
 
 from zerofx.budgets import budget_bytes
 from zerofx.capture.checks import device_of
+from zerofx.deferred import is_deferred
 from zerofx.disk.cache import MALFORMED
 from zerofx.driver.captures import Captures
 from zerofx.driver.given_plan import check_budget, check_graph, check_host_budget
@@ -25,11 +26,13 @@ from zerofx.driver.kept import step_cache
 from zerofx.driver.lent import own_part
 from zerofx.driver.prepared import Earlier, Prepared, Request, Shared, agree_on_graph, prepare
 from zerofx.driver.shardings import check_batches, plan_best_layout, record_shardings, share_computation
+from zerofx.driver.stages import CutStep, cut_into_stages
 from zerofx.errors import (
     InternalError,
     InvalidGraphError,
     MemoryBudgetError,
     PlanError,
+    UsageError,
     ZeroFXError,
     notify,
     wrap_defects,
@@ -45,9 +48,10 @@ from zerofx.options import CompileOptions
 from zerofx.progress import watch_progress
 from zerofx.report.schedule import make_schedule
 from zerofx.runtime.comm.collectives import is_on_cpu
-from zerofx.runtime.comm.comparisons import check_equal
 from zerofx.runtime.comm.control import Control
+from zerofx.runtime.comm.stages import agree_in_stages, share_in_stages
 from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.pipeline import predict_stage, simulate_stages, stage_seconds
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
@@ -80,6 +84,7 @@ def build_step(request: Request, earlier: Earlier | None, control: Control) -> B
         built = _build(request, earlier, control)
     if request.verbose and request.locations is None:
         _warn_of_host(built.compiled.plan, request.machine)
+        _warn_of_exact_updates(built.compiled.plan, request.options)
     return built
 
 
@@ -93,6 +98,9 @@ def _build(request: Request, earlier: Earlier | None, control: Control) -> Built
             layout, programs = own_part(recalled.step.layout, recalled.programs)
             return Built(loaded, layout, recalled.binding, programs, record_shardings(request, captures, loaded.plan))
 
+    cut = _take_stages(request, captures, earlier, control)
+    whole, captures = captures, cut.stages[request.mesh.place(control.rank, "pipe")]
+
     def plan_and_compile(one_rank: Captures) -> tuple[Captures, Prepared, CompiledStep, RegionMemory]:
         prepared = _prepare(request, one_rank, earlier, control)
         with wrap_defects("plan, emit and load a step"):
@@ -101,7 +109,29 @@ def _build(request: Request, earlier: Earlier | None, control: Control) -> Built
     captures, prepared, compiled, memory = plan_best_layout(request, captures, earlier, control.share, plan_and_compile)
     step_cache.keep(request, captures, earlier, prepared, compiled, memory)
     layout, programs = own_part(prepared.layout, prepared.programs)
-    return Built(compiled, layout, prepared.binding, programs, record_shardings(request, captures, compiled.plan))
+    shared = replace(record_shardings(request, whole, compiled.plan), cuts=cut.cuts)
+    return Built(compiled, layout, prepared.binding, programs, shared)
+
+
+def _take_stages(request: Request, captures: Captures, earlier: Earlier | None, control: Control) -> CutStep:
+    """The step in its stages, the same on all ranks, which have captured the same."""
+    if request.mesh.pipe == 1:
+        return CutStep((captures,))
+    if not is_on_cpu(device_of(request.model)):
+        raise UsageError(
+            f"expected ranks with CPUs where the mesh has an axis 'pipe', found a model on {device_of(request.model)}: "
+            f"on GPUs a step can be planned so (zerofx.plan), and not run yet; leave the axis out"
+        )
+    if is_deferred(request.model):
+        raise UsageError(
+            "expected a model with values where the mesh has an axis 'pipe', found a deferred one: make it without "
+            "zerofx.empty_init(), or leave the axis out"
+        )
+    step = control.attempt("capture a step", lambda: captures.whole_graph(captures.candidates[0]))
+    agree_on_graph(step, control, replace(request.mesh, pipe=1))
+    cut = control.attempt("cut the step into stages", lambda: cut_into_stages(request, captures, earlier))
+    control.agree("cut the step into stages", str(cut.cuts), "cuts", "Give every rank the same options.")
+    return cut
 
 
 def find_kept_plan(request: Request, earlier: Earlier, control: Control) -> Plan | None:
@@ -201,7 +231,7 @@ def _fit_budget(prepared: Prepared, control: Control) -> tuple[Prepared, Compile
             with _blame_plan(options):
                 planned, captured, plan = _agree_on_plan(prepared, target, aim, control)
         except MemoryBudgetError as refusal:
-            if needed is None or budget is None:
+            if needed is None or budget is None or request.mesh.pipe > 1:
                 raise
             if aim == budget or not isinstance(refusal, BudgetMissedError) or refusal.least_bytes > budget:
                 break
@@ -210,11 +240,15 @@ def _fit_budget(prepared: Prepared, control: Control) -> tuple[Prepared, Compile
         with _blame_plan(options):
             lowered = lower_step(planned, captured, plan, target)
             compiled = build(lowered, planned.layout, target, control)
+            if request.mesh.pipe > 1:
+                compiled = _predict_among_stages(compiled, lowered, control)
         if options.plan is not None:
             check_budget(compiled.plan, options, request.machine)
         peak = compiled.plan.peak_bytes["device"]
-        if budget is None or peak <= budget:
+        fits = budget is None or peak <= budget
+        if fits if request.mesh.pipe == 1 else all(control.gather(fits, "fit stages into the budget")):
             return planned, compiled, target.measured_regions
+        assert budget is not None, "without one all plans fit"
         needed = min(peak, needed or peak)
         short = max(short, peak - plan.peak_bytes["device"])
         # Once all regions are known, the same plan would be made again for the same budget.
@@ -227,6 +261,17 @@ def _fit_budget(prepared: Prepared, control: Control) -> tuple[Prepared, Compile
         f"bytes; allow as much, or use backend='eager'",
         needed,
     )
+
+
+def _predict_among_stages(compiled: CompiledStep, lowered: LoweredStep, control: Control) -> CompiledStep:
+    """A stage's step with the seconds that it takes among the others. Collective."""
+    plan = compiled.plan
+    of_ranks = control.gather(stage_seconds(lowered.graph, lowered.simulation), "predict a step in stages")
+    firsts = [members[0] for members in plan.mesh.groups(plan.mesh.stage_axes)]
+    pipeline = simulate_stages([of_ranks[rank] for rank in firsts[: plan.pipe]], plan.num_micro_batches)
+    predicted = predict_stage(plan, pipeline)
+    details = replace(compiled.lowered, plan=predicted)
+    return replace(compiled, plan=predicted, details=lambda: details)
 
 
 def target_of(prepared: Prepared) -> Target:
@@ -267,18 +312,30 @@ def _agree_on_plan(
             plan = replace(plan, memory_budget=budget_bytes(options.memory_budget, request.machine))
         return plan.to_json()
 
-    plan = Plan.from_json(control.share("share the plan", plan_to_share))
+    mesh = prepared.request.mesh
+    plan = Plan.from_json(share_in_stages(control, mesh, "share the plan", plan_to_share))
     if prepared.may_be_sliced and not prepared.is_for(plan):
         prepared = control.attempt("prepare slices of parameters", lambda: prepared.adapt_to(plan))
         prepared.agree(control)
     captured = prepared.captured
     if (plan.num_micro_batches, plan.by_layer) != (captured.num_micro_batches, captured.by_layer):
         captured = control.attempt("capture a step", lambda: prepared.graph_for(plan))
-        agree_on_graph(captured, control)
+        agree_on_graph(captured, control, mesh)
     check_graph(plan, captured, prepared.layout)
-    hashes = control.gather(plan.decisions_hash(), "compare plans")
-    check_equal(hashes, "plan", "This is a defect of zerofx: a plan changed on its way between ranks.")
+    agree_in_stages(
+        control, mesh, "compare plans", plan.decisions_hash(), "plan",
+        "This is a defect of zerofx: a plan changed on its way between ranks.",
+    )  # fmt: skip
     return prepared, captured, plan
+
+
+def _warn_of_exact_updates(plan: Plan, options: CompileOptions) -> None:
+    """Say that ``delayed_update`` delays nothing: all updates need whole parameters."""
+    if options.delayed_update is not None and not any(decision.delayed for decision in plan.states):
+        notify(
+            "delayed_update delays no update here: the optimizer needs whole parameters, which the device updates in "
+            "their own step, with states that wait on the host"
+        )
 
 
 def _warn_of_host(plan: Plan, machine: Machine) -> None:

@@ -95,7 +95,8 @@ def _contradictions(plan: Plan, options: CompileOptions) -> Iterator[tuple[str, 
         where = f"on {' and '.join(tiers)}" if tiers else "on the device"
         yield "offload", "'auto'", f"has gradients wait {where} between micro-batches"
     delayed = [decision for decision in plan.states if decision.delayed]
-    if bool(delayed) != (options.delayed_update is not None):
+    # Updates of whole parameters are not delayed, and none of a plan may be.
+    if (delayed and options.delayed_update is None) or (not plan.states and options.delayed_update is not None):
         number = "a number of steps" if delayed else "None"
         yield "delayed_update", number, f"delays the updates of {len(delayed)} buckets"
 

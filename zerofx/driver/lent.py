@@ -36,6 +36,11 @@ class Borrowed:
             UsageError: it is on another mesh.
         """
         name, layout = self.lent.name, self.state.layout
+        if mesh.pipe > 1 or layout.mesh.pipe > 1:
+            raise UsageError(
+                f"expected {name}, which another open step trains, to be read where every rank has all of its layers, "
+                f"found a mesh with an axis 'pipe': compile both without"
+            )
         if layout.mesh != mesh:
             raise UsageError(
                 f"expected {name}, which another open step trains, on the mesh of the step that reads it, {mesh}, "

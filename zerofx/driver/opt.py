@@ -33,6 +33,7 @@ from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.decide.undecided import summarise
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import read_settings
+from zerofx.units import first_few
 
 # Is told what has run, the text of what it has rewritten, and the region that this is ("" for the step's graph).
 Say = Callable[[str, str, str], object]
@@ -201,8 +202,8 @@ def _layout(step: StepGraph, saved: SavedGraph, plan: Plan) -> BucketLayout:
     if tuple(map(summarise, layout.buckets)) != plan.buckets:
         raise PlanError(
             f"expected a graph with the buckets that the plan is for "
-            f"({', '.join(bucket.name for bucket in plan.buckets)}), found "
-            f"{', '.join(bucket.name for bucket in layout.buckets)}, or others of these names: save graph and plan "
+            f"({first_few(bucket.name for bucket in plan.buckets)}), found "
+            f"{first_few(bucket.name for bucket in layout.buckets)}, or others of these names: save graph and plan "
             f"together, with `zerofx plan --save PLAN.json --save-graph GRAPH.json`"
         )
     return layout

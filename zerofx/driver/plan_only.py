@@ -25,6 +25,7 @@ from zerofx.driver.meshes.choice import choose_mesh
 from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.driver.shardings import decide_alone, plan_best_layout
+from zerofx.driver.stages import cut_into_stages
 from zerofx.errors import UsageError, wrap_defects
 from zerofx.garbage import limit_garbage_collection
 from zerofx.ir.batch import Batch
@@ -41,10 +42,12 @@ from zerofx.progress import watch_progress
 from zerofx.report.meshes import MeshComparison
 from zerofx.report.saved import SavedPlan
 from zerofx.report.schedule import Schedule, make_schedule
+from zerofx.report.stages import stage_table
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.parameter_groups import group_of_parameters
 from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.pipeline import predict_stage, simulate_stages, stage_seconds
 from zerofx.scheduler.cost.roofline import matmul_seconds_at_peak
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
@@ -59,13 +62,15 @@ from zerofx.units import format_bytes, format_seconds, tiers_text
 class PlannedStep:
     """A step as it would run on one rank of a machine: nothing was computed to make it, and no process group.
 
-    ``comparison`` has all meshes, where the best of them was asked for.
+    ``comparison`` has all meshes, where the best of them was asked for. ``stages``: on a mesh with an axis pipe,
+    those of all its stages, of which this is the one that takes the most memory.
     """
 
     lowered: LoweredStep
     layout: BucketLayout
     machine: Machine
     comparison: MeshComparison | None = None
+    stages: tuple[PlannedStep, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -80,7 +85,8 @@ class PlannedStep:
             "host": self.machine.host_bytes_per_rank,
             "nvme": self.machine.nvme_bytes_per_rank,
         }
-        return all(size <= capacity[tier] for tier, size in self.plan.peak_bytes.items())
+        fits = all(size <= capacity[tier] for tier, size in self.plan.peak_bytes.items())
+        return fits and all(stage.fits for stage in self.stages)
 
     @property
     def flops_utilisation(self) -> float:
@@ -121,6 +127,8 @@ class PlannedStep:
             f"exposed communication, {format_bytes(plan.wire_bytes)} sent per rank, "
             f"{100 * self.flops_utilisation:.1f} % of peak FLOP/s"
         )
+        if self.stages:
+            text = f"{text}\n{stage_table([stage.plan for stage in self.stages])}"
         return text if self.comparison is None else f"{self.comparison}\n{text}"
 
 
@@ -304,8 +312,22 @@ def plan_captured(captured: CapturedStep, mesh: Mesh, *, verbose: bool = True) -
 
 
 def _plan_on(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedStep:
-    options, machine = captured.request.options, captured.machine.for_ranks(mesh.num_ranks)
-    request = replace(captured.request, mesh=mesh, machine=machine, verbose=verbose)
+    request = replace(captured.request, mesh=mesh, machine=captured.machine.for_ranks(mesh.num_ranks), verbose=verbose)
+    cut = cut_into_stages(request, captured.captures)
+    stages = [_plan_stage(request, captures) for captures in cut.stages]
+    if mesh.pipe == 1:
+        return stages[0]
+    seconds = [stage_seconds(stage.lowered.graph, stage.lowered.simulation) for stage in stages]
+    pipeline = simulate_stages(seconds, stages[0].plan.num_micro_batches)
+    predicted = [
+        replace(stage, lowered=replace(stage.lowered, plan=predict_stage(stage.plan, pipeline))) for stage in stages
+    ]
+    largest = max(predicted, key=lambda stage: stage.plan.peak_bytes["device"])
+    return replace(largest, stages=tuple(predicted))
+
+
+def _plan_stage(request: Request, captures: Captures) -> PlannedStep:
+    options, machine = request.options, request.machine
     budget = aim = budget_bytes(options.memory_budget, machine)
     nearest: int | None = None
 
@@ -317,7 +339,7 @@ def _plan_on(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedSte
 
     while True:
         try:
-            prepared, target, decided = plan_best_layout(request, captured.captures, None, decide_alone, decide)
+            prepared, target, decided = plan_best_layout(request, captures, None, decide_alone, decide)
         except BudgetMissedError as missed:
             if nearest is None:
                 raise

@@ -25,6 +25,7 @@ from zerofx.option_table import defaults_for
 from zerofx.options import CompileOptions
 from zerofx.progress import watch_progress
 from zerofx.runtime.comm.control import Control
+from zerofx.runtime.comm.stages import agree_in_stages
 from zerofx.runtime.state.parameter_groups import group_of_parameters, histories_of
 from zerofx.runtime.state.state import TrainingState
 from zerofx.scheduler.analysis.slices import Slices
@@ -78,10 +79,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Shared:
-    """Shardings of the captured step that ``given`` identifies, over ranks of the model axis."""
+    """Shardings of the captured step that ``given`` identifies, over ranks of the model axis; ``cuts``: the parts of
+    its forward that later stages of the axis pipe begin with."""
 
     given: str
     shardings: tuple[ShardingDecision, ...]
+    cuts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -177,10 +180,11 @@ class Prepared:
         Raises:
             RankMismatchError: another rank captured another graph, or has other optimizers.
         """
-        agree_on_graph(self.captured, control)
-        control.agree(
-            "compare optimizers", f"{self.layout}\n{self.binding.variant}", "buckets and optimizer update",
-            "Give every rank the same param groups and options.",
+        mesh = self.request.mesh
+        agree_on_graph(self.captured, control, mesh)
+        agree_in_stages(
+            control, mesh, "compare optimizers", f"{self.layout}\n{self.binding.variant}",
+            "buckets and optimizer update", "Give every rank the same param groups and options.",
         )  # fmt: skip
 
 
@@ -228,6 +232,11 @@ def _lay_out(
     check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])
     binding = OptimizerBinding(request.optimizers, layout, captured.device, prefer_fused=options.compiles_regions)
     binding.programs(None, binding.find_states(dict(named_parameters(request.model))), known)
+    if binding.whole and request.mesh.pipe > 1:
+        raise UsageError(
+            f"expected an optimizer that updates elements one by one where the mesh has an axis 'pipe', found "
+            f"{request.optimizers.name}, which needs whole parameters: leave the axis out"
+        )
     layout, others = _add_borrowed(layout, request, captured)
     updates = [update | others for update in binding.updates(ahead=options.memory_budget is not None)]
     return Prepared(request, captures, layout, binding, updates, groups, may_be_sliced=True, laid_out=laid_out)
@@ -247,14 +256,14 @@ def _add_borrowed(
     return add_borrowed(layout, request.borrowed, {info.name for info in captured.parameters})
 
 
-def agree_on_graph(captured: StepGraph, control: Control) -> None:
-    """Compare a captured graph with the other ranks'.
+def agree_on_graph(captured: StepGraph, control: Control, mesh: Mesh) -> None:
+    """Compare a captured graph with that of the other ranks, of one stage where there are several.
 
     Raises:
         RankMismatchError: another rank captured another.
     """
-    control.agree(
-        "compare captured graphs", captured.text(), "captured graph",
+    agree_in_stages(
+        control, mesh, "compare captured graphs", captured.text(), "captured graph",
         "Build the same model on every rank. Where the forward computes with the rank's number, which is a constant of "
         "each graph, pass it as a tensor in the batch: step(x, rank=torch.tensor(rank)).",
     )  # fmt: skip

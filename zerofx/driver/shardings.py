@@ -34,7 +34,7 @@ from zerofx.scheduler.cost.sharding_seconds import Prices
 from zerofx.scheduler.decide.shardings import decide_shardings
 from zerofx.scheduler.decide.value_overlap import decide_overlaps
 from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision
-from zerofx.scheduler.plan.mesh import MODEL, Mesh
+from zerofx.scheduler.plan.mesh import TOGETHER, Mesh, batch_number
 from zerofx.scheduler.plan.placements import FIRST_CAPACITY, Placement, Ragged, placement_of
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError
@@ -171,7 +171,7 @@ def digest_of(batch: Batch, mesh: Mesh) -> bytes:
     Of what is in the host's memory alone: to read what is on a device the host would wait for all that runs there.
     Empty where nothing is shared.
     """
-    if mesh.model == 1:
+    if mesh.num_together == 1:
         return b""
     readable = [hash_of(tensor) for tensor in batch.tensors if tensor.device.type == "cpu"]
     return xxhash.xxh3_128_digest("".join(readable).encode())
@@ -182,7 +182,7 @@ def check_digests(digests: Sequence[bytes], batch: Batch, mesh: Mesh, gather: Ga
 
     ``digests`` are those of all ranks. Collective.
     """
-    if any(digests[rank] != digests[members[0]] for members in mesh.groups(MODEL) for rank in members):
+    if any(digests[rank] != digests[members[0]] for members in mesh.groups(TOGETHER) for rank in members):
         check_batches(batch, mesh, gather)
 
 
@@ -192,18 +192,19 @@ def check_batches(batch: Batch, mesh: Mesh, gather: GatherHashes) -> None:
     Raises:
         RankMismatchError: two of them are not, on all ranks; says which, and in what.
     """
-    if mesh.model == 1:
+    if mesh.num_together == 1:
         return
     hashes = gather({name: hash_of(t) for name, t in zip(batch.names, batch.tensors, strict=True)}, "compare batches")
-    for members in mesh.groups(MODEL):
+    along = " and ".join(map(repr, mesh.axes_in_use(TOGETHER)))
+    for members in mesh.groups(TOGETHER):
         for rank in members[1:]:
             unlike = [name for name, value in hashes[rank].items() if hashes[members[0]].get(name) != value]
             if unlike:
                 raise RankMismatchError(
                     f"expected the same batch on ranks {', '.join(map(str, members))}, which share one computation "
                     f"(mesh {mesh}), found other values of {', '.join(unlike)} on rank {rank} than on rank "
-                    f"{members[0]}: give each group of the axis 'model' one batch, as a DistributedSampler with "
-                    f"num_replicas={mesh.num_ranks // mesh.model} and rank=rank // {mesh.model} does"
+                    f"{members[0]}: give each group of the axis {along} one batch, as a DistributedSampler with "
+                    f"num_replicas={mesh.num_batches} and rank={batch_number(mesh)} does"
                 )
 
 

@@ -32,6 +32,9 @@ class DataRanks(Accelerator):  # type: ignore[misc]  # accelerate has no types
     def process_index(self) -> int:
         return int(self.state.process_index) // self.num_sharing
 
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Do nothing: a step has the gradients of its loss already."""
+
     def gather(self, tensor: Any) -> Any:
         gathered = super().gather(tensor)
         return gathered if self.num_sharing == 1 else pytree.tree_map_only(torch.Tensor, self._drop_repeats, gathered)

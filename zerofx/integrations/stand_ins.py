@@ -6,28 +6,48 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zerofx.errors import UsageError
+from zerofx.runtime.state.held import is_held
 from zerofx.session.step import Step
 
 
 class SteppedModel(nn.Module):
-    """Stands in for a model that a step holds: called in evaluation mode, it is evaluated by the step."""
+    """Stands in for a model that a step holds: it is evaluated by the step, and generates as a whole one.
+
+    What it does not have itself is the model's.
+    """
 
     def __init__(self, module: nn.Module, step: Step) -> None:
         super().__init__()
         self.module, self._step = module, step
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._step.is_prepared:  # the model is whole, and as it was given
             return self.module(*args, **kwargs)
-        if self.training:
+        if self.training and torch.is_grad_enabled():
             raise UsageError(
-                "expected a model that a step trains to be called in evaluation mode alone, found it in training mode: "
-                "what is trained is compute_loss(); or call it inside `with trainer.step.full_parameters():`"
+                "expected a model that a step trains to be called in evaluation mode, or under torch.no_grad(), found "
+                "it in training mode: what is trained is compute_loss(); or call it inside `with "
+                "trainer.step.full_parameters():`"
             )
         return self._step.evaluate(*args, outputs=True, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, while its parameters are there for it. Collective."""
+        with self._step.generating() as generates:
+            model: Any = generates
+            if any(map(is_held, model.parameters())):  # those of a bucket at a time, for calls that all ranks make
+                kwargs.setdefault("synced_gpus", dist.is_available() and dist.is_initialized())
+            return model.generate(*args, **kwargs)
 
 
 class SteppedOptimizer(torch.optim.Optimizer):

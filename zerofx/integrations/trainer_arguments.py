@@ -43,6 +43,13 @@ _REFUSED = {
     "ddp_broadcast_buffers": _DDP,
     "ddp_static_graph": _DDP,
 }
+# The same of TRL's configurations.
+_REFUSED_OF_TRL = {
+    "activation_offloading": "offload= and memory_budget= do that",
+    "use_vllm": "give a rollout_func, which hands weights to an engine by trainer.step.weights()",
+    "use_transformers_continuous_batching": "its caches are of the whole model: completions are generated without it",
+    "sync_ref_model": "it reads the model after each step: leave it out",
+}
 
 
 def check_keywords(given: Mapping[str, Any], base: type) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -73,7 +80,9 @@ def check_arguments(args: TrainingArguments) -> None:
     Raises:
         UsageError: names each unsupported one.
     """
-    refused = {name: why for name, why in _REFUSED.items() if _is_given(name, getattr(args, name, None))}
+    refused = {
+        name: why for name, why in (_REFUSED | _REFUSED_OF_TRL).items() if _is_given(name, getattr(args, name, None))
+    }
     for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
         if set(getattr(args, name, None) or {}) - {"use_reentrant"}:
             refused[name] = "which layers compute again what, and what is offloaded, is the plan's choice: leave it out"

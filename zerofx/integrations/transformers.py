@@ -113,7 +113,7 @@ class ZeroFXTrainer(Trainer):
         self._own_model.train()
         inputs = self._move_inputs(first_batch(loader, self.args.train_batch_size))
         num_items = self._get_num_items_in_batch([inputs] * num, self.args.device)
-        mesh = step.choose_mesh(**repeat(inputs, num), num_items_in_batch=num_items, num_micro_batches=num)
+        mesh = step.choose_mesh(**repeat(inputs, num), num_items_of_update=num_items, num_micro_batches=num)
         step.close()  # the loss of the one that trains is of as many ranks as have batches of their own
         return mesh
 
@@ -187,9 +187,39 @@ class ZeroFXTrainer(Trainer):
             warn("num_items_in_batch is 0, since every label is ignored: the loss and its gradients are 0 in this step")
         return whole.clamp(min=1)
 
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """The inputs of a step or an evaluation: the Trainer's, or what another class of trainers makes of data.
+
+        Meanwhile ``self.model`` is what stands for the model, so that it can be called, and generate.
+        """
+        own, self.model = self._own_model, self.model_wrapped
+        try:
+            return super()._prepare_inputs(inputs)
+        finally:
+            self.model = own
+
     def training_step(
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
+        """The training step of the other classes of trainers, for which the compiled step computes loss and gradients.
+
+        All micro-batches of an update are kept until the last, which trains on them, and whose loss is that of all.
+        """
+        losses: list[torch.Tensor] = []
+
+        def compute(model: nn.Module, inputs: Inputs, *_: Any, **__: Any) -> torch.Tensor:
+            del vars(self)["compute_loss"]  # the step calls the class's
+            losses.append(self._train_on(inputs, num_items_in_batch))
+            return losses[0]
+
+        vars(self)["compute_loss"] = compute
+        try:
+            super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            vars(self).pop("compute_loss", None)
+        return losses[0]
+
+    def _train_on(self, inputs: Inputs, num_items: torch.Tensor | int | None) -> torch.Tensor:
         """Keep a micro-batch; the last of an update trains on all of them, and returns their loss."""
         step, optimizer = self.step, self.optimizer
         assert step is not None and isinstance(optimizer, SteppedOptimizer), "made before the loop"
@@ -197,11 +227,10 @@ class ZeroFXTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         parts, self._waiting = self._waiting, []
-        model.train()
         if self._options.get("lengths") is None and any(_form(part) != _form(parts[0]) for part in parts):
             # A smaller one at the end, as a rule: computed together, instead of one after the other.
             parts = [{"parts": parts}]
-        of_all = {"num_items_in_batch": num_items_in_batch, "num_micro_batches": len(parts)}
+        of_all = {"num_items_of_update": num_items, "num_micro_batches": len(parts)}
         for part in parts:
             step.micro(**part, **of_all)
         skipped = step.num_skipped
@@ -238,12 +267,12 @@ class ZeroFXTrainer(Trainer):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Evaluate by ``step.evaluate`` if the loss alone is asked for, otherwise as the Trainer does."""
         step, names = self.step, self.label_names
-        has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
+        has_labels = bool(names) and isinstance(inputs, Mapping) and all(inputs.get(n) is not None for n in names)
         if not (prediction_loss_only and has_labels and step is not None and step.is_prepared):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         inputs = self._move_inputs(inputs)
         num_items = self._get_num_items_in_batch([inputs], self.args.device)
-        return self._loss_alone(step.evaluate(**inputs, num_items_in_batch=num_items)), None, None
+        return self._loss_alone(step.evaluate(**inputs, num_items_of_update=num_items)), None, None
 
     def log(self, logs: dict[str, float], *args: Any) -> None:
         """Log as the Trainer does, with an evaluation's steps counted as in ``predict``."""
@@ -330,7 +359,7 @@ class _Loss:
         model: nn.Module,
         *args: Any,
         parts: Sequence[Inputs] = (),
-        num_items_in_batch: torch.Tensor | None = None,
+        num_items_of_update: torch.Tensor | None = None,
         num_micro_batches: int = 1,
         outputs: bool = False,
         reached: Mapping[str, Any],
@@ -338,15 +367,14 @@ class _Loss:
     ) -> Any:
         """The loss, or the model's outputs. ``reached``: what ``compute_loss`` may use besides the model's tensors."""
         if outputs:
-            counted = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
-            return model(*args, **inputs, **counted)
+            return model(*args, **inputs)
         trainer = self._trainer
-        outcomes = [trainer.step_loss(model, dict(part), num_items_in_batch) for part in parts or [inputs]]
+        outcomes = [trainer.step_loss(model, dict(part), num_items_of_update) for part in parts or [inputs]]
         losses: list[Any] = [outcome[0] if isinstance(outcome, tuple) else outcome for outcome in outcomes]
         numbers = [outcome[1] for outcome in outcomes if isinstance(outcome, tuple)]
         is_of_all = getattr(trainer, "loss_is_scaled_for_ga", None)  # which trainers may say since 5.20
         if is_of_all is None:
-            is_counted = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
+            is_counted = trainer.model_accepts_loss_kwargs and num_items_of_update is not None
             is_of_all = is_counted or trainer.compute_loss_func is not None
         # A step gives the mean over its micro-batches.
         loss = sum(losses) * num_micro_batches if is_of_all else sum(losses) / len(losses)

@@ -35,11 +35,39 @@ def zerofx_trainer(kind: type[Trainer]) -> Any:
     """
     if not (isinstance(kind, type) and issubclass(kind, Trainer)):
         raise UsageError(f"expected a class of trainers, such as trl.DPOTrainer, found {kind!r}: give the class itself")
-    bases = (_LabelsInOrder, ZeroFXTrainer, kind) if issubclass(kind, KTOTrainer) else (ZeroFXTrainer, kind)
+    bases = (_LabelsInOrder, _TRLTrainer, kind) if issubclass(kind, KTOTrainer) else (_TRLTrainer, kind)
     return type(f"ZeroFX{kind.__name__}", bases, {"__module__": __name__})
 
 
-class _LabelsInOrder(ZeroFXTrainer):
+class _TRLTrainer(ZeroFXTrainer):
+    """Keeps what TRL's trainers log while they make data, as they generate, from what they log of a loss.
+
+    A step would depend on the former, which is other in each step, as it depends on all that a loss may read.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._of_data = dict[str, defaultdict[str, list[float]]]()
+        super().__init__(*args, **options)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        of_loss: Any = getattr(self, "_metrics", None)
+        if of_loss is None:
+            return super()._prepare_inputs(inputs)
+        self._metrics = self._of_data = self._of_data or {mode: defaultdict(list) for mode in of_loss}
+        try:
+            return super()._prepare_inputs(inputs)
+        finally:
+            self._metrics = of_loss
+
+    def log(self, logs: dict[str, float], *args: Any) -> None:
+        mode = "train" if self._own_model.training else "eval"
+        if of_mode := self._of_data.get(mode):
+            self._metrics[mode].update(of_mode)
+            of_mode.clear()
+        super().log(logs, *args)
+
+
+class _LabelsInOrder(_TRLTrainer):
     """Chooses samples by labels that are constants of the step, of sorted samples, so that there are few such steps."""
 
     def _move_inputs(self, inputs: Mapping[str, Any]) -> Inputs:
@@ -76,7 +104,6 @@ class ZeroFXSFTTrainer(ZeroFXTrainer, SFTTrainer):
         given: Any = self.args
         refused = {
             "loss_type": given.loss_type != "nll" and "write a step_loss() of your own",
-            "activation_offloading": given.activation_offloading and "offload= and memory_budget= do that",
             "padding_free": self.padding_free and "packing_strategy='wrapped' packs to one length",
             "compute_loss_func": self.compute_loss_func is not None and "write a step_loss() of your own",
             "router_aux_loss_coef": self.aux_loss_enabled and "train mixtures without output_router_logits",

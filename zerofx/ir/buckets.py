@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from zerofx.scheduler.plan.facts import Tier
-from zerofx.scheduler.plan.mesh import MODEL, SHARD, Axes, Mesh
+from zerofx.scheduler.plan.mesh import MODEL, PIPE, SHARD, Axes, Mesh
 from zerofx.scheduler.plan.placements import REPLICATED, Placement, Sharded
 
 ALIGNMENT_BYTES = 64
@@ -299,6 +299,11 @@ class BucketLayout:
         return self.mesh.num_ranks
 
     @property
+    def num_stage_ranks(self) -> int:
+        """The ranks of one stage: all of them without the axis ``pipe``."""
+        return self.mesh.num_ranks // self.mesh.pipe
+
+    @property
     def has_parts(self) -> bool:
         """True if replicas update parts of a slice each."""
         return any(bucket.trainable and bucket.num_parts > 1 for bucket in self.buckets)
@@ -313,12 +318,14 @@ class BucketLayout:
     def groups(self) -> tuple[Axes, ...]:
         """The axes that the collectives of a step run over, without those of one rank, in an order of their own.
 
-        With the axis model, those too along which other steps on the mesh may have what this one reads.
+        With the axis model, those too along which other steps on the mesh may have what this one reads; with the axis
+        pipe, those of a stage and of what stages hand on.
         """
-        along = (MODEL, SHARD, (*SHARD, *MODEL)) if self.mesh.model > 1 else ()
+        along = [MODEL, SHARD, (*SHARD, *MODEL)] if self.mesh.model > 1 else list[Axes]()
+        along += [PIPE, self.mesh.stage_axes] if self.mesh.pipe > 1 else []
         sets: set[Axes] = {self.mesh.world, *(self.mesh.axes_in_use(axes) for axes in along)} - {()}
         for bucket in self.buckets:
-            along = (bucket.gathered_over, bucket.crossed_over, bucket.states_over)
+            along = [bucket.gathered_over, bucket.crossed_over, bucket.states_over]
             sets |= {bucket.mesh.axes_in_use(axes) for axes in along} - {()}
         return tuple(sorted(sets))
 

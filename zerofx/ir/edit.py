@@ -20,6 +20,7 @@ from zerofx.ir.facts import (
     Phase,
     Placeholder,
     Role,
+    is_random,
     origin,
     piece_of,
     set_origin,
@@ -111,13 +112,24 @@ def consumers(root: fx.Node) -> list[fx.Node]:
     return list(users)
 
 
+def runs_once(node: fx.Node) -> bool:
+    """True for what cannot be done again: draws, and messages between stages."""
+    return is_random(node) or node.target in ops.MESSAGES
+
+
+def ends_send(node: fx.Node) -> bool:
+    """True for the wait for what is sent to another stage, whose result nothing reads."""
+    started = node.args[0] if node.target is ops.wait else None
+    return isinstance(started, fx.Node) and started.target is ops.send_value
+
+
 def erase_unread(graph: fx.Graph) -> None:
     """Erase calls that nothing reads and that do nothing else, as ``Graph.eliminate_dead_code`` does.
 
     That asks of every node whether it does anything else, where most are read, and checks the whole graph before.
     """
     for node in reversed(graph.nodes):
-        if not node.users and node.target not in ops.AROUND_MICRO_BATCHES and not node.is_impure():
+        if not node.users and node.target not in ops.AROUND_MICRO_BATCHES and not (node.is_impure() or ends_send(node)):
             graph.erase_node(node)
 
 

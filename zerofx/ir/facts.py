@@ -133,6 +133,9 @@ piece_of, set_piece = _fact("piece", str)
 task_of, set_task = _fact("task", Task)
 """The task of a node that a pass has put in."""
 
+begun_stretch, set_begun_stretch = _fact("stretch", int)
+"""The number of the run of a stage's nodes, all micro-batches of which come before the next run, that begins here."""
+
 copied_from, set_copied_from = _fact("copy_of", str)
 """The name of the node that a copy runs again."""
 

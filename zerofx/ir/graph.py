@@ -73,6 +73,23 @@ class Unscaling:
         return Unscaling(copies[self.inverse], largest, copies[self.begin])
 
 
+@dataclass(frozen=True)
+class PipeStage:
+    """The part of a captured step that ranks with one place on the axis pipe run.
+
+    ``number`` counts stages from 0. ``cuts`` are the names of the nodes in the whole graph's forward that later stages
+    begin with. ``first_bucket``: how many trained buckets of ``num_buckets`` in all the stages before it have.
+    ``draws``: whether any of them draws random numbers.
+    """
+
+    number: int
+    num_stages: int
+    cuts: tuple[str, ...]
+    first_bucket: int = 0
+    num_buckets: int = 0
+    draws: bool = False
+
+
 @dataclass
 class StepGraph:
     """An fx graph of a training step with its parameters, gradients and buffer updates by name.
@@ -87,9 +104,9 @@ class StepGraph:
     bucket's gradient on this rank. ``by_layer``: all micro-batches run through a layer before the next layer
     (``zerofx/ir/micro_batches.py``). ``slices`` says which parameters are there in slices, each a parameter of its
     own, ``shardings`` how the ranks of the model axis share what was captured, ``overlaps`` what stands elsewhere in
-    the order. ``fakes`` remembers the values that passes have asked for. ``cut_pieces`` are the pieces of what is
-    outside ``units`` at whose borders regions end. Where the step is ``guarded``, it ends before its updates if a loss
-    is not finite.
+    the order, ``pipe`` which stage it is, where it is one alone. ``fakes`` remembers the values that passes have asked
+    for. ``cut_pieces`` are the pieces of what is outside ``units`` at whose borders regions end. Where the step is
+    ``guarded``, it ends before its updates if a loss is not finite.
     """
 
     graph: fx.Graph
@@ -106,6 +123,7 @@ class StepGraph:
     slices: tuple[SliceDecision, ...] = ()
     shardings: tuple[ShardingDecision, ...] = ()
     overlaps: tuple[OverlapDecision, ...] = ()
+    pipe: PipeStage | None = None
     cut_pieces: frozenset[str] = frozenset()
     clipping: Clipping | None = None
     unscaling: Unscaling | None = None

@@ -83,6 +83,9 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``exchange_values``   start sending part i of a first dimension to rank i, and receiving one from each
 ``shift_values``      start sending a tensor to the next rank, the last one's to the first, and receiving one; these
                       five are for ranks that share one computation, and ``over`` names their axis of the mesh
+``send_value``        start sending a tensor to the rank of stage ``to`` in this one's place, on the axis pipe; its wait
+                      gives nothing, and holds the tensor until then
+``receive_value``     start receiving one of this shape and these strides from the rank of stage ``source``
 ``second_shard``      this rank's part, of as many as its node has ranks, of a gathered bucket, copied
 ``attention``         attention in float32 on a CPU, and its gradients: kernels of ours in the place of ATen's, where a
                       compiled region has them (``zerofx/ir/op_kernels/attention.py``)
@@ -288,11 +291,30 @@ all_reduce_values = own_operator(
 exchange_values = own_operator("exchange_values(Tensor parts, int num_ranks, *, str over) -> Tensor", dense)
 shift_values = own_operator("shift_values(Tensor value, int num_ranks, *, str over) -> Tensor", dense)
 
+send_value = own_operator(
+    "send_value(Tensor value, int to, *, str over) -> Tensor", lambda value, to, *, over: value.new_empty(0)
+)
+receive_value = own_operator(
+    "receive_value(int source, int[] size, int[] stride, ScalarType dtype, *, Device device, str over) -> Tensor",
+    lambda source, size, stride, dtype, *, device, over: torch.empty_strided(size, stride, dtype=dtype, device=device),
+)
+
 VALUE_COLLECTIVES = frozenset({gather_values, reduce_scatter_values, all_reduce_values, exchange_values, shift_values})
 
 REDUCTIONS = frozenset({reduce_scatter, reduce_scatter_into})
+MESSAGES = frozenset({send_value, receive_value})
 OVER_AXES = frozenset(
-    {all_gather, all_gather_into, *REDUCTIONS, gather_on_node, exchange, to_owners, from_owners, *VALUE_COLLECTIVES}
+    {
+        all_gather,
+        all_gather_into,
+        *REDUCTIONS,
+        gather_on_node,
+        exchange,
+        to_owners,
+        from_owners,
+        *VALUE_COLLECTIVES,
+        *MESSAGES,
+    }
 )  # which say the axes of the mesh that they run over
 COLLECTIVES = frozenset({*OVER_AXES, broadcast})
 OWNER_EXCHANGES = frozenset({to_owners, from_owners})

@@ -89,6 +89,14 @@ class Owners:
         """The most messages between two ranks, one way."""
         return max(Counter((m.slice_rank, m.owner) for m in self.messages).values(), default=0)
 
+    @cached_property
+    def rank_of_each(self) -> tuple[int, ...]:
+        """The owner of each parameter, in the bucket's order; none where nothing is cut."""
+        if not self.are_apart:
+            return ()
+        places = [(each.slot.offset, each.slot.name, rank) for rank, owned in enumerate(self.ranks) for each in owned]
+        return tuple(rank for *_, rank in sorted(places))
+
     def gaps(self, rank: int, numel: int) -> list[tuple[int, int]]:
         """``(start, end)`` of the elements of a rank's slice, of ``numel``, that belong to no parameter."""
         gaps, end = [], 0

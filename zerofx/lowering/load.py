@@ -32,10 +32,12 @@ from zerofx.progress import watch_progress
 from zerofx.runtime.arena import Allocate, Allocations
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control
+from zerofx.runtime.comm.stages import is_first_of_stage, share_in_stages
 from zerofx.runtime.executor import Runtime, StepFunction, functions_of, replace_functions
 from zerofx.runtime.state.arguments import StepArguments
 from zerofx.scheduler.cost.liveness import apply_profiles
 from zerofx.scheduler.cost.simulate import predict
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import RegionMemory, Target
 from zerofx.units import first_few
@@ -120,7 +122,8 @@ class CompiledStep(StepProgram):
     @property
     def draws_together(self) -> bool:
         """True if ranks that share the step's computation draw random numbers in it."""
-        return any(facts.role is Role.HOST_RANK for facts in self.arguments.placeholders.values())
+        shares = any(facts.role is Role.HOST_RANK for facts in self.arguments.placeholders.values())
+        return shares or self.plan.draws_together
 
     @property
     def lowered(self) -> LoweredStep:
@@ -133,7 +136,7 @@ def build(lowered: LoweredStep, layout: BucketLayout, target: Target, control: C
     program = StepProgram.from_lowered(lowered, target.kernels)
     path, loaded = load_program(program, target, control, lowered.plan.decisions_hash())
     final, takes = apply_memory(lowered, layout, loaded.memory, in_arena=target.arena)
-    write_plan(path, final.plan.to_json(), control)
+    write_plan(path, final.plan.to_json(), control, final.plan.mesh)
     return make_compiled_step(program, path, loaded, final.plan, takes, lambda: final)
 
 
@@ -144,9 +147,15 @@ def load_program(
     source = program.emitted.source
     # One plan leads to several files: the update in it changes with the optimizer's options.
     name = hashlib.sha256((decisions_hash + source).encode()).hexdigest()[:12]
-    path = control.share("write the generated step", lambda: dumps.write_source(target.settings.dump_dir, name, source))
-    loaded = load_step(source, str(path), program.regions, program.emitted.functions, target, control, edited=False)
-    if control.rank == 0:
+    path = share_in_stages(
+        control, program.plan.mesh, "write the generated step",
+        lambda: dumps.write_source(target.settings.dump_dir, name, source),
+    )  # fmt: skip
+    loaded = load_step(
+        source, str(path), program.regions, program.emitted.functions, target, control, edited=False,
+        own_alone=program.plan.pipe > 1,
+    )  # fmt: skip
+    if is_first_of_stage(control, program.plan.mesh):
         dumps.hold(path, loaded.function)
     return path, loaded
 
@@ -170,9 +179,9 @@ def apply_memory(
     return replace(lowered, simulation=simulation, plan=plan), takes
 
 
-def write_plan(source_path: Path, text: str, control: Control) -> None:
+def write_plan(source_path: Path, text: str, control: Control, mesh: Mesh) -> None:
     """Put a step's plan next to its source."""
-    if control.rank == 0:
+    if is_first_of_stage(control, mesh):
         dumps.write_plan(source_path, text)
 
 
@@ -225,10 +234,12 @@ def load_step(
     control: Control,
     *,
     edited: bool,
+    own_alone: bool = False,
 ) -> LoadedStep:
     """The step function of an emitted file, its region functions compiled if ``target`` says so.
 
-    ``edited``: whether the file may read values that the step does not.
+    ``edited``: whether the file may read values that the step does not. ``own_alone``: whether other ranks have other
+    regions.
     """
     kernels = target.kernels
     namespace = load_source(source, filename)
@@ -252,7 +263,8 @@ def load_step(
         inputs = {key: region.inputs for key, region in first.items()}
         longest_first = sorted(first, key=lambda key: first[key].num_nodes, reverse=True)
         # Inductor keeps what it compiles for a GPU for that one only: other ranks' is none of this rank's.
-        mine, others = control.divide(longest_first) if all(map(_is_for_cpu, inputs.values())) else (longest_first, [])
+        alike = all(map(_is_for_cpu, inputs.values())) and not own_alone
+        mine, others = control.divide(longest_first) if alike else (longest_first, [])
 
         def compile_one(key: str) -> None:
             name = functions[key]

@@ -185,7 +185,7 @@ class OptimizerBinding:
         for index, program in programs.items():
             bucket = self.layout.buckets[index]
             stored[index] = program
-            if bucket.state_dtype != bucket.dtype and not program.whole:
+            if bucket.state_dtype != bucket.dtype:
                 key = (program.key, bucket.state_dtype)
                 if key not in self._storing:
                     self._storing[key] = cast_states(program, bucket.state_dtype)

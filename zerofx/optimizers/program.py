@@ -30,18 +30,32 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor among the states of a whole parameter, by its path in ``optimizer.state[p]`` (``GG.0``)."""
+    """A tensor among the states of a whole parameter, by its path in ``optimizer.state[p]`` (``GG.0``).
+
+    ``dtype``: what it is stored in. ``step_dtype``: what a step has it in, where that is another. ``in_subclass``: it
+    is one of those that a tensor subclass consists of.
+    """
 
     path: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    in_subclass: bool = False
+    step_dtype: torch.dtype | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes that it takes among others, each at a boundary of 64 bytes."""
+        return self._bytes_in(self.dtype)
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes that it takes besides while a step has it in another dtype."""
+        return 0 if self.step_dtype is None else self._bytes_in(self.step_dtype)
+
+    def _bytes_in(self, dtype: torch.dtype) -> int:
         elements = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        used = elements * self.dtype.itemsize if all(self.shape) else 0
+        used = elements * dtype.itemsize if all(self.shape) else 0
         return -(-used // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -60,6 +74,23 @@ class WholeParameter:
     @property
     def state_bytes(self) -> int:
         return sum(state.num_bytes for state in self.states)
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes of states in the dtypes that a step has them in, where they are stored in others."""
+        return sum(state.cast_bytes for state in self.states)
+
+    def with_states_in(self, dtype: torch.dtype, of_parameter: torch.dtype) -> WholeParameter:
+        """The same with the states that have the parameter's dtype stored in ``dtype``; tensor subclasses stay."""
+        return replace(
+            self,
+            states=tuple(
+                replace(state, dtype=dtype, step_dtype=of_parameter)
+                if state.dtype == of_parameter and not state.in_subclass
+                else state
+                for state in self.states
+            ),
+        )
 
 
 WHOLE_STATES = "whole_states"
@@ -163,8 +194,11 @@ def cast_states(program: UpdateProgram, dtype: torch.dtype) -> UpdateProgram:
                                                 addcdiv_(param, up, ...)
                                                 copy_(exp_avg, up)
 
-    A step computes with what it has itself just computed: values are rounded once, as they are stored.
+    A step computes with what it has itself just computed: values are rounded once, as they are stored. Owners of whole
+    parameters do so around the optimizer's own step.
     """
+    if program.whole:
+        return replace(program, whole=tuple(each.with_states_in(dtype, program.dtype) for each in program.whole))
     low = {spec.name for spec in program.states if spec.dtype == program.dtype != dtype}
     if not low:
         return program

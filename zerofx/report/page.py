@@ -57,6 +57,8 @@ ABOUT_INSTRUCTIONS: Mapping[str, str] = {
     "reduce_scatter_values": "starts to sum what such ranks have of a value, of which each gets a part",
     "all_reduce_values": "starts to sum what such ranks have of a value, or to find its largest elements",
     "shift_values": "starts to hand a value to the next such rank, and to receive the one before's",
+    "send_value": "starts to send a value to the rank of another stage that is in this one's place",
+    "receive_value": "starts to receive a value from there",
     "exchange_values": "starts to send each such rank a part of a value, and to receive the others'",
     "to_owners": "starts to send slices of a bucket to the ranks that update its parameters whole",
     "from_owners": "starts to send their new values back to the slices",

@@ -206,6 +206,25 @@ class Runtime:
     def shift_values(self, value: torch.Tensor, num_ranks: int, *, over: str) -> Pending[torch.Tensor]:
         return self._transport_along(over).shift(value)
 
+    def send_value(self, value: torch.Tensor, to: int, *, over: str) -> Pending[torch.Tensor]:
+        flat = value.as_strided((value.numel(),), (1,))
+        sent = self._transport_along(over).exchange_pieces(flat, [(to, flat)], (), 1)
+        return Pending.from_waits(value.new_empty(0), lambda: sent.finish(flat))
+
+    def receive_value(
+        self,
+        source: int,
+        size: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        over: str,
+    ) -> Pending[torch.Tensor]:
+        value = self._allocate(size, stride, dtype)
+        flat = value.as_strided((value.numel(),), (1,))
+        received = self._transport_along(over).exchange_pieces(flat, (), [(source, flat)], 1)
+        return Pending.from_waits(value, lambda: received.finish(flat))
+
     def gather_on_node(
         self, part: torch.Tensor, bucket: int, num_ranks: int, *, over: str = "shard"
     ) -> Pending[torch.Tensor]:

@@ -25,6 +25,7 @@ from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.loss_scaler import check_scale
 from zerofx.session.batches.micro_batches import MicroBatches
 from zerofx.session.life import Life
+from zerofx.session.stages import refuse_in_stages
 from zerofx.session.steps import Steps
 from zerofx.session.taken_over import Awaited, TakenOver
 from zerofx.units import first_few
@@ -167,7 +168,7 @@ class Checkpointed:
             control.meet("load a checkpoint")
             with life.lift_guard():
                 optimizers = None if weights_only else steps.optimizers
-                checked = check(Path(path), self.model, optimizers, own, control, steps.mesh.model)
+                checked = check(Path(path), self.model, optimizers, own, control, steps.mesh)
             taken = steps.taken
             if not weights_only:
                 run_on_all(control, "compare the checkpoint with the step", lambda: self._check_step(checked, taken))
@@ -192,6 +193,7 @@ class Checkpointed:
         from zerofx.checkpoints.stateful import state_of
 
         taken = self._require_model("take the state of a step")
+        refuse_in_stages(taken.layout.mesh, "take the state of a step", "call step.save_checkpoint(folder)")
         with self._life.claim("take the state of a step"), wrap_defects("take the state of a step"), torch.no_grad():
             self._finish_updates(taken, "take the state of a step")
             return state_of(taken.training, self._names(), self._numbers())
@@ -212,6 +214,7 @@ class Checkpointed:
             shown = first_few(map(repr, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
             raise UsageError(f"expected a state dictionary with 'model', found {shown or 'nothing'}")
         taken = self._require_model("load the state of a step")
+        refuse_in_stages(taken.layout.mesh, "load the state of a step", "call step.load_checkpoint(folder)")
         self.finish_saving()
         control = self._life.control
         control.meet("load the state of a step")

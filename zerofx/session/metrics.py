@@ -161,7 +161,7 @@ def sizes_of(batch: Batch, mesh: Mesh) -> dict[str, int]:
     first = next((tensor for tensor in batch.tensors if tensor.dim()), None)
     if first is None:
         return {}
-    num_batches = mesh.num_ranks // mesh.model
+    num_batches = mesh.num_batches
     sizes = {"samples": num_batches * first.shape[0]}
     if first.dim() == 2 and not first.is_floating_point() and not first.is_complex():
         sizes["tokens"] = num_batches * first.numel()

@@ -10,7 +10,7 @@ import xxhash
 from zerofx.checkpoints.random_states import random_states, set_random_states
 from zerofx.errors import warn
 from zerofx.runtime.comm.control import Control
-from zerofx.scheduler.plan.mesh import MODEL, Mesh
+from zerofx.scheduler.plan.mesh import TOGETHER, Mesh, batch_number
 
 
 def digest_of_states(device: torch.device) -> bytes:
@@ -24,21 +24,22 @@ def digest_of_states(device: torch.device) -> bytes:
 class SeedWatch:
     """Looks at torch's generators before each step.
 
-    Ranks of one group of the model axis draw from one state: where it is another on some, all go on from that of the
-    group's first rank. It warns on rank 0 where it had to see to that, and where the first step draws the same in all
-    groups.
+    Ranks that share a computation, on the axes model and pipe, draw from one state: where it is another on some, all go
+    on from that of the group's first rank. It warns on rank 0 where it had to see to that, and where the first step
+    draws the same in all groups.
     """
 
     def __init__(self, control: Control) -> None:
         self._control = control
         self._watches_first = control.num_ranks > 1
         self._groups: Sequence[Sequence[int]] = ()
+        self._number = "rank"
         self._before = b""
         self._are_alike = self._has_told = False
 
     def digest(self, device: torch.device, mesh: Mesh) -> bytes:
         """A digest of this rank's generators, to compare before a step on ``mesh``: 16 bytes, zeros for nothing."""
-        return digest_of_states(device) if self._watches_first or mesh.model > 1 else bytes(16)
+        return digest_of_states(device) if self._watches_first or mesh.num_together > 1 else bytes(16)
 
     def begin(
         self, device: torch.device, mesh: Mesh, agreed: Callable[[], Sequence[bytes]], *, draws_together: bool
@@ -49,7 +50,7 @@ class SeedWatch:
         """
         if not draws_together and not self._watches_first:
             return
-        digests, self._groups = agreed(), mesh.groups(MODEL)
+        digests, self._groups, self._number = agreed(), mesh.groups(TOGETHER), batch_number(mesh)
         self._watches_first &= len(self._groups) > 1
         if draws_together and any(len({digests[rank] for rank in group}) > 1 for group in self._groups):
             self._align(device)
@@ -85,5 +86,4 @@ class SeedWatch:
             )
 
     def _advice(self) -> str:
-        num_together = len(self._groups[0])
-        return f"Call torch.manual_seed(seed + rank{f' // {num_together}' if num_together > 1 else ''})"
+        return f"Call torch.manual_seed(seed + {self._number})"

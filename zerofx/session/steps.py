@@ -170,7 +170,8 @@ class Steps:
             purpose,
             batch,
             lambda: [
-                *update_parts(self.optimizers, variant, changed),
+                # Stages have updates of their own.
+                *update_parts(self.optimizers, variant if self.mesh.pipe == 1 else "", changed),
                 *forward_parts(shape, setting, self.lenders.key, match),
             ],
         )
@@ -399,9 +400,13 @@ class Steps:
             return "cuda_graphs=False"
         if edited := self._edited.obstacle(compiled):
             return edited
+        return machine_obstacle(self.device) or step_obstacle(compiled.lowered, self.device, self.budget)
+
+    @property
+    def budget(self) -> int | None:
+        """The bytes that a step may have on the device; None where there is no limit."""
         assert self.machine is not None, "a compiled step has been planned for one"
-        budget = budget_bytes(self.options.memory_budget, self.machine)
-        return machine_obstacle(self.device) or step_obstacle(compiled.lowered, self.device, budget)
+        return budget_bytes(self.options.memory_budget, self.machine)
 
     def _prepare_tiers(self, compiled: CompiledStep, machine: Machine) -> Tiers:
         limit = host_budget_bytes(self.options.host_budget, machine)

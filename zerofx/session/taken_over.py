@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,16 +23,19 @@ from zerofx.deferred import allow_replacement
 from zerofx.driver.driver import Built
 from zerofx.driver.prepared import Earlier
 from zerofx.errors import UsageError, notify
+from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.tensor_parts import named_parameters
 from zerofx.optimizers import Optimizers, UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.collectives import make_transport
+from zerofx.runtime.comm.control import Control
 from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.cuda_graphs.recording import own_memory
 from zerofx.runtime.executor import Runtime
 from zerofx.runtime.measure.measure import persistent_bytes
 from zerofx.runtime.state.arguments import Loans, StepArguments, state_tensors
 from zerofx.runtime.state.loss_scaler import LossScaler
+from zerofx.runtime.state.on_demand import gather_on_demand
 from zerofx.runtime.state.optimizer import Advance, advance
 from zerofx.runtime.state.optimizer_state import OptimizerState
 from zerofx.runtime.state.parked import Parked
@@ -87,6 +90,8 @@ class TakenOver:
                     control.watch()
             communicators = Communicators(transport, built.layout.mesh, built.layout.groups)
             self.state = TrainingState(model, built.layout, options.stage, communicators, tiers)
+            if built.layout.mesh.pipe > 1:
+                self.state.homes = _stages_of_parameters(built.layout, control)
             weights = values.source(self.state.parameters, device, communicators)
             with allow_replacement(model):
                 self.state.take_over(weights, compiled.plan)
@@ -96,6 +101,7 @@ class TakenOver:
             notify(self.runtime.notice)
         self.optimizer_state = OptimizerState(built.binding, self.state, control, life.check_trained)
         self._parked: Parked | None = None
+        self._has_parameters = True  # all but the optimizer's states are where they were
         self._trained = {name: parameter.requires_grad for name, parameter in self.state.parameters.items()}
         self.guards: list[Any] = []
         self.watch_parameters()
@@ -145,25 +151,25 @@ class TakenOver:
         """Bytes that this rank holds between steps, by tier: the device's, and others' that are used now."""
         self._tiers.finish_updates()
         slower = {tier: size for tier, size in self._tiers.held_bytes.items() if size}
-        tensors = self.tensors(arguments) if self._parked is None else dict(arguments.constants)
+        tensors = dict(arguments.constants) if self.is_parked else self.tensors(arguments)
         return {"device": persistent_bytes(tensors.values()) + self.runtime.arena.num_bytes, **slower}
 
     @property
     def is_parked(self) -> bool:
         """True from ``park`` until values are brought up."""
-        return self._parked is not None
+        return not self._has_parameters
 
-    def park(self, tier: SlowerTier) -> None:
-        """Give the device's memory back: what lies there waits in ``tier``. Collective.
+    def park(self, tier: SlowerTier, *, states_alone: bool = False) -> None:
+        """Give the device's memory back: what lies there waits in ``tier``, or the optimizer's states do. Collective.
 
         Raises:
             TierError: that has no room for it; nothing has been changed.
         """
-        life, purpose = self._life, "park the step"
+        life, purpose = self._life, "park the optimizer's states" if states_alone else "park the step"
         with life.control.fail_together(purpose), torch.no_grad():
             self.optimizer_state.take_loaded()
             self.state.flush()
-        tensors = list(self.state.tensors_on_device())
+        tensors = list(self.state.states_on_device() if states_alone else self.state.tensors_on_device())
         num_ranks = len(life.control.ranks_of_host(purpose))
 
         def move() -> Parked:
@@ -173,6 +179,7 @@ class TakenOver:
             return Parked(tensors, self._tiers, tier)
 
         self._parked, self.state.bring_up = life.control.attempt(purpose, move), self.unpark
+        self._has_parameters = states_alone
         self.runtime.arena.clear()
         self.watch.renew()
 
@@ -183,10 +190,12 @@ class TakenOver:
         life, purpose = self._life, "bring a parked step up"
         life.control.meet(purpose)
         parked, self._parked, self.state.bring_up = self._parked, None, do_nothing
+        moved_slices, self._has_parameters = not self._has_parameters, True
         try:
             with life.control.fail_together(purpose), torch.no_grad():
                 parked.restore()
-                self.state.share()
+                if moved_slices:
+                    self.state.share()
         except BaseException as error:
             life.failure = f"a parked step could not be brought up ({type(error).__name__}: {error})"
             raise
@@ -299,6 +308,45 @@ class TakenOver:
                     self.watch.renew()  # what the block has replaced is for the next step to tell
 
     @contextmanager
+    def show_to_generate(self, tier: SlowerTier, budget: int | None, num_bytes: Callable[[], int]) -> Iterator[None]:
+        """While open, the optimizer's states wait in ``tier``, and the model can be called; collective.
+
+        It has its whole parameters where ``budget`` has room for them besides the ``num_bytes`` that the step has on
+        the device then, on all ranks; else those of a bucket at a time.
+
+        Raises:
+            TierError: the tier has no room for the states; nothing has been changed.
+        """
+        life, state, purpose = self._life, self.state, "generate"
+        with ExitStack() as stack:
+            with life.claim(purpose):
+                life.check_world()
+                life.control.agree(purpose, tier, "tiers for states", "Give every rank the same.")
+                self.park(tier, states_alone=True)
+                try:
+                    fits = state.resident or budget is None or num_bytes() + state.whole_bytes() <= budget
+                    is_whole = all(life.control.gather(fits, purpose))
+                    with life.control.fail_together(purpose), torch.no_grad():
+                        if not is_whole:
+                            stack.enter_context(gather_on_demand(state))
+                        elif not state.resident:
+                            state.show_parameters()
+                except BaseException:
+                    state.hide_parameters()
+                    self.unpark()
+                    raise
+                life.showing = True
+            try:
+                with stack:
+                    yield
+            finally:
+                with life.claim("end generating", waits=True):
+                    life.showing = False
+                    state.hide_parameters()
+                    self.watch.renew()
+                    self.unpark()
+
+    @contextmanager
     def show_averages(self) -> Iterator[None]:
         """While open, parameters have the values of their averages, in slices; collective.
 
@@ -350,6 +398,13 @@ class TakenOver:
         outcome, self.runtime.stopped = self.runtime.stopped, None
         assert outcome is not None
         return own_memory(outcome)
+
+
+def _stages_of_parameters(layout: BucketLayout, control: Control) -> dict[str, int]:
+    """The stage that has each parameter, by its name. Collective."""
+    own = [slot.source for bucket in layout.buckets for slot in bucket.slots]
+    of_ranks = control.gather(own, "find the parameters of stages")
+    return {name: layout.mesh.place(rank, "pipe") for rank, names in enumerate(of_ranks) for name in names}
 
 
 class Awaited:

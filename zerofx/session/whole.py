@@ -22,6 +22,7 @@ from zerofx.runtime.cuda_graphs.graphed import GraphedSteps
 from zerofx.runtime.state.state import TrainingState
 from zerofx.session.checkpointed import Checkpointed
 from zerofx.session.life import Life
+from zerofx.session.stages import refuse_in_stages
 from zerofx.session.taken_over import TakenOver
 from zerofx.units import first_few
 
@@ -111,6 +112,42 @@ class Whole(Checkpointed):
         yield self.model
 
     @contextmanager
+    def generating(self, tier: SlowerTier = "host") -> Iterator[nn.Module]:
+        """The model with its trained parameters, to generate between steps. Every rank must enter.
+
+        ::
+
+            with step.generating() as model:
+                tokens = model.generate(prompts)
+
+        Meanwhile the optimizer's states wait on the host, or on nvme. Parameters are whole, in the dtype in which they
+        are stored; where ``memory_budget`` has no room for all of them besides what the step has on the device, those
+        of a bucket are gathered for the modules that read them. Then all ranks call modules in the same order, as often
+        (``model.generate(..., synced_gpus=True)``). After the block all is as it was, to the bit.
+
+        Before the first step this is the model as it is.
+
+        Raises:
+            UsageError: there is no such tier, or no folder for it, or the mesh has an axis ``pipe``.
+            TierError: it has no room for the states (``host_budget``); nothing has been changed.
+        """
+        if tier not in get_args(SlowerTier):
+            raise UsageError(f"expected states to wait on 'host' or 'nvme', found {tier!r}")
+        taken = self._steps.taken
+        if taken is None or self._life.showing:
+            with self.full_parameters() as model:
+                yield model
+            return
+        refuse_in_stages(taken.layout.mesh, "generate within the budget", "use full_parameters()")
+        self._require_model("generate", reads=True)
+        self.finish_saving()
+        self._graphs.clear()  # which have the addresses of states
+        latest = self._steps.shapes.latest
+        assert latest is not None, "a step has taken the model over"
+        with taken.show_to_generate(tier, self._steps.budget, lambda: taken.held_bytes(latest.arguments)["device"]):
+            yield self.model
+
+    @contextmanager
     def averaged_parameters(self, *, whole: bool = True) -> Iterator[nn.Module]:
         """The model with the averages that ``average=`` keeps in the place of its parameters. Every rank must enter.
 
@@ -163,6 +200,7 @@ class Whole(Checkpointed):
             RankMismatchError: ranks ask for others, or write other values.
         """
         taken = self._require_model("read one tensor", reads=not write_back and state is None)
+        refuse_in_stages(taken.layout.mesh, "read one tensor", "read it in `with step.full_parameters():`")
         if write_back:
             self.finish_saving()
         before = self.num_steps
@@ -188,7 +226,7 @@ class Whole(Checkpointed):
         taken, life = self._steps.taken, self._life
         if taken is not None and not life.showing:
             with life.claim("call step.full_state_dict()"):
-                if (entries := self._own_entries()) is not None:
+                if taken.layout.mesh.pipe == 1 and (entries := self._own_entries()) is not None:
                     whole = _whole_parameters(taken, life, keep=keep)
                     return {
                         name: whole[id(tensor)] if id(tensor) in whole else tensor.detach().to("cpu", copy=True)
@@ -227,6 +265,7 @@ class Whole(Checkpointed):
         """
         purpose, life = "read weights", self._life
         taken = self._require_model(purpose, reads=True)
+        refuse_in_stages(taken.layout.mesh, purpose, "call step.full_state_dict()")
         if rank is not None and not is_count(rank, 0, life.control.num_ranks - 1):
             raise UsageError(f"expected rank to be None or one of {life.control.num_ranks} ranks, found {rank!r}")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -34,7 +34,7 @@ from zerofx.ir.batch import Batch
 from zerofx.lowering.lower import lower
 from zerofx.mesh_option import AUTO, mesh_for
 from zerofx.optimizers import Optimizers
-from zerofx.option_checks import check_batch_form, check_count
+from zerofx.option_checks import check_batch_form, check_count, has_stages
 from zerofx.option_table import check_names, document_options
 from zerofx.options import CompileOptions, TuneKeywords, check_options
 from zerofx.progress import watch_progress
@@ -99,6 +99,11 @@ def tune(
         raise UsageError(
             "expected the number of ranks on each axis for zerofx.tune, which compares plans of one mesh, found "
             "mesh='auto': give the one that zerofx.plan(mesh='auto') chooses"
+        )
+    if has_stages(checked.mesh):
+        raise UsageError(
+            f"expected a mesh without the axis 'pipe' for zerofx.tune, which measures one plan for all ranks, found "
+            f"{checked.mesh}: plan its stages with zerofx.plan"
         )
     optimizers = Optimizers.from_user(optimizer, checked.average)
     check_training(model, optimizers, checked)

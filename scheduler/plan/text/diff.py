@@ -118,6 +118,9 @@ def _buckets(first: Plan, other: Plan) -> Iterator[str]:
     names, others = [bucket[0] for bucket in before], [bucket[0] for bucket in after]
     if names == others:
         changed = [b[0] for a, b in zip(before, after, strict=True) if a != b]
+        moved = [a.name for a, b in zip(first.buckets, other.buckets, strict=True) if a.owners != b.owners]
+        if moved and first.mesh == other.mesh:
+            yield f"{span(moved)}: whole parameters at other owners ({len(moved)} of {len(after)} buckets)"
         if changed:
             yield f"{span(changed)}: another dtype, param group or size ({len(changed)} of {len(after)} buckets)"
         return

@@ -48,6 +48,7 @@ def describe_plan(plan: Plan) -> str:
         order = ", layer by layer" if plan.by_layer else ""
         lines.append(f"{plan.num_micro_batches} micro-batches before each update{order}: {plan.micro_batches_reason}")
     lines += [plan.states_reason] if plan.states_reason else []
+    lines += _owner_words(plan)
     lines += ["", bucket_table(plan)]
     for kind, of_kind in reasons(plan).items():
         if kind not in OF_VALUES:
@@ -199,11 +200,28 @@ def _common_reasons(unit: str, decisions: Sequence[Absence]) -> str:
     return re.sub(rf"(?<![\w.]){re.escape(unit)}(?![\w.]*\w)", "each", text) if unit else text
 
 
+def _owner_words(plan: Plan) -> list[str]:
+    """Numbers of parameters that each rank updates whole, and why so."""
+    lines = []
+    for axes in dict.fromkeys(bucket.states_over for bucket in plan.buckets if bucket.owners):
+        counts = Counter(r for bucket in plan.buckets if bucket.states_over == axes for r in bucket.owners)
+        num_ranks = plan.mesh.size(axes)
+        least, most = (of(counts[rank] for rank in range(num_ranks)) for of in (min, max))
+        each = str(most) if least == most else f"{least} to {most}"
+        lines.append(
+            f"owners: {counts.total()} parameters are updated whole, {each} by each of {num_ranks} ranks along "
+            f"{' and '.join(axes)}: the costliest first, to the one that has least to do"
+        )
+    return lines
+
+
 def heading(plan: Plan) -> str:
     """Stage, ranks, micro-batches, precision, dtypes of states and gradients, scaling, clipping and machine."""
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
     if plan.mesh.world != SHARD:
         ranks += f" ({plan.mesh})"
+    if plan.pipe > 1:
+        ranks += f", part {plan.pipe_stage + 1} of {plan.pipe} on the axis pipe"
     parts = f", {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
     scaled = ", loss scaled" if plan.loss_scaled else ""
     clipped = "" if plan.max_grad_norm is None else f", gradients clipped to a norm of {plan.max_grad_norm:g}"

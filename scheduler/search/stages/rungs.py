@@ -61,11 +61,11 @@ def _explain(question: Question, least: Prediction) -> str:
         hints.append("offload='host' or 'nvme'")
     if not question.tile:
         hints.append("tile='auto'")
-    if question.layout.num_ranks > 1 and question.stage < 3:
+    if question.layout.num_stage_ranks > 1 and question.stage < 3:
         hints.append("stage=3")
     if question.undecided.precision is None:
         hints.append("precision='bf16'")
-    if question.layout.num_ranks == 1:
+    if question.layout.num_stage_ranks == 1:
         hints.append("more ranks at stage 3")
     return (
         f"memory_budget={format_bytes(question.undecided.memory_budget or 0)} cannot be met: the least possible is "

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lib.runs.whole_updates import ByAllNorms, ByNorms, Drawing
+from tests.lib.runs.whole_optimizers import ByAllNorms, ByNorms, Drawing
 from zerofx.errors import OptimizerError
 from zerofx.optimizers.outside import OptimizerRest, optimizer_rest
 from zerofx.optimizers.whole.trial import CombinesError, check_combined, check_separable, shrink, try_shape

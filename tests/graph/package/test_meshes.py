@@ -42,7 +42,7 @@ def test_what_is_innermost_is_next_to_each_other() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"shards": 2}, "called 'replicate', 'shard', 'model', outer to inner, found 'shards'"),
+        ({"shards": 2}, "called 'pipe', 'replicate', 'shard', 'model', outer to inner, found 'shards'"),
         ({"shard": 0}, "1 or more, on the axis 'shard' of a mesh, found 0"),
         ({"replicate": True}, "on the axis 'replicate' of a mesh, found True"),
         (4, "numbers of ranks by axis, such as .*, found int"),

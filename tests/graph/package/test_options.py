@@ -135,6 +135,22 @@ EXCLUDED: Sequence[tuple[dict[str, Any], str]] = [
     ({"delayed_update": 1, "on_nonfinite": "skip"}, "on_nonfinite='skip': updates are under way"),
     ({"arena": True, "backend": "eager"}, "arena=True and backend='eager': ATen's operators allocate for themselves"),
     ({"arena": True, "backend": "inductor", "cuda_graphs": True}, "arena=True and cuda_graphs=True: CUDA graphs have"),
+    ({"mesh": {"pipe": 2}, "loss_terms": print}, "the terms of a loss are counted by all ranks"),
+    ({"mesh": {"pipe": 2}, "accumulate": "auto"}, "stages are cut for a number of micro-batches"),
+    ({"mesh": {"pipe": 2}, "order": "layer"}, "a stage runs all micro-batches forward, then backward"),
+    ({"mesh": {"pipe": 2}, "reduce": "each"}, "gradients are reduced once a step"),
+    ({"mesh": {"pipe": 2}, "accumulate": 2, "offload": {"gradients": "host"}}, "no gradients wait for the next"),
+    ({"mesh": {"pipe": 2}, "tile": {"a": 2}}, "parameters of a stage stay whole"),
+    ({"mesh": {"pipe": 2}, "precision": "fp16"}, "a stage knows only its own gradients"),
+    ({"mesh": {"pipe": 2}, "wire": "int8"}, "what stages hand on is sent exactly"),
+    ({"mesh": {"pipe": 2}, "delayed_update": 1}, "updates end with the step"),
+    ({"mesh": {"pipe": 2}, "grad_norms": True}, "a rank has the layers of one stage"),
+    ({"mesh": {"pipe": 2}, "keep_gradients": ("a",)}, "a rank has the gradients of one stage"),
+    ({"mesh": {"pipe": 2}, "average": EMA()}, "a rank has the averages of one stage"),
+    ({"mesh": {"pipe": 2}, "plan": "p.json"}, "each stage has a plan of its own"),
+    ({"mesh": {"pipe": 2}, "lengths": 128}, "a stage is built for batches of one shape"),
+    ({"mesh": {"pipe": 2}, "weights": "w"}, "files are read by ranks that have all parameters"),
+    ({"mesh": {"pipe": 2}, "cuda_graphs": True}, "messages between stages are awaited by the host"),
 ]
 
 

@@ -212,7 +212,8 @@ def test_every_decision_is_carried_out_by_one_rewrite() -> None:
     besides = {"reason", "num_bytes", "layer"}
     about = {"stage", "num_ranks", "precision", "machine", "graph", "buckets", "memory_budget", "wire", "summary"}
     # What a plan is for, and what it leads to.
-    about |= {"micro_batches_reason", "ranks_per_node", "replicate", "model", "states_reason"}
+    about |= {"micro_batches_reason", "ranks_per_node", "replicate", "model", "pipe", "states_reason"}
+    about |= {"draws_together"}
     about |= {"prediction"}
     hints = get_type_hints(Plan)
     expected, ways = set(), set[str]()

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from tests.lib.graphs import Prepared, TwoBlocks, prepare
-from tests.lib.runs.whole_updates import ByNorms
+from tests.lib.runs.whole_optimizers import ByNorms
 from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs
 from zerofx.ir.edit import consumers

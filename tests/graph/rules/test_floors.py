@@ -1,4 +1,4 @@
-"""Folders are floors: each imports only what stands above it in the table of ``docs/README.md``."""
+"""Folders are floors: each imports only what stands above it in the table of ``docs/code_map.md``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def modules() -> dict[str, Path]:
 
 def floors() -> dict[str, int]:
     """The row of each folder and file in the map."""
-    table = (ROOT / "docs" / "README.md").read_text(encoding="utf-8").split("| folder or file |")[1].split("\n\n")[0]
+    table = (ROOT / "docs" / "code_map.md").read_text(encoding="utf-8").split("| folder or file |")[1].split("\n\n")[0]
     places = [re.findall(r"`([\w/.]+)`", line.split("|")[1]) for line in table.splitlines()[2:]]
     dotted = [[re.sub(r"(/__init__)?\.py$", "", place).replace("/", ".") for place in row] for row in places]
     return {
@@ -67,7 +67,7 @@ def test_every_folder_fits_one_screen() -> None:
 
 
 def test_files_of_the_map_exist() -> None:
-    text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8").split("## Pages")[0]
+    text = (ROOT / "docs" / "code_map.md").read_text(encoding="utf-8").split("## Pages")[0]
     for place in re.findall(r"`([\w/]+\.py)`", text):
         starts = ("", "zerofx", "scheduler")
         assert any((ROOT / start / place).is_file() for start in starts), place

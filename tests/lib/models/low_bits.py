@@ -135,6 +135,21 @@ def stateful(out: int, inside: int) -> nn.Module:
     return LowBits(Stateful(codes, _State(table, scales)))
 
 
+def fp8(recipe: str) -> Callable[[int, int], nn.Module]:
+    """Layers of torchao that are trained in bfloat16, with products in fp8."""
+
+    def make(out: int, inside: int) -> nn.Module:
+        from torchao.float8 import Float8LinearConfig
+        from torchao.float8.float8_linear import Float8Linear
+
+        layer: nn.Module = Float8Linear.from_float(
+            nn.Linear(inside, out, bias=False, dtype=torch.bfloat16), config=Float8LinearConfig.from_recipe_name(recipe)
+        )
+        return layer
+
+    return make
+
+
 def four_bits(*, double: bool, dtype: torch.dtype | None = None) -> Callable[[int, int], nn.Module]:
     """Layers of bitsandbytes, with scales in 8 bits or not."""
 

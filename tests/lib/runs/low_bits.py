@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zerofx
 from tests.lib.models import batches, tokens
 from tests.lib.models.cases import Case, adamw
-from tests.lib.models.low_bits import Tuned, flat, four_bits, int8, nf4, stateful
+from tests.lib.models.low_bits import Tuned, flat, four_bits, fp8, int8, nf4, stateful
 from tests.lib.runs.training import parts, world
 from zerofx.ir.tensor_parts import named_buffers, named_parameters
 from zerofx.scheduler.search.problem import BudgetMissedError
@@ -33,10 +33,12 @@ OF_LIBRARIES = {
     "bitsandbytes": "bitsandbytes",
     "bitsandbytes, double": "bitsandbytes",
 }
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 BFLOAT16 = {
     "flat": flat,
     "bitsandbytes": four_bits(double=False, dtype=torch.bfloat16),
     "bitsandbytes, double": four_bits(double=True, dtype=torch.bfloat16),
+    **{f"fp8, {recipe}": fp8(recipe) for recipe in RECIPES},
 }
 STEPS = 3
 
@@ -127,6 +129,11 @@ def unlike_eager_mode(kind: str, runs: Mapping[str, dict[str, Any]], *, low: boo
         if wrong:
             found[f"{kind}, {label}"] = wrong
     return found
+
+
+def fp8_unlike_eager_mode(recipe: str, runs: Mapping[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """What is not as in eager mode where products are in fp8, as ``unlike_eager_mode``."""
+    return unlike_eager_mode(f"fp8, {recipe}", runs, low=True)
 
 
 @dataclass(frozen=True)

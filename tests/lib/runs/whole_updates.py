@@ -1,266 +1,35 @@
-"""Optimizers that need whole parameters, and what plain torch makes of a model that they train on several ranks."""
+"""What plain torch makes of a model that an optimizer of whole parameters trains on several ranks, and a step of it."""
 
 from __future__ import annotations
 
 import copy
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerofx
 from tests.lib.runs.training import world
-from zerofx.optimizers.whole.states import copy_entry
+from tests.lib.runs.whole_optimizers import IN_FEW_BITS, MAKES, TRAPS
+from zerofx.optimizers.whole.states import copy_entry, join_tensors, paths_in_subclasses, split_tensors
 
-Make = Callable[[nn.Module], torch.optim.Optimizer]
 Saved = tuple[dict[str, Tensor], dict[str, Any]]
-
-
-class Matrices(nn.Module):
-    """Weights of uneven sizes, all of them matrices: none is a multiple of anything that buckets are padded to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(*sizes, bias=False) for sizes in ((6, 11), (11, 7), (7, 13), (13, 5)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean() + x.sum()
-
-
-class Mixed(nn.Module):
-    """Matrices, biases, a scalar, a batch of matrices, and a parameter that lies transposed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 9), nn.Linear(9, 6)
-        self.experts = nn.Parameter(torch.randn(3, 6, 5) / 3)
-        self.transposed = nn.Parameter(torch.randn(5, 6).t() / 3)
-        self.scale = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.second(torch.tanh(self.first(x) * self.scale))
-        x = torch.einsum("bi,eij->bj", x, self.experts) + x @ self.transposed
-        return F.softplus(x).mean() + x.square().sum()
-
-
-class WithEmpty(Mixed):
-    """The same and a parameter without elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.empty = nn.Parameter(torch.empty(0, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.empty.sum()
-
-
-class Uneven(nn.Module):
-    """Parameters of as many elements as states in few bits begin with, one fewer and one more, and of uneven blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shapes = [(4095,), (64, 64), (17, 241), (17, 256), (4400,), (3,)]
-        self.weights = nn.ParameterList(torch.randn(shape) / 3 for shape in shapes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        total, mean = x.new_zeros(()), x.mean()
-        for number, weight in enumerate(self.weights):
-            wave = torch.arange(weight.numel(), dtype=x.dtype).mul(0.37 + number).sin().view(weight.shape)
-            total = total + (weight * wave + mean).square().mean() * 10
-        return total
-
-
-class ByNorms(torch.optim.Optimizer):
-    """A step as long as a parameter's own norm says: it treats each parameter by itself, and needs all of it."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None or not p.numel():
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["means"] = [torch.zeros_like(p), torch.zeros(p.shape[:1])]
-                    state["number"] = 0
-                state["number"] += 1
-                mean, rows = state["means"]
-                mean.lerp_(p.grad, 0.3)
-                rows.lerp_(p.grad.square().reshape(*p.shape[:1], -1).mean(-1) if p.dim() else p.grad.square(), 0.2)
-                size = rows.sum().sqrt() + 1e-3
-                p.add_(mean / size, alpha=-group["lr"] * float(p.norm().clamp(min=0.1)))
-
-
-class ByAllNorms(torch.optim.Optimizer):
-    """A step of the length that the norm of all gradients gives it, and no longer than the longest so far: what it
-    knows of all parameters is a state of the optimizer itself."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
-        every = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        total = torch.zeros(())
-        for _, p in every:
-            total.add_(p.grad.norm() ** 2)
-        known = self.state["of all"]  # type: ignore[index]  # keys are no parameters alone
-        known["largest"] = torch.maximum(known.get("largest", torch.zeros(())), total)
-        known["number"] = known.get("number", 0) + 1
-        for group, p in every:
-            state = self.state[p]
-            if not state:
-                state["mean"] = torch.zeros_like(p)
-            state["mean"].mul_(0.9).add_(p.grad)
-            p.sub_(state["mean"] * (group["lr"] / known["largest"].sqrt()))
-
-
-class Drawing(torch.optim.Optimizer):
-    """Noise in proportion to a parameter's norm."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(p.grad + torch.randn_like(p) * p.norm(), alpha=-group["lr"])
-
-
-class Closing(torch.optim.Optimizer):
-    """A step that computes the loss itself."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any) -> None:  # type: ignore[override]  # returns no loss
-        closure()
-
-
-def in_groups(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Make:
-    """An optimizer over every second parameter in each of two groups, one with another learning rate."""
-
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        parameters = list(model.parameters())
-        return kind([{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.02}], **options)
-
-    return make
-
-
-MAKES: dict[str, tuple[type[nn.Module], Make]] = {
-    "Muon": (Matrices, lambda m: torch.optim.Muon(m.parameters(), lr=0.02)),
-    "Muon, groups": (Matrices, in_groups(torch.optim.Muon, momentum=0.8, adjust_lr_fn="match_rms_adamw")),
-    "Muon, no Nesterov": (Matrices, lambda m: torch.optim.Muon(m.parameters(), lr=0.02, nesterov=False, ns_steps=3)),
-    "Adafactor": (Mixed, lambda m: torch.optim.Adafactor(m.parameters(), lr=0.05, weight_decay=0.01)),
-    "by norms": (Mixed, lambda m: ByNorms(m.parameters())),
-    "by norms, groups": (WithEmpty, in_groups(ByNorms)),
-    "by all norms": (Mixed, lambda m: ByAllNorms(m.parameters())),
-    "by all norms, groups": (WithEmpty, in_groups(ByAllNorms)),
-}
-
-
-class Tied(nn.Module):
-    """Tokens and logits with one weight, and attention whose three projections are one matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.qkv = nn.Embedding(11, 6), nn.Linear(6, 18, bias=False)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embedding((x.abs() * 7).long() % 11)
-        q, k, v = (part.unsqueeze(1) for part in self.qkv(hidden).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        logits: Tensor = self.head(hidden + attended.squeeze(1))
-        return logits.logsumexp(-1).mean()
-
-
-class Experts(nn.Module):
-    """Matrices of three experts in one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts, self.last = nn.Parameter(torch.randn(3, 6, 7) / 3), nn.Linear(7, 4, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.last(torch.tanh(torch.einsum("bi,eij->bj", x, self.experts)))
-        return outputs.square().mean()
-
-
-class ByMatrices(torch.optim.Optimizer):
-    """Momentum whose matrices are orthogonalised one by one: those of a parameter of more dimensions are a batch, and
-    those of ``heads`` rows each lie below one another."""
-
-    def __init__(self, params: Any, lr: float = 0.05, heads: int = 1) -> None:
-        super().__init__(params, {"lr": lr, "heads": heads})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
-        for group in self.param_groups:
-            for p in group["params"]:
-                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                buffer.lerp_(p.grad, 0.05)
-                x = buffer.reshape(group["heads"], -1, p.shape[-1]) if p.dim() == 2 else buffer
-                x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-                for _ in range(3):
-                    x = 1.5 * x - 0.5 * (x @ x.mT) @ x
-                p.sub_(x.reshape(p.shape), alpha=group["lr"])
-
-
-def _in_bfloat16(**options: Any) -> Make:
-    return lambda model: torch.optim.Muon(model.bfloat16().parameters(), lr=0.02, **options)
-
-
-TRAPS: dict[str, tuple[type[nn.Module], Make]] = {
-    "tied and fused": (Tied, lambda m: torch.optim.Muon(m.parameters(), lr=0.02)),
-    "projections by heads": (
-        Tied,
-        lambda m: ByMatrices(
-            [{"params": [m.get_parameter("embedding.weight")]}, {"params": [m.get_parameter("qkv.weight")], "heads": 3}]
-        ),
-    ),
-    "experts": (Experts, lambda m: ByMatrices(m.parameters())),
-    "bfloat16": (Matrices, _in_bfloat16()),
-    "bfloat16, no Nesterov": (Matrices, _in_bfloat16(nesterov=False)),
-}
-
-
-def _torchao(kind: str) -> Make:
-    """An optimizer of torchao, which takes a second to import."""
-    return lambda model: getattr(importlib.import_module("torchao.optim"), kind)(model.parameters(), lr=0.01)
-
-
-def _bitsandbytes(kind: str) -> Make:
-    return lambda model: getattr(importlib.import_module("bitsandbytes.optim"), kind)(model.parameters(), lr=0.01)
-
-
-IN_FEW_BITS: dict[str, tuple[type[nn.Module], Make]] = {
-    **{f"torchao {kind}": (Uneven, _torchao(kind)) for kind in ("AdamW8bit", "AdamW4bit", "AdamWFp8")},
-    **{f"bitsandbytes {kind}": (Uneven, _bitsandbytes(kind)) for kind in ("AdamW8bit", "Adam8bit", "Lion8bit")},
-}
 
 
 @dataclass(frozen=True)
 class WholeCase:
-    """An optimizer of ``MAKES``, ``IN_FEW_BITS`` or ``TRAPS``, the options of ``compile`` that it trains with, and how
-    many steps it takes."""
+    """An optimizer of ``MAKES``, ``IN_FEW_BITS`` or ``TRAPS``, the options of ``compile`` that it trains with, how many
+    steps it takes, and the rows of a rank's batch."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     steps: int = 4
+    rows: int = 8
 
     def __str__(self) -> str:
         return ", ".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
@@ -275,11 +44,17 @@ class WholeCase:
         """By step, what each rank trains on; the same on every rank."""
         generator = torch.Generator().manual_seed(5)
         dtype = torch.bfloat16 if "bfloat16" in self.name else torch.float32
-        return [[torch.randn(8, 6, generator=generator).to(dtype) for _ in range(num_ranks)] for _ in range(self.steps)]
+        shape = self.rows, 6
+        return [
+            [torch.randn(shape, generator=generator).to(dtype) for _ in range(num_ranks)] for _ in range(self.steps)
+        ]
 
 
 class AllRanks:
-    """Plain torch on one process, with the mean of all ranks' gradients, summed in the order of ranks."""
+    """Plain torch on one process, with the mean of all ranks' gradients, summed in the order of ranks.
+
+    With ``state_dtype`` states that are in their parameter's dtype are rounded after each step.
+    """
 
     def __init__(self, case: WholeCase, saved: Saved | None = None) -> None:
         self.case = case
@@ -287,6 +62,7 @@ class AllRanks:
         if saved is not None:
             self.model.load_state_dict(saved[0])
             self.optimizer.load_state_dict(saved[1])
+            self._round_states()
 
     def step(self, batch: Sequence[Tensor], norm: Tensor | None = None) -> Tensor:
         """One step; returns this rank's loss. ``norm``: that of all gradients, where they are clipped."""
@@ -310,10 +86,34 @@ class AllRanks:
             torch.testing.assert_close(own, norm, rtol=1e-5, atol=0.0)
             nn.utils.clip_grads_with_norm_(parameters, self.case.options["max_grad_norm"], norm)
         self.optimizer.step()
+        self._round_states()
         return losses[world()[0]]
 
+    @property
+    def _stores_low(self) -> bool:
+        return getattr(self.case.options.get("precision"), "state_dtype", None) is not None
+
+    def _low_states(self) -> dict[Tensor, Any]:
+        """States by parameter, those in its dtype in bfloat16 if they are stored so."""
+        states: dict[Tensor, Any] = {}
+        for p, entry in self.optimizer.state.items():
+            tree, tensors = split_tensors(entry)
+            if isinstance(p, Tensor) and self._stores_low:
+                kept = paths_in_subclasses(tree)
+                tensors |= {n: t.bfloat16() for n, t in tensors.items() if t.dtype == p.dtype and n not in kept}
+            states[p] = join_tensors(tree, {name: tensor.clone() for name, tensor in tensors.items()})
+        return states
+
+    def _round_states(self) -> None:
+        for p, low in self._low_states().items() if self._stores_low else ():
+            _, rounded = split_tensors(low)
+            for name, tensor in split_tensors(self.optimizer.state[p])[1].items():
+                tensor.copy_(rounded[name])
+
     def saved(self) -> Saved:
+        high, self.optimizer.state = self.optimizer.state, defaultdict(dict, self._low_states())
         state = self.optimizer.state_dict()
+        self.optimizer.state = high
         copied = {key: copy_entry(entry) for key, entry in state["state"].items()}
         groups = copy.deepcopy(state["param_groups"])
         return {k: v.clone() for k, v in self.model.state_dict().items()}, {"state": copied, "param_groups": groups}

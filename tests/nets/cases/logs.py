@@ -512,6 +512,20 @@ def masked(_: Path) -> Any:
     return _logging(lambda loss, outputs, y: log.append(outputs[y > 0].mean().item()), lambda: log)
 
 
+@way("the least and largest of what a mask names, where it names any")
+def masked_extremes(_: Path) -> Any:
+    log: list[Any] = []
+
+    def note(loss: Tensor, outputs: Tensor, y: Tensor) -> None:
+        chosen = y > 0
+        if (~chosen).all():
+            log.append("none")
+            return
+        log.append((outputs[chosen].min().item(), torch.max(outputs[chosen]).item()))
+
+    return _logging(note, lambda: log)
+
+
 @way("a reduction over ranks")
 def reduced(_: Path) -> Any:
     log: list[float] = []

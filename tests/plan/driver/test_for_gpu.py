@@ -152,3 +152,52 @@ def test_torch_is_as_it_was_after_a_step_is_captured_for_a_gpu() -> None:
     assert not torch.ops.aten.scaled_dot_product_attention.default.py_kernels
     assert torch.empty(2).device.type == "cpu" and not torch.empty(2).is_cuda
     assert torch.cuda.get_device_capability.__module__ == "torch.cuda"
+
+
+class _Scaled(nn.Module):
+    """The mean of a product in fp8 of the batch and a weight."""
+
+    def __init__(self, inner: int = 64, columns: int = 64, **others: Any) -> None:
+        super().__init__()
+        self.weight, self.gain = nn.Parameter(torch.ones(columns, inner)), nn.Parameter(torch.ones(columns))
+        self.others = others
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.others.get("dtypes", (torch.float8_e4m3fn, torch.float8_e4m3fn))
+        by_row = "by_row" in self.others
+        scale_a, scale_b = x.new_ones([len(x), 1] if by_row else []), x.new_ones([1, len(self.gain)] if by_row else [])
+        weight = self.weight.detach().to(right).t()
+        weight = weight.contiguous() if "by_rows_of_memory" in self.others else weight
+        out = self.others.get("out", BF16)
+        product = torch._scaled_mm(x.to(left), weight, scale_a=scale_a, scale_b=scale_b, out_dtype=out)
+        return (product * self.gain).mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "refusal"),
+    [
+        (_Scaled(60), r"divisible by 16.*=60, at\n .*_Scaled.forward: product = torch"),
+        (_Scaled(64, 47), r"divisible by 16.*64, 47.*at\n .*_Scaled.forward: product = torch"),
+        (_Scaled(by_rows_of_memory=True), "mat2 must be col_major"),
+        (_Scaled(dtypes=[torch.float8_e5m2] * 2), r"two factors in float8_e5m2 .*, at\n .*_Scaled.forward: product"),
+        (_Scaled(by_row=True, out=F32), "a scale for each row and a result in float32"),
+    ],
+)
+def test_products_in_fp8_that_no_gpu_has_are_refused(model: nn.Module, refusal: str) -> None:
+    def plan(model: nn.Module, machine: str) -> zerofx.PlannedStep:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inner = model.get_parameter("weight").shape[1]
+        return zerofx.plan(model, optimizer, (torch.ones(32, inner),), world_size=1, machine=machine)
+
+    plan(model, "cpu")
+    with pytest.raises(zerofx.CaptureError, match=re.compile(refusal, re.DOTALL)):
+        plan(model, "h100-sxm")
+
+
+def test_a_product_in_fp8_takes_half_the_time_of_one_in_bf16() -> None:
+    model = _Scaled(4096, 4096)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = (torch.ones(4096, 4096),)
+    planned = zerofx.plan(model, optimizer, batch, world_size=1, machine="h100-sxm", backend="eager")
+    (seconds,) = (row.seconds for row in planned.schedule().rows if "scaled_mm" in row.name)
+    assert seconds == pytest.approx(2 * 4096**3 / planned.machine.matmul_flops(torch.float8_e4m3fn), rel=0.1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.lib.distributed import run_ranks
-from tests.lib.runs.low_bits import OF_LIBRARIES, Counts, counts, unlike_eager_mode
+from tests.lib.runs.low_bits import OF_LIBRARIES, RECIPES, Counts, counts, fp8_unlike_eager_mode, unlike_eager_mode
 
 RUNS: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
@@ -38,6 +38,14 @@ def test_ranks_train_adapters_like_eager_mode(kind: str, run: str, num_ranks: in
 def test_ranks_train_so_with_weights_of_other_libraries(kind: str, num_ranks: int) -> None:
     _of_library(kind)
     for rank, wrong in enumerate(run_ranks(unlike_eager_mode, num_ranks, kind, RUNS)):
+        assert wrong == {}, f"rank {rank}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_products_in_fp8_train_like_eager_mode(recipe: str, num_ranks: int) -> None:
+    pytest.importorskip("torchao", reason="its layers with products in fp8 are trained, where it is installed")
+    for rank, wrong in enumerate(run_ranks(fp8_unlike_eager_mode, num_ranks, recipe, RUNS)):
         assert wrong == {}, f"rank {rank}"
 
 

@@ -12,7 +12,8 @@ import torch
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.runs.training import world
-from tests.lib.runs.whole_updates import TRAPS, Experts, WholeCase, compiled, differences_of, unlike
+from tests.lib.runs.whole_optimizers import TRAPS, Experts
+from tests.lib.runs.whole_updates import WholeCase, compiled, differences_of, unlike
 
 SUMMED = {"accumulate": 4, "reduce": "once"}
 CASES = [WholeCase(name, {"stage": 3}) for name in TRAPS if "bfloat16" not in name]

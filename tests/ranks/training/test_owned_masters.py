@@ -13,7 +13,8 @@ import zerofx
 from gpt import GPT
 from tests.lib.distributed import run_ranks
 from tests.lib.runs.training import world
-from tests.lib.runs.whole_updates import MAKES, ByNorms, WholeCase, compiled, unlike
+from tests.lib.runs.whole_optimizers import MAKES, ByNorms
+from tests.lib.runs.whole_updates import WholeCase, compiled, unlike
 from zerofx.ir import ops
 from zerofx.ir.facts import tensor
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.lib.distributed import run_ranks
-from tests.lib.runs.whole_updates import IN_FEW_BITS, WholeCase, compiled, differences_of, resumed_differences
+from tests.lib.runs.whole_optimizers import IN_FEW_BITS
+from tests.lib.runs.whole_updates import WholeCase, compiled, differences_of, resumed_differences
 from zerofx.optimizers.whole.states import split_tensors
 
 STAGES = (0, 1, 2, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,9 @@ import torch
 
 import zerofx
 from tests.lib.distributed import run_ranks
+from tests.lib.runs.whole_optimizers import MAKES, Closing, Drawing, Mixed
 from tests.lib.runs.whole_updates import (
-    MAKES,
     AllRanks,
-    Closing,
-    Drawing,
-    Mixed,
     WholeCase,
     compiled,
     differences_of,
@@ -152,12 +150,6 @@ def test_a_step_that_overflows_leaves_momentum_and_weights_alone(name: str) -> N
     assert unlike(plain.saved(), (step.full_state_dict(), optimizer.state_dict())) == []
 
 
-def test_states_in_fewer_bits_are_refused() -> None:
-    step, _ = compiled(WholeCase("Muon"), precision=zerofx.Precision(state_dtype="bf16"))
-    with pytest.raises(zerofx.OptimizerError, match="found state_dtype=bfloat16"):
-        step(torch.ones(2, 6))
-
-
 def test_states_on_a_drive_or_the_host_have_the_same_bits() -> None:
     for tier in ("host", "nvme"):
         case = WholeCase("Muon")
@@ -169,6 +161,34 @@ def test_states_on_a_drive_or_the_host_have_the_same_bits() -> None:
         step.prepare(case.batches(1)[0][0])
         assert {decision.tier for decision in step.plan.states} == {tier}
         assert differences_of(away) == []
+
+
+def _given_other_owners() -> str:
+    """The refusal of a plan that has a bucket's owners exchanged."""
+    case = WholeCase("Muon", {"stage": 3})
+    rows = case.batches(1)[0][0]
+    step, _ = compiled(case)
+    step.prepare(rows)
+    plan = step.plan
+    step.close()
+    step, _ = compiled(case, plan=plan)
+    step(rows)
+    step.close()
+    first, *others = plan.buckets
+    exchanged = replace(first, owners=tuple(1 - rank for rank in first.owners))
+    step, _ = compiled(case, plan=replace(plan, buckets=(exchanged, *others)))
+    try:
+        step(rows)
+    except zerofx.PlanError as error:
+        return str(error)
+    finally:
+        step.close()
+    return ""
+
+
+def test_a_plan_with_other_owners_is_refused() -> None:
+    for text in run_ranks(_given_other_owners, 2):
+        assert "at the owners that the plan has" in text and "make the plan anew" in text
 
 
 @pytest.mark.parametrize("kind", [Drawing, Closing])

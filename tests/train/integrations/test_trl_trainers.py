@@ -10,6 +10,7 @@ import torch
 
 from tests.lib.runs.trainers import TOKENS, llama
 from zerofx import UsageError
+from zerofx.integrations.trainer_arguments import _REFUSED_OF_TRL
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -25,7 +26,11 @@ KINDS = {
     "reward": (trl.RewardTrainer, trl.RewardConfig),
     "dpo": (trl.DPOTrainer, trl.DPOConfig),
     "sft": (trl.SFTTrainer, trl.SFTConfig),
+    "kto": (trl.KTOTrainer, trl.KTOConfig),
+    "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+    "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
 }
+GENERATING = ("grpo", "rloo")
 
 
 def _tokenizer() -> Any:
@@ -37,7 +42,7 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def _rows(kind: str) -> list[dict[str, str]]:
+def _rows(kind: str) -> list[dict[str, Any]]:
     draws = torch.Generator().manual_seed(0)
 
     def words(count: int) -> str:
@@ -45,6 +50,10 @@ def _rows(kind: str) -> list[dict[str, str]]:
 
     if kind == "sft":
         return [{"text": words(9)} for _ in range(24)]
+    if kind in GENERATING:
+        return [{"prompt": words(4)} for _ in range(24)]
+    if kind == "kto":  # two of each label in a batch of four
+        return [{"prompt": words(4) + " ", "completion": words(6), "label": n % 2 == 0} for n in range(24)]
     prompts = [{"prompt": words(4) + " "} if kind == "dpo" else {} for _ in range(24)]
     return [{**prompt, "chosen": words(6), "rejected": words(6)} for prompt in prompts]
 
@@ -60,13 +69,25 @@ def _model(kind: str) -> Any:
     return LlamaForSequenceClassification(model.config)
 
 
-def _trained(kind: str, trainer: Any, folder: Path, *, adapters: bool, **options: Any) -> list[dict[str, float]]:
+def _reward(completions: list[str], **_: Any) -> list[float]:
+    """Some number of each completion."""
+    return [sum(map(ord, text)) % 7 + 0.5 * text.count("w1") for text in completions]
+
+
+def _trained(
+    kind: str, trainer: Any, folder: Path, *, adapters: bool, max_steps: int = 5, **options: Any
+) -> list[dict[str, float]]:
+    given: dict[str, Any] = {} if kind in GENERATING else {"max_length": 32}
+    if kind in GENERATING:  # two updates with each batch of completions, whose probabilities before are computed
+        given = {"num_generations": 2, "max_completion_length": 8, "pad_to_multiple_of": 8, "num_iterations": 2}
+        given |= {"beta": 0.1} if adapters else {"beta": 0.0}
+        options["reward_funcs"] = _reward
     args = KINDS[kind][1](
         output_dir=str(folder), use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, logging_steps=1,
-        per_device_train_batch_size=4, max_steps=5, learning_rate=1e-2, save_strategy="no", max_length=32,
-        gradient_checkpointing=False,
+        per_device_train_batch_size=4, max_steps=max_steps, learning_rate=1e-2, save_strategy="no",
+        gradient_checkpointing=False, **given,
     )  # fmt: skip
-    if kind == "dpo" and not adapters:
+    if kind in ("dpo", "kto") and not adapters:
         options["ref_model"] = llama()
     if adapters:
         task = "SEQ_CLS" if kind == "reward" else "CAUSAL_LM"
@@ -77,24 +98,41 @@ def _trained(kind: str, trainer: Any, folder: Path, *, adapters: bool, **options
         processing_class=_tokenizer(), **options,
     )  # fmt: skip
     trains.train()
+    times = ("runtime", "per_second", "flos", "epoch", "step_time")
     return [
-        {name: value for name, value in row.items() if not name.endswith(("runtime", "per_second", "flos", "epoch"))}
-        for row in trains.state.log_history
+        {name: value for name, value in row.items() if not name.endswith(times)} for row in trains.state.log_history
+    ]
+
+
+def differences(kind: str, folder: Path, *, adapters: bool = False, max_steps: int = 5) -> list[str]:
+    """Where what TRL's trainer logs and what it logs on top of a compiled step differ."""
+    from zerofx.integrations.trl import zerofx_trainer
+
+    trainer = KINDS[kind][0]
+    asked: dict[str, Any] = {"adapters": adapters, "max_steps": max_steps}
+    plain = _trained(kind, trainer, folder / "plain", **asked)
+    compiled = _trained(kind, zerofx_trainer(trainer), folder / "compiled", **asked, backend="eager")
+    assert len(plain) == len(compiled) == max_steps + 1  # and a summary
+    return [
+        f"{theirs} and {own}"
+        for theirs, own in zip(plain, compiled, strict=True)
+        if own != pytest.approx(theirs, rel=BOUND, abs=BOUND)
     ]
 
 
 @pytest.mark.captures
 @pytest.mark.parametrize("adapters", [False, True], ids=["whole", "lora"])
-@pytest.mark.parametrize("kind", ["reward", pytest.param("dpo", marks=pytest.mark.slow), "sft"])
+@pytest.mark.parametrize(
+    "kind", ["reward", "sft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "kto", "grpo"))]
+)
 def test_losses_and_metrics_are_those_of_trl(kind: str, adapters: bool, tmp_path: Path) -> None:
-    from zerofx.integrations.trl import zerofx_trainer
+    assert differences(kind, tmp_path, adapters=adapters) == []
 
-    trainer = KINDS[kind][0]
-    plain = _trained(kind, trainer, tmp_path / "plain", adapters=adapters)
-    compiled = _trained(kind, zerofx_trainer(trainer), tmp_path / "compiled", adapters=adapters, backend="eager")
-    assert len(plain) == len(compiled) == 6  # five steps, and a summary
-    for theirs, own in zip(plain, compiled, strict=True):
-        assert own == pytest.approx(theirs, rel=BOUND, abs=BOUND)
+
+@pytest.mark.captures
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
+def test_completions_are_generated_between_steps(kind: str, tmp_path: Path) -> None:
+    assert differences(kind, tmp_path, max_steps=2) == []
 
 
 def test_what_is_no_trainer_is_named() -> None:
@@ -102,3 +140,19 @@ def test_what_is_no_trainer_is_named() -> None:
 
     with pytest.raises(UsageError, match=r"such as trl\.DPOTrainer, found 3"):
         zerofx_trainer(3)  # type: ignore[arg-type]  # which is refused
+
+
+@pytest.mark.parametrize("argument", _REFUSED_OF_TRL)
+def test_arguments_that_a_step_has_no_place_for_are_named(argument: str, tmp_path: Path) -> None:
+    from zerofx.integrations.trl import zerofx_trainer
+
+    kind = "sft" if argument == "activation_offloading" else "grpo"
+    args = KINDS[kind][1](output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[])
+    assert getattr(args, argument) is False
+    setattr(args, argument, True)
+    options: dict[str, Any] = {"reward_funcs": _reward} if kind == "grpo" else {}
+    with pytest.raises(UsageError, match=f"that a compiled step can honour, found {argument}"):
+        zerofx_trainer(KINDS[kind][0])(
+            model=_model(kind), args=args, train_dataset=datasets.Dataset.from_list(_rows(kind)),
+            processing_class=_tokenizer(), **options,
+        )  # fmt: skip

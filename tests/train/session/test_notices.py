@@ -23,15 +23,15 @@ def _step(model: nn.Module) -> zerofx.Step:
     return zerofx.compile(model, optimizer, 0, backend="eager", loss_fn=lambda outputs: outputs.mean())
 
 
-def test_notices_can_pass_where_warnings_are_errors() -> None:
+def test_notices_pass_where_warnings_of_results_are_errors() -> None:
     model = _model()
     step = _step(model)
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("error", zerofx.ZeroFXWarning)
-        warnings.simplefilter("always", zerofx.ZeroFXNotice)
+        warnings.simplefilter("always")
+        warnings.simplefilter("error", zerofx.ResultWarning)
         step(torch.ones(2, 4))
         step(torch.ones(3, 4))
-        with pytest.raises(zerofx.ZeroFXWarning, match="the loss is nan"):
+        with pytest.raises(zerofx.ResultWarning, match="the loss is nan"):
             step(torch.full((3, 4), torch.nan))
     assert [warning.category for warning in caught] == [zerofx.ZeroFXNotice]
     assert str(caught[0].message).startswith("a batch of another shape is captured")

@@ -23,8 +23,11 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.for_gpu.attention import Attention, attend, kernel_of
+from zerofx.capture.layers import LINE_KEY
+from zerofx.errors import CaptureError
 from zerofx.torch_private.capture import FakeTensorMode, fake_tensor, pretend_capability
 from zerofx.torch_private.dispatch import override_composite, python_dispatcher
+from zerofx.torch_private.modules import annotations_of
 from zerofx.torch_private.tensors import is_traced
 
 _CPU = torch.device("cpu")
@@ -103,7 +106,7 @@ def retarget(graph_module: fx.GraphModule, device: torch.device, mode: FakeTenso
     statistics of a norm in another dtype, an image in another memory format.
 
     Raises:
-        RuntimeError: an operator does not work on what others give on ``device``, as torch says it.
+        CaptureError: an operator does not work on what others give on ``device``; with its line.
     """
 
     def move(value: Any) -> Any:
@@ -121,4 +124,11 @@ def retarget(graph_module: fx.GraphModule, device: torch.device, mode: FakeTenso
             elif node.op == "call_function":
                 node.args, node.kwargs = map_aggregate(node.args, rename), map_aggregate(node.kwargs, rename)
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-                node.meta["val"] = node.target(*args, **kwargs)
+                try:
+                    node.meta["val"] = node.target(*args, **kwargs)
+                except RuntimeError as error:
+                    line = annotations_of(node).get(LINE_KEY, "(line not found)")
+                    raise CaptureError(
+                        f"expected operators that run on {device.type}, found that {node.target} does not: {error}, "
+                        f"at\n  {line}\nChange what it is given, or replace it."
+                    ) from error

@@ -11,7 +11,7 @@ from torch import fx
 from zerofx.capture.normalise.joint import Joint
 from zerofx.errors import CaptureError
 from zerofx.ir import ops
-from zerofx.ir.facts import origin, placeholder, value
+from zerofx.ir.facts import origin, placeholder, source_line, value
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.text import type_name
@@ -74,6 +74,7 @@ class Refuse:
         auto_functionalized_v2(mine::scale_, ...)   ->     CaptureError: expected a forward of operators that ...
         embedding(weight, ids, -1, False, True)     ->     CaptureError: expected dense gradients, ...
         mm(float64, float32)                        ->     CaptureError: expected the factors ... to have one dtype, ...
+        _scaled_mm(float8_e5m2, float8_e5m2, ...)   ->     CaptureError: expected an fp8 product that a GPU has, ...
 
     Fake tensors have results for all of them. The bytes of a sparse tensor depend on its values. Nothing is rewritten.
 
@@ -87,6 +88,7 @@ class Refuse:
         _refuse_sparse(joint.graph)
         _refuse_sparse_values(joint)
         _refuse_mixed_products(joint.graph)
+        _refuse_fp8_products(joint.graph)
 
 
 def _refuse_wrapped(graph: fx.Graph) -> None:
@@ -138,4 +140,23 @@ def _refuse_mixed_products(graph: fx.Graph) -> None:
                 f"expected the factors of a matrix product to have one dtype, found "
                 f"{', '.join(map(type_name, node.all_input_nodes))} in {origin(node).layer or 'the model'}: convert "
                 f"the batch (x.float()), or what the layer is given, to the dtype of its weight"
+            )
+
+
+def _refuse_fp8_products(graph: fx.Graph) -> None:
+    """Raise a ``CaptureError`` for a product in fp8 that fake tensors and CPUs have, and no GPU.
+
+    Sizes and layouts are checked by torch's fakes. Source: ``_scaled_mm`` in ``aten/src/ATen/native/cuda/Blas.cpp``.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default):
+        left, right, scale = (value(source) for source in node.all_input_nodes[:3])
+        found = ""
+        if left.dtype == right.dtype == torch.float8_e5m2:
+            found = "two factors in float8_e5m2 (give one of them in float8_e4m3fn)"
+        elif scale.numel() > 1 and value(node).dtype == torch.float32:
+            found = "a scale for each row and a result in float32 (out_dtype=torch.bfloat16)"
+        if found and left.device.type == "cuda":
+            raise CaptureError(
+                f"expected an fp8 product that a GPU has, found one with {found}, at\n"
+                f"  {source_line(node) or origin(node).layer or 'the model'}"
             )

@@ -282,7 +282,10 @@ class LossModule(nn.Module):
             if name in self._batch.hashes:
                 self._known.learn(fake, real)
         elsewhere = self._buffers_outside()
-        self.reads = logged = LoggedReads(self.source, watches=self.watches) if self.objective.logging.is_on else None
+        logging, logged = self.objective.logging, None
+        if logging.is_on:
+            logged = LoggedReads(self.source, logging.untrue, watches=self.watches)
+        self.reads = logged
         with (
             self.parts.shown(),
             Checks(logged, self._is_known) as checks,

@@ -9,9 +9,10 @@ decides what is computed with tensors, the forward is refused.
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ MOST_ELEMENTS = 1 << 20
 _READERS = frozenset(
     {"tolist", "numpy", "__array__", "__format__", "item", "__float__", "__int__", "__bool__", "__index__"}
 )
+_EXTREMES = frozenset({"min", "amin", "max", "amax"})
 
 
 @dataclass
@@ -41,17 +43,19 @@ class Logging:
     """The way in which the forwards of one objective read values for logs. ``is_on``: whether any does.
 
     ``writers`` write them to files and the like. ``changes``: a forward changes Python's objects besides its modules,
-    which is as good as a log. ``compiled``: the answer to a forward that asks whether it is compiled.
+    which is as good as a log. ``compiled``: the answer to a forward that asks whether it is compiled. ``untrue``: the
+    lines that read a truth of which the example is False.
     """
 
     is_on: bool = False
     changes: bool = False
     compiled: bool = True
+    untrue: set[str] = field(default_factory=set)
     writers: list[WritesError] = field(default_factory=list)
 
 
 def example_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Ones: true, and neither a divisor nor a logarithm that fails."""
+    """Ones: true, as most conditions of a log are, and neither a divisor nor a logarithm that fails."""
     with without_modes():
         return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
 
@@ -65,13 +69,16 @@ def raises_else() -> bool:
 
 
 class LoggedReads:
-    """The reads of one call of a forward: ``tensors`` in order, with their source lines. Values are of ``source``."""
+    """The reads of one call of a forward: ``tensors`` in order, with their source lines. Values are of ``source``.
 
-    def __init__(self, source: Source = example_of, *, watches: bool = False) -> None:
+    Where that gives examples, those of truths that the lines ``untrue`` read are False.
+    """
+
+    def __init__(self, source: Source, untrue: Collection[str], *, watches: bool) -> None:
         self.tensors: list[torch.Tensor] = []
         self.lines: list[str] = []
         self.rounded: list[tuple[torch.Tensor, str]] = []  # sums over masks, with their lines
-        self._source, self._watches = source, watches
+        self._source, self._untrue, self._watches = source, untrue, watches
         self._readers: set[int] = set()
 
     def read(self, tensor: torch.Tensor, *, copies: bool = True) -> torch.Tensor:
@@ -85,6 +92,9 @@ class LoggedReads:
             )
         copy = tensor.detach().clone() if copies else tensor.detach()
         value = self._source(copy)
+        if self._source is example_of and line in self._untrue:
+            with without_modes():
+                value = value.logical_not() if value.dtype == torch.bool else value
         self.tensors.append(copy)
         self.lines.append(line)
         if self._watches:
@@ -110,11 +120,12 @@ class LoggedReads:
             return func(value, *args[1:], **(kwargs or {}))
 
 
-class MaskedSums:
-    """Sums and means over the elements that a mask names, without taking them out: ``x[mask].mean()``.
+class MaskedReductions:
+    """Sums, means and extremes of the elements that a mask names, without taking them out: ``x[mask].mean()``.
 
     How many elements there are depends on values, so that no graph can hold them. The sum of the others as zeros is
-    the same by rounding: good enough for a log, which alone may depend on it (``replay.py``).
+    the same by rounding: good enough for a log, which alone may depend on it (``replay.py``). The extreme of none,
+    which is an error in eager mode, is NaN.
     """
 
     def __init__(self, logged: LoggedReads) -> None:
@@ -129,7 +140,7 @@ class MaskedSums:
         """
         name = getattr(func, "__name__", "")
         if name == "__getitem__" and _is_mask(*args):
-            return lambda: self._mark(torch.where(args[1], args[0], 0), args[1])
+            return lambda: self._mark(args[0].masked_fill(~args[1], 0), args[1])
         if name in ("__get__", "size", "dim", "numel", "stride") and not kwargs and self._masks.get(args[0]) is None:
             return None
         marked = [arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, torch.Tensor)]
@@ -141,17 +152,28 @@ class MaskedSums:
             return lambda: self._mark(func(*args, **(kwargs or {})), mask)
         if name in ("sum", "mean") and len(args) == 1 and not set(kwargs or {}) - {"dtype"}:
             return lambda: self._reduce(args[0], mask if name == "mean" else None, kwargs or {})
+        if name in _EXTREMES and len(args) == 1 and not kwargs and args[0].is_floating_point():
+            return lambda: self._extreme(name, args[0], mask)
         what = getattr(getattr(func, "__self__", None), "__name__", name)
         raise CaptureError(
             f"expected a forward whose shapes do not depend on values, found {what} of the elements that a mask names, "
             f"as many as values say, at\n  {user_line(traceback.extract_stack()) or '(line not found)'}\n"
-            f"A step is planned for one shape: sum() and mean() of them may be logged; for the rest compute with all "
-            f"elements, and leave out what does not count by torch.where or a weight of 0."
+            f"A step is planned for one shape: their sum, mean, minimum and maximum may be logged; else compute with "
+            f"all elements, and leave out what does not count by torch.where or a weight of 0."
         )
 
     def _reduce(self, tensor: torch.Tensor, mask: torch.Tensor | None, options: Any) -> torch.Tensor:
         """The sum of ``tensor``, or the mean of what ``mask`` names."""
-        result = tensor.sum(**options) if mask is None else tensor.sum(**options) / mask.sum()
+        return self._note(tensor.sum(**options) if mask is None else tensor.sum(**options) / mask.sum())
+
+    def _extreme(self, name: str, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The least or largest of what ``mask`` names."""
+        is_least = name in ("min", "amin")
+        chosen = tensor.masked_fill(~mask, math.inf if is_least else -math.inf)
+        return self._note((chosen.amin() if is_least else chosen.amax()).masked_fill(~mask.any(), math.nan))
+
+    def _note(self, result: torch.Tensor) -> torch.Tensor:
+        """Note that the loss may not depend on ``result``."""
         self._logged.rounded.append((result, user_line(traceback.extract_stack()) or "(line not found)"))
         return result
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.blame import user_line, user_lines
-from zerofx.capture.values.logged import LoggedReads, MaskedSums
+from zerofx.capture.values.logged import LoggedReads, MaskedReductions
 from zerofx.capture.values.raising_branches import answer_without_raising
 from zerofx.capture.values.recurrent import RecurrentCalls
 from zerofx.capture.values.value_dependent import find_traceable_call
@@ -39,7 +39,7 @@ class Checks(TorchFunctionMode):
         super().__init__()
         self._noted: list[tuple[torch.Tensor, bool, str]] = []
         self._logged, self._is_known = logged, is_known
-        self._masked = MaskedSums(logged) if logged is not None else None
+        self._masked = MaskedReductions(logged) if logged is not None else None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

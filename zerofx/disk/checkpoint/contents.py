@@ -68,7 +68,8 @@ def _check_marker(marker: Marker) -> None:
     _need(marker.files.keys() == names, f"a file that is called {min(marker.files.keys() ^ names, default='')!r:.80}")
     for name, (size, digest) in marker.files.items():
         _need(8 <= size < _TOO_LARGE and bool(_HASH.fullmatch(digest)), f"{name} of {size} bytes, hash {digest!r:.40}")
-    _need(marker.num_model > 0 and marker.num_ranks % marker.num_model == 0, f"num_model={marker.num_model}")
+    for sharing in (marker.num_model, marker.num_pipe):
+        _need(sharing > 0 and marker.num_ranks % sharing == 0, f"{sharing} ranks that share a computation")
     for count in (marker.num_steps, marker.num_skipped):
         _need(0 <= count < _TOO_LARGE, f"{count} steps")
     for name, about in marker.tensors.items():

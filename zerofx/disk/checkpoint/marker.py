@@ -117,7 +117,8 @@ def _paths_in(plain: Any) -> Iterator[str]:
 class Marker:
     """The contents of a checkpoint. ``files`` are by name: bytes, and hash. ``aliases``: names of tied tensors by their
     other names. ``about``: information that loading does not need, such as versions and the model's configuration.
-    ``num_model`` consecutive ranks of the ``num_ranks`` shared one computation; a marker without it has 1."""
+    ``num_model`` consecutive ranks of the ``num_ranks`` shared one computation, in ``num_pipe`` stages, the first of
+    which the first ranks had; a marker without them has 1."""
 
     num_ranks: int
     num_steps: int
@@ -131,6 +132,7 @@ class Marker:
     about: dict[str, Any] = field(default_factory=dict)
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
     num_model: int = 1
+    num_pipe: int = 1
 
     def to_json(self) -> str:
         content = _canonical(asdict(self))

@@ -48,6 +48,8 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
     """The key of a step; None if it has none, or if its captured graph is not kept."""
     if request.settings.debug:
         return None
+    if request.mesh.pipe > 1:  # a rank's own stage is cut from the whole step
+        return None
     recorded = captures.record()
     if recorded is None or recorded.place.key is None:
         return None
@@ -116,7 +118,7 @@ def load(request: Request, captures: Captures, recalled: CacheHit, control: Cont
     path, loaded = load_program(step.program, target, control, step.decisions_hash)
     if not all(control.gather(dict(loaded.memory) == step.memory, "compare compiled regions")):
         return None
-    write_plan(path, step.plan_text, control)
+    write_plan(path, step.plan_text, control, request.mesh)
     plan, layout, programs = step.program.plan, step.layout, recalled.programs
     # What is needed later is not to hold the batch.
     graphs = captures.drop_batch().share(plan.shardings, plan.model)

@@ -4,6 +4,7 @@ from zerofx.optimizers.whole.optimizer import WholeOptimizer
 from zerofx.optimizers.whole.owned import (
     OwnedSizes,
     OwnedStates,
+    cast_views,
     names_of,
     owners_of,
     planned_sizes,
@@ -18,6 +19,7 @@ __all__ = [
     "Updated",
     "WholeOptimizer",
     "WholeStep",
+    "cast_views",
     "names_of",
     "owners_of",
     "planned_sizes",

@@ -28,7 +28,7 @@ from zerofx.optimizers.program import WHOLE_STATES, StateSpec, UpdateProgram, Wh
 from zerofx.optimizers.shadow import choose_implementation, on_host, run_step, sample
 from zerofx.optimizers.support import refuse_by_name, refuse_dtype
 from zerofx.optimizers.whole.owned import Entry, dtype_of, shape_of
-from zerofx.optimizers.whole.states import copy_entry
+from zerofx.optimizers.whole.states import copy_entry, join_tensors, split_tensors
 from zerofx.optimizers.whole.step import WholeNext
 from zerofx.optimizers.whole.trial import (
     CombinesError,
@@ -87,11 +87,6 @@ class WholeOptimizer:
         self.check(parameters)
         programs: dict[int, UpdateProgram] = {}
         for bucket, group in buckets:
-            if bucket.state_dtype != bucket.dtype:
-                raise OptimizerError(
-                    f"expected states of {rest.kind.__name__}, whose update is not elementwise, in the dtypes that it "
-                    f"has them in, found state_dtype={str(bucket.state_dtype).removeprefix('torch.')}: leave it out"
-                )
             shapes = [self._try_slot(rest, bucket, group, slot, entries.get(slot.source, {})) for slot in bucket.slots]
             whole = tuple({each.shape: each for each in shapes}.values())
             key = (bucket.dtype, whole)
@@ -190,9 +185,26 @@ class WholeOptimizer:
         key = (group, shape, dtype)
         if key not in self._known:
             with on_host():
+                entry = _cast_as_in_step(rest, group, shape, dtype, entry)
                 self._known[key], kinds = try_shape(rest, group, shape, dtype, entry)
             self.kinds |= kinds
         return self._known[key]
+
+
+def _cast_as_in_step(
+    rest: OptimizerRest, group: int, shape: tuple[int, ...], dtype: torch.dtype, entry: Entry
+) -> Entry:
+    """``entry`` in the dtypes that a first step gives to states: it may have been stored in a smaller one."""
+    tree, tensors = split_tensors(entry)
+    if all(not t.is_floating_point() or t.dtype.itemsize >= dtype.itemsize for t in tensors.values()):
+        return entry
+    try:
+        first, _ = try_shape(rest, group, shape, dtype, {})
+    except OptimizerError:  # it steps only where there are states already
+        return entry
+    own = {state.path: state.dtype for state in first.states}
+    cast: Entry = join_tensors(tree, {path: t.to(own.get(path, t.dtype)) for path, t in tensors.items()})
+    return cast
 
 
 def _program(name: str, dtype: torch.dtype, whole: tuple[WholeParameter, ...], joint: int | None) -> UpdateProgram:

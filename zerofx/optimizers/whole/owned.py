@@ -11,7 +11,7 @@ import torch
 from zerofx.errors import OptimizerError
 from zerofx.ir.buckets import Bucket, BucketLayout, Slot
 from zerofx.ir.owners import OwnedSlot, Owners, assign_owners
-from zerofx.optimizers.program import UpdateProgram, WholeParameter
+from zerofx.optimizers.program import StateTensor, UpdateProgram, WholeParameter
 from zerofx.optimizers.whole.states import split_tensors
 
 Entry = Mapping[str, Any]
@@ -39,7 +39,9 @@ class OwnedStates:
             return
         views = state_views(program, owned, buffer)
         self.trees = {
-            each.slot.name: store_entry(each.slot.name, entry, views[each.slot.name], whole_of(program, each.slot))
+            each.slot.name: store_entry(
+                each.slot.name, entry, views[each.slot.name], whole_of(program, each.slot), is_loaded=True
+            )
             for each in owned
             if (entry := self.waiting.get(each.slot.source))
         }
@@ -140,19 +142,39 @@ def state_views(
     return views
 
 
+def _fits(state: StateTensor, dtype: torch.dtype, *, is_loaded: bool) -> bool:
+    """True if a state may have values of ``dtype``, as a step leaves them or as they have been loaded."""
+    if is_loaded and state.dtype.is_floating_point and not state.in_subclass:
+        return dtype.is_floating_point
+    return dtype == (state.step_dtype or state.dtype)
+
+
+def cast_views(whole: WholeParameter, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """States in the dtypes that a step has them in: ``views``, or copies of those that are stored in others."""
+    dtypes = {state.path: state.step_dtype or state.dtype for state in whole.states}
+    return {path: view.to(dtypes[path]) for path, view in views.items()}
+
+
 def store_entry(
-    name: str, entry: Any, views: Mapping[str, torch.Tensor], whole: WholeParameter, *, is_here: bool = True
+    name: str,
+    entry: Any,
+    views: Mapping[str, torch.Tensor],
+    whole: WholeParameter,
+    *,
+    is_here: bool = True,
+    is_loaded: bool = False,
 ) -> Any:
     """Keep the tensors of a parameter's ``entry`` in ``views``; returns the rest of it. Where the parameter is not
-    ``is_here``, they have no values.
+    ``is_here``, they have no values. ``is_loaded``: they may have been stored in another floating-point dtype.
 
     Raises:
         OptimizerError: they are not those that were tried.
     """
     tree, tensors = split_tensors(entry)
+    specs = {state.path: state for state in whole.states}
     for path, tensor in tensors.items():
         view = views.get(path)
-        if view is None or view.shape != tensor.shape or view.dtype != tensor.dtype:
+        if view is None or view.shape != tensor.shape or not _fits(specs[path], tensor.dtype, is_loaded=is_loaded):
             known = {state.path: list(state.shape) for state in whole.states}
             raise OptimizerError(
                 f"expected states of {name} as a step on its shape has them ({known}), found {path} of shape "

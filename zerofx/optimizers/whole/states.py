@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -51,37 +51,48 @@ def split_tensors(entry: Any, *, all_tensors: bool = False) -> tuple[Any, dict[s
     Raises:
         OptimizerError: it holds something besides tensors, numbers, texts and containers of these.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    splitter = _Splitter(all_tensors)
+    return splitter.split(entry, ""), splitter.tensors
 
-    def split(value: Any, at: str) -> Any:
+
+class _Splitter:
+    """Collects ``tensors`` by path; a recursive closure is a cycle, and would hold them until a collector comes."""
+
+    def __init__(self, all_tensors: bool) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._all_tensors = all_tensors
+
+    def split(self, value: Any, at: str) -> Any:
+        """The tree of ``value``, which is found under ``at``."""
         if isinstance(value, torch.Tensor):
             if hasattr(value, "__tensor_flatten__"):
                 names, context = value.__tensor_flatten__()
-                inner = {name: split(getattr(value, name), _join(at, name)) for name in names}
+                inner = {name: self.split(getattr(value, name), _join(at, name)) for name in names}
                 return Wrapped(type(value), context, tuple(value.shape), value.stride(), inner)
-            if value.dim() == 0 and not all_tensors:
+            if value.dim() == 0 and not self._all_tensors:
                 return value.detach()
-            tensors[at] = value if all_tensors else value.detach()
+            self.tensors[at] = value if self._all_tensors else value.detach()
             return TensorAt(at)
         if isinstance(value, dict):
             copied = copy.copy(value)
             for key, item in value.items():
-                copied[key] = split(item, _join(at, str(key)))
+                copied[key] = self.split(item, _join(at, str(key)))
             return copied
         if type(value) is deque:
-            return deque([split(item, _join(at, str(index))) for index, item in enumerate(value)], value.maxlen)
+            return deque(self._split_each(value, at), value.maxlen)
         if type(value) in (list, tuple):
-            return type(value)([split(item, _join(at, str(index))) for index, item in enumerate(value)])
+            return type(value)(self._split_each(value, at))
         if isinstance(value, (*_PLAIN, type, torch.dtype, torch.device, torch.Size)):
             return value
         if type(value).__module__ != "builtins" and hasattr(value, "__dict__") and not callable(value):
-            return Fields(type(value), {name: split(item, _join(at, name)) for name, item in vars(value).items()})
+            return Fields(type(value), {name: self.split(item, _join(at, name)) for name, item in vars(value).items()})
         raise OptimizerError(
             f"expected an optimizer that keeps tensors, numbers and texts of each parameter, found a "
             f"{type(value).__name__} in state[p]{at and f' at {at}'}: it can be neither saved nor moved"
         )
 
-    return split(entry, ""), tensors
+    def _split_each(self, values: Iterable[Any], at: str) -> list[Any]:
+        return [self.split(item, _join(at, str(index))) for index, item in enumerate(values)]
 
 
 def join_tensors(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -199,6 +210,12 @@ def _parts(tree: Any) -> list[Any]:
 def paths_in(tree: Any) -> list[str]:
     """The paths of a tree's tensors."""
     return [tree.path] if isinstance(tree, TensorAt) else [path for part in _parts(tree) for path in paths_in(part)]
+
+
+def paths_in_subclasses(tree: Any) -> set[str]:
+    """The paths of the tensors that tensor subclasses in a tree consist of."""
+    inner = set(paths_in(tree)) if isinstance(tree, Wrapped) else set()
+    return inner.union(*map(paths_in_subclasses, _parts(tree)))
 
 
 def kinds_in(tree: Any) -> dict[str, type[Any]]:

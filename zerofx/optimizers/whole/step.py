@@ -15,7 +15,7 @@ from zerofx.optimizers.outside import Change, OptimizerRest
 from zerofx.optimizers.program import UpdateProgram
 from zerofx.optimizers.shadow import choose_implementation, run_step, step_function
 from zerofx.optimizers.whole.combined import Combined, Share, check_apart, owner_of, set_owner
-from zerofx.optimizers.whole.owned import OwnedStates, state_bytes, state_views, store_entry, whole_of
+from zerofx.optimizers.whole.owned import OwnedStates, cast_views, state_bytes, state_views, store_entry, whole_of
 from zerofx.optimizers.whole.states import join_tensors, split_tensors
 from zerofx.optimizers.whole.trial import make_shadow, refuse_draws
 from zerofx.torch_private.capture import FakeTensorMode, fake_mode
@@ -144,6 +144,7 @@ class _Parameters:
         self.updated, self._param = updated, param
         empty = param.new_empty(0, dtype=torch.uint8)
         self._views = state_views(updated.program, updated.mine, empty if buffer is None else buffer)
+        self._slots = {each.slot.name: each.slot for owned in updated.owners.ranks for each in owned}
         self.own: dict[str, torch.Tensor] = {}
         self._others: dict[str, torch.Tensor] = {}
         for each in updated.mine:
@@ -181,7 +182,8 @@ class _Parameters:
             tree = self.updated.states.trees.get(name)
             if tree is None:
                 continue
-            entry = join_tensors(tree, self._views[name])
+            whole = whole_of(self.updated.program, self._slots[name])
+            entry = join_tensors(tree, cast_views(whole, self._views[name]))
             owner = owner_of(parameter)
             if owner is not None:
                 for tensor in split_tensors(entry, all_tensors=True)[1].values():
@@ -189,7 +191,7 @@ class _Parameters:
             shadow.state[parameter] = entry
 
     def take_states(self, shadow: torch.optim.Optimizer) -> None:
-        """Keep what ``shadow`` has left of them."""
+        """Keep what ``shadow`` has left of them, and take it away: an optimizer is in cycles that a collector ends."""
         updated = self.updated
         for each in updated.mine:
             parameter, target = self.own[each.slot.name], _view(each, self._param)
@@ -201,7 +203,7 @@ class _Parameters:
             for each in owned:
                 name = each.slot.name
                 known = (self.own | self._others).get(name)
-                if known is not None and (entry := shadow.state.get(known)):
+                if known is not None and (entry := shadow.state.pop(known, None)):
                     whole, is_here = whole_of(updated.program, each.slot), name in self.own
                     tree = store_entry(name, entry, self._views[name], whole, is_here=is_here)
                     updated.states.trees[name] = tree

@@ -25,9 +25,21 @@ _SLOW = (
 )
 
 
+_MOST_GROUPS, _MOST_NUMBERS = 2**6, 2**24  # their product is a tag that gloo has
+
+
+def number_tags(group: int) -> Callable[[], int]:
+    """A source of tags for the messages of a group, the same where these are sent and received in one order."""
+    assert group < _MOST_GROUPS, "a step has few groups of ranks"
+    numbers = itertools.count(1)
+    # Far fewer are under way at once than a number comes back after.
+    return lambda: next(numbers) % _MOST_NUMBERS * _MOST_GROUPS + group
+
+
 class Connections:
-    """Messages between all pairs of ranks of a gloo group that nobody else uses. All ranks start the same collectives
-    in the same order, each in its own group of ranks, so a collective's number identifies its messages.
+    """Messages between all pairs of ranks of a gloo group that nobody else uses. The ranks of a group start the same
+    collectives in the same order, so the group's number and a collective's there identify its messages; the numbers of
+    those between two ranks alone are counted by pair.
 
     ``log`` notes durations; ``rank_timeout_seconds`` is the group's timeout. ``reads_memory``: whether ranks of one
     host may read each other's memory. ``sent_to`` counts the bytes of payload that this rank has sent to each other.
@@ -41,7 +53,7 @@ class Connections:
         self.sent_to: Counter[int] = Counter()
         self.log = log
         self._end = destroy_with(self, group)
-        self._numbers = itertools.count(1)
+        self._groups = itertools.count()
         self._readers = Workers("messages")
         self.channels = open_channels(group, self._readers, rank_timeout_seconds, reads_memory=reads_memory)
         near = [rank for rank, channel in self.channels.items() if isinstance(channel, GlooChannel) and channel.is_near]
@@ -54,9 +66,9 @@ class Connections:
         """True if this rank reads the memory of all others."""
         return all(isinstance(channel, MemoryChannel) for channel in self.channels.values())
 
-    def tag(self) -> int:
-        """The number of the next collective: the same on all ranks."""
-        return next(self._numbers)
+    def open_group(self) -> int:
+        """The number of one more group of messages: the same on all ranks that open theirs in one order."""
+        return next(self._groups)
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
         self.sent_to[rank] += tensor.nbytes
@@ -65,11 +77,17 @@ class Connections:
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
         return self.channels[rank].receive(tensor, tag)
 
-    def track(self, works: list[Message], num_bytes: int, stream: str) -> Callable[[], None]:
+    def track(
+        self, works: list[Message], num_bytes: int, stream: str, *, only_sent: bool = False
+    ) -> Callable[[], None]:
         """The function that waits for a collective's messages on ``stream``, ``num_bytes`` of them sent; while a step
-        is measured, a thread notes their arrival."""
+        is measured, a thread notes their arrival. ``only_sent``: nothing comes back, and the receiver may take its time
+        while others' messages arrive."""
         self._started = [*(work for work in self._started if work), works]
-        if self.log.is_running and works:
+        if self.log.is_running and only_sent:
+            now = time.perf_counter()
+            self.log.add(stream, now, now, num_bytes)
+        elif self.log.is_running and works:
             self._watch = self._watch or _Watch(self.log)
             return self._watch.see(works, num_bytes, stream)
         if not self.log.is_running:

@@ -6,14 +6,14 @@ depend neither on timing nor on how parameters are divided into buckets.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
-from zerofx.runtime.comm.connections import Connections
+from zerofx.runtime.comm.connections import Connections, number_tags
 from zerofx.runtime.comm.same_host.channels import MemoryChannel, Message
 from zerofx.runtime.comm.same_host.shared import SharedBuckets, share_memory
 from zerofx.runtime.comm.transport import (
@@ -45,6 +45,11 @@ class PointToPoint(Transport):
         self.rank, self.num_ranks = self._members.index(connections.rank), len(self._members)
         self.sent_to, self.notice = connections.sent_to, connections.notice
         self._peers = [member for member in self._members if member != connections.rank]
+        self._tag = number_tags(connections.open_group())
+        # Of messages that only two ranks know of, which number those of each way by themselves.
+        group = connections.open_group()
+        self._sent_tags: dict[int, Callable[[], int]] = defaultdict(lambda: number_tags(group))
+        self._received_tags: dict[int, Callable[[], int]] = defaultdict(lambda: number_tags(group))
 
     def split(self, groups: Groups) -> PointToPoint:
         (members,) = (group for group in groups if self._connections.rank in group)
@@ -79,7 +84,7 @@ class PointToPoint(Transport):
         adds = self._adder()
         works: list[Message] = []
         if num_shard:
-            tag = self._connections.tag()
+            tag = self._tag()
             slices = gradients.chunk(self.num_ranks)
             own = slices[self.rank]
             if adds:
@@ -114,7 +119,7 @@ class PointToPoint(Transport):
         received = torch.empty_like(parts)
         works: list[Message] = []
         if parts.numel():
-            tag = self._connections.tag()
+            tag = self._tag()
             members = self._group_members(group, size)
             own = members.index(self._connections.rank)
             sent, into = parts.chunk(size), received.chunk(size)
@@ -127,20 +132,17 @@ class PointToPoint(Transport):
 
     def exchange_pieces(self, result: torch.Tensor, sent: Pieces, into: Pieces, most: int) -> Pending[torch.Tensor]:
         sent, into = copy_own_pieces(self.rank, sent, into)
-        tags, works = [self._connections.tag() for _ in range(most)], list[Message]()
-        for pieces, begin in ((into, self._connections.receive), (sent, self._connections.send)):
-            numbers = Counter[int]()
-            for peer, piece in pieces:
-                works.append(begin(piece, self._members[peer], tags[numbers[peer]]))
-                numbers[peer] += 1
-        arrived = self._track(works, sum(piece.nbytes for _, piece in sent))
+        works = [self._connections.receive(piece, self._members[n], self._received_tags[n]()) for n, piece in into]
+        works += [self._connections.send(piece, self._members[n], self._sent_tags[n]()) for n, piece in sent]
+        num_bytes = sum(piece.nbytes for _, piece in sent)
+        arrived = self._connections.track(works, num_bytes, self.stream, only_sent=not into)
         return Pending.from_waits(result, arrived)
 
     def shift(self, value: torch.Tensor) -> Pending[torch.Tensor]:
         received, following = torch.empty_like(value), (self.rank + 1) % self.num_ranks
         works: list[Message] = []
         if value.numel():
-            tag = self._connections.tag()
+            tag = self._tag()
             works = [
                 self._connections.receive(received, self._members[self.rank - 1], tag),
                 self._connections.send(value, self._members[following], tag),
@@ -155,7 +157,7 @@ class PointToPoint(Transport):
         result = into[: flat.numel()]
         own = _slice(flat, self.rank, each)
         parts = into[: own.numel() * self.num_ranks].chunk(self.num_ranks) if own.numel() else ()
-        tag = self._connections.tag()
+        tag = self._tag()
         works = [self._connections.receive(parts[n], peer, tag) for n, peer in self._others() if own.numel()]
         sent = [(peer, _slice(flat, number, each)) for number, peer in self._others()]
         works += [self._connections.send(part, peer, tag) for peer, part in sent if part.numel()]
@@ -170,7 +172,7 @@ class PointToPoint(Transport):
                 _REDUCED[reduction](parts[0], part, out=parts[0])
             if self.rank and summed.numel():
                 summed.copy_(parts[0])
-            tag = self._connections.tag()
+            tag = self._tag()
             slices = [(peer, _slice(result, number, each)) for number, peer in self._others()]
             works = [self._connections.receive(part, peer, tag) for peer, part in slices if part.numel()]
             works += [self._connections.send(summed, peer, tag) for peer, _ in slices if summed.numel()]
@@ -182,7 +184,7 @@ class PointToPoint(Transport):
     def broadcast_dense(self, tensors: Sequence[torch.Tensor]) -> None:
         works: list[Message] = []  # all under way at once: a collective of gloo's for each would wait for its threads
         for tensor in tensors:
-            tag = self._connections.tag()
+            tag = self._tag()
             if self.rank == 0:
                 works += [self._connections.send(tensor, peer, tag) for peer in self._peers]
             else:
@@ -193,7 +195,7 @@ class PointToPoint(Transport):
     def all_true(self, here: bool) -> bool:
         # Memory of Python's: what is planned is the device's.
         own, *flags = (torch.frombuffer(bytearray([here]), dtype=torch.uint8) for _ in self._members)
-        channels, tag = [self._connections.channels[peer] for peer in self._peers], self._connections.tag()
+        channels, tag = [self._connections.channels[peer] for peer in self._peers], self._tag()
         works = [channel.receive(flag, tag) for channel, flag in zip(channels, flags, strict=True)]
         works += [channel.send(own, tag) for channel in channels]
         for work in works:
@@ -228,7 +230,7 @@ class PointToPoint(Transport):
         works: list[Message] = []
         slices = dict(zip(members, full.chunk(len(members)), strict=True)) if full.numel() else {}
         if slices:
-            tag = self._connections.tag()
+            tag = self._tag()
             peers = [peer for peer in members if peer != self._connections.rank]
             works += [self._connections.receive(slices[peer], peer, tag) for peer in peers]
             works += [self._connections.send(shard, peer, tag) for peer in peers]

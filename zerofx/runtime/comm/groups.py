@@ -68,7 +68,7 @@ class Communicators:
     """
 
     def __init__(self, world: Transport | None, mesh: Mesh, used: Collection[Axes]) -> None:
-        self.world = world
+        self.world, self.mesh = world, mesh
         self._over: dict[str, Transport] = {}
         if world is None:
             return

@@ -14,9 +14,10 @@ from zerofx.errors import UsageError
 from zerofx.ir.buckets import Bucket
 from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.optimizers.program import WHOLE_STATES
-from zerofx.optimizers.whole import names_of, state_views
+from zerofx.optimizers.whole import cast_views, names_of, state_views, whole_of
 from zerofx.optimizers.whole.states import copy_entry, join_tensors
 from zerofx.runtime.comm.control import Control
+from zerofx.runtime.comm.stages import is_first_of_stage
 from zerofx.runtime.state.state import TrainingState
 
 
@@ -96,7 +97,9 @@ class OptimizerState:
             self._state.flush()
             self._place_whole(optimizers, as_computed=as_computed)
 
-    def _place_owned(self, bucket: Bucket, states: defaultdict[torch.Tensor, Any], *, alone: bool) -> None:
+    def _place_owned(
+        self, bucket: Bucket, states: defaultdict[torch.Tensor, Any], *, as_computed: bool, alone: bool
+    ) -> None:
         """Put the states that owners have of a bucket into ``states``, all of them; ``alone``: those that are here."""
         if not self._state.buckets[bucket.index].present:
             return
@@ -117,7 +120,10 @@ class OptimizerState:
             views = state_views(program, owned, flat)
             for each in owned:
                 if each.slot.name in own:
-                    entry = join_tensors(own[each.slot.name], views[each.slot.name])
+                    tensors = views[each.slot.name]
+                    if as_computed:
+                        tensors = cast_views(whole_of(program, each.slot), tensors)
+                    entry = join_tensors(own[each.slot.name], tensors)
                     states[self._state.parameter(each.slot.source)] = copy_entry(entry)
 
     def _place_whole(
@@ -127,12 +133,25 @@ class OptimizerState:
             states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
             for bucket in self._binding.buckets_of(optimizer, self._state.parameters):
                 if bucket.index in self._state.owners:
-                    self._place_owned(bucket, states, alone=alone)
+                    self._place_owned(bucket, states, as_computed=as_computed, alone=alone)
                 else:
                     self._gather(bucket, states, as_computed=as_computed)
             whole = self._binding.find_whole(optimizer)
             states.update({} if whole is None else copy_entry(whole.own_states))
+            if not alone:
+                self._add_stages(states)
             optimizer.state = states
+
+    def _add_stages(self, states: defaultdict[torch.Tensor, Any]) -> None:
+        """Add what other stages have of the parameters of theirs. Collective."""
+        mesh = self._state.layout.mesh
+        if mesh.pipe == 1:
+            return
+        names = {id(tensor): name for name, tensor in self._state.parameters.items()}
+        own = {names[id(parameter)]: entry for parameter, entry in states.items()}
+        sent = own if is_first_of_stage(self._control, mesh) else {}
+        for of_rank in self._control.gather(sent, "gather the optimizer's states"):
+            states.update({self._state.parameter(name): of_rank[name] for name in of_rank.keys() - own.keys()})
 
     def _gather(self, bucket: Bucket, states: defaultdict[torch.Tensor, Any], *, as_computed: bool) -> None:
         """Add the whole states of a bucket's parameters to ``states``."""

@@ -135,10 +135,17 @@ class TrainingState(WholeBuckets):
     def tensors_on_device(self) -> Iterator[torch.Tensor]:
         """The tensors of all buckets that are on the device, the model's parameters in them, and its buffers."""
         for state in self.buckets:
-            values = (state.full, state.shard, state.part, state.master, *state.flat.values(), *state.scalars.values())
+            values = (state.full, state.shard, state.part, state.master)
             yield from (v for v in values if isinstance(v, torch.Tensor) and v.device == self.device)
+        yield from self.states_on_device()
         yield from self._tensors.values() if self.resident else ()
         yield from (buffer for _, buffer in named_buffers(self.model) if buffer.device == self.device)
+
+    def states_on_device(self) -> Iterator[torch.Tensor]:
+        """The optimizer's states that are on the device."""
+        for state in self.buckets:
+            values = (*state.flat.values(), *state.scalars.values())
+            yield from (v for v in values if isinstance(v, torch.Tensor) and v.device == self.device)
 
     def share(self) -> None:
         """Put slices that are gathered where other ranks can read them, if they can. Collective."""

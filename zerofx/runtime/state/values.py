@@ -41,6 +41,11 @@ class Values:
         self, tensors: Mapping[str, torch.Tensor], device: torch.device, communicators: Communicators
     ) -> Weights:
         """The values of the parameters ``tensors``. Buffers that are in files are given their values by this call."""
+        if self._files is None and communicators.mesh.pipe > 1:
+            assert communicators.world is not None, "there are several ranks"
+            # Stages ask for buckets of their own: rank 0's values are everywhere before one does.
+            communicators.world.broadcast([tensor.detach() for tensor in tensors.values()])
+            return ModelWeights(tensors, device, None, self._control)
         if self._files is None:
             return ModelWeights(tensors, device, communicators.world, self._control)
         weights = LoadedWeights(self._files, self._keys, device, communicators, self._control)

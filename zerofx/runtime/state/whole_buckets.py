@@ -21,7 +21,7 @@ from zerofx.runtime.state.held import hide
 from zerofx.runtime.state.weights import whole_bucket
 from zerofx.runtime.tiers.stored import Stored
 from zerofx.runtime.tiers.tiers import Tiers
-from zerofx.scheduler.plan.mesh import AXES, MODEL, Axes
+from zerofx.scheduler.plan.mesh import AXES, MODEL, PIPE, Axes
 
 
 class WholeBuckets:
@@ -41,6 +41,9 @@ class WholeBuckets:
         self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self._attributes = [remember_attributes(parameter) for parameter in model.parameters()]
         self.buckets: list[BucketState] = []
+        own = {slot.source for bucket in layout.buckets for slot in bucket.slots}
+        self.elsewhere = tuple(name for name in self._tensors if name not in own) if layout.mesh.pipe > 1 else ()
+        self.homes: Mapping[str, int] = {}  # the stage of each parameter, where there are several
 
     @property
     def is_sharded(self) -> bool:
@@ -53,7 +56,8 @@ class WholeBuckets:
         on_device = all(state.tier == DEVICE and not state.delayed for state in self.buckets)
         in_place = on_device and not self.layout.has_slices and not self.layout.has_model_parts
         are_whole = not any(bucket.is_gathered(self.stage) for bucket in self.layout.buckets)
-        return are_whole and in_place and not any(bucket.has_master for bucket in self.layout.buckets)
+        are_all = not self.elsewhere and not any(bucket.has_master for bucket in self.layout.buckets)
+        return are_whole and in_place and are_all
 
     def hide_parameters(self) -> None:
         """Show the model its parameters where they are whole; where they are not, they are held (``held.py``), and lie
@@ -62,12 +66,19 @@ class WholeBuckets:
         for put_back in self._attributes:
             put_back()
         for bucket, state in zip(self.layout.buckets, self.buckets, strict=True):
+            if not resident:
+                self.hide_bucket(bucket)
+                continue
+            assert state.full is not None
             for slot in bucket.slots:
-                if resident:
-                    assert state.full is not None
-                    self._tensors[slot.source].data = slot.to_parameter(state.full)
-                else:
-                    hide(self._tensors[slot.source], self._shapes[slot.source], self.device)
+                self._tensors[slot.source].data = slot.to_parameter(state.full)
+        for name in self.elsewhere:
+            hide(self._tensors[name], self._shapes[name], self.device)
+
+    def hide_bucket(self, bucket: Bucket) -> None:
+        """Have the model's parameters that lie in a bucket hold no values."""
+        for slot in bucket.slots:
+            hide(self._tensors[slot.source], self._shapes[slot.source], self.device)
 
     def strides(self) -> Strides:
         """Those of the parameters as a step reads them: NaN that takes no memory has others."""
@@ -76,19 +87,43 @@ class WholeBuckets:
     def show_parameters(self) -> None:
         """Give the model its whole parameters, gathered from all ranks, in their own dtype."""
         for bucket in self.layout.buckets:
-            stored = self.load_stored(bucket)
-            whole = self.gather(bucket, stored)
-            if whole is self.buckets[bucket.index].stored and not self.resident:
-                # What is shown is a copy there too: changes that are not written back are dropped everywhere.
-                whole = whole.clone()
-            for slot in bucket.slots:
-                tensor = self._tensors[slot.source]
-                if slot.whole is None:
-                    tensor.data = self.to_parameter(slot, whole)
-                    continue
-                if slot.first_row == 0:
-                    tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-                slot.box(tensor.data).copy_(slot.view(whole))
+            self.show_bucket(bucket)
+        self._show_stages()
+
+    def show_bucket(self, bucket: Bucket) -> None:
+        """Give the model the whole parameters that lie in a bucket; those in slices slice by slice. Collective."""
+        stored = self.load_stored(bucket)
+        whole = self.gather(bucket, stored)
+        if whole is self.buckets[bucket.index].stored and not self.resident:
+            # What is shown is a copy there too: changes that are not written back are dropped everywhere.
+            whole = whole.clone()
+        for slot in bucket.slots:
+            tensor = self._tensors[slot.source]
+            if slot.whole is None:
+                tensor.data = self.to_parameter(slot, whole)
+                continue
+            if slot.first_row == 0:
+                tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            slot.box(tensor.data).copy_(slot.view(whole))
+
+    def whole_bytes(self) -> int:
+        """The bytes that ``show_parameters`` takes."""
+        return sum(bucket.numel * bucket.dtype.itemsize for bucket in self.layout.buckets)
+
+    def _show_stages(self) -> None:
+        """Give the model the parameters of other stages, from the ranks in this one's place there. Collective."""
+        mesh = self.layout.mesh
+        if mesh.pipe == 1:
+            return
+        transport, here = self._communicators.transport_along(PIPE), mesh.place(self._rank, "pipe")
+        others = [number for number in range(mesh.pipe) if number != here]
+        for name, tensor in self._tensors.items():
+            stage = self.homes[name]
+            if stage != here:
+                tensor.data = torch.empty(self._shapes[name], dtype=tensor.dtype, device=self.device)
+            whole = tensor.detach().contiguous()
+            sent = [(number, whole) for number in others] if stage == here else []
+            transport.exchange_pieces(whole, sent, [] if stage == here else [(stage, whole)], 1).finish(None)
 
     def write_back(self) -> None:
         """Take the model's whole parameters as the values to train on from (rank by rank its own slice).

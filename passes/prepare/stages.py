@@ -1,0 +1,251 @@
+"""Keep what one stage of a step runs, and have it send and receive what crosses its borders.
+
+    h = relu(mm(x, w0)); y = mm(h, w1); loss = sum(y)        # stage 0 of two, cut at y
+    gh = mm(gy, t(w1)); gw1 = mm(t(h), gy)                   h = relu(mm(x, w0)); to = send_value(h, 1)
+    gw0 = mm(t(x), relu_backward(gh, h))                     loss = wait(receive_value(1, [], []))
+    return loss, gw0, gw1                              ->    wait(to, h)
+                                                             gh = wait(receive_value(1, [4, 8], [8, 1]))
+                                                             gw0 = mm(t(x), relu_backward(gh, h))
+                                                             return loss, gw0
+
+Every rank captures the whole step, and has one stage of it from then on: a step with its own parameters, which other
+passes shard, gather and update as those of any step. Where a stage's nodes are is said by
+``scheduler/analysis/stages_of_nodes.py``.
+
+Between two stages values arrive in the order in which they are sent. Nothing waits for what it sends to have arrived
+but where that is known to be so (a forward value, once the loss is there), or where the stage is done: whatever a stage
+waits for comes from one that does not wait for it, so that no order of stages stands still. Runs of nodes that all
+micro-batches go through before the next run are marked: forward, backward, and waits for gradients to have arrived. Of
+the last stage forward and backward are one run.
+
+Random operators of other stages draw here, too, for nothing: the generators go on as those of one process would.
+
+Does not handle: steps that change buffers, or give more than their loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zerofx.errors import UsageError
+from zerofx.ir import ops
+from zerofx.ir.aliasing import mutated_inputs, storage_bytes
+from zerofx.ir.edit import insert_call, skip_getitems, view_again
+from zerofx.ir.facts import (
+    Origin,
+    Phase,
+    Role,
+    is_random,
+    origin,
+    placeholder,
+    set_begun_stretch,
+    tensor,
+)
+from zerofx.ir.graph import PipeStage, StepGraph
+from zerofx.ir.streams import axes_argument
+from zerofx.passes.lib.draws_ahead import draw_for_nothing
+from zerofx.scheduler.analysis.stages_of_nodes import (
+    EVERYWHERE,
+    Message,
+    StageMap,
+    own_source,
+    sources,
+    stages_of_nodes,
+)
+from zerofx.scheduler.plan.mesh import PIPE
+
+_aten = torch.ops.aten
+_OVER = dict(axes_argument(PIPE))
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Keep what one stage runs, and have it send and receive what crosses its borders. None: all of it stays."""
+
+    pipe: PipeStage | None
+    name: str = "stages"
+
+    def run(self, step: StepGraph) -> None:
+        if self.pipe is not None:
+            keep_stage(step, self.pipe)
+
+
+def keep_stage(step: StepGraph, pipe: PipeStage) -> None:
+    """Keep the part of a captured micro-batch that a stage runs, in place.
+
+    Raises:
+        UsageError: the step cannot run in stages; says why.
+    """
+    check_stages(step)
+    step.pipe, stage = pipe, pipe.number
+    where = stages_of_nodes(step, pipe.cuts)
+    calls, order = list(step.calls()), step.positions()
+    loss, gradients = own_source(step.loss), dict(step.gradients)
+    first_backward = next((node for node in calls if order[node] >= where.backward), step.output)
+    arrived = _receive(step, where, stage, first_backward, order)
+    waits = _send(step, where, stage, calls[0])
+    remade = dict(arrived)
+    for reader in [*(node for node in calls if where.homes.get(node) == stage), step.output]:
+        for source in list(reader.all_input_nodes):
+            if own_source(source) in arrived:
+                with step.graph.inserting_before(reader):
+                    reader.replace_input_with(source, view_again(step.graph, source, remade))
+    own = {placeholder(node).name for node in step.placeholders(Role.PARAMETER) if where.homes[node] == stage}
+    step.set_outputs(step.loss, {}, {name: node for name, node in gradients.items() if name in own})
+    _drop_others(step, where, calls, stage)
+    _mark_stretches(step, pipe, first_backward, arrived.get(loss), waits)
+    step.parameters = tuple(info for info in step.parameters if info.name in own)
+
+
+def check_stages(step: StepGraph) -> None:
+    """Check that a captured step can run in stages.
+
+    Raises:
+        UsageError: it changes buffers, or gives more than its loss.
+    """
+    remedy = "leave the axis 'pipe' out of the mesh"
+    written = [node for node in step.placeholders(Role.BUFFER) if any(node in mutated_inputs(u) for u in node.users)]
+    if step.mutations or written:
+        name = next(iter(step.mutations), "") or placeholder(written[0]).name
+        raise UsageError(
+            f"expected a model that changes no buffers where the mesh has an axis 'pipe', found that it changes "
+            f"{name}, as batch norm does its statistics: {remedy}"
+        )
+    if step.num_extras:
+        raise UsageError(
+            f"expected a step that gives its loss alone where the mesh has an axis 'pipe', found {step.num_extras} "
+            f"tensors besides: leave outputs= out, return the loss alone, or {remedy}"
+        )
+
+
+def _receive(
+    step: StepGraph, where: StageMap, stage: int, first_backward: fx.Node, order: Mapping[fx.Node, int]
+) -> dict[fx.Node, fx.Node]:
+    """Receive other stages' values, each before its first reader, and before what the same stage sends after it is;
+    returns what is in their places."""
+    readers: dict[fx.Node, fx.Node] = {}
+    for node in step.calls():
+        if where.homes.get(node) == stage:
+            for source in _all_sources(where, node):
+                readers.setdefault(source, node)
+    arrived: dict[fx.Node, fx.Node] = {}
+    places: dict[int, fx.Node] = {}
+    is_loss = own_source(step.loss)
+    chosen: list[tuple[Message, fx.Node]] = []
+    for message in reversed(where.messages_to(stage)):
+        reader = first_backward if message.value is is_loss else readers[message.value]
+        if message.sender < stage:
+            reader = min(reader, first_backward, key=order.__getitem__)
+        elif message.sender > stage:
+            reader = max(reader, first_backward, key=order.__getitem__)
+        reader = min(reader, places.get(message.sender, reader), key=order.__getitem__)
+        places[message.sender] = reader
+        chosen.append((message, reader))
+    for message, reader in reversed(chosen):
+        value = message.value
+        like, at = tensor(value), origin(reader if reader.op == "call_function" else value)
+        phase = Phase.BACKWARD if message.sender > stage else Phase.FORWARD
+        args = (message.sender, list(like.shape), list(like.stride()), like.dtype)
+        how = {"device": like.device, **_OVER}
+        with step.graph.inserting_before(reader):
+            at = Origin(at.layer, phase)
+            pending = insert_call(step.graph, ops.receive_value, args, at, how, name=f"receive_{value.name}", fake=like)
+            arrived[value] = insert_call(step.graph, ops.wait, (pending,), at, name=f"received_{value.name}")
+    return arrived
+
+
+def _all_sources(where: StageMap, node: fx.Node) -> list[fx.Node]:
+    """The values that a node reads, itself or through what is computed wherever it is read."""
+    values, pending, seen = list[fx.Node](), list(sources(node)), set[fx.Node]()
+    while pending:
+        source = pending.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        values.append(source)
+        if where.homes[source] == EVERYWHERE:
+            pending.extend(sources(source))
+    return values
+
+
+def _send(step: StepGraph, where: StageMap, stage: int, first: fx.Node) -> list[tuple[Message, fx.Node]]:
+    """Start to send what other stages read, as soon as it is there; returns the waits, which stand where the step ends.
+
+    A parameter is copied first: what is gathered for its readers here goes before it has arrived.
+    """
+    started: list[tuple[Message, fx.Node, fx.Node]] = []
+    copies: dict[fx.Node, fx.Node] = {}
+    for message in where.messages:
+        if message.sender != stage:
+            continue
+        value = message.value
+        if value not in copies:
+            copies[value], place = value, first
+            if value.op == "call_function":
+                place = skip_getitems(value).next
+            if value.op == "placeholder" or not _is_dense(value):
+                with step.graph.inserting_before(place):
+                    copies[value] = insert_call(step.graph, _aten.clone.default, (value,), _where(value, "forward"))
+        sent = copies[value]
+        place = sent.next if sent is not value else skip_getitems(value).next
+        while place.target is ops.send_value:
+            place = place.next
+        with step.graph.inserting_before(place):
+            name = f"send_{value.name}_{message.receiver}"
+            args = (sent, message.receiver)
+            pending = insert_call(step.graph, ops.send_value, args, _where(sent, ""), dict(_OVER), name=name)
+        started.append((message, pending, sent))
+    waits = []
+    with step.graph.inserting_before(step.output):
+        for message, pending, sent in started:
+            wait = insert_call(step.graph, ops.wait, (pending, sent), origin(sent), name=f"sent_{pending.name}")
+            waits.append((message, wait))
+    return waits
+
+
+def _where(node: fx.Node, phase: str) -> Origin:
+    at = origin(node)
+    return Origin(at.layer, Phase(phase)) if phase else at
+
+
+def _is_dense(node: fx.Node) -> bool:
+    """True if a value fills its memory, which is sent as it lies."""
+    like = tensor(node)
+    return storage_bytes(like) == like.numel() * like.element_size()
+
+
+def _drop_others(step: StepGraph, where: StageMap, calls: list[fx.Node], stage: int) -> None:
+    """Erase what is not of the stage, and what only that reads."""
+    for node in reversed(calls):
+        place = where.homes.get(node)
+        if place not in (None, EVERYWHERE, stage) and is_random(node):
+            draw_for_nothing(step, node)
+        if place != stage and not node.users:
+            step.graph.erase_node(node)
+    for node in list(step.placeholders(Role.PARAMETER)):
+        if where.homes[node] != stage:
+            step.graph.erase_node(node)
+
+
+def _mark_stretches(
+    step: StepGraph,
+    pipe: PipeStage,
+    first_backward: fx.Node,
+    loss: fx.Node | None,
+    waits: list[tuple[Message, fx.Node]],
+) -> None:
+    """Mark where runs of nodes begin, and put the waits for what later stages have by then after the loss."""
+    later = [wait for message, wait in waits if message.receiver > pipe.number]
+    earlier = [wait for message, wait in waits if message.receiver < pipe.number]
+    if loss is not None:
+        pending = loss.args[0]
+        assert isinstance(pending, fx.Node)
+        for wait in reversed(later):
+            loss.append(wait)
+        set_begun_stretch(pending, 1)
+    if earlier:
+        set_begun_stretch(earlier[0], 2)

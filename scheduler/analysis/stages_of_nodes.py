@@ -1,0 +1,191 @@
+"""The stage of each node of a captured step that is cut along the axis pipe, and the values that stages hand on.
+
+A stage is an interval of the forward's nodes, with the parameters that are first read there, and the part of backward
+that needs them. Backward goes through the stages in the reverse order: a node there runs where the forward values that
+it reads are, or the parameter whose gradient it makes; a sum of what several later stages send runs at the last stage
+that it can, so that one value is sent for several. What follows from the batch alone is computed wherever it is read,
+and views are made again there: what is sent is memory of a value's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from torch import fx
+
+from zerofx.errors import UsageError
+from zerofx.ir.aliasing import aliased_input, is_view, mutated_inputs
+from zerofx.ir.facts import Phase, Role, is_random, origin, placeholder
+from zerofx.ir.graph import StepGraph
+
+EVERYWHERE = -1
+"""In the place of a stage's number: wherever it is read."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A value that stage ``sender`` hands to stage ``receiver``."""
+
+    value: fx.Node
+    sender: int
+    receiver: int
+
+
+@dataclass(frozen=True)
+class StageMap:
+    """The stage that has each value of its own, and the messages between stages, in the order of their values.
+
+    Views are in no stage. ``backward`` is the position where backward begins.
+    """
+
+    homes: Mapping[fx.Node, int]
+    messages: tuple[Message, ...]
+    backward: int
+
+    def messages_to(self, stage: int) -> list[Message]:
+        """The messages that a stage receives, in order."""
+        return [message for message in self.messages if message.receiver == stage]
+
+
+def stages_of_nodes(step: StepGraph, cuts: Sequence[str]) -> StageMap:
+    """Give each node of the whole graph of a micro-batch its stage; ``cuts`` as ``PipeStage`` has them.
+
+    Raises:
+        UsageError: values would have to be sent against the order of stages.
+    """
+    order = step.positions()
+    backward = min((order[node] for node in step.calls() if origin(node).phase is Phase.BACKWARD), default=len(order))
+    homes = _forward_homes(step, cuts, order, backward)
+    parameters = _place_parameters(step, homes)
+    pins = {own_source(node): parameters[name] for name, node in step.gradients.items()}
+    _place_backward(step, homes, order, backward, pins)
+    for name, node in step.gradients.items():
+        if homes[own_source(node)] not in (parameters[name], EVERYWHERE):
+            _refuse(f"the gradient of {name}, of stage {parameters[name]}, in stage {homes[own_source(node)]}")
+    last = len(cuts)
+    if homes[own_source(step.loss)] != last:
+        _refuse(f"the loss in stage {homes[own_source(step.loss)]} of {last + 1}")
+    messages = [
+        Message(value, homes[value], stage)
+        for stage in range(last + 1)
+        for value in _read_elsewhere(step, homes, stage)
+    ]
+    for message in messages:
+        is_late = order[message.value] >= backward
+        if message.value is not own_source(step.loss) and is_late == (message.receiver > message.sender):
+            _refuse(f"{message.value.name} of stage {message.sender} read in stage {message.receiver}")
+    messages.sort(key=lambda message: (order[message.value], message.receiver))
+    return StageMap(homes, tuple(messages), backward)
+
+
+def is_remade(node: fx.Node) -> bool:
+    """True for a view, which is made again of a value's memory wherever it is read."""
+    return is_view(node) and aliased_input(node) is not None
+
+
+def own_source(node: fx.Node) -> fx.Node:
+    """The value whose memory a node's is; itself where that is its own."""
+    while is_remade(node):
+        source = aliased_input(node)
+        assert source is not None
+        node = source
+    return node
+
+
+def sources(node: fx.Node) -> Iterator[fx.Node]:
+    """The values whose memory a node reads, itself or through views."""
+    for read in node.all_input_nodes:
+        yield own_source(read)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise UsageError(
+        f"expected a step that runs through stages in order, forward and then back, found {what}: leave the axis "
+        f"'pipe' out of the mesh"
+    )
+
+
+def _forward_homes(
+    step: StepGraph, cuts: Sequence[str], order: Mapping[fx.Node, int], backward: int
+) -> dict[fx.Node, int]:
+    """Homes of the forward, and of all that follows from the batch alone."""
+    begins = {name: number for number, name in enumerate(cuts, start=1)}
+    given = (node for node in step.placeholders() if placeholder(node).role is not Role.PARAMETER)
+    homes, stage = dict.fromkeys(given, EVERYWHERE), 0
+    for node in step.calls():
+        stage = max(stage, begins.get(node.name, 0))
+        if is_remade(node):
+            continue
+        follows = all(homes.get(source) == EVERYWHERE for source in sources(node))
+        if follows and not is_random(node) and not mutated_inputs(node):
+            homes[node] = EVERYWHERE
+        elif node.args and is_view(node):  # one of several results
+            homes[node] = homes.get(node.all_input_nodes[0], stage)
+        elif order[node] < backward:
+            homes[node] = stage
+    for node in step.calls():  # backward's results go where what makes them does
+        if order[node] >= backward and is_view(node) and not is_remade(node) and homes.get(node) != EVERYWHERE:
+            homes.pop(node, None)
+    if stage != len(cuts):
+        _refuse(f"cuts at {', '.join(cuts)}, of which the graph has not all")
+    return homes
+
+
+def _place_parameters(step: StepGraph, homes: dict[fx.Node, int]) -> dict[str, int]:
+    """The stage of each parameter: the first that reads it."""
+    stages: dict[str, int] = {}
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    for node in step.calls():
+        if not is_remade(node):
+            for source in sources(node):
+                readers.setdefault(source, []).append(node)
+    for node in step.placeholders(Role.PARAMETER):
+        known = [homes[reader] for reader in readers.get(node, ()) if homes.get(reader, EVERYWHERE) != EVERYWHERE]
+        stages[placeholder(node).name] = homes[node] = min(known, default=0)
+    return stages
+
+
+def _place_backward(
+    step: StepGraph,
+    homes: dict[fx.Node, int],
+    order: Mapping[fx.Node, int],
+    backward: int,
+    pins: Mapping[fx.Node, int],
+) -> None:
+    nodes = [node for node in step.calls() if order[node] >= backward and not is_remade(node) and node not in homes]
+    open_ones = set(nodes)
+    asked: dict[fx.Node, int] = dict(pins)
+    needs: dict[fx.Node, int] = {}
+    for node in reversed(nodes):
+        read = [homes[source] for source in sources(node) if source not in open_ones]
+        needs[node] = max([*read, asked.get(node, 0), 0])
+        for source in sources(node):
+            if source in open_ones:
+                asked[source] = max(asked.get(source, 0), needs[node])
+    for node in nodes:
+        given = {source: homes[source] for source in sources(node) if source in open_ones}
+        is_sum = len(given) > 1 and all(homes[source] == EVERYWHERE for source in sources(node) if source not in given)
+        homes[node] = min(given.values()) if is_sum else needs[node]
+        if is_view(node) and given:  # one of several results
+            homes[node] = min(given.values())
+
+
+def _read_elsewhere(step: StepGraph, homes: Mapping[fx.Node, int], stage: int) -> dict[fx.Node, None]:
+    """The values of other stages that a stage reads, and the loss where that is one of them."""
+    values: dict[fx.Node, None] = {}
+    seen: set[fx.Node] = set()
+    own = (node for node in step.calls() if homes.get(node) == stage)
+    pending = [own_source(step.loss), *(source for node in own for source in sources(node))]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        place = homes[node]
+        if place == EVERYWHERE:
+            pending.extend(sources(node))
+        elif place != stage:
+            values[node] = None
+    return values

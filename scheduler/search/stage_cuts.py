@@ -1,0 +1,147 @@
+"""Cuts of a step into the stages of the axis pipe: at borders of layers, so that stages take alike.
+
+A step of several micro-batches takes as long as its slowest stage for each of them, and once through all stages. So the
+cuts are those with the least time of the slowest stage; among those, the ones that send the fewest bytes. What a stage
+takes of a micro-batch is its part of the forward and of backward, with what it sends: embeddings and heads count like
+layers do, and stages need not have as many layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from zerofx.errors import UsageError
+from zerofx.ir.aliasing import is_view, storage_bytes, tensors_of
+from zerofx.ir.facts import Phase, Role, is_random, origin, placeholder
+from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.analysis.stages_of_nodes import EVERYWHERE, own_source, sources, stages_of_nodes
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.roofline import node_cost
+from zerofx.scheduler.cost.transfers import collective_seconds
+from zerofx.scheduler.plan.mesh import Mesh
+from zerofx.units import first_few
+
+_BACKWARD = 2  # times the products of the forward
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A part of the forward that is not cut: the name of its first node, its seconds, and the bytes of the values that
+    cross the border before it."""
+
+    first: str
+    seconds: float
+    crossing_bytes: int
+
+
+def name_cuts(step: StepGraph, machine: Machine, cuts: Sequence[int]) -> tuple[str, ...]:
+    """The nodes of a captured micro-batch that later stages begin with, where ``decide_stages`` cut it, or one of
+    another shape, so.
+
+    Raises:
+        UsageError: it has not as many parts, or cannot run in these stages.
+    """
+    runs = _runs(step, machine)
+    if cuts[-1] >= len(runs):
+        raise UsageError(
+            f"expected a step with the parts that the first one had, which was cut before number {cuts[-1]}, found "
+            f"{len(runs)}: give batches that go through the same layers"
+        )
+    names = tuple(runs[cut].first for cut in cuts)
+    stages_of_nodes(step, names)  # which refuses what cannot run so
+    return names
+
+
+def decide_stages(step: StepGraph, mesh: Mesh, machine: Machine) -> tuple[int, ...]:
+    """The parts of a captured micro-batch's forward, by their numbers, that later stages begin with.
+
+    Raises:
+        UsageError: there are fewer places to cut at than that takes; says how many there are.
+    """
+    runs = _runs(step, machine)
+    if len(runs) < mesh.pipe:
+        raise UsageError(
+            f"expected at least {mesh.pipe} parts of a step that are not cut, a layer at the least, for as many stages "
+            f"on the axis 'pipe', found {len(runs)} ({first_few([run.first for run in runs])}): give fewer ranks there"
+        )
+
+    def send_seconds(num_bytes: int) -> float:
+        local = 2 if mesh.num_ranks <= machine.ranks_per_node else 1
+        return collective_seconds("shift", 2 * num_bytes, 2, machine, ranks_on_node=local)
+
+    sums = [0.0]
+    for run in runs:
+        sums.append(sums[-1] + run.seconds)
+    # best[k][i]: of k stages over the first i runs, the slowest one's seconds, all bytes sent, and the cuts.
+    best: list[tuple[float, int, tuple[int, ...]]] = [(sums[i], 0, ()) for i in range(len(runs) + 1)]
+    for stage in range(1, mesh.pipe):
+        coming = [(math.inf, 0, tuple[int, ...]())] * (len(runs) + 1)
+        for end in range(stage + 1, len(runs) + 1):
+            coming[end] = min(
+                (
+                    max(best[cut][0], sums[end] - sums[cut] + send_seconds(runs[cut].crossing_bytes)),
+                    best[cut][1] + runs[cut].crossing_bytes,
+                    (*best[cut][2], cut),
+                )
+                for cut in range(stage, end)
+            )
+        best = coming
+    return best[len(runs)][2]
+
+
+def _runs(step: StepGraph, machine: Machine) -> list[_Run]:
+    """The parts of the forward between places where it may be cut: the borders of layers, or where it has none of
+    modules, in which the parameters of a stage are apart from others'."""
+    whole = stages_of_nodes(step, ())
+    nodes = [node for node in step.calls() if whole.homes.get(node, EVERYWHERE) != EVERYWHERE]
+    forward = [node for node in nodes if origin(node).phase is Phase.FORWARD and not is_view(node)]
+    places = [_place(step, node) for node in forward]
+    crossing = _crossing_bytes(forward)
+    runs: list[_Run] = []
+    seen: set[fx.Node] = set()
+    first, seconds, num_seen = 0, 0.0, 0
+    for number, node in enumerate(forward):
+        # Every stage has parameters of its own.
+        if places[number] != places[number - 1] and len(seen) > num_seen and not is_random(node):
+            runs.append(_Run(forward[first].name, seconds, crossing[first]))
+            first, seconds, num_seen = number, 0.0, len(seen)
+        seen |= {source for source in sources(node) if source.op == "placeholder" and _is_parameter(source)}
+        seconds += (1 + _BACKWARD) * node_cost(node, machine).seconds
+    if len(seen) > num_seen:
+        return [*runs, _Run(forward[first].name, seconds, crossing[first])]
+    return [*runs[:-1], replace(runs[-1], seconds=runs[-1].seconds + seconds)] if runs else []
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    return placeholder(node).role is Role.PARAMETER
+
+
+def _place(step: StepGraph, node: fx.Node) -> str:
+    """The part of the model that a node is in: its layer, or where there are no layers its module."""
+    if step.units:
+        return step.unit_of(node)
+    return origin(node).layer
+
+
+def _crossing_bytes(forward: Sequence[fx.Node]) -> list[int]:
+    """Bytes of the values that are made before each node and read from there on."""
+    position = {node: number for number, node in enumerate(forward)}
+    last: dict[fx.Node, int] = {}
+    for number, node in enumerate(forward):
+        for source in sources(node):
+            if own_source(source) in position:
+                last[source] = number
+    changes = [0] * (len(forward) + 1)
+    for node, number in last.items():
+        size = sum(storage_bytes(tensor) for tensor in tensors_of(node))
+        changes[position[node] + 1] += size
+        changes[number + 1] -= size
+    total, crossing = 0, []
+    for number in range(len(forward)):
+        total += changes[number]
+        crossing.append(total)
+    return crossing

@@ -1,0 +1,117 @@
+"""Where steps are cut into stages, what crosses, and how long stages wait for each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerofx
+from gpt import GPT
+from tests.lib.models import adamw
+from zerofx import UsageError
+from zerofx.driver.plan_only import PlannedStep
+from zerofx.ir import ops
+from zerofx.scheduler.cost.pipeline import StageSeconds, simulate_stages
+
+
+class Skipping(nn.Module):
+    """Layers whose first value is read by the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.relu(self.layers[0](x))
+        second = torch.relu(self.layers[1](first))
+        third = torch.relu(self.layers[2](second))
+        result: Tensor = (self.layers[3](third) * first).sum()
+        return result
+
+
+def planned(model: nn.Module, batch: tuple[Tensor, ...], num_stages: int, **options: Any) -> PlannedStep:
+    options = {"machine": "cpu", "backend": "eager", "accumulate": 4, **options}
+    return zerofx.plan(model, adamw(model), batch, mesh={"pipe": num_stages}, **options)
+
+
+def gpt(**options: Any) -> PlannedStep:
+    model = GPT(vocab=19, dim=16, depth=4, heads=2, block=16)
+    return planned(model, tuple(torch.randint(19, (2, 8, 16))), 2, **options)
+
+
+def test_each_parameter_is_in_one_stage_and_all_are_in_some() -> None:
+    stages = gpt().stages
+    names = [slot.name for stage in stages for bucket in stage.layout.buckets for slot in bucket.slots]
+    model = GPT(vocab=19, dim=16, depth=4, heads=2, block=16)
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
+def _messages(stage: PlannedStep) -> tuple[list[int], list[int]]:
+    """The stages that a micro-batch is sent to, and those that it hears of, in order."""
+    calls = [node for node in stage.lowered.graph.calls() if not node.name.startswith("micro")]
+    sent = [node.args[1] for node in calls if node.target is ops.send_value]
+    received = [node.args[0] for node in calls if node.target is ops.receive_value]
+    return sent, received  # type: ignore[return-value]  # numbers of stages
+
+
+def test_a_skip_is_sent_once_and_its_gradient_comes_back_once() -> None:
+    stages = planned(Skipping(), (torch.ones(8, 8),), 4).stages
+    # The second stage sends its value to the last, and what it makes of that to the third.
+    assert _messages(stages[0]) == ([1], [3, 1])
+    assert _messages(stages[1]) == ([3, 2, 0], [0, 3, 2, 3])
+    assert _messages(stages[2]) == ([3, 1], [1, 3, 3])
+    # The loss goes to all others, and then the gradients.
+    assert _messages(stages[3]) == ([0, 1, 2, 1, 2], [2, 1])
+
+
+def test_what_is_sent_is_counted_by_its_sender() -> None:
+    first, second = planned(Skipping(), (torch.ones(8, 8),), 2).stages
+    # Of each of four micro-batches two rows of eight numbers, to and fro, twice for the skip, and the loss.
+    assert first.plan.wire_bytes == 4 * 2 * 64
+    assert second.plan.wire_bytes == 4 * (2 * 64 + 4)
+
+
+def test_stages_do_not_grow_with_micro_batches() -> None:
+    few, many = (
+        planned(Skipping(), (torch.ones(num, 8),), 2, accumulate=num).stages[0].lowered.emitted.source
+        for num in (4, 16)
+    )
+    assert len(few.splitlines()) == len(many.splitlines())
+
+
+@pytest.mark.parametrize(("num_stages", "num", "idle"), [(4, 8, 9.0), (8, 16, 21.0), (2, 1, 3.0), (1, 3, 0.0)])
+def test_equal_stages_idle_as_gpipe_does(num_stages: int, num: int, idle: float) -> None:
+    seconds = simulate_stages([StageSeconds(1.0, 2.0)] * num_stages, num)
+    assert seconds.idle == (idle,) * num_stages and seconds.step == num * 3.0 + idle
+
+
+def test_the_slowest_stage_and_messages_are_waited_for() -> None:
+    fast, slow = StageSeconds(1.0, 1.0, rest=1.0), StageSeconds(2.0, 2.0, forward_message=0.5, backward_message=0.5)
+    seconds = simulate_stages([fast, slow], 2)
+    # Forward until 2; the slow one from 1 + 0.5 for 8; then the last backward.
+    assert seconds.step == 1.5 + 8.0 + 1.0 + 1.0 + 0.0
+    assert seconds.idle == (seconds.step - 5.0, seconds.step - 8.0)
+
+
+def test_a_plan_for_absent_machines_says_how_long_stages_idle() -> None:
+    text = str(gpt(machine="h100-sxm"))
+    assert "1 of 2" in text and "of the step" in text and "idle" in text
+    for stage in gpt(machine="h100-sxm").stages:
+        assert stage.plan.prediction is not None
+        assert stage.plan.prediction.idle_seconds is not None
+        assert 0 < stage.plan.prediction.idle_seconds < stage.plan.step_seconds
+        assert stage.plan.pipe == 2 and f"part {stage.plan.pipe_stage + 1} of 2" in str(stage.plan)
+
+
+def test_a_step_of_fewer_layers_than_stages_is_refused() -> None:
+    with pytest.raises(UsageError, match="at least 8 parts of a step"):
+        planned(Skipping(), (torch.ones(8, 8),), 8)
+
+
+def test_stages_are_not_tuned() -> None:
+    model = Skipping()
+    with pytest.raises(UsageError, match="without the axis 'pipe'"):
+        zerofx.tune(model, adamw(model), (torch.ones(8, 8),), mesh={"pipe": 2})

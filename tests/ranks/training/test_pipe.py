@@ -1,0 +1,317 @@
+"""Stages on the axis ``pipe`` train like one process with as many micro-batches, to the bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerofx
+from gpt import GPT
+from tests.lib.distributed import RankError, run_ranks
+from tests.lib.models import adamw
+from zerofx import RankMismatchError, UsageError
+from zerofx.scheduler.plan.mesh import Mesh
+
+STEPS = 10
+Given = tuple[tuple[Tensor, ...], dict[str, Tensor]]
+
+
+class Dropping(nn.Module):
+    """A GPT with dropout behind each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(vocab=19, dim=16, depth=4, heads=2, block=16)
+        for block in self.gpt.layers:
+            block.register_forward_hook(lambda _module, _given, result: nn.functional.dropout(result, 0.2))
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        result: Tensor = self.gpt(ids, targets)
+        return result
+
+
+class UNet(nn.Module):
+    """Convolutions without layers that repeat, whose values skip over others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([_convolution(3, 8), _convolution(8, 16)])
+        self.middle = _convolution(16, 16)
+        self.up = nn.ModuleList([_convolution(32, 8), _convolution(16, 8)])
+        self.head = nn.Conv2d(8, 3, 1)
+
+    def forward(self, images: Tensor, targets: Tensor) -> Tensor:
+        skipped = []
+        for down in self.down:
+            skipped.append(down(images))
+            images = nn.functional.avg_pool2d(skipped[-1], 2)
+        images = self.middle(images)
+        for up in self.up:
+            images = up(torch.cat([nn.functional.interpolate(images, scale_factor=2), skipped.pop()], 1))
+        return nn.functional.mse_loss(self.head(images), targets)
+
+
+def _convolution(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(2, outputs), nn.SiLU())
+
+
+def _gpt() -> nn.Module:
+    return GPT(vocab=19, dim=16, depth=4, heads=2, block=16)
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+    }
+    return LlamaForCausalLM(LlamaConfig(vocab_size=19, num_key_value_heads=2, max_position_embeddings=16, **sizes))
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=19, n_embd=16, n_layer=4, n_head=2, n_positions=16, **ends))
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "gpt": _gpt, "dropout": Dropping, "u-net": UNet, "llama": _llama, "gpt2": _gpt2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training: of the ranks along ``data``, each has batches of its own."""
+
+    model: str
+    mesh: Mapping[str, int] | None
+    accumulate: int
+    options: tuple[tuple[str, Any], ...] = ()
+    steps: int = STEPS
+
+    def on(self, mesh: Mapping[str, int] | None) -> Run:
+        return Run(self.model, mesh, self.accumulate, self.options, self.steps)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Losses, draws after the last step, parameters in and after the step, states, and peaks."""
+
+    values: list[Tensor]
+    states: dict[str, Any]
+    predicted: dict[str, int]
+    measured: dict[str, int]
+    idle_seconds: float | None
+
+
+def _batch(model: str, rows: int, generator: torch.Generator) -> Given:
+    if model == "u-net":
+        images, targets = torch.randn(2, rows, 3, 8, 8, generator=generator)
+        return (images, targets), {}
+    ids, labels = torch.randint(19, (2, rows, 16), generator=generator)
+    return ((), {"input_ids": ids, "labels": labels}) if model in ("llama", "gpt2") else ((ids, labels), {})
+
+
+def _begin(run: Run) -> tuple[zerofx.Step, torch.optim.Optimizer, list[Given]]:
+    torch.manual_seed(0)
+    model = MODELS[run.model]()
+    optimizer = adamw(model)
+    options = {"backend": "eager", **dict(run.options)}
+    step = zerofx.compile(model, optimizer, mesh=run.mesh, accumulate=run.accumulate, **options)
+    sizes = Mesh(**(run.mesh or {}))
+    data = dist.get_rank() % (sizes.replicate * sizes.shard) if dist.is_initialized() else 0
+    torch.manual_seed(data)
+    generator = torch.Generator().manual_seed(data + 1)
+    return step, optimizer, [_batch(run.model, 2 * run.accumulate, generator) for _ in range(run.steps)]
+
+
+def _train(run: Run) -> Outcome:
+    step, optimizer, given = _begin(run)
+    losses = [step(*args, **kwargs).clone() for args, kwargs in given]
+    draws, whole = torch.rand(3), step.full_state_dict()
+    args, kwargs = given[0]
+    torch.manual_seed(7)
+    measured, plan = step.measure(*args, **kwargs, num_steps=1), step.plan
+    norm = [step.grad_norm] if "max_grad_norm" in dict(run.options) else []
+    step.close()
+    given_back = [parameter.detach().clone() for parameter in step.model.parameters()]
+    idle = None if plan.prediction is None else plan.prediction.idle_seconds
+    values = [*losses, draws, *whole.values(), *norm, *given_back]
+    return Outcome(values, optimizer.state_dict()["state"], plan.peak_bytes, measured.peak_bytes, idle)
+
+
+def _train_all(runs: list[Run]) -> list[Outcome]:
+    return [_train(run) for run in runs]
+
+
+def _equal(result: Outcome, expected: Outcome) -> bool:
+    alike = all(torch.equal(mine, other) for mine, other in zip(result.values, expected.values, strict=True))
+    states = result.states.keys() == expected.states.keys() and all(
+        torch.equal(torch.as_tensor(result.states[key][name]), torch.as_tensor(value))
+        for key, entry in expected.states.items()
+        for name, value in entry.items()
+    )
+    return alike and states
+
+
+def _check(runs: list[Run], num_ranks: int, expected: list[list[Outcome]]) -> None:
+    """Each rank has the bits of the rank with its data, and the bytes that were planned."""
+    for rank, outcomes in enumerate(run_ranks(_train_all, num_ranks, runs)):
+        for number, (run, result) in enumerate(zip(runs, outcomes, strict=True)):
+            alone = expected[rank % len(expected)][number]
+            assert _equal(result, alone), f"rank {rank}: {run}"
+            assert result.measured == result.predicted, f"rank {rank}: {run}"
+            assert result.idle_seconds is not None and result.idle_seconds > 0
+
+
+CLIPPED = (("max_grad_norm", 0.1),)
+ON_TWO = [
+    Run("gpt", {"pipe": 2}, 4, CLIPPED),
+    Run("dropout", {"pipe": 2}, 5, (("stage", 0),)),
+    Run("llama", {"pipe": 2}, 2),
+    Run("gpt2", {"pipe": 2}, 3, (("stage", 0), ("max_grad_norm", 0.1))),
+    Run("u-net", {"pipe": 2}, 2),
+    Run("gpt", {"pipe": 2}, 1, (("memory_budget", 245_000), ("recompute", "auto")), steps=2),
+]
+ON_FOUR = [
+    Run("gpt2", {"pipe": 4}, 5, CLIPPED),
+    Run("u-net", {"pipe": 4}, 4, steps=4),
+    Run("dropout", {"pipe": 4}, 2, (("stage", 0),), steps=4),
+]
+
+
+def test_two_stages_train_like_one_process() -> None:
+    free = [run if run.accumulate > 1 else Run(run.model, run.mesh, 1, steps=run.steps) for run in ON_TWO]
+    _check(ON_TWO, 2, [_train_all([run.on(None) for run in free])])
+
+
+def test_four_stages_train_like_one_process() -> None:
+    _check(ON_FOUR, 4, [_train_all([run.on(None) for run in ON_FOUR])])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_stages_of_several_ranks_train_like_those_ranks_without_stages(stage: int) -> None:
+    options = (("stage", stage), ("max_grad_norm", 0.1))
+    runs = [
+        Run("dropout", {"pipe": 2, "shard": 2}, 4, options, 4),
+        Run("llama", {"pipe": 2, "shard": 2}, 2, options, 4),
+    ]
+    # A stage reduces gradients once a step.
+    once = [replace(run, mesh={"shard": 2}, options=(*run.options, ("reduce", "once"))) for run in runs]
+    _check(runs, 4, run_ranks(_train_all, 2, once))
+
+
+def _go_on(run: Run, folder: Path, *, save: bool) -> Outcome | None:
+    """The first half of a training, saved, or the second half of it, of a model with other values."""
+    step, optimizer, given = _begin(run)
+    half = len(given) // 2
+    if save:
+        for args, kwargs in given[:half]:
+            step(*args, **kwargs)
+        step.save_checkpoint(folder)
+        step.close()
+        return None
+    with torch.no_grad():
+        for parameter in step.model.parameters():
+            parameter.fill_(0.5)
+    step.load_checkpoint(folder)
+    losses = [step(*args, **kwargs).clone() for args, kwargs in given[half:]]
+    whole = step.full_state_dict()
+    step.close()
+    return Outcome([*losses, *whole.values()], optimizer.state_dict()["state"], {}, {}, None)
+
+
+@pytest.mark.parametrize("to_stages", [True, False])
+def test_checkpoints_go_between_stages_and_one_process(tmp_path: Path, *, to_stages: bool) -> None:
+    run = Run("gpt2", {"pipe": 2}, 2, steps=4)
+    alone = run.on(None)
+    if to_stages:
+        _go_on(alone, tmp_path, save=True)
+        result = run_ranks(_continue, 2, run, tmp_path)[1]
+    else:
+        run_ranks(_save, 2, run, tmp_path)
+        result = _continue(alone, tmp_path)
+    expected = _train_through(alone)
+    assert _equal(result, expected)
+
+
+def _save(run: Run, folder: Path) -> None:
+    _go_on(run, folder, save=True)
+
+
+def _continue(run: Run, folder: Path) -> Outcome:
+    outcome = _go_on(run, folder, save=False)
+    assert outcome is not None
+    return outcome
+
+
+def _train_through(run: Run) -> Outcome:
+    step, optimizer, given = _begin(run)
+    losses = [step(*args, **kwargs).clone() for args, kwargs in given][len(given) // 2 :]
+    whole = step.full_state_dict()
+    step.close()
+    return Outcome([*losses, *whole.values()], optimizer.state_dict()["state"], {}, {}, None)
+
+
+def _lose_one(lost: int, folder: Path) -> None:
+    """Write what the other rank says of one that dies while it waits for what that is to send."""
+    step, _, given = _begin(Run("gpt", {"pipe": 2}, 4, steps=2))
+    (args, _), (again, _) = given
+    step(*args)
+    if dist.get_rank() == lost:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankMismatchError) as failure:
+        step(*again)
+    (folder / "reason").write_text(str(failure.value))
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_stage_that_dies_ends_all_with_its_reason(lost: int, tmp_path: Path) -> None:
+    with pytest.raises((RankError, RuntimeError)):  # of the test's own group, which has lost a rank too
+        run_ranks(_lose_one, 2, lost, tmp_path)
+    assert f"rank {lost}" in (tmp_path / "reason").read_text()
+
+
+def _refuse() -> list[str]:
+    """What is refused, with the step as usable as it was."""
+    step, _, given = _begin(Run("gpt", {"pipe": 2}, 2, steps=1))
+    (args, _), texts = given[0], []
+    step(*args)
+    for ask in (lambda: step.evaluate(*args), lambda: list(step.weights()), lambda: step.full("head").__enter__()):
+        with pytest.raises(UsageError, match="axis 'pipe'") as refusal:
+            ask()
+        texts.append(str(refusal.value))
+    step(*args)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    other = zerofx.compile(model, adamw(model), mesh={"pipe": 2}, loss_fn=nn.MSELoss(), backend="eager")
+    with pytest.raises(UsageError, match="found that it changes") as refusal:
+        other(torch.ones(2, 4), torch.ones(2, 4))
+    one = nn.Linear(4, 4)
+    short = zerofx.compile(one, adamw(one), mesh={"pipe": 2}, loss_fn=nn.MSELoss(), backend="eager")
+    with pytest.raises(UsageError, match="expected at least 2 parts of a step"):
+        short(torch.ones(2, 4), torch.ones(2, 4))
+    return texts
+
+
+def test_what_stages_do_not_do_is_said_on_all_ranks() -> None:
+    first, second = run_ranks(_refuse, 2)
+    assert first == second
+
+
+def test_stages_of_ranks_that_share_a_computation_are_refused() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(UsageError, match="leave one of them out"):
+        zerofx.compile(model, adamw(model), mesh={"pipe": 2, "model": 2})
