@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.edit import insert_call
-from zerofx.ir.facts import Origin, is_random, set_piece, tensor
+from zerofx.ir.edit import insert_call, skip_getitems
+from zerofx.ir.facts import Origin, is_random, known_origin, piece_of, set_piece, tensor
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 from zerofx.ir.op_kernels.own_rows import own_rows, whole_rows
 from zerofx.ir.op_kernels.row_routes import groups_missed, rows_missed
@@ -74,8 +74,13 @@ class LocalGraph:
         return self._collective(ops.exchange_values, self._dense(parts))
 
     def check_overflow(self, what: str, args: tuple[Any, ...]) -> None:
+        """Have rows checked where all that is read for it is there: what is read in forward is not computed again."""
         if (what, args) not in self.checks:
-            self.checks[what, args] = self.call(_CHECKS[what], *args)
+            last = max(arg for arg in args if isinstance(arg, fx.Node))
+            where, piece = known_origin(last) or self.where, piece_of(last)
+            with self.graph.inserting_before(skip_getitems(last).next):
+                check = insert_call(self.graph, _CHECKS[what], args, where)
+            self.checks[what, args] = check if piece is None else set_piece(check, piece)
 
     def start_shift(self, node: fx.Node) -> fx.Node:
         return self.call(ops.shift_values, self._dense(node), self.num_ranks, over=AXIS)
