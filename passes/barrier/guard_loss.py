@@ -38,6 +38,7 @@ from zerofx.ir.aliasing import mutated_inputs
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Origin, Phase, origin
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.op_kernels.row_routes import groups_missed, rows_missed
 from zerofx.scheduler.plan.plan import Plan
 
 
@@ -52,10 +53,15 @@ class GuardLoss:
         for node in sorted(_read_after(place, step.loss)):
             place.prepend(node)
         with step.graph.inserting_before(place):
-            for check, is_wanted in ((ops.check_overflow, plan.sends_rows), (ops.check_finite, step.guarded)):
+            for check, is_wanted in ((ops.check_overflow, _may_miss_rows(step)), (ops.check_finite, step.guarded)):
                 if is_wanted:
                     name = str(check).partition(".")[2].partition(".")[0]
                     insert_call(step.graph, check, (step.loss,), Origin("", Phase.UPDATE), name=name)
+
+
+def _may_miss_rows(step: StepGraph) -> bool:
+    """True if rows may find no room; not with room for all, where the loss may be -inf by itself."""
+    return any(node.target in (rows_missed, groups_missed) for node in step.calls())
 
 
 def _first_update(step: StepGraph) -> fx.Node:

@@ -28,7 +28,7 @@ from zerofx.option_table import defaults_for
 from zerofx.options import CompileOptions
 from zerofx.progress import watch_progress
 from zerofx.runtime.state.optimizer import hyperparameter_texts
-from zerofx.scheduler.analysis.sharding_pins import apply_pins, pins_of
+from zerofx.scheduler.analysis.sharding_pins import EXCHANGE, apply_pins, pins_of
 from zerofx.scheduler.analysis.sharding_ways import sharding_ways
 from zerofx.scheduler.cost.sharding_seconds import Prices
 from zerofx.scheduler.decide.shardings import decide_shardings
@@ -234,7 +234,11 @@ def _decide(
         return _with_capacity(earlier.shared.shardings, request.capacity)  # another update of the same step
     # A step that is run again begins with what it began with, and none of its updates are under way.
     may_send = request.locations is None and request.options.delayed_update is None and not step.mutations
-    pins = pins_of(step, request.options.shardings)
+    asked = dict(request.options.shardings or {})
+    sends = may_send and EXCHANGE in asked.values()
+    if request.locations is not None:  # an evaluation, which gathers
+        asked = {name: word for name, word in asked.items() if word != EXCHANGE}
+    pins = pins_of(step, asked)
     if pins.ignored and request.verbose:
         notify(f"shardings: nothing follows from {first_few(pins.ignored)}")
     lent = _borrow_placements(request)
@@ -258,7 +262,7 @@ def _decide(
         why |= {node.name: "as the step has it that trains it" for node in lying if names[node] in lent}
         return tuple(replace(decision, reason=why.get(decision.node, decision.reason)) for decision in decided)
 
-    capacity = FIRST_CAPACITY if may_send else 0.0
+    capacity = FIRST_CAPACITY if sends else 0.0
     simulated = explained and request.locations is None and (earlier is None or within_budget)
     if not within_budget:
         request = replace(request, options=replace(request.options, **defaults_for(CompileOptions, "sharing")))
