@@ -189,7 +189,9 @@ def _send(step: StepGraph, where: StageMap, stage: int, first: fx.Node) -> list[
                 place = skip_getitems(value).next
             if value.op == "placeholder" or not _is_dense(value):
                 with step.graph.inserting_before(place):
-                    copies[value] = insert_call(step.graph, _aten.clone.default, (value,), _where(value, "forward"))
+                    copies[value] = insert_call(
+                        step.graph, _aten.clone.default, (value,), _message_origin(value, "forward")
+                    )
         sent = copies[value]
         place = sent.next if sent is not value else skip_getitems(value).next
         while place.target is ops.send_value:
@@ -197,7 +199,7 @@ def _send(step: StepGraph, where: StageMap, stage: int, first: fx.Node) -> list[
         with step.graph.inserting_before(place):
             name = f"send_{value.name}_{message.receiver}"
             args = (sent, message.receiver)
-            pending = insert_call(step.graph, ops.send_value, args, _where(sent, ""), dict(_OVER), name=name)
+            pending = insert_call(step.graph, ops.send_value, args, _message_origin(sent, ""), dict(_OVER), name=name)
         started.append((message, pending, sent))
     waits = []
     with step.graph.inserting_before(step.output):
@@ -207,7 +209,7 @@ def _send(step: StepGraph, where: StageMap, stage: int, first: fx.Node) -> list[
     return waits
 
 
-def _where(node: fx.Node, phase: str) -> Origin:
+def _message_origin(node: fx.Node, phase: str) -> Origin:
     at = origin(node)
     return Origin(at.layer, Phase(phase)) if phase else at
 

@@ -100,7 +100,7 @@ def _runs(step: StepGraph, machine: Machine) -> list[_Run]:
     nodes = [node for node in step.calls() if whole.homes.get(node, EVERYWHERE) != EVERYWHERE]
     forward = [node for node in nodes if origin(node).phase is Phase.FORWARD and not is_view(node)]
     places = [_place(step, node) for node in forward]
-    crossing = _crossing_bytes(forward)
+    crossing = _bytes_across(forward)
     runs: list[_Run] = []
     seen: set[fx.Node] = set()
     first, seconds, num_seen = 0, 0.0, 0
@@ -127,7 +127,7 @@ def _place(step: StepGraph, node: fx.Node) -> str:
     return origin(node).layer
 
 
-def _crossing_bytes(forward: Sequence[fx.Node]) -> list[int]:
+def _bytes_across(forward: Sequence[fx.Node]) -> list[int]:
     """Bytes of the values that are made before each node and read from there on."""
     position = {node: number for number, node in enumerate(forward)}
     last: dict[fx.Node, int] = {}

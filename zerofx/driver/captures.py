@@ -84,7 +84,7 @@ class Captures:
         shared.shardings, shared.num_parts, shared._of_rank, shared._unrolled = shardings, num_parts, {}, {}
         return shared
 
-    def at_stage(self, pipe: PipeStage) -> Captures:
+    def stage_captures(self, pipe: PipeStage) -> Captures:
         """The same step as ranks with one place on the axis pipe run it.
 
         Raises:

@@ -49,7 +49,7 @@ def cut_into_stages(request: Request, captures: Captures, earlier: Earlier | Non
         )
     cuts = decide_stages(step, request.mesh, request.machine) if earlier is None else earlier.shared.cuts
     names = name_cuts(step, request.machine, cuts)
-    stages = [captures.at_stage(PipeStage(number, num_stages, names)) for number in range(num_stages)]
+    stages = [captures.stage_captures(PipeStage(number, num_stages, names)) for number in range(num_stages)]
     groups = group_of_parameters(request.model, request.optimizers, step.parameters, set(step.gradients))
     histories = histories_of(request.model, request.optimizers)
     graphs = [staged.rank_graph(captures.candidates[0]) for staged in stages]
@@ -63,7 +63,7 @@ def cut_into_stages(request: Request, captures: Captures, earlier: Earlier | Non
             )
     return CutStep(
         tuple(
-            captures.at_stage(PipeStage(number, num_stages, names, sum(counts[:number]), sum(counts), draws))
+            captures.stage_captures(PipeStage(number, num_stages, names, sum(counts[:number]), sum(counts), draws))
             for number in range(num_stages)
         ),
         cuts,

@@ -80,7 +80,7 @@ class WholeParameter:
         """Bytes of states in the dtypes that a step has them in, where they are stored in others."""
         return sum(state.cast_bytes for state in self.states)
 
-    def with_states_in(self, dtype: torch.dtype, of_parameter: torch.dtype) -> WholeParameter:
+    def store_states_in(self, dtype: torch.dtype, of_parameter: torch.dtype) -> WholeParameter:
         """The same with the states that have the parameter's dtype stored in ``dtype``; tensor subclasses stay."""
         return replace(
             self,
@@ -198,7 +198,7 @@ def cast_states(program: UpdateProgram, dtype: torch.dtype) -> UpdateProgram:
     parameters do so around the optimizer's own step.
     """
     if program.whole:
-        return replace(program, whole=tuple(each.with_states_in(dtype, program.dtype) for each in program.whole))
+        return replace(program, whole=tuple(each.store_states_in(dtype, program.dtype) for each in program.whole))
     low = {spec.name for spec in program.states if spec.dtype == program.dtype != dtype}
     if not low:
         return program

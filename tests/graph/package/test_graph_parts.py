@@ -10,7 +10,7 @@ import torch
 
 from tests.lib.graphs import prepare
 from zerofx.ir.canonical import graph_parts
-from zerofx.ir.graph import StepGraph
+from zerofx.ir.graph import PipeStage, StepGraph
 from zerofx.ir.returned import Returned
 from zerofx.ir.serialise import same_graph
 from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision, SliceDecision
@@ -30,6 +30,7 @@ OTHER: dict[str, Any] = {
     "num_extras": 7,
     "returned": Returned(whole=frozenset({0})),
     "guarded": True,
+    "pipe": PipeStage(1, 2, ("mm",)),
 }
 OF_PASSES = {"reduced", "clipping", "unscaling", "layer_squares", "kept_gradients"}  # a captured graph has none of them
 OF_GRAPH = {"graph", "constants", "fakes"}  # its nodes are texts; values of constants are compared, and fakes follow

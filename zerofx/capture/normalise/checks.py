@@ -150,13 +150,13 @@ def _refuse_fp8_products(graph: fx.Graph) -> None:
     """
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default):
         left, right, scale = (value(source) for source in node.all_input_nodes[:3])
-        found = ""
+        obstacle = ""
         if left.dtype == right.dtype == torch.float8_e5m2:
-            found = "two factors in float8_e5m2 (give one of them in float8_e4m3fn)"
+            obstacle = "two factors in float8_e5m2 (give one of them in float8_e4m3fn)"
         elif scale.numel() > 1 and value(node).dtype == torch.float32:
-            found = "a scale for each row and a result in float32 (out_dtype=torch.bfloat16)"
-        if found and left.device.type == "cuda":
+            obstacle = "a scale for each row and a result in float32 (out_dtype=torch.bfloat16)"
+        if obstacle and left.device.type == "cuda":
             raise CaptureError(
-                f"expected an fp8 product that a GPU has, found one with {found}, at\n"
+                f"expected an fp8 product that a GPU has, found one with {obstacle}, at\n"
                 f"  {source_line(node) or origin(node).layer or 'the model'}"
             )
