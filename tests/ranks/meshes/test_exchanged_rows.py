@@ -137,9 +137,50 @@ def test_rows_of_experts_are_exchanged_to_the_bit(mesh: dict[str, int], name: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"stage": 3}], ids=str)
+@pytest.mark.parametrize("options", [{"stage": 3}, {"stage": 3, "recompute": "full"}], ids=str)
 def test_rows_are_exchanged_next_to_what_else_a_step_does(options: dict[str, Any]) -> None:
     _check(2, "qwen3 moe", 4, {"mesh": {"model": 2}, **options})
+
+
+def _uneven_steps() -> list[str]:
+    """What is wrong in steps of two micro-batches, of which the third's tokens all have one expert, and after them."""
+    case, accumulate = MODELS["by hand"], 2
+    model, eager = build(case), build(case)
+    optimizer = case.optimizer(eager)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(shardings, "apply_pins", _whole_elsewhere)
+    step = zerofx.compile(
+        model, case.optimizer(model), 0, backend="eager", machine=SHARING, shardings=EXCHANGED, mesh={"model": 2},
+        accumulate=accumulate, on_nonfinite="raise",
+    )  # fmt: skip
+    wrong: list[str] = []
+    for number, ((x,), _) in enumerate(batches(case, 0, 4)):
+        batch = x[:1].expand_as(x).contiguous() if number == 2 else x
+        optimizer.zero_grad()
+        losses = []
+        for part in batch.chunk(accumulate):
+            loss = eager(part) / accumulate
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        if not torch.equal(step(batch), losses[0] + losses[1]):
+            wrong.append(f"the loss of step {number}")
+    expected = eager.state_dict()
+    wrong += [name for name, value in step.full_state_dict().items() if not torch.equal(value, expected[name])]
+    if step.metrics["repeated_steps"] == 0:
+        wrong.append("no step was run again")
+    if not torch.isfinite(step.evaluate(batch)):
+        wrong.append("evaluation")
+    before, infinite = step.num_repeated, torch.full_like(batch, torch.inf)
+    try:
+        step(infinite)
+    except zerofx.NonFiniteLossError:
+        return [*wrong, *(["a step of many"] if step.num_repeated > before + 3 else [])]
+    return [*wrong, "a loss that is not finite"]
+
+
+def test_a_late_batch_without_room_is_run_again_in_each_of_its_micro_batches() -> None:
+    assert run_ranks(_uneven_steps, 2) == [[], []]
 
 
 def test_tokens_that_ranks_do_not_divide_are_not_exchanged() -> None:
