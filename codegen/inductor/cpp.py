@@ -33,6 +33,7 @@ from zerofx.torch_private.inductor.cpp import (
     get_interface_for_device,
     header_to_precompile,
     is_gcc,
+    library_flags,
     pick_vec_isa,
     precompile_header,
     supported_vec_isa_list,
@@ -292,7 +293,7 @@ def _precompile_headers(kind: VecISA, cache: DiskCache) -> None:
     command: dict[str, Any] = {
         **CppPythonBindingsCodeCache.cpp_compile_command_flags,
         "device_type": "cpu",
-        "extra_flags": (),
+        "extra_flags": library_flags(),
         "use_relative_path": False,
         "vec_isa": kind,
     }

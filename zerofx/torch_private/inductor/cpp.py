@@ -30,6 +30,15 @@ precompile_header = codecache._precompile_header
 """Builds a header once for all kernels, and gives its path; the first kernel does it where nobody has before."""
 
 
+def library_flags() -> tuple[str, ...]:
+    """Flags for several kernels in one text, besides Inductor's, which turns GCC's vectors for loops off already.
+
+    With those for straight code, GCC 12 compiles torch's ``transpose_mxn`` of bfloat16 wrongly where several kernels of
+    a text call it: parts of the result are never written.
+    """
+    return ("-fno-tree-slp-vectorize",) if is_gcc() else ()
+
+
 def header_to_precompile() -> str | None:
     """The header that generated code for CPUs begins with; None if there is none."""
     header: str | None = CppPythonBindingsCodeCache._get_uncompiled_header("cpu")
@@ -48,7 +57,7 @@ def bindings(argument_types: Sequence[str], name: str) -> str:
 
 def begin_library(source: str, names: Sequence[str]) -> Callable[[], list[Callable[..., None]]]:
     """Begin to build a text with ``bindings`` of these names, ``kernel`` first; waits for it, and loads it."""
-    load = CppPythonBindingsCodeCache.load_async(source, submit_fn=AsyncCompile.submit)
+    load = CppPythonBindingsCodeCache.load_async(source, submit_fn=AsyncCompile.submit, extra_flags=library_flags())
 
     def functions() -> list[Callable[..., None]]:
         first: Any = load()
