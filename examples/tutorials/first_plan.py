@@ -26,6 +26,7 @@ def main(args: argparse.Namespace) -> None:
     tokens = torch.zeros(1, 4096, dtype=torch.long)  # the batch of one process
     batch = {"input_ids": tokens, "labels": tokens}
 
+    planned = None
     for budget in args.budgets:
         try:
             planned = zerofx.plan(
@@ -43,8 +44,11 @@ def main(args: argparse.Namespace) -> None:
         plan = planned.plan
         print(f"{budget}: peak {plan.peak_bytes['device'] / 2**30:.1f} GiB, step {plan.step_seconds * 1e3:.0f} ms")
 
-    print(plan)  # every decision of the last plan, with its price
-    print(plan.why("model.layers.0"))  # or of one layer
+    if planned is None:
+        return
+    print(planned)  # the last plan that was made, in a line: does it fit the machine
+    print(planned.plan)  # every decision, with its price
+    print(planned.plan.why("model.layers.0"))  # the decisions about one layer
     planned.schedule().to_html("plan.html")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterable, Iterator
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed
 
 from zerofx.codegen.kernels.current_device import device_guard
-from zerofx.errors import RankMismatchError, TierError, UsageError, wrap_defects
+from zerofx.errors import RankMismatchError, TierError, UsageError, warn, wrap_defects
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.held import allow_reads
 from zerofx.runtime.state.state import process_group
@@ -21,6 +22,8 @@ class Life:
 
     def __init__(self, timeout_seconds: float) -> None:
         self.group = process_group()
+        if self.group is None:
+            _warn_if_alone()
         self.control = Control(self.group, timeout_seconds)
         self.closed = False
         self.showing = False  # the model has its whole parameters
@@ -134,3 +137,13 @@ class Life:
                 yield
         finally:
             self.looked_at = before
+
+
+def _warn_if_alone() -> None:
+    """Warn that a process that torchrun has started next to others trains a model of its own."""
+    num_started = os.environ.get("WORLD_SIZE", "1")
+    if torch.distributed.is_available() and torch.distributed.is_torchelastic_launched() and num_started != "1":
+        warn(
+            f"expected a process group, as torchrun has started {num_started} processes, found none: each trains by "
+            f"itself. Call torch.distributed.init_process_group() before zerofx.compile"
+        )

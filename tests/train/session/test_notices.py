@@ -92,3 +92,14 @@ def test_a_setting_of_many_modules_names_a_few_and_is_told_from_others_all_the_s
         assert re.search(r"train, but eval in \d.* and 6\d more \(hash \w{8}\)", text), text
         texts.append(text)
     assert texts[0] != texts[1] and max(map(len, texts)) < 400
+
+
+def test_processes_that_torchrun_starts_are_told_where_no_group_joins_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(zerofx.ResultWarning, match=r"torchrun has started 2 processes.*init_process_group\(\) before"):
+        _step(_model())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _step(_model())
