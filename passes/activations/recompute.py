@@ -107,7 +107,7 @@ def put_off(step: StepGraph) -> None:
         [n for n in step.calls() if origin(n).phase is Phase.BACKWARD and copied_from(n) is None] if places else []
     )
     for node in reversed(backward):
-        if is_view(node) or node.target is operator.getitem or is_random(node):
+        if is_view(node) or node.target is operator.getitem or runs_once(node):
             continue
         readers = consumers(node)
         first = min(readers, default=node)

@@ -185,6 +185,7 @@ ON_TWO = [
     Run("gpt2", {"pipe": 2}, 3, (("stage", 0), ("max_grad_norm", 0.1))),
     Run("u-net", {"pipe": 2}, 2),
     Run("gpt", {"pipe": 2}, 1, (("memory_budget", 245_000), ("recompute", "auto")), steps=2),
+    Run("dropout", {"pipe": 2}, 2, (("recompute", "full"),), steps=2),
 ]
 ON_FOUR = [
     Run("gpt2", {"pipe": 4}, 5, CLIPPED),
