@@ -30,6 +30,7 @@ update pass comes after it, and the verifier sees to it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -40,6 +41,7 @@ from zerofx.ir.facts import Origin, Phase, origin
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.row_routes import groups_missed, rows_missed
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.torch_private.operators import OpOverload
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,14 @@ class GuardLoss:
         for node in sorted(_read_after(place, step.loss)):
             place.prepend(node)
         with step.graph.inserting_before(place):
-            for check, is_wanted in ((ops.check_overflow, _may_miss_rows(step)), (ops.check_finite, step.guarded)):
-                if is_wanted:
-                    name = str(check).partition(".")[2].partition(".")[0]
-                    insert_call(step.graph, check, (step.loss,), Origin("", Phase.UPDATE), name=name)
+            if _may_miss_rows(step):
+                _check_loss(step, ops.check_overflow, "check_overflow")
+            if step.guarded:
+                _check_loss(step, ops.check_finite, "check_finite")
+
+
+def _check_loss(step: StepGraph, check: OpOverload[..., Any], name: str) -> None:
+    insert_call(step.graph, check, (step.loss,), Origin("", Phase.UPDATE), name=name)
 
 
 def _may_miss_rows(step: StepGraph) -> bool:

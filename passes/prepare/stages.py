@@ -188,10 +188,9 @@ def _send(step: StepGraph, where: StageMap, stage: int, first: fx.Node) -> list[
             if value.op == "call_function":
                 place = skip_getitems(value).next
             if value.op == "placeholder" or not _is_dense(value):
+                where_copied = Origin(origin(value).layer, Phase.FORWARD)
                 with step.graph.inserting_before(place):
-                    copies[value] = insert_call(
-                        step.graph, _aten.clone.default, (value,), _message_origin(value, "forward")
-                    )
+                    copies[value] = insert_call(step.graph, _aten.clone.default, (value,), where_copied)
         sent = copies[value]
         place = sent.next if sent is not value else skip_getitems(value).next
         while place.target is ops.send_value:
@@ -199,7 +198,7 @@ def _send(step: StepGraph, where: StageMap, stage: int, first: fx.Node) -> list[
         with step.graph.inserting_before(place):
             name = f"send_{value.name}_{message.receiver}"
             args = (sent, message.receiver)
-            pending = insert_call(step.graph, ops.send_value, args, _message_origin(sent, ""), dict(_OVER), name=name)
+            pending = insert_call(step.graph, ops.send_value, args, origin(sent), dict(_OVER), name=name)
         started.append((message, pending, sent))
     waits = []
     with step.graph.inserting_before(step.output):
@@ -207,11 +206,6 @@ def _send(step: StepGraph, where: StageMap, stage: int, first: fx.Node) -> list[
             wait = insert_call(step.graph, ops.wait, (pending, sent), origin(sent), name=f"sent_{pending.name}")
             waits.append((message, wait))
     return waits
-
-
-def _message_origin(node: fx.Node, phase: str) -> Origin:
-    at = origin(node)
-    return Origin(at.layer, Phase(phase)) if phase else at
 
 
 def _is_dense(node: fx.Node) -> bool:

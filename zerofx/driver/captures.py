@@ -91,8 +91,7 @@ class Captures:
             UsageError: it cannot run in stages.
         """
         staged = copy.copy(self)
-        staged.pipe, staged._unrolled = pipe, {}
-        staged._of_rank = {}
+        staged.pipe, staged._of_rank, staged._unrolled = pipe, {}, {}
         return staged
 
     def reorder(self, overlaps: tuple[OverlapDecision, ...]) -> Captures:

@@ -318,10 +318,7 @@ class Runtime:
         Raises:
             NonFiniteLossError: on all ranks.
         """
-        is_finite = math.isfinite(loss.item())
-        if self._transport is not None:
-            is_finite = self._connect().all_true(is_finite)
-        if not is_finite:
+        if not self._holds_on_all(math.isfinite(loss.item())):
             self.stopped = [loss]
             raise NonFiniteLossError(f"the loss is {loss.item()} here")
 
@@ -331,12 +328,13 @@ class Runtime:
         Raises:
             RowOverflowError: on all ranks.
         """
-        is_bounded = loss.item() != LOSS_OF_OVERFLOW
-        if self._transport is not None:
-            is_bounded = self._connect().all_true(is_bounded)
-        if not is_bounded:
+        if not self._holds_on_all(loss.item() != LOSS_OF_OVERFLOW):
             self.stopped = [loss]
             raise RowOverflowError("rows of experts have found no room")
+
+    def _holds_on_all(self, truth: bool) -> bool:
+        """True if ``truth`` is on all ranks. Collective."""
+        return truth if self._transport is None else self._connect().all_true(truth)
 
     def check_gradients(self, largest: torch.Tensor, outcome: list[torch.Tensor]) -> None:
         """End the step before its updates where ``largest``, the largest gradient of all ranks, is not finite.
