@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,35 @@ class Various(Regression):
         out = values[:, : DIM // 2].sum(dim=1, keepdim=True, dtype=torch.float32) + x * torch.tensor(0.5)
         assert isinstance(out, Tensor)
         return out
+
+
+class Halves(torch.autograd.Function):
+    """Two halves, of which the backward reads one again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: int) -> tuple[Tensor, ...]:
+        halves = tuple(half.tanh() for half in x.chunk(2, dim=1))
+        ctx.save_for_backward(halves[index], None)
+        return halves
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        result, _ = ctx.saved_tensors
+        return torch.cat([gradient * result for gradient in gradients], dim=1), None
+
+
+class InHalves(Regression):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear, self.index = nn.Linear(DIM, DIM), index
+
+    def predict(self, x: Tensor) -> Tensor:
+        return torch.cat(Halves.apply(self.linear(x), self.index), dim=1)  # type: ignore[no-untyped-call]  # torch's
+
+
+def test_text_names_the_result_that_a_backward_reads() -> None:
+    first, again, second = (record_forward(Forward(InHalves(index), BATCH)).text() for index in (0, 0, 1))
+    assert first == again != second
 
 
 def test_text_of_lines_is_that_of_their_graph() -> None:

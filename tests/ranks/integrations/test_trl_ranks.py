@@ -25,7 +25,14 @@ def _differences(kind: str, adapters: bool, max_steps: int, folder: str) -> list
 
 @pytest.mark.captures
 @pytest.mark.parametrize(
-    ("kind", "adapters", "max_steps"), [("grpo", False, 5), ("grpo", True, 3), ("rloo", False, 2), ("dpo", False, 2)]
+    ("kind", "adapters", "max_steps"),
+    [
+        ("grpo", False, 5),
+        ("grpo", True, 3),
+        ("rloo", False, 2),
+        *((kind, False, 5) for kind in ("reward", "sft", "dpo", "kto")),
+        ("dpo", True, 5),
+    ],
 )
 def test_losses_and_metrics_are_those_of_trl(kind: str, adapters: bool, max_steps: int, tmp_path: Path) -> None:
     assert run_ranks(_differences, 2, kind, adapters, max_steps, str(tmp_path)) == [[], []]

@@ -97,3 +97,9 @@ def test_one_process_hands_out_its_weights() -> None:
 @pytest.mark.parametrize("cases", [CASES_OF_RANKS, [("gpt", 3, {"mesh": {"model": 2}, "machine": SHARING})]])
 def test_ranks_hand_out_the_same(cases: list[tuple[str, int, dict[str, Any]]]) -> None:
     assert run_ranks(_run, 2, cases) == [[], []]
+
+
+@pytest.mark.slow
+def test_four_ranks_hand_out_the_same() -> None:
+    of_two_axes = ("gpt", 3, {"mesh": {"shard": 2, "model": 2}, "machine": SHARING})
+    assert run_ranks(_run, 4, [*CASES_OF_RANKS, of_two_axes]) == [[]] * 4

@@ -226,7 +226,11 @@ class _Recorder(TorchDispatchMode):
         backward = inspect.unwrap(getattr(forward, "backward", forward))
         if not inspect.isfunction(backward) or backward.__closure__ is not None:
             raise NotRepeatedError(f"the backward of {kind} depends on more than its context")
-        saved = self._attribute(getattr(function, "saved_tensors", ()), kind)
+        saved = tuple(
+            f"its result {tensor.output_nr}" if tensor is not None and tensor.grad_fn is function  # a tensor of its own
+            else self._attribute(tensor, kind)
+            for tensor in getattr(function, "saved_tensors", ())
+        )  # fmt: skip
         return kind, hash(backward.__code__), saved, self._attribute(vars(function), kind)
 
     def _attribute(self, value: Any, path: str, depth: int = 0) -> Any:
