@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import click
 
+from zerofx.averages import EMA, SWA, Average
 from zerofx.choices import AccumulateOption, OffloadOption
 from zerofx.disk.own_files import read_named
 from zerofx.errors import UsageError
@@ -170,8 +171,26 @@ def _parse_accumulate(_context: click.Context, _option: click.Parameter, text: s
     return int(text)
 
 
+def _parse_average(_context: click.Context, _option: click.Parameter, text: str | None) -> Average | None:
+    """An average of weights, from ``ema=0.999`` or ``swa``."""
+    if text is None:
+        return None
+    if text in ("ema", "swa"):
+        return EMA() if text == "ema" else SWA()
+    name, _, decay = text.partition("=")
+    try:
+        number = float(decay if name == "ema" else "")
+    except ValueError as error:
+        raise click.BadParameter(f"expected ema, ema=DECAY such as ema=0.999, or swa, found {text!r}") from error
+    try:
+        return EMA(decay=number)
+    except UsageError as error:
+        raise click.BadParameter(str(error)) from error
+
+
 # How options are written of which a value is no single word or number: the callback that reads them, and its form.
 _WRITTEN: Mapping[str, Mapping[str, Any]] = {
+    "average": {"callback": _parse_average, "metavar": "ema[=DECAY]|swa"},
     "offload": {"callback": _parse_offload, "metavar": "TIER|gradients=TIER"},
     "accumulate": {"type": str, "callback": _parse_accumulate, "metavar": "N|auto"},
     "mesh": {"callback": _parse_mesh, "metavar": "AXIS=N,...|auto"},

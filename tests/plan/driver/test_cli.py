@@ -375,6 +375,27 @@ def test_a_mesh_that_cannot_be_is_refused(given: tuple[str, ...], message: str) 
     assert result.exit_code == 2 and message in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mean", "expected ema, ema=DECAY such as ema=0.999, or swa, found 'mean'"),
+        ("swa=0.9", "or swa, found 'swa=0.9'"),
+        ("0.9", "or swa, found '0.9'"),
+        ("ema=", "or swa, found 'ema='"),
+        ("ema=1.5", "expected decay of EMA to be a number from 0 to 1, found 1.5"),
+    ],
+)
+def test_an_average_that_cannot_be_is_refused(text: str, message: str) -> None:
+    result = plan("--average", text)
+    assert result.exit_code == 2 and message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("text", ["ema", "ema=0.5", "swa"])
+def test_averages_are_among_the_bytes_of_states(text: str) -> None:
+    without, averaged = plan(), plan("--average", text)
+    assert averaged.exit_code == 0 and averaged.output != without.output
+
+
 def test_a_file_takes_the_place_of_no_module_that_is_called_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
