@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,6 +183,31 @@ def _uneven_steps() -> list[str]:
 
 def test_a_late_batch_without_room_is_run_again_in_each_of_its_micro_batches() -> None:
     assert run_ranks(_uneven_steps, 2) == [[], []]
+
+
+def _repeats_of_two_runs(folder: str) -> list[int]:
+    """How often steps were run again before a checkpoint, with steps cached on disk, and after it."""
+    os.environ["ZEROFX_CACHE_DIR"] = f"{folder}/cache"
+    case, counts = MODELS["all to one"], list[int]()
+    ((args, _),) = batches(case, 0, 1)
+    for number in range(2):
+        model = build(case)
+        step = zerofx.compile(
+            model, case.optimizer(model), backend="eager", machine=SHARING, shardings=EXCHANGED, mesh={"model": 2}
+        )
+        if number:
+            step.load_checkpoint(folder)
+        step(*args)
+        step.save_checkpoint(folder)
+        counts.append(step.num_repeated)
+        step.close()
+    return counts
+
+
+def test_a_checkpoint_has_the_capacity_that_a_run_has_come_to(tmp_path: Path) -> None:
+    (before, after), other = run_ranks(_repeats_of_two_runs, 2, str(tmp_path))
+    assert before > 0 == after
+    assert other == [before, after]
 
 
 def test_tokens_that_ranks_do_not_divide_are_not_exchanged() -> None:
