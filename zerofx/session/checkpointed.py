@@ -57,9 +57,10 @@ class Checkpointed:
         """Save all that training goes on from, as a checkpoint of its own in the folder ``path``. Collective.
 
         That is: parameters and persistent buffers, the optimizer's states and hyperparameters, the number of steps,
-        the loss's scale, the capacity for rows of experts, each rank's random generators, and ``state``. Each rank writes what it owns, a tensor of a
-        bucket at a time, from the tier in which it lies. The checkpoint is there whole or not at all, whenever this is
-        interrupted. Delayed updates are finished first, as by ``flush``. docs/checkpoints.md has the format.
+        the loss's scale, the capacity for rows of experts, each rank's random generators, and ``state``. Each rank
+        writes what it owns, a tensor of a bucket at a time, from the tier in which it lies. The checkpoint is there
+        whole or not at all, whenever this is interrupted. Delayed updates are finished first, as by ``flush``.
+        docs/checkpoints.md has the format.
 
         Args:
             path: a folder that all ranks can write to; made if it is not there.

@@ -304,7 +304,9 @@ class Steps:
         """
         before, self.capacity = self.capacity, next_capacity(self.capacity, self.mesh.model)
         if self.capacity <= before:  # or the step would be run again for ever
-            raise InternalError(f"expected all rows of experts to fit in {before:.12g} equal shares, found that some do not")
+            raise InternalError(
+                f"expected all rows of experts to fit in {before:.12g} equal shares, found that some do not"
+            )
 
     def agreement(self, purpose: str, batch: Batch, compare: Callable[[], Sequence[Comparison]]) -> Agreed:
         """Begin to compare what ranks are about to do with a batch; as ``Control.start``."""
