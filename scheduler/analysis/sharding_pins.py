@@ -111,15 +111,17 @@ def apply_pins(ways: ShardingWays, pins: Pins) -> ShardingWays:
         UsageError: a pin cannot be met; names the operator that is in the way.
     """
     placeholders, rules = dict(ways.placeholders), dict(ways.rules)
-    asking = {pin: None for of_node in pins.parameters.values() for pin in of_node if pin.word == EXCHANGE}
+    asking = {pin for of_node in pins.parameters.values() for pin in of_node if pin.word == EXCHANGE}
     sending = {pin for pin in asking if any(_calls_that_send(ways, pin))}
-    for pin in asking:
-        if not any(pin.pattern == other.pattern for other in sending):
-            raise UsageError(_nothing_to_send(ways, pin))
+    patterns = {pin.pattern for pin in sending}
+    for node, of_node in pins.parameters.items():
+        for pin in of_node:
+            if pin in asking - sending and (tensor(node).ndim > 2 or pin.pattern not in patterns):
+                raise UsageError(_refusal_to_send(ways, pin))
     for node, of_node in pins.parameters.items():
         first = ways.classes.first[node]
         for pin in of_node:
-            if pin in asking and pin not in sending:
+            if pin in asking - sending:
                 continue  # shared experts, which all tokens go through
             allowed = _placements_for(ways, node, pin)
             left = [placement for placement in placeholders[first] if placement in allowed]
@@ -173,7 +175,7 @@ def _calls_that_send(ways: ShardingWays, pin: Pin) -> Iterator[fx.Node]:
     )
 
 
-def _nothing_to_send(ways: ShardingWays, pin: Pin) -> str:
+def _refusal_to_send(ways: ShardingWays, pin: Pin) -> str:
     tokens = " and ".join(str(list(tensor(n).shape)) for n in ways.step.placeholders(Role.INPUT))
     return (
         f"expected rows of {pin.module} that {ways.num_ranks} ranks of the model axis can send each other, as "
