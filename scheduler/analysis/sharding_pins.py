@@ -111,9 +111,18 @@ def apply_pins(ways: ShardingWays, pins: Pins) -> ShardingWays:
         UsageError: a pin cannot be met; names the operator that is in the way.
     """
     placeholders, rules = dict(ways.placeholders), dict(ways.rules)
+    asking = {pin for of_node in pins.parameters.values() for pin in of_node if pin.word == EXCHANGE}
+    sending = {pin for pin in asking if any(_calls_that_send(ways, pin))}
+    patterns = {pin.pattern for pin in sending}
+    for node, of_node in pins.parameters.items():
+        for pin in of_node:
+            if pin in asking - sending and (tensor(node).ndim > 2 or pin.pattern not in patterns):
+                raise UsageError(_refusal_to_send(ways, pin))
     for node, of_node in pins.parameters.items():
         first = ways.classes.first[node]
         for pin in of_node:
+            if pin in asking - sending:
+                continue  # shared experts, which all tokens go through
             allowed = _placements_for(ways, node, pin)
             left = [placement for placement in placeholders[first] if placement in allowed]
             if not allowed:
@@ -125,7 +134,7 @@ def apply_pins(ways: ShardingWays, pins: Pins) -> ShardingWays:
                 )
             placeholders[first] = left
             if pin.word == EXCHANGE:
-                _exchange_rows(ways, rules, node, pin)
+                _exchange_rows(ways, rules, pin)
             elif REPLICATED not in left:
                 _keep_readers(ways, rules, node, pin.module, left)
     for node, pin in pins.results.items():
@@ -146,26 +155,33 @@ def apply_pins(ways: ShardingWays, pins: Pins) -> ShardingWays:
     return replace(ways, placeholders=placeholders, rules=rules)
 
 
-def _exchange_rows(ways: ShardingWays, rules: dict[fx.Node, list[Rule]], node: fx.Node, pin: Pin) -> None:
-    """Leave the calls of a module, forward and backward, the rules by which ranks send each other rows.
+def _exchange_rows(ways: ShardingWays, rules: dict[fx.Node, list[Rule]], pin: Pin) -> None:
+    """Leave the calls of a module, forward and backward, the rules by which ranks send each other rows."""
+    for first in _calls_of_rows(ways, pin):
+        rules[first] = [rule for rule in rules[first] if rule.is_bounded] or rules[first]
 
-    Raises:
-        UsageError: it has no such calls, or they cannot.
-    """
-    has_any = False
+
+def _calls_of_rows(ways: ShardingWays, pin: Pin) -> Iterator[fx.Node]:
+    """The first of each class of calls of the module of ``pin`` that give rows, or matrices."""
     for call in ways.step.calls():
         first, result = ways.classes.first[call], next(iter(results_of(call)), None)
-        if first in rules and result is not None and result.ndim > 1 and is_within(origin(call).layer, pin.module):
-            left = [rule for rule in rules[first] if rule.is_bounded]
-            has_any |= any(rule.extra.exchanged_bytes for rule in left)
-            rules[first] = left or rules[first]
-    if not has_any:
-        tokens = " and ".join(str(list(tensor(n).shape)) for n in ways.step.placeholders(Role.INPUT))
-        raise UsageError(
-            f"expected rows of {pin.module} that {ways.num_ranks} ranks of the model axis can send each other, as "
-            f"{pin} asks: tokens that the ranks divide, taken by one index of rows, grouped products of them by "
-            f"experts that the ranks divide, and no buffer that the forward changes; found none, of a batch of {tokens}"
-        )
+        if first in ways.rules and result is not None and result.ndim > 1 and is_within(origin(call).layer, pin.module):
+            yield first
+
+
+def _calls_that_send(ways: ShardingWays, pin: Pin) -> Iterator[fx.Node]:
+    return (
+        first for first in _calls_of_rows(ways, pin) if any(rule.extra.exchanged_bytes for rule in ways.rules[first])
+    )
+
+
+def _refusal_to_send(ways: ShardingWays, pin: Pin) -> str:
+    tokens = " and ".join(str(list(tensor(n).shape)) for n in ways.step.placeholders(Role.INPUT))
+    return (
+        f"expected rows of {pin.module} that {ways.num_ranks} ranks of the model axis can send each other, as "
+        f"{pin} asks: tokens that the ranks divide, taken by one index of rows, grouped products of them by "
+        f"experts that the ranks divide, and no buffer that the forward changes; found none, of a batch of {tokens}"
+    )
 
 
 def _keep_readers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from zerofx.ir.tensor_parts import named_parameters
 from zerofx.option_checks import check_count
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.loss_scaler import check_scale
+from zerofx.scheduler.plan.placements import FIRST_CAPACITY
 from zerofx.session.batches.micro_batches import MicroBatches
 from zerofx.session.life import Life
 from zerofx.session.stages import refuse_in_stages
@@ -30,7 +32,7 @@ from zerofx.session.steps import Steps
 from zerofx.session.taken_over import Awaited, TakenOver
 from zerofx.units import first_few
 
-_SCALE = "loss_scale"
+_SCALE, _CAPACITY = "loss_scale", "row_capacity"
 
 
 class Checkpointed:
@@ -55,9 +57,10 @@ class Checkpointed:
         """Save all that training goes on from, as a checkpoint of its own in the folder ``path``. Collective.
 
         That is: parameters and persistent buffers, the optimizer's states and hyperparameters, the number of steps,
-        the loss's scale, each rank's random generators, and ``state``. Each rank writes what it owns, a tensor of a
-        bucket at a time, from the tier in which it lies. The checkpoint is there whole or not at all, whenever this is
-        interrupted. Delayed updates are finished first, as by ``flush``. docs/checkpoints.md has the format.
+        the loss's scale, the capacity for rows of experts, each rank's random generators, and ``state``. Each rank
+        writes what it owns, a tensor of a bucket at a time, from the tier in which it lies. The checkpoint is there
+        whole or not at all, whenever this is interrupted. Delayed updates are finished first, as by ``flush``.
+        docs/checkpoints.md has the format.
 
         Args:
             path: a folder that all ranks can write to; made if it is not there.
@@ -244,6 +247,12 @@ class Checkpointed:
                 check_scale(counted[_SCALE])
             except UsageError as error:
                 raise CheckpointError(f"{error}. Nothing has been loaded") from error
+        capacity = counted.get(_CAPACITY, FIRST_CAPACITY)
+        if not isinstance(capacity, int | float) or not 0 < capacity < math.inf:
+            raise CheckpointError(
+                f"expected the capacity for rows of experts in equal shares, found {capacity!r} in the checkpoint: it "
+                f"was not written by a step. Nothing has been loaded"
+            )
 
     def _load(self, checked: Loadable, taken: TakenOver | None, own: Mapping[str, Any], *, weights_only: bool) -> None:
         """Change what is in memory: where this fails, the step is over."""
@@ -290,15 +299,17 @@ class Checkpointed:
             taken.state.flush()
 
     def _numbers(self) -> StepCounts:
-        scaler = self._steps.scaler
-        return StepCounts(
-            self.num_steps, self.num_skipped, {_SCALE: scaler.state_dict()} if scaler is not None else {}
-        )  # fmt: skip
+        scaler, capacity = self._steps.scaler, self._steps.capacity
+        extra: dict[str, Any] = {} if scaler is None else {_SCALE: scaler.state_dict()}
+        if capacity > FIRST_CAPACITY:
+            extra[_CAPACITY] = capacity
+        return StepCounts(self.num_steps, self.num_skipped, extra)
 
     def _set_numbers(self, numbers: StepCounts) -> None:
         self.num_steps, self.num_skipped = numbers.num_steps, numbers.num_skipped
         if self._steps.scaler is not None and _SCALE in numbers.extra:
             self._steps.scaler.load_state_dict(numbers.extra[_SCALE])
+        self._steps.capacity = max(self._steps.capacity, numbers.extra.get(_CAPACITY, FIRST_CAPACITY))
 
     def _names(self) -> ModelNames:
         with self._life.lift_guard():

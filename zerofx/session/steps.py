@@ -32,7 +32,7 @@ from zerofx.driver.given_plan import take_plan
 from zerofx.driver.plan_only import best_mesh
 from zerofx.driver.prepared import Request
 from zerofx.driver.shardings import check_digests, digest_of
-from zerofx.errors import UsageError, notify
+from zerofx.errors import InternalError, UsageError, notify
 from zerofx.ir.batch import Batch
 from zerofx.lengths.padded_batches import PaddedBatches
 from zerofx.lowering.load import CompiledStep
@@ -297,8 +297,16 @@ class Steps:
         return "\n".join(filter(None, (update, self.lenders.key, capacity)))
 
     def raise_capacity(self) -> None:
-        """Have ranks have more room for rows of experts in the steps to come: at last for all, whatever the routing."""
-        self.capacity = next_capacity(self.capacity, self.mesh.model)
+        """Have ranks have more room for rows of experts in the steps to come: at last for all, whatever the routing.
+
+        Raises:
+            InternalError: there was room for all.
+        """
+        before, self.capacity = self.capacity, next_capacity(self.capacity, self.mesh.model)
+        if self.capacity <= before:  # or the step would be run again for ever
+            raise InternalError(
+                f"expected all rows of experts to fit in {before:.12g} equal shares, found that some do not"
+            )
 
     def agreement(self, purpose: str, batch: Batch, compare: Callable[[], Sequence[Comparison]]) -> Agreed:
         """Begin to compare what ranks are about to do with a batch; as ``Control.start``."""

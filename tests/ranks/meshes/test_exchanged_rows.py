@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, DIM, Case, batches, sgd
-from tests.lib.models.huggingface import mixtral, qwen3_moe
+from tests.lib.models.huggingface import deepseek_v3, mixtral, olmoe, qwen3_moe
 from tests.lib.runs.sharing import SHARING, one_process
 from tests.lib.runs.training import Trained, build, differences, world
 from zerofx import UsageError
@@ -65,8 +67,8 @@ def _odd_tokens(generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, 
     return (torch.randn(NUM_TOKENS + 1, DIM, generator=generator).to(torch.bfloat16),), {}
 
 
-def _transformer(model: Any) -> Case:
-    return replace(CASES["mixtral"], model=lambda: model(intermediate_size=32).to(torch.bfloat16), optimizer=sgd)
+def _transformer(model: Any, **sizes: int) -> Case:
+    return replace(CASES["mixtral"], model=lambda: model(**sizes).to(torch.bfloat16), optimizer=sgd)
 
 
 def _routed(*options: Any) -> Case:
@@ -74,8 +76,12 @@ def _routed(*options: Any) -> Case:
 
 
 MODELS = {
-    "mixtral": _transformer(mixtral),
-    "qwen3 moe": _transformer(qwen3_moe),  # after 12 steps one process is not eager mode's to the bit either
+    "mixtral": _transformer(mixtral, intermediate_size=32),
+    "olmoe": _transformer(olmoe),
+    "deepseek v3": _transformer(deepseek_v3),
+    "qwen3 moe": _transformer(
+        qwen3_moe, intermediate_size=32
+    ),  # after 12 steps one process is not eager mode's to the bit either
     "by hand": _routed(),
     "all to one": _routed(1, 2.0),
     "none to one": _routed(1, -2.0),
@@ -142,6 +148,12 @@ def test_rows_are_exchanged_next_to_what_else_a_step_does(options: dict[str, Any
     _check(2, "qwen3 moe", 4, {"mesh": {"model": 2}, **options})
 
 
+@pytest.mark.slow
+def test_a_loss_scale_stays_where_rows_find_no_room() -> None:
+    scaled = zerofx.Precision(loss_scale=zerofx.LossScale(1024.0))
+    assert _check(2, "all to one", 4, {"mesh": {"model": 2}, "precision": scaled}) > 0
+
+
 def _uneven_steps() -> list[str]:
     """What is wrong in steps of two micro-batches, of which the third's tokens all have one expert, and after them."""
     case, accumulate = MODELS["by hand"], 2
@@ -183,6 +195,31 @@ def test_a_late_batch_without_room_is_run_again_in_each_of_its_micro_batches() -
     assert run_ranks(_uneven_steps, 2) == [[], []]
 
 
+def _repeats_of_two_runs(folder: str) -> list[int]:
+    """How often steps were run again before a checkpoint, with steps cached on disk, and after it."""
+    os.environ["ZEROFX_CACHE_DIR"] = f"{folder}/cache"
+    case, counts = MODELS["all to one"], list[int]()
+    ((args, _),) = batches(case, 0, 1)
+    for number in range(2):
+        model = build(case)
+        step = zerofx.compile(
+            model, case.optimizer(model), backend="eager", machine=SHARING, shardings=EXCHANGED, mesh={"model": 2}
+        )
+        if number:
+            step.load_checkpoint(folder)
+        step(*args)
+        step.save_checkpoint(folder)
+        counts.append(step.num_repeated)
+        step.close()
+    return counts
+
+
+def test_a_checkpoint_has_the_capacity_that_a_run_has_come_to(tmp_path: Path) -> None:
+    (before, after), other = run_ranks(_repeats_of_two_runs, 2, str(tmp_path))
+    assert before > 0 == after
+    assert other == [before, after]
+
+
 def test_tokens_that_ranks_do_not_divide_are_not_exchanged() -> None:
     model = Routed(1).to(torch.bfloat16)
     batch, _ = _odd_tokens(torch.Generator())
@@ -190,3 +227,32 @@ def test_tokens_that_ranks_do_not_divide_are_not_exchanged() -> None:
     with pytest.raises(UsageError, match=r"experts that 2 ranks of the model axis can send each other.*\[17, 8\]"):
         zerofx.plan(model, sgd(model), batch, shardings=EXCHANGED, **how)
     assert zerofx.plan(model, sgd(model), batch, **how).plan.model == 2
+
+
+class Counted(Routed):
+    """A router that is to hold experts in balance: it counts, in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(NUM_EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(self.gate(x).detach().softmax(-1).sum(0))
+        return super().forward(x)
+
+
+def test_rows_of_a_model_whose_forward_changes_buffers_are_not_exchanged() -> None:
+    model = Counted().to(torch.bfloat16)
+    batch, _ = _tokens(torch.Generator())
+    with pytest.raises(UsageError, match="no buffer that the forward changes"):
+        zerofx.plan(model, sgd(model), batch, shardings=EXCHANGED, mesh={"model": 2}, world_size=2, machine="h100-sxm")
+
+
+def test_shared_experts_lie_as_the_plan_has_them_where_experts_are_exchanged() -> None:
+    case = MODELS["deepseek v3"]
+    model, (_, batch) = case.model(), case.batch(torch.Generator())
+    planned = zerofx.plan(
+        model, sgd(model), batch, shardings=EXCHANGED, mesh={"model": 2}, world_size=2, machine="h100-sxm"
+    )
+    assert planned.plan.sends_rows

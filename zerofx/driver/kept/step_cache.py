@@ -68,7 +68,8 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
         recorded.place.key, update, repr(groups),
         repr(None if earlier is None else f"{earlier.layout} {earlier.binding.variant} {earlier.shared}"),
         repr(histories_of(model, optimizers) if earlier is None else None),
-        repr(request.locations), repr(request.fixed), *(repr(entry.facts()) for entry in request.borrowed),
+        repr(request.locations), repr(request.fixed), repr(request.capacity),
+        *(repr(entry.facts()) for entry in request.borrowed),
         repr(sorted(batch.description().items())),
         repr(request.machine), str(request.mesh), str(device),
         f"{torch.get_num_threads()} threads",  # each takes memory of its own
