@@ -20,13 +20,13 @@ the last stage forward and backward are one run.
 
 Random operators of other stages draw here, too, for nothing: the generators go on as those of one process would.
 
-Does not handle: steps that change buffers, or give more than their loss.
+Does not handle: steps that change buffers in backward, or give more than their loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -34,7 +34,7 @@ from torch import fx
 from zerofx.errors import UsageError
 from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs, storage_bytes
-from zerofx.ir.edit import insert_call, skip_getitems, view_again
+from zerofx.ir.edit import consumers, insert_call, skip_getitems, view_again
 from zerofx.ir.facts import (
     Origin,
     Phase,
@@ -81,8 +81,8 @@ def keep_stage(step: StepGraph, pipe: PipeStage) -> None:
         UsageError: the step cannot run in stages; says why.
     """
     check_stages(step)
-    step.pipe, stage = pipe, pipe.number
-    where = stages_of_nodes(step, pipe.cuts)
+    where, stage = stages_of_nodes(step, pipe.cuts), pipe.number
+    step.pipe = replace(pipe, buffers=tuple(where.changed.items()))
     calls, order = list(step.calls()), step.positions()
     loss, gradients = own_source(step.loss), dict(step.gradients)
     first_backward = next((node for node in calls if order[node] >= where.backward), step.output)
@@ -95,7 +95,9 @@ def keep_stage(step: StepGraph, pipe: PipeStage) -> None:
                 with step.graph.inserting_before(reader):
                     reader.replace_input_with(source, view_again(step.graph, source, remade))
     own = {placeholder(node).name for node in step.placeholders(Role.PARAMETER) if where.homes[node] == stage}
-    step.set_outputs(step.loss, {}, {name: node for name, node in gradients.items() if name in own})
+    mutations = {name: node for name, node in step.mutations.items() if where.changed.get(name, stage) == stage}
+    step.set_outputs(step.loss, mutations, {name: node for name, node in gradients.items() if name in own})
+    _copy_for_backward(step, mutations, calls[0], first_backward, order)
     _drop_others(step, where, calls, stage)
     _mark_stretches(step, pipe, first_backward, arrived.get(loss), waits)
     step.parameters = tuple(info for info in step.parameters if info.name in own)
@@ -105,21 +107,41 @@ def check_stages(step: StepGraph) -> None:
     """Check that a captured step can run in stages.
 
     Raises:
-        UsageError: it changes buffers, or gives more than its loss.
+        UsageError: it changes buffers in backward, or gives more than its loss.
     """
     remedy = "leave the axis 'pipe' out of the mesh"
-    written = [node for node in step.placeholders(Role.BUFFER) if any(node in mutated_inputs(u) for u in node.users)]
-    if step.mutations or written:
-        name = next(iter(step.mutations), "") or placeholder(written[0]).name
-        raise UsageError(
-            f"expected a model that changes no buffers where the mesh has an axis 'pipe', found that it changes "
-            f"{name}, as batch norm does its statistics: {remedy}"
-        )
+    for node in step.placeholders(Role.BUFFER):
+        if any(node in mutated_inputs(user) for user in node.users):
+            raise UsageError(
+                f"expected a model that changes buffers in its forward alone where the mesh has an axis 'pipe', found "
+                f"that backward changes {placeholder(node).name}: {remedy}"
+            )
     if step.num_extras:
         raise UsageError(
             f"expected a step that gives its loss alone where the mesh has an axis 'pipe', found {step.num_extras} "
             f"tensors besides: leave outputs= out, return the loss alone, or {remedy}"
         )
+
+
+def _copy_for_backward(
+    step: StepGraph,
+    mutations: Mapping[str, fx.Node],
+    first: fx.Node,
+    first_backward: fx.Node,
+    order: Mapping[fx.Node, int],
+) -> None:
+    """Have backward read copies of buffers that the forwards of later micro-batches change."""
+    for buffer in step.placeholders(Role.BUFFER):
+        late = [node for node in consumers(buffer) if order.get(node, -1) >= order[first_backward]]
+        if placeholder(buffer).name not in mutations or not late:
+            continue
+        with step.graph.inserting_before(first):
+            copy = insert_call(step.graph, _aten.clone.default, (buffer,), Origin("", Phase.FORWARD))
+        for reader in late:
+            for source in list(reader.all_input_nodes):
+                if own_source(source) is buffer:
+                    with step.graph.inserting_before(reader):
+                        reader.replace_input_with(source, view_again(step.graph, source, {buffer: copy}))
 
 
 def _receive(
