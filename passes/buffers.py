@@ -58,11 +58,10 @@ class Buffers:
 def _hand_on(step: StepGraph, pipe: PipeStage, own: Sequence[fx.Node]) -> list[fx.Node]:
     """Send the changed buffers of this stage to the others, and receive theirs; returns those that any changes."""
     buffers, stage_of = {placeholder(node).name: node for node in step.placeholders(Role.BUFFER)}, dict(pipe.buffers)
-    over, waits = dict(axes_argument(PIPE)), []
+    over, at, sent = dict(axes_argument(PIPE)), Origin("", Phase.UPDATE), list[tuple[fx.Node, fx.Node]]()
     with step.graph.inserting_before(step.output):
         for name, stage in pipe.buffers:
             buffer, like = buffers[name], tensor(buffers[name])
-            at = Origin("", Phase.UPDATE)
             if stage != pipe.number:
                 args = (stage, list(like.shape), list(like.stride()), like.dtype)
                 how = {"device": like.device, **over}
@@ -70,9 +69,8 @@ def _hand_on(step: StepGraph, pipe: PipeStage, own: Sequence[fx.Node]) -> list[f
                 received = insert_call(step.graph, ops.wait, (pending,), at)
                 insert_call(step.graph, torch.ops.aten.copy_.default, (buffer, received), at)
                 continue
-            for other in range(pipe.num_stages):
-                if other != stage:
-                    waits.append((insert_call(step.graph, ops.send_value, (buffer, other), at, over), buffer))
-        for pending, buffer in waits:
-            insert_call(step.graph, ops.wait, (pending, buffer), Origin("", Phase.UPDATE))
+            others = (other for other in range(pipe.num_stages) if other != stage)
+            sent += [(insert_call(step.graph, ops.send_value, (buffer, other), at, over), buffer) for other in others]
+        for message in sent:
+            insert_call(step.graph, ops.wait, message, at)
     return [node for name, node in buffers.items() if name in stage_of or node in own]

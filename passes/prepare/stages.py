@@ -18,6 +18,8 @@ waits for comes from one that does not wait for it, so that no order of stages s
 micro-batches go through before the next run are marked: forward, backward, and waits for gradients to have arrived. Of
 the last stage forward and backward are one run.
 
+What an evaluation gives, each value of it, goes to all stages, when its forward is over.
+
 Random operators of other stages draw here, too, for nothing: the generators go on as those of one process would.
 
 Does not handle: steps that change buffers in backward, or give more than their loss.
@@ -43,6 +45,7 @@ from zerofx.ir.facts import (
     origin,
     placeholder,
     set_begun_stretch,
+    set_message_number,
     tensor,
 )
 from zerofx.ir.graph import PipeStage, StepGraph
@@ -97,9 +100,11 @@ def keep_stage(step: StepGraph, pipe: PipeStage) -> None:
     own = {placeholder(node).name for node in step.placeholders(Role.PARAMETER) if where.homes[node] == stage}
     mutations = {name: node for name, node in step.mutations.items() if where.changed.get(name, stage) == stage}
     step.set_outputs(step.loss, mutations, {name: node for name, node in gradients.items() if name in own})
-    _copy_for_backward(step, mutations, calls[0], first_backward, order)
+    if gradients:
+        _copy_for_backward(step, mutations, calls[0], first_backward, order)
     _drop_others(step, where, calls, stage)
-    _mark_stretches(step, pipe, first_backward, arrived.get(loss), waits)
+    if gradients:
+        _mark_stretches(step, pipe, arrived.get(loss), waits)
     step.parameters = tuple(info for info in step.parameters if info.name in own)
 
 
@@ -116,7 +121,7 @@ def check_stages(step: StepGraph) -> None:
                 f"expected a model that changes buffers in its forward alone where the mesh has an axis 'pipe', found "
                 f"that backward changes {placeholder(node).name}: {remedy}"
             )
-    if step.num_extras:
+    if step.num_extras and step.gradients:
         raise UsageError(
             f"expected a step that gives its loss alone where the mesh has an axis 'pipe', found {step.num_extras} "
             f"tensors besides: leave outputs= out, return the loss alone, or {remedy}"
@@ -159,7 +164,9 @@ def _receive(
     is_loss = own_source(step.loss)
     chosen: list[tuple[Message, fx.Node]] = []
     for message in reversed(where.messages_to(stage)):
-        reader = first_backward if message.value is is_loss else readers[message.value]
+        reader = readers.get(message.value, first_backward)
+        if message.value is is_loss:
+            reader = min(reader, first_backward, key=order.__getitem__)
         if message.sender < stage:
             reader = min(reader, first_backward, key=order.__getitem__)
         elif message.sender > stage:
@@ -170,12 +177,13 @@ def _receive(
     for message, reader in reversed(chosen):
         value = message.value
         like, at = tensor(value), origin(reader if reader.op == "call_function" else value)
-        phase = Phase.BACKWARD if message.sender > stage else Phase.FORWARD
+        phase = Phase.BACKWARD if message.sender > stage and step.gradients else Phase.FORWARD
         args = (message.sender, list(like.shape), list(like.stride()), like.dtype)
         how = {"device": like.device, **_OVER}
         with step.graph.inserting_before(reader):
             at = Origin(at.layer, phase)
             pending = insert_call(step.graph, ops.receive_value, args, at, how, name=f"receive_{value.name}", fake=like)
+            set_message_number(pending, where.messages.index(message))
             arrived[value] = insert_call(step.graph, ops.wait, (pending,), at, name=f"received_{value.name}")
     return arrived
 
@@ -201,7 +209,7 @@ def _send(step: StepGraph, where: StageMap, stage: int, first: fx.Node) -> list[
     """
     started: list[tuple[Message, fx.Node, fx.Node]] = []
     copies: dict[fx.Node, fx.Node] = {}
-    for message in where.messages:
+    for number, message in enumerate(where.messages):
         if message.sender != stage:
             continue
         value = message.value
@@ -221,6 +229,7 @@ def _send(step: StepGraph, where: StageMap, stage: int, first: fx.Node) -> list[
             name = f"send_{value.name}_{message.receiver}"
             args = (sent, message.receiver)
             pending = insert_call(step.graph, ops.send_value, args, origin(sent), dict(_OVER), name=name)
+            set_message_number(pending, number)
         started.append((message, pending, sent))
     waits = []
     with step.graph.inserting_before(step.output):
@@ -252,7 +261,6 @@ def _drop_others(step: StepGraph, where: StageMap, calls: list[fx.Node], stage: 
 def _mark_stretches(
     step: StepGraph,
     pipe: PipeStage,
-    first_backward: fx.Node,
     loss: fx.Node | None,
     waits: list[tuple[Message, fx.Node]],
 ) -> None:

@@ -65,25 +65,26 @@ def stages_of_nodes(step: StepGraph, cuts: Sequence[str]) -> StageMap:
     parameters = _place_parameters(step, homes)
     pins = {own_source(node): parameters[name] for name, node in step.gradients.items()}
     _place_backward(step, homes, order, backward, pins)
-    for name, node in step.gradients.items():
-        if homes[own_source(node)] not in (parameters[name], EVERYWHERE):
-            _refuse(f"the gradient of {name}, of stage {parameters[name]}, in stage {homes[own_source(node)]}")
     for buffer in step.placeholders(Role.BUFFER):
         name = placeholder(buffer).name
         places = {homes[node] for node in consumers(buffer) if node in homes} if name in changed else ()
         if any(place != changed[name] for place in places):
             _refuse(f"the buffer {name}, which stage {changed[name]} changes, read in another")
+    for name, node in step.gradients.items():
+        if homes[own_source(node)] not in (parameters[name], EVERYWHERE):
+            _refuse(f"the gradient of {name}, of stage {parameters[name]}, in stage {homes[own_source(node)]}")
     last = len(cuts)
-    if homes[own_source(step.loss)] != last:
+    if step.gradients and homes[own_source(step.loss)] != last:
         _refuse(f"the loss in stage {homes[own_source(step.loss)]} of {last + 1}")
     messages = [
         Message(value, homes[value], stage)
         for stage in range(last + 1)
         for value in _read_elsewhere(step, homes, stage)
     ]
+    results = set(_results(step))
     for message in messages:
         is_late = order[message.value] >= backward
-        if message.value is not own_source(step.loss) and is_late == (message.receiver > message.sender):
+        if message.value not in results and is_late == (message.receiver > message.sender):
             _refuse(f"{message.value.name} of stage {message.sender} read in stage {message.receiver}")
     messages.sort(key=lambda message: (order[message.value], message.receiver))
     return StageMap(homes, tuple(messages), backward, changed)
@@ -109,6 +110,11 @@ def sources(node: fx.Node) -> Iterator[fx.Node]:
         yield own_source(read)
 
 
+def _results(step: StepGraph) -> list[fx.Node]:
+    """The values that all stages have in the end: the loss, and what else an evaluation gives."""
+    return [own_source(node) for node in (step.loss, *step.extras)]
+
+
 def _refuse(what: str) -> NoReturn:
     raise UsageError(
         f"expected a step that runs through stages in order, forward and then back, found {what}: leave the axis "
@@ -125,13 +131,16 @@ def _forward_homes(
     changed: dict[str, int] = {}
     while True:
         homes = _homes_with(step, cuts, order, backward, {buffers[name]: place for name, place in changed.items()})
-        coming = {name: homes.get(own_source(node)) for name, node in step.mutations.items()}
-        if any(place is None for place in coming.values()):
-            _refuse(f"the buffer {next(name for name in coming if coming[name] is None)} changed outside of the forward")
-        later = {name: place for name, place in coming.items() if place not in (None, EVERYWHERE)}
-        if later == changed:
+        coming = dict[str, int]()
+        for name, node in step.mutations.items():
+            place = homes.get(own_source(node))
+            if place is None:
+                _refuse(f"the buffer {name} changed outside of the forward")
+            if place != EVERYWHERE:
+                coming[name] = place
+        if coming == changed:
             return homes, changed
-        changed = later
+        changed = coming
 
 
 def _homes_with(
@@ -203,11 +212,11 @@ def _place_backward(
 
 
 def _read_elsewhere(step: StepGraph, homes: Mapping[fx.Node, int], stage: int) -> dict[fx.Node, None]:
-    """The values of other stages that a stage reads, and the loss where that is one of them."""
+    """The values of other stages that a stage reads, and those of what the step gives."""
     values: dict[fx.Node, None] = {}
     seen: set[fx.Node] = set()
     own = (node for node in step.calls() if homes.get(node) == stage)
-    pending = [own_source(step.loss), *(source for node in own for source in sources(node))]
+    pending = [*_results(step), *(source for node in own for source in sources(node))]
     while pending:
         node = pending.pop()
         if node in seen:

@@ -336,18 +336,48 @@ def test_a_stage_that_dies_ends_all_with_its_reason(lost: int, tmp_path: Path) -
     assert f"rank {lost}" in (tmp_path / "reason").read_text()
 
 
+def _evaluate(runs: list[Run]) -> list[tuple[list[Tensor], bool]]:
+    """What steps and evaluations give, of batches of two shapes in turn; and whether bytes are as planned."""
+    outcomes = []
+    for run in runs:
+        step, _, given = _begin(run)
+        values = list[Tensor]()
+        for number, (args, kwargs) in enumerate(given):
+            values.append(step(*args, **kwargs).clone())
+            few, named = _batch(run.model, run.accumulate * (1 + number % 2), torch.Generator().manual_seed(9))
+            result = step.evaluate(*few, **named)
+            values += [result] if isinstance(result, Tensor) else [result["loss"], result["logits"]]
+            values.append(step(*few, **named).clone())
+        measured, evaluation = step.measure_evaluation(*few, **named), step.evaluation
+        assert evaluation is not None
+        alike = measured.peak_bytes == evaluation.plan.peak_bytes
+        values += [tensor.clone() for tensor in step.full_state_dict().values()]
+        outcomes.append(([*values, torch.rand(3)], alike))
+        step.close()
+    return outcomes
+
+
+@pytest.mark.filterwarnings("ignore:a batch of another shape")
+def test_stages_evaluate_and_train_on_batches_of_any_shape_like_one_process() -> None:
+    runs = [Run("gpt2", {"pipe": 2}, 2, steps=2), Run("norms", {"pipe": 2}, 2, steps=2)]
+    alone = _evaluate([run.on(None) for run in runs])
+    for outcomes in run_ranks(_evaluate, 2, runs):
+        for (values, alike), (expected, _) in zip(outcomes, alone, strict=True):
+            assert alike and all(map(torch.equal, values, expected)) and len(values) == len(expected)
+
+
 def _refuse() -> list[str]:
     """What is refused, with the step as usable as it was."""
     step, _, given = _begin(Run("gpt", {"pipe": 2}, 2, steps=1))
     (args, _), texts = given[0], []
     step(*args)
-    for ask in (lambda: step.evaluate(*args), lambda: list(step.weights()), lambda: step.full("head").__enter__()):
+    for ask in (lambda: list(step.weights()), lambda: step.full("head").__enter__()):
         with pytest.raises(UsageError, match="axis 'pipe'") as refusal:
             ask()
         texts.append(str(refusal.value))
     step(*args)
-    norm = nn.BatchNorm1d(4)
-    model = nn.Sequential(norm, nn.Linear(4, 4), norm)  # whose statistics would be sent back for each micro-batch
+    norm = nn.BatchNorm1d(4, affine=False)  # whose statistics would be sent back for each micro-batch
+    model = nn.Sequential(norm, nn.Linear(4, 4), norm, nn.Linear(4, 4))
     other = zerofx.compile(model, adamw(model), mesh={"pipe": 2}, loss_fn=nn.MSELoss(), backend="eager")
     with pytest.raises(UsageError, match="which stage 1 changes, read in another") as refusal:
         other(torch.ones(2, 4), torch.ones(2, 4))
