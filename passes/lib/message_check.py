@@ -60,7 +60,8 @@ def check_messages(stages: Sequence[StepGraph], num_micro_batches: int) -> None:
 
 
 def _events(step: StepGraph, number: int, num_micro_batches: int) -> Iterator[tuple[_Post, bool]]:
-    """What a stage sends and receives, in order, and whether that is its wait: run by run, all micro-batches each."""
+    """The messages of a stage in order, each once as it starts and once for its wait, which is marked: run by run, and
+    in each run micro-batch by micro-batch."""
     runs: list[list[tuple[_Post, bool]]] = [[]]
     for node in step.calls():
         if begun_stretch(node) is not None:
