@@ -18,15 +18,17 @@ waits for comes from one that does not wait for it, so that no order of stages s
 micro-batches go through before the next run are marked: forward, backward, and waits for gradients to have arrived. Of
 the last stage forward and backward are one run.
 
+What an evaluation gives, each value of it, goes to all stages, when its forward is over.
+
 Random operators of other stages draw here, too, for nothing: the generators go on as those of one process would.
 
-Does not handle: steps that change buffers, or give more than their loss.
+Does not handle: steps that change buffers in backward, or give more than their loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -34,7 +36,7 @@ from torch import fx
 from zerofx.errors import UsageError
 from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs, storage_bytes
-from zerofx.ir.edit import insert_call, skip_getitems, view_again
+from zerofx.ir.edit import consumers, insert_call, skip_getitems, view_again
 from zerofx.ir.facts import (
     Origin,
     Phase,
@@ -43,6 +45,7 @@ from zerofx.ir.facts import (
     origin,
     placeholder,
     set_begun_stretch,
+    set_message_number,
     tensor,
 )
 from zerofx.ir.graph import PipeStage, StepGraph
@@ -81,8 +84,8 @@ def keep_stage(step: StepGraph, pipe: PipeStage) -> None:
         UsageError: the step cannot run in stages; says why.
     """
     check_stages(step)
-    step.pipe, stage = pipe, pipe.number
-    where = stages_of_nodes(step, pipe.cuts)
+    where, stage = stages_of_nodes(step, pipe.cuts), pipe.number
+    step.pipe = replace(pipe, buffers=tuple(where.changed.items()))
     calls, order = list(step.calls()), step.positions()
     loss, gradients = own_source(step.loss), dict(step.gradients)
     first_backward = next((node for node in calls if order[node] >= where.backward), step.output)
@@ -95,9 +98,13 @@ def keep_stage(step: StepGraph, pipe: PipeStage) -> None:
                 with step.graph.inserting_before(reader):
                     reader.replace_input_with(source, view_again(step.graph, source, remade))
     own = {placeholder(node).name for node in step.placeholders(Role.PARAMETER) if where.homes[node] == stage}
-    step.set_outputs(step.loss, {}, {name: node for name, node in gradients.items() if name in own})
+    mutations = {name: node for name, node in step.mutations.items() if where.changed.get(name, stage) == stage}
+    step.set_outputs(step.loss, mutations, {name: node for name, node in gradients.items() if name in own})
+    if gradients:
+        _copy_for_backward(step, mutations, calls[0], first_backward, order)
     _drop_others(step, where, calls, stage)
-    _mark_stretches(step, pipe, first_backward, arrived.get(loss), waits)
+    if gradients:
+        _mark_stretches(step, pipe, arrived.get(loss), waits)
     step.parameters = tuple(info for info in step.parameters if info.name in own)
 
 
@@ -105,21 +112,41 @@ def check_stages(step: StepGraph) -> None:
     """Check that a captured step can run in stages.
 
     Raises:
-        UsageError: it changes buffers, or gives more than its loss.
+        UsageError: it changes buffers in backward, or gives more than its loss.
     """
     remedy = "leave the axis 'pipe' out of the mesh"
-    written = [node for node in step.placeholders(Role.BUFFER) if any(node in mutated_inputs(u) for u in node.users)]
-    if step.mutations or written:
-        name = next(iter(step.mutations), "") or placeholder(written[0]).name
-        raise UsageError(
-            f"expected a model that changes no buffers where the mesh has an axis 'pipe', found that it changes "
-            f"{name}, as batch norm does its statistics: {remedy}"
-        )
-    if step.num_extras:
+    for node in step.placeholders(Role.BUFFER):
+        if any(node in mutated_inputs(user) for user in node.users):
+            raise UsageError(
+                f"expected a model that changes buffers in its forward alone where the mesh has an axis 'pipe', found "
+                f"that backward changes {placeholder(node).name}: {remedy}"
+            )
+    if step.num_extras and step.gradients:
         raise UsageError(
             f"expected a step that gives its loss alone where the mesh has an axis 'pipe', found {step.num_extras} "
             f"tensors besides: leave outputs= out, return the loss alone, or {remedy}"
         )
+
+
+def _copy_for_backward(
+    step: StepGraph,
+    mutations: Mapping[str, fx.Node],
+    first: fx.Node,
+    first_backward: fx.Node,
+    order: Mapping[fx.Node, int],
+) -> None:
+    """Have backward read copies of buffers that the forwards of later micro-batches change."""
+    for buffer in step.placeholders(Role.BUFFER):
+        late = [node for node in consumers(buffer) if order.get(node, -1) >= order[first_backward]]
+        if placeholder(buffer).name not in mutations or not late:
+            continue
+        with step.graph.inserting_before(first):
+            copy = insert_call(step.graph, _aten.clone.default, (buffer,), Origin("", Phase.FORWARD))
+        for reader in late:
+            for source in list(reader.all_input_nodes):
+                if own_source(source) is buffer:
+                    with step.graph.inserting_before(reader):
+                        reader.replace_input_with(source, view_again(step.graph, source, {buffer: copy}))
 
 
 def _receive(
@@ -137,7 +164,9 @@ def _receive(
     is_loss = own_source(step.loss)
     chosen: list[tuple[Message, fx.Node]] = []
     for message in reversed(where.messages_to(stage)):
-        reader = first_backward if message.value is is_loss else readers[message.value]
+        reader = readers.get(message.value, first_backward)
+        if message.value is is_loss:
+            reader = min(reader, first_backward, key=order.__getitem__)
         if message.sender < stage:
             reader = min(reader, first_backward, key=order.__getitem__)
         elif message.sender > stage:
@@ -148,12 +177,13 @@ def _receive(
     for message, reader in reversed(chosen):
         value = message.value
         like, at = tensor(value), origin(reader if reader.op == "call_function" else value)
-        phase = Phase.BACKWARD if message.sender > stage else Phase.FORWARD
+        phase = Phase.BACKWARD if message.sender > stage and step.gradients else Phase.FORWARD
         args = (message.sender, list(like.shape), list(like.stride()), like.dtype)
         how = {"device": like.device, **_OVER}
         with step.graph.inserting_before(reader):
             at = Origin(at.layer, phase)
             pending = insert_call(step.graph, ops.receive_value, args, at, how, name=f"receive_{value.name}", fake=like)
+            set_message_number(pending, where.messages.index(message))
             arrived[value] = insert_call(step.graph, ops.wait, (pending,), at, name=f"received_{value.name}")
     return arrived
 
@@ -179,7 +209,7 @@ def _send(step: StepGraph, where: StageMap, stage: int, first: fx.Node) -> list[
     """
     started: list[tuple[Message, fx.Node, fx.Node]] = []
     copies: dict[fx.Node, fx.Node] = {}
-    for message in where.messages:
+    for number, message in enumerate(where.messages):
         if message.sender != stage:
             continue
         value = message.value
@@ -199,6 +229,7 @@ def _send(step: StepGraph, where: StageMap, stage: int, first: fx.Node) -> list[
             name = f"send_{value.name}_{message.receiver}"
             args = (sent, message.receiver)
             pending = insert_call(step.graph, ops.send_value, args, origin(sent), dict(_OVER), name=name)
+            set_message_number(pending, number)
         started.append((message, pending, sent))
     waits = []
     with step.graph.inserting_before(step.output):
@@ -230,7 +261,6 @@ def _drop_others(step: StepGraph, where: StageMap, calls: list[fx.Node], stage: 
 def _mark_stretches(
     step: StepGraph,
     pipe: PipeStage,
-    first_backward: fx.Node,
     loss: fx.Node | None,
     waits: list[tuple[Message, fx.Node]],
 ) -> None:

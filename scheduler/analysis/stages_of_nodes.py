@@ -4,7 +4,8 @@ A stage is an interval of the forward's nodes, with the parameters that are firs
 that needs them. Backward goes through the stages in the reverse order: a node there runs where the forward values that
 it reads are, or the parameter whose gradient it makes; a sum of what several later stages send runs at the last stage
 that it can, so that one value is sent for several. What follows from the batch alone is computed wherever it is read,
-and views are made again there: what is sent is memory of a value's own.
+and views are made again there: what is sent is memory of a value's own. A buffer that is changed is of the stage that
+changes it; where its next value follows from the batch alone (a count, say) each stage changes its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import fx
 
 from zerofx.errors import UsageError
 from zerofx.ir.aliasing import aliased_input, is_view, mutated_inputs
+from zerofx.ir.edit import consumers
 from zerofx.ir.facts import Phase, Role, is_random, origin, placeholder
 from zerofx.ir.graph import StepGraph
 
@@ -37,12 +39,14 @@ class Message:
 class StageMap:
     """The stage that has each value of its own, and the messages between stages, in the order of their values.
 
-    Views are in no stage. ``backward`` is the position where backward begins.
+    Views are in no stage. ``backward`` is the position where backward begins, ``changed`` has by name the stages of
+    the buffers that one of them changes.
     """
 
     homes: Mapping[fx.Node, int]
     messages: tuple[Message, ...]
     backward: int
+    changed: Mapping[str, int]
 
     def messages_to(self, stage: int) -> list[Message]:
         """The messages that a stage receives, in order."""
@@ -57,27 +61,33 @@ def stages_of_nodes(step: StepGraph, cuts: Sequence[str]) -> StageMap:
     """
     order = step.positions()
     backward = min((order[node] for node in step.calls() if origin(node).phase is Phase.BACKWARD), default=len(order))
-    homes = _forward_homes(step, cuts, order, backward)
+    homes, changed = _forward_homes(step, cuts, order, backward)
     parameters = _place_parameters(step, homes)
     pins = {own_source(node): parameters[name] for name, node in step.gradients.items()}
     _place_backward(step, homes, order, backward, pins)
+    for buffer in step.placeholders(Role.BUFFER):
+        name = placeholder(buffer).name
+        places = {homes[node] for node in consumers(buffer) if node in homes} if name in changed else ()
+        if any(place != changed[name] for place in places):
+            _refuse(f"the buffer {name}, which stage {changed[name]} changes, read in another")
     for name, node in step.gradients.items():
         if homes[own_source(node)] not in (parameters[name], EVERYWHERE):
             _refuse(f"the gradient of {name}, of stage {parameters[name]}, in stage {homes[own_source(node)]}")
     last = len(cuts)
-    if homes[own_source(step.loss)] != last:
+    if step.gradients and homes[own_source(step.loss)] != last:
         _refuse(f"the loss in stage {homes[own_source(step.loss)]} of {last + 1}")
     messages = [
         Message(value, homes[value], stage)
         for stage in range(last + 1)
         for value in _read_elsewhere(step, homes, stage)
     ]
+    results = set(_results(step))
     for message in messages:
         is_late = order[message.value] >= backward
-        if message.value is not own_source(step.loss) and is_late == (message.receiver > message.sender):
+        if message.value not in results and is_late == (message.receiver > message.sender):
             _refuse(f"{message.value.name} of stage {message.sender} read in stage {message.receiver}")
     messages.sort(key=lambda message: (order[message.value], message.receiver))
-    return StageMap(homes, tuple(messages), backward)
+    return StageMap(homes, tuple(messages), backward, changed)
 
 
 def is_remade(node: fx.Node) -> bool:
@@ -100,6 +110,11 @@ def sources(node: fx.Node) -> Iterator[fx.Node]:
         yield own_source(read)
 
 
+def _results(step: StepGraph) -> list[fx.Node]:
+    """The values that all stages have in the end: the loss, and what else an evaluation gives."""
+    return [own_source(node) for node in (step.loss, *step.extras)]
+
+
 def _refuse(what: str) -> NoReturn:
     raise UsageError(
         f"expected a step that runs through stages in order, forward and then back, found {what}: leave the axis "
@@ -109,11 +124,35 @@ def _refuse(what: str) -> NoReturn:
 
 def _forward_homes(
     step: StepGraph, cuts: Sequence[str], order: Mapping[fx.Node, int], backward: int
+) -> tuple[dict[fx.Node, int], dict[str, int]]:
+    """Homes of the forward, and of all that follows from the batch alone, and those of the buffers that a stage
+    changes, by name."""
+    buffers = {placeholder(node).name: node for node in step.placeholders(Role.BUFFER)}
+    changed: dict[str, int] = {}
+    while True:
+        homes = _homes_with(step, cuts, order, backward, {buffers[name]: place for name, place in changed.items()})
+        coming = dict[str, int]()
+        for name, node in step.mutations.items():
+            place = homes.get(own_source(node))
+            if place is None:
+                _refuse(f"the buffer {name} changed outside of the forward")
+            if place != EVERYWHERE:
+                coming[name] = place
+        if coming == changed:
+            return homes, changed
+        changed = coming
+
+
+def _homes_with(
+    step: StepGraph,
+    cuts: Sequence[str],
+    order: Mapping[fx.Node, int],
+    backward: int,
+    changed: Mapping[fx.Node, int],
 ) -> dict[fx.Node, int]:
-    """Homes of the forward, and of all that follows from the batch alone."""
     begins = {name: number for number, name in enumerate(cuts, start=1)}
     given = (node for node in step.placeholders() if placeholder(node).role is not Role.PARAMETER)
-    homes, stage = dict.fromkeys(given, EVERYWHERE), 0
+    homes, stage = {**dict.fromkeys(given, EVERYWHERE), **changed}, 0
     for node in step.calls():
         stage = max(stage, begins.get(node.name, 0))
         if is_remade(node):
@@ -173,11 +212,11 @@ def _place_backward(
 
 
 def _read_elsewhere(step: StepGraph, homes: Mapping[fx.Node, int], stage: int) -> dict[fx.Node, None]:
-    """The values of other stages that a stage reads, and the loss where that is one of them."""
+    """The values of other stages that a stage reads, and those of what the step gives."""
     values: dict[fx.Node, None] = {}
     seen: set[fx.Node] = set()
     own = (node for node in step.calls() if homes.get(node) == stage)
-    pending = [own_source(step.loss), *(source for node in own for source in sources(node))]
+    pending = [*_results(step), *(source for node in own for source in sources(node))]
     while pending:
         node = pending.pop()
         if node in seen:

@@ -57,7 +57,7 @@ def predict_stage(plan: Plan, pipeline: PipelineSeconds) -> Plan:
 def stage_seconds(step: StepGraph, simulation: Simulation) -> StageSeconds:
     """The seconds of the stage that ``step`` is, as it is simulated by itself."""
     seconds = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0, Phase.UPDATE: 0.0}
-    messages = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0}
+    messages = dict(seconds)
     for node, timing in simulation.timings.items():
         phase, waited = origin(node).phase, node.args[0] if node.target is ops.wait else None
         if node.target is ops.receive_value:
@@ -68,7 +68,7 @@ def stage_seconds(step: StepGraph, simulation: Simulation) -> StageSeconds:
     return StageSeconds(
         seconds[Phase.FORWARD] / num,
         seconds[Phase.BACKWARD] / num,
-        seconds[Phase.UPDATE],
+        seconds[Phase.UPDATE] + messages[Phase.UPDATE],
         messages[Phase.FORWARD] / num,
         messages[Phase.BACKWARD] / num,
     )

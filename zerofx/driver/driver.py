@@ -129,6 +129,8 @@ def _take_stages(request: Request, captures: Captures, earlier: Earlier | None, 
         )
     step = control.attempt("capture a step", lambda: captures.whole_graph(captures.candidates[0]))
     agree_on_graph(step, control, replace(request.mesh, pipe=1))
+    strides = str([(info.name, info.stride) for info in step.parameters])  # in which stages send each other some
+    control.agree("compare parameters", strides, "strides", "Build the same model on every rank.")
     cut = control.attempt("cut the step into stages", lambda: cut_into_stages(request, captures, earlier))
     control.agree("cut the step into stages", str(cut.cuts), "cuts", "Give every rank the same options.")
     return cut

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from zerofx.driver.captures import Captures
 from zerofx.driver.prepared import Earlier, Request
 from zerofx.errors import UsageError
 from zerofx.ir.bucketing import layout_of
 from zerofx.ir.facts import is_random, origin
-from zerofx.ir.graph import PipeStage
+from zerofx.ir.graph import PipeStage, StepGraph
 from zerofx.passes.lib.draws_ahead import find_unforeseen_draw
+from zerofx.passes.lib.message_check import check_messages
 from zerofx.passes.prepare.stages import check_stages
 from zerofx.runtime.state.parameter_groups import group_of_parameters, histories_of
 from zerofx.scheduler.search.stage_cuts import decide_stages, name_cuts
@@ -49,10 +51,17 @@ def cut_into_stages(request: Request, captures: Captures, earlier: Earlier | Non
         )
     cuts = decide_stages(step, request.mesh, request.machine) if earlier is None else earlier.shared.cuts
     names = name_cuts(step, request.machine, cuts)
-    stages = [captures.stage_captures(PipeStage(number, num_stages, names)) for number in range(num_stages)]
+    pipes = [PipeStage(number, num_stages, names, draws=draws) for number in range(num_stages)]
+    stages = [captures.stage_captures(pipe) for pipe in pipes]
+    num_micro_batches = captures.candidates[0]
+    graphs = [staged.rank_graph(num_micro_batches) for staged in stages]
+    check_messages(graphs, min(num_micro_batches, num_stages + 1))
+    if earlier is not None:
+        _check_places(graphs, earlier)
+    if not step.gradients:
+        return CutStep(tuple(stages), cuts)
     groups = group_of_parameters(request.model, request.optimizers, step.parameters, set(step.gradients))
     histories = histories_of(request.model, request.optimizers)
-    graphs = [staged.rank_graph(captures.candidates[0]) for staged in stages]
     layouts = [layout_of(graph, groups, request.mesh, histories=histories) for graph in graphs]
     counts = [sum(bucket.trainable for bucket in layout.buckets) for layout in layouts]
     for number, count in enumerate(counts):
@@ -63,8 +72,22 @@ def cut_into_stages(request: Request, captures: Captures, earlier: Earlier | Non
             )
     return CutStep(
         tuple(
-            captures.stage_captures(PipeStage(number, num_stages, names, sum(counts[:number]), sum(counts), draws))
-            for number in range(num_stages)
+            captures.stage_captures(replace(pipe, first_bucket=sum(counts[: pipe.number]), num_buckets=sum(counts)))
+            for pipe in pipes
         ),
         cuts,
     )
+
+
+def _check_places(graphs: Sequence[StepGraph], earlier: Earlier) -> None:
+    """Raises:
+    UsageError: a parameter is first read by another stage than the one that has it.
+    """
+    for number, graph in enumerate(graphs):
+        for info in graph.parameters:
+            place = earlier.state.homes.get(info.source, number)
+            if place != number:
+                raise UsageError(
+                    f"expected {info.source} to be read first by stage {place}, which has it since the first step, "
+                    f"found that stage {number} reads it before: give batches that go through the same layers"
+                )

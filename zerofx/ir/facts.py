@@ -136,6 +136,9 @@ task_of, set_task = _fact("task", Task)
 begun_stretch, set_begun_stretch = _fact("stretch", int)
 """The number of the run of a stage's nodes, all micro-batches of which come before the next run, that begins here."""
 
+message_number, set_message_number = _fact("message", int)
+"""The number of a message among all those of a step in stages, at its sender and at its receiver."""
+
 copied_from, set_copied_from = _fact("copy_of", str)
 """The name of the node that a copy runs again."""
 

@@ -79,7 +79,8 @@ class PipeStage:
 
     ``number`` counts stages from 0. ``cuts`` are the names of the nodes in the whole graph's forward that later stages
     begin with. ``first_bucket``: how many trained buckets of ``num_buckets`` in all the stages before it have.
-    ``draws``: whether any of them draws random numbers.
+    ``draws``: whether any of them draws random numbers. ``buffers`` are, by name, the stages of the buffers that one of
+    them changes.
     """
 
     number: int
@@ -88,6 +89,7 @@ class PipeStage:
     first_bucket: int = 0
     num_buckets: int = 0
     draws: bool = False
+    buffers: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass

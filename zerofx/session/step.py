@@ -34,7 +34,6 @@ from zerofx.session.lending.owners import claim, release
 from zerofx.session.life import Life
 from zerofx.session.metrics import LastStep
 from zerofx.session.reported import Reported
-from zerofx.session.stages import refuse_in_stages
 from zerofx.session.steps import RUNNING, Steps
 from zerofx.session.stopped import leave_out, run_anew, skip, undo
 from zerofx.session.taken_over import TakenOver
@@ -278,9 +277,6 @@ class Step(Whole, Reported):
             CaptureError: the forward cannot be captured.
         """
         self._life.check_open("call step.evaluate(batch)", reads=True)
-        refuse_in_stages(
-            self._steps.mesh, "call step.evaluate(batch)", "evaluate the model in `with step.full_parameters():`"
-        )
         if self.options.delayed_update is not None:
             self.flush()
         with self._life.turn("evaluate a batch", self._steps.device):

@@ -90,11 +90,11 @@ def deepseek_v3() -> nn.Module:
     return DeepseekV3ForCausalLM(config)
 
 
-def t5() -> nn.Module:
+def t5(dropout: float = 0.0) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(  # type: ignore[call-arg]  # its base class takes the rest
-        vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0,
+        vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=dropout,
         decoder_start_token_id=0,
     )  # fmt: skip
     return T5ForConditionalGeneration(config)
@@ -110,11 +110,11 @@ def bert(dropout: float = 0.0) -> nn.Module:
     return BertForMaskedLM(config)
 
 
-def vit() -> nn.Module:
+def vit(dropout: float = 0.0) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(  # type: ignore[call-arg]  # its base class takes the rest
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4,
-        num_labels=5,
+        num_labels=5, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     return ViTForImageClassification(config)

@@ -13,7 +13,12 @@ from gpt import GPT
 from tests.lib.models import adamw
 from zerofx import UsageError
 from zerofx.driver.plan_only import PlannedStep
+from zerofx.errors import InvalidGraphError
 from zerofx.ir import ops
+from zerofx.ir.facts import Phase, Role, origin, placeholder, tensor
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.micro_batches import times_run
+from zerofx.passes.lib.message_check import check_messages
 from zerofx.scheduler.cost.pipeline import StageSeconds, simulate_stages
 
 
@@ -65,6 +70,50 @@ def test_a_skip_is_sent_once_and_its_gradient_comes_back_once() -> None:
     assert _messages(stages[2]) == ([3, 1], [1, 3, 3])
     # The loss goes to all others, and then the gradients.
     assert _messages(stages[3]) == ([0, 1, 2, 1, 2], [2, 1])
+
+
+class Norms(nn.Sequential):
+    """Layers with batch norm, whose statistics stages hand to each other when a step ends."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4)), nn.Linear(8, 1))
+
+
+def test_statistics_are_handed_on_once_a_step() -> None:
+    stages = planned(Norms(), (torch.ones(16, 8), torch.ones(16, 1)), 2, loss_fn=nn.MSELoss()).stages
+    runs = [times_run(stage.lowered.graph) for stage in stages]
+    messages = [(node, times[node]) for times in runs for node in times if node.target in ops.MESSAGES]
+    statistics = [(node, times) for node, times in messages if origin(node).phase is Phase.UPDATE]
+    assert {times for _, times in statistics} == {1}
+    sent = [node.all_input_nodes[0] for node, _ in statistics if node.target is ops.send_value]
+    received = [node for node, _ in statistics if node.target is ops.receive_value]
+    assert len(sent) == len(received) == 8 and {placeholder(node).role for node in sent} == {Role.BUFFER}
+    assert {tuple(tensor(node).shape) for node in sent} == {(8,)}  # counts follow from the batch
+
+
+def _staged() -> list[StepGraph]:
+    """The stages of a micro-batch, before it is unrolled."""
+    return [stage.lowered.graph for stage in planned(Skipping(), (torch.ones(8, 8),), 3, accumulate=1).stages]
+
+
+def test_messages_of_all_stages_meet() -> None:
+    check_messages(_staged(), 3)
+
+
+def test_messages_that_do_not_meet_are_defects() -> None:
+    stages = _staged()
+    first, second = (node for node in stages[0].calls() if node.target is ops.receive_value and node.args[0] == 2)
+    first.prepend(second)
+    with pytest.raises(InvalidGraphError, match="where the other has"):
+        check_messages(stages, 3)
+    stages = _staged()
+    last = [node for node in stages[1].calls() if node.target is ops.send_value][-1]
+    receive = next(node for node in stages[1].calls() if node.target is ops.receive_value)
+    sent = next(iter(last.users))
+    receive.prepend(last)
+    receive.prepend(sent)
+    with pytest.raises(InvalidGraphError, match="waits for ever"):
+        check_messages(stages, 3)
 
 
 def test_what_is_sent_is_counted_by_its_sender() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import zerofx
 from gpt import GPT
 from tests.lib.distributed import RankError, run_ranks
 from tests.lib.models import adamw
+from tests.lib.models.huggingface import bert, mixtral, t5, vit
 from zerofx import RankMismatchError, UsageError
 from zerofx.scheduler.plan.mesh import Mesh
 
@@ -60,6 +62,38 @@ class UNet(nn.Module):
         return nn.functional.mse_loss(self.head(images), targets)
 
 
+class Scaled(nn.Module):
+    """Divides by a running mean of magnitudes, which it changes then: its backward reads what it was."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        scaled = images / self.scale.clone()
+        self.scale.lerp_(images.detach().abs().mean(), 0.3)
+        return scaled
+
+
+class Norms(nn.Module):
+    """Convolutions, each with batch norm, and a scale that is a buffer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), Scaled())
+            for channels in (3, 8, 8, 8)
+        )
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            images = block(images)
+        return nn.functional.cross_entropy(self.head(images.mean((2, 3))), labels)
+
+
 def _convolution(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(2, outputs), nn.SiLU())
 
@@ -88,7 +122,8 @@ def _gpt2() -> nn.Module:
 
 
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
-    "gpt": _gpt, "dropout": Dropping, "u-net": UNet, "llama": _llama, "gpt2": _gpt2,
+    "gpt": _gpt, "dropout": Dropping, "u-net": UNet, "llama": _llama, "gpt2": _gpt2, "norms": Norms,
+    "bert": partial(bert, 0.1), "t5": partial(t5, 0.1), "vit": partial(vit, 0.1), "mixtral": mixtral,
 }  # fmt: skip
 
 
@@ -121,8 +156,12 @@ def _batch(model: str, rows: int, generator: torch.Generator) -> Given:
     if model == "u-net":
         images, targets = torch.randn(2, rows, 3, 8, 8, generator=generator)
         return (images, targets), {}
+    if model in ("norms", "vit"):
+        images = torch.randn(rows, 3, 8, 8, generator=generator)
+        labels = torch.randint(5, (rows,), generator=generator)
+        return ((images, labels), {}) if model == "norms" else ((), {"pixel_values": images, "labels": labels})
     ids, labels = torch.randint(19, (2, rows, 16), generator=generator)
-    return ((), {"input_ids": ids, "labels": labels}) if model in ("llama", "gpt2") else ((ids, labels), {})
+    return ((ids, labels), {}) if model in ("gpt", "dropout") else ((), {"input_ids": ids, "labels": labels})
 
 
 def _begin(run: Run) -> tuple[zerofx.Step, torch.optim.Optimizer, list[Given]]:
@@ -147,7 +186,7 @@ def _train(run: Run) -> Outcome:
     measured, plan = step.measure(*args, **kwargs, num_steps=1), step.plan
     norm = [step.grad_norm] if "max_grad_norm" in dict(run.options) else []
     step.close()
-    given_back = [parameter.detach().clone() for parameter in step.model.parameters()]
+    given_back = [tensor.detach().clone() for tensor in (*step.model.parameters(), *step.model.buffers())]
     idle = None if plan.prediction is None else plan.prediction.idle_seconds
     values = [*losses, draws, *whole.values(), *norm, *given_back]
     return Outcome(values, optimizer.state_dict()["state"], plan.peak_bytes, measured.peak_bytes, idle)
@@ -184,12 +223,14 @@ ON_TWO = [
     Run("llama", {"pipe": 2}, 2),
     Run("gpt2", {"pipe": 2}, 3, (("stage", 0), ("max_grad_norm", 0.1))),
     Run("u-net", {"pipe": 2}, 2),
+    Run("norms", {"pipe": 2}, 5),
     Run("gpt", {"pipe": 2}, 1, (("memory_budget", 245_000), ("recompute", "auto")), steps=2),
     Run("dropout", {"pipe": 2}, 2, (("recompute", "full"),), steps=2),
 ]
 ON_FOUR = [
     Run("gpt2", {"pipe": 4}, 5, CLIPPED),
     Run("u-net", {"pipe": 4}, 4, steps=4),
+    Run("norms", {"pipe": 4}, 2),
     Run("dropout", {"pipe": 4}, 2, (("stage", 0),), steps=4),
 ]
 
@@ -203,12 +244,20 @@ def test_four_stages_train_like_one_process() -> None:
     _check(ON_FOUR, 4, [_train_all([run.on(None) for run in ON_FOUR])])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "num_stages"), [("bert", 2), ("t5", 2), ("t5", 4), ("vit", 2), ("mixtral", 2)])
+def test_models_of_libraries_train_in_stages_like_one_process(model: str, num_stages: int) -> None:
+    runs = [Run(model, {"pipe": num_stages}, 3, CLIPPED if model == "mixtral" else ())]
+    _check(runs, num_stages, [_train_all([run.on(None) for run in runs])])
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_stages_of_several_ranks_train_like_those_ranks_without_stages(stage: int) -> None:
     options = (("stage", stage), ("max_grad_norm", 0.1))
     runs = [
         Run("dropout", {"pipe": 2, "shard": 2}, 4, options, 4),
         Run("llama", {"pipe": 2, "shard": 2}, 2, options, 4),
+        Run("norms", {"pipe": 2, "shard": 2}, 4, options, 4),
     ]
     # A stage reduces gradients once a step.
     once = [replace(run, mesh={"shard": 2}, options=(*run.options, ("reduce", "once"))) for run in runs]
@@ -226,8 +275,8 @@ def _go_on(run: Run, folder: Path, *, save: bool) -> Outcome | None:
         step.close()
         return None
     with torch.no_grad():
-        for parameter in step.model.parameters():
-            parameter.fill_(0.5)
+        for tensor in (*step.model.parameters(), *step.model.buffers()):
+            tensor.fill_(0.5)
     step.load_checkpoint(folder)
     losses = [step(*args, **kwargs).clone() for args, kwargs in given[half:]]
     whole = step.full_state_dict()
@@ -236,8 +285,9 @@ def _go_on(run: Run, folder: Path, *, save: bool) -> Outcome | None:
 
 
 @pytest.mark.parametrize("to_stages", [True, False])
-def test_checkpoints_go_between_stages_and_one_process(tmp_path: Path, *, to_stages: bool) -> None:
-    run = Run("gpt2", {"pipe": 2}, 2, steps=4)
+@pytest.mark.parametrize("model", ["gpt2", "norms"])
+def test_checkpoints_go_between_stages_and_one_process(model: str, tmp_path: Path, *, to_stages: bool) -> None:
+    run = Run(model, {"pipe": 2}, 2, steps=4)
     alone = run.on(None)
     if to_stages:
         _go_on(alone, tmp_path, save=True)
@@ -286,19 +336,50 @@ def test_a_stage_that_dies_ends_all_with_its_reason(lost: int, tmp_path: Path) -
     assert f"rank {lost}" in (tmp_path / "reason").read_text()
 
 
+def _evaluate(runs: list[Run]) -> list[tuple[list[Tensor], bool]]:
+    """What steps and evaluations give, of batches of two shapes in turn; and whether bytes are as planned."""
+    outcomes = []
+    for run in runs:
+        step, _, given = _begin(run)
+        values = list[Tensor]()
+        for number, (args, kwargs) in enumerate(given):
+            values.append(step(*args, **kwargs).clone())
+            few, named = _batch(run.model, run.accumulate * (1 + number % 2), torch.Generator().manual_seed(9))
+            result = step.evaluate(*few, **named)
+            values += [result] if isinstance(result, Tensor) else [result["loss"], result["logits"]]
+            values.append(step(*few, **named).clone())
+        measured, evaluation = step.measure_evaluation(*few, **named), step.evaluation
+        assert evaluation is not None
+        alike = measured.peak_bytes == evaluation.plan.peak_bytes
+        values += [tensor.clone() for tensor in step.full_state_dict().values()]
+        outcomes.append(([*values, torch.rand(3)], alike))
+        step.close()
+    return outcomes
+
+
+@pytest.mark.filterwarnings("ignore:a batch of another shape")
+def test_stages_evaluate_and_train_on_batches_of_any_shape_like_one_process() -> None:
+    runs = [Run("gpt2", {"pipe": 2}, 2, steps=2), Run("norms", {"pipe": 2}, 2, steps=2)]
+    alone = _evaluate([run.on(None) for run in runs])
+    for outcomes in run_ranks(_evaluate, 2, runs):
+        for (values, alike), (expected, _) in zip(outcomes, alone, strict=True):
+            assert alike and all(map(torch.equal, values, expected)) and len(values) == len(expected)
+
+
 def _refuse() -> list[str]:
     """What is refused, with the step as usable as it was."""
     step, _, given = _begin(Run("gpt", {"pipe": 2}, 2, steps=1))
     (args, _), texts = given[0], []
     step(*args)
-    for ask in (lambda: step.evaluate(*args), lambda: list(step.weights()), lambda: step.full("head").__enter__()):
+    for ask in (lambda: list(step.weights()), lambda: step.full("head").__enter__()):
         with pytest.raises(UsageError, match="axis 'pipe'") as refusal:
             ask()
         texts.append(str(refusal.value))
     step(*args)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    norm = nn.BatchNorm1d(4, affine=False)  # whose statistics would be sent back for each micro-batch
+    model = nn.Sequential(norm, nn.Linear(4, 4), norm, nn.Linear(4, 4))
     other = zerofx.compile(model, adamw(model), mesh={"pipe": 2}, loss_fn=nn.MSELoss(), backend="eager")
-    with pytest.raises(UsageError, match="found that it changes") as refusal:
+    with pytest.raises(UsageError, match="which stage 1 changes, read in another") as refusal:
         other(torch.ones(2, 4), torch.ones(2, 4))
     one = nn.Linear(4, 4)
     short = zerofx.compile(one, adamw(one), mesh={"pipe": 2}, loss_fn=nn.MSELoss(), backend="eager")

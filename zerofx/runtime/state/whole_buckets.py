@@ -43,6 +43,7 @@ class WholeBuckets:
         self.buckets: list[BucketState] = []
         own = {slot.source for bucket in layout.buckets for slot in bucket.slots}
         self.elsewhere = tuple(name for name in self._tensors if name not in own) if layout.mesh.pipe > 1 else ()
+        self._strides = {id(self._tensors[name]): self._tensors[name].stride() for name in self.elsewhere}
         self.homes: Mapping[str, int] = {}  # the stage of each parameter, where there are several
 
     @property
@@ -82,7 +83,8 @@ class WholeBuckets:
 
     def strides(self) -> Strides:
         """Those of the parameters as a step reads them: NaN that takes no memory has others."""
-        return {id(self._tensors[slot.source]): slot.shown_stride for _, _, slot in self.slots()}
+        own = {id(self._tensors[slot.source]): slot.shown_stride for _, _, slot in self.slots()}
+        return own | self._strides
 
     def show_parameters(self) -> None:
         """Give the model its whole parameters, gathered from all ranks, in their own dtype."""
