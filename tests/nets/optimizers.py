@@ -85,7 +85,8 @@ class _Training:
     def saved(self) -> tuple[Values, Values]:
         """Parameters, and the optimizer's state, in which parameters that have none may be left out."""
         states = copy.deepcopy(self.optimizer.state_dict())
-        return self.values(), states | {"state": {key: entry for key, entry in states["state"].items() if entry}}
+        entries = {key: entry for key, entry in states.get("state", {}).items() if entry}
+        return self.values(), states | ({"state": entries} if "state" in states else {})
 
     def close(self) -> None:
         """Let go of what is held."""

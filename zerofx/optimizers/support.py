@@ -9,8 +9,9 @@ from typing import Any, Final
 import torch
 
 from zerofx.errors import OptimizerError
+from zerofx.optimizers.nested import NestedOptimizer
 from zerofx.optimizers.shadow import step_function
-from zerofx.torch_private.optimizers import has_adagrad_for_gpus
+from zerofx.torch_private.optimizers import has_adagrad_for_gpus, members_of
 
 _REFUSED: Final = {
     "LBFGS": "its step needs a closure and dot products over all parameters",
@@ -36,13 +37,21 @@ def refuse_by_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
     Raises:
         OptimizerError: it names the optimizer and what is in the way.
     """
-    name = type(optimizer).__name__
+    if isinstance(optimizer, NestedOptimizer):
+        for _, member in members_of(optimizer.outer):
+            _refuse_class(member, group)
+        return
     for own in ("state", "param_groups"):
         if own not in vars(optimizer):
             raise OptimizerError(
-                f"expected an optimizer with states and param groups of its own, found {name}, whose {own} is another "
-                "optimizer's: give zerofx.compile that one"
+                f"expected an optimizer with states and param groups of its own, found {type(optimizer).__name__}, "
+                f"whose {own} is another optimizer's: give zerofx.compile that one"
             )
+    _refuse_class(optimizer, group)
+
+
+def _refuse_class(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
+    name = type(optimizer).__name__
     for base in type(optimizer).__mro__:
         if base.__module__.startswith("torch.optim") and base.__name__ in _REFUSED:
             raise OptimizerError(

@@ -16,7 +16,7 @@ from zerofx.errors import OptimizerError
 from zerofx.ir.operators.elementwise import OPERATORS
 from zerofx.ir.operators.table import facts_of
 from zerofx.optimizers.blame import blame
-from zerofx.optimizers.outside import OptimizerRest, same
+from zerofx.optimizers.outside import OptimizerRest, plain_attributes, same
 from zerofx.optimizers.program import StateTensor, WholeParameter
 from zerofx.optimizers.shadow import choose_implementation, run_step, sample
 from zerofx.optimizers.whole.combined import Combined, Share, check_apart, set_owner
@@ -205,18 +205,18 @@ def make_shadow(alone: OptimizerRest, params: list[torch.Tensor]) -> torch.optim
     return shadow
 
 
-def check_separable(rest: OptimizerRest, samples: Samples) -> None:
+def check_separable(rest: OptimizerRest, samples: Samples, starts: Starts) -> None:
     """Check that a step treats each parameter by itself: bit for bit, for some steps ahead.
 
-    ``samples``: shapes and dtypes of parameters by group.
+    ``samples``: shapes and dtypes of parameters by group. ``starts``: the states that they begin with.
 
     Raises:
         CombinesError: it combines parameters.
         OptimizerError: it draws random numbers, or cannot be run.
     """
-    together, after = _Trained(samples), rest
+    together, after = _Trained(samples, starts), rest
     alone = [
-        (index, number, _Trained({0: [each]}, index, number))
+        (index, number, _Trained({0: [each]}, starts, index, number))
         for index, listed in samples.items()
         for number, each in enumerate(listed)
     ]
@@ -232,7 +232,7 @@ def check_separable(rest: OptimizerRest, samples: Samples) -> None:
                 )
 
 
-def check_combined(rest: OptimizerRest, samples: Samples) -> None:
+def check_combined(rest: OptimizerRest, samples: Samples, starts: Starts) -> None:
     """Check that a step over parameters that lie on two ranks gives what it gives on one, for some steps ahead.
 
     Both ranks are played here: what they send each other is taken down where all parameters have values.
@@ -240,8 +240,8 @@ def check_combined(rest: OptimizerRest, samples: Samples) -> None:
     Raises:
         OptimizerError: it combines parameters by more than numbers, or hides what it depends on.
     """
-    plain, noted, after = _Trained(samples), _Trained(samples), rest
-    ranks = [_Trained(samples, rank=rank) for rank in range(2)]
+    plain, noted, after = _Trained(samples, starts), _Trained(samples, starts), rest
+    ranks = [_Trained(samples, starts, rank=rank) for rank in range(2)]
     for step in range(1, STEPS_AHEAD + 1):
         before, after = after, plain.step(after, step)
         sent: list[torch.Tensor] = []
@@ -272,6 +272,18 @@ class DoesNotRunError(OptimizerError):
 
 
 Samples = Mapping[int, Sequence[tuple[tuple[int, ...], torch.dtype]]]
+# The states that a constructor has made for parameters, by their group and shape.
+Starts = Mapping[tuple[int, tuple[int, ...]], Any]
+
+
+def shrink_entry(entry: Any, shape: tuple[int, ...], small: tuple[int, ...]) -> Any:
+    """An entry for the shape ``small`` in the place of one for ``shape``, of whose tensors it has the first elements;
+    empty where there are tensors of other shapes."""
+    tree, tensors = split_tensors(entry)
+    if any(tuple(tensor.shape) != shape for tensor in tensors.values()):
+        return {}
+    corner = tuple(map(slice, small))
+    return join_tensors(tree, {path: tensor[corner].to("cpu", copy=True) for path, tensor in tensors.items()})
 
 
 class _Trained:
@@ -281,7 +293,9 @@ class _Trained:
     them, have no values.
     """
 
-    def __init__(self, samples: Samples, first: int = 0, skipped: int = 0, rank: int | None = None) -> None:
+    def __init__(
+        self, samples: Samples, starts: Starts, first: int = 0, skipped: int = 0, rank: int | None = None
+    ) -> None:
         self._first, self._skipped, self._rank = first, skipped, rank
         self._fakes = fake_mode()
         order = [(index, place) for index, listed in samples.items() for place in range(len(listed))]
@@ -292,6 +306,11 @@ class _Trained:
             values = self._own((index, place), sample(*samples[index][place], low, high))
             self.params[index, place] = torch.nn.Parameter(values)
         self._states: dict[tuple[int, int], Any] = {}
+        for index, place in order:
+            tree, tensors = split_tensors(starts.get((index + first, samples[index][place][0]), {}))
+            if tree:
+                own = {path: self._own((index, place), tensor.clone()) for path, tensor in tensors.items()}
+                self._states[index, place] = join_tensors(tree, own)
 
     def step(self, rest: OptimizerRest, number: int, share: Share | None = None) -> OptimizerRest:
         """Step once; returns the groups and attributes after it. ``share``: between ranks, if they share parameters."""
@@ -321,7 +340,7 @@ class _Trained:
             ) from error
         self._states = {key: shadow.state[param] for key, param in self.params.items() if param in shadow.state}
         after = rest.after(shadow)
-        check_apart([after.groups, after.attributes, after.own], name)
+        check_apart([after.groups, plain_attributes(shadow), after.own], name)
         return after
 
     def places(self) -> list[tuple[int, int]]:
