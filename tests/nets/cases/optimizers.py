@@ -15,7 +15,9 @@ from torch import nn
 Options = Mapping[str, Any]
 Groups = list[dict[str, Any]]
 
-VARIANTS: Final = ("plain", "weight decay", "schedule", "two groups", "bfloat16", "restored", "stage 0", "stage 3")
+VARIANTS: Final = (
+    "plain", "weight decay", "schedule", "two groups", "bfloat16", "restored", "resumed", "stage 0", "stage 3",
+)  # fmt: skip
 _WORLDS: Final = {"bfloat16": (1,), "stage 0": (3,), "stage 3": (3,)}  # of other variants one and two ranks
 
 
@@ -33,6 +35,11 @@ class OptimizerCase:
         """Variant, options and number of ranks."""
         options = "".join(f", {key}={value}" for key, value in self.options.items() if key not in _NEEDED)
         return f"{self.variant}{options}, {self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+
+    @property
+    def num_ranks_before(self) -> int:
+        """The ranks that train until the checkpoint from which it is resumed."""
+        return self.num_ranks + (self.variant == "resumed")
 
     @property
     def rounds_ends(self) -> bool:
