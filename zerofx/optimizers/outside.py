@@ -105,7 +105,7 @@ class Change:
 def optimizer_rest(optimizer: torch.optim.Optimizer) -> OptimizerRest:
     """The groups and attributes of ``optimizer``; not copied."""
     own = attributes(_copy_members(optimizer))
-    shared = _shared(optimizer)
+    shared = _common_entries(optimizer)
     groups = tuple(
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
@@ -121,8 +121,8 @@ def _copy_members(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return copied
 
 
-def _shared(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What torch gives to all optimizers, without hooks."""
+def _common_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The attributes that torch gives to all optimizers, without hooks."""
     return {
         name: OrderedDict() if has_hooks(name, value) else value
         for name, value in vars(optimizer).items()
@@ -213,7 +213,9 @@ def _copy_attributes(of: Mapping[str, Any], owner: torch.optim.Optimizer, *, in_
     for name, value in of.items():
         if in_nest and isinstance(value, torch.optim.Optimizer):
             copied[name] = member = object.__new__(type(value))
-            vars(member).update(_shared(value) | {key: None for key in ("state", "param_groups") if key in vars(value)})
+            vars(member).update(
+                _common_entries(value) | {key: None for key in ("state", "param_groups") if key in vars(value)}
+            )
             vars(member).update(_copy_attributes(attributes(value), member, in_nest=True))
         else:
             copied[name] = _copy(value, owner, name)

@@ -50,7 +50,7 @@ class Optimizers:
         return self.each if self.average is None else tuple([make_averaging(each, self.average) for each in self.each])
 
     @property
-    def given(self) -> tuple[torch.optim.Optimizer, ...]:
+    def users(self) -> tuple[torch.optim.Optimizer, ...]:
         """The user's own."""
         return tuple(each.outer if isinstance(each, NestedOptimizer) else each for each in self.each)
 
