@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -189,3 +190,65 @@ def compare(
             assert same, f"{name} differs at step {step}: {found} {value}"
     assert not followed.state or all(not s or float(s["step"]) == 0 for s in followed.state.values())
     return runner
+
+
+class Scaled(torch.optim.Optimizer):
+    """Steps another optimizer on gradients divided by their norms, and has no states of its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.defaults = inner, inner.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]  # those of the other
+    state = property(lambda self: self.inner.state)  # type: ignore[assignment]  # that of the other
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.div_(p.grad.norm() + 1)
+        self.inner.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+class SlowWeights(Scaled):
+    """Steps another optimizer, and every third time draws the parameters to slow ones, as Lookahead does."""
+
+    state: Any = None  # its own
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner)
+        self.num_steps, self.state = 0, defaultdict(dict)
+        for p in self._parameters():
+            self.state[p]["slow"] = p.detach().clone()
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+        self.inner.step()
+        self.num_steps += 1
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for p in group["params"] if group["count"] % 3 == 0 else ():
+                p.copy_(self.state[p]["slow"].lerp_(p, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        slow = [self.state[p]["slow"] for p in self._parameters()]
+        return {"slow": slow, "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict["inner"])
+        self.state = defaultdict(dict)
+        for p, slow in zip(self._parameters(), state_dict["slow"], strict=True):
+            self.state[p]["slow"] = slow.clone()

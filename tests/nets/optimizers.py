@@ -85,7 +85,8 @@ class _Training:
     def saved(self) -> tuple[Values, Values]:
         """Parameters, and the optimizer's state, in which parameters that have none may be left out."""
         states = copy.deepcopy(self.optimizer.state_dict())
-        return self.values(), states | {"state": {key: entry for key, entry in states["state"].items() if entry}}
+        entries = {key: entry for key, entry in states.get("state", {}).items() if entry}
+        return self.values(), states | ({"state": entries} if "state" in states else {})
 
     def close(self) -> None:
         """Let go of what is held."""
@@ -109,6 +110,14 @@ class _Compiled(_Training):
         """All parameters, copied."""
         return self._step.full_state_dict()
 
+    def save(self, place: Path) -> None:
+        """A checkpoint."""
+        self._step.save_checkpoint(place)
+
+    def load(self, place: Path) -> None:
+        """Go on from a checkpoint."""
+        self._step.load_checkpoint(place)
+
     def close(self) -> None:
         """Let go of what is held."""
         self._step.close()
@@ -125,23 +134,33 @@ def _loss(outputs: Tensor) -> Tensor:
 def _batches(case: OptimizerCase) -> list[list[Tensor]]:
     generator, width = torch.Generator().manual_seed(5), next(case.model().parameters()).shape[1]
     return [
-        [torch.randn(4, width, generator=generator).to(case.dtype) for _ in range(case.num_ranks)]
-        for _ in range(NUM_STEPS)
+        [torch.randn(4, width, generator=generator).to(case.dtype) for _ in range(num_ranks)]
+        for number in range(NUM_STEPS)
+        for num_ranks in (case.num_ranks_before if number < _SAVED_AFTER else case.num_ranks,)
     ]
 
 
-def _train(kind: type[_Training], case: OptimizerCase) -> Values:
-    """Everything that has to be the same."""
+def _place(case: OptimizerCase, folder: Path) -> Path:
+    return folder / f"{case.name} {case.full_variant}"
+
+
+def _train(kind: type[_Training], case: OptimizerCase, folder: Path) -> Values:
+    """Everything that has to be the same; ``folder`` has checkpoints to resume from."""
     batches = _batches(case)
     saved, losses = None, []
-    for part in (batches[:_SAVED_AFTER], batches[_SAVED_AFTER:]) if case.variant == "restored" else (batches,):
+    parts = (batches[:_SAVED_AFTER], batches[_SAVED_AFTER:]) if case.variant in ("restored", "resumed") else (batches,)
+    for number, part in enumerate(parts):
+        if case.variant == "resumed" and kind is _Compiled and not number:
+            continue
         training = kind(case, saved)
         try:
+            if isinstance(training, _Compiled) and case.variant == "resumed":
+                training.load(_place(case, folder))
             training.train(part)
             saved = training.saved()
         finally:
             training.close()
-        losses += training.losses
+        losses = training.losses if case.variant == "resumed" else [*losses, *training.losses]
     assert saved is not None
     return {"losses": losses, "parameters": saved[0], "optimizer": saved[1]}
 
@@ -172,29 +191,52 @@ def difference(expected: Any, found: Any, where: str = "") -> str:
     return next((text for a, b, key in pairs if (text := difference(a, b, f"{where}[{key}]"))), "")
 
 
-def check(case: OptimizerCase) -> Record:
-    """What becomes of one case, on this rank."""
-    expected: Values | None = None
-    outside = ""
+def _train_eagerly(case: OptimizerCase, folder: Path) -> tuple[Values | None, str]:
+    """What eager mode gives, and why it gives nothing."""
+    try:
+        return _train(_Training, case, folder), ""
+    except Exception as error:  # noqa: BLE001  # of other people's code: whatever it raises
+        return None, f"eager mode fails too: {type(error).__name__}: {error}"
+
+
+def _failed(case: OptimizerCase, error: Exception, outside: str) -> Record:
+    if isinstance(error, zerofx.ZeroFXError):
+        outcome: Outcome = "wrong" if isinstance(error, zerofx.InternalError) else "refused"
+        # Where eager mode fails, what it says is the reason.
+        return Record(case.name, case.full_variant, outcome, _line(outside or f"{error}"))
+    # What is no error of ours is what the net is looking for.
+    outcome = "refused" if type(error).__name__ in outside else "wrong"
+    text = outside if outcome == "refused" else f"{type(error).__name__}: {error}"
+    return Record(case.name, case.full_variant, outcome, _line(text))
+
+
+def check(case: OptimizerCase, folder: Path) -> Record:
+    """What becomes of one case, on this rank; ``folder`` has checkpoints to resume from."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        expected, outside = _train_eagerly(case, folder)
         try:
-            expected = _train(_Training, case)
-        except Exception as error:  # noqa: BLE001  # of other people's code: whatever it raises
-            outside = f"eager mode fails too: {type(error).__name__}: {error}"
-        try:
-            found = _train(_Compiled, case)
-        except zerofx.ZeroFXError as error:
-            outcome: Outcome = "wrong" if isinstance(error, zerofx.InternalError) else "refused"
-            return Record(case.name, case.full_variant, outcome, _line(f"{error}"))
-        except Exception as error:  # noqa: BLE001  # what is no error of ours is what the net is looking for
-            if type(error).__name__ in outside:
-                return Record(case.name, case.full_variant, "refused", _line(outside))
-            return Record(case.name, case.full_variant, "wrong", _line(f"{type(error).__name__}: {error}"))
+            found = _train(_Compiled, case, folder)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is an outcome
+            return _failed(case, error, outside)
     if expected is None:
         return Record(case.name, case.full_variant, "wrong", _line(f"trains, where {outside}"))
     text = difference(expected, found)
     return Record(case.name, case.full_variant, "wrong" if text else "exact", _line(text))
+
+
+def save(case: OptimizerCase, folder: Path) -> Record | None:
+    """Train until the checkpoint; gives what is the matter, if something is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            training = _Compiled(case)
+            with closing(training):
+                training.train(_batches(case)[:_SAVED_AFTER])
+                training.save(_place(case, folder))
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is an outcome
+            return _failed(case, error, _train_eagerly(case, folder)[1])
+    return None
 
 
 def _line(text: str) -> str:
@@ -203,22 +245,46 @@ def _line(text: str) -> str:
     return re.sub(r"0x[0-9a-f]+", "0x...", text)[:300]
 
 
-def _check_all(cases: list[OptimizerCase]) -> list[Record]:
+def _check_all(cases: list[OptimizerCase], folder: Path) -> list[Record]:
     torch.set_num_threads(1)
-    return [check(case) for case in cases]
+    return [check(case, folder) for case in cases]
+
+
+def _save_all(cases: list[OptimizerCase], folder: Path) -> list[Record | None]:
+    torch.set_num_threads(1)
+    return [save(case, folder) for case in cases]
 
 
 def run(cases: Sequence[OptimizerCase]) -> Iterator[Record]:
     """A record a case. Those of several ranks share their processes, some dozens at a time."""
     for case in cases:
-        if case.num_ranks == 1:
-            yield check(case)
-    for num_ranks in sorted({case.num_ranks for case in cases} - {1}):
-        alike = [case for case in cases if case.num_ranks == num_ranks]
+        if case.num_ranks == case.num_ranks_before == 1:
+            yield check(case, Path())
+    worlds = {(case.num_ranks_before, case.num_ranks) for case in cases}
+    for num_before, num_ranks in sorted(worlds - {(1, 1)}):
+        alike = [case for case in cases if (case.num_ranks_before, case.num_ranks) == (num_before, num_ranks)]
         for start in range(0, len(alike), _CASES_A_CALL):
             part = alike[start : start + _CASES_A_CALL]
-            for of_ranks in zip(*run_ranks(_check_all, num_ranks, part, timeout=1800.0), strict=True):
-                yield next((record for record in of_ranks if record.outcome == "wrong"), of_ranks[-1])
+            with tempfile.TemporaryDirectory() as folder:
+                if num_before > num_ranks:
+                    failed = [
+                        _worst(each) for each in zip(*_on_ranks(_save_all, num_before, part, folder), strict=True)
+                    ]
+                    yield from (record for record in failed if record is not None)
+                    part = [case for case, record in zip(part, failed, strict=True) if record is None]
+                for of_ranks in zip(*_on_ranks(_check_all, num_ranks, part, folder), strict=True):
+                    record = _worst(of_ranks)
+                    assert record is not None
+                    yield record
+
+
+def _on_ranks(fn: Any, num_ranks: int, cases: list[OptimizerCase], folder: str) -> Any:
+    return run_ranks(fn, num_ranks, cases, Path(folder), timeout=1800.0)
+
+
+def _worst(of_ranks: Sequence[Record | None]) -> Record | None:
+    wrong = [record for record in of_ranks if record is not None and record.outcome == "wrong"]
+    return wrong[0] if wrong else of_ranks[-1]
 
 
 def cost(kind: Any, num_groups: int = 20, num_steps: int = 60, **options: Any) -> tuple[float, float]:

@@ -13,10 +13,13 @@ from typing import Any, Final
 import torch
 
 from zerofx.errors import OptimizerError
+from zerofx.optimizers.nested import NestedOptimizer
 from zerofx.optimizers.shadow import IMPLEMENTATION_FLAGS
-from zerofx.torch_private.optimizers import has_hooks, is_torchs_own
+from zerofx.torch_private.optimizers import has_hooks, is_torchs_own, members_of
 
-_HANDLED_APART: Final = frozenset({"state", "param_groups", "defaults", "step", "grad_scale", "found_inf"})
+_HANDLED_APART: Final = frozenset(
+    {"state", "param_groups", "defaults", "step", "grad_scale", "found_inf", "state_dict", "load_state_dict"}
+)
 PLAIN: Final = frozenset({type(None), bool, int, float, str})  # most of all there is
 _ATOMS: Final = (
     type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, type, torch.dtype, torch.device,
@@ -47,14 +50,14 @@ class OptimizerRest:
         """An optimizer of the same class, with copies of all this, these parameters in its groups, and no hooks.
 
         Raises:
-            OptimizerError: there is what can be neither copied nor shared: another optimizer, a module.
+            OptimizerError: there is what can be neither copied nor shared, such as a module.
         """
         shadow = object.__new__(self.kind)
         own = vars(shadow)
         own.update(self.shared)
-        own.update({name: _copy(value, shadow, name) for name, value in self.attributes.items()})
-        own["state"] = defaultdict(dict, {key: _copy(value, shadow, "state") for key, value in self.own.items()})
-        own["param_groups"] = [
+        own.update(_copy_attributes(self.attributes, shadow, in_nest=issubclass(self.kind, NestedOptimizer)))
+        shadow.state = defaultdict(dict, {key: _copy(value, shadow, "state") for key, value in self.own.items()})
+        shadow.param_groups = [
             {"params": mine, **{key: _copy(value, shadow, "param_groups") for key, value in group.items()}}
             for mine, group in zip(params, self.groups, strict=True)
         ]
@@ -101,17 +104,36 @@ class Change:
 
 def optimizer_rest(optimizer: torch.optim.Optimizer) -> OptimizerRest:
     """The groups and attributes of ``optimizer``; not copied."""
-    own = attributes(optimizer)
-    shared = {
-        name: OrderedDict() if has_hooks(name, value) else value
-        for name, value in vars(optimizer).items()
-        if name == "defaults" or (name not in _HANDLED_APART and name not in own)
-    }
+    own = attributes(_copy_members(optimizer))
+    shared = _common_entries(optimizer)
     groups = tuple(
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
     )
     return OptimizerRest(type(optimizer), groups, own, shared)
+
+
+def _copy_members(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer with the attributes of this, but for a copy of those that it holds: they change in place."""
+    copied = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        vars(copied)[name] = _copy_members(value) if isinstance(value, torch.optim.Optimizer) else value
+    return copied
+
+
+def _common_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The attributes that torch gives to all optimizers, without hooks."""
+    return {
+        name: OrderedDict() if has_hooks(name, value) else value
+        for name, value in vars(optimizer).items()
+        if name == "defaults" or (name not in _HANDLED_APART and is_torchs_own(name))
+    }
+
+
+def plain_attributes(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The attributes of an optimizer and of those that it holds."""
+    every = [value for _, member in members_of(optimizer) for value in attributes(member).values()]
+    return [value for value in every if not isinstance(value, torch.optim.Optimizer)]
 
 
 def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -131,11 +153,14 @@ def changes(owner: dict[str, Any], before: Mapping[str, Any], after: Mapping[str
     """The changes that turn ``before`` into ``after``, to be done to ``owner``."""
     if same(before, after):
         return []
-    return [
-        Change(owner, key, after.get(key, _ABSENT))
-        for key in dict.fromkeys([*before, *after])
-        if not same(before.get(key, _ABSENT), after.get(key, _ABSENT))
-    ]
+    changed = []
+    for key in dict.fromkeys([*before, *after]):
+        old, new = before.get(key, _ABSENT), after.get(key, _ABSENT)
+        if isinstance(old, torch.optim.Optimizer) and isinstance(new, torch.optim.Optimizer):
+            changed += changes(vars(owner.get(key, old)), attributes(old), attributes(new))
+        elif not same(old, new):
+            changed.append(Change(owner, key, new))
+    return changed
 
 
 def is_unchanged(before: OptimizerRest, after: OptimizerRest) -> bool:
@@ -170,6 +195,8 @@ def same(a: Any, b: Any) -> bool:
         return a.__func__ is b.__func__
     if isinstance(a, _ATOMS):
         return bool(a == b)
+    if isinstance(a, torch.optim.Optimizer):
+        return same(attributes(a), attributes(b))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(value is b[key] or same(value, b[key]) for key, value in a.items())
     if isinstance(a, (list, tuple, deque)):
@@ -177,6 +204,22 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (set, frozenset)):
         return bool(a == b)
     return same(vars(a), vars(b)) if hasattr(a, "__dict__") else bool(a == b)
+
+
+def _copy_attributes(of: Mapping[str, Any], owner: torch.optim.Optimizer, *, in_nest: bool) -> dict[str, Any]:
+    """Copies of attributes for ``owner``, as ``_copy`` makes them; ``in_nest``: optimizers too, without their states
+    and groups, which are for the nest to give."""
+    copied: dict[str, Any] = {}
+    for name, value in of.items():
+        if in_nest and isinstance(value, torch.optim.Optimizer):
+            copied[name] = member = object.__new__(type(value))
+            vars(member).update(
+                _common_entries(value) | {key: None for key in ("state", "param_groups") if key in vars(value)}
+            )
+            vars(member).update(_copy_attributes(attributes(value), member, in_nest=True))
+        else:
+            copied[name] = _copy(value, owner, name)
+    return copied
 
 
 def _copy(value: Any, owner: object, where: str) -> Any:
@@ -195,7 +238,7 @@ def _copy(value: Any, owner: object, where: str) -> Any:
         raise OptimizerError(
             f"expected an optimizer that works on its own parameters and states alone, found the "
             f"{type(value).__name__} in {where} of {type(owner).__name__}: give zerofx.compile an optimizer that holds "
-            f"neither another optimizer nor a module"
+            f"no module, and others as attributes alone"
         )
     make: Callable[[Any], Any] | None = None
     if type(value) in (list, set, frozenset):

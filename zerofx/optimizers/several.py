@@ -11,6 +11,7 @@ import torch
 
 from zerofx.averages import Average
 from zerofx.errors import OptimizerError
+from zerofx.optimizers.nested import NestedOptimizer, nest
 from zerofx.optimizers.outside import may_change
 from zerofx.optimizers.program import UpdateProgram
 from zerofx.optimizers.shadow import make_averaging
@@ -41,12 +42,17 @@ class Optimizers:
         if len(set(map(id, each))) < len(each):
             names = ", ".join(type(optimizer).__name__ for optimizer in each)
             raise OptimizerError(f"expected each optimizer once in a list of them, found one twice: {names}")
-        return Optimizers(each, average)
+        return Optimizers(tuple(map(nest, each)), average)
 
     @functools.cached_property
     def steppers(self) -> tuple[torch.optim.Optimizer, ...]:
         """Those whose steps updates are: with the average of parameters as a state, if there is one."""
         return self.each if self.average is None else tuple([make_averaging(each, self.average) for each in self.each])
+
+    @property
+    def users(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The user's own."""
+        return tuple(each.outer if isinstance(each, NestedOptimizer) else each for each in self.each)
 
     @property
     def name(self) -> str:

@@ -42,10 +42,12 @@ def copy_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> to
     for name, value in vars(optimizer).items():
         if has_hooks(name, value):
             vars(copied)[name] = OrderedDict()
-        elif name not in ("step", "grad_scale", "found_inf"):
+        elif name in ("state", "param_groups"):
+            vars(copied)[name] = copy.deepcopy(value, memo)
+        elif isinstance(value, torch.optim.Optimizer):
+            vars(copied)[name] = copy_optimizer(value, memo)
+        elif name not in ("step", "grad_scale", "found_inf", "state_dict", "load_state_dict"):
             vars(copied)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
-    copied.state = copy.deepcopy(optimizer.state, memo)
-    copied.param_groups = copy.deepcopy(optimizer.param_groups, memo)
     return copied
 
 

@@ -19,14 +19,13 @@ import torch
 from zerofx.errors import OptimizerError
 from zerofx.optimizers.blame import NotElementwiseError, looks_at_shapes, not_elementwise
 from zerofx.optimizers.build import build_graph
-from zerofx.optimizers.complex_parts import check_parts
 from zerofx.optimizers.merged_groups import MergedGroups, groups_alike, same_outcomes
 from zerofx.optimizers.outside import Change, OptimizerRest, changes, is_unchanged, optimizer_rest, same
 from zerofx.optimizers.program import UpdateProgram
 from zerofx.optimizers.shadow import on_host
 from zerofx.optimizers.side_by_side import ComingUpdate, SideBySide
 from zerofx.optimizers.stand_in import SHAPES, Repeated, StandIn, StandInOutcome, StandInStep, first_scalars
-from zerofx.optimizers.support import refuse_by_name, refuse_dtype
+from zerofx.optimizers.support import check_parts, refuse_by_name, refuse_dtype
 from zerofx.optimizers.whole import WholeOptimizer
 
 # What is compiled is a program for each form of the update: an update that counts what it calls has one a step.

@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from zerofx.errors import OptimizerError
 from zerofx.optimizers.blame import does_not_step
 from zerofx.optimizers.build import FlatState
-from zerofx.optimizers.outside import PLAIN, OptimizerRest, attributes, entries_after
+from zerofx.optimizers.nested import NestedOptimizer
+from zerofx.optimizers.outside import PLAIN, OptimizerRest, attributes, entries_after, plain_attributes
 from zerofx.optimizers.recorder import OpRecord, Recorder, Ref
 from zerofx.optimizers.replay import ExpectedCall, RecordedCalls, Replay, expected_call, members
 from zerofx.optimizers.shadow import choose_implementation, run_step, sample
@@ -182,7 +183,7 @@ class StandInStep:
         shadow = _shadow(alone, [[self.param]], {0} if stand_in.fused else set())
         own = self.put_into(shadow, stand_in)
         recorder = Recorder(state.kind.__name__, torch.Size(shape).numel(), fused=stand_in.fused)
-        recorder.bind_numbers([own, shadow.param_groups, attributes(shadow)])
+        recorder.bind_numbers([own, shadow.param_groups, plain_attributes(shadow)])
         recorder.bind(self.param, Ref("param"))
         if self._grad is not None:
             recorder.bind(self._grad, Ref("grad"))
@@ -253,6 +254,10 @@ def first_scalars(state: OptimizerRest, stand_in: StandIn) -> dict[str, Any]:
     Raises:
         OptimizerError: the step does what cannot be done on a flat shard, or cannot be run.
     """
+    if issubclass(state.kind, NestedOptimizer):
+        raise OptimizerError(
+            f"expected a step of {state.kind.__name__} before its states are asked for, found none: call this after it"
+        )
     step = StandInStep(state, stand_in)
     shadow = _shadow(state.select_group(stand_in.group), [[step.param]], {0} if stand_in.fused else set())
     step.put_into(shadow, stand_in)

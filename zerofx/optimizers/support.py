@@ -1,4 +1,4 @@
-"""Optimizers that can run on flat shards, and those of them that have a fused kernel."""
+"""Optimizers that can run on flat shards: refused by name, with a fused kernel, on complex numbers as on pairs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any, Final
 import torch
 
 from zerofx.errors import OptimizerError
-from zerofx.optimizers.shadow import step_function
-from zerofx.torch_private.optimizers import has_adagrad_for_gpus
+from zerofx.optimizers.nested import NestedOptimizer
+from zerofx.optimizers.outside import OptimizerRest
+from zerofx.optimizers.shadow import choose_implementation, on_host, run_step, sample, step_function
+from zerofx.torch_private.optimizers import has_adagrad_for_gpus, members_of
 
 _REFUSED: Final = {
     "LBFGS": "its step needs a closure and dot products over all parameters",
@@ -18,6 +20,10 @@ _REFUSED: Final = {
 }
 _FUSED_CLASSES: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _FUSED_DEVICES: Final = ("cpu", "cuda", "mps", "xpu")
+# Of complex numbers that are tried, and steps: the first makes the states, the second reads them, the third what the
+# second left.
+_LENGTH: Final = 22
+_NUM_STEPS: Final = 3
 
 
 def has_fused(optimizer: torch.optim.Optimizer, device_type: str, dtype: torch.dtype) -> bool:
@@ -36,13 +42,21 @@ def refuse_by_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
     Raises:
         OptimizerError: it names the optimizer and what is in the way.
     """
-    name = type(optimizer).__name__
+    if isinstance(optimizer, NestedOptimizer):
+        for _, member in members_of(optimizer.outer):
+            _refuse_class(member, group)
+        return
     for own in ("state", "param_groups"):
         if own not in vars(optimizer):
             raise OptimizerError(
-                f"expected an optimizer with states and param groups of its own, found {name}, whose {own} is another "
-                "optimizer's: give zerofx.compile that one"
+                f"expected an optimizer with states and param groups of its own, found {type(optimizer).__name__}, "
+                f"whose {own} is another optimizer's: give zerofx.compile that one"
             )
+    _refuse_class(optimizer, group)
+
+
+def _refuse_class(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
+    name = type(optimizer).__name__
     for base in type(optimizer).__mro__:
         if base.__module__.startswith("torch.optim") and base.__name__ in _REFUSED:
             raise OptimizerError(
@@ -71,4 +85,34 @@ def refuse_dtype(dtype: torch.dtype) -> None:
         raise OptimizerError(
             f"expected parameters of a floating-point or complex dtype, found {dtype}: call requires_grad_(False) on "
             f"them, or make them buffers"
+        )
+
+
+def check_parts(alone: OptimizerRest, dtype: torch.dtype) -> None:
+    """Step a few complex numbers and the same as pairs of real ones, as ``torch.optim`` takes them.
+
+    ``alone`` is an optimizer of one group.
+
+    SGD does not: it multiplies complex numbers, and rounds once more than for real ones.
+
+    Raises:
+        OptimizerError: they do not stay the same to the bit.
+    """
+    pairs = sample((_LENGTH, 2), dtype.to_real(), -1.1, 1.2)
+    whole = torch.view_as_complex(pairs.clone())
+    params = [pairs.requires_grad_(), whole.requires_grad_()]
+    shadows = [alone.shadow([[param]]) for param in params]
+    for number in range(_NUM_STEPS):
+        gradient = sample((_LENGTH, 2), dtype.to_real(), 0.8 - 0.3 * number, -0.6)
+        params[0].grad, params[1].grad = gradient.clone(), torch.view_as_complex(gradient.clone())
+        for shadow in shadows:
+            choose_implementation(alone.kind, shadow.param_groups[0])
+            with on_host():
+                run_step(shadow)
+    if not torch.equal(params[0].detach(), torch.view_as_real(params[1].detach())):
+        raise OptimizerError(
+            f"expected an optimizer that updates the real and the imaginary parts of a complex parameter as it does "
+            f"real ones, to the bit, as all of torch.optim but SGD do, found that {alone.kind.__name__} does not: "
+            f"use such a one, or let the parameter be what torch.view_as_real makes of it, and read it through "
+            f"torch.view_as_complex"
         )

@@ -59,7 +59,7 @@ class Reported:
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
         """The optimizers that were given to ``zerofx.compile``, in their order."""
-        return self._steps.optimizers.each
+        return self._steps.optimizers.users
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -30,6 +30,12 @@ class Remembering(ByAllNorms):
         self.param_groups[0]["last"] = self.param_groups[0]["params"][-1].grad.norm()
 
 
+def test_ranks_find_the_same_scratch_whatever_addresses_they_have() -> None:
+    library = pytest.importorskip("pytorch_optimizer", reason="its SOAP has many states of other shapes")
+    sizes = {try_shape(_rest(library.SOAP), 0, (8, 5), F32, {})[0].scratch_bytes for _ in range(8)}
+    assert len(sizes) == 1
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, ByNorms])
 def test_what_treats_each_parameter_by_itself_is_separable(kind: Any) -> None:
     check_separable(_rest(kind), MATRICES if kind is torch.optim.Muon else SAMPLES)

@@ -15,7 +15,9 @@ from torch import nn
 Options = Mapping[str, Any]
 Groups = list[dict[str, Any]]
 
-VARIANTS: Final = ("plain", "weight decay", "schedule", "two groups", "bfloat16", "restored", "stage 0", "stage 3")
+VARIANTS: Final = (
+    "plain", "weight decay", "schedule", "two groups", "bfloat16", "restored", "resumed", "stage 0", "stage 3",
+)  # fmt: skip
 _WORLDS: Final = {"bfloat16": (1,), "stage 0": (3,), "stage 3": (3,)}  # of other variants one and two ranks
 
 
@@ -33,6 +35,11 @@ class OptimizerCase:
         """Variant, options and number of ranks."""
         options = "".join(f", {key}={value}" for key, value in self.options.items() if key not in _NEEDED)
         return f"{self.variant}{options}, {self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+
+    @property
+    def num_ranks_before(self) -> int:
+        """The ranks that train until the checkpoint from which it is resumed."""
+        return self.num_ranks + (self.variant == "resumed")
 
     @property
     def rounds_ends(self) -> bool:
@@ -54,11 +61,18 @@ class OptimizerCase:
         """The same values each time."""
         torch.manual_seed(11)
         sizes = (64, 64, 64) if self.rounds_ends else (5, 8, 8, 3)
-        layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+        with_bias = self.name not in _OF_MATRICES and not self.options.get("use_muon")
+        layers = [nn.Linear(a, b, with_bias) for a, b in itertools.pairwise(sizes)]
         return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh()))).to(self.dtype)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Over all parameters, in two groups where the variant says so."""
+        """Over all parameters, in two groups where the variant says so; in its mode for training, if it has one."""
+        optimizer = self._make(model)
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        return optimizer
+
+    def _make(self, model: nn.Module) -> torch.optim.Optimizer:
         options = dict(self.options)
         library, _, name = self.name.partition(".")
         if self.variant == "weight decay":
@@ -66,7 +80,8 @@ class OptimizerCase:
         parameters = list(model.parameters())
         groups: Groups = [{"params": parameters}]
         if self.variant == "two groups":
-            groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.003}]
+            half = len(parameters) // 2
+            groups = [{"params": parameters[:half]}, {"params": parameters[half:], "lr": 0.003}]
         for group in groups:
             group.update({key: options[key] for key in ("use_muon",) if key in options})
         options.pop("use_muon", None)
@@ -96,6 +111,8 @@ _OVER_A_MODEL: Final = ("adalomo", "lomo", "adammini")
 _NEED_GROUPS: Final = ("adago", "adamuon", "distributedmuon", "muon", "muonclip", "normuon")
 # Those that take powers, logarithms or sigmoids of tensors.
 _ROUND_ENDS: Final = ("pytorch_optimizer.adamg", "pytorch_optimizer.diffgrad")
+# Those that refuse vectors, as ``use_muon`` does.
+_OF_MATRICES: Final = ("torch.optim.Muon", "pytorch_optimizer.spectralsphere")
 # What is not installed here, and not asked for: einops.
 _LEFT_OUT: Final = ("demo",)
 

@@ -34,10 +34,12 @@ from zerofx.optimizers.whole.trial import (
     CombinesError,
     DoesNotRunError,
     Samples,
+    Starts,
     check_combined,
     check_separable,
     keep_divisors,
     shrink,
+    shrink_entry,
     try_shape,
 )
 
@@ -148,24 +150,43 @@ class WholeOptimizer:
         for group in self._optimizer.param_groups:
             refuse_by_name(self._optimizer, group)
         with on_host():
-            try:
-                samples = self._try_small(parameters, shrink)
-            except DoesNotRunError:
-                try:  # it may view rows as groups of so many
-                    samples = self._try_small(parameters, keep_divisors)
-                except DoesNotRunError as error:
-                    if self._optimizer.state:  # which it may need: what was in the way on flat shards says more
-                        raise self._because from error
-                    raise
+            samples, starts = self._try_ways(parameters)
             self._tokens = {
                 index: torch.nn.Parameter(sample(*listed[0], -1.0, 1.3)) for index, listed in samples.items()
             }
+            own = {index: starts.get((index, listed[0][0]), {}) for index, listed in samples.items()}
+            self._token_states = {index: entry for index, entry in own.items() if entry}
         self._is_tried = True
+
+    def _try_ways(
+        self, parameters: Mapping[int, Sequence[tuple[tuple[int, ...], torch.dtype]]]
+    ) -> tuple[Samples, Starts]:
+        """Try the step on small parameters in the place of these, in ways that let more and more optimizers run."""
+        ways = [(smaller, starts) for starts in (False, True) for smaller in (shrink, keep_divisors)]
+        for smaller, has_starts in ways if self._optimizer.state else ways[:2]:
+            starts = self._starts(smaller) if has_starts else {}
+            try:  # it may view rows as groups of so many, or need the states that its constructor makes
+                return self._try_small(parameters, smaller, starts), starts
+            except DoesNotRunError as error:
+                last = error
+        if self._optimizer.state:  # of which it may need others: what was in the way on flat shards says more
+            raise self._because from last
+        raise last
+
+    def _starts(self, smaller: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Starts:
+        """The states that there are, in small, by group and small shape."""
+        starts: dict[tuple[int, tuple[int, ...]], Any] = {}
+        for index, group in enumerate(self._optimizer.param_groups):
+            for shape, entry in ((tuple(p.shape), self._optimizer.state.get(p)) for p in group["params"]):
+                if entry and (index, smaller(shape)) not in starts:
+                    starts[index, smaller(shape)] = shrink_entry(entry, shape, smaller(shape))
+        return starts
 
     def _try_small(
         self,
         parameters: Mapping[int, Sequence[tuple[tuple[int, ...], torch.dtype]]],
         smaller: Callable[[tuple[int, ...]], tuple[int, ...]],
+        starts: Starts,
     ) -> Samples:
         """Try the step on small parameters in the place of these; returns them, at most two that are alike."""
         small = {index: [(smaller(shape), dtype) for shape, dtype in listed] for index, listed in parameters.items()}
@@ -174,9 +195,9 @@ class WholeOptimizer:
             for index, listed in small.items()
         }
         try:
-            check_separable(self._rest(), samples)
+            check_separable(self._rest(), samples, starts)
         except CombinesError:
-            check_combined(self._rest(), samples)
+            check_combined(self._rest(), samples, starts)
             self.combines = True
         return samples
 

@@ -11,7 +11,7 @@ import torch
 from zerofx.errors import OptimizerError
 from zerofx.ir.buckets import Bucket
 from zerofx.ir.owners import OwnedSlot, Owners
-from zerofx.optimizers.outside import Change, OptimizerRest
+from zerofx.optimizers.outside import Change, OptimizerRest, plain_attributes
 from zerofx.optimizers.program import UpdateProgram
 from zerofx.optimizers.shadow import choose_implementation, run_step, step_function
 from zerofx.optimizers.whole.combined import Combined, Share, check_apart, owner_of, set_owner
@@ -125,7 +125,7 @@ def _step_combined(before: OptimizerRest, buckets: Sequence[_Parameters], share:
     for each in buckets:
         each.take_states(shadow)
     left = before.after(shadow)
-    check_apart([left.groups, left.attributes, left.own], before.kind.__name__)
+    check_apart([left.groups, plain_attributes(shadow), left.own], before.kind.__name__)
     return left
 
 

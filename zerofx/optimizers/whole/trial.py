@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
 from zerofx.errors import OptimizerError
 from zerofx.ir.operators.elementwise import OPERATORS
 from zerofx.ir.operators.table import facts_of
 from zerofx.optimizers.blame import blame
-from zerofx.optimizers.outside import OptimizerRest, same
+from zerofx.optimizers.outside import OptimizerRest, plain_attributes, same
 from zerofx.optimizers.program import StateTensor, WholeParameter
 from zerofx.optimizers.shadow import choose_implementation, run_step, sample
 from zerofx.optimizers.whole.combined import Combined, Share, check_apart, set_owner
@@ -45,19 +46,23 @@ _PER_CUBE: Final[Mapping[str, int]] = {
 
 
 class _Costs(TorchDispatchMode):
-    """Counts floating-point operations, and bytes of what is made and still alive; without values, reads give one."""
+    """Counts floating-point operations of a step, and bytes that are alive in it; without values, reads give one.
+
+    Storages are known by weak references, which keep their addresses from being taken by others.
+    """
 
     def __init__(self, name: str, *, has_values: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._name, self._has_values = name, has_values
-        self.flops: Counter[torch.dtype] = Counter()
-        self.live = self.peak = 0
-        self._holders: Counter[int] = Counter()
+        self.begin([], [])
 
-    def know(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Leave the memory of ``tensors`` out."""
-        for tensor in tensors:
-            self._holders[storage_key(tensor)] += 1
+    def begin(self, outside: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) -> None:
+        """Count a step that begins with ``states``; the memory of ``outside`` is left out."""
+        self.flops: Counter[torch.dtype] = Counter()
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._hold(outside, num_bytes=0)
+        self._hold(states)
+        self.before = self.peak = self._live()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -72,22 +77,19 @@ class _Costs(TorchDispatchMode):
         outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
         if outputs:
             self.flops[outputs[0].dtype] += _flops_of(func, args, kwargs or {}, result, inputs, outputs)
-        for tensor in outputs:
-            self._hold(tensor)
-        self.peak = max(self.peak, self.live)
+        self._hold(outputs)
+        self.peak = max(self.peak, self._live())
         return result
 
-    def _hold(self, tensor: torch.Tensor) -> None:
-        key, num_bytes = storage_key(tensor), tensor.untyped_storage().nbytes()
-        if not self._holders[key]:
-            self.live += num_bytes
-        self._holders[key] += 1
-        weakref.finalize(tensor, self._let_go, key, num_bytes)
+    def _hold(self, tensors: Sequence[torch.Tensor], num_bytes: int | None = None) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            size = storage.nbytes() if num_bytes is None else num_bytes
+            self._alive.setdefault(storage_key(tensor), (StorageWeakRef(storage), size))
 
-    def _let_go(self, key: int, num_bytes: int) -> None:
-        self._holders[key] -= 1
-        if not self._holders[key]:
-            self.live -= num_bytes
+    def _live(self) -> int:
+        self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
+        return sum(num_bytes for _, num_bytes in self._alive.values())
 
 
 @contextlib.contextmanager
@@ -155,14 +157,12 @@ def _try_shape(
     tree, tensors = split_tensors(entry)
     zeros = {path: torch.zeros_like(tensor, device="cpu") for path, tensor in tensors.items()}
     entry_now = join_tensors(tree, zeros)
-    costs.know([param])
     for _ in range(STEPS_AHEAD):
         shadow = make_shadow(alone, [param])
         if entry_now:
             shadow.state[param] = entry_now
         param.grad = torch.full_like(param, 0.01)
-        costs.know([param.grad])
-        costs.flops, costs.peak, before = Counter(), costs.live, costs.live
+        costs.begin([param, param.grad], list(split_tensors(entry_now, all_tensors=True)[1].values()))
         try:
             with costs if sees_calls else refuse_draws(rest.kind.__name__, _CPU):
                 run_step(shadow)
@@ -173,7 +173,7 @@ def _try_shape(
                 f"expected {rest.kind.__name__}.step() to run on a parameter of shape {list(shape)}, found "
                 f"{type(error).__name__}: {error}"
             ) from error
-        flops, scratch = max(flops, costs.flops, key=Counter.total), max(scratch, costs.peak - before)
+        flops, scratch = max(flops, costs.flops, key=Counter.total), max(scratch, costs.peak - costs.before)
         entry_now = shadow.state.get(param, {})
         tree, tensors = split_tensors(entry_now)
         kinds |= kinds_in(tree)
@@ -205,18 +205,18 @@ def make_shadow(alone: OptimizerRest, params: list[torch.Tensor]) -> torch.optim
     return shadow
 
 
-def check_separable(rest: OptimizerRest, samples: Samples) -> None:
+def check_separable(rest: OptimizerRest, samples: Samples, starts: Starts = MappingProxyType({})) -> None:
     """Check that a step treats each parameter by itself: bit for bit, for some steps ahead.
 
-    ``samples``: shapes and dtypes of parameters by group.
+    ``samples``: shapes and dtypes of parameters by group. ``starts``: the states that they begin with.
 
     Raises:
         CombinesError: it combines parameters.
         OptimizerError: it draws random numbers, or cannot be run.
     """
-    together, after = _Trained(samples), rest
+    together, after = _Trained(samples, starts), rest
     alone = [
-        (index, number, _Trained({0: [each]}, index, number))
+        (index, number, _Trained({0: [each]}, starts, index, number))
         for index, listed in samples.items()
         for number, each in enumerate(listed)
     ]
@@ -232,7 +232,7 @@ def check_separable(rest: OptimizerRest, samples: Samples) -> None:
                 )
 
 
-def check_combined(rest: OptimizerRest, samples: Samples) -> None:
+def check_combined(rest: OptimizerRest, samples: Samples, starts: Starts = MappingProxyType({})) -> None:
     """Check that a step over parameters that lie on two ranks gives what it gives on one, for some steps ahead.
 
     Both ranks are played here: what they send each other is taken down where all parameters have values.
@@ -240,8 +240,8 @@ def check_combined(rest: OptimizerRest, samples: Samples) -> None:
     Raises:
         OptimizerError: it combines parameters by more than numbers, or hides what it depends on.
     """
-    plain, noted, after = _Trained(samples), _Trained(samples), rest
-    ranks = [_Trained(samples, rank=rank) for rank in range(2)]
+    plain, noted, after = _Trained(samples, starts), _Trained(samples, starts), rest
+    ranks = [_Trained(samples, starts, rank=rank) for rank in range(2)]
     for step in range(1, STEPS_AHEAD + 1):
         before, after = after, plain.step(after, step)
         sent: list[torch.Tensor] = []
@@ -272,6 +272,18 @@ class DoesNotRunError(OptimizerError):
 
 
 Samples = Mapping[int, Sequence[tuple[tuple[int, ...], torch.dtype]]]
+# The states that a constructor has made for parameters, by their group and shape.
+Starts = Mapping[tuple[int, tuple[int, ...]], Any]
+
+
+def shrink_entry(entry: Any, shape: tuple[int, ...], small: tuple[int, ...]) -> Any:
+    """An entry for the shape ``small`` in the place of one for ``shape``, of whose tensors it has the first elements;
+    empty where there are tensors of other shapes."""
+    tree, tensors = split_tensors(entry)
+    if any(tuple(tensor.shape) != shape for tensor in tensors.values()):
+        return {}
+    corner = tuple(map(slice, small))
+    return join_tensors(tree, {path: tensor[corner].to("cpu", copy=True) for path, tensor in tensors.items()})
 
 
 class _Trained:
@@ -281,7 +293,9 @@ class _Trained:
     them, have no values.
     """
 
-    def __init__(self, samples: Samples, first: int = 0, skipped: int = 0, rank: int | None = None) -> None:
+    def __init__(
+        self, samples: Samples, starts: Starts, first: int = 0, skipped: int = 0, rank: int | None = None
+    ) -> None:
         self._first, self._skipped, self._rank = first, skipped, rank
         self._fakes = fake_mode()
         order = [(index, place) for index, listed in samples.items() for place in range(len(listed))]
@@ -292,6 +306,11 @@ class _Trained:
             values = self._own((index, place), sample(*samples[index][place], low, high))
             self.params[index, place] = torch.nn.Parameter(values)
         self._states: dict[tuple[int, int], Any] = {}
+        for index, place in order:
+            tree, tensors = split_tensors(starts.get((index + first, samples[index][place][0]), {}))
+            if tree:
+                own = {path: self._own((index, place), tensor.clone()) for path, tensor in tensors.items()}
+                self._states[index, place] = join_tensors(tree, own)
 
     def step(self, rest: OptimizerRest, number: int, share: Share | None = None) -> OptimizerRest:
         """Step once; returns the groups and attributes after it. ``share``: between ranks, if they share parameters."""
@@ -321,7 +340,7 @@ class _Trained:
             ) from error
         self._states = {key: shadow.state[param] for key, param in self.params.items() if param in shadow.state}
         after = rest.after(shadow)
-        check_apart([after.groups, after.attributes, after.own], name)
+        check_apart([after.groups, plain_attributes(shadow), after.own], name)
         return after
 
     def places(self) -> list[tuple[int, int]]:

@@ -1,0 +1,100 @@
+"""An optimizer that steps another trains as it does by itself, and stays the user's with the states of both."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerofx
+from tests.lib.optimizers import Scaled, SlowWeights
+from tests.train.optimizers.test_followed import batch, loss_of, model
+from zerofx.errors import OptimizerError, UsageError
+
+
+def slow(trained: nn.Module) -> torch.optim.Optimizer:
+    return SlowWeights(torch.optim.AdamW(trained.parameters(), lr=0.01))
+
+
+def scaled(trained: nn.Module) -> torch.optim.Optimizer:
+    return Scaled(torch.optim.AdamW(trained.parameters(), lr=0.01))
+
+
+def scaled_slow(trained: nn.Module) -> torch.optim.Optimizer:
+    return Scaled(slow(trained))
+
+
+def num_steps(optimizer: Any) -> int | None:
+    return getattr(optimizer, "num_steps", None) or getattr(optimizer.inner, "num_steps", None)
+
+
+def train_eagerly(trained: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+    for number in numbers:
+        optimizer.zero_grad()
+        loss_of(trained(batch(number)), batch(number)).backward()
+        optimizer.step()
+
+
+def compile_with(trained: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return zerofx.compile(trained, optimizer, loss_fn=loss_of, backend="eager")
+
+
+@pytest.mark.parametrize("make", [slow, scaled, scaled_slow])
+def test_a_nest_trains_and_saves_as_by_itself(make: Callable[[nn.Module], Any], tmp_path: Path) -> None:
+    plain, mine = model(), model()
+    expected, optimizer = make(plain), make(mine)
+    train_eagerly(plain, expected, range(7))
+    step = compile_with(mine, optimizer)
+    for number in range(4):
+        step(batch(number))
+    saved = copy.deepcopy((step.full_state_dict(), optimizer.state_dict()))
+    step.save_checkpoint(tmp_path)
+    for number in range(4, 7):
+        step(batch(number))
+    torch.testing.assert_close(step.full_state_dict(), dict(plain.state_dict()), rtol=0, atol=0)
+    torch.testing.assert_close(optimizer.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    assert num_steps(optimizer) == num_steps(expected)  # an attribute
+    step.load_checkpoint(tmp_path)
+    torch.testing.assert_close(optimizer.state_dict(), saved[1], rtol=0, atol=0)
+    step.close()
+    again = model()
+    again.load_state_dict(saved[0])
+    resumed = make(again)
+    resumed.load_state_dict(saved[1])
+    step = compile_with(again, resumed)
+    for number in range(4, 7):
+        step(batch(number))
+    step.close()  # gives the states back
+    torch.testing.assert_close(dict(again.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+    train_eagerly(again, resumed, range(7, 9))
+    train_eagerly(plain, expected, range(7, 9))
+    torch.testing.assert_close(dict(again.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+
+
+def test_states_of_one_within_are_asked_of_the_outer_one() -> None:
+    trained = model()
+    optimizer = slow(trained)
+    step = compile_with(trained, optimizer)
+    step(batch(0))
+    with pytest.raises(UsageError, match="call that of SlowWeights"):
+        optimizer.inner.state_dict()
+    assert step.optimizer is optimizer
+    step.close()
+    assert optimizer.inner.state_dict()["state"]
+
+
+def test_one_within_has_the_same_groups_and_no_hooks() -> None:
+    trained = model()
+    optimizer = slow(trained)
+    optimizer.other = torch.optim.SGD(trained.parameters(), lr=0.1)
+    with pytest.raises(OptimizerError, match="the SGD in other of SlowWeights, which has others"):
+        compile_with(trained, optimizer)
+    optimizer = slow(trained)
+    optimizer.inner.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(OptimizerError, match="without hooks on its step, found 1"):
+        compile_with(trained, optimizer)
