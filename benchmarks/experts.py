@@ -33,9 +33,9 @@ def _step(top: int, dtype: torch.dtype, shardings: dict[str, str]) -> zerofx.Ste
         max_position_embeddings=LENGTH,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = MixtralForCausalLM(config).to(dtype)
+    model = MixtralForCausalLM._from_config(config, dtype=dtype)
     # Tokens that differ have other experts: routing is near even, as it is trained to be.
-    nn.init.normal_(model.get_input_embeddings().weight)
+    nn.init.normal_(model.get_parameter("model.embed_tokens.weight"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     mesh = {"model": dist.get_world_size()}
     return zerofx.compile(model, optimizer, 0, mesh=mesh, shardings=shardings, backend="eager")

@@ -199,8 +199,8 @@ class Scaled(torch.optim.Optimizer):
         self.inner, self.defaults = inner, inner.defaults
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
 
-    param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]  # those of the other
-    state = property(lambda self: self.inner.state)  # type: ignore[assignment]  # that of the other
+    param_groups = property(lambda self: self.inner.param_groups)  # those of the other
+    state = property(lambda self: self.inner.state)  # that of the other
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss

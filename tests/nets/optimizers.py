@@ -147,7 +147,7 @@ def _place(case: OptimizerCase, folder: Path) -> Path:
 def _train(kind: type[_Training], case: OptimizerCase, folder: Path) -> Values:
     """Everything that has to be the same; ``folder`` has checkpoints to resume from."""
     batches = _batches(case)
-    saved, losses = None, []
+    saved, losses = None, list[Tensor]()
     parts = (batches[:_SAVED_AFTER], batches[_SAVED_AFTER:]) if case.variant in ("restored", "resumed") else (batches,)
     for number, part in enumerate(parts):
         if case.variant == "resumed" and kind is _Compiled and not number:

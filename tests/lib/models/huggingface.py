@@ -69,7 +69,7 @@ def olmoe() -> nn.Module:
     """Four experts a layer, of which two work for each token."""
     from transformers import OlmoeConfig, OlmoeForCausalLM
 
-    config = OlmoeConfig(  # type: ignore[call-arg]  # its base class takes the rest
+    config = OlmoeConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=16, num_experts=4, num_experts_per_tok=2, pad_token_id=0,
         bos_token_id=0, eos_token_id=0,
@@ -81,7 +81,7 @@ def deepseek_v3() -> nn.Module:
     """A dense layer, and one of four experts and a shared one; two, of one group, work for each token."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    config = DeepseekV3Config(  # type: ignore[call-arg]  # its base class takes the rest
+    config = DeepseekV3Config(
         vocab_size=32, hidden_size=16, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, n_shared_experts=1, n_routed_experts=4, num_experts_per_tok=2,
         n_group=2, topk_group=1, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8,

@@ -348,7 +348,7 @@ def _evaluate(runs: list[Run]) -> list[tuple[list[Tensor], bool]]:
             result = step.evaluate(*few, **named)
             values += [result] if isinstance(result, Tensor) else [result["loss"], result["logits"]]
             values.append(step(*few, **named).clone())
-        measured, evaluation = step.measure_evaluation(*few, **named), step.evaluation
+        measured, evaluation = step.measure_evaluation(*few, **dict[str, Any](named)), step.evaluation
         assert evaluation is not None
         alike = measured.peak_bytes == evaluation.plan.peak_bytes
         values += [tensor.clone() for tensor in step.full_state_dict().values()]

@@ -17,7 +17,7 @@ from tests.train.optimizers.test_followed import batch, loss_of, model
 from zerofx.errors import OptimizerError, UsageError
 
 
-def slow(trained: nn.Module) -> torch.optim.Optimizer:
+def slow(trained: nn.Module) -> SlowWeights:
     return SlowWeights(torch.optim.AdamW(trained.parameters(), lr=0.01))
 
 
@@ -91,7 +91,7 @@ def test_states_of_one_within_are_asked_of_the_outer_one() -> None:
 def test_one_within_has_the_same_groups_and_no_hooks() -> None:
     trained = model()
     optimizer = slow(trained)
-    optimizer.other = torch.optim.SGD(trained.parameters(), lr=0.1)
+    vars(optimizer)["other"] = torch.optim.SGD(trained.parameters(), lr=0.1)
     with pytest.raises(OptimizerError, match="the SGD in other of SlowWeights, which has others"):
         compile_with(trained, optimizer)
     optimizer = slow(trained)
