@@ -192,8 +192,7 @@ def test_states_of_0_dim_parameters_are_told_apart_by_what_the_update_makes() ->
     adam.step()
     assert scalar_state_names(adam, 0, dtype=torch.float32) == {"step"}
     assert scalar_state_names(Eager([temperature, param()]), 0, dtype=torch.float32) == {"step"}
-    with pytest.raises(OptimizerError, match="cannot be converted to Scalar"):
-        check_supported(Eager([temperature]))
+    check_supported(Eager([temperature]))  # tried with the states that its constructor makes
 
 
 def test_has_fused_is_for_the_very_class() -> None:
