@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from zerofx.ir.facts import Role, tensor
 from zerofx.scheduler.decide.tiling import Tiles, rungs
 from zerofx.scheduler.plan.facts import Prediction
 from zerofx.scheduler.plan.plan import Plan
@@ -54,7 +55,9 @@ def _describe(tiles: Tiles) -> str:
 
 def _explain(question: Question, least: Prediction) -> str:
     live = ", ".join(f"{name} {format_bytes(size)}" for name, size in least.peak_live.items())
-    hints = ["a smaller micro-batch (accumulate=)"]
+    inputs = map(tensor, question.step.placeholders(Role.INPUT))
+    most_samples = max((each.shape[0] for each in inputs if each.ndim), default=0)
+    hints = ["a smaller micro-batch (accumulate=)"] if most_samples > 1 else ["a smaller sample"]
     if not question.recompute:
         hints.append("recompute='auto'")
     if not question.tiers:

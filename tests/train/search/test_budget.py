@@ -86,6 +86,12 @@ def test_a_budget_below_the_least_possible_says_what_is_and_what_is_live_there()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_of_a_single_sample_no_smaller_micro_batch_is_asked_for() -> None:
+    model, batch = gpt()
+    with pytest.raises(MemoryBudgetError, match="To lower it: a smaller sample"):
+        planned(model, tuple(each[:1] for each in batch), 1000)
+
+
 def test_without_recompute_a_budget_asks_for_the_option() -> None:
     model, batch = gpt()
     with pytest.raises(MemoryBudgetError, match="recompute='auto'"):
