@@ -81,7 +81,7 @@ MODELS = {
     "deepseek v3": _transformer(deepseek_v3),
     "qwen3 moe": _transformer(
         qwen3_moe, intermediate_size=32
-    ),  # after 12 steps one process is not eager mode's to the bit either
+    ),  # after 12 steps its norms' 16 weights in bf16 are rounded as no eager update rounds them
     "by hand": _routed(),
     "all to one": _routed(1, 2.0),
     "none to one": _routed(1, -2.0),
