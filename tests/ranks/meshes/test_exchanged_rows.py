@@ -79,9 +79,8 @@ MODELS = {
     "mixtral": _transformer(mixtral, intermediate_size=32),
     "olmoe": _transformer(olmoe),
     "deepseek v3": _transformer(deepseek_v3),
-    "qwen3 moe": _transformer(
-        qwen3_moe, intermediate_size=32
-    ),  # after 12 steps its norms' 16 weights in bf16 are rounded as no eager update rounds them
+    # After 12 steps a weight of its norms, which have 16 in bf16, is not rounded as eager mode rounds it.
+    "qwen3 moe": _transformer(qwen3_moe, intermediate_size=32),
     "by hand": _routed(),
     "all to one": _routed(1, 2.0),
     "none to one": _routed(1, -2.0),
