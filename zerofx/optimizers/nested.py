@@ -16,7 +16,13 @@ import torch
 
 from zerofx.errors import OptimizerError, UsageError
 from zerofx.optimizers.shadow import step_function
-from zerofx.torch_private.optimizers import has_state_hooks, members_of, run_with_hooks, tables_of_hooks
+from zerofx.torch_private.optimizers import (
+    has_state_hooks,
+    is_set_up,
+    members_of,
+    run_with_hooks,
+    tables_of_hooks,
+)
 
 Table = MutableMapping[Any, Any]
 
@@ -127,7 +133,7 @@ def nest(optimizer: Any) -> Any:
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, NestedOptimizer):
         return optimizer
     members = members_of(optimizer)
-    if len(members) == 1:
+    if len(members) == 1 or not is_set_up(optimizer):  # which is refused
         return optimizer
     groups = list(map(id, optimizer.param_groups))
     for path, member in members:
