@@ -9,6 +9,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The bitwise gate, as far as it needs no second process.
 GATE := tests/ranks/training/test_exact.py::test_one_process_trains_like_eager_mode
 
+# verl and what its engines import, in a folder of their own: it asks for older versions of what else is installed.
+VERL := verl tensordict antlr4-python3-runtime attrs cloudpickle codetiming hydra-core jsonschema \
+	jsonschema-specifications msgpack omegaconf orjson pillow protobuf pylatexenc pyvers ray referencing rpds-py torchdata
+TESTS_OF_VERL := tests/train/integrations/test_verl.py tests/ranks/integrations/test_verl_ranks.py
+
 # What runs on a GPU: by PYTHON and its own torch, without VENV. EARLIER are results of the same code to go on from.
 OUT ?= build/gpu
 UNTIL ?= 560
@@ -61,6 +66,8 @@ test-quick: venv ## graphs, plans, and that one process trains to the bit: under
 nightly: venv ## the slow tests, all cases of sweeps, and the GPU tests where there is a GPU
 	$(PIP) install --quiet -c constraints.txt bitsandbytes torchao
 	$(BIN)/python -m pytest -q -m "slow or sweep or gpu"
+	$(PIP) install --quiet --no-deps --target build/verl -c constraints.txt $(VERL)
+	PYTHONPATH=build/verl $(BIN)/python -m pytest -q -m slow $(TESTS_OF_VERL)
 
 compat: venv ## the quick tests with each version of torch, one after the other (6 GB and half an hour each)
 	$(BIN)/python -m tests.compat
