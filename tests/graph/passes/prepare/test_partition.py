@@ -175,7 +175,7 @@ def test_each_rank_has_the_tokens_of_its_experts(num_ranks: int, dtype: torch.dt
 def test_rows_are_exchanged_with_the_ranks_of_their_experts(
     num_ranks: int, dtype: torch.dtype, capacity: float
 ) -> None:
-    """All four ways of each layer, and of the weights: with room for all, what the whole graph gives, to the bit.
+    """All four ways of a layer, and of weights: with room for all, what the whole graph gives, in bf16 to the bit.
 
     Where rows have found no room, the loss says so.
     """
@@ -202,14 +202,17 @@ def test_rows_are_exchanged_with_the_ranks_of_their_experts(
     if results[0][0] == LOSS_OF_OVERFLOW:
         assert capacity < num_ranks**2
         return
-    assert torch.equal(results[0][0], whole[0])
+    # How a product of fp32 rounds may depend on its number of rows, which processors differ in.
+    bound = 1e-6 if dtype == torch.float32 else 0.0
+    torch.testing.assert_close(results[0][0], whole[0], rtol=bound, atol=bound)
     nodes = {placeholder(node).name: node.name for node in step.placeholders(Role.PARAMETER)}
     for number, name in enumerate(names, 1):
         lies = placements.get(nodes[name], REPLICATED)
         for rank, result in enumerate(results):
             terms = torch.stack([each[number] for each in results])
             gradient = terms.sum(0) if lies == REPLICATED else result[number]
-            assert torch.equal(gradient, part_of(whole[number], lies, rank, num_ranks))
+            expected = part_of(whole[number], lies, rank, num_ranks)
+            torch.testing.assert_close(gradient, expected, rtol=bound, atol=bound)
 
 
 def test_nothing_is_shared_without_decisions() -> None:
