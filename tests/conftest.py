@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from tests.lib.captures import SWITCH, own_captures, shared_captures
+from tests.lib.resident import lock_libraries
 
 GOLDEN = Path(__file__).parent / "golden"
 # Which part of each sweep is run: a number that changes from day to day, or that is given.
@@ -43,6 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
         if variable not in os.environ:
             folder = os.environ[variable] = tempfile.mkdtemp(prefix="zerofx-tests-")
             config.add_cleanup(functools.partial(shutil.rmtree, folder, ignore_errors=True))
+    # Of a run by several processes, in the one that outlives them.
+    if getattr(config.option, "numprocesses", None):
+        lock_libraries()
 
 
 # First, so that `-m golden` sees the marker.
