@@ -11,6 +11,7 @@ from tests.nets.logs import judge, run
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
 
+@pytest.mark.sweep(15)
 @pytest.mark.captures
 @pytest.mark.parametrize("way", log_ways(), ids=lambda way: way.name)
 def test_a_way_to_log_is_exact_or_refused(way: Way) -> None:
