@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zerofx
 from tests.lib.distributed import run_ranks
@@ -161,6 +162,22 @@ def test_states_on_a_drive_or_the_host_have_the_same_bits() -> None:
         step.prepare(case.batches(1)[0][0])
         assert {decision.tier for decision in step.plan.states} == {tier}
         assert differences_of(away) == []
+
+
+def test_a_peak_between_updates_is_as_planned() -> None:
+    # The last layer is updated first, and the peak is in the backward of what comes before it.
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)))
+    model.append(nn.LayerNorm(32))
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)  # which counts its steps in tensors
+    step = zerofx.compile(model, optimizer, backend="eager", loss_fn=lambda outputs, _: outputs.square().mean())
+    rows = torch.randn(64, 32)
+    step(rows)
+    measured = step.measure(rows)
+    updates = [row.position for row in step.schedule().rows if "update_whole" in row.op]
+    peak = max(step.schedule().rows, key=lambda row: row.peak_bytes)
+    assert updates[0] < peak.position < updates[-1]
+    assert measured.peak_bytes["device"] == step.plan.peak_bytes["device"]
+    step.close()
 
 
 def _given_other_owners() -> str:

@@ -107,7 +107,7 @@ def join_tensors(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         vars(copied).update({name: join_tensors(value, tensors) for name, value in tree.values.items()})
         return copied
     if isinstance(tree, torch.Tensor):
-        return tree.clone()
+        return _copy_number(tree)
     if isinstance(tree, dict):
         copied = copy.copy(tree)
         for key, item in tree.items():
@@ -118,6 +118,15 @@ def join_tensors(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)([join_tensors(item, tensors) for item in tree])
     return tree
+
+
+def _copy_number(number: torch.Tensor) -> torch.Tensor:
+    """A copy of a 0-dim tensor; one on the host is in Python's memory, as its other counts are, which no plan counts:
+    those of a step are there next to those of the step before, to which a failed one goes back."""
+    if type(number) is not torch.Tensor or number.device.type != "cpu":
+        return number.clone()
+    in_bytes = bytearray(number.reshape(1).view(torch.uint8).tolist())
+    return torch.frombuffer(in_bytes, dtype=number.dtype).view(())
 
 
 def copy_entry(entry: Any) -> Any:
