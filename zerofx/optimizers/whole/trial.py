@@ -152,7 +152,8 @@ def _try_shape(
     costs, alone = _Costs(rest.kind.__name__, has_values=has_values), rest.select_group(group)
     states: dict[str, StateTensor] = {}
     kinds: dict[str, type[Any]] = {}
-    flops, scratch = Counter[torch.dtype](), 0
+    # A step begins with a look at the generators (refuse_draws).
+    flops, scratch = Counter[torch.dtype](), torch.default_generator.get_state().numel()
     param = torch.nn.Parameter(sample(shape, dtype, -1.0, 1.3))
     tree, tensors = split_tensors(entry)
     zeros = {path: torch.zeros_like(tensor, device="cpu") for path, tensor in tensors.items()}
