@@ -24,7 +24,8 @@ from zerofx.disk.checkpoint.reader import CheckpointReader, open_checkpoint
 from zerofx.errors import CheckpointError
 from zerofx.ir.tensor_parts import named_parameters
 from zerofx.optimizers import Optimizers
-from zerofx.optimizers.whole.states import join_tensors, paths_in, tree_from_plain
+from zerofx.optimizers.outside import load_attributes
+from zerofx.optimizers.whole.states import TensorAt, join_tensors, paths_in, places_in, tree_from_plain
 from zerofx.runtime.comm.control import Control
 from zerofx.scheduler.plan.mesh import Mesh
 
@@ -181,6 +182,8 @@ def load_rest(
     marker = checked.reader.marker
     set_extra(model, from_plain(marker.extra.get("modules", {})))
     set_groups(optimizers, marker.optimizer.groups)
+    for optimizer, entries in zip(optimizers.each, marker.extra.get("optimizers", ()), strict=False):
+        load_attributes(optimizer, from_plain(entries))
     set_random_states(checked.random, device)
     take_over(state, checked.state)
 
@@ -197,23 +200,27 @@ def entries_of(checked: Loadable, parameters: Mapping[str, torch.Tensor]) -> dic
         plain = checked.reader.marker.optimizer.owned.get(checked.parameter(own))
         if plain is not None and not _has_subclasses(plain):
             tree = tree_from_saved(plain, {})
-            names = {path: state_name(checked.parameter(own), path) for path in paths_in(tree)}
-            tensors = {path: _without_memory(checked.reader, name) for path, name in names.items()}
+            places = {place.path: place for place in places_in(tree)}
+            name = checked.parameter(own)
+            tensors = {path: _without_memory(checked.reader, name, place) for path, place in places.items()}
             entry = join_tensors(tree, tensors)
         if entry:
             entries[own] = entry
     return entries
 
 
-def _without_memory(reader: CheckpointReader, name: str) -> torch.Tensor:
-    nothing = torch.zeros((), dtype=reader.dtype_of(name, STATE), device="cpu")
-    return nothing.expand(reader.shape_of(name, STATE))
+def _without_memory(reader: CheckpointReader, parameter: str, place: TensorAt) -> torch.Tensor:
+    name = state_name(parameter, place.path)
+    shape, dtype = reader.shape_of(name, STATE), reader.dtype_of(name, STATE)
+    if place.stride:
+        return torch.empty_strided(shape, place.stride, dtype=dtype, device="meta")
+    return torch.zeros((), dtype=dtype, device="cpu").expand(shape)
 
 
 def _has_subclasses(plain: Any) -> bool:
     """True for states with tensors or objects of classes that the optimizer's first step makes."""
     if isinstance(plain, dict):
-        return "wrapped" in plain or "object" in plain or any(map(_has_subclasses, plain.values()))
+        return not plain.keys().isdisjoint({"wrapped", "object", "enum"}) or any(map(_has_subclasses, plain.values()))
     return isinstance(plain, list) and any(map(_has_subclasses, plain))
 
 

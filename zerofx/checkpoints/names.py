@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +109,8 @@ def set_groups_from(optimizers: Optimizers, groups: Sequence[Mapping[str, Any]])
                 group[key].fill_(value)
             elif isinstance(value, torch.Tensor):
                 group[key] = value.item() if isinstance(group.get(key), (int, float)) else value.clone()
+            elif isinstance(own := group.get(key), enum.Enum):
+                group[key] = type(own)(value)
             else:
                 group[key] = value
 
@@ -115,7 +118,7 @@ def set_groups_from(optimizers: Optimizers, groups: Sequence[Mapping[str, Any]])
 def number_of(value: Any) -> tuple[Any, str | None]:
     """A number, or a tensor of one, as JSON: its value, and the tensor's dtype."""
     if isinstance(value, torch.Tensor):
-        return _to_plain(value.item(), "a number"), dtype_name(value.dtype)
+        return _to_plain(value.tolist(), "a number"), dtype_name(value.dtype)
     return _to_plain(value, "a number"), None
 
 

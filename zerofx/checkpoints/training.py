@@ -140,13 +140,13 @@ def states_to_write(training: Training, names: ModelNames) -> OwnedStates:
             if (tree := held.owned.trees.get(each.slot.name)) is None:
                 continue
             name = names.parameters[each.slot.source]
-            owned.trees[name] = tree_to_plain(tree)
-            paths = paths_in(tree)
-            owned.tensors.update({state_name(name, path): views[each.slot.name][path] for path in paths})
+            mine = {path: views[each.slot.name][path] for path in paths_in(tree)}
+            owned.trees[name] = tree_to_plain(tree, mine)
+            owned.tensors.update({state_name(name, path): tensor for path, tensor in mine.items()})
     for name, whole in training.whole_optimizers().items() if rank == 0 else ():
         if whole.own_states:
             tree, tensors = split_tensors(whole.own_states)
-            owned.trees[name] = tree_to_plain(tree)
+            owned.trees[name] = tree_to_plain(tree, tensors)
             owned.tensors.update({state_name(name, path): tensor for path, tensor in tensors.items()})
     return owned
 

@@ -61,6 +61,7 @@ class OptimizerBinding:
         self.variant = ""
         self.shadow = ShadowOptimizers(optimizers)
         self.whole: dict[int, WholeOptimizer] = {}  # those whose updates need whole parameters, by their index
+        self._elementwise: set[int] = set()  # of those with states: tried from their first step on
 
     def place(self, bucket: Bucket) -> tuple[torch.optim.Optimizer, int]:
         """The optimizer whose step updates a bucket, and the index of its group there."""
@@ -288,27 +289,31 @@ class OptimizerBinding:
     ) -> HeldState:
         """The states of a trained bucket: flat, or as they are where its update needs whole parameters."""
         at, _ = self.place_index(bucket)
-        if at not in self.whole:
-            key = (bucket.group, bucket.dtype)
-            if key not in known:
-                known[key] = scalar_state_names(*self.place(bucket), dtype=bucket.dtype, fused=self._is_fused(bucket))
-            try:
-                return collect_states(bucket, entries, shapes, known[key])
-            except OptimizerError:
-                obstacle = self._find_obstacle(at)
-                if obstacle is None:
-                    raise
+        if at not in self.whole and at not in self._elementwise:
+            self._elementwise.add(at)
+            if (obstacle := self._find_obstacle(at)) is not None:
                 self._run_whole(at, obstacle)
-        return HeldState({}, {}, dict(entries))
+        if at in self.whole:
+            return HeldState({}, {}, dict(entries))
+        key = (bucket.group, bucket.dtype)
+        if key not in known:
+            known[key] = scalar_state_names(*self.place(bucket), dtype=bucket.dtype, fused=self._is_fused(bucket))
+        return collect_states(bucket, entries, shapes, known[key])
 
     def _find_obstacle(self, at: int) -> OptimizerError | None:
-        """The error for an optimizer's update on flat shards where it begins without states; None if it runs there."""
+        """The error for an optimizer's update on flat shards where it begins without states; None if it runs there.
+
+        An update that needs whole parameters in its first step alone is one of whole parameters in all: what is saved
+        has one form, whenever that is.
+        """
         own = {(self.place_index(b), b.dtype) for b in self._trained()}
         stand_ins = [StandIn(index, dtype, optimizer=at) for (of, index), dtype in own if of == at]
         try:
             ShadowOptimizers(self.optimizers).programs(at, stand_ins)
         except NotElementwiseError as error:
             return error
+        except OptimizerError:  # it steps only where there are states already
+            return None
         return None
 
     def _is_fused(self, bucket: Bucket) -> bool:

@@ -79,7 +79,11 @@ def _check_shapes(bucket: Bucket, name: str, values: list[Any], shapes: list[tup
     """Refuse a state whose values have not these shapes; without ``shapes`` it is a number, of which each has one."""
     for index, (slot, value) in enumerate(zip(bucket.slots, values, strict=True)):
         expected = shapes[index] if shapes is not None else ()
-        if tuple(value.shape) != expected if isinstance(value, torch.Tensor) else shapes is not None:
+        if isinstance(value, torch.Tensor):
+            fits = tuple(value.shape) == expected if shapes is not None else value.numel() == 1
+        else:
+            fits = shapes is None
+        if not fits:
             shown = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise OptimizerError(
                 f"expected state {name!r} of {slot.source} to have shape {list(expected)}, found {shown}: load a state "

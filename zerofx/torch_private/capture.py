@@ -109,6 +109,11 @@ class AbsentDeviceFakes(FakeTensorMode):
         return fake_tensor(self, fake.shape, fake.stride(), fake.dtype, device)
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """True for a tensor without values, of a fake mode."""
+    return isinstance(tensor, FakeTensor)
+
+
 def expect_fake(tensor: torch.Tensor) -> FakeTensor:
     """The tensor, asserted to be a fake one."""
     assert isinstance(tensor, FakeTensor), "a captured graph has fake values"

@@ -112,6 +112,8 @@ def _check_optimizer(optimizer: OptimizerInfo, parameters: Iterable[str]) -> Non
         seen |= mine
         value = from_plain(scalar.value)
         if scalar.dtype is not None:
+            while isinstance(value, list) and len(value) == 1:  # of a tensor of shape [1]
+                (value,) = value
             _need(isinstance(value, bool | int | float | complex), f"{scalar.state!r:.80} of a tensor without a number")
             try:
                 torch.tensor(value, dtype=dtype_named(scalar.dtype), device="cpu")

@@ -69,7 +69,8 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number that the optimizer keeps for each of some parameters; ``dtype`` if it is a tensor."""
+    """A number that the optimizer keeps for each of some parameters; ``dtype`` if it is a tensor, and a list of one if
+    that is of shape [1]."""
 
     state: str
     value: Any
@@ -83,7 +84,8 @@ class OptimizerInfo:
 
     ``groups`` are its param groups as JSON, with names of parameters; ``states`` are the names of the states that have
     one value for each element, by parameter, and ``scalars`` the others. ``owned``: of parameters that are updated
-    whole, by name, their states as JSON, with ``{"tensor": path}`` for tensors, which are in files.
+    whole, by name, their states as JSON, with ``{"tensor": path}`` for tensors, which are in files, and the strides of
+    those that do not lie row by row.
     """
 
     name: str
@@ -106,7 +108,7 @@ class OptimizerInfo:
 
 
 def _paths_in(plain: Any) -> Iterator[str]:
-    if isinstance(plain, dict) and plain.keys() == {"tensor"}:
+    if isinstance(plain, dict) and "tensor" in plain and plain.keys() <= {"tensor", "stride"}:
         yield str(plain["tensor"])
     elif isinstance(plain, (dict, list)):
         for item in plain.values() if isinstance(plain, dict) else plain:

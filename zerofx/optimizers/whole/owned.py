@@ -180,6 +180,7 @@ def store_entry(
                 f"expected states of {name} as a step on its shape has them ({known}), found {path} of shape "
                 f"{list(tensor.shape)} and {tensor.dtype}: states whose shapes change have no planned place"
             )
-        if is_here and (tensor.data_ptr() != view.data_ptr() or tensor.stride() != view.stride()):
+        has_values = is_here and not tensor.is_meta  # those of a checkpoint come when the step has been prepared
+        if has_values and (tensor.data_ptr() != view.data_ptr() or tensor.stride() != view.stride()):
             view.copy_(tensor)
     return tree

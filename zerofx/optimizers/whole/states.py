@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import enum
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -18,9 +20,11 @@ _SEQUENCES: Final[Mapping[str, Callable[[list[Any]], Any]]] = {"list": list, "tu
 
 @dataclass(frozen=True)
 class TensorAt:
-    """A tensor of many elements, which is kept under ``path``: ``exp_avg``, ``GG.0``, ``exp_avg.codes``."""
+    """A tensor of many elements, which is kept under ``path``: ``exp_avg``, ``GG.0``, ``exp_avg.codes``; ``stride``
+    where it was saved and does not lie row by row, by which products round otherwise."""
 
     path: str
+    stride: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class _Splitter:
             return deque(self._split_each(value, at), value.maxlen)
         if type(value) in (list, tuple):
             return type(value)(self._split_each(value, at))
-        if isinstance(value, (*_PLAIN, type, torch.dtype, torch.device, torch.Size)):
+        if isinstance(value, (*_PLAIN, type, enum.Enum, torch.dtype, torch.device, torch.Size)):
             return value
         if type(value).__module__ != "builtins" and hasattr(value, "__dict__") and not callable(value):
             return Fields(type(value), {name: self.split(item, _join(at, name)) for name, item in vars(value).items()})
@@ -98,7 +102,10 @@ class _Splitter:
 def join_tensors(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """The entry that ``split_tensors`` has taken apart; what a step may change in it is its own."""
     if isinstance(tree, TensorAt):
-        return tensors[tree.path]
+        given = tensors[tree.path]
+        if tree.stride in ((), given.stride()):
+            return given
+        return torch.empty_strided(given.shape, tree.stride, dtype=given.dtype, device=given.device).copy_(given)
     if isinstance(tree, Wrapped):
         inner = {name: join_tensors(value, tensors) for name, value in tree.inner.items()}
         return tree.kind.__tensor_unflatten__(inner, tree.context, torch.Size(tree.size), tree.stride)
@@ -135,17 +142,21 @@ def copy_entry(entry: Any) -> Any:
     return join_tensors(tree, {path: tensor.clone() for path, tensor in tensors.items()})
 
 
-def tree_to_plain(tree: Any) -> Any:
-    """A tree without its tensors as JSON."""
+def tree_to_plain(tree: Any, tensors: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Any:
+    """A tree without its ``tensors`` as JSON, with the strides of those that do not lie row by row."""
     if isinstance(tree, TensorAt):
-        return {"tensor": tree.path}
+        given = tensors.get(tree.path)
+        stride = [] if given is None or given.is_contiguous() else list(given.stride())
+        return {"tensor": tree.path} | ({"stride": stride} if stride else {})
     if isinstance(tree, Wrapped):
-        inner = {name: tree_to_plain(value) for name, value in tree.inner.items()}
+        inner = {name: tree_to_plain(value, tensors) for name, value in tree.inner.items()}
         context = tree_to_plain(_plain_context(tree.context))
         return {"wrapped": tree.kind.__qualname__, "context": context, "size": list(tree.size),
                 "stride": list(tree.stride), "inner": inner}  # fmt: skip
     if isinstance(tree, Fields):
-        return {"object": tree.kind.__qualname__, "values": tree_to_plain(tree.values)}
+        return {"object": tree.kind.__qualname__, "values": tree_to_plain(tree.values, tensors)}
+    if isinstance(tree, enum.Enum):
+        return {"enum": type(tree).__qualname__, "value": tree_to_plain(tree.value)}
     if isinstance(tree, torch.Size):
         return {"size": list(tree)}
     if isinstance(tree, (torch.dtype, torch.device)):
@@ -153,11 +164,11 @@ def tree_to_plain(tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
         return {"number": tree_to_plain(tree.item()), "dtype": str(tree.dtype).removeprefix("torch.")}
     if isinstance(tree, dict):
-        return {"items": [[tree_to_plain(key), tree_to_plain(value)] for key, value in tree.items()]}
+        return {"items": [[tree_to_plain(key, tensors), tree_to_plain(value, tensors)] for key, value in tree.items()]}
     if isinstance(tree, deque):
-        return {"deque": [tree_to_plain(item) for item in tree], "maxlen": tree.maxlen}
+        return {"deque": [tree_to_plain(item, tensors) for item in tree], "maxlen": tree.maxlen}
     if isinstance(tree, (list, tuple)):
-        return {type(tree).__name__: [tree_to_plain(item) for item in tree]}
+        return {type(tree).__name__: [tree_to_plain(item, tensors) for item in tree]}
     if isinstance(tree, float) and not (-float("inf") < tree < float("inf")):
         return {"float": repr(tree)}
     return tree
@@ -172,7 +183,9 @@ def tree_from_plain(plain: Any, kinds: Mapping[str, type[Any]]) -> Any:
     if not isinstance(plain, dict):
         return plain
     if "tensor" in plain:
-        return TensorAt(plain["tensor"])
+        return TensorAt(plain["tensor"], tuple(plain.get("stride", ())))
+    if "enum" in plain:
+        return _kind_named(plain["enum"], kinds)(tree_from_plain(plain["value"], kinds))
     if "wrapped" in plain:
         kind = _kind_named(plain["wrapped"], kinds)
         inner = {name: tree_from_plain(value, kinds) for name, value in plain["inner"].items()}
@@ -216,9 +229,14 @@ def _parts(tree: Any) -> list[Any]:
     return list(tree) if isinstance(tree, (list, tuple, deque)) else []
 
 
+def places_in(tree: Any) -> list[TensorAt]:
+    """The places of a tree's tensors."""
+    return [tree] if isinstance(tree, TensorAt) else [place for part in _parts(tree) for place in places_in(part)]
+
+
 def paths_in(tree: Any) -> list[str]:
     """The paths of a tree's tensors."""
-    return [tree.path] if isinstance(tree, TensorAt) else [path for part in _parts(tree) for path in paths_in(part)]
+    return [place.path for place in places_in(tree)]
 
 
 def paths_in_subclasses(tree: Any) -> set[str]:
@@ -228,7 +246,9 @@ def paths_in_subclasses(tree: Any) -> set[str]:
 
 
 def kinds_in(tree: Any) -> dict[str, type[Any]]:
-    """The classes of tensor subclasses and objects in a tree, by name."""
+    """The classes of tensor subclasses, objects and enumerations in a tree, by name."""
+    if isinstance(tree, enum.Enum):
+        return {type(tree).__qualname__: type(tree)}
     own = {tree.kind.__qualname__: tree.kind} if isinstance(tree, (Wrapped, Fields)) else {}
     return own | {name: kind for part in _parts(tree) for name, kind in kinds_in(part).items()}
 

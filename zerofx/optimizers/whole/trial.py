@@ -22,7 +22,7 @@ from zerofx.optimizers.program import StateTensor, WholeParameter
 from zerofx.optimizers.shadow import choose_implementation, run_step, sample
 from zerofx.optimizers.whole.combined import Combined, Share, check_apart, set_owner
 from zerofx.optimizers.whole.states import join_tensors, kinds_in, paths_in_subclasses, split_tensors
-from zerofx.torch_private.capture import fake_mode
+from zerofx.torch_private.capture import fake_mode, is_fake
 from zerofx.torch_private.dispatch import TorchDispatchMode
 from zerofx.torch_private.operators import OpOverload, base_name, flop_count, pytree
 from zerofx.torch_private.tensors import storage_key
@@ -370,6 +370,7 @@ def _same_values(first: tuple[torch.Tensor, Any], other: tuple[torch.Tensor, Any
     return (
         tensors.keys() == others.keys()
         and same(tree, other_tree)
+        and not any(map(is_fake, (*tensors.values(), *others.values())))  # made of what another rank has
         and all(torch.equal(_bits(value), _bits(others[path])) for path, value in tensors.items())
     )
 
