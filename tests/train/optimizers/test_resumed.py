@@ -26,9 +26,10 @@ class _Ours(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
         for group in self.param_groups:
             for p in group["params"]:
-                self.update(p, group, self.state[p])
+                assert p.grad is not None
+                self.update(p, p.grad, group, self.state[p])
 
-    def update(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         raise NotImplementedError
 
 
@@ -41,8 +42,8 @@ class CountsInAttribute(_Ours):
         self.total += 1
         super().step()
 
-    def update(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        p.sub_(p.grad, alpha=group["lr"] / self.total)
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        p.sub_(grad, alpha=group["lr"] / self.total)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"total": self.total}
@@ -60,44 +61,44 @@ class WithEnumerations(_Ours):
         for group in self.param_groups:
             group["norm"] = _Norm.FROBENIUS
 
-    def update(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         assert isinstance(group["norm"], _Norm)
         norm = state.setdefault("norm", group["norm"])
         assert isinstance(norm, _Norm)
-        p.sub_(p.grad / p.grad.norm(), alpha=group["lr"])
+        p.sub_(grad / grad.norm(), alpha=group["lr"])
 
 
 class WithOneElement(_Ours):
     """A number in a tensor of shape [1]."""
 
-    def update(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         if not state:
             state["weight"] = torch.zeros(1, device=p.device)
             state["mean"] = torch.zeros_like(p)
         state["weight"].mul_(0.9).add_(1.0)
-        state["mean"].lerp_(p.grad, weight=state["weight"].reciprocal().reshape(()))
+        state["mean"].lerp_(grad, weight=state["weight"].reciprocal().reshape(()))
         p.sub_(state["mean"], alpha=group["lr"])
 
 
 class WithColumns(_Ours):
     """Eigenvectors, which lie column by column: products with them round otherwise than by rows."""
 
-    def update(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         if p.dim() < 2:
             return
         if not state:
-            state["basis"] = torch.linalg.eigh(p.grad @ p.grad.T)[1]
-        p.sub_(state["basis"] @ (state["basis"].T @ p.grad), alpha=group["lr"])
+            state["basis"] = torch.linalg.eigh(grad @ grad.T)[1]
+        p.sub_(state["basis"] @ (state["basis"].T @ grad), alpha=group["lr"])
 
 
 class WholeAtFirst(_Ours):
     """Only the first step needs the whole parameter."""
 
-    def update(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         if not state:
-            state["scale"] = 1.0 / (1.0 + p.grad.norm())
+            state["scale"] = 1.0 / (1.0 + grad.norm())
             state["momentum"] = torch.zeros_like(p)
-        state["momentum"].lerp_(p.grad, weight=0.1)
+        state["momentum"].lerp_(grad, weight=0.1)
         p.sub_(state["momentum"] * state["scale"], alpha=group["lr"])
 
 
