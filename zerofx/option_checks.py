@@ -80,6 +80,7 @@ NOT_IN_STAGES: Final = tuple(
         ("offload", "no gradients wait for the next micro-batch", instances(Mapping)),
         ("tile", "parameters of a stage stay whole", instances(Mapping)),
         ("precision", "a stage knows only its own gradients", lambda given: given.scaling is not None),
+        ("precision", "stages are cut for products in one precision", lambda given: given.fp8 is not None),
         ("wire", "what stages hand on is sent exactly", None),
         ("delayed_update", "updates end with the step", None),
         ("grad_norms", "a rank has the layers of one stage", None),

@@ -17,7 +17,7 @@ from zerofx.choices import (
     OnNonfinite,
     OrderOption,
     OutputsOption,
-    PrecisionWord,
+    PrecisionOption,
     RecomputeOption,
     ReduceOption,
     StatesOver,
@@ -90,7 +90,7 @@ class TuneKeywords(TypedDict, total=False):
     memory_budget: int | float | str | None
     recompute: RecomputeOption
     offload: OffloadOption
-    precision: Precision | PrecisionWord | None
+    precision: Precision | PrecisionOption | None
     accumulate: AccumulateOption
     reduce: ReduceOption
     order: OrderOption
@@ -185,8 +185,9 @@ class CompileOptions:
     by names of modules, or of slices by names of parameters. Sums are then taken in another order."""
 
     precision: Precision = option(None, PRECISION)
-    """None for the model's dtypes; ``"bf16"`` or ``"fp16"`` computes and communicates so, with float32 masters; a
-    ``zerofx.Precision`` also says what is reduced and stored in which dtype, and how the loss is scaled."""
+    """None for the model's dtypes; ``"bf16"`` or ``"fp16"`` computes and communicates so, with float32 masters;
+    ``"fp8"`` is ``"bf16"`` with those products of layers in fp8 that are faster so; a ``zerofx.Precision`` also says
+    how, what is reduced and stored in which dtype, and how the loss is scaled."""
 
     accumulate: AccumulateOption = option(1, any_of(count(1), words(Literal["auto"])), not_for=("plan", "evaluation"))
     """how many equal micro-batches a batch is divided into, whose losses are averaged; ``"auto"`` for the number whose

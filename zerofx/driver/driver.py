@@ -21,6 +21,7 @@ from zerofx.capture.checks import device_of
 from zerofx.deferred import is_deferred
 from zerofx.disk.cache import MALFORMED
 from zerofx.driver.captures import Captures
+from zerofx.driver.fp8_products import choose_products
 from zerofx.driver.given_plan import check_budget, check_graph, check_host_budget
 from zerofx.driver.kept import step_cache
 from zerofx.driver.lent import own_part
@@ -156,7 +157,8 @@ def prepare_together(request: Request, control: Control) -> Prepared:
         ZeroFXError: as ``prepare``.
     """
     captures = control.attempt("capture a step", lambda: _captures(request, {}))
-    return _prepare(request, share_computation(request, captures, None, control.share), None, control)
+    one_rank = share_computation(request, captures, None, control.share)
+    return _prepare(request, choose_products(request, one_rank, None, control.share), None, control)
 
 
 def _prepare(request: Request, one_rank: Captures, earlier: Earlier | None, control: Control) -> Prepared:

@@ -16,6 +16,7 @@ import xxhash
 from zerofx.capture.cache import trace_settings
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.driver.captures import Captures
+from zerofx.driver.fp8_products import choose_products, products_in_fp8
 from zerofx.driver.meshes.layouts import best_prices
 from zerofx.driver.prepared import Earlier, Request, Shared
 from zerofx.errors import RankMismatchError, UsageError, notify
@@ -91,9 +92,13 @@ def plan_best_layout(
         BudgetMissedError: no plan of either fits; the one that misses the budget by less.
         ZeroFXError: as ``share_computation`` and ``plan``.
     """
+
+    def plan_products(one_rank: Captures) -> T:
+        return plan(choose_products(request, one_rank, earlier, everywhere))
+
     fastest = share_computation(request, captures, earlier, everywhere)
     try:
-        return plan(fastest)
+        return plan_products(fastest)
     except BudgetMissedError as missed:
         if request.mesh.model == 1:
             raise
@@ -101,7 +106,7 @@ def plan_best_layout(
         if smaller.shardings == fastest.shardings:
             raise
         try:
-            return plan(smaller)
+            return plan_products(smaller)
         except BudgetMissedError as also_missed:
             raise min(missed, also_missed, key=lambda error: error.least_bytes) from None
 
@@ -161,8 +166,9 @@ def apply_shardings(
 
 
 def record_shardings(request: Request, captures: Captures, plan: Plan) -> Shared:
-    """The sharing of a step over ranks of the model axis in ``plan``, for ``Earlier``."""
-    return Shared(_step_key(request, captures) if request.mesh.model > 1 else "", plan.shardings)
+    """The sharing of a step over ranks of the model axis in ``plan``, and its products in fp8, for ``Earlier``."""
+    given = _step_key(request, captures) if request.mesh.model > 1 else ""
+    return Shared(given, plan.shardings, in_fp8=products_in_fp8(plan))
 
 
 def digest_of(batch: Batch, mesh: Mesh) -> bytes:
