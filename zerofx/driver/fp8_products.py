@@ -24,7 +24,7 @@ def choose_products(
     ``earlier`` as for ``prepare``, ``everywhere`` as for ``share_computation``.
 
     Raises:
-        UsageError: the number of micro-batches is left to the plan, or what is asked for cannot be.
+        UsageError: the number of micro-batches is left to the plan.
     """
     recipe = request.options.precision.fp8
     if recipe is None:
@@ -33,11 +33,6 @@ def choose_products(
         raise UsageError(
             f"expected accumulate to be a number with products in fp8, which are chosen for the size of a micro-batch, "
             f"found accumulate={request.options.accumulate!r}: say how many micro-batches there are"
-        )
-    if request.mesh.model > 1:
-        raise UsageError(
-            f"expected a mesh without an axis 'model' with products in fp8, found {request.mesh}: scales are those of "
-            f"whole rows and tensors, which are in parts there; leave the axis, or fp8, out"
         )
 
     def decide() -> str:

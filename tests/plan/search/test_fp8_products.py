@@ -119,7 +119,11 @@ def test_a_plan_is_for_its_recipe() -> None:
 @pytest.mark.parametrize(
     ("options", "refusal"),
     [
-        ({"mesh": {"model": 2}}, "expected a mesh without an axis 'model' with products in fp8"),
+        (
+            {"mesh": {"model": 2}},
+            "expected precision or mesh, which exclude each other so.* of which ranks along 'model'",
+        ),
+        ({"mesh": "auto", "world_size": 2}, "expected precision or mesh, which exclude each other so"),
         ({"mesh": {"pipe": 2}, "accumulate": 2}, "stages are cut for products in one precision"),
         ({"accumulate": "auto", "memory_budget": "1GiB"}, "expected accumulate to be a number with products in fp8"),
     ],

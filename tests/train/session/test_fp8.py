@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.lib.runs.fp8 import RECIPES, batches, build, compile_in_fp8, convert, loss_of, optimizer_of
+import zerofx
+from tests.lib.runs.fp8 import RECIPES, VOCABULARY, batches, build, compile_in_fp8, convert, loss_of, optimizer_of
 from zerofx.choices import Fp8Recipe
 from zerofx.driver.opt import phase_passes, rewrite
 from zerofx.driver.plan_only import graph_to_save
@@ -57,6 +60,52 @@ def test_a_model_in_float32_has_the_bits_of_torchao_too(recipe: Fp8Recipe) -> No
     step.close()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+class _Checkpointed(nn.Module):
+    """Layers whose forward eager mode runs again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)])
+        self.head = nn.Linear(32, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=False)
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), y.flatten())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_that_are_checkpointed_have_the_bits_of_torchao_too(recipe: Fp8Recipe) -> None:
+    _needs_torchao()
+    models = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        models.append(_Checkpointed().bfloat16())
+    plain, model = convert(models[0], recipe), models[1]
+    optimizer, step = optimizer_of(plain), compile_in_fp8("gpt", recipe, model)
+    for number in range(2):
+        batch = _batch(number=number)
+        optimizer.zero_grad()
+        loss = plain(*batch)
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(step(*batch), loss.detach())
+    step.close()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_in_float16_a_loss_is_scaled_and_falls_as_in_bfloat16(recipe: Fp8Recipe) -> None:
+    losses = []
+    for precision in (zerofx.Precision("fp16", fp8=recipe, loss_scale=128.0), zerofx.Precision("bf16", fp8=recipe)):
+        step = compile_in_fp8("gpt", recipe, build("gpt", torch.float32), precision=precision)
+        losses.append([float(step(*_batch())) for _ in range(3)])
+        step.close()
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert losses[0][-1] < losses[0][0]
 
 
 def test_masters_in_float32_are_updated_as_those_of_layers_of_torchao() -> None:
