@@ -4,6 +4,7 @@ A product in fp8 takes what its kernel takes at the machine's rate for fp8, and 
 reads: what several products read is shared among those that are in fp8. All that CUDA has are taken to be, then those
 that lose by it are not, which leaves more of the casts to the others, until none loses. The cost of a scale and a cast
 is that of a fused kernel: one that reads the factor, and one that reads it again and writes a byte for each element.
+The gradient of a weight is copied into its buffer, where a product as it is writes it by itself (``passes/direct.py``).
 
 A weight's products are decided once: another batch shape of the step, or an evaluation, has those in fp8 that the first
 has, as far as their sizes let it.
@@ -22,7 +23,7 @@ from zerofx.passes.prepare.multiply import has_fp8, multiply_in_fp8
 from zerofx.scheduler.analysis.linear_products import LinearProduct, find_linear_products
 from zerofx.scheduler.analysis.loss_heads import find_logits
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.roofline import node_cost
+from zerofx.scheduler.cost.roofline import node_cost, seconds_to_copy
 from zerofx.scheduler.plan.decisions import ProductDecision
 from zerofx.units import format_seconds
 
@@ -61,6 +62,8 @@ def _refusal(product: LinearProduct, machine: Machine, recipe: str, logits: Coll
     """The reason that a product is not taken in fp8 whatever it would take; "" if there is none."""
     if machine.device.peak.fp8 is None:
         return f"{machine.name} has no rate for fp8"
+    if machine.device.compute_capability is None and not machine.is_cpu:
+        return f"{machine.name} has formats of its own for fp8, as it is not NVIDIA's"
     if not has_fp8(product.left, product.right, recipe):
         return f"{recipe} has weights' gradients in the compute dtype"
     if product.weight in logits:
@@ -88,6 +91,8 @@ def _choose(
         for name, each in of_product.items():
             casts = sum(seconds[node] / readers[node] for node in each.casts)
             low, high = sum(seconds[node] for node in each.own) + casts, plain[name]
+            if decisions[name].gives == "weight gradient":  # a product as it is writes its gradient where it is to be
+                low += seconds_to_copy(each.own[-1], machine)
             words = (
                 f"{format_seconds(low)}, {format_seconds(casts)} of it for casts, in place of {format_seconds(high)}"
             )

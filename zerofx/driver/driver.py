@@ -21,12 +21,17 @@ from zerofx.capture.checks import device_of
 from zerofx.deferred import is_deferred
 from zerofx.disk.cache import MALFORMED
 from zerofx.driver.captures import Captures
-from zerofx.driver.fp8_products import choose_products
 from zerofx.driver.given_plan import check_budget, check_graph, check_host_budget
 from zerofx.driver.kept import step_cache
 from zerofx.driver.lent import own_part
 from zerofx.driver.prepared import Earlier, Prepared, Request, Shared, agree_on_graph, prepare
-from zerofx.driver.shardings import check_batches, plan_best_layout, record_shardings, share_computation
+from zerofx.driver.shardings import (
+    check_batches,
+    choose_products,
+    plan_best_layout,
+    record_shardings,
+    share_computation,
+)
 from zerofx.driver.stages import CutStep, cut_into_stages
 from zerofx.errors import (
     InternalError,

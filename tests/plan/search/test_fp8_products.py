@@ -63,11 +63,15 @@ def test_a_number_of_rows_that_16_does_not_divide_leaves_gradients_of_weights_al
     assert {gives for _, gives in in_fp8(plan)} == {"output", "input gradient"}
 
 
-def test_a_machine_without_a_rate_for_fp8_takes_none() -> None:
-    with pytest.warns(zerofx.ZeroFXNotice, match="no product is taken in fp8: a100-80 has no rate for fp8"):
-        plan = llama(machine="a100-80").plan
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [("a100-80", "a100-80 has no rate for fp8"), ("mi300x", "mi300x has formats of its own for fp8")],
+)
+def test_a_machine_without_a_rate_for_these_formats_takes_none(machine: str, reason: str) -> None:
+    with pytest.warns(zerofx.ZeroFXNotice, match=f"no product is taken in fp8: {reason}"):
+        plan = llama(machine=machine).plan
     assert plan.products and not in_fp8(plan)
-    assert "a100-80 has no rate for fp8" in str(plan)
+    assert reason in str(plan)
 
 
 def test_small_products_are_slower_in_fp8_and_stay_as_they_are() -> None:
