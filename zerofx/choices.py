@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 Backend = Literal["inductor", "eager"]
 PrecisionWord = Literal["bf16", "fp16"]
+PrecisionOption = PrecisionWord | Literal["fp8"]
+Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 ReduceDtype = Literal["fp32", "bf16"]
 StateDtype = Literal["bf16"]
 RecomputeOption = Literal["auto", "none", "full"]

@@ -69,6 +69,11 @@ def has_stages(mesh: object) -> bool:
     return isinstance(mesh, Mesh) and mesh.pipe > 1
 
 
+def shares_products(mesh: object) -> bool:
+    """True for a mesh with several ranks on the axis ``model``, or one that may come to have them."""
+    return mesh == AUTO or (isinstance(mesh, Mesh) and mesh.model > 1)
+
+
 # What a step whose mesh has an axis pipe does not do.
 NOT_IN_STAGES: Final = tuple(
     Exclusion(other, why, has_stages, theirs)
@@ -80,6 +85,7 @@ NOT_IN_STAGES: Final = tuple(
         ("offload", "no gradients wait for the next micro-batch", instances(Mapping)),
         ("tile", "parameters of a stage stay whole", instances(Mapping)),
         ("precision", "a stage knows only its own gradients", lambda given: given.scaling is not None),
+        ("precision", "stages are cut for products in one precision", lambda given: given.fp8 is not None),
         ("wire", "what stages hand on is sent exactly", None),
         ("delayed_update", "updates end with the step", None),
         ("grad_norms", "a rank has the layers of one stage", None),

@@ -17,7 +17,7 @@ from zerofx.choices import (
     OnNonfinite,
     OrderOption,
     OutputsOption,
-    PrecisionWord,
+    PrecisionOption,
     RecomputeOption,
     ReduceOption,
     StatesOver,
@@ -34,6 +34,7 @@ from zerofx.option_checks import (
     NOT_IN_STAGES,
     SHARDINGS,
     TILES,
+    shares_products,
     warn_of_ignored_shardings,
 )
 from zerofx.option_table import (
@@ -90,7 +91,7 @@ class TuneKeywords(TypedDict, total=False):
     memory_budget: int | float | str | None
     recompute: RecomputeOption
     offload: OffloadOption
-    precision: Precision | PrecisionWord | None
+    precision: Precision | PrecisionOption | None
     accumulate: AccumulateOption
     reduce: ReduceOption
     order: OrderOption
@@ -184,9 +185,19 @@ class CompileOptions:
     """what runs a few rows at a time: ``"auto"`` where no other plan fits, ``"none"``, or numbers of tiles, 2 or more,
     by names of modules, or of slices by names of parameters. Sums are then taken in another order."""
 
-    precision: Precision = option(None, PRECISION)
-    """None for the model's dtypes; ``"bf16"`` or ``"fp16"`` computes and communicates so, with float32 masters; a
-    ``zerofx.Precision`` also says what is reduced and stored in which dtype, and how the loss is scaled."""
+    precision: Precision = option(
+        None,
+        PRECISION,
+        Exclusion(
+            "mesh",
+            "products in fp8 have scales of whole rows and tensors, of which ranks along 'model' have parts",
+            lambda given: given.fp8 is not None,
+            shares_products,
+        ),
+    )
+    """None for the model's dtypes; ``"bf16"`` or ``"fp16"`` computes and communicates so, with float32 masters;
+    ``"fp8"`` is ``"bf16"`` with those products of layers in fp8 that are faster so; a ``zerofx.Precision`` also says
+    how, what is reduced and stored in which dtype, and how the loss is scaled."""
 
     accumulate: AccumulateOption = option(1, any_of(count(1), words(Literal["auto"])), not_for=("plan", "evaluation"))
     """how many equal micro-batches a batch is divided into, whose losses are averaged; ``"auto"`` for the number whose

@@ -41,6 +41,7 @@ from zerofx.passes.parts import Parts
 from zerofx.passes.prefetch import Prefetch
 from zerofx.passes.prepare.accumulate import Accumulate
 from zerofx.passes.prepare.borrow import Borrow
+from zerofx.passes.prepare.multiply import Multiply
 from zerofx.passes.prepare.overlap import Overlap
 from zerofx.passes.prepare.partition import Partition
 from zerofx.passes.prepare.scale_loss import ScaleLoss
@@ -56,7 +57,7 @@ from zerofx.passes.verify import verify
 from zerofx.passes.wire.gathers import QuantiseGathers
 from zerofx.passes.wire.reductions import QuantiseReductions
 from zerofx.scheduler.cost.liveness import liveness
-from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision, SliceDecision
+from zerofx.scheduler.plan.decisions import OverlapDecision, ProductDecision, ShardingDecision, SliceDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
 from zerofx.units import format_bytes, format_seconds
@@ -117,6 +118,8 @@ PREPARE = (
     Listed(Overlap, {"overlaps": ("before", "nodes")}, lambda plan, _: plan.model > 1),
     # One stage of several, with what it sends and receives.
     Listed(Stages, {"stage_cuts": (), "pipe_stage": ()}, lambda plan, _: plan.pipe > 1),
+    # Products of linear layers in fp8, as one rank has them.
+    Listed(Multiply, {"products": ("node", "left", "right", "in_fp8"), "fp8": ()}, lambda plan, _: plan.products),
     # Huge parameters a slice at a time.
     Listed(Slice, {"slices": ("parameter", "num_slices")}, lambda plan, _: plan.slices),
     # Micro-batches one after the other.
@@ -207,6 +210,8 @@ def run_preparations(
     overlaps: tuple[OverlapDecision, ...] = (),
     num_parts: int = 1,
     pipe: PipeStage | None = None,
+    fp8: str = "",
+    products: tuple[ProductDecision, ...] = (),
 ) -> None:
     """Run the preparations but those ``done`` on a captured graph, in place.
 
@@ -214,13 +219,14 @@ def run_preparations(
     layer by layer if ``by_layer`` says so. ``loss_scaled``: whether backward begins with a scale. ``held``: as what
     other steps have their parameters, by name, which are read here. ``shardings``: how the ``num_parts`` ranks of the
     model axis share the graph, ``overlaps`` what stands elsewhere there. ``pipe``: the stage that is kept of it.
+    ``products``: which are in fp8, of the recipe of that name.
 
     Raises:
         PlanError: a parameter cannot be worked with in the slices that are asked for.
         InvalidGraphError: what the ranks of the model axis compute is not what the graph does.
     """
     left_out = {*settings.disable, *done}
-    left_out |= {*([] if pipe is not None else [Stages.name])}
+    left_out |= {*([] if pipe is not None else [Stages.name]), *([] if products else [Multiply.name])}
     left_out |= {*([] if loss_scaled else [ScaleLoss.name]), *([] if num_parts > 1 else [Partition.name, Overlap.name])}
     for listed in PREPARE:
         if listed.name not in left_out:
@@ -228,6 +234,7 @@ def run_preparations(
                 slices=slices, num_micro_batches=num_micro_batches, divided=frozenset(divided), by_layer=by_layer,
                 held=held,
                 shardings=shardings, overlaps=overlaps, num_parts=num_parts, pipe=pipe,
+                fp8=fp8, products=products,
             )  # fmt: skip
             is_shared = listed.kind is Partition and settings.verify > 0
             whole = whole_calls(step) if is_shared else {}

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, get_args
 
-from zerofx.choices import Fp32Module, PrecisionWord, ReduceDtype, StateDtype
+from zerofx.choices import Fp8Recipe, Fp32Module, PrecisionOption, PrecisionWord, ReduceDtype, StateDtype
 from zerofx.option_table import POSITIVE, Exclusion, Kind, check_values, option, words
 
 if TYPE_CHECKING:
@@ -87,6 +87,11 @@ class Precision:
     """``"bf16"`` stores the optimizer's states so between steps, and computes with them in the dtype of the masters;
     None stores them as the optimizer has them."""
 
+    fp8: Fp8Recipe | None = option(None, words(Fp8Recipe))
+    """how those products of layers are taken in fp8 with which the step is faster so: with a scale for each tensor
+    (``"tensorwise"``), for each row and column (``"rowwise"``), or likewise with weights' gradients in the compute
+    dtype (``"rowwise_with_gw_hp"``), as torchao's recipes of these names; None for none."""
+
     loss_scale: LossScale | float | None = option(
         None,
         Kind("a finite number above 0, or a LossScale of such", lambda asked: _is_number(asked) or _is_scale(asked)),
@@ -100,8 +105,10 @@ class Precision:
             object.__setattr__(self, name, value)
 
     @staticmethod
-    def of(asked: Precision | PrecisionWord | None) -> Precision:
+    def of(asked: Precision | PrecisionOption | None) -> Precision:
         """That which one word stands for."""
+        if asked == "fp8":
+            return Precision("bf16", fp8="rowwise")
         return asked if isinstance(asked, Precision) else Precision(asked)
 
     @property
@@ -112,11 +119,12 @@ class Precision:
         return self.loss_scale if isinstance(self.loss_scale, LossScale) else LossScale.fixed(float(self.loss_scale))
 
 
+_WORDS: Final = (*get_args(PrecisionWord), "fp8")
 PRECISION: Final = Kind(
-    "'bf16', 'fp16' or a zerofx.Precision",
-    lambda asked: isinstance(asked, Precision) or asked in get_args(PrecisionWord),
+    "'bf16', 'fp16', 'fp8' or a zerofx.Precision",
+    lambda asked: isinstance(asked, Precision) or asked in _WORDS,
     Precision.of,
-    get_args(PrecisionWord),
+    _WORDS,
 )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from zerofx.codegen.inductor.mends import MENDS
 from zerofx.ir import ops
-from zerofx.ir.op_kernels import quantise
+from zerofx.ir.op_kernels import fp8, quantise
 from zerofx.ir.op_kernels.attention import has_kernel
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 
@@ -147,6 +147,9 @@ _OWN: Decompositions = {
     ops.quantise: quantise.quantise_at_once,
     ops.dequantise: quantise.dequantise_at_once,
     ops.dequantise_sum: quantise.dequantise_sum_at_once,
+    ops.fp8_scale: fp8.scale,
+    ops.fp8_cast: fp8.cast,
+    ops.fp8_unscale: fp8.unscale,
 }
 _ATTENTION: Decompositions = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,

@@ -132,6 +132,13 @@ def find_forward_heads(step: StepGraph) -> list[ForwardHead]:
     return heads
 
 
+def find_logits(step: StepGraph) -> set[fx.Node]:
+    """The products whose results are the logits of a log-softmax, whether or not they can be tiled."""
+    softmaxes = (node for node in step.calls() if node.target is _aten._log_softmax.default)
+    products = (_logits_product(softmax)[0] for softmax in softmaxes)
+    return {product for product in products if product is not None}
+
+
 def _logits(softmax: fx.Node, weights: object, reduction: object) -> tuple[fx.Node, fx.Node | None] | None:
     """The product that makes the logits of a loss, and their conversion, where those are read for a softmax alone."""
     if softmax.target is not _aten._log_softmax.default or weights is not None or reduction not in (MEAN, SUM):

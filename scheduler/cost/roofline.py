@@ -79,6 +79,11 @@ def node_cost(node: fx.Node, machine: Machine) -> NodeCost:
     return NodeCost(flops, read, written, seconds)
 
 
+def seconds_to_copy(node: fx.Node, machine: Machine) -> float:
+    """Seconds of a copy of what ``node`` gives."""
+    return _roofline(0, 2 * _node_bytes(node), 1.0, machine)
+
+
 def matmul_seconds_at_peak(node: fx.Node, machine: Machine) -> float:
     """Seconds of a matmul, a convolution or attention at the machine's peak for its inputs' type; 0 for all else."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or _matmul_packet(node.target) is None:

@@ -26,6 +26,7 @@ def undecided(step: StepGraph, layout: BucketLayout, stage: int, precision: str 
         slices=step.slices,
         shardings=step.shardings,
         overlaps=step.overlaps,
+        products=step.products,
         num_micro_batches=step.num_micro_batches,
         by_layer=step.by_layer,
         replicate=layout.mesh.replicate,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -168,6 +168,40 @@ class OverlapDecision:
 
     before: str
     nodes: tuple[str, ...]
+
+
+Factor = Literal["input", "weight", "gradient"]
+
+
+@dataclass(frozen=True)
+class ProductDecision:
+    """A matrix product of the captured graph with a ``weight``, or for its gradient: whether its factors are fp8.
+
+    ``left`` and ``right`` say what the factors of ``node`` are: (input, weight) gives a layer's output, (gradient,
+    weight) the gradient of its input, and an input and a gradient that of its weight. ``seconds`` are what it takes
+    less in fp8, casts included: those that several products read in equal parts.
+    """
+
+    node: str
+    weight: str
+    left: Factor
+    right: Factor
+    in_fp8: bool
+    reason: str
+    seconds: float = 0.0
+
+    @property
+    def gives(self) -> str:
+        """The product's result, in words."""
+        factors = {self.left, self.right}
+        return next(what for what, given in _RESULTS.items() if given == factors)
+
+
+_RESULTS: Mapping[str, set[str]] = {
+    "output": {"input", "weight"},
+    "input gradient": {"gradient", "weight"},
+    "weight gradient": {"input", "gradient"},
+}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from zerofx.scheduler.plan.decisions import (
     GatherDecision,
     OverlapDecision,
     PieceDecision,
+    ProductDecision,
     ReduceDecision,
     ShardingDecision,
     SliceDecision,
@@ -37,6 +38,7 @@ class Plan:
     divided into, where not all values stay. ``memory_budget`` is what the plan was made to fit, in bytes on the device.
     ``num_micro_batches`` is how many a batch is divided into, which run one after the other before the update, or
     ``by_layer``: all of them through a layer before the next one.
+    ``fp8`` is the recipe of those ``products`` that are taken in fp8, ``""`` where none may be.
     ``max_grad_norm`` is what the norm of all gradients is clipped to, None for gradients as they are. ``grad_norms``:
     whether those of layers are handed out. ``kept_gradients``: buckets whose gradients are. ``loss_scaled``:
     whether they are of a loss that is multiplied by a scale, and looked at before the first update. ``wire`` is what
@@ -63,6 +65,8 @@ class Plan:
     slices: tuple[SliceDecision, ...] = ()
     shardings: tuple[ShardingDecision, ...] = field(default=(), metadata=ONLY_IF_SET)
     overlaps: tuple[OverlapDecision, ...] = field(default=(), metadata=ONLY_IF_SET)
+    fp8: str = field(default="", metadata=ONLY_IF_SET)
+    products: tuple[ProductDecision, ...] = field(default=(), metadata=ONLY_IF_SET)
     offloads: tuple[Absence, ...] = ()
     spreads: tuple[Absence, ...] = field(default=(), metadata=ONLY_IF_SET)
     states: tuple[Absence, ...] = ()

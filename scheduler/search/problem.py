@@ -194,6 +194,7 @@ class Problem:
                 replace(bucket, owners=owners[index].rank_of_each) if index in owners else bucket
                 for index, bucket in enumerate(blank.buckets)
             ),
+            fp8=options.precision.fp8 or "",
             memory_budget=self.memory_budget,
             max_grad_norm=options.max_grad_norm,
             grad_norms=options.grad_norms,

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
@@ -228,7 +229,8 @@ def training_options(keywords: type) -> Callable[[Callable[..., None]], Callable
         @wraps(command)
         def called(**given: Any) -> None:
             of_precision = {name: given.pop(name) for name in entries(Precision) if name in given}
-            given["precision"] = Precision(given["precision"], **of_precision)
+            said = {name: value for name, value in of_precision.items() if value is not None}
+            given["precision"] = replace(Precision.of(given["precision"]), **said)
             command(**given)
 
         for name, entry in reversed(taken.items()):

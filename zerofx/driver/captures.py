@@ -22,7 +22,7 @@ from zerofx.ir.parameters import Strides
 from zerofx.options import STOPPING, CompileOptions
 from zerofx.passes.prepare.overlap import overlap
 from zerofx.pipeline import run_preparations
-from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision, SliceDecision
+from zerofx.scheduler.plan.decisions import OverlapDecision, ProductDecision, ShardingDecision, SliceDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
 
@@ -59,6 +59,7 @@ class Captures:
         self.slices: tuple[SliceDecision, ...] = ()
         self.shardings: tuple[ShardingDecision, ...] = ()
         self.overlaps: tuple[OverlapDecision, ...] = ()
+        self.products: tuple[ProductDecision, ...] = ()
         self.num_parts = 1
         self.pipe: PipeStage | None = None
 
@@ -106,6 +107,18 @@ class Captures:
         for step in ordered._of_rank.values():
             overlap(step, overlaps)
         return ordered
+
+    def multiply(self, products: tuple[ProductDecision, ...]) -> Captures:
+        """The same step of one rank with these products in fp8.
+
+        Raises:
+            PlanError: a decision is about something that the graph has not.
+        """
+        if products == self.products:
+            return self
+        low = copy.copy(self)
+        low.products, low._of_rank, low._unrolled = products, {}, {}
+        return low
 
     def short(self, num_micro_batches: int, step: StepGraph) -> Captures:
         """The same where ``step``, a part of the captured one, stands for all of it, which is what is verified."""
@@ -173,13 +186,14 @@ class Captures:
 
         Raises: as ``graph``.
         """
-        if self.num_parts == 1 and self.pipe is None:
+        if self.num_parts == 1 and self.pipe is None and not self.products:
             return self.whole_graph(num_micro_batches)
         if num_micro_batches not in self._of_rank:
             step = self.whole_graph(num_micro_batches).clone()
             run_preparations(
                 step, self._settings, done={"simplify"},
                 shardings=self.shardings, overlaps=self.overlaps, num_parts=self.num_parts, pipe=self.pipe,
+                fp8=self._options.precision.fp8 or "", products=self.products,
             )  # fmt: skip
             self._of_rank[num_micro_batches] = step
         return self._of_rank[num_micro_batches]

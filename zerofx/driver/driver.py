@@ -25,7 +25,13 @@ from zerofx.driver.given_plan import check_budget, check_graph, check_host_budge
 from zerofx.driver.kept import step_cache
 from zerofx.driver.lent import own_part
 from zerofx.driver.prepared import Earlier, Prepared, Request, Shared, agree_on_graph, prepare
-from zerofx.driver.shardings import check_batches, plan_best_layout, record_shardings, share_computation
+from zerofx.driver.shardings import (
+    check_batches,
+    choose_products,
+    plan_best_layout,
+    record_shardings,
+    share_computation,
+)
 from zerofx.driver.stages import CutStep, cut_into_stages
 from zerofx.errors import (
     InternalError,
@@ -156,7 +162,8 @@ def prepare_together(request: Request, control: Control) -> Prepared:
         ZeroFXError: as ``prepare``.
     """
     captures = control.attempt("capture a step", lambda: _captures(request, {}))
-    return _prepare(request, share_computation(request, captures, None, control.share), None, control)
+    one_rank = share_computation(request, captures, None, control.share)
+    return _prepare(request, choose_products(request, one_rank, None, control.share), None, control)
 
 
 def _prepare(request: Request, one_rank: Captures, earlier: Earlier | None, control: Control) -> Prepared:

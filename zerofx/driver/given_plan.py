@@ -44,6 +44,7 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
     settings = {
         "stage": (str(plan.stage), str(options.stage)),
         "precision": (_precision(plan.precision), _precision(options.precision.compute)),
+        "products in fp8": (plan.fp8 or "none", options.precision.fp8 or "none"),
         "micro-batches": (str(plan.num_micro_batches), _micro_batches(options, plan)),
         "order": (_order(plan), options.order if options.order != "auto" else _order(plan)),
         "wire": (plan.wire, options.wire),

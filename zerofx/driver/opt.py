@@ -135,6 +135,7 @@ def _run(listed: Listed, step: StepGraph, saved: SavedGraph, layout: BucketLayou
             slices=plan.slices, num_micro_batches=plan.num_micro_batches, by_layer=plan.by_layer,
             divided=saved.divided,
             shardings=plan.shardings, overlaps=plan.overlaps, num_parts=plan.model,
+            fp8=plan.fp8, products=plan.products,
         )  # fmt: skip
         preparation.run(step)
         return

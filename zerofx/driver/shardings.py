@@ -2,6 +2,7 @@
 
 Deciding it takes longer than making most plans. It follows from the captured graph, the mesh, the machine and the
 requested placements; if layouts are simulated to choose among them, also from everything that a plan follows from.
+Products in fp8 are chosen after that, in the graph of one rank.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ from zerofx.scheduler.analysis.sharding_ways import sharding_ways
 from zerofx.scheduler.cost.sharding_seconds import Prices
 from zerofx.scheduler.decide.shardings import decide_shardings
 from zerofx.scheduler.decide.value_overlap import decide_overlaps
-from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision
+from zerofx.scheduler.plan.decisions import OverlapDecision, ProductDecision, ShardingDecision
 from zerofx.scheduler.plan.mesh import TOGETHER, Mesh, batch_number
 from zerofx.scheduler.plan.placements import FIRST_CAPACITY, Placement, Ragged, placement_of
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.fp8_products import ProductKey, decide_products
 from zerofx.scheduler.search.problem import BudgetMissedError
 from zerofx.torch_private.profiler import is_profiling
 from zerofx.units import first_few
 
-Decision = TypeVar("Decision", ShardingDecision, OverlapDecision)
+Decision = TypeVar("Decision", ShardingDecision, OverlapDecision, ProductDecision)
 
 
 def decide_with_cache(
@@ -63,7 +65,7 @@ def decide_with_cache(
     return decisions
 
 
-def to_json(decisions: Sequence[ShardingDecision | OverlapDecision]) -> str:
+def to_json(decisions: Sequence[ShardingDecision | OverlapDecision | ProductDecision]) -> str:
     """Decisions as JSON."""
     return json.dumps([asdict(decision) for decision in decisions])
 
@@ -91,9 +93,13 @@ def plan_best_layout(
         BudgetMissedError: no plan of either fits; the one that misses the budget by less.
         ZeroFXError: as ``share_computation`` and ``plan``.
     """
+
+    def plan_products(one_rank: Captures) -> T:
+        return plan(choose_products(request, one_rank, earlier, everywhere))
+
     fastest = share_computation(request, captures, earlier, everywhere)
     try:
-        return plan(fastest)
+        return plan_products(fastest)
     except BudgetMissedError as missed:
         if request.mesh.model == 1:
             raise
@@ -101,7 +107,7 @@ def plan_best_layout(
         if smaller.shardings == fastest.shardings:
             raise
         try:
-            return plan(smaller)
+            return plan_products(smaller)
         except BudgetMissedError as also_missed:
             raise min(missed, also_missed, key=lambda error: error.least_bytes) from None
 
@@ -130,6 +136,43 @@ def share_computation(
         lambda: to_json(_decide(request, captures, earlier, within_budget=within_budget)),
     )
     return apply_shardings(request, captures, from_json(ShardingDecision, shardings), everywhere)
+
+
+def choose_products(request: Request, captures: Captures, earlier: Earlier | None, everywhere: Everywhere) -> Captures:
+    """The step of one rank with those products in fp8 that are faster so; ``captures`` where none may be.
+
+    ``earlier`` as for ``prepare``, ``everywhere`` as for ``share_computation``.
+
+    Raises:
+        UsageError: the number of micro-batches is left to the plan.
+    """
+    recipe = request.options.precision.fp8
+    if recipe is None:
+        return captures
+    if len(captures.candidates) > 1:
+        raise UsageError(
+            f"expected accumulate to be a number with products in fp8, which are chosen for the size of a micro-batch, "
+            f"found accumulate={request.options.accumulate!r}: say how many micro-batches there are"
+        )
+
+    def decide() -> str:
+        if isinstance(request.options.plan, Plan):
+            decided = request.options.plan.products
+        else:
+            known = None if earlier is None else earlier.shared.in_fp8
+            decided = decide_products(captures.rank_graph(captures.candidates[0]), request.machine, recipe, known)
+        return to_json(decided)
+
+    products = from_json(ProductDecision, everywhere("choose products in fp8", decide))
+    if request.verbose and earlier is None and not any(decision.in_fp8 for decision in products):
+        reasons = first_few(dict.fromkeys(decision.reason for decision in products))
+        notify(f"no product is taken in fp8: {reasons or 'there is none with a weight'}")
+    return captures.multiply(products)
+
+
+def products_in_fp8(plan: Plan) -> tuple[ProductKey, ...]:
+    """The products of a plan that are in fp8, as all graphs of its model have them."""
+    return tuple(dict.fromkeys((each.weight, each.gives) for each in plan.products if each.in_fp8))
 
 
 def decide_alone(_purpose: str, decide: Callable[[], str]) -> str:
@@ -161,8 +204,9 @@ def apply_shardings(
 
 
 def record_shardings(request: Request, captures: Captures, plan: Plan) -> Shared:
-    """The sharing of a step over ranks of the model axis in ``plan``, for ``Earlier``."""
-    return Shared(_step_key(request, captures) if request.mesh.model > 1 else "", plan.shardings)
+    """The sharing of a step over ranks of the model axis in ``plan``, and its products in fp8, for ``Earlier``."""
+    given = _step_key(request, captures) if request.mesh.model > 1 else ""
+    return Shared(given, plan.shardings, in_fp8=products_in_fp8(plan))
 
 
 def digest_of(batch: Batch, mesh: Mesh) -> bytes:

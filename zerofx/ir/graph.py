@@ -25,7 +25,7 @@ from zerofx.ir.facts import (
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.ir.text import node_text
-from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision, SliceDecision
+from zerofx.scheduler.plan.decisions import OverlapDecision, ProductDecision, ShardingDecision, SliceDecision
 from zerofx.scheduler.plan.facts import unit_of
 from zerofx.torch_private.tensors import empty_like_fake
 
@@ -106,9 +106,10 @@ class StepGraph:
     bucket's gradient on this rank. ``by_layer``: all micro-batches run through a layer before the next layer
     (``zerofx/ir/micro_batches.py``). ``slices`` says which parameters are there in slices, each a parameter of its
     own, ``shardings`` how the ranks of the model axis share what was captured, ``overlaps`` what stands elsewhere in
-    the order, ``pipe`` which stage it is, where it is one alone. ``fakes`` remembers the values that passes have asked
-    for. ``cut_pieces`` are the pieces of what is outside ``units`` at whose borders regions end. Where the step is
-    ``guarded``, it ends before its updates if a loss is not finite.
+    the order, ``products`` which matrix products are in fp8, ``pipe`` which stage it is, where it is one alone.
+    ``fakes`` remembers the values that passes have asked for. ``cut_pieces`` are the pieces of what is outside
+    ``units`` at whose borders regions end. Where the step is ``guarded``, it ends before its updates if a loss is not
+    finite.
     """
 
     graph: fx.Graph
@@ -125,6 +126,7 @@ class StepGraph:
     slices: tuple[SliceDecision, ...] = ()
     shardings: tuple[ShardingDecision, ...] = ()
     overlaps: tuple[OverlapDecision, ...] = ()
+    products: tuple[ProductDecision, ...] = ()
     pipe: PipeStage | None = None
     cut_pieces: frozenset[str] = frozenset()
     clipping: Clipping | None = None

@@ -58,6 +58,9 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``quantise``          flat values as bytes to send, in few bits with a scale for each block, a row for each part
 ``dequantise``        the values of all parts of what was quantised, in order
 ``dequantise_sum``    the sum of the parts of what was quantised
+``fp8_scale``         what a matrix, or each of its rows or columns, is multiplied by before it is cast to fp8,
+``fp8_cast``          that cast, and ``fp8_unscale``, a product of two casts without their scales
+                      (``zerofx/ir/op_kernels/fp8.py``)
 ``onednn_lstm``       a layer of an LSTM by oneDNN, with what backward needs of it, and its gradients: as eager mode
                       runs it on a CPU (``zerofx/ir/op_kernels/onednn_lstm.py``)
 ``recurrent_steps``   the time steps of a layer of an RNN, GRU or LSTM, with what backward needs of them, and their
@@ -99,7 +102,7 @@ from __future__ import annotations
 
 import torch
 
-from zerofx.ir.op_kernels import as_aten, fakes, norms, recurrent, softmax
+from zerofx.ir.op_kernels import as_aten, fakes, fp8, norms, recurrent, softmax
 from zerofx.ir.op_kernels import onednn_lstm as _onednn_lstm
 from zerofx.ir.op_kernels import quantise as _quantise
 from zerofx.ir.op_kernels.attention import empty_results
@@ -269,6 +272,17 @@ dequantise_sum = own_operator(
     "dequantise_sum(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor",
     fakes.unpack_sum, kernel=_quantise.dequantise_sum,
 )  # fmt: skip
+fp8_scale = own_operator(
+    "fp8_scale(Tensor values, ScalarType dtype, int? dim, bool power_of_two) -> Tensor",
+    fp8.empty_scale, kernel=fp8.scale,
+)  # fmt: skip
+fp8_cast = own_operator(
+    "fp8_cast(Tensor values, Tensor scales, ScalarType dtype, bool by_columns) -> Tensor",
+    fp8.empty_cast, kernel=fp8.cast,
+)  # fmt: skip
+fp8_unscale = own_operator(
+    "fp8_unscale(Tensor product, Tensor left, Tensor right) -> Tensor", fp8.empty_unscale, kernel=fp8.unscale
+)
 square_sum = own_operator("square_sum(Tensor values) -> Tensor", fakes.one_number, kernel=norms.square_sum)
 
 

@@ -203,6 +203,10 @@ def _values(like: Like, target: OpOverload) -> Tensor:
     elif like.dtype.is_complex:
         parts = torch.linspace(0.25, 0.75, 2 * like.span, dtype=like.dtype.to_real(), device="cpu")
         flat = torch.view_as_complex(parts.view(-1, 2))
+    elif like.dtype.is_floating_point and like.dtype.itemsize == 1:
+        return _values(Like(like.shape, like.stride, torch.float32), target).to(
+            like.dtype
+        )  # little is computed in these
     elif like.dtype.is_floating_point:
         flat = torch.linspace(0.25, 0.75, like.span, dtype=like.dtype, device="cpu")
     else:

@@ -64,6 +64,7 @@ _BY_NAME: Mapping[str, Callable[[Plan], Mapping[str, object]]] = MappingProxyTyp
     {
         "shared along model": lambda plan: {d.node: replace(d, reason="") for d in plan.shardings},
         "moved to overlap with collectives": lambda plan: {d.before: d for d in plan.overlaps},
+        "products of linear layers": lambda plan: {d.node: d.in_fp8 for d in plan.products},
         "pieces outside layers": lambda plan: {d.name: d for d in plan.pieces},
     }
 )
@@ -88,6 +89,7 @@ def _settings(first: Plan, other: Plan) -> Iterator[str]:
         "micro-batches": lambda plan: str(plan.num_micro_batches),
         "order": lambda plan: "layer by layer" if plan.by_layer else "one micro-batch after the other",
         "precision": lambda plan: plan.precision or "of the model",
+        "products in fp8": lambda plan: plan.fp8 or "none",
         "wire": lambda plan: plan.wire,
         "max_grad_norm": lambda plan: str(plan.max_grad_norm),
         "grad_norms": lambda plan: str(plan.grad_norms),

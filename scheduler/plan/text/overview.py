@@ -19,7 +19,7 @@ from zerofx.scheduler.plan.mesh import SHARD
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
 from zerofx.scheduler.plan.text.reasons import OF_VALUES, join_reasons, of_values, reasons
-from zerofx.scheduler.plan.text.shared import sharding_lines
+from zerofx.scheduler.plan.text.shared import product_lines, sharding_lines
 from zerofx.units import format_bytes, format_count, format_seconds, tiers_text
 
 _ATTENTION = re.compile(r"(?:aten\.|zerofx\.own_)_scaled_dot_product_(cudnn|flash|efficient)_attention\.default")
@@ -55,6 +55,8 @@ def describe_plan(plan: Plan) -> str:
             lines += ["", kind, *(f"  {reason}" for reason in of_kind)]
     if plan.model > 1:
         lines += ["", *sharding_lines(plan)]
+    if plan.fp8:
+        lines += ["", *product_lines(plan)]
     if plan.slices:
         lines += [
             "",
@@ -225,11 +227,12 @@ def heading(plan: Plan) -> str:
     parts = f", {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
     scaled = ", loss scaled" if plan.loss_scaled else ""
     clipped = "" if plan.max_grad_norm is None else f", gradients clipped to a norm of {plan.max_grad_norm:g}"
+    low = f", products in fp8 ({plan.fp8})" if plan.fp8 else ""
     states = next((f", states stored in {dtype_name(b.state_dtype)}" for b in plan.buckets if b.state_dtype), "")
     reduced = next((f", gradients reduced in {dtype_name(b.reduce_dtype)}" for b in plan.buckets if b.reduce_dtype), "")
     return (
-        f"stage {plan.stage} on {ranks}{parts}, {plan.precision or 'precision of the model'}{states}{reduced}{scaled}"
-        f"{clipped}, times for {plan.machine}"
+        f"stage {plan.stage} on {ranks}{parts}, {plan.precision or 'precision of the model'}{low}{states}{reduced}"
+        f"{scaled}{clipped}, times for {plan.machine}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Sharding on the model axis, in words."""
+"""Sharding on the model axis, and products in fp8, in words."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from zerofx.scheduler.plan.placements import Partial, Ragged, Sharded, placement_of
+from zerofx.units import format_seconds
 
 if TYPE_CHECKING:
-    from zerofx.scheduler.plan.decisions import ShardingDecision
+    from zerofx.scheduler.plan.decisions import ProductDecision, ShardingDecision
     from zerofx.scheduler.plan.plan import Plan
 
 
@@ -33,8 +34,7 @@ def _parameters(decisions: Iterable[ShardingDecision]) -> Iterator[str]:
     """Placements of parameters and their reasons, those of equal layers in one line."""
     alike: dict[tuple[str, str, str], int] = {}
     for decision in decisions:
-        name = re.sub(r"(^|\.)\d+(?=\.)", r"\1*", decision.parameter)
-        key = name, str(decision.outputs[0]), decision.reason
+        key = _of_any_layer(decision.parameter), str(decision.outputs[0]), decision.reason
         alike[key] = alike.get(key, 0) + 1
     for (name, placement, reason), count in alike.items():
         times, why = f" x {count}" if count > 1 else "", f"; {reason}" if reason else ""
@@ -51,3 +51,25 @@ def placement_words(text: str) -> str:
         case Sharded(dim, groups):
             return f"in parts along dimension {dim}{f', in {groups} groups' if groups > 1 else ''}"
     return "whole"
+
+
+def product_lines(plan: Plan) -> Iterator[str]:
+    """The products of linear layers that may be in fp8, those of equal layers in one line."""
+    if not plan.fp8:
+        return
+    low = [decision for decision in plan.products if decision.in_fp8]
+    gained = format_seconds(sum(decision.seconds for decision in low))
+    less = f", {gained} less for a micro-batch" if any(decision.seconds for decision in low) else ""
+    yield f"products in fp8 ({plan.fp8}): {len(low)} of {len(plan.products)} of linear layers{less}"
+    alike = Counter((_of_any_layer(decision.weight), product_words(decision)) for decision in plan.products)
+    yield from (f"  {name}{f' x {count}' if count > 1 else ''}: {words}" for (name, words), count in alike.items())
+
+
+def product_words(decision: ProductDecision) -> str:
+    """A decision about a product, with its gain and its reason."""
+    gained = f", {format_seconds(decision.seconds)} less" if decision.in_fp8 and decision.seconds else ""
+    return f"{decision.gives} {'in fp8' if decision.in_fp8 else 'as it is'}{gained}: {decision.reason or 'CUDA has it'}"
+
+
+def _of_any_layer(parameter: str) -> str:
+    return re.sub(r"(^|\.)\d+(?=\.)", r"\1*", parameter)

@@ -18,7 +18,7 @@ from zerofx.scheduler.plan.facts import is_within
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.overview import count_values, itemsize, tiles_words
 from zerofx.scheduler.plan.text.reasons import absences
-from zerofx.scheduler.plan.text.shared import placement_words
+from zerofx.scheduler.plan.text.shared import placement_words, product_words
 from zerofx.units import format_bytes
 
 _NEAREST = 5  # names that an error suggests
@@ -90,6 +90,9 @@ def _node_lines(plan: Plan, name: str) -> Iterator[str]:
         if shared.node == name and not shared.parameter:
             how = f"{' '.join(shared.inputs) or '-'} -> {' '.join(map(str, shared.outputs))}"
             yield f"shared by {plan.model} ranks of the model axis as {how}: {shared.reason}"
+    for product in plan.products:
+        if name in (product.node, product.weight):
+            yield f"{product.node} of {product.weight}: {product_words(product)}"
     for piece in plan.pieces:
         if piece.name == name:
             yield from _piece(plan, piece)
@@ -130,6 +133,9 @@ def _module_lines(plan: Plan, name: str) -> Iterator[str]:
             words = placement_words(str(shared.outputs[0]))
             because = f": {shared.reason}" if shared.reason else ""
             yield f"{shared.parameter} lies {words} on {plan.model} ranks of the model axis{because}"
+    for product in plan.products:
+        if product.weight != name and is_within(product.weight, name):
+            yield f"{product.node} of {product.weight}: {product_words(product)}"
     for sliced in plan.slices:
         if is_within(sliced.parameter, name) or name.startswith(f"{sliced.parameter}["):
             yield f"{sliced.parameter} is worked with in {sliced.num_slices} slices: {sliced.reason}"
@@ -213,6 +219,7 @@ def _nearest(plan: Plan, name: str) -> str:
         *(wire.hop_after for wire in plan.wires),
         *(node for decision in away for node in (*decision.free_after, *decision.reload_before, decision.read)),
         *(shared.parameter or shared.node for shared in plan.shardings),
+        *(name for product in plan.products for name in (product.weight, product.node)),
     ]
     near = difflib.get_close_matches(name, filter(None, dict.fromkeys(known)), _NEAREST, cutoff=0.4)
     if near:

@@ -13,7 +13,7 @@ from zerofx.ir.canonical import graph_parts
 from zerofx.ir.graph import PipeStage, StepGraph
 from zerofx.ir.returned import Returned
 from zerofx.ir.serialise import same_graph
-from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision, SliceDecision
+from zerofx.scheduler.plan.decisions import OverlapDecision, ProductDecision, ShardingDecision, SliceDecision
 
 OTHER: dict[str, Any] = {
     "device": torch.device("meta"),
@@ -26,6 +26,7 @@ OTHER: dict[str, Any] = {
     "slices": (SliceDecision("weight", 2, 8, "few bytes"),),
     "shardings": (ShardingDecision("mm", ("R",), ("R",)),),
     "overlaps": (OverlapDecision("mm", ("add",)),),
+    "products": (ProductDecision("mm", "weight", "input", "weight", True, "faster"),),
     "cut_pieces": frozenset({"other"}),
     "num_extras": 7,
     "returned": Returned(whole=frozenset({0})),

@@ -209,7 +209,7 @@ def test_every_decision_is_carried_out_by_one_rewrite() -> None:
         for entry, columns in one.decisions.items()
         for column in columns or ("",)
     )
-    besides = {"reason", "num_bytes", "layer"}
+    besides = {"reason", "num_bytes", "layer", "weight", "seconds"}
     about = {"stage", "num_ranks", "precision", "machine", "graph", "buckets", "memory_budget", "wire", "summary"}
     # What a plan is for, and what it leads to.
     about |= {"micro_batches_reason", "ranks_per_node", "replicate", "model", "pipe", "states_reason"}

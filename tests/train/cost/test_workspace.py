@@ -55,6 +55,11 @@ def half(*args: Any) -> tuple[Any, ...]:
     return of(torch.bfloat16, *args)
 
 
+def in_fp8(*scales: tuple[int, ...]) -> tuple[Any, ...]:
+    left, right = (rand(rows, 128).to(torch.float8_e4m3fn) for rows in (64, 96))
+    return left, right.t(), rand(*scales[0]), rand(*scales[-1]), None, None, torch.bfloat16
+
+
 def convolution(batch: int, channels: int, size: int, outputs: int, kernel: int, stride: int) -> tuple[Any, ...]:
     geometry = ([stride] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], 1)
     return rand(batch, channels, size, size), rand(outputs, channels, kernel, kernel), None, *geometry
@@ -229,6 +234,18 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "squares": (ops.square_sum, lambda: (rand(1 << 20),)),
     "squares of bfloat16": (ops.square_sum, lambda: (rand((1 << 20) + 64, dtype=torch.bfloat16),)),
     "squares of many in bfloat16": (ops.square_sum, lambda: (rand((1 << 22) + 64, dtype=torch.bfloat16),)),
+    "product in fp8": (aten._scaled_mm.default, lambda: in_fp8(())),
+    "product in fp8 by rows": (aten._scaled_mm.default, lambda: in_fp8((64, 1), (1, 96))),
+    "scale for fp8": (ops.fp8_scale, lambda: (rand(64, 256, dtype=torch.bfloat16), torch.float8_e5m2, None, False)),
+    "scales of columns": (ops.fp8_scale, lambda: (rand(64, 256, dtype=torch.bfloat16), torch.float8_e4m3fn, 0, True)),
+    "cast to fp8": (
+        ops.fp8_cast,
+        lambda: (rand(64, 256, dtype=torch.bfloat16), rand(1, 256), torch.float8_e4m3fn, True),
+    ),
+    "product without scales": (
+        ops.fp8_unscale,
+        lambda: (rand(64, 96, dtype=torch.bfloat16), rand(64, 1), rand(1, 96)),
+    ),
     "copy": (aten.copy_.default, lambda: (rand(64, 64), rand(64, 64, dtype=torch.bfloat16))),
 }
 

@@ -86,7 +86,7 @@ def test_a_stage_that_is_none_is_refused(stage: Any) -> None:
 
 OPTIONS: dict[str, tuple[Any, str]] = {
     "backend": ("cuda", "'inductor' or 'eager'"),
-    "precision": ("fp8", "'bf16'"),
+    "precision": ("fp4", "'bf16'"),
     "prefetch": (-1, "0 or more"),
     "max_shapes": (True, "a whole number, 1 or more"),
     "keep_gathered": ("head", "'all', or names.*: names of buckets"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from zerofx.ir.op_kernels import attention, norms, products, quantise
-from zerofx.ir.operators.operator import Operator
+from zerofx.ir.operators.operator import Inductor, Operator
 
 
 def _product_inside(left: Tensor, _right: Tensor, _bias: Tensor | None) -> int:
@@ -36,6 +36,9 @@ OPERATORS: dict[str, Operator] = {
     "zerofx::square_sum": Operator(inside=_square_sum_inside, per_element=2),  # multiply, add
     "zerofx::softmax_chunk": Operator(per_element=5),  # max, subtract, exp, sum, compare
     "zerofx::softmax_gradient": Operator(per_element=4),  # subtract, exp, subtract, multiply
+    "zerofx::fp8_scale": Operator(per_element=2, inductor=Inductor.REDUCTION),  # magnitude, compare
+    "zerofx::fp8_cast": Operator(per_element=3, inductor=Inductor.LOOP),  # multiply, two bounds
+    "zerofx::fp8_unscale": Operator(per_element=2, inductor=Inductor.LOOP),
     **dict.fromkeys(("zerofx::own_rows", "zerofx::whole_rows", "zerofx::own_ends"), Operator(per_element=0)),
     "zerofx::reduce_scatter": Operator(per_element=0),
 }

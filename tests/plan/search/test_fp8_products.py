@@ -1,0 +1,142 @@
+"""Which products a plan takes in fp8, why, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerofx
+from tests.lib.runs.fp8 import batches, build, fast_in_fp8, optimizer_of
+from zerofx.errors import PlanError, UsageError
+from zerofx.scheduler.plan.plan import Plan
+
+
+class Sizes(nn.Module):
+    """Layers of sizes that CUDA does not multiply in fp8, next to some that it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(64, 60)
+        self.out = nn.Linear(60, 47)
+        self.back = nn.Linear(47, 64)
+        self.even = nn.Linear(64, 64)
+        self.rows = nn.Parameter(torch.randn(64, 32))  # a second factor that lies row by row
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.even(self.back(F.gelu(self.out(F.gelu(self.into(x))))))
+        return (F.gelu(x) @ self.rows).square().mean()
+
+
+def planned(model: nn.Module, batch: Any, **options: Any) -> Any:
+    given = {"machine": fast_in_fp8("h100-sxm"), "precision": "fp8", **options}
+    return zerofx.plan(model, optimizer_of(model), batch, **given)
+
+
+def llama(**options: Any) -> Any:
+    args, kwargs = next(batches("llama", 0, 1))
+    return planned(build("llama", torch.float32), kwargs or args, **options)
+
+
+def in_fp8(plan: Plan) -> set[tuple[str, str]]:
+    return {(decision.weight, decision.gives) for decision in plan.products if decision.in_fp8}
+
+
+def test_products_that_cuda_has_not_are_never_in_fp8() -> None:
+    plan = planned(Sizes(), (torch.randn(32, 64),)).plan
+    assert in_fp8(plan) == {
+        ("even.weight", "output"), ("even.weight", "input gradient"), ("even.weight", "weight gradient"),
+        ("rows", "output"), ("rows", "input gradient"), ("rows", "weight gradient"),
+        ("into.weight", "weight gradient"),  # of 60 rows: any number of those will do
+    }  # fmt: skip
+    reasons = {(each.weight, each.gives): each.reason for each in plan.products}
+    assert reasons["out.weight", "output"] == "K = 60 of 32 x 60 x 47 is no multiple of 16"
+    assert reasons["back.weight", "output"] == "K = 47 of 32 x 47 x 64 is no multiple of 16"
+    assert reasons["into.weight", "output"] == "N = 60 of 32 x 64 x 60 is no multiple of 16"
+
+
+def test_a_number_of_rows_that_16_does_not_divide_leaves_gradients_of_weights_alone() -> None:
+    plan = planned(Sizes(), (torch.randn(24, 64),)).plan
+    assert {gives for _, gives in in_fp8(plan)} == {"output", "input gradient"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [("a100-80", "a100-80 has no rate for fp8"), ("mi300x", "mi300x has formats of its own for fp8")],
+)
+def test_a_machine_without_a_rate_for_these_formats_takes_none(machine: str, reason: str) -> None:
+    with pytest.warns(zerofx.ZeroFXNotice, match=f"no product is taken in fp8: {reason}"):
+        plan = llama(machine=machine).plan
+    assert plan.products and not in_fp8(plan)
+    assert reason in str(plan)
+
+
+def test_small_products_are_slower_in_fp8_and_stay_as_they_are() -> None:
+    with pytest.warns(zerofx.ZeroFXNotice, match="no product is taken in fp8"):
+        plan = llama(machine="h100-sxm").plan
+    assert all("of it for casts, in place of" in each.reason for each in plan.products if each.seconds)
+
+
+def test_large_ones_are_faster_and_the_plan_says_by_how_much() -> None:
+    model = nn.Sequential(*[nn.Linear(8192, 8192, bias=False, device="meta") for _ in range(2)])
+    batch = (torch.randn(8192, 8192, device="meta"),)
+    given: dict[str, Any] = {"machine": "h100-sxm", "loss_fn": lambda y: y.float().square().mean()}
+    plain = planned(model, batch, **{**given, "precision": "bf16"}).plan
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        low = planned(model, batch, **{**given, "precision": zerofx.Precision("bf16", fp8=recipe)}).plan
+        chosen = [each for each in low.products if each.in_fp8]
+        assert len(chosen) >= 3 and all(each.seconds > 0 for each in chosen)
+        assert low.step_seconds < 0.95 * plain.step_seconds
+        text = str(low)
+        assert f"products in fp8 ({recipe}): {len(chosen)} of 5 of linear layers, " in text
+        assert "output in fp8, " in text and " less: " in text
+        assert "output in fp8" in low.why("0.weight") and "in fp8" in low.why(chosen[0].node)
+        assert "products in fp8: none -> " + recipe in plain.diff(low)
+        assert Plan.from_json(low.to_json()) == low
+
+
+def test_logits_are_not_in_fp8() -> None:
+    plan = llama().plan
+    assert {each.reason for each in plan.products if each.weight == "lm_head.weight"} == {
+        "it gives the logits of the loss, or is for their gradient"
+    }
+    assert len(in_fp8(plan)) == 2 * 7 * 3  # all others of two layers
+
+
+def test_fp8_is_computed_in_bfloat16_with_masters_in_float32() -> None:
+    assert zerofx.Precision.of("fp8") == zerofx.Precision("bf16", fp8="rowwise")
+    assert {bucket.compute_dtype for bucket in llama().plan.buckets} == {"torch.bfloat16"}
+
+
+def test_a_plan_is_for_its_recipe() -> None:
+    plan = llama(machine=fast_in_fp8(), backend="eager").plan
+    model = build("llama", torch.float32)
+    _, kwargs = next(batches("llama", 0, 1))
+    given = {"plan": plan, "precision": "bf16", "machine": fast_in_fp8(), "backend": "eager"}
+    with pytest.raises(PlanError, match="products in fp8: expected rowwise, found none"):
+        zerofx.compile(model, optimizer_of(model), example_batch=kwargs, **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        (
+            {"mesh": {"model": 2}},
+            "expected precision or mesh, which exclude each other so.* of which ranks along 'model'",
+        ),
+        ({"mesh": "auto", "world_size": 2}, "expected precision or mesh, which exclude each other so"),
+        ({"mesh": {"pipe": 2}, "accumulate": 2}, "stages are cut for products in one precision"),
+        ({"accumulate": "auto", "memory_budget": "1GiB"}, "expected accumulate to be a number with products in fp8"),
+    ],
+)
+def test_what_does_not_combine_is_refused(options: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(UsageError, match=refusal):
+        llama(**options)
+
+
+def test_other_recipes_are_refused() -> None:
+    with pytest.raises(UsageError, match="expected fp8 to be 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'"):
+        zerofx.Precision(fp8="blockwise")  # type: ignore[arg-type]  # what is refused
