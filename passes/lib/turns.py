@@ -39,17 +39,17 @@ def hand_on_values(step: StepGraph) -> None:
                 if twin is None:
                     continue
                 name, body = twin
-                lag, made = step.num_before - body, turn_of.get(value, body) - body
-                if lag > made:
-                    under_way[name] = made, max(lag, under_way.get(name, (0, 0))[1])
+                lag, own_lag = step.num_before - body, turn_of.get(value, body) - body
+                if lag > own_lag:
+                    under_way[name] = own_lag, max(lag, under_way.get(name, (0, 0))[1])
         twins = {twin: node for node in step.graph.nodes if (twin := twin_of(node)) is not None}
         ends = [list[fx.Node](), list[fx.Node]()]
         for before, after in loop.carries:
             if twin_of(before) is None or twin_of(after) is None:
                 ends[0].append(before)
                 ends[1].append(after)
-        for name, (made, read) in under_way.items():
+        for name, (own_lag, last_lag) in under_way.items():
             for turn, at_end in enumerate(ends, step.num_before):
-                at_end += (value_node(storage_source(twins[name, turn - lag])) for lag in range(read, made, -1))
+                at_end += (value_node(storage_source(twins[name, turn - lag])) for lag in range(last_lag, own_lag, -1))
         for border, values in zip((loop.begin, loop.end), ends, strict=True):
             border.args = (border.args[0], values)
