@@ -101,8 +101,8 @@ def _tier_items(question: Question, others: Sequence[Item], ledger: Ledger) -> l
 def _activation_items(
     question: Question, parts: Sequence[Segment], menu_of: Callable[[Segment], Sequence[Level]]
 ) -> list[Item]:
-    """What is decided about each of ``parts``: for all micro-batches of a layer together where turns hand on its
-    values, and nothing where these differ."""
+    """Items about each of ``parts``: one for all micro-batches of a layer where turns hand its values on, and none
+    where these differ."""
     if not question.step.is_ahead:
         return [Item("activations", menu_of(part), part) for part in parts]
     runs: dict[tuple[str, str], list[Segment]] = {}

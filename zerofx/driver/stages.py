@@ -49,7 +49,7 @@ class PlannedStage:
 
     @staticmethod
     def of(lowered: LoweredStep) -> PlannedStage:
-        """What has been planned for a stage by itself."""
+        """The stage that has been planned and lowered by itself."""
         plan = lowered.plan
         return PlannedStage(
             plan.peak_bytes["device"], stage_seconds(lowered.graph, lowered.simulation), bool(plan.gathers)
