@@ -35,7 +35,7 @@ from zerofx.units import first_few
 Take = tuple[int, int] | None
 """Offset and bytes of an allocation in the pool; None for one that stays outside."""
 
-ALLOCATING = frozenset({ops.empty_gradients, ops.all_gather, ops.reload})
+ALLOCATING = frozenset({ops.empty_gradients, ops.all_gather, ops.reload, ops.receive_value})
 """What the runtime allocates a buffer for that may lie in the pool."""
 
 

@@ -36,7 +36,7 @@ from zerofx.codegen.step_file import (
 from zerofx.ir import ops
 from zerofx.ir.facts import Role, host_bucket, origin, placeholder, value
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import loop_numbers, loops_of, times_held
+from zerofx.ir.micro_batches import body_after, loop_numbers, loops_of, times_held
 from zerofx.ir.serialise import Name, normal_name
 from zerofx.ir.streams import stream_of
 from zerofx.ir.text import type_text
@@ -235,10 +235,11 @@ def _body(
         arriving = [node for node in read_in[number] if node in taken_in and node not in inside]
         takes = [node for node in arriving if taken_in[node] == number and node not in returned]
         handed_out = [node for node in leaving if node in inside or (node in parts and number == 0)]
+        needed = [*handed_out, *(after for _, after in loop.carries)]
         inner = now | {node: names[node] for node in arriving}
         repeated = Repeated(
             loop.num_rounds,
-            _parameters([node for node in parts if node in read_in[number] or node in handed_out], names),
+            _parameters([node for node in parts if node in read_in[number] or node in needed], names),
             tuple((list_names[node], names[node]) for node in arriving if node not in takes),
             tuple((list_names[node], names[node]) for node in takes),
             tuple(_lines(step, numbered[first + 1 : end], live, functions, inner, last, scalars)),
@@ -248,7 +249,7 @@ def _body(
         )
         lines += [
             *_lines(step, numbered[begin:first], live, functions, now, last, scalars),
-            f"micro-batches 2 to {step.num_micro_batches - 1}", repeated, f"micro-batch {step.num_micro_batches}",
+            _title(step, step.num_before, loop.num_rounds), repeated, _title(step, step.num_before + 1),
         ]  # fmt: skip
         now |= {after: names[before] for before, after in loop.carries}
         over = tuple(now[node] for node in last.get(end, ()))
@@ -257,6 +258,13 @@ def _body(
         begin = end + 1
     lines += _lines(step, numbered[begin:], live, functions, now, last, scalars)
     return tuple(lines), tuple(now[node] for node in returned)
+
+
+def _title(step: StepGraph, number: int, num_rounds: int = 1) -> str:
+    """The words above a body, or a turn; of a loop with the number of its rounds."""
+    single, several = ("turn", "turns") if step.takes_turns else ("micro-batch", "micro-batches")
+    first = number + 1 + (step.num_micro_batches - step.num_bodies if number > step.num_before else 0)
+    return f"{several} {first} to {first + num_rounds - 1}" if num_rounds > 1 else f"{single} {first}"
 
 
 def _inputs(instruction: Instruction) -> Sequence[fx.Node]:
@@ -285,7 +293,7 @@ def _lines(
     for index, instruction in instructions:
         node = instruction.node if isinstance(instruction, Event) else instruction.nodes[-1]
         if node.target is ops.next_micro_batch:
-            yield f"micro-batch {int(str(node.args[0])) + 1} of {step.num_micro_batches}"
+            yield _title(step, body_after(node)) + ("" if step.takes_turns else f" of {step.num_micro_batches}")
             place = ""
             continue
         layer = step.cut_piece_of(node) or step.unit_of(node) or origin(node).layer or "(model)"

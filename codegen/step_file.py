@@ -70,7 +70,8 @@ class Repeated:
     ``batch``: what each round takes from the step's arguments, as in ``StepFile``, from under the key with the round's
     number. ``reads`` and ``takes``: values that each round finds in lists that another loop has made, by the list's
     name; those of ``takes`` leave it. ``lists``: what each round appends to a list of its own, by the list's name.
-    ``carried``: each round ends with ``before = after; del after``, which the next one begins with. ``dead``: what no
+    ``carried``: each round ends with ``before = after; del after``, which the next one begins with, in this order: what
+    an earlier round has made moves up by one. ``dead``: what no
     line of the round has deleted.
     """
 
@@ -194,7 +195,8 @@ def _loop(loop: Repeated, indent: str) -> Iterator[str]:
         yield f"{inside}# the next micro-batch"
     yield from (f"{inside}{name}.append({value})" for name, value in loop.lists)
     yield from (f"{inside}{before} = {after}" for before, after in loop.carried)
-    dead = dict.fromkeys([*(after for _, after in loop.carried), *loop.dead])
+    given = {before for before, _ in loop.carried}
+    dead = dict.fromkeys([*(after for _, after in loop.carried if after not in given), *loop.dead])
     if dead:
         yield from wrap_line(f"{inside}del {', '.join(dead)}")
 

@@ -294,7 +294,7 @@ def _check_loop(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
             if made_in is None and storage not in given[number] and last < ends[number]:
                 _fail(step, after, owner, f"loop: {owner.name} is read in each round, and gone after the first")
         for number, passed in enumerate(given):
-            if storage in passed and last > ends[number]:
+            if storage in passed and storage not in handed_on[number] and last > ends[number]:
                 _fail(
                     step, after, owner, f"loop: {owner.name} is handed on to the first round, and read after the last"
                 )

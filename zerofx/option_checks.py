@@ -80,7 +80,6 @@ NOT_IN_STAGES: Final = tuple(
     for other, why, theirs in (
         ("loss_terms", "the terms of a loss are counted by all ranks", None),
         ("accumulate", "stages are cut for a number of micro-batches", one_of("auto")),
-        ("order", "a stage runs all micro-batches forward, then backward", one_of("layer", "micro-batch")),
         ("reduce", "gradients are reduced once a step", one_of("each")),
         ("offload", "no gradients wait for the next micro-batch", instances(Mapping)),
         ("tile", "parameters of a stage stay whole", instances(Mapping)),

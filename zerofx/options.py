@@ -222,7 +222,8 @@ class CompileOptions:
     )
     """the order of micro-batches: ``"layer"`` runs all of them through a layer before the next layer, so that its
     parameters come once a step, and what is handed from layer to layer is held for all; ``"micro-batch"`` runs one
-    after the other; ``"auto"`` is the second, and with a budget what is faster. Both have the same bits."""
+    after the other, in stages one forward and one backward by turns; ``"auto"`` is the second, and with a budget or in
+    stages what is faster. Both have the same bits."""
 
     mesh: Mesh | Literal["auto"] | None = option(None, MESH, *NOT_IN_STAGES)
     """the axes that ranks lie along, outer to inner ``pipe``, ``replicate``, ``shard`` and ``model``, by numbers of

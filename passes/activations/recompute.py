@@ -40,10 +40,12 @@ from zerofx.ir.facts import (
     set_copied_from,
     set_origin,
     set_piece,
+    set_twin,
     set_value,
     value,
 )
 from zerofx.ir.graph import StepGraph
+from zerofx.passes.lib.turns import hand_on_values
 from zerofx.scheduler.analysis.saved_values import saved_values, value_node
 from zerofx.scheduler.plan.plan import Plan
 
@@ -74,6 +76,7 @@ def recompute(step: StepGraph, dropped: frozenset[str], extra: frozenset[str]) -
                 replacement = _recompute(step, source, saved, copies, reader)
                 if replacement is not source:
                     reader.replace_input_with(source, replacement)
+    hand_on_values(step)
     erase_unread(step.graph)
 
 
@@ -161,7 +164,7 @@ def _copy(step: StepGraph, node: fx.Node, copies: dict[fx.Node, fx.Node], reader
         raise PlanError(f"expected a plan that keeps what {what}, found {node.name} recomputed")
     with step.graph.inserting_before(reader):
         copy = step.graph.node_copy(node, lambda n: copies.get(n, n))
-    set_value(copy, value(node))
+    set_value(set_twin(copy, None), value(node))
     set_origin(copy, Origin(origin(node).layer, Phase.BACKWARD))
     if node.target is not operator.getitem and not is_view(node):
         set_copied_from(copy, node.name)

@@ -11,7 +11,7 @@ at once, its wait holds until the receiver has begun to receive, and the wait of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
 from torch import fx
@@ -20,17 +20,19 @@ from zerofx.errors import InvalidGraphError
 from zerofx.ir import ops
 from zerofx.ir.facts import begun_stretch, message_number
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.micro_batches import stretch_lags, turns
 
 _Post = tuple[str, int, int, object]  # "send" or "receive", sender, receiver, and which message
 
 
-def check_messages(stages: Sequence[StepGraph], num_micro_batches: int) -> None:
-    """Check the messages of all stages of a step, each of one micro-batch before it is unrolled.
+def check_messages(stages: Sequence[StepGraph], num_micro_batches: int, *, by_turns: bool = False) -> None:
+    """Check the messages of all stages of a step, each of one micro-batch before it is unrolled; ``by_turns`` as they
+    are where stages take micro-batches so.
 
     Raises:
         InvalidGraphError: one receives other than is sent to it, or no stage goes on.
     """
-    runs = [list(_events(step, number, num_micro_batches)) for number, step in enumerate(stages)]
+    runs = [list(_events(step, number, num_micro_batches, by_turns)) for number, step in enumerate(stages)]
     posted: dict[_Post, None] = {}
     queues: dict[tuple[str, int, int], list[object]] = {}
     places = [0] * len(runs)
@@ -59,9 +61,9 @@ def check_messages(stages: Sequence[StepGraph], num_micro_batches: int) -> None:
                 _fail(f"stages {sender} and {receiver} {way} message {message}, where the other has {other}")
 
 
-def _events(step: StepGraph, number: int, num_micro_batches: int) -> Iterator[tuple[_Post, bool]]:
-    """The messages of a stage in order, each once as it starts and once for its wait, which is marked: run by run, and
-    in each run micro-batch by micro-batch."""
+def _events(step: StepGraph, number: int, num_micro_batches: int, by_turns: bool) -> Iterator[tuple[_Post, bool]]:
+    """The messages of a stage in order, each once as it starts and once for its wait, which is marked: turn by turn, or
+    run by run, and in each run micro-batch by micro-batch."""
     runs: list[list[tuple[_Post, bool]]] = [[]]
     for node in step.calls():
         if begun_stretch(node) is not None:
@@ -73,8 +75,11 @@ def _events(step: StepGraph, number: int, num_micro_batches: int) -> Iterator[tu
             assert isinstance(peer, int)
             ends = (number, peer) if sends else (peer, number)
             runs[-1].append((("send" if sends else "receive", *ends, message_number(started)), node is not started))
-    for run, batch in itertools.product(runs, range(num_micro_batches)):
-        for (way, sender, receiver, message), waits in run:
+    order: Iterable[tuple[int, int]] = itertools.product(range(len(runs)), range(num_micro_batches))
+    if by_turns:
+        order = itertools.chain.from_iterable(turns(stretch_lags(step, num_micro_batches), num_micro_batches))
+    for run, batch in order:
+        for (way, sender, receiver, message), waits in runs[run]:
             yield (way, sender, receiver, (message, batch)), waits
 
 

@@ -28,7 +28,11 @@ Layers between which a buffer is changed and read are one stretch there.
 Like ``simplify`` it runs before the plan is made, which names the nodes of the graph it leaves.
 
 Of a step that is one stage of several (``stages.py``), what all micro-batches run through before the next are the runs
-that are marked there, whatever layers are in them.
+that are marked there, whatever layers are in them. Or a stage takes turns, forward ahead of backward, and bodies stand
+in the order in which they run (``zerofx/ir/micro_batches.py``):
+
+    y = forward(x_0); next_micro_batch(1, []); micro1_y = forward(x_1); gw = backward(y); next_micro_batch(2, [])
+    micro2_y = forward(x_2); micro1_gw = backward(micro1_y); next_micro_batch(3, []); micro2_gw = backward(micro2_y)
 
 Random operators of a layer then draw from a state of their micro-batch's own, so that all draw what they would one by
 one (``passes/lib/draws_ahead.py``).
@@ -58,12 +62,15 @@ from zerofx.ir.facts import (
     origin,
     placeholder,
     set_placeholder,
+    set_twin,
     set_value,
     slice_of,
     tensor,
 )
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.micro_batches import stretch_lags, turns
 from zerofx.passes.lib.draws_ahead import draw_ahead, mark_draws
+from zerofx.passes.lib.turns import hand_on_values
 from zerofx.scheduler.analysis.saved_values import value_node
 
 
@@ -84,18 +91,37 @@ def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]
     """Unroll ``step``, the graph of one micro-batch, in place; ``divided`` names the batch tensors that are divided."""
     if num_micro_batches == 1:
         return
-    by_layer = by_layer or step.pipe is not None
     step.num_micro_batches, step.by_layer = num_micro_batches, by_layer
     calls, mutations = list(step.calls()), step.mutations
+    lags = stretch_lags(step, num_micro_batches) if step.takes_turns else ()
+    if step.pipe is not None and lags:
+        step.num_before = max(*lags, 1 + min(step.pipe.num_after, num_micro_batches - 1))
     inputs = [node for node in step.placeholders(Role.INPUT) if placeholder(node).name in divided]
     buffers = {placeholder(node).name: node for node in step.placeholders(Role.BUFFER)}
     for node in inputs:
         set_placeholder(node, replace(placeholder(node), part=0))
-    total, loss = step.loss, step.loss
     bodies = [{node: node for node in (*step.placeholders(), *calls)}]
     for number in range(1, step.num_bodies):
         bodies.append({node: node for node in step.placeholders()})
         bodies[number] |= {node: _part_of(step, node, number) for node in inputs}
+    if lags:
+        total = _take_turns(step, _stretches(step, calls, ()), lags, bodies, inputs)
+    else:
+        total = _run_stretches(step, calls, bodies, buffers)
+    step.set_outputs(
+        total,
+        {name: bodies[-1][node] for name, node in mutations.items()},
+        *[{name: copies[node] for name, node in step.gradients.items()} for copies in bodies],
+        extras=[copies[node] for copies in bodies for node in step.extras],
+    )
+
+
+def _run_stretches(
+    step: StepGraph, calls: Sequence[fx.Node], bodies: Sequence[dict[fx.Node, fx.Node]], buffers: Mapping[str, fx.Node]
+) -> fx.Node:
+    """Fill in all bodies of a stretch before those of the next; returns the sum of losses."""
+    by_layer, mutations = step.by_layer, step.mutations
+    total, loss = step.loss, step.loss
     # An extra stays what it is, while what a loop's round is given becomes what the round leaves.
     given_back = {value_node(storage_source(node)) for node in step.extras}
     draws = list(filter(is_random, calls)) if by_layer else []
@@ -132,12 +158,51 @@ def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]
             latest = {name: copies[mutations[name]] for name in changed}
         if draws_here:
             mark_draws(step, end, ops.keep_draws, False)
-    step.set_outputs(
-        total,
-        {name: bodies[-1][node] for name, node in mutations.items()},
-        *[{name: copies[node] for name, node in step.gradients.items()} for copies in bodies],
-        extras=[copies[node] for copies in bodies for node in step.extras],
-    )
+    return total
+
+
+def _take_turns(
+    step: StepGraph,
+    stretches: Sequence[Sequence[fx.Node]],
+    lags: Sequence[int],
+    bodies: Sequence[dict[fx.Node, fx.Node]],
+    inputs: Sequence[fx.Node],
+) -> fx.Node:
+    """Fill in all bodies turn by turn (``zerofx/ir/micro_batches.py``); returns the sum of losses.
+
+    What rounds of the loop read of earlier turns they hand on (``passes/lib/turns.py``).
+    """
+    buffers = {placeholder(node).name: node for node in step.placeholders(Role.BUFFER)}
+    mutations, total, begun = step.mutations, step.loss, 0
+    latest, handed_on = dict(mutations), [name for name in mutations if buffers[name].users]
+    of_loss = next(number for number, nodes in enumerate(stretches) if step.loss in nodes)
+    for turn, running in enumerate(turns(lags, step.num_bodies)):
+        place = stretches[begun][0] if begun < len(stretches) else step.output
+        if turn:
+            carried = list[fx.Node]()
+            if step.has_loop and turn - step.num_before in (0, 1):
+                latest |= {name: _own_value(step, latest[name], (), place) for name in handed_on}
+                total = _own_value(step, total, (), place)
+                carried = [total, *(latest[name] for name in handed_on)]
+            _begin(step, place, turn, carried)
+        for number, body in running:
+            copies = bodies[body]
+            if not body:
+                begun = number + 1
+                place = stretches[begun][0] if begun < len(stretches) else step.output
+                continue
+            copies |= {buffers[name]: node for name, node in latest.items()} if not number else {}
+            for node in stretches[number]:
+                copies[node] = _copy(step, node, copies, body, place)
+            if number == of_loss:
+                total = _sum(step, total, copies[step.loss])
+            if not number:
+                latest = {name: copies[node] for name, node in mutations.items()}
+    for number, copies in enumerate(bodies):
+        for node in (*inputs, *itertools.chain.from_iterable(stretches)):
+            set_twin(copies[node], (node.name, number))
+    hand_on_values(step)
+    return total
 
 
 def _stretches(
@@ -147,11 +212,11 @@ def _stretches(
 
     What reads a buffer and what changes it are in one run. All calls are one where micro-batches run one by one.
     """
-    if not step.by_layer:
-        return [list(calls)]
     if step.pipe is not None:
         starts = [number for number, node in enumerate(calls) if begun_stretch(node) is not None]
         return [list(calls[start:end]) for start, end in itertools.pairwise([0, *starts, len(calls)])]
+    if not step.by_layer:
+        return [list(calls)]
     starts, here = [0], None
     for position, node in enumerate(calls):
         if is_view(node):

@@ -14,9 +14,10 @@ passes shard, gather and update as those of any step. Where a stage's nodes are 
 
 Between two stages values arrive in the order in which they are sent. Nothing waits for what it sends to have arrived
 but where that is known to be so (a forward value, once the loss is there), or where the stage is done: whatever a stage
-waits for comes from one that does not wait for it, so that no order of stages stands still. Runs of nodes that all
-micro-batches go through before the next run are marked: forward, backward, and waits for gradients to have arrived. Of
-the last stage forward and backward are one run.
+waits for comes from one that does not wait for it, so that no order of stages stands still. Where stages take turns
+(``zerofx/ir/micro_batches.py``) what is sent to the stage before is waited for a turn later, when that has come to its
+backward, to the one before that two turns later, and so on. The runs of nodes that micro-batches go through are marked:
+forward, backward, and these waits. Of the last stage forward and backward are one run.
 
 What an evaluation gives, each value of it, goes to all stages, when its forward is over.
 
@@ -264,14 +265,21 @@ def _mark_stretches(
     loss: fx.Node | None,
     waits: list[tuple[Message, fx.Node]],
 ) -> None:
-    """Mark where runs of nodes begin, and put the waits for what later stages have by then after the loss."""
+    """Mark where runs of nodes begin, and put the waits for what later stages have by then after the loss.
+
+    Waits for what earlier stages are sent come as many turns later as those are further away, the nearest first.
+    """
     later = [wait for message, wait in waits if message.receiver > pipe.number]
-    earlier = [wait for message, wait in waits if message.receiver < pipe.number]
+    earlier = {wait: pipe.number - message.receiver for message, wait in waits if message.receiver < pipe.number}
     if loss is not None:
         pending = loss.args[0]
         assert isinstance(pending, fx.Node)
         for wait in reversed(later):
             loss.append(wait)
-        set_begun_stretch(pending, 1)
-    if earlier:
-        set_begun_stretch(earlier[0], 2)
+        set_begun_stretch(pending, pipe.num_after)
+    begun = set[int]()
+    for wait, distance in sorted(earlier.items(), key=lambda each: each[1]):
+        step.output.prepend(wait)
+        if distance not in begun:
+            set_begun_stretch(wait, pipe.num_after + distance)
+            begun.add(distance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -61,12 +62,14 @@ class Item:
     It is about the activations of a run of a layer, or of a piece: what is not kept for backward, or in parts on the
     ranks of the model axis (``"spread"``); about a bucket: whether it stays gathered from forward to backward
     (``"kept"``), where its states, its parameters, or its gradients between micro-batches are; or about the step: how
-    many units ahead gathers, and copies, are issued, and whether reductions are awaited a unit later.
+    many units ahead gathers, and copies, are issued, and whether reductions are awaited a unit later. ``likewise``: the
+    same run of other micro-batches, for which the same holds.
     """
 
     kind: Kind
     levels: Sequence[Level]
     about: Segment | Bucket | None = None
+    likewise: Sequence[Segment] = ()
 
     @property
     def segment(self) -> Segment:
@@ -136,7 +139,8 @@ class Item:
         )
         if question.inlines and not level.seconds:
             reason = f"computed by the kernels of backward that read it: {format_bytes(move.freed_bytes)} less to keep"
-        for i, storage in enumerate(segment.values):
+        for part, i in itertools.product((segment, *self.likewise), range(len(segment.values))):
+            storage = part.values[i]
             node = value_node(storage)
             if i in segment.needed and i not in level.saved:
                 size = storage_bytes(tensors_of(node)[0])

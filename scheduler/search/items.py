@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from zerofx.ir.buckets import Bucket
+from zerofx.ir.facts import twin_of
 from zerofx.ir.micro_batches import loop_numbers, loops_of
 from zerofx.scheduler.analysis.saved_values import storage_size
 from zerofx.scheduler.cost.timeline import runs
@@ -49,7 +50,7 @@ def free_items(question: Question) -> list[Item]:
     """The layers in which less is kept if backward computes again what costs it nothing."""
     first = {part.key: part for part in reversed(question.facts.segments) if part.unit}
     menus = {key: levels for key, part in first.items() if len(levels := free_levels(part)) > 1}
-    return [Item("activations", menus[part.key], part) for part in question.facts.segments if part.key in menus]
+    return _activation_items(question, [p for p in question.facts.segments if p.key in menus], lambda p: menus[p.key])
 
 
 def num_free(items: Sequence[Item], moves: Sequence[Move]) -> int:
@@ -97,17 +98,40 @@ def _tier_items(question: Question, others: Sequence[Item], ledger: Ledger) -> l
     return items
 
 
+def _activation_items(
+    question: Question, parts: Sequence[Segment], menu_of: Callable[[Segment], Sequence[Level]]
+) -> list[Item]:
+    """Items about each of ``parts``: one for all micro-batches of a layer where turns hand its values on, and none
+    where these differ."""
+    if not question.step.is_ahead:
+        return [Item("activations", menu_of(part), part) for part in parts]
+    runs: dict[tuple[str, str], list[Segment]] = {}
+    for part in parts:
+        runs.setdefault((part.unit, _first_name(part)), []).append(part)
+    return [
+        Item("activations", menu_of(run[0]), run[0], run[1:])
+        for run in runs.values()
+        if len(run) == question.step.num_bodies and len({part.key for part in run}) == 1
+    ]
+
+
+def _first_name(part: Segment) -> str:
+    """The name that the first operator of a run has in the first micro-batch."""
+    twin = twin_of(part.operators[0])
+    return "" if twin is None else str(twin[0])
+
+
 def _activations(question: Question, leaning: Leaning) -> list[Item]:
-    if not question.recompute and not question.tiers:
+    if not question.recompute and (question.step.is_ahead or not question.tiers):
         return []
     parts = question.facts.segments
     num_layers = len(parts) // question.step.num_bodies
     # The peak is that of the worst micro-batch: a layer makes the same move in each before another layer does.
     parts = [part for layer in range(num_layers) for part in parts[layer::num_layers]]
     machine, first = question.machine, {part.key: part for part in reversed(parts)}
-    if leaning == "recompute":
+    if leaning == "recompute" or question.step.is_ahead:
         menus = {key: menu(part, machine, inlines=question.inlines) for key, part in first.items()}
-        return [Item("activations", menus[part.key], part) for part in parts]
+        return _activation_items(question, parts, lambda part: menus[part.key])
     tier, recompute = question.tiers[0], leaning == "joint"
     # Of layers that are alike one at a time has its values back, and so it is with pieces, which need not be alike.
     alike = Counter(_kind(part) for part in parts)

@@ -216,7 +216,7 @@ class Problem:
             recompute=options.recompute != "none",
             tiers=tiers_for(options.offload, self.machine),
             asked=options.policy,
-            tile=options.tile == "auto",
+            tile=options.tile == "auto" and not self.step.is_ahead,  # turns hand on what no tile is of
             tile_classes=LOSS in self.target.kernels,
             state_bytes=self.state_bytes(),
             delayed=self.delays(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from zerofx.driver.shardings import (
     record_shardings,
     share_computation,
 )
-from zerofx.driver.stages import CutStep, cut_into_stages
+from zerofx.driver.stages import CutStep, PlannedStage, choose_order, cut_into_stages
 from zerofx.errors import (
     InternalError,
     InvalidGraphError,
@@ -58,6 +58,7 @@ from zerofx.runtime.comm.control import Control
 from zerofx.runtime.comm.stages import agree_in_stages, share_in_stages
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.pipeline import predict_stage, simulate_stages, stage_seconds
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
@@ -107,16 +108,39 @@ def _build(request: Request, earlier: Earlier | None, control: Control) -> Built
     cut = _take_stages(request, captures, earlier, control)
     whole, captures = captures, cut.stages[request.mesh.place(control.rank, "pipe")]
 
+    with wrap_defects("plan a step"):
+        order = choose_order(request, cut, lambda order: _plan_in(order.request(request), captures, earlier, control))
+    request = request if request.mesh.pipe == 1 else order.request(request)
+
     def plan_and_compile(one_rank: Captures) -> tuple[Captures, Prepared, CompiledStep, RegionMemory]:
         prepared = _prepare(request, one_rank, earlier, control)
         with wrap_defects("plan, emit and load a step"):
-            return one_rank, *_fit_budget(prepared, control)
+            return one_rank, *_fit_budget(prepared, control, order.why)
 
     captures, prepared, compiled, memory = plan_best_layout(request, captures, earlier, control.share, plan_and_compile)
     step_cache.keep(request, captures, earlier, prepared, compiled, memory)
     layout, programs = own_part(prepared.layout, prepared.programs)
     shared = replace(record_shardings(request, whole, compiled.plan), cuts=cut.cuts)
     return Built(compiled, layout, prepared.binding, programs, shared)
+
+
+def _plan_in(request: Request, captures: Captures, earlier: Earlier | None, control: Control) -> list[PlannedStage]:
+    """All stages as they are planned for a request, of which ``captures`` are this rank's. Collective.
+
+    Raises:
+        MemoryBudgetError: one of them fits no budget.
+    """
+    prepared = _prepare(replace(request, verbose=False), captures, earlier, control)
+    target, budget = target_of(prepared), budget_bytes(request.options.memory_budget, request.machine)
+    prepared, captured, plan = _agree_on_plan(prepared, target, budget, control)
+    lowered = control.attempt("plan a stage", lambda: lower_step(prepared, captured, plan, target))
+    of_ranks = control.gather(PlannedStage.of(lowered), "plan stages in an order")
+    return [of_ranks[members[0]] for members in _ranks_of_stages(request.mesh)]
+
+
+def _ranks_of_stages(mesh: Mesh) -> Sequence[Sequence[int]]:
+    """The ranks of each stage."""
+    return mesh.groups(mesh.stage_axes)[: mesh.pipe]
 
 
 def _take_stages(request: Request, captures: Captures, earlier: Earlier | None, control: Control) -> CutStep:
@@ -217,12 +241,13 @@ def _capture(request: Request, earlier: Earlier | None) -> tuple[Captures, step_
     return captures, step_cache.find(key, request, captures, earlier) if key is not None else None
 
 
-def _fit_budget(prepared: Prepared, control: Control) -> tuple[Prepared, CompiledStep, RegionMemory]:
+def _fit_budget(prepared: Prepared, control: Control, order: str = "") -> tuple[Prepared, CompiledStep, RegionMemory]:
     """Plan, lower and compile a step; a budget holds for the compiled regions too.
 
     What a compiled region holds inside is known once it is compiled. Where the compiled step exceeds the budget, it is
     planned again with the measured memory of regions: up to 3 times for the same budget, then for the budget minus the
-    largest shortfall seen, or for the least that a plan is estimated to need.
+    largest shortfall seen, or for the least that a plan is estimated to need. ``order``: why stages take
+    micro-batches in the order that is planned for.
 
     Returns:
         What was prepared for the step (with parameters in slices, where the budget asks for that), the step, and the
@@ -250,7 +275,7 @@ def _fit_budget(prepared: Prepared, control: Control) -> tuple[Prepared, Compile
             lowered = lower_step(planned, captured, plan, target)
             compiled = build(lowered, planned.layout, target, control)
             if request.mesh.pipe > 1:
-                compiled = _predict_among_stages(compiled, lowered, control)
+                compiled = _predict_among_stages(compiled, lowered, control, order)
         if options.plan is not None:
             check_budget(compiled.plan, options, request.machine)
         peak = compiled.plan.peak_bytes["device"]
@@ -272,13 +297,13 @@ def _fit_budget(prepared: Prepared, control: Control) -> tuple[Prepared, Compile
     )
 
 
-def _predict_among_stages(compiled: CompiledStep, lowered: LoweredStep, control: Control) -> CompiledStep:
+def _predict_among_stages(compiled: CompiledStep, lowered: LoweredStep, control: Control, order: str) -> CompiledStep:
     """A stage's step with the seconds that it takes among the others. Collective."""
     plan = compiled.plan
     of_ranks = control.gather(stage_seconds(lowered.graph, lowered.simulation), "predict a step in stages")
-    firsts = [members[0] for members in plan.mesh.groups(plan.mesh.stage_axes)]
-    pipeline = simulate_stages([of_ranks[rank] for rank in firsts[: plan.pipe]], plan.num_micro_batches)
-    predicted = predict_stage(plan, pipeline)
+    stages = [of_ranks[members[0]] for members in _ranks_of_stages(plan.mesh)]
+    pipeline = simulate_stages(stages, plan.num_micro_batches, by_turns=not plan.by_layer)
+    predicted = predict_stage(plan, pipeline, order)
     details = replace(compiled.lowered, plan=predicted)
     return replace(compiled, plan=predicted, details=lambda: details)
 

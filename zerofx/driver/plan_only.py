@@ -25,7 +25,7 @@ from zerofx.driver.meshes.choice import choose_mesh
 from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.driver.shardings import decide_alone, plan_best_layout
-from zerofx.driver.stages import cut_into_stages
+from zerofx.driver.stages import PlannedStage, StageOrder, choose_order, cut_into_stages
 from zerofx.errors import UsageError, wrap_defects
 from zerofx.garbage import limit_garbage_collection
 from zerofx.ir.batch import Batch
@@ -47,7 +47,7 @@ from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.parameter_groups import group_of_parameters
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.pipeline import predict_stage, simulate_stages, stage_seconds
+from zerofx.scheduler.cost.pipeline import predict_stage, simulate_stages
 from zerofx.scheduler.cost.roofline import matmul_seconds_at_peak
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
@@ -314,13 +314,23 @@ def plan_captured(captured: CapturedStep, mesh: Mesh, *, verbose: bool = True) -
 def _plan_on(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedStep:
     request = replace(captured.request, mesh=mesh, machine=captured.machine.for_ranks(mesh.num_ranks), verbose=verbose)
     cut = cut_into_stages(request, captured.captures)
-    stages = [_plan_stage(request, captures) for captures in cut.stages]
     if mesh.pipe == 1:
-        return stages[0]
-    seconds = [stage_seconds(stage.lowered.graph, stage.lowered.simulation) for stage in stages]
-    pipeline = simulate_stages(seconds, stages[0].plan.num_micro_batches)
+        return _plan_stage(request, cut.stages[0])
+    planned: dict[bool, list[PlannedStep]] = {}
+
+    def plan_in(order: StageOrder) -> list[PlannedStage]:
+        planned[order.by_turns] = [_plan_stage(order.request(request), captures) for captures in cut.stages]
+        return [PlannedStage.of(stage.lowered) for stage in planned[order.by_turns]]
+
+    order = choose_order(request, cut, plan_in)
+    if order.by_turns not in planned:
+        plan_in(order)
+    stages = planned[order.by_turns]
+    seconds = [PlannedStage.of(stage.lowered).seconds for stage in stages]
+    pipeline = simulate_stages(seconds, stages[0].plan.num_micro_batches, by_turns=order.by_turns)
     predicted = [
-        replace(stage, lowered=replace(stage.lowered, plan=predict_stage(stage.plan, pipeline))) for stage in stages
+        replace(stage, lowered=replace(stage.lowered, plan=predict_stage(stage.plan, pipeline, order.why)))
+        for stage in stages
     ]
     largest = max(predicted, key=lambda stage: stage.plan.peak_bytes["device"])
     return replace(largest, stages=tuple(predicted))

@@ -20,8 +20,8 @@ def graph_parts(step: StepGraph) -> tuple[str, ...]:
     return (
         step.text(), canonical(step.graph), str(step.device), repr(step.parameters), repr(sorted(step.units)),
         repr((step.mutation_names, step.gradient_names, step.num_extras, sorted(step.returned.whole))),
-        repr((step.num_micro_batches, step.by_layer, step.slices, step.shardings, step.overlaps, step.products)),
-        repr((sorted(step.cut_pieces), step.guarded, step.pipe)),
+        repr((step.num_micro_batches, step.by_layer, step.num_before, step.slices, step.shardings, step.overlaps)),
+        repr((step.products, sorted(step.cut_pieces), step.guarded, step.pipe)),
     )  # fmt: skip
 
 

@@ -134,10 +134,13 @@ task_of, set_task = _fact("task", Task)
 """The task of a node that a pass has put in."""
 
 begun_stretch, set_begun_stretch = _fact("stretch", int)
-"""The number of the run of a stage's nodes, all micro-batches of which come before the next run, that begins here."""
+"""Where one of a stage's runs of nodes begins, its stretches, the lag of that (``zerofx/ir/micro_batches.py``)."""
 
 message_number, set_message_number = _fact("message", int)
 """The number of a message among all those of a step in stages, at its sender and at its receiver."""
+
+twin_of, set_twin = _fact("twin", tuple)
+"""Where a stage takes turns: the name that a node has in the first micro-batch, and the number of its own body."""
 
 copied_from, set_copied_from = _fact("copy_of", str)
 """The name of the node that a copy runs again."""

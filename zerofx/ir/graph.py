@@ -29,12 +29,11 @@ from zerofx.scheduler.plan.decisions import OverlapDecision, ProductDecision, Sh
 from zerofx.scheduler.plan.facts import unit_of
 from zerofx.torch_private.tensors import empty_like_fake
 
-_MOST_BODIES = 3  # micro-batches that a graph has written out: the first, those in between as a loop, and the last
 
-
-def num_bodies(num_micro_batches: int) -> int:
-    """The number of bodies in a graph of ``num_micro_batches`` (``zerofx/ir/micro_batches.py``)."""
-    return min(num_micro_batches, _MOST_BODIES)
+def num_bodies(num_micro_batches: int, num_before: int = 1) -> int:
+    """The number of bodies in a graph of ``num_micro_batches`` (``zerofx/ir/micro_batches.py``): ``num_before`` that
+    come before the loop, the loop, and the last."""
+    return min(num_micro_batches, num_before + 2)
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,11 @@ class PipeStage:
     draws: bool = False
     buffers: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def num_after(self) -> int:
+        """Stages after this one."""
+        return self.num_stages - 1 - self.number
+
 
 @dataclass
 class StepGraph:
@@ -104,12 +108,12 @@ class StepGraph:
     own. ``returned`` is what one of them gives besides its loss. Passes empty both as they turn gradients into
     reductions and updates into in-place writes; ``reduced`` then holds, by bucket, the node whose value is the
     bucket's gradient on this rank. ``by_layer``: all micro-batches run through a layer before the next layer
-    (``zerofx/ir/micro_batches.py``). ``slices`` says which parameters are there in slices, each a parameter of its
-    own, ``shardings`` how the ranks of the model axis share what was captured, ``overlaps`` what stands elsewhere in
-    the order, ``products`` which matrix products are in fp8, ``pipe`` which stage it is, where it is one alone.
-    ``fakes`` remembers the values that passes have asked for. ``cut_pieces`` are the pieces of what is outside
-    ``units`` at whose borders regions end. Where the step is ``guarded``, it ends before its updates if a loss is not
-    finite.
+    (``zerofx/ir/micro_batches.py``). ``num_before`` bodies come before the loop over those in between. ``slices``
+    says which parameters are there in slices, each a parameter of its own, ``shardings`` how the ranks of the model
+    axis share what was captured, ``overlaps`` what stands elsewhere in the order, ``products`` which matrix products
+    are in fp8, ``pipe`` which stage it is, where it is one alone. ``fakes`` remembers the values that passes have
+    asked for. ``cut_pieces`` are the pieces of what is outside ``units`` at whose borders regions end. Where the step
+    is ``guarded``, it ends before its updates if a loss is not finite.
     """
 
     graph: fx.Graph
@@ -123,6 +127,7 @@ class StepGraph:
     fakes: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     num_micro_batches: int = 1
     by_layer: bool = False
+    num_before: int = 1
     slices: tuple[SliceDecision, ...] = ()
     shardings: tuple[ShardingDecision, ...] = ()
     overlaps: tuple[OverlapDecision, ...] = ()
@@ -144,7 +149,7 @@ class StepGraph:
     @property
     def num_bodies(self) -> int:
         """Micro-batches that the graph has written out."""
-        return num_bodies(self.num_micro_batches)
+        return num_bodies(self.num_micro_batches, self.num_before)
 
     @property
     def has_loop(self) -> bool:
@@ -152,10 +157,20 @@ class StepGraph:
         return self.num_micro_batches > self.num_bodies
 
     @property
+    def takes_turns(self) -> bool:
+        """True for a stage that runs backward of a micro-batch before the forward of later ones."""
+        return self.pipe is not None and self.num_micro_batches > 1 and not self.by_layer
+
+    @property
+    def is_ahead(self) -> bool:
+        """True if forward is some turns ahead of backward."""
+        return self.takes_turns and self.pipe is not None and self.pipe.num_after > 0
+
+    @property
     def num_backwards(self) -> int:
-        """The number of times that a layer's backward runs, with others in between: once for each micro-batch, or once
-        for all where they run layer by layer."""
-        return 1 if self.by_layer else self.num_micro_batches
+        """The number of times that a layer's backward runs, with others in between, before its gradients are reduced:
+        once for each micro-batch, or once for all where they run layer by layer, and in stages."""
+        return 1 if self.by_layer or self.pipe is not None else self.num_micro_batches
 
     @property
     def loss(self) -> fx.Node:

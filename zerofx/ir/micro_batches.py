@@ -8,6 +8,17 @@ first passes to the second: the loop's begin and end pass the same values in the
 Micro-batches that run layer by layer (``StepGraph.by_layer``) have all of this once for each *stretch* of the graph,
 the nodes of a layer in a row, rather than once for the step. Between two stretches ``next_micro_batch(0)`` leads back
 to the first body. Every stretch has a loop of its own, whose round i has what round i of the others has made.
+
+A stage of several that takes micro-batches by *turns* (1F1B, 1806.03377) runs backward of a micro-batch before the
+forward of later ones. Each of its stretches has a *lag*: turn t runs a stretch on micro-batch t - lag, where there is
+one (``turns``), and ``next_micro_batch(t)`` separates turns. The loop is over turns that are alike. What one hands
+to one with a larger lag, rounds hand on (``passes/lib/turns.py``). Of a stage before the last, with 8 micro-batches:
+
+    turn 0: forward(0)
+    turn 1: forward(1), backward(0)
+    turns 2 to 6, a loop: forward(t), backward(t - 1)
+    turn 7: forward(7), backward(6)
+    turn 8: backward(7)
 """
 
 from __future__ import annotations
@@ -18,7 +29,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.facts import Role, placeholder
+from zerofx.ir.facts import Role, begun_stretch, placeholder
 from zerofx.ir.graph import StepGraph, num_bodies
 
 
@@ -47,12 +58,27 @@ class Loop:
         return nodes
 
 
-def micro_batches_of(body: int, num_micro_batches: int) -> range:
-    """The micro-batches that a body of a graph of so many stands for."""
-    if num_micro_batches == num_bodies(num_micro_batches):
-        return range(body, body + 1)
-    last = num_micro_batches - 1
-    return (range(1), range(1, last), range(last, last + 1))[body]
+def micro_batches_of(body: int, num_micro_batches: int, num_before: int = 1) -> range:
+    """The micro-batches that a body of a graph of so many stands for, where ``num_before`` come before the loop."""
+    more = num_micro_batches - num_bodies(num_micro_batches, num_before)
+    first = body + (more if body > num_before else 0)
+    return range(first, first + 1 + (more if body == num_before else 0))
+
+
+def stretch_lags(step: StepGraph, num_micro_batches: int) -> tuple[int, ...]:
+    """The lags of a stage's stretches where it takes micro-batches by turns; what is longer than there are is less."""
+    assert step.pipe is not None, "turns are taken by stages"
+    longer = max(0, step.pipe.num_after - num_micro_batches + 1)
+    marks = [mark for node in step.calls() if (mark := begun_stretch(node)) is not None]
+    return (0, *(mark - longer for mark in marks))
+
+
+def turns(lags: Sequence[int], num_micro_batches: int) -> Iterator[list[tuple[int, int]]]:
+    """For each turn the stretches that run, in order, each with its micro-batch: forward first, then waits, which free
+    what was sent, and backward."""
+    for turn in range(num_micro_batches + max(lags)):
+        running = [(number, turn - lag) for number, lag in enumerate(lags) if lag <= turn < lag + num_micro_batches]
+        yield sorted(running, key=lambda each: -each[0] if each[0] else -len(lags))
 
 
 def borders(step: StepGraph) -> list[fx.Node]:
@@ -71,8 +97,9 @@ def loops_of(step: StepGraph) -> tuple[Loop, ...]:
     """The loops over the micro-batches between the first and the last, in order: none, one, or one a stretch."""
     if not step.has_loop:
         return ()
-    ends = [node for node in borders(step) if body_after(node)]
-    return tuple(Loop(begin, end, num_rounds(step, 1)) for begin, end in zip(ends[::2], ends[1::2], strict=True))
+    ends = [node for node in borders(step) if body_after(node) in (step.num_before, step.num_before + 1)]
+    rounds = num_rounds(step, step.num_before)
+    return tuple(Loop(begin, end, rounds) for begin, end in zip(ends[::2], ends[1::2], strict=True))
 
 
 def loop_numbers(loops: Sequence[Loop]) -> dict[fx.Node, int]:
@@ -81,8 +108,8 @@ def loop_numbers(loops: Sequence[Loop]) -> dict[fx.Node, int]:
 
 
 def num_rounds(step: StepGraph, number: int) -> int:
-    """The number of micro-batches that body ``number`` stands for."""
-    return len(micro_batches_of(number, step.num_micro_batches))
+    """The number of micro-batches that body ``number`` stands for, or of turns."""
+    return len(micro_batches_of(number, step.num_micro_batches, step.num_before))
 
 
 def body_after(border: fx.Node) -> int:
@@ -93,7 +120,7 @@ def body_after(border: fx.Node) -> int:
 
 
 def calls_by_body(step: StepGraph) -> Iterator[tuple[fx.Node, int]]:
-    """All calls in order, each with the number of its body; a border is in the body that it begins."""
+    """All calls in order, each with the number of its body, or turn; a border is in the one that it begins."""
     number = 0
     for node in step.calls():
         number = body_after(node) if node.target is ops.next_micro_batch else number
@@ -102,8 +129,7 @@ def calls_by_body(step: StepGraph) -> Iterator[tuple[fx.Node, int]]:
 
 def times_run(step: StepGraph) -> dict[fx.Node, int]:
     """The number of times that each call runs."""
-    rounds = [num_rounds(step, number) for number in range(step.num_bodies)]
-    return {node: rounds[number] for node, number in calls_by_body(step)}
+    return {node: num_rounds(step, number) for node, number in calls_by_body(step)}
 
 
 def loop_bodies(step: StepGraph) -> dict[str, int]:

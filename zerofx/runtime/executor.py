@@ -220,7 +220,7 @@ class Runtime:
         *,
         over: str,
     ) -> Pending[torch.Tensor]:
-        value = self._allocate(size, stride, dtype)
+        value = self._allocate(tuple(size), tuple(stride), dtype)
         flat = value.as_strided((value.numel(),), (1,))
         received = self._transport_along(over).exchange_pieces(flat, (), [(source, flat)], 1)
         return Pending.from_waits(value, lambda: received.finish(flat))

@@ -11,7 +11,7 @@ from typing import Any
 from zerofx.scheduler.plan.decisions import Absence, GatherDecision, ReduceDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
-from zerofx.scheduler.plan.text.overview import count_values, group_by_unit, tiles_words, wire_words
+from zerofx.scheduler.plan.text.overview import count_values, group_by_unit, order_words, tiles_words, wire_words
 from zerofx.scheduler.plan.text.reasons import absences, of_values
 from zerofx.units import first_few, format_bytes, format_count, format_seconds
 
@@ -87,7 +87,7 @@ def _settings(first: Plan, other: Plan) -> Iterator[str]:
         "ranks": lambda plan: str(plan.num_ranks),
         "mesh": lambda plan: plan.mesh.axes_text,
         "micro-batches": lambda plan: str(plan.num_micro_batches),
-        "order": lambda plan: "layer by layer" if plan.by_layer else "one micro-batch after the other",
+        "order": order_words,
         "precision": lambda plan: plan.precision or "of the model",
         "products in fp8": lambda plan: plan.fp8 or "none",
         "wire": lambda plan: plan.wire,

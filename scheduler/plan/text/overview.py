@@ -26,6 +26,17 @@ _ATTENTION = re.compile(r"(?:aten\.|zerofx\.own_)_scaled_dot_product_(cudnn|flas
 _HEADERS = ("bucket", "parameters", "dtype", "slice", "whole", "group", "gathers")
 
 
+# Of stages: by whether backward of a micro-batch comes before the forward of later ones.
+ORDERS_IN_STAGES = {True: "one forward, one backward", False: "all forward, then all backward"}
+
+
+def order_words(plan: Plan) -> str:
+    """The order of a plan's micro-batches."""
+    if plan.pipe > 1:
+        return ORDERS_IN_STAGES[not plan.by_layer]
+    return "layer by layer" if plan.by_layer else "one micro-batch after the other"
+
+
 def describe_plan(plan: Plan) -> str:
     """The plan for people: ``print(plan)``."""
     what = "plan" if plan.reduces else "plan of an evaluation"
@@ -45,7 +56,7 @@ def describe_plan(plan: Plan) -> str:
     if any(gather.merged for gather in plan.gathers):
         lines.append(f"{len(plan.gathers)} gathers in {len(plan.launches)} collectives")
     if plan.num_micro_batches > 1:
-        order = ", layer by layer" if plan.by_layer else ""
+        order = ", layer by layer" if plan.by_layer and plan.pipe == 1 else ""
         lines.append(f"{plan.num_micro_batches} micro-batches before each update{order}: {plan.micro_batches_reason}")
     lines += [plan.states_reason] if plan.states_reason else []
     lines += _owner_words(plan)

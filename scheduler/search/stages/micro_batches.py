@@ -77,6 +77,9 @@ def _order(problem: Problem, rest: Search, number: int, what: str) -> Plan:
     """
     options, variants = problem.options, problem.variants
     asked, one_by_one = options.order, options.reduce == "each" or isinstance(options.offload, Mapping)
+    if problem.step.pipe is not None:  # which of both is settled for all stages together
+        variant = problem.replace_variants(variants, number, by_layer=number > 1 and asked == "layer")
+        return rest.attempt(what, variant)
     if number == 1 or asked == "micro-batch" or (asked == "auto" and (problem.memory_budget is None or one_by_one)):
         return rest.attempt(what, problem.replace_variants(variants, number))
     by_layer = problem.replace_variants(variants, number, by_layer=True)

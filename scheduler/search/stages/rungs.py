@@ -62,7 +62,7 @@ def _explain(question: Question, least: Prediction) -> str:
         hints.append("recompute='auto'")
     if not question.tiers:
         hints.append("offload='host' or 'nvme'")
-    if not question.tile:
+    if not question.tile and not question.step.is_ahead:
         hints.append("tile='auto'")
     if question.layout.num_stage_ranks > 1 and question.stage < 3:
         hints.append("stage=3")

@@ -241,3 +241,32 @@ def test_tensors_of_a_pool_have_storages_of_their_own() -> None:
     assert other.data_ptr() == first.data_ptr() and arena.tensor(512, (4,), (1,), torch.bool) is other
     arena.reserve(1024)
     assert arena.num_bytes == 2048
+
+
+def _stage_values(order: str, *, arena: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, generator = CASE.model(), torch.Generator().manual_seed(1)
+    options: dict[str, Any] = {"mesh": {"pipe": 2}, "accumulate": 8, "order": order}
+    step = zerofx.compile(model, sgd(model), backend="inductor", arena=arena, **options)
+    losses = [step(*_tokens(generator)[0]).clone() for _ in range(2)]
+    values = [*losses, *(value.clone() for value in step.full_state_dict().values())]
+    step.close()
+    return values
+
+
+def _two_stages() -> dict[str, bool]:
+    from zerofx.runtime import executor
+
+    orders = ("layer", "micro-batch")
+    expected = [_stage_values(order, arena=False) for order in orders]
+    with mock.patch.object(executor, "Arena", _Poisoned):
+        trained = [_stage_values(order, arena=True) for order in orders]
+    return {
+        order: all(map(torch.equal, first, second))
+        for order, first, second in zip(orders, expected, trained, strict=True)
+    }
+
+
+@pytest.mark.slow
+def test_stages_receive_in_the_pool() -> None:
+    assert run_ranks(_two_stages, 2, timeout=1800.0) == [{"layer": True, "micro-batch": True}] * 2

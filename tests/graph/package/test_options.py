@@ -138,7 +138,6 @@ EXCLUDED: Sequence[tuple[dict[str, Any], str]] = [
     ({"arena": True, "backend": "inductor", "cuda_graphs": True}, "arena=True and cuda_graphs=True: CUDA graphs have"),
     ({"mesh": {"pipe": 2}, "loss_terms": print}, "the terms of a loss are counted by all ranks"),
     ({"mesh": {"pipe": 2}, "accumulate": "auto"}, "stages are cut for a number of micro-batches"),
-    ({"mesh": {"pipe": 2}, "order": "layer"}, "a stage runs all micro-batches forward, then backward"),
     ({"mesh": {"pipe": 2}, "reduce": "each"}, "gradients are reduced once a step"),
     ({"mesh": {"pipe": 2}, "accumulate": 2, "offload": {"gradients": "host"}}, "no gradients wait for the next"),
     ({"mesh": {"pipe": 2}, "tile": {"a": 2}}, "parameters of a stage stay whole"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import zerofx
 from gpt import GPT
 from tests.lib.models import adamw
-from zerofx import UsageError
+from zerofx import MemoryBudgetError, UsageError
 from zerofx.driver.plan_only import PlannedStep
 from zerofx.errors import InvalidGraphError
 from zerofx.ir import ops
@@ -96,8 +96,10 @@ def _staged() -> list[StepGraph]:
     return [stage.lowered.graph for stage in planned(Skipping(), (torch.ones(8, 8),), 3, accumulate=1).stages]
 
 
-def test_messages_of_all_stages_meet() -> None:
-    check_messages(_staged(), 3)
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 7])
+def test_messages_of_all_stages_meet(num: int) -> None:
+    check_messages(_staged(), num)
+    check_messages(_staged(), num, by_turns=True)
 
 
 def test_messages_that_do_not_meet_are_defects() -> None:
@@ -123,18 +125,64 @@ def test_what_is_sent_is_counted_by_its_sender() -> None:
     assert second.plan.wire_bytes == 4 * (2 * 64 + 4)
 
 
-def test_stages_do_not_grow_with_micro_batches() -> None:
+@pytest.mark.parametrize("order", ["layer", "micro-batch"])
+def test_stages_do_not_grow_with_micro_batches(order: str) -> None:
     few, many = (
-        planned(Skipping(), (torch.ones(num, 8),), 2, accumulate=num).stages[0].lowered.emitted.source
-        for num in (4, 16)
+        planned(Skipping(), (torch.ones(num, 8),), 2, accumulate=num, order=order).stages[0].lowered.emitted.source
+        for num in (5, 16)
     )
     assert len(few.splitlines()) == len(many.splitlines())
 
 
+def test_stages_that_take_turns_hold_as_many_micro_batches_as_stages_are_left() -> None:
+    model = GPT(vocab=19, dim=16, depth=4, heads=2, block=16)
+
+    def peaks(num: int, order: str) -> list[int]:
+        batch = tuple(torch.randint(19, (2, 2 * num, 16)))
+        stages = planned(model, batch, 4, accumulate=num, order=order).stages
+        # Two batches of whole numbers lie there throughout.
+        return [stage.plan.peak_bytes["device"] - 2 * batch[0].nbytes for stage in stages]
+
+    few, many, first = peaks(8, "micro-batch"), peaks(16, "micro-batch"), peaks(8, "layer")
+    assert few == many
+    assert all(mine < other for mine, other in zip(few[:3], first[:3], strict=True))
+
+
+def test_the_order_is_chosen_by_seconds_and_bytes() -> None:
+    def plan(**options: Any) -> tuple[str, int]:
+        stages = planned(Skipping(), (torch.ones(16, 8),), 3, accumulate=16, **options).stages
+        assert len({stage.plan.by_layer for stage in stages}) == 1
+        (reason,) = {stage.plan.micro_batches_reason for stage in stages}
+        return reason, max(stage.plan.peak_bytes["device"] for stage in stages)
+
+    # Messages take longer here than computation: with all forward first they overlap with each other.
+    chosen, most = plan()
+    assert "all forward, then all backward" in chosen and "rather than one forward, one backward" in chosen
+    asked, least = plan(order="micro-batch")
+    assert "one forward, one backward, as asked" in asked and least < most
+    within, peak = plan(memory_budget=least, recompute="none", offload="none")
+    assert "one forward, one backward" in within and "the other order does not fit" in within and peak <= least
+    with pytest.raises(MemoryBudgetError, match="memory_budget"):
+        plan(memory_budget=2_000)
+
+
+def test_turns_are_taken_where_they_cost_no_time() -> None:
+    model = GPT(vocab=512, dim=256, depth=4, heads=4, block=64)
+    batch = tuple(torch.randint(512, (2, 64, 64)))
+    stages = planned(model, batch, 2, accumulate=8).stages
+    for stage in stages:
+        assert not stage.plan.by_layer and "all forward first takes" in stage.plan.micro_batches_reason
+        assert "holds 8 micro-batches" in stage.plan.micro_batches_reason
+
+
 @pytest.mark.parametrize(("num_stages", "num", "idle"), [(4, 8, 9.0), (8, 16, 21.0), (2, 1, 3.0), (1, 3, 0.0)])
-def test_equal_stages_idle_as_gpipe_does(num_stages: int, num: int, idle: float) -> None:
-    seconds = simulate_stages([StageSeconds(1.0, 2.0)] * num_stages, num)
-    assert seconds.idle == (idle,) * num_stages and seconds.step == num * 3.0 + idle
+def test_equal_stages_idle_as_gpipe_and_1f1b_do(num_stages: int, num: int, idle: float) -> None:
+    equal = [StageSeconds(1.0, 2.0)] * num_stages
+    seconds, by_turns = simulate_stages(equal, num), simulate_stages(equal, num, by_turns=True)
+    assert seconds.idle == by_turns.idle == (idle,) * num_stages
+    assert seconds.step == by_turns.step == num * 3.0 + idle
+    assert seconds.under_way == (*[num] * (num_stages - 1), 1)
+    assert by_turns.under_way == tuple(min(num, num_stages - stage) for stage in range(num_stages))
 
 
 def test_the_slowest_stage_and_messages_are_waited_for() -> None:

@@ -138,7 +138,8 @@ class Run:
     steps: int = STEPS
 
     def on(self, mesh: Mapping[str, int] | None) -> Run:
-        return Run(self.model, mesh, self.accumulate, self.options, self.steps)
+        """The same training on other ranks, in the order of micro-batches that is usual there."""
+        return Run(self.model, mesh, self.accumulate, tuple(o for o in self.options if o[0] != "order"), self.steps)
 
 
 @dataclass(frozen=True)
@@ -213,25 +214,36 @@ def _check(runs: list[Run], num_ranks: int, expected: list[list[Outcome]]) -> No
             alone = expected[rank % len(expected)][number]
             assert _equal(result, alone), f"rank {rank}: {run}"
             assert result.measured == result.predicted, f"rank {rank}: {run}"
-            assert result.idle_seconds is not None and result.idle_seconds > 0
+            assert result.idle_seconds is not None and result.idle_seconds >= 0  # the slowest may never wait
 
 
 CLIPPED = (("max_grad_norm", 0.1),)
+TURNS, FIRST = ("order", "micro-batch"), ("order", "layer")
 ON_TWO = [
     Run("gpt", {"pipe": 2}, 4, CLIPPED),
-    Run("dropout", {"pipe": 2}, 5, (("stage", 0),)),
-    Run("llama", {"pipe": 2}, 2),
-    Run("gpt2", {"pipe": 2}, 3, (("stage", 0), ("max_grad_norm", 0.1))),
-    Run("u-net", {"pipe": 2}, 2),
-    Run("norms", {"pipe": 2}, 5),
+    Run("gpt", {"pipe": 2}, 6, (*CLIPPED, TURNS)),
+    Run("dropout", {"pipe": 2}, 5, (("stage", 0), FIRST)),
+    Run("dropout", {"pipe": 2}, 8, (("stage", 0), TURNS)),
+    Run("llama", {"pipe": 2}, 5, (TURNS,)),
+    Run("gpt2", {"pipe": 2}, 3, (("stage", 0), ("max_grad_norm", 0.1), FIRST)),
+    Run("gpt2", {"pipe": 2}, 6, (("stage", 0), ("max_grad_norm", 0.1), TURNS)),
+    Run("u-net", {"pipe": 2}, 2, (FIRST,)),
+    Run("norms", {"pipe": 2}, 5, (FIRST,)),
+    Run("norms", {"pipe": 2}, 6, (TURNS,)),
     Run("gpt", {"pipe": 2}, 1, (("memory_budget", 245_000), ("recompute", "auto")), steps=2),
-    Run("dropout", {"pipe": 2}, 2, (("recompute", "full"),), steps=2),
+    Run("dropout", {"pipe": 2}, 2, (("recompute", "full"), FIRST), steps=2),
+    Run("dropout", {"pipe": 2}, 8, (("recompute", "full"), TURNS), steps=2),
+    Run("dropout", {"pipe": 2}, 8, (("memory_budget", 330_000), TURNS), steps=2),
 ]
 ON_FOUR = [
-    Run("gpt2", {"pipe": 4}, 5, CLIPPED),
-    Run("u-net", {"pipe": 4}, 4, steps=4),
-    Run("norms", {"pipe": 4}, 2),
-    Run("dropout", {"pipe": 4}, 2, (("stage", 0),), steps=4),
+    Run("gpt2", {"pipe": 4}, 5, (*CLIPPED, FIRST)),
+    Run("gpt2", {"pipe": 4}, 7, (*CLIPPED, TURNS)),
+    Run("u-net", {"pipe": 4}, 8, (TURNS,), steps=4),
+    Run("norms", {"pipe": 4}, 2, (FIRST,)),
+    Run("norms", {"pipe": 4}, 8, (TURNS,), steps=4),
+    Run("dropout", {"pipe": 4}, 2, (("stage", 0), FIRST), steps=4),
+    Run("dropout", {"pipe": 4}, 8, (("stage", 0), TURNS), steps=4),
+    Run("llama", {"pipe": 4}, 3, (TURNS,), steps=4),
 ]
 
 
@@ -255,12 +267,13 @@ def test_models_of_libraries_train_in_stages_like_one_process(model: str, num_st
 def test_stages_of_several_ranks_train_like_those_ranks_without_stages(stage: int) -> None:
     options = (("stage", stage), ("max_grad_norm", 0.1))
     runs = [
-        Run("dropout", {"pipe": 2, "shard": 2}, 4, options, 4),
+        Run("dropout", {"pipe": 2, "shard": 2}, 4, (*options, FIRST), 4),
+        Run("dropout", {"pipe": 2, "shard": 2}, 6, (*options, TURNS), 4),
         Run("llama", {"pipe": 2, "shard": 2}, 2, options, 4),
-        Run("norms", {"pipe": 2, "shard": 2}, 4, options, 4),
+        Run("norms", {"pipe": 2, "shard": 2}, 5, (*options, TURNS), 4),
     ]
     # A stage reduces gradients once a step.
-    once = [replace(run, mesh={"shard": 2}, options=(*run.options, ("reduce", "once"))) for run in runs]
+    once = [replace(run.on({"shard": 2}), options=(*options, ("reduce", "once"))) for run in runs]
     _check(runs, 4, run_ranks(_train_all, 2, once))
 
 

@@ -30,12 +30,13 @@ class StepArguments:
     placeholders: Mapping[str, Placeholder]
     constants: Mapping[str, torch.Tensor]
     num_micro_batches: int
+    num_before: int = 1  # bodies of the graph before its loop
 
     @staticmethod
     def of(step: StepGraph) -> StepArguments:
         """Those of a step after all passes."""
         named = {node.name: placeholder(node) for node in step.placeholders()}
-        return StepArguments(named, step.constants, step.num_micro_batches)
+        return StepArguments(named, step.constants, step.num_micro_batches, step.num_before)
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,14 @@ def batch_tensors(step: StepArguments, batch: Batch, compute_dtype: torch.dtype 
             continue
         whole = by_name[facts.name].detach()
         cast = compute_dtype is not None and whole.is_floating_point()
-        for key, part in _parts(name, facts.part, step.num_micro_batches):
+        for key, part in _parts(name, facts.part, step):
             tensor = whole if part is None else micro_batch(whole, part, step.num_micro_batches)
             tensors[key] = tensor.to(compute_dtype) if cast else tensor
     return tensors
 
 
-def _parts(name: str, body: int | None, num_micro_batches: int) -> Iterator[tuple[str, int | None]]:
+def _parts(name: str, body: int | None, step: StepArguments) -> Iterator[tuple[str, int | None]]:
     """Keys of the batch tensor that a placeholder in a body stands for, each with its micro-batch."""
-    of_body = [None] if body is None else micro_batches_of(body, num_micro_batches)
+    of_body = [None] if body is None else micro_batches_of(body, step.num_micro_batches, step.num_before)
     for turn, part in enumerate(of_body):
         yield f"{name}[{turn}]" if len(of_body) > 1 else name, part
