@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zerofx.driver.check_training import check_training
-from zerofx.errors import UsageError
+from zerofx.errors import ShortTraceback, UsageError
 from zerofx.optimizers import Optimizers
 from zerofx.option_table import check_names, document_options
 from zerofx.options import CompileKeywords, CompileOptions, check_options
@@ -17,6 +17,7 @@ from zerofx.session.step import Step
 
 
 @document_options(CompileKeywords, CompileOptions)
+@ShortTraceback()
 def compile(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],

@@ -1,9 +1,9 @@
 """Environment variables that zerofx reads.
 
 =====================  =========================================================================================
-``ZEROFX_DEBUG``       0 nothing, 1 how the model was captured, passes and peaks, 2 operators added and removed, and
-                       what the planner's stages tried, 3 the schedule, 4 the generated source, 5 the graph after each
-                       pass; written to stderr by rank 0
+``ZEROFX_DEBUG``       0 nothing, 1 tracebacks of errors in full, how the model was captured, passes and peaks, 2
+                       operators added and removed, and what the planner's stages tried, 3 the schedule, 4 the generated
+                       source, 5 the graph after each pass; written to stderr by rank 0
 ``ZEROFX_DUMP_DIR``    folder for generated files (default: ``zerofx/dumps`` in the user's cache folder)
 ``ZEROFX_DISABLE``     comma-separated names of what to leave out: ``prefetch``, ``in_place`` (ranks of a host then copy
                        what they gather), ``channels`` (they then send through gloo on CPUs), ``simplify``, ``stamp``

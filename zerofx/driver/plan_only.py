@@ -26,7 +26,7 @@ from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.driver.shardings import decide_alone, plan_best_layout
 from zerofx.driver.stages import cut_into_stages
-from zerofx.errors import UsageError, wrap_defects
+from zerofx.errors import ShortTraceback, UsageError, wrap_defects
 from zerofx.garbage import limit_garbage_collection
 from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout
@@ -133,6 +133,7 @@ class PlannedStep:
 
 
 @document_options(PlanKeywords, CompileOptions)
+@ShortTraceback()
 def plan(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],

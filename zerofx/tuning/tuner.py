@@ -28,7 +28,7 @@ from zerofx.driver.asked import describe_request, measure_machine
 from zerofx.driver.check_training import check_training
 from zerofx.driver.driver import prepare_together, target_of
 from zerofx.driver.prepared import Request
-from zerofx.errors import MemoryBudgetError, PlanError, UsageError
+from zerofx.errors import MemoryBudgetError, PlanError, ShortTraceback, UsageError
 from zerofx.garbage import freeze_objects
 from zerofx.ir.batch import Batch
 from zerofx.lowering.lower import lower
@@ -57,6 +57,7 @@ _ROUNDS = 2  # at most so many rounds of plans from corrected costs
 
 
 @document_options(TuneKeywords, CompileOptions)
+@ShortTraceback()
 def tune(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
