@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from zerofx.driver.check_training import check_training
-from zerofx.errors import ShortTraceback, UsageError
+from zerofx.errors import UsageError
 from zerofx.optimizers import Optimizers
 from zerofx.option_table import check_names, document_options
 from zerofx.options import CompileKeywords, CompileOptions, check_options
 from zerofx.session.step import Step
+from zerofx.settings import ShortTraceback
 
 
 @document_options(CompileKeywords, CompileOptions)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,45 +115,6 @@ def _begins_here(error: BaseException) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OWN_FILES[0])
-
-
-class ShortTraceback(contextlib.ContextDecorator):
-    """Wraps a public function: errors that zerofx raises on purpose leave it with the lines of others alone.
-
-    Their messages say what to do; the way through zerofx to where they begin is for ``ZEROFX_DEBUG=1``.
-    """
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        from zerofx.settings import read_settings
-
-        if not isinstance(error, ZeroFXError) or isinstance(error, InternalError) or read_settings().debug:
-            return
-        error.__traceback__ = _lines_of_others(error.__traceback__)
-        cause = _cause_of(error)
-        while isinstance(cause, ZeroFXError):  # whose reason the error has taken over
-            cause = _cause_of(cause)
-        if cause is not None:
-            cause.__traceback__ = _lines_of_others(cause.__traceback__) or cause.__traceback__
-            cause.__context__ = None if isinstance(cause.__context__, ZeroFXError) else cause.__context__
-        error.__cause__ = cause  # and no context
-
-
-def _cause_of(error: BaseException) -> BaseException | None:
-    return error.__cause__ if error.__suppress_context__ else error.__context__
-
-
-def _lines_of_others(trace: types.TracebackType | None) -> types.TracebackType | None:
-    lines: list[types.TracebackType] = []
-    while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in ("zerofx", "torch", "contextlib"):
-            lines.append(trace)
-        trace = trace.tb_next
-    for line in reversed(lines):
-        trace = types.TracebackType(trace, line.tb_frame, line.tb_lasti, line.tb_lineno)
-    return trace
 
 
 def summarise_error(error: BaseException) -> str:

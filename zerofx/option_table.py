@@ -166,10 +166,10 @@ def check_names(given: Mapping[str, object], keywords: type, function: str) -> N
     """
     for name in given:
         if name not in keywords.__annotations__:
-            raise unexpected_keyword(function, name, keywords.__annotations__)
+            raise error_of_keyword(function, name, keywords.__annotations__)
 
 
-def unexpected_keyword(function: str, name: str, known: Iterable[str]) -> TypeError:
+def error_of_keyword(function: str, name: str, known: Iterable[str]) -> TypeError:
     """The error for a keyword that a function does not take, as Python says it, and the one that may be meant."""
     meant = "".join(f". Did you mean {other!r}?" for other in difflib.get_close_matches(name, known, n=1))
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{meant}")

@@ -36,7 +36,7 @@ def user_line(stack: traceback.StackSummary) -> str | None:
     return f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else None
 
 
-def calling_line() -> str | None:
+def line_of_caller() -> str | None:
     """The innermost of the lines that are running that is neither torch's nor zerofx's."""
     frame = _users_frame(inspect.currentframe())
     return frame and f"{frame.f_code.co_filename}:{frame.f_lineno}: {_line_of(frame)}"

@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from zerofx.capture.blame import calling_line, depends_on_values
+from zerofx.capture.blame import depends_on_values, line_of_caller
 from zerofx.capture.objective.loss import LossModule, leave_no_trace, roots_of
 from zerofx.capture.python_state.undo import Before, WritesError
 from zerofx.capture.traceable import Forward, model_tensors, traceable, try_eager_then_compiled
@@ -184,7 +184,7 @@ class Replay:
                 raise UsageError(
                     f"expected a forward that reads for its logs what it read when the step was captured, found that "
                     f"the values of this step lead to a branch that reads something else, at\n  "
-                    f"{calling_line()}\nThis step has been done: compute such a value before the "
+                    f"{line_of_caller()}\nThis step has been done: compute such a value before the "
                     f"branch, and let the branch choose between numbers"
                 )
             real = left.pop(0) if len(left) > 1 else left[0]

@@ -26,7 +26,7 @@ from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.driver.shardings import decide_alone, plan_best_layout
 from zerofx.driver.stages import cut_into_stages
-from zerofx.errors import ShortTraceback, UsageError, wrap_defects
+from zerofx.errors import UsageError, wrap_defects
 from zerofx.garbage import limit_garbage_collection
 from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout
@@ -54,7 +54,7 @@ from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 from zerofx.scheduler.search.target import Target
-from zerofx.settings import Settings, read_settings
+from zerofx.settings import Settings, ShortTraceback, read_settings
 from zerofx.units import format_bytes, format_seconds, tiers_text
 
 

@@ -134,7 +134,7 @@ class NestedOptimizer(torch.optim.Optimizer):
     def state(self) -> Any:  # a table like torch's
         """The states of all members."""
         tables = self._tables()
-        if self.states_away is not None and len(self._asking()) == len(tables):
+        if self.states_away is not None and len(self._tables_on_demand()) == len(tables):
             return self.states_away
         if len(tables) == 1:
             return tables[0]
@@ -155,11 +155,11 @@ class NestedOptimizer(torch.optim.Optimizer):
     @property
     def has_states_in_part(self) -> bool:
         """True if some members have been given states, and others are without."""
-        return 0 < len(self._asking()) < len(self.tables)
+        return 0 < len(self._tables_on_demand()) < len(self.tables)
 
     def bring(self, *_: object) -> None:
         """Have the states of all members where these look for them; a hook as well."""
-        asking = self._asking()
+        asking = self._tables_on_demand()
         if self.states_away is not None and len(asking) == len(self.tables):
             self.states_away.bring(self)
             for table, brought in zip(asking, self._tables(), strict=True):
@@ -169,7 +169,7 @@ class NestedOptimizer(torch.optim.Optimizer):
         members = dict(members_of(self.outer))
         return [vars(members[paths[0]])["state"] for paths in self.tables]
 
-    def _asking(self) -> list[StatesOnDemand]:
+    def _tables_on_demand(self) -> list[StatesOnDemand]:
         return [table for table in self._tables() if isinstance(table, StatesOnDemand) and table.brought is None]
 
     @property

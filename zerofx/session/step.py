@@ -17,7 +17,6 @@ from zerofx.errors import (
     NonFiniteGradientsError,
     NonFiniteLossError,
     RowOverflowError,
-    ShortTraceback,
     UsageError,
     wrap_defects,
 )
@@ -45,7 +44,7 @@ from zerofx.session.steps import RUNNING, Steps
 from zerofx.session.stopped import leave_out, run_anew, skip, undo
 from zerofx.session.taken_over import TakenOver
 from zerofx.session.whole import Whole
-from zerofx.settings import read_settings
+from zerofx.settings import ShortTraceback, read_settings
 
 
 class Step(Whole, Reported):

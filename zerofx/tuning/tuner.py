@@ -28,7 +28,7 @@ from zerofx.driver.asked import describe_request, measure_machine
 from zerofx.driver.check_training import check_training
 from zerofx.driver.driver import prepare_together, target_of
 from zerofx.driver.prepared import Request
-from zerofx.errors import MemoryBudgetError, PlanError, ShortTraceback, UsageError
+from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.garbage import freeze_objects
 from zerofx.ir.batch import Batch
 from zerofx.lowering.lower import lower
@@ -46,7 +46,7 @@ from zerofx.scheduler.cost.links import Transfer
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.session.lending.owners import claim, release
-from zerofx.settings import read_settings
+from zerofx.settings import ShortTraceback, read_settings
 from zerofx.torch_private.profiler import is_profiling
 from zerofx.tuning.candidates import Planner, best_of, conclude, most_promising, promises_more
 from zerofx.tuning.result import Candidate, TuneResult, candidate_table

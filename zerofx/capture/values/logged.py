@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerofx.capture.blame import calling_line
+from zerofx.capture.blame import line_of_caller
 from zerofx.capture.python_state.undo import WritesError, raise_before_writing
 from zerofx.capture.values.raising_branches import answer_without_raising
 from zerofx.errors import CaptureError
@@ -85,7 +85,7 @@ class LoggedReads:
     def read(self, tensor: torch.Tensor, *, copies: bool = True) -> torch.Tensor:
         """The values of ``tensor``, on the CPU; ``copies``: it may be changed in place later."""
         sys.setprofile(None)  # what is done here is nobody's log
-        line = calling_line() or "(line not found)"
+        line = line_of_caller() or "(line not found)"
         if tensor.numel() > MOST_ELEMENTS:
             raise CaptureError(
                 f"expected a forward that reads at most {MOST_ELEMENTS} elements of a tensor for a log, found "
@@ -158,7 +158,7 @@ class MaskedReductions:
         what = getattr(getattr(func, "__self__", None), "__name__", name)
         raise CaptureError(
             f"expected a forward whose shapes do not depend on values, found {what} of the elements that a mask names, "
-            f"as many as values say, at\n  {calling_line() or '(line not found)'}\n"
+            f"as many as values say, at\n  {line_of_caller() or '(line not found)'}\n"
             f"A step is planned for one shape: their sum, mean, minimum and maximum may be logged; else compute with "
             f"all elements, and leave out what does not count by torch.where or a weight of 0."
         )
@@ -175,7 +175,7 @@ class MaskedReductions:
 
     def _note(self, result: torch.Tensor) -> torch.Tensor:
         """Note that the loss may not depend on ``result``."""
-        self._logged.rounded.append((result, calling_line() or "(line not found)"))
+        self._logged.rounded.append((result, line_of_caller() or "(line not found)"))
         return result
 
     def _mark(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
