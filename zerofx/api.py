@@ -14,9 +14,11 @@ from zerofx.optimizers import Optimizers
 from zerofx.option_table import check_names, document_options
 from zerofx.options import CompileKeywords, CompileOptions, check_options
 from zerofx.session.step import Step
+from zerofx.settings import ShortTraceback
 
 
 @document_options(CompileKeywords, CompileOptions)
+@ShortTraceback()
 def compile(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],

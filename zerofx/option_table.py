@@ -6,9 +6,10 @@ Checks, errors, signatures, documentation, comparisons and the command line are 
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from itertools import pairwise
@@ -165,7 +166,13 @@ def check_names(given: Mapping[str, object], keywords: type, function: str) -> N
     """
     for name in given:
         if name not in keywords.__annotations__:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            raise error_of_keyword(function, name, keywords.__annotations__)
+
+
+def error_of_keyword(function: str, name: str, known: Iterable[str]) -> TypeError:
+    """The error for a keyword that a function does not take, as Python says it, and the one that may be meant."""
+    meant = "".join(f". Did you mean {other!r}?" for other in difflib.get_close_matches(name, known, n=1))
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{meant}")
 
 
 def document_options(keywords: type, table: type[DataclassInstance]) -> Callable[[_F], _F]:
@@ -273,7 +280,10 @@ FUNCTION: Final = Kind("a function", callable)
 
 
 def _is_size(value: object) -> bool:
-    size = parse_bytes(value) if isinstance(value, str) else value
+    try:
+        size = parse_bytes(value) if isinstance(value, str) else value
+    except UsageError:
+        return False
     return is_count(size, 1) or (isinstance(size, float) and 0 < size <= 1)
 
 

@@ -1,9 +1,9 @@
-"""Environment variables that zerofx reads.
+"""Environment variables that zerofx reads, and the tracebacks that one of them has in full.
 
 =====================  =========================================================================================
-``ZEROFX_DEBUG``       0 nothing, 1 how the model was captured, passes and peaks, 2 operators added and removed, and
-                       what the planner's stages tried, 3 the schedule, 4 the generated source, 5 the graph after each
-                       pass; written to stderr by rank 0
+``ZEROFX_DEBUG``       0 nothing, 1 tracebacks of errors in full, how the model was captured, passes and peaks, 2
+                       operators added and removed, and what the planner's stages tried, 3 the schedule, 4 the generated
+                       source, 5 the graph after each pass; written to stderr by rank 0
 ``ZEROFX_DUMP_DIR``    folder for generated files (default: ``zerofx/dumps`` in the user's cache folder)
 ``ZEROFX_DISABLE``     comma-separated names of what to leave out: ``prefetch``, ``in_place`` (ranks of a host then copy
                        what they gather), ``channels`` (they then send through gloo on CPUs), ``simplify``, ``stamp``
@@ -27,11 +27,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerofx.errors import UsageError
+from zerofx.errors import InternalError, UsageError, ZeroFXError
 
 
 @dataclass(frozen=True)
@@ -99,3 +101,40 @@ def _integer(name: str, default: int, largest: int) -> int:
     if not text.isdigit() or int(text) > largest:
         raise UsageError(f"expected {name} to be a whole number from 0 to {largest}, found {text!r}")
     return int(text)
+
+
+class ShortTraceback(contextlib.ContextDecorator):
+    """Wraps a public function: errors that zerofx raises on purpose leave it with the lines of others alone.
+
+    Their messages say what to do; the way through zerofx to where they begin is for ``ZEROFX_DEBUG=1``.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, ZeroFXError) or isinstance(error, InternalError) or read_settings().debug:
+            return
+        error.__traceback__ = _lines_of_others(error.__traceback__)
+        cause = _cause_of(error)
+        while isinstance(cause, ZeroFXError):  # whose reason the error has taken over
+            cause = _cause_of(cause)
+        if cause is not None:
+            cause.__traceback__ = _lines_of_others(cause.__traceback__) or cause.__traceback__
+            cause.__context__ = None if isinstance(cause.__context__, ZeroFXError) else cause.__context__
+        error.__cause__ = cause  # and no context
+
+
+def _cause_of(error: BaseException) -> BaseException | None:
+    return error.__cause__ if error.__suppress_context__ else error.__context__
+
+
+def _lines_of_others(trace: types.TracebackType | None) -> types.TracebackType | None:
+    lines: list[types.TracebackType] = []
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in ("zerofx", "torch", "contextlib"):
+            lines.append(trace)
+        trace = trace.tb_next
+    for line in reversed(lines):
+        trace = types.TracebackType(trace, line.tb_frame, line.tb_lasti, line.tb_lineno)
+    return trace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 import traceback
@@ -35,6 +36,12 @@ def user_line(stack: traceback.StackSummary) -> str | None:
     return f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else None
 
 
+def line_of_caller() -> str | None:
+    """The innermost of the lines that are running that is neither torch's nor zerofx's."""
+    frame = _users_frame(inspect.currentframe())
+    return frame and f"{frame.f_code.co_filename}:{frame.f_lineno}: {_line_of(frame)}"
+
+
 def user_lines(stack: traceback.StackSummary) -> list[str]:
     """All user lines within the model and its loss, the innermost first.
 
@@ -50,13 +57,20 @@ def describe_user_line(frame: FrameType | None) -> str:
 
     There is no line number: the text stays the same while the line does, wherever edits move it.
     """
+    frame = _users_frame(frame)
+    return (
+        "" if frame is None else f"{Path(frame.f_code.co_filename).name}, {frame.f_code.co_qualname}: {_line_of(frame)}"
+    )
+
+
+def _users_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    if frame is None:
-        return ""
-    code = frame.f_code
-    line = linecache.getline(code.co_filename, frame.f_lineno, frame.f_globals).strip()
-    return f"{Path(code.co_filename).name}, {code.co_qualname}: {line}"
+    return frame
+
+
+def _line_of(frame: FrameType) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
 
 
 def _is_users(filename: str) -> bool:

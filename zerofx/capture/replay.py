@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from zerofx.capture.blame import depends_on_values, user_line
+from zerofx.capture.blame import depends_on_values, line_of_caller
 from zerofx.capture.objective.loss import LossModule, leave_no_trace, roots_of
 from zerofx.capture.python_state.undo import Before, WritesError
 from zerofx.capture.traceable import Forward, model_tensors, traceable, try_eager_then_compiled
@@ -136,7 +135,7 @@ class Replay:
     def __init__(self, forward: Forward) -> None:
         self._forward, self._mode = forward, fake_mode()
         self._calls: dict[nn.Module, list[_Call]] = {}
-        self._known = self._known_exactly = _Run((), (), (), ())
+        self._known = self._known_exactly = self._in_full = _Run((), (), (), ())
         # Which a step computes with where the code has numbers.
         self._has_inputs = bool(forward.objective.free_tensors.tape.inputs)
 
@@ -147,11 +146,15 @@ class Replay:
         Raises:
             CaptureError: what it reads decides what the step computes, or what it keeps in Python does.
         """
-        replay = Replay(forward)
+        replay, logging = Replay(forward), forward.objective.logging
+        tried, logging.tried = logging.tried, None
         _mute_writers(forward, lambda: forward.objective.free_tensors.retrace(replay._note))
         if chooses and _mute_writers(forward, replay._choose_branches):
             _mute_writers(forward, lambda: forward.objective.free_tensors.retrace(replay._note))
-        _mute_writers(forward, replay._try_values)
+        if replay._has_inputs or replay._known != tried:
+            _mute_writers(forward, replay._try_values)
+        if chooses:  # the step that is about to be built has a replay of the same forward
+            logging.tried = replay._known
         return replay
 
     @property
@@ -181,7 +184,7 @@ class Replay:
                 raise UsageError(
                     f"expected a forward that reads for its logs what it read when the step was captured, found that "
                     f"the values of this step lead to a branch that reads something else, at\n  "
-                    f"{user_line(traceback.extract_stack())}\nThis step has been done: compute such a value before the "
+                    f"{line_of_caller()}\nThis step has been done: compute such a value before the "
                     f"branch, and let the branch choose between numbers"
                 )
             real = left.pop(0) if len(left) > 1 else left[0]
@@ -202,7 +205,7 @@ class Replay:
         self._calls = {}
         recorder = _Recorder()
         self._known = self._call(example_of, Numbers(self._has_inputs), recorder=recorder)
-        self._calls = recorder.calls()
+        self._calls, self._in_full = recorder.calls(), self._known
         if self._known.rounded:
             raise CaptureError(
                 f"expected a forward whose shapes do not depend on values, found that what it computes depends on the "
@@ -249,7 +252,8 @@ class Replay:
         sources: list[Source] = [_constant(value, value) for value in (0, *_FLOATS)]
         sources += [_draw(draws) for _ in range(_NUM_DRAWS)]
         # Modules that compute nothing here may read what was kept elsewhere: some values go through all of them.
-        if self._calls and (in_full := self._attempt(example_of, skips=False)) is not None:
+        in_full = self._attempt(example_of, skips=False) if self._calls and self._has_inputs else self._in_full
+        if self._calls and in_full is not None:
             for source in (_constant(0.5, 7), _draw(draws)):
                 run = self._attempt(source, skips=False)
                 if run is not None and not run.decides_as(in_full):

@@ -54,7 +54,7 @@ from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 from zerofx.scheduler.search.target import Target
-from zerofx.settings import Settings, read_settings
+from zerofx.settings import Settings, ShortTraceback, read_settings
 from zerofx.units import format_bytes, format_seconds, tiers_text
 
 
@@ -133,6 +133,7 @@ class PlannedStep:
 
 
 @document_options(PlanKeywords, CompileOptions)
+@ShortTraceback()
 def plan(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],

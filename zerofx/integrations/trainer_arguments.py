@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 
 from zerofx import api
 from zerofx.errors import UsageError
+from zerofx.option_table import error_of_keyword
 
 # What the Trainer's own arguments say: each with the one that does.
 _OF_THE_TRAINER = {
@@ -70,7 +71,7 @@ def check_keywords(given: Mapping[str, Any], base: type) -> tuple[dict[str, Any]
         elif name in known:
             options[name] = value
         else:
-            raise TypeError(f"ZeroFXTrainer() got an unexpected keyword argument {name!r}")
+            raise error_of_keyword(base.__name__, name, [*of_base, *known])
     return own, options
 
 

@@ -14,17 +14,59 @@ from typing import Any
 
 import torch
 
-from zerofx.errors import OptimizerError, UsageError
+from zerofx.errors import OptimizerError
 from zerofx.optimizers.shadow import step_function
-from zerofx.torch_private.optimizers import (
-    has_state_hooks,
-    is_set_up,
-    members_of,
-    run_with_hooks,
-    tables_of_hooks,
-)
+from zerofx.torch_private.optimizers import is_set_up, members_of, step_hook_tables
 
 Table = MutableMapping[Any, Any]
+
+
+class StatesAway(defaultdict[torch.Tensor, Any]):
+    """A table in the place of the states of an optimizer while they are elsewhere: a member of a nest whose states are
+    looked at calls ``bring``, which gives the nest a table of them."""
+
+    def __init__(self, bring: Callable[[torch.optim.Optimizer], None]) -> None:
+        super().__init__(dict)
+        self.bring = bring
+
+
+class StatesOnDemand(Table):
+    """The states of a member while they are elsewhere: ``bring`` has them put where this is, once this is looked at.
+
+    A class of optimizers may read its states in ways of its own, and in a ``state_dict`` that runs no hooks of torch.
+    """
+
+    def __init__(self, bring: Callable[[], None]) -> None:
+        self._bring = bring
+        self.brought: Table | None = None
+
+    @property
+    def _table(self) -> Table:
+        if self.brought is None:
+            self._bring()
+        assert self.brought is not None
+        return self.brought
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._table[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._table[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._table[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._table
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict, dict(self._table))
 
 
 class NestedStates(MutableMapping[Any, Any]):
@@ -86,27 +128,49 @@ class NestedOptimizer(torch.optim.Optimizer):
 
     tables: tuple[tuple[str, ...], ...]
     outer: torch.optim.Optimizer
+    states_away: StatesAway | None = None
 
     @property
     def state(self) -> Any:  # a table like torch's
         """The states of all members."""
-        members = dict(members_of(self.outer))
-        tables = [vars(members[paths[0]])["state"] for paths in self.tables]
-        if all(table is tables[0] for table in tables):
+        tables = self._tables()
+        if self.states_away is not None and len(self._tables_on_demand()) == len(tables):
+            return self.states_away
+        if len(tables) == 1:
             return tables[0]
         prefixes = ["" if not index else f"{paths[0]}.".replace(".", "__") for index, paths in enumerate(self.tables)]
         return NestedStates(dict(zip(prefixes, tables, strict=True)))
 
     @state.setter
     def state(self, states: Table) -> None:
-        """Give the members their own; a table of another class than torch's is given to all of them."""
-        members, is_torchs = dict(members_of(self.outer)), type(states) is defaultdict
+        """Give the members their own, or tables that ask for them where these are away."""
+        members, self.states_away = dict(members_of(self.outer)), states if isinstance(states, StatesAway) else None
         for paths in self.tables:
-            table: Table = defaultdict(dict) if is_torchs else states
+            table = defaultdict(dict) if self.states_away is None else StatesOnDemand(self.bring)
             for path in paths:
                 vars(members[path])["state"] = table
-        if is_torchs:
+        if self.states_away is None:
             self.state.update(states)
+
+    @property
+    def has_states_in_part(self) -> bool:
+        """True if some members have been given states, and others are without."""
+        return 0 < len(self._tables_on_demand()) < len(self.tables)
+
+    def bring(self, *_: object) -> None:
+        """Have the states of all members where these look for them; a hook as well."""
+        asking = self._tables_on_demand()
+        if self.states_away is not None and len(asking) == len(self.tables):
+            self.states_away.bring(self)
+            for table, brought in zip(asking, self._tables(), strict=True):
+                table.brought = brought
+
+    def _tables(self) -> list[Table]:
+        members = dict(members_of(self.outer))
+        return [vars(members[paths[0]])["state"] for paths in self.tables]
+
+    def _tables_on_demand(self) -> list[StatesOnDemand]:
+        return [table for table in self._tables() if isinstance(table, StatesOnDemand) and table.brought is None]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # that of a member
@@ -148,8 +212,7 @@ def nest(optimizer: Any) -> Any:
             tables.setdefault(id(vars(member)["state"]), []).append(path)
     kind = _make_class(tuple(type(member) for _, member in members), tuple(map(tuple, tables.values())))
     nested: NestedOptimizer = object.__new__(kind)
-    vars(nested).update(tables_of_hooks(optimizer), outer=optimizer, defaults=optimizer.defaults)
-    _watch(nested)
+    vars(nested).update(step_hook_tables(optimizer), outer=optimizer, defaults=optimizer.defaults)
     return nested
 
 
@@ -157,28 +220,3 @@ def nest(optimizer: Any) -> Any:
 def _make_class(kinds: tuple[type, ...], tables: tuple[tuple[str, ...], ...]) -> Any:
     names = {"tables": tables, "__module__": kinds[0].__module__}
     return type("(".join(kind.__name__ for kind in kinds) + ")" * (len(kinds) - 1), (NestedOptimizer,), names)
-
-
-def _watch(nested: NestedOptimizer) -> None:
-    """Run the hooks of ``nested`` around ``state_dict`` and ``load_state_dict`` of the outer one, whose class may not
-    call torch's own. While there are such hooks, those of the others are its alone."""
-    under_way: list[str] = []
-
-    def call(member: torch.optim.Optimizer, name: str, *args: Any) -> Any:
-        own: Callable[..., Any] = functools.partial(getattr(type(member), name), member)
-        if member is not nested.outer:
-            if has_state_hooks(nested) and not under_way:
-                raise UsageError(
-                    f"expected no {name}() of the {type(member).__name__} that {type(nested.outer).__name__} steps "
-                    f"while a step has the states of both: call that of {type(nested.outer).__name__}"
-                )
-            return own(*args)
-        under_way.append(name)
-        try:
-            return run_with_hooks(nested, name, own, *args)
-        finally:
-            under_way.pop()
-
-    for _, member in members_of(nested.outer):
-        for name in ("state_dict", "load_state_dict"):
-            vars(member)[name] = functools.partial(call, member, name)

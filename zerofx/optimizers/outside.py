@@ -18,7 +18,7 @@ from zerofx.optimizers.shadow import IMPLEMENTATION_FLAGS
 from zerofx.torch_private.optimizers import has_hooks, is_torchs_own, members_of
 
 _HANDLED_APART: Final = frozenset(
-    {"state", "param_groups", "defaults", "step", "grad_scale", "found_inf", "state_dict", "load_state_dict"}
+    {"state", "states_away", "param_groups", "defaults", "step", "grad_scale", "found_inf"}
 )
 PLAIN: Final = frozenset({type(None), bool, int, float, str})  # most of all there is
 _ATOMS: Final = (

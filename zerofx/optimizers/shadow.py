@@ -123,7 +123,9 @@ def _make_class(kind: Any, average: Average, divides: bool) -> Any:
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        _follow(average, self.state[parameter], parameter, divides=divides)
+                        states = self.state[parameter]
+                        _follow(average, states, parameter, divides=divides)
+                        self.state[parameter] = states  # a nest has joined those of its members
 
     names = {"step": step, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind)(kind.__name__, (kind,), names)

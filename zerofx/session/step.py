@@ -13,7 +13,13 @@ from torch import nn
 
 from zerofx.checkpoints.random_states import random_states, set_random_states
 from zerofx.driver.asked import describe_request
-from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError, RowOverflowError, UsageError, wrap_defects
+from zerofx.errors import (
+    NonFiniteGradientsError,
+    NonFiniteLossError,
+    RowOverflowError,
+    UsageError,
+    wrap_defects,
+)
 from zerofx.ir.batch import Batch
 from zerofx.lowering.load import CompiledStep
 from zerofx.optimizers import Optimizers
@@ -38,7 +44,7 @@ from zerofx.session.steps import RUNNING, Steps
 from zerofx.session.stopped import leave_out, run_anew, skip, undo
 from zerofx.session.taken_over import TakenOver
 from zerofx.session.whole import Whole
-from zerofx.settings import read_settings
+from zerofx.settings import ShortTraceback, read_settings
 
 
 class Step(Whole, Reported):
@@ -113,11 +119,13 @@ class Step(Whole, Reported):
 
     # ------------------------------------------------------------------------------------------------ running
 
+    @ShortTraceback()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._micro_batches.check_empty("call step(batch)")
         with self._life.turn("run a step", self._steps.device):
             return self._run(args, kwargs)
 
+    @ShortTraceback()
     def micro(self, *args: Any, **kwargs: Any) -> None:
         """Bring one of the micro-batches that ``update`` trains on, for loops that do not have a whole batch at once.
 
@@ -131,6 +139,7 @@ class Step(Whole, Reported):
         with self._life.claim("keep a micro-batch"), wrap_defects("keep a micro-batch"):
             self._micro_batches.add(Batch.from_call(args, kwargs))
 
+    @ShortTraceback()
     def update(self, *, partial: bool = False) -> Any:
         """Train on the micro-batches that ``micro`` has brought; returns what ``step(batch)`` does for all of them.
 
@@ -237,6 +246,7 @@ class Step(Whole, Reported):
         self._losses.add(self.num_steps, loss)
         self._losses.warn(self._control.rank)
 
+    @ShortTraceback()
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture, plan and compile the step for a batch of this shape without running it.
 
@@ -249,6 +259,7 @@ class Step(Whole, Reported):
         with self._life.turn("prepare a step", self._steps.device):
             self._rungs.prepare_all(self._steps.batch_of(args, kwargs))
 
+    @ShortTraceback()
     def choose_mesh(self, *args: Any, **kwargs: Any) -> Mesh:
         """The mesh that steps run on: with ``mesh="auto"`` the fastest for such batches, as the first step chooses it.
 
@@ -261,6 +272,7 @@ class Step(Whole, Reported):
         with self._life.turn("choose a mesh", self._steps.device):
             return self._rungs.choose_mesh(self._steps.batch_of(args, kwargs))
 
+    @ShortTraceback()
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result for a batch in evaluation mode, computed where its parameters are. Collective.
 

@@ -26,6 +26,7 @@ from zerofx.errors import UsageError, notify
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.tensor_parts import named_parameters
 from zerofx.optimizers import Optimizers, UpdateProgram
+from zerofx.optimizers.nested import NestedOptimizer, StatesAway
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.collectives import make_transport
 from zerofx.runtime.comm.control import Control
@@ -47,7 +48,7 @@ from zerofx.scheduler.plan.plan import Plan
 from zerofx.session.guards import ParameterWatch, guard_model
 from zerofx.session.life import Life
 from zerofx.torch_private.dispatch import without_torch_functions
-from zerofx.torch_private.optimizers import note_step
+from zerofx.torch_private.optimizers import members_with_state_hooks, note_step
 from zerofx.torch_private.tensors import memory_of
 from zerofx.units import first_few
 
@@ -418,9 +419,13 @@ class Awaited:
         self._checked = checked
         self._handles: list[Any] = []
         for optimizer in optimizers.each:
-            optimizer.state.clear()
-            self._handles.append(optimizer.register_state_dict_pre_hook(_refuse))
-            self._handles.append(optimizer.register_load_state_dict_pre_hook(_refuse))
+            if isinstance(optimizer, NestedOptimizer):
+                optimizer.state = StatesAway(_refuse)
+            else:
+                optimizer.state.clear()
+            for member in members_with_state_hooks(optimizer):
+                self._handles.append(member.register_state_dict_pre_hook(_refuse))
+                self._handles.append(member.register_load_state_dict_pre_hook(_refuse))
         parameters, holders = dict(named_parameters(model)), optimizers.holders()
         for own, entry in entries_of(checked, parameters).items():
             optimizers.each[holders.get(id(parameters[own]), 0)].state[parameters[own]] = entry

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,28 +46,14 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[object]:
     return [hook for table in tables.values() for hook in table.values()]
 
 
-_OF_STATES = ("state_dict", "load_state_dict")
+def step_hook_tables(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The tables of hooks of ``step``, for one that acts for ``optimizer``."""
+    return {name: value for name, value in vars(optimizer).items() if has_hooks(name, value) and "_step_" in name}
 
 
-def tables_of_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The tables of hooks of one that acts for ``optimizer``: its own for ``step``, empty ones for states."""
-    hooks = {name: value for name, value in vars(optimizer).items() if has_hooks(name, value)}
-    return hooks | {f"_optimizer_{name}_{when}_hooks": OrderedDict() for name in _OF_STATES for when in ("pre", "post")}
-
-
-def has_state_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """True if hooks are registered to run before or after ``state_dict`` or ``load_state_dict``."""
-    return any(getattr(optimizer, f"_optimizer_{name}_{when}_hooks") for name in _OF_STATES for when in ("pre", "post"))
-
-
-def run_with_hooks(optimizer: torch.optim.Optimizer, name: str, call: Callable[..., Any], *args: Any) -> Any:
-    """``call(*args)`` between the hooks registered for ``state_dict`` or ``load_state_dict``, the ``name``."""
-    for hook in list(getattr(optimizer, f"_optimizer_{name}_pre_hooks").values()):
-        hook(optimizer, *args)
-    result = call(*args)
-    for hook in list(getattr(optimizer, f"_optimizer_{name}_post_hooks").values()):
-        hook(optimizer, *([result] if name == "state_dict" else []))
-    return result
+def members_with_state_hooks(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The members of ``optimizer`` that have tables of hooks of ``state_dict`` and ``load_state_dict``."""
+    return [member for _, member in members_of(optimizer) if hasattr(member, "_optimizer_state_dict_pre_hooks")]
 
 
 def has_adagrad_for_gpus() -> bool:

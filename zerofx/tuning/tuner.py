@@ -46,7 +46,7 @@ from zerofx.scheduler.cost.links import Transfer
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.session.lending.owners import claim, release
-from zerofx.settings import read_settings
+from zerofx.settings import ShortTraceback, read_settings
 from zerofx.torch_private.profiler import is_profiling
 from zerofx.tuning.candidates import Planner, best_of, conclude, most_promising, promises_more
 from zerofx.tuning.result import Candidate, TuneResult, candidate_table
@@ -57,6 +57,7 @@ _ROUNDS = 2  # at most so many rounds of plans from corrected costs
 
 
 @document_options(TuneKeywords, CompileOptions)
+@ShortTraceback()
 def tune(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],

@@ -185,6 +185,11 @@ def test_one_table_has_the_options_of_functions_their_defaults_and_what_is_said_
             called(*[None] * 3, memory=1)
 
 
+def test_a_text_that_is_no_size_is_refused_by_the_name_of_its_option() -> None:
+    with pytest.raises(UsageError, match=r"expected memory_budget to be a size .* found '12 apples'"):
+        _options(memory_budget="12 apples")
+
+
 @pytest.mark.parametrize("name", entries(CompileOptions))
 def test_what_an_option_cannot_be_is_refused_with_what_it_is_for(name: str) -> None:
     known = entries(CompileOptions)[name]

@@ -16,11 +16,11 @@ pytest.importorskip("peft")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 
-def _differences(kind: str, adapters: bool, max_steps: int, folder: str) -> list[str]:
+def _differences(kind: str, adapters: bool, max_steps: int, folder: str, cadence: str = "") -> list[str]:
     from tests.train.integrations.test_trl_trainers import differences
 
     warnings.simplefilter("ignore")
-    return differences(kind, Path(folder, str(world()[0])), adapters=adapters, max_steps=max_steps)
+    return differences(kind, Path(folder, str(world()[0])), adapters=adapters, max_steps=max_steps, cadence=cadence)
 
 
 @pytest.mark.captures
@@ -36,3 +36,9 @@ def _differences(kind: str, adapters: bool, max_steps: int, folder: str) -> list
 )
 def test_losses_and_metrics_are_those_of_trl(kind: str, adapters: bool, max_steps: int, tmp_path: Path) -> None:
     assert run_ranks(_differences, 2, kind, adapters, max_steps, str(tmp_path)) == [[], []]
+
+
+@pytest.mark.captures
+@pytest.mark.parametrize("cadence", ["of two batches", "of two updates"])
+def test_completions_last_for_several_batches_and_iterations(cadence: str, tmp_path: Path) -> None:
+    assert run_ranks(_differences, 2, "grpo", False, 5, str(tmp_path), cadence) == [[], []]

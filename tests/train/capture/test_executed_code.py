@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx.capture.python_state.executed import ExecutedCode, pause_recording
+from zerofx.capture.python_state.undo import WritesError, raise_before_writing
 from zerofx.capture.python_state.walk import walk as walk_through
 from zerofx.torch_private.dispatch import TorchDispatchMode
 
@@ -66,3 +69,15 @@ def test_a_hook_on_another_tensor_does_not_walk_through_python_state() -> None:
         assert step(torch.ones(2, 3)).item() == model(torch.ones(2, 3)).mean().item()
         assert walk.call_count
     step.close()
+
+
+def test_lines_of_code_are_read_where_files_may_not_be_opened() -> None:
+    linecache.clearcache()
+    sys.setprofile(partial(raise_before_writing, readers=()))
+    try:
+        line = linecache.getline(__file__, 1)  # as a warning does
+        with pytest.raises(WritesError):
+            open(__file__)  # noqa: SIM115  # which it does not
+    finally:
+        sys.setprofile(None)
+    assert line

@@ -87,7 +87,7 @@ def test_what_the_trainers_arguments_say_is_not_said_twice(name: str, instead: s
 
 
 def test_a_keyword_that_is_none_is_a_type_error(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="'memory_buget'"):
+    with pytest.raises(TypeError, match=r"'memory_buget'\. Did you mean 'memory_budget'\?"):
         trainer(ZeroFXTrainer, llama(1), arguments(tmp_path), memory_buget="1GiB")
 
 

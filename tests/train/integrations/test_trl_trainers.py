@@ -31,6 +31,11 @@ KINDS = {
     "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
 }
 GENERATING = ("grpo", "rloo")
+CADENCES = {
+    "of two batches": {"steps_per_generation": 2},
+    "of two updates": {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
+}
+"""Completions that last for several batches, which are gone through twice; in ids of tests."""
 
 
 def _tokenizer() -> Any:
@@ -75,12 +80,13 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
 
 
 def _trained(
-    kind: str, trainer: Any, folder: Path, *, adapters: bool, max_steps: int = 5, **options: Any
+    kind: str, trainer: Any, folder: Path, *, adapters: bool, max_steps: int = 5, cadence: str = "", **options: Any
 ) -> list[dict[str, float]]:
     given: dict[str, Any] = {} if kind in GENERATING else {"max_length": 32}
     if kind in GENERATING:  # two updates with each batch of completions, whose probabilities before are computed
         given = {"num_generations": 2, "max_completion_length": 8, "pad_to_multiple_of": 8, "num_iterations": 2}
         given |= {"beta": 0.1} if adapters else {"beta": 0.0}
+        given |= CADENCES.get(cadence, {})
         options["reward_funcs"] = _reward
     args = KINDS[kind][1](
         output_dir=str(folder), use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, logging_steps=1,
@@ -104,12 +110,12 @@ def _trained(
     ]
 
 
-def differences(kind: str, folder: Path, *, adapters: bool = False, max_steps: int = 5) -> list[str]:
+def differences(kind: str, folder: Path, *, adapters: bool = False, max_steps: int = 5, cadence: str = "") -> list[str]:
     """Where what TRL's trainer logs and what it logs on top of a compiled step differ."""
     from zerofx.integrations.trl import zerofx_trainer
 
     trainer = KINDS[kind][0]
-    asked: dict[str, Any] = {"adapters": adapters, "max_steps": max_steps}
+    asked: dict[str, Any] = {"adapters": adapters, "max_steps": max_steps, "cadence": cadence}
     plain = _trained(kind, trainer, folder / "plain", **asked)
     compiled = _trained(kind, zerofx_trainer(trainer), folder / "compiled", **asked, backend="eager")
     assert len(plain) == len(compiled) == max_steps + 1  # and a summary
@@ -133,6 +139,13 @@ def test_losses_and_metrics_are_those_of_trl(kind: str, adapters: bool, tmp_path
 @pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_completions_are_generated_between_steps(kind: str, tmp_path: Path) -> None:
     assert differences(kind, tmp_path, max_steps=2) == []
+
+
+@pytest.mark.slow
+@pytest.mark.captures
+@pytest.mark.parametrize("cadence", CADENCES)
+def test_completions_last_for_several_batches_and_iterations(cadence: str, tmp_path: Path) -> None:
+    assert differences("grpo", tmp_path, cadence=cadence) == []
 
 
 def test_what_is_no_trainer_is_named() -> None:

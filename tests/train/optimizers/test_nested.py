@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,16 +78,42 @@ def test_a_nest_trains_and_saves_as_by_itself(make: Callable[[nn.Module], Any], 
     torch.testing.assert_close(dict(again.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
 
 
-def test_states_of_one_within_are_asked_of_the_outer_one() -> None:
-    trained = model()
-    optimizer = slow(trained)
-    step = compile_with(trained, optimizer)
-    step(batch(0))
-    with pytest.raises(UsageError, match="call that of SlowWeights"):
-        optimizer.inner.state_dict()
+def test_states_of_members_are_read_changed_and_saved_as_by_themselves() -> None:
+    plain, mine = model(), model()
+    expected, optimizer = slow(plain), slow(mine)
+    step = compile_with(mine, optimizer)
     assert step.optimizer is optimizer
-    step.close()
-    assert optimizer.inner.state_dict()["state"]
+    for number in range(4):
+        train_eagerly(plain, expected, range(number, number + 1))
+        step(batch(number))
+        assert len(optimizer.state) == len(expected.state)
+        torch.testing.assert_close(optimizer.inner.state_dict(), expected.inner.state_dict(), rtol=0, atol=0)
+        copied = pickle.loads(pickle.dumps(list(optimizer.state.values())))
+        torch.testing.assert_close(copied, list(expected.state.values()), rtol=0, atol=0)
+        for each, trained in ((expected, plain), (optimizer, mine)):
+            for parameter in trained.parameters():
+                each.state[parameter]["slow"].mul_(0.9)
+    torch.testing.assert_close(step.full_state_dict(), dict(plain.state_dict()), rtol=0, atol=0)
+    assert not {"state_dict", "load_state_dict"} & (vars(optimizer).keys() | vars(optimizer.inner).keys())
+
+
+def test_states_of_members_are_set_together(tmp_path: Path) -> None:
+    mine = model()
+    optimizer = slow(mine)
+    step = compile_with(mine, optimizer)
+    step(batch(0))
+    saved = copy.deepcopy(optimizer.state_dict())
+    step(batch(1))
+    before = copy.deepcopy(optimizer.state_dict())
+    step.evaluate(batch(2))
+    optimizer.inner.load_state_dict(saved["inner"])
+    torch.testing.assert_close(optimizer.state_dict(), {**before, "inner": saved["inner"]}, rtol=0, atol=0)
+    optimizer.load_state_dict(before)
+    step.save_checkpoint(tmp_path)  # takes them over
+    optimizer.inner.state = defaultdict(dict)
+    with pytest.raises(UsageError, match=r"those of a part of it set.* of SlowWeights"):
+        step(batch(3))
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
 
 
 def test_one_within_has_the_same_groups_and_no_hooks() -> None:

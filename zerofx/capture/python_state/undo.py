@@ -75,6 +75,7 @@ _WRITING = frozenset({
 
 
 _HANDING_ON = frozenset({"put", "put_nowait", "send"})  # of Python's own modules, to other threads and processes
+_READING_SOURCES = frozenset({"linecache", "tokenize"})  # lines of code that warnings and tracebacks show
 
 
 def raise_before_writing(frame: FrameType, event: str, called: Any, readers: Container[int]) -> None:
@@ -90,7 +91,7 @@ def raise_before_writing(frame: FrameType, event: str, called: Any, readers: Con
     if owner in (sys.stdout, sys.stderr) or isinstance(owner, (GeneratorType, Mute)):
         return
     where = frame.f_globals.get("__name__", "")
-    if _is_ours(where) or not (is_c or is_opaque(where)):  # what users' code calls is seen
+    if where in _READING_SOURCES or _is_ours(where) or not (is_c or is_opaque(where)):  # what users' code calls is seen
         return
     sinks, others = [owner], (nn.Module, ModuleType)
     around: FrameType | None = frame

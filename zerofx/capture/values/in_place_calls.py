@@ -13,14 +13,13 @@ not handle ``baddbmm_``, whose kernels choose by more than the order.
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerofx.capture.blame import user_line
+from zerofx.capture.blame import line_of_caller
 from zerofx.errors import CaptureError
 from zerofx.torch_private.dispatch import TorchDispatchMode
 from zerofx.torch_private.distributed import gather_with, make_finished_work, name_of_reduction, unbox_group
@@ -52,7 +51,7 @@ class InPlaceCalls(TorchDispatchMode):
         raise CaptureError(
             f"expected a forward whose collectives are all_gather, all_gather_into_tensor and all_reduce of "
             f"torch.distributed, or functional ones (torch.distributed._functional_collectives), found "
-            f"{schema_of(func).name} at\n  {user_line(traceback.extract_stack()) or '(line not found)'}\n"
+            f"{schema_of(func).name} at\n  {line_of_caller() or '(line not found)'}\n"
             f"Use one of those in its place, or call it outside the step."
         )
 

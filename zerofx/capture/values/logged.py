@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerofx.capture.blame import user_line
+from zerofx.capture.blame import line_of_caller
 from zerofx.capture.python_state.undo import WritesError, raise_before_writing
 from zerofx.capture.values.raising_branches import answer_without_raising
 from zerofx.errors import CaptureError
@@ -44,7 +43,8 @@ class Logging:
 
     ``writers`` write them to files and the like. ``changes``: a forward changes Python's objects besides its modules,
     which is as good as a log. ``compiled``: the answer to a forward that asks whether it is compiled. ``untrue``: the
-    lines that read a truth of which the example is False.
+    lines that read a truth of which the example is False. ``tried``: the run of a replay that values have been tried
+    on, for the next one that is made.
     """
 
     is_on: bool = False
@@ -52,6 +52,7 @@ class Logging:
     compiled: bool = True
     untrue: set[str] = field(default_factory=set)
     writers: list[WritesError] = field(default_factory=list)
+    tried: object = None
 
 
 def example_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,7 +85,7 @@ class LoggedReads:
     def read(self, tensor: torch.Tensor, *, copies: bool = True) -> torch.Tensor:
         """The values of ``tensor``, on the CPU; ``copies``: it may be changed in place later."""
         sys.setprofile(None)  # what is done here is nobody's log
-        line = user_line(traceback.extract_stack()) or "(line not found)"
+        line = line_of_caller() or "(line not found)"
         if tensor.numel() > MOST_ELEMENTS:
             raise CaptureError(
                 f"expected a forward that reads at most {MOST_ELEMENTS} elements of a tensor for a log, found "
@@ -157,7 +158,7 @@ class MaskedReductions:
         what = getattr(getattr(func, "__self__", None), "__name__", name)
         raise CaptureError(
             f"expected a forward whose shapes do not depend on values, found {what} of the elements that a mask names, "
-            f"as many as values say, at\n  {user_line(traceback.extract_stack()) or '(line not found)'}\n"
+            f"as many as values say, at\n  {line_of_caller() or '(line not found)'}\n"
             f"A step is planned for one shape: their sum, mean, minimum and maximum may be logged; else compute with "
             f"all elements, and leave out what does not count by torch.where or a weight of 0."
         )
@@ -174,7 +175,7 @@ class MaskedReductions:
 
     def _note(self, result: torch.Tensor) -> torch.Tensor:
         """Note that the loss may not depend on ``result``."""
-        self._logged.rounded.append((result, user_line(traceback.extract_stack()) or "(line not found)"))
+        self._logged.rounded.append((result, line_of_caller() or "(line not found)"))
         return result
 
     def _mark(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

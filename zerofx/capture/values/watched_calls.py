@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from zerofx.capture.blame import user_line, user_lines
+from zerofx.capture.blame import line_of_caller, user_lines
 from zerofx.capture.values.logged import LoggedReads, MaskedReductions
 from zerofx.capture.values.raising_branches import answer_without_raising
 from zerofx.capture.values.recurrent import RecurrentCalls
@@ -96,7 +96,7 @@ class CallWatcher(TorchFunctionMode):
         if torch.initial_seed() != self._seed:
             raise CaptureError(
                 f"expected a forward that draws from torch's generator as it is, found one that seeds it before\n  "
-                f"{user_line(traceback.extract_stack()) or '(line not found)'}\n"
+                f"{line_of_caller() or '(line not found)'}\n"
                 f"A step is captured once, and would not seed it again: draw where the batch is made, as a tensor of "
                 f"it, or make what is the same in all steps a buffer."
             )
@@ -106,7 +106,7 @@ class CallWatcher(TorchFunctionMode):
         if isinstance(generator, torch.Generator) and generator is not generator_of(generator.device):
             raise CaptureError(
                 f"expected a forward that draws from torch's own generator, found one that gives another at\n  "
-                f"{user_line(traceback.extract_stack()) or '(line not found)'}\n"
+                f"{line_of_caller() or '(line not found)'}\n"
                 f"A step is captured once, which draws from that generator too, and would not make or seed it again: "
                 f"leave generator= out, draw where the batch is made, as a tensor of it, or make what is the same in "
                 f"all steps a buffer."
@@ -117,13 +117,13 @@ class CallWatcher(TorchFunctionMode):
         if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
             raise CaptureError(
                 f"expected a forward whose operations can be traced, found tensor.data assigned at\n  "
-                f"{user_line(traceback.extract_stack()) or '(line not found)'}\nWrite tensor.copy_(...) instead."
+                f"{line_of_caller() or '(line not found)'}\nWrite tensor.copy_(...) instead."
             )
         in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
         in_place = in_place or bool(kwargs and (kwargs.get("inplace") or kwargs.get("out") is not None))
         rescales = bool(kwargs and kwargs.get("max_norm") is not None)  # an embedding its weight, row by row
         if (in_place or rescales) and args and isinstance(args[0], torch.Tensor):
-            line = user_line(traceback.extract_stack())
+            line = line_of_caller()
             if line:
                 self.lines.append(f"{line} ({name}{' with max_norm' if rescales else ''})")
         if name == "bernoulli" and isinstance(args[0], torch.Tensor):

@@ -279,12 +279,19 @@ Starts = Mapping[tuple[int, tuple[int, ...]], Any]
 
 def shrink_entry(entry: Any, shape: tuple[int, ...], small: tuple[int, ...]) -> Any:
     """An entry for the shape ``small`` in the place of one for ``shape``, of whose tensors it has the first elements;
-    empty where there are tensors of other shapes."""
-    tree, tensors = split_tensors(entry)
-    if any(tuple(tensor.shape) != shape for tensor in tensors.values()):
-        return {}
+    without the states of an optimizer, the only one or a member of a nest, that has tensors of other shapes."""
+    others = {
+        _member_of(name) for name, state in entry.items()
+        if any(tuple(tensor.shape) != shape for tensor in split_tensors(state)[1].values())
+    }  # fmt: skip
+    tree, tensors = split_tensors({name: state for name, state in entry.items() if _member_of(name) not in others})
     corner = tuple(map(slice, small))
     return join_tensors(tree, {path: tensor[corner].to("cpu", copy=True) for path, tensor in tensors.items()})
+
+
+def _member_of(name: object) -> str:
+    """The part of a state's name that says which member of a nest has it."""
+    return str(name).rpartition("__")[0]
 
 
 class _Trained:

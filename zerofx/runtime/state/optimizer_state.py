@@ -13,15 +13,17 @@ from zerofx.capture.checks import refuse_step
 from zerofx.errors import UsageError
 from zerofx.ir.buckets import Bucket
 from zerofx.optimizers.binding import OptimizerBinding
+from zerofx.optimizers.nested import NestedOptimizer, StatesAway
 from zerofx.optimizers.program import WHOLE_STATES
 from zerofx.optimizers.whole import cast_views, names_of, state_views, whole_of
 from zerofx.optimizers.whole.states import copy_entry, join_tensors
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.comm.stages import is_first_of_stage
 from zerofx.runtime.state.state import TrainingState
+from zerofx.torch_private.optimizers import members_with_state_hooks
 
 
-class _StatesElsewhere(defaultdict[torch.Tensor, Any]):
+class _StatesElsewhere(StatesAway):
     """``optimizer.state`` while a step has the states. Who asks for one would find none; its copy is an empty table."""
 
     def __missing__(self, parameter: torch.Tensor) -> NoReturn:
@@ -46,7 +48,9 @@ class _StatesElsewhere(defaultdict[torch.Tensor, Any]):
 
 
 class OptimizerState:
-    """Keeps ``state_dict()`` and ``load_state_dict()`` of each optimizer truthful through torch's own hooks.
+    """Keeps ``state_dict()`` and ``load_state_dict()`` of each optimizer truthful: through torch's own hooks, which the
+    classes of nests may not run; theirs ask for states as they read them (``StatesOnDemand``), or load those of a
+    member, and all are taken over again before the next step.
 
     ``check_trained`` raises where states are not those of the parameters.
     """
@@ -59,14 +63,18 @@ class OptimizerState:
         self._state = state
         self._control, self._check_trained = control, check_trained
         self._handles: list[Any] = []
-        self._elsewhere = _StatesElsewhere()
+        self._elsewhere = _StatesElsewhere(lambda mine: self._fill([mine]))
         for optimizer in self._optimizers:
-            self._handles += [
-                optimizer.register_state_dict_pre_hook(lambda mine: self._fill([mine])),
-                optimizer.register_state_dict_post_hook(lambda mine, _: self._empty(mine)),
-                optimizer.register_load_state_dict_post_hook(self._note_loaded),
-                optimizer.register_step_pre_hook(refuse_step),
-            ]
+            self._handles.append(optimizer.register_step_pre_hook(refuse_step))
+            if isinstance(optimizer, NestedOptimizer):
+                members = members_with_state_hooks(optimizer)
+                self._handles += [member.register_load_state_dict_pre_hook(optimizer.bring) for member in members]
+            else:
+                self._handles += [
+                    optimizer.register_state_dict_pre_hook(self._elsewhere.bring),
+                    optimizer.register_state_dict_post_hook(lambda mine, _: self._empty(mine)),
+                    optimizer.register_load_state_dict_post_hook(self._note_loaded),
+                ]
             if optimizer.state:
                 self._absorb(optimizer)
             self._empty(optimizer)
@@ -187,8 +195,18 @@ class OptimizerState:
             raise
 
     def take_loaded(self) -> None:
-        """Take over what has been loaded since the last step, or put in the place of ``optimizer.state``."""
+        """Take over what has been loaded since the last step, or put in the place of ``optimizer.state``.
+
+        Raises:
+            UsageError: some members of a nest have been given states, which are lost, and others have none.
+        """
         for optimizer in self._optimizers:
+            if isinstance(optimizer, NestedOptimizer) and optimizer.has_states_in_part:
+                self._empty(optimizer)
+                raise UsageError(
+                    f"expected the states of {type(optimizer).__name__} to be set together, found those of a part of "
+                    f"it set, which are left out: call load_state_dict() of {type(optimizer.outer).__name__}"
+                )
             if optimizer.state is not self._elsewhere:
                 self._absorb(optimizer)
 
