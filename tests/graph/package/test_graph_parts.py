@@ -23,6 +23,7 @@ OTHER: dict[str, Any] = {
     "gradient_names": ["other"],
     "num_micro_batches": 7,
     "by_layer": True,
+    "num_before": 3,
     "slices": (SliceDecision("weight", 2, 8, "few bytes"),),
     "shardings": (ShardingDecision("mm", ("R",), ("R",)),),
     "overlaps": (OverlapDecision("mm", ("add",)),),
