@@ -103,3 +103,13 @@ def test_ranks_hand_out_the_same(cases: list[tuple[str, int, dict[str, Any]]]) -
 def test_four_ranks_hand_out_the_same() -> None:
     of_two_axes = ("gpt", 3, {"mesh": {"shard": 2, "model": 2}, "machine": SHARING})
     assert run_ranks(_run, 4, [*CASES_OF_RANKS, of_two_axes]) == [[]] * 4
+
+
+def _count_on_ranks() -> list[str]:
+    return _wrong("gpt", 3, {}, counts=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_hold_one_bucket_more_while_they_hand_them_out(num_ranks: int) -> None:
+    assert run_ranks(_count_on_ranks, num_ranks) == [[]] * num_ranks
