@@ -130,19 +130,19 @@ class _Writer:
         if is_whole and tensor(owner := value_node(storage_source(node))).numel() == tensor(node).numel():
             read = owner  # whatever its shape: scaled once
         args = (self._dtype(factor), None if is_whole else dim, self._recipe != "tensorwise")
-        return self._once(ops.fp8_scale, read, args, where)
+        return self._call_once(ops.fp8_scale, read, args, where)
 
     def _cast(
         self, node: fx.Node, scale: fx.Node, factor: Factor, where: Origin, *, by_columns: bool = False
     ) -> fx.Node:
-        return self._once(ops.fp8_cast, node, (scale, self._dtype(factor), by_columns), where)
+        return self._call_once(ops.fp8_cast, node, (scale, self._dtype(factor), by_columns), where)
 
     def _dtype(self, factor: Factor) -> torch.dtype:
         """Gradients with one scale for all have the dtype with more range."""
         wide = self._recipe == "tensorwise" and factor == "gradient"
         return torch.float8_e5m2 if wide else torch.float8_e4m3fn
 
-    def _once(self, target: Any, node: fx.Node, args: tuple[Any, ...], where: Origin) -> fx.Node:
+    def _call_once(self, target: Any, node: fx.Node, args: tuple[Any, ...], where: Origin) -> fx.Node:
         """A call on a value, or on an equal view of it, once in a layer and phase."""
         fake = tensor(node)
         key = (

@@ -25,7 +25,7 @@ from zerofx.disk.checkpoint.marker import MODEL, STATE, Marker, OptimizerInfo, S
 from zerofx.disk.checkpoint.plain import to_plain
 from zerofx.disk.checkpoint.shard_file import Entry, ShardWriter, Written, bytes_of, sort_by_alignment
 from zerofx.errors import CheckpointError, notify
-from zerofx.optimizers.outside import saved_attributes
+from zerofx.optimizers.outside import attributes_to_save
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.on_host import ReadAhead, read_on_host
 
@@ -229,7 +229,7 @@ def _marker(
             f"expected get_extra_state() to give what JSON can say, found tensors in {', '.join(tensors)}: keep them "
             f"in buffers"
         )
-    own = [to_plain(saved_attributes(each), type(each).__name__, tensors) for each in training.optimizers.each]
+    own = [to_plain(attributes_to_save(each), type(each).__name__, tensors) for each in training.optimizers.each]
     if tensors:
         raise CheckpointError(
             f"expected what an optimizer's state_dict() has besides states and groups to be what JSON can say, found "

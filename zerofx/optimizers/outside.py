@@ -130,18 +130,18 @@ def _common_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def saved_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def attributes_to_save(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The entries that the ``state_dict()`` of an optimizer's own class has besides states and groups, as a count in an
     attribute; none of torch's, or of a nest."""
     if _has_torchs_state_dict(optimizer):
         return {}
-    return {key: value for key, value in _without_states(optimizer)[1].items() if key not in ("state", "param_groups")}
+    return {key: value for key, value in _make_stateless(optimizer)[1].items() if key not in ("state", "param_groups")}
 
 
 def load_attributes(optimizer: torch.optim.Optimizer, entries: Mapping[str, Any]) -> None:
-    """Give ``optimizer`` the attributes that its class's ``load_state_dict()`` makes of ``saved_attributes``."""
+    """Give ``optimizer`` the attributes that its class's ``load_state_dict()`` makes of ``attributes_to_save``."""
     if entries and not _has_torchs_state_dict(optimizer):
-        shadow, own = _without_states(optimizer)
+        shadow, own = _make_stateless(optimizer)
         shadow.load_state_dict(own | dict(entries))
         rest = optimizer_rest(optimizer)
         for change in changes(vars(optimizer), rest.attributes, rest.attributes_of(shadow)):
@@ -152,7 +152,7 @@ def _has_torchs_state_dict(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, NestedOptimizer) or type(optimizer).state_dict is torch.optim.Optimizer.state_dict
 
 
-def _without_states(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+def _make_stateless(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
     """A shadow of ``optimizer`` without parameters, and what its class saves of it."""
     rest = optimizer_rest(optimizer)
     shadow = rest.shadow([[] for _ in rest.groups])
