@@ -85,8 +85,7 @@ def plan(name: str) -> tuple[object, ...]:
         model, torch.optim.AdamW(model.parameters(), lr=1e-4), {"input_ids": tokens, "labels": tokens}, stage=3,
         mesh={axis: GPUS}, machine="h100-sxm", precision="bf16", memory_budget="72GiB", shardings=WAYS.get(name),
     )  # fmt: skip
-    step, peak = planned.plan.step_seconds, planned.plan.peak_bytes
-    exposed = sum(row.exposed_seconds for row in planned.schedule().rows)
+    step, exposed, peak = planned.plan.step_seconds, planned.plan.exposed_seconds, planned.plan.peak_bytes
     sizes = (peak["device"], peak.get("host", 0), planned.plan.wire_bytes)
     return name, step, exposed, f"{TOKENS / step:,.0f}", *(size / 2**30 for size in sizes)
 
