@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
+from weakref import WeakMethod
 
 import torch
 
@@ -63,7 +64,9 @@ class OptimizerState:
         self._state = state
         self._control, self._check_trained = control, check_trained
         self._handles: list[Any] = []
-        self._elsewhere = _StatesElsewhere(lambda mine: self._fill([mine]))
+        # Not a cycle: a step that is closed lets go of its connections at once.
+        fill = WeakMethod(self._fill_one)
+        self._elsewhere = _StatesElsewhere(lambda mine: fill()(mine))  # type: ignore[misc]  # it is there meanwhile
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(refuse_step))
             if isinstance(optimizer, NestedOptimizer):
@@ -91,6 +94,9 @@ class OptimizerState:
             self._place_whole(self._optimizers, as_computed=True, alone=True)
         else:
             self._fill(self._optimizers, as_computed=True)
+
+    def _fill_one(self, optimizer: torch.optim.Optimizer) -> None:
+        self._fill([optimizer])
 
     def _fill(self, optimizers: Sequence[torch.optim.Optimizer], *, as_computed: bool = False) -> None:
         """Put every parameter's whole states where ``state_dict`` looks for them. A collective call.
