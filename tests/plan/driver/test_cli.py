@@ -281,8 +281,8 @@ def test_micro_batches(number: str, words: str) -> None:
         ([f"{__name__}:make_bare_batch"], "put a batch of one argument as (tensor,)"),
         ([f"{__name__}:make", "--machine", "h1000"], "did you mean"),
         ([f"{__name__}:make", "--machine", "nothing.json"], "nothing.json: No such file"),
-        ([f"{__name__}:make", "--memory-budget", "80 potatoes"], "expected a size"),
-        ([f"{__name__}:make", "--memory-budget", "1.5"], "expected a size"),
+        ([f"{__name__}:make", "--memory-budget", "80 potatoes"], "expected memory_budget to be a size"),
+        ([f"{__name__}:make", "--memory-budget", "1.5"], "expected memory_budget to be a size"),
         ([f"{__name__}:make", "--mesh", "shard=2,shard=4"], "replicate=2,shard=8, found 'shard=4'"),
         ([f"{__name__}:make", "--memory-budget", "10B"], "10 B"),
         (

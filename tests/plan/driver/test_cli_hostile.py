@@ -46,8 +46,8 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "a long number in a mesh": ([*PLAN, "--mesh", f"shard={'9' * 5000}"], "expected axes"),
     "too many ranks": ([*PLAN, "--world-size", f"1{'0' * 30}"], "at most 16,777,216 ranks"),
     "too many ranks of a mesh": ([*PLAN, "--mesh", "replicate=1000000,shard=1000000"], "at most 16,777,216 ranks"),
-    "a long budget": ([*PLAN, "--memory-budget", f"1{'0' * 400}GB"], "expected a size"),
-    "a long host budget": ([*PLAN, "--host-budget", f"1{'0' * 400}"], "expected a size"),
+    "a long budget": ([*PLAN, "--memory-budget", f"1{'0' * 400}GB"], "expected memory_budget to be a size"),
+    "a long host budget": ([*PLAN, "--host-budget", f"1{'0' * 400}"], "expected host_budget to be a size"),
     "half a surrogate pair": (["plan", "\udc80:\udc80"], r"there is no module '\udc80'"),
     "half a pair as a machine": (["plan", WHERE, "--machine", "\udc80"], r"'\udc80'"),
 }
