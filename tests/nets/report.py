@@ -24,7 +24,9 @@ NETS = {
     ),
     "optimizers": (
         "Every optimizer of `torch.optim` and of `pytorch_optimizer`, with and without weight decay, with a "
-        "learning-rate scheduler and two parameter groups, on one and on two ranks: the bits of its own `step()`."
+        "learning-rate scheduler and two parameter groups, on one and on two ranks at stage 3 and on three at stages 0 "
+        "and 3, from a state of the plain optimizer, and resumed from a checkpoint of one rank more: the bits of its "
+        "own `step()`."
     ),
     "models": (
         "Models and training scripts of other people's libraries, at stages 0 and 3, on one and on two ranks, under "
