@@ -247,13 +247,21 @@ ON_FOUR = [
 ]
 
 
-def test_two_stages_train_like_one_process() -> None:
-    free = [run if run.accumulate > 1 else Run(run.model, run.mesh, 1, steps=run.steps) for run in ON_TWO]
-    _check(ON_TWO, 2, [_train_all([run.on(None) for run in free])])
+def _nightly(runs: list[Run]) -> list[Any]:
+    """Those by turns, and as a slow case those of a model that all take forward first, of which u-nets run each day."""
+    first = [run for run in runs if FIRST in run.options and run.model != "u-net"]
+    return [[run for run in runs if run not in first], pytest.param(first, marks=pytest.mark.slow)]
 
 
-def test_four_stages_train_like_one_process() -> None:
-    _check(ON_FOUR, 4, [_train_all([run.on(None) for run in ON_FOUR])])
+@pytest.mark.parametrize("runs", _nightly(ON_TWO), ids=["turns", "forward first"])
+def test_two_stages_train_like_one_process(runs: list[Run]) -> None:
+    free = [run if run.accumulate > 1 else Run(run.model, run.mesh, 1, steps=run.steps) for run in runs]
+    _check(runs, 2, [_train_all([run.on(None) for run in free])])
+
+
+@pytest.mark.parametrize("runs", _nightly(ON_FOUR), ids=["turns", "forward first"])
+def test_four_stages_train_like_one_process(runs: list[Run]) -> None:
+    _check(runs, 4, [_train_all([run.on(None) for run in runs])])
 
 
 @pytest.mark.slow
@@ -263,7 +271,7 @@ def test_models_of_libraries_train_in_stages_like_one_process(model: str, num_st
     _check(runs, num_stages, [_train_all([run.on(None) for run in runs])])
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_stages_of_several_ranks_train_like_those_ranks_without_stages(stage: int) -> None:
     options = (("stage", stage), ("max_grad_norm", 0.1))
     runs = [
