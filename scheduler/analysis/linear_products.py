@@ -56,11 +56,10 @@ def factors_of(product: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def find_linear_products(step: StepGraph) -> list[LinearProduct]:
-    """The products of linear layers, in the order of the graph; those that give logits for a loss are left out."""
+    """The products of linear layers, in the order of the graph."""
     products: dict[fx.Node, LinearProduct] = {}
     laid_out: dict[str, tuple[int, ...]] = {}  # the weight's strides as forward's factor
     inputs: defaultdict[str, set[Storage]] = defaultdict(set)
-    gradients: defaultdict[str, set[Storage]] = defaultdict(set)
     for node in step.calls():
         if not _is_product(node):
             continue
@@ -74,7 +73,8 @@ def find_linear_products(step: StepGraph) -> list[LinearProduct]:
         if name not in laid_out:
             continue
         is_output = strides == laid_out[name]
-        (inputs if is_output else gradients)[name].add(storage_source(left))
+        if is_output:
+            inputs[name].add(storage_source(left))
         products[node] = LinearProduct(node, name, "input" if is_output else "gradient", "weight")
     for name, node in step.gradients.items():
         for product in _products_in(node) if name in laid_out else ():

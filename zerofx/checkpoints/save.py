@@ -220,21 +220,14 @@ def _marker(
     training: Training, names: ModelNames, numbers: StepCounts, trees: Mapping[str, Any], known: _States
 ) -> Marker:
     ids = {id(training.state.parameter(own)): name for own, name in names.parameters.items()}
-    extra: dict[str, Any] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    for key, value in names.extra.items():
-        extra[key] = to_plain(value, key, tensors)
-    if tensors:
-        raise CheckpointError(
-            f"expected get_extra_state() to give what JSON can say, found tensors in {', '.join(tensors)}: keep them "
-            f"in buffers"
-        )
-    own = [to_plain(attributes_to_save(each), type(each).__name__, tensors) for each in training.optimizers.each]
-    if tensors:
-        raise CheckpointError(
-            f"expected what an optimizer's state_dict() has besides states and groups to be what JSON can say, found "
-            f"tensors in {', '.join(tensors)}: keep them in state[p]"
-        )
+    extra = {
+        key: _plain_without_tensors(value, key, "get_extra_state()", "buffers") for key, value in names.extra.items()
+    }
+    gives = "an optimizer's state_dict(), besides states and groups,"
+    own = [
+        _plain_without_tensors(attributes_to_save(each), type(each).__name__, gives, "state[p]")
+        for each in training.optimizers.each
+    ]
     return Marker(
         num_ranks=training.control.num_ranks,
         num_model=training.state.layout.mesh.model,
@@ -255,6 +248,21 @@ def _marker(
             "generation_config": _config(training.model, "generation_config"),
         },
     )
+
+
+def _plain_without_tensors(value: Any, what: str, source: str, place: str) -> Any:
+    """``value``, which ``source`` gives under the name ``what``, as JSON.
+
+    Raises:
+        CheckpointError: it has tensors, or what JSON cannot say; tensors are saved where ``place`` has them.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    plain = to_plain(value, what, tensors)
+    if tensors:
+        raise CheckpointError(
+            f"expected {source} to give what JSON can say, found tensors in {', '.join(tensors)}: keep them in {place}"
+        )
+    return plain
 
 
 @dataclass(frozen=True)

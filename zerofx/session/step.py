@@ -13,13 +13,7 @@ from torch import nn
 
 from zerofx.checkpoints.random_states import random_states, set_random_states
 from zerofx.driver.asked import describe_request
-from zerofx.errors import (
-    NonFiniteGradientsError,
-    NonFiniteLossError,
-    RowOverflowError,
-    UsageError,
-    wrap_defects,
-)
+from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError, RowOverflowError, UsageError, wrap_defects
 from zerofx.ir.batch import Batch
 from zerofx.lowering.load import CompiledStep
 from zerofx.optimizers import Optimizers

@@ -43,13 +43,8 @@ def test_the_peak_is_as_planned_and_the_source_says_what_is_multiplied(recipe: F
     step.close()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_model_in_float32_has_the_bits_of_torchao_too(recipe: Fp8Recipe) -> None:
-    _needs_torchao()
-    plain = convert(build("gpt", torch.float32), recipe)
-    optimizer = optimizer_of(plain)
-    model = build("gpt", torch.float32)
-    step = compile_in_fp8("gpt", recipe, model)
+def _check_losses(step: zerofx.Step, plain: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Two steps have the losses of a plain model; the step is closed."""
     for number in range(2):
         batch = _batch(number=number)
         optimizer.zero_grad()
@@ -58,6 +53,16 @@ def test_a_model_in_float32_has_the_bits_of_torchao_too(recipe: Fp8Recipe) -> No
         optimizer.step()
         assert torch.equal(step(*batch), loss.detach())
     step.close()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_model_in_float32_has_the_bits_of_torchao_too(recipe: Fp8Recipe) -> None:
+    _needs_torchao()
+    plain = convert(build("gpt", torch.float32), recipe)
+    optimizer = optimizer_of(plain)
+    model = build("gpt", torch.float32)
+    step = compile_in_fp8("gpt", recipe, model)
+    _check_losses(step, plain, optimizer)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -87,14 +92,7 @@ def test_layers_that_are_checkpointed_have_the_bits_of_torchao_too(recipe: Fp8Re
         models.append(_Checkpointed().bfloat16())
     plain, model = convert(models[0], recipe), models[1]
     optimizer, step = optimizer_of(plain), compile_in_fp8("gpt", recipe, model)
-    for number in range(2):
-        batch = _batch(number=number)
-        optimizer.zero_grad()
-        loss = plain(*batch)
-        loss.backward()
-        optimizer.step()
-        assert torch.equal(step(*batch), loss.detach())
-    step.close()
+    _check_losses(step, plain, optimizer)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
