@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 # float64 runs at half the float32 rate on data-centre parts (A100, H100, MI300X datasheets) and far below on others.
 _FLOAT64_OF_FLOAT32 = 0.5
+_LEAST_SHARE = 1e-3  # of an update's seconds a byte that are a thread's, not memory's
 MEASURED = "-measured"  # ends the name of a machine that was measured, not read from a datasheet
 
 
@@ -80,18 +82,33 @@ class Link(_Facts):
 
 @dataclass(frozen=True)
 class HostUpdate(_Facts):
-    """Bytes a second that *one* rank's update on the host reads and writes: `bandwidth` on `num_threads` threads,
-    `thread_bandwidth` on one."""
+    """Bytes a second that *one* rank's update on the host reads and writes: `bandwidth` on `num_threads` threads, of
+    which each would have `thread_bandwidth` if memory gave it all that it asks for.
+
+    Bandwidths add up as long as memory has more to give:
+
+    1 / bandwidth(n) = 1 / (n * thread_bandwidth) + 1 / most        such that bandwidth(num_threads) is as seen
+    """
 
     num_threads: int
     bandwidth: float
     thread_bandwidth: float
 
-    def scale_to_threads(self, num_threads: int) -> HostUpdate:
-        """The same on another number of threads. Bandwidths add up as long as memory has more to give:
+    @staticmethod
+    def fit(rates: Mapping[int, float]) -> HostUpdate:
+        """The curve through the rate, in bytes a second, of most threads, with least squares of the relative errors of
+        all others."""
+        most = max(rates)
+        together = rates[most]
+        points = [(1 / n - 1 / most, 1 / rate - 1 / together, rate**2) for n, rate in rates.items() if n < most]
+        if not points:
+            return HostUpdate(most, together, together / most)
+        seconds = sum(x * y * weight for x, y, weight in points) / sum(x * x * weight for x, _, weight in points)
+        # One thread may have all that memory gives: the fit is then a line of no slope, or of a falling one by noise.
+        return HostUpdate(most, together, 1 / max(seconds, _LEAST_SHARE / together))
 
-        1 / bandwidth(n) = 1 / (n * thread_bandwidth) + 1 / most        such that bandwidth(num_threads) is as seen
-        """
+    def scale_to_threads(self, num_threads: int) -> HostUpdate:
+        """The same on another number of threads."""
         alone = self.thread_bandwidth
         shared = max(0.0, 1 / self.bandwidth - 1 / (self.num_threads * alone))
         return HostUpdate(num_threads, 1 / (1 / (num_threads * alone) + shared), alone)

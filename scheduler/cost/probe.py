@@ -236,18 +236,18 @@ def _bytes_beyond_caches() -> int:
 
 
 def _host_update() -> HostUpdate:
-    """Bytes a second that an AdamW in bfloat16 with float32 masters reads and writes as a step runs it on the host
-    (``codegen/cpu/update_blocks.py``): on one thread, and on all together."""
-    threads = torch.get_num_threads()
-    update, num_bytes = make_adamw_pass(_bytes_beyond_caches() // _ADAMW_BYTES, threads)
-    together = alone = num_bytes / _best_seconds(update, lambda: None)
-    if threads > 1:
-        torch.set_num_threads(1)
-        try:
-            alone = num_bytes / _best_seconds(update, lambda: None)
-        finally:
+    """The rate of an AdamW in bfloat16 with float32 masters as a step runs it on the host
+    (``codegen/cpu/update_blocks.py``): on one thread, two, four ... and on all together."""
+    most = torch.get_num_threads()
+    update, num_bytes = make_adamw_pass(_bytes_beyond_caches() // _ADAMW_BYTES, most)
+    rates: dict[int, float] = {}
+    try:
+        for threads in (*(2**power for power in range((most - 1).bit_length())), most):
             torch.set_num_threads(threads)
-    return HostUpdate(threads, together, alone)
+            rates[threads] = num_bytes / _best_seconds(update, lambda: None)
+    finally:
+        torch.set_num_threads(most)
+    return HostUpdate.fit(rates)
 
 
 def _launch_seconds(device: torch.device) -> float:

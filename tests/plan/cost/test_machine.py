@@ -282,6 +282,21 @@ def test_threads_of_an_update_add_up_until_memory_has_no_more() -> None:
     assert HostUpdate(4, 40e9, 10e9).scale_to_threads(8).bandwidth == pytest.approx(80e9)
 
 
+def test_threads_of_an_update_are_fitted_to_what_they_do() -> None:
+    exact = HostUpdate(16, 85e9, 10e9)
+    rates = {number: exact.scale_to_threads(number).bandwidth for number in (1, 2, 4, 8, 16)}
+    assert dataclasses.astuple(HostUpdate.fit(rates)) == pytest.approx(dataclasses.astuple(exact))
+    noise = (1.05, 0.96, 1.03, 0.97, 1.0)
+    noisy = HostUpdate.fit({number: rate * factor for (number, rate), factor in zip(rates.items(), noise, strict=True)})
+    assert noisy.bandwidth == 85e9
+    for number, rate in rates.items():
+        assert noisy.scale_to_threads(number).bandwidth == pytest.approx(rate, rel=0.05)
+    # Where one thread has all that memory gives, more of them get no more.
+    full = HostUpdate.fit({1: 20e9, 2: 19e9})
+    assert [full.scale_to_threads(number).bandwidth for number in (1, 2, 8)] == pytest.approx([19e9] * 3, rel=0.01)
+    assert HostUpdate.fit({1: 9e9}) == HostUpdate(1, 9e9, 9e9)
+
+
 def test_a_machine_from_before_updates_were_measured_can_be_read() -> None:
     machine = Machine.named("h100-sxm")
     data = json.loads(machine.to_json())
