@@ -58,6 +58,7 @@ class Evaluations:
                 with meter.whole_step():
                     self(args, kwargs)
         finally:
+            meter.close()
             self._meter = None
         return meter.result(compiled.lowered.graph, taken.layout.freeze(), compiled.plan.stage)
 

@@ -290,6 +290,7 @@ class Reported:
                         f"were left out since they are not: measure with another batch"
                     )
         finally:
+            meter.close()
             self._meter = None
         assert self._steps.taken is not None
         measurement = meter.result(self.compiled.lowered.graph, self._steps.taken.layout, self.plan.stage)

@@ -45,7 +45,12 @@ def test_nothing_is_noted_outside_of_a_step() -> None:
     with log.span("compute"):
         assert not log.is_running
     log.start(CPU)
-    assert log.stop() == ()
+    assert log.take() == ()
+    log.stop()
+    with log.span("compute"):
+        assert not log.is_running
+    log.start(CPU)
+    assert log.take() == ()
 
 
 def test_spans_of_all_threads_are_noted_in_order_of_their_begin() -> None:
@@ -60,29 +65,46 @@ def test_spans_of_all_threads_are_noted_in_order_of_their_begin() -> None:
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    compute, copy = log.stop()
+    compute, copy = log.take()
     assert (compute.stream, copy.stream, copy.num_bytes) == ("compute", "to_host", 5)
     assert 0 <= compute.start_seconds <= copy.start_seconds
     assert copy.seconds >= 0.02 and copy.end_seconds <= compute.end_seconds
 
 
 class Event:
-    """An event of a device that reaches it only where it is waited for."""
+    """An event of a device, ``seconds`` from its start."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.is_reached = seconds, False
+    def __init__(self, seconds: float, is_reached: bool = True) -> None:
+        self.seconds, self.is_reached = seconds, is_reached
 
-    def synchronize(self) -> None:
-        self.is_reached = True
+    def query(self) -> bool:
+        return self.is_reached
 
     def elapsed_time(self, later: Event) -> float:
-        assert later.is_reached or later.seconds <= 1.0, "not ready"
+        assert self.is_reached and later.is_reached, "not ready"
         return 1e3 * (later.seconds - self.seconds)
 
 
-def test_copies_that_a_thread_has_launched_late_are_waited_for() -> None:
-    log = SpanLog()
+def test_work_that_runs_on_into_the_next_step_is_that_steps() -> None:
+    log, leaves = SpanLog(), threading.Event()
+
+    def write_back() -> None:
+        with log.span("to_host", 5):
+            leaves.wait()
+
     log.start(CPU)
     log._first = Event(0.0)  # type: ignore[assignment]  # as on a device
-    log.add_events("to_host", Event(1.0), Event(3.0), 5)  # type: ignore[arg-type]
-    assert log.stop() == (Span("to_host", 1.0, 2.0, 5),)
+    thread = threading.Thread(target=write_back)
+    thread.start()
+    end = Event(3.0, is_reached=False)
+    log.add_events("to_device", Event(1.0), end, 7)  # type: ignore[arg-type]
+    log.add_events("compute", Event(1.0), Event(2.0))  # type: ignore[arg-type]
+    assert log.take() == (Span("compute", 1.0, 1.0),)
+    log.start(CPU)
+    log._first = Event(2.5)  # type: ignore[assignment]
+    leaves.set()
+    thread.join()
+    end.is_reached = True
+    copied, written = sorted(log.take(), key=lambda span: span.stream)
+    assert copied == Span("to_device", -1.5, 2.0, 7)
+    assert (written.stream, written.num_bytes) == ("to_host", 5) and written.start_seconds < 0 < written.end_seconds

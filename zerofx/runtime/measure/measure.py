@@ -45,7 +45,8 @@ class Measurement:
     computation waited. On a CPU that is Python's share, including the stopwatches. ``model_state_bytes`` counts the
     existing tensors, and gradients as ZeRO does (1910.02054, section 3). ``region_seconds`` are for one call of each
     distinct region, by the region's key. ``timeline`` is one step's: the spans of regions, of collectives and of copies
-    between tiers; ``streams`` sums it up. ``transfers`` are the collectives and copies of all steps, by stream.
+    between tiers that end in it, at negative seconds if they began in the step before; ``streams`` sums it up.
+    ``transfers`` are the collectives and copies of all steps, by stream.
     """
 
     peak_bytes: dict[str, int]
@@ -103,6 +104,12 @@ class Meter:
         self._num_steps = num_steps
         self._runs: list[_Run] = []
         self._state: Mapping[str, Any] = {}
+        self._log: SpanLog | None = None
+
+    def close(self) -> None:
+        """Log nothing any more."""
+        if self._log is not None:
+            self._log.stop()
 
     @property
     def num_runs(self) -> int:
@@ -124,7 +131,7 @@ class Meter:
         entered = time.perf_counter()
         self._state = state
         last = len(self._runs) == self._num_steps - 1
-        log = runtime.tiers.log
+        log = self._log = runtime.tiers.log
         waits, regions = _Stopwatch(self._device), _Stopwatch(self._device, log)
         timed = _TimedRuntime(runtime, waits)
         called = functions_of(function, functions.values())
@@ -143,7 +150,7 @@ class Meter:
                 _synchronise(self._device)
                 seconds = time.perf_counter() - began
             finally:
-                timeline = log.stop()
+                timeline = log.take()
         held = persistent_bytes((*state.values(), *batch.values()))
         self._runs.append(
             _Run(
@@ -308,5 +315,6 @@ class _TimedRuntime:
 
 
 def _synchronise(device: torch.device) -> None:
+    # Of what the step's caller reads: copies may run on into the next step, as they do where nobody measures.
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()

@@ -28,61 +28,61 @@ class Span:
 
 
 class SpanLog:
-    """Notes spans between ``start`` and ``stop``, from any thread; nothing at other times."""
+    """Notes spans between ``start`` and ``stop``, from any thread; nothing at other times.
+
+    Work that runs on into the next step is that step's, and begins before it: at negative seconds.
+    """
 
     def __init__(self) -> None:
+        self.is_running = False
         self._began = 0.0
         self._first: torch.cuda.Event | None = None
-        self._spans: list[Span] | None = None
+        self._spans: list[Span] = []  # from the clock's zero on
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event, int]] = []
 
-    @property
-    def is_running(self) -> bool:
-        return self._spans is not None
-
     def start(self, device: torch.device) -> None:
-        """Start the log of a step, on a device that has nothing to do."""
-        self._spans, self._events = [], []
+        """Start the log of a step, the first or another after ``take``."""
+        if not self.is_running:
+            self._spans, self._events = [], []
         if device.type == "cuda":
             self._first = torch.cuda.Event(enable_timing=True)
             self._first.record(torch.cuda.current_stream(device))
-        self._began = time.perf_counter()
+        self.is_running, self._began = True, time.perf_counter()
 
     @contextlib.contextmanager
     def span(self, stream: str, num_bytes: int = 0) -> Iterator[None]:
         """Log the block as a stretch of the host's work on ``stream``."""
-        spans = self._spans
-        if spans is None:
-            yield
-            return
         began = time.perf_counter()
         yield
-        spans.append(Span(stream, began - self._began, time.perf_counter() - began, num_bytes))
+        self.add(stream, began, time.perf_counter(), num_bytes)
 
     def add(self, stream: str, began: float, ended: float, num_bytes: int = 0) -> None:
         """Log a stretch of work between two readings of ``time.perf_counter``."""
-        if self._spans is not None:
-            self._spans.append(Span(stream, began - self._began, ended - began, num_bytes))
+        if self.is_running:
+            self._spans.append(Span(stream, began, ended - began, num_bytes))
 
     def add_events(self, stream: str, before: torch.cuda.Event, after: torch.cuda.Event, num_bytes: int = 0) -> None:
         """Log a stretch of work of a CUDA device, between two timing events."""
-        if self._spans is not None:
+        if self.is_running:
             self._events.append((stream, before, after, num_bytes))
 
-    def stop(self) -> tuple[Span, ...]:
-        """All spans in order of their start; on CUDA, once what they are of is done.
-
-        A thread may have launched something since the device was synchronised.
-        """
-        spans, events = self._spans or [], self._events
-        self._spans, self._events = None, []
+    def take(self) -> tuple[Span, ...]:
+        """The step's spans that are over, in order of their start; those that are not stay for the next."""
+        (spans, events), began, first = (self._spans, self._events), self._began, self._first
+        self._spans, self._events = [], []
+        spans = [replace(span, start_seconds=span.start_seconds - began) for span in spans]
         for stream, before, after, num_bytes in events:
-            assert self._first is not None, "a device's events come after the first one"
-            after.synchronize()
-            start = float(self._first.elapsed_time(before)) / 1e3
+            if not after.query():
+                self._events.append((stream, before, after, num_bytes))
+                continue
+            assert first is not None, "a device's events come after the first one"
+            start = float(first.elapsed_time(before)) / 1e3
             spans.append(Span(stream, start, float(before.elapsed_time(after)) / 1e3, num_bytes))
-        self._first = None
         return tuple(sorted(spans, key=lambda span: (span.start_seconds, span.end_seconds)))
+
+    def stop(self) -> None:
+        """End the log."""
+        self.is_running, self._first, self._spans, self._events = False, None, [], []
 
 
 @dataclass(frozen=True)
