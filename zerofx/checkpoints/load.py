@@ -22,7 +22,7 @@ from zerofx.disk.checkpoint.marker import NO_PARAMETER, STATE, Scalar, state_nam
 from zerofx.disk.checkpoint.plain import from_plain
 from zerofx.disk.checkpoint.reader import CheckpointReader, open_checkpoint
 from zerofx.errors import CheckpointError
-from zerofx.ir.tensor_parts import named_parameters
+from zerofx.ir.tensor_parts import named_parameters, parameters_of
 from zerofx.optimizers import Optimizers
 from zerofx.optimizers.outside import load_attributes
 from zerofx.optimizers.whole.states import TensorAt, join_tensors, paths_in, places_in, tree_from_plain
@@ -122,7 +122,7 @@ def check(
         saved = match_names(reader.marker, names)
         if optimizers is not None:
             ids = {id(parameter): saved[names.parameters[own]] for own, parameter in named_parameters(model)}
-            groups = [[ids[id(parameter)] for parameter in group["params"]] for group in optimizers.param_groups]
+            groups = [[ids[id(parameter)] for parameter in parameters_of(group)] for group in optimizers.param_groups]
             check_optimizers(reader.marker, optimizers, groups)
             check_extra(reader.marker, names)
         _check_for_files(reader, names, saved)

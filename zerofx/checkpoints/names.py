@@ -12,7 +12,7 @@ from torch import nn
 
 from zerofx.disk.checkpoint.plain import from_plain, to_plain
 from zerofx.errors import CheckpointError
-from zerofx.ir.tensor_parts import is_table, named_buffers, named_parameters, parts_of, path_name
+from zerofx.ir.tensor_parts import is_table, named_buffers, named_parameters, parameters_of, parts_of, path_name
 from zerofx.optimizers import Optimizers
 from zerofx.precision import dtype_name, dtype_named
 
@@ -85,7 +85,7 @@ def groups_of(optimizers: Optimizers, names: Mapping[int, str]) -> list[dict[str
             for key, value in group.items()
             if key not in ("params", "param_names")
         }
-        groups.append(plain | {"params": [names[id(parameter)] for parameter in group["params"]]})
+        groups.append(plain | {"params": [names[id(parameter)] for parameter in parameters_of(group)]})
     return groups
 
 

@@ -20,6 +20,7 @@ from zerofx.checkpoints.training import Training
 from zerofx.disk.checkpoint.boxes import Box
 from zerofx.errors import CheckpointError
 from zerofx.ir.buckets import Bucket
+from zerofx.ir.tensor_parts import parameters_of
 from zerofx.optimizers import initial_scalars
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.on_host import read_on_host
@@ -89,7 +90,7 @@ def state_of(training: Training, names: ModelNames, numbers: StepCounts) -> dict
     ids = {id(training.state.parameter(own_name)): name for own_name, name in names.parameters.items()}
     groups = [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        | {"params": [ids[id(parameter)] for parameter in group["params"]]}
+        | {"params": [ids[id(parameter)] for parameter in parameters_of(group)]}
         for group in training.optimizers.param_groups
     ]
     return {MODEL: model, OPTIMIZER: {"state": states, "param_groups": groups}, OWN: json.dumps(own)}
@@ -138,7 +139,7 @@ class Loaded:
             problems += _problems(name, self._model.get(name), buffer)
         if self.groups is not None:
             known = {id(training.state.parameter(own)): name for own, name in names.parameters.items()}
-            groups = [[known[id(p)] for p in group["params"]] for group in training.optimizers.param_groups]
+            groups = [[known[id(p)] for p in parameters_of(group)] for group in training.optimizers.param_groups]
             problems += group_misfits(self.groups, groups)
         if problems:
             raise CheckpointError(

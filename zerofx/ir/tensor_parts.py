@@ -116,6 +116,17 @@ def named_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterato
                 yield path_name(name, path), part
 
 
+def parameters_of(group: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The parameters of a param group but those that a step takes apart, none of whose parts an optimizer knows: they
+    are frozen, and stand in a group where a user gives an optimizer all of ``model.parameters()``."""
+
+    def is_one(parameter: torch.Tensor) -> bool:
+        parts = parts_of(parameter)
+        return not parts or ("" in parts and not is_table(parameter))
+
+    return [parameter for parameter in group["params"] if is_one(parameter)]
+
+
 def is_table(part: torch.Tensor) -> bool:
     """True for a part that is a buffer to a step."""
     return part.numel() <= TABLE_NUMEL

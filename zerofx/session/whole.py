@@ -229,12 +229,12 @@ class Whole(Checkpointed):
                 if taken.layout.mesh.pipe == 1 and (entries := self._own_entries()) is not None:
                     whole = _whole_parameters(taken, life, keep=keep)
                     return {
-                        name: whole[id(tensor)] if id(tensor) in whole else tensor.detach().to("cpu", copy=True)
+                        name: whole[id(tensor)] if id(tensor) in whole else _copy_on_cpu(tensor)
                         for name, tensor in (entries if keep else {}).items()
                     }
         with self.full_parameters():  # what a model makes of its parameters for this is made of whole ones
             return {
-                name: tensor.detach().to("cpu", copy=True) if isinstance(tensor, torch.Tensor) else tensor
+                name: _copy_on_cpu(tensor) if isinstance(tensor, torch.Tensor) else tensor
                 for name, tensor in (self.model.state_dict() if keep else {}).items()
             }
 
@@ -325,6 +325,11 @@ class Whole(Checkpointed):
             entries: dict[str, torch.Tensor] = self.model.state_dict(keep_vars=True)
         own = {id(tensor) for _, tensor in (*named_parameters(self.model), *named_buffers(self.model))}
         return entries if all(id(entry) in own for entry in entries.values()) else None
+
+
+def _copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    # Some classes of weights in few bits have a `to` that cannot be asked for a copy.
+    return tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
 
 
 def _whole_parameters(taken: TakenOver, life: Life, *, keep: bool) -> dict[int, torch.Tensor]:

@@ -28,6 +28,7 @@ from tests.nets.cases.built import (
     tokens,
 )
 from tests.nets.cases.case import Batch, Loss, ModelCase, squared
+from tests.nets.cases.quantised import QUANTISED
 from tests.nets.cases.scripts import SCRIPTS
 
 
@@ -334,4 +335,4 @@ LIBRARIES = (
     ),
 )
 
-CASES = {case.name: case for case in (*SCRIPTS, *LIBRARIES)}
+CASES = {case.name: case for case in (*SCRIPTS, *LIBRARIES, *QUANTISED)}

@@ -82,6 +82,32 @@ def test_a_checkpoint_brings_codes_scales_and_tables(kind: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_may_be_given_all_parameters(kind: str, tmp_path: Path) -> None:
+    _need(kind)
+    batch, models = _batch(), [build(kind) for _ in range(2)]
+    expected, step = _step(models[0]), _new_step_of_all(models[1])
+    for _ in range(2):
+        losses = []
+        for trained in (expected, step):
+            torch.manual_seed(5)
+            losses.append(trained(*batch))
+        assert torch.equal(*losses)
+    step.save_checkpoint(tmp_path / "saved")
+    resumed = _new_step_of_all(build(kind))
+    resumed.load_checkpoint(tmp_path / "saved")
+    for trained in (step, resumed):
+        torch.manual_seed(5)
+        trained(*batch)
+    assert resumed.optimizer.state_dict()["param_groups"] == step.optimizer.state_dict()["param_groups"]
+    step.close()
+    resumed.close()
+
+
+def _new_step_of_all(model: nn.Module) -> zerofx.Step:
+    return zerofx.compile(model, torch.optim.AdamW(model.parameters(), 0.01, foreach=False), backend="eager")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_evaluation_computes_as_training_does(kind: str) -> None:
     _need(kind)
     model, batch = build(kind), _batch()

@@ -12,7 +12,7 @@ from torch import nn
 from zerofx.capture.checks import check_owner
 from zerofx.errors import OptimizerError
 from zerofx.ir.parameters import ParameterInfo
-from zerofx.ir.tensor_parts import named_parameters
+from zerofx.ir.tensor_parts import named_parameters, parameters_of
 from zerofx.optimizers import Optimizers
 from zerofx.units import first_few
 
@@ -30,7 +30,7 @@ def group_of_parameters(
     """
     names = {id(p): name for name, p in named_parameters(model)}
     check_owner(model, optimizers)
-    groups = {names[id(p)]: index for index, group in enumerate(optimizers.param_groups) for p in group["params"]}
+    groups = {names[id(p)]: index for index, group in enumerate(optimizers.param_groups) for p in parameters_of(group)}
     missing = [info.name for info in parameters if info.name in with_gradient and info.name not in groups]
     if missing:
         raise OptimizerError(
