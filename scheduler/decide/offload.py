@@ -203,6 +203,7 @@ def place(
         up = copy_seconds(copy.num_bytes, copy.tier, "device", machine)
         decisions.append(
             Absence(
+                kind="offloads",
                 value=copy.node.name,
                 tier=copy.tier,
                 num_bytes=copy.num_bytes,

@@ -142,7 +142,7 @@ def place_arrivals(
         return plan
     if at_end:
         at_once = (_copy_at_once(each) if each.bucket in at_end else each for each in plan.states)
-        plan = replace(plan, states=tuple(at_once))
+        plan = plan.replace_absences(states=at_once)
     spans = runs(step, seconds)
     coming = _collect_arrivals(
         plan, step, layout, state_bytes, spans, machine,
@@ -157,7 +157,7 @@ def place_arrivals(
             plan.states, coming.updates, arrivals, run_seconds, handed, machine,
             departures=coming.departures, ahead=ahead,
         )  # fmt: skip
-        plan = replace(plan, states=sides)
+        plan = plan.replace_absences(states=sides)
     on_host = {decision.bucket for decision in plan.states if decision.update == "host"}
     paced = None
     if ahead:
@@ -183,10 +183,10 @@ def place_arrivals(
     states = away["states"]
     if leaves_down and paced is not None:
         states = _place_write_backs(
-            replace(plan, states=tuple(states)), coming, paced, layout, state_bytes, names, machine
+            plan.replace_absences(states=states), coming, paced, layout, state_bytes, names, machine
         )
     in_turn = _assign_buffers(states, coming.updated)
-    return replace(plan, gathers=tuple(gathers), offloads=tuple(away["offloads"]), states=tuple(in_turn))
+    return replace(plan, gathers=tuple(gathers)).replace_absences(offloads=away["offloads"], states=in_turn)
 
 
 # What comes from a slower tier: the list of the plan that has it, its number there, and when it is wanted.

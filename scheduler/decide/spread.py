@@ -47,6 +47,7 @@ def spreads_of(
     ``without`` those that are elsewhere meanwhile."""
     return tuple(
         Absence(
+            kind="spreads",
             value=node.name,
             num_bytes=storage_bytes(tensors_of(node)[0]),
             reason=reasons[node.name],

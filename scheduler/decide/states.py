@@ -182,6 +182,9 @@ def decisions_of(delayed: Mapping[Bucket, Level]) -> tuple[Absence, ...]:
         how = "gradients down, parameters up" if is_delayed else "whole parameters, updated on the device in each step"
         reason = f"delayed_update: frees {frees}; {how}"
         decisions.append(
-            Absence(bucket=bucket.index, tier="host", update=placement.update, reason=reason, delayed=is_delayed)
-        )
+            Absence(
+                kind="states", bucket=bucket.index, tier="host", update=placement.update, reason=reason,
+                delayed=is_delayed,
+            )
+        )  # fmt: skip
     return tuple(decisions)

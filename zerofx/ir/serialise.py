@@ -40,7 +40,7 @@ from zerofx.ir.graph import Clipping, StepGraph, Unscaling
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.returned import Returned
 from zerofx.precision import dtype_name, dtype_named
-from zerofx.scheduler.plan.decisions import SliceDecision
+from zerofx.scheduler.plan.decisions import TileDecision
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.placements import Sharded
 from zerofx.torch_private.operators import OpOverload, schema_of
@@ -56,7 +56,7 @@ _NAMED: dict[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory
 _RECORDS: dict[str, Callable[..., Any]] = {
     kind.__name__: kind
     for kind in (
-        Bucket, BucketLayout, Clipping, Job, Mesh, ParameterInfo, Placeholder, Role, Sharded, SliceDecision, Slot, Task,
+        Bucket, BucketLayout, Clipping, Job, Mesh, ParameterInfo, Placeholder, Role, Sharded, TileDecision, Slot, Task,
         Unscaling,
     )
 }  # fmt: skip

@@ -72,7 +72,7 @@ def describe_plan(plan: Plan) -> str:
         lines += [
             "",
             "slices",
-            *(f"  {sliced.parameter} in {sliced.num_slices}: {sliced.reason}" for sliced in plan.slices),
+            *(f"  {sliced.value} in {sliced.num_tiles}: {sliced.reason}" for sliced in plan.slices),
         ]
     for tiled in plan.tiles:
         over = " over classes" if tiled.over == "classes" else ""

@@ -88,12 +88,12 @@ class TrainingState(WholeBuckets):
         why = "as training has them"
         return Locations(
             tuple(
-                Absence(bucket=bucket.index, tier=state.tier, reason=why)
+                Absence(kind="parameters", bucket=bucket.index, tier=state.tier, reason=why)
                 for bucket, state in pairs
                 if state.tier != DEVICE
             ),
             tuple(
-                Absence(bucket=bucket.index, tier=d.tier, update=d.update, reason=why, delayed=d.delayed)
+                Absence(kind="states", bucket=bucket.index, tier=d.tier, update=d.update, reason=why, delayed=d.delayed)
                 for bucket, state in pairs
                 if (d := state.decision) is not None
             ),
