@@ -21,10 +21,9 @@ from zerofx.scheduler.decide.activations import Segment
 from zerofx.scheduler.decide.gathers import reason_to_keep
 from zerofx.scheduler.decide.gradients import place_gradients
 from zerofx.scheduler.decide.ledger import Ledger, Level
-from zerofx.scheduler.decide.offload import place
+from zerofx.scheduler.decide.offload import place, spreads_of
 from zerofx.scheduler.decide.prefetch import place_arrivals
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
-from zerofx.scheduler.decide.spread import spreads_of
 from zerofx.scheduler.decide.states import decisions_of
 from zerofx.scheduler.decide.update_sides import Handed
 from zerofx.scheduler.plan.decisions import Absence, AbsenceKind
