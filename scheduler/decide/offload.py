@@ -39,6 +39,7 @@ from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.timeline import UnitPhase, UnitRun, runs
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.activations import Segment, cheapest, keep_all, levels_at_prices, menu
+from zerofx.scheduler.decide.lanes import earliest_ends, latest_starts
 from zerofx.scheduler.decide.ledger import Ledger, Level
 from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
@@ -188,13 +189,12 @@ def place(
     spans = runs(step, seconds)
     ledger = ledger.copy()
     copies = _copies(step, spans, requests, ledger)
-    gone = _ways_out(copies, spans, machine)
-    back = _ways_back(copies, spans, machine)
+    ways = _place_on_lanes(copies, spans, machine)
     decisions = []
     passing = [ledger.left["host"]] * len(spans)
     rounds = _places_in_rounds(step, copies)
     for copy in copies:
-        freed, reload = gone[copy.node], back[copy.node]
+        freed, reload = ways[copy.node]
         if freed + 1 >= reload:
             # With only one run in between it would not be gone at all: backward waits for it.
             reload = copy.needed
@@ -261,29 +261,27 @@ def _copies(step: StepGraph, spans: Sequence[UnitRun], requests: Mapping[str, st
     return copies
 
 
-def _ways_out(copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machine) -> dict[fx.Node, int]:
-    """The run after which each value has been copied out, or else the last one of forward."""
-    ends = [run.end_seconds for run in spans]
-    free: dict[Tier, float] = {}
+def _place_on_lanes(
+    copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machine
+) -> dict[fx.Node, tuple[int, int]]:
+    """The run after which each value has been copied out, or else the last one of forward; and the run before which its
+    copy back starts to be there in time, or else the first one of backward."""
+    starts, ends = [run.start_seconds for run in spans], [run.end_seconds for run in spans]
     ways = {}
-    for copy in sorted(copies, key=lambda copy: copy.computed_in):
-        begin = max(free.get(copy.tier, 0.0), ends[copy.computed_in])
-        free[copy.tier] = begin + copy_seconds(copy.num_bytes, "device", copy.tier, machine)
-        last_forward = next(i for i in range(copy.needed - 1, -1, -1) if spans[i].phase is Phase.FORWARD)
-        ways[copy.node] = min(bisect_left(ends, free[copy.tier], lo=copy.computed_in), last_forward)
-    return ways
-
-
-def _ways_back(copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machine) -> dict[fx.Node, int]:
-    """The run before which each copy back starts to be there in time, or else the first one of backward."""
-    starts = [run.start_seconds for run in spans]
-    free: dict[Tier, float] = {}
-    ways = {}
-    for copy in sorted(copies, key=lambda copy: (-copy.needed, -copy.computed_in)):
-        finish = min(free.get(copy.tier, float("inf")), starts[copy.needed])
-        free[copy.tier] = finish - copy_seconds(copy.num_bytes, copy.tier, "device", machine)
-        first_backward = next(i for i in range(copy.computed_in, len(spans)) if spans[i].phase is not Phase.FORWARD)
-        ways[copy.node] = min(max(bisect_right(starts, free[copy.tier]) - 1, first_backward), copy.needed)
+    for tier in dict.fromkeys(copy.tier for copy in copies):
+        mine = sorted((copy for copy in copies if copy.tier == tier), key=lambda copy: copy.computed_in)
+        down, up = (
+            [copy_seconds(copy.num_bytes, *link, machine) for copy in mine]
+            for link in (("device", tier), (tier, "device"))
+        )
+        gone = earliest_ends([ends[copy.computed_in] for copy in mine], down)
+        ranks = [(copy.needed, copy.computed_in, -number) for number, copy in enumerate(mine)]
+        back = latest_starts([starts[copy.needed] for copy in mine], up, ranks)
+        for copy, end, begin in zip(mine, gone, back, strict=True):
+            last_forward = next(i for i in range(copy.needed - 1, -1, -1) if spans[i].phase is Phase.FORWARD)
+            first_backward = next(i for i in range(copy.computed_in, len(spans)) if spans[i].phase is not Phase.FORWARD)
+            reload = min(max(bisect_right(starts, begin) - 1, first_backward), copy.needed)
+            ways[copy.node] = min(bisect_left(ends, end, lo=copy.computed_in), last_forward), reload
     return ways
 
 
