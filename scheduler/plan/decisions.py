@@ -239,15 +239,6 @@ class WireDecision:
         return self.gather == "exact" and not self.second_shard and self.reduce == "exact"
 
 
-@dataclass(frozen=True)
-class Locations:
-    """Places of parameters and states between steps, for evaluations, which move none of them: the buckets that have
-    theirs in a slower tier; all others have them on the device."""
-
-    parameters: tuple[Absence, ...] = ()
-    states: tuple[Absence, ...] = ()
-
-
 D = TypeVar("D", GatherDecision, ReduceDecision, Absence, WireDecision)
 
 

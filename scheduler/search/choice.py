@@ -203,8 +203,8 @@ def _choice(question: Question, items: Sequence[Item], moves: Mapping[int, Move]
     chosen.away["states"] += decisions_of(question.delayed)
     chosen.state_levels |= question.delayed
     if question.fixed is not None:
-        chosen.away["states"] += question.fixed.states
-        chosen.away["parameters"] += question.fixed.parameters
+        for away in question.fixed:
+            chosen.away[away.kind].append(away)
         chosen.state_levels |= question.levels_where_fixed
     chosen.away["gradients"] += question.gradients
     chosen.each |= question.buckets_reduced_each

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from zerofx.scheduler.plan.decisions import Absence
+from zerofx.scheduler.plan.decisions import Absence, AbsenceKind
 from zerofx.scheduler.plan.facts import TIERS
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import span
@@ -17,28 +17,29 @@ from zerofx.units import format_bytes
 OF_VALUES = ("recomputed", "offloaded")
 
 
+# What texts call each kind of absence, and say of where its values are meanwhile, or what becomes of them.
+_WORDS: Mapping[AbsenceKind, tuple[str, str]] = {
+    "parameters": ("parameters", "on {away.tier}"),
+    "states": ("optimizer states", "on {away.tier}, updated on the {away.update}{when}"),
+    "gradients": ("gradients", "on {away.tier} between micro-batches"),
+    "recomputes": ("recomputed", "is computed again"),
+    "spreads": ("kept in parts", "is kept as one part on each of {plan.model} ranks, and gathered for backward"),
+    "offloads": ("offloaded", "waits in {away.tier}, freed after {first_free}, reloaded before {first_reload}"),
+}
+
+
 def absences(plan: Plan) -> dict[str, list[tuple[Absence, str]]]:
     """All that is not on the device for a while, by kind, each with where it is, or what becomes of it."""
-
-    def listed(decisions: Sequence[Absence], place: Callable[[Absence], str]) -> list[tuple[Absence, str]]:
-        return [(decision, place(decision)) for decision in decisions]
-
     return {
-        "parameters": listed(plan.parameters, lambda d: f"on {d.tier}"),
-        "optimizer states": listed(
-            plan.states,
-            lambda d: f"on {d.tier}, updated on the {d.update}{' during the next step' if d.delayed else ''}",
-        ),
-        "gradients": listed(plan.gradients, lambda d: f"on {d.tier} between micro-batches"),
-        "recomputed": listed(plan.recomputes, lambda _: "is computed again"),
-        "kept in parts": listed(
-            plan.spreads, lambda _: f"is kept as one part on each of {plan.model} ranks, and gathered for backward"
-        ),
-        "offloaded": listed(
-            plan.offloads,
-            lambda d: f"waits in {d.tier}, freed after {d.free_after[0]}, reloaded before {d.reload_before[0]}",
-        ),
+        title: [(away, _place(plan, away, words)) for away in plan.absences if away.kind == kind]
+        for kind, (title, words) in _WORDS.items()
     }
+
+
+def _place(plan: Plan, away: Absence, words: str) -> str:
+    first_free, first_reload = next(zip(away.free_after, away.reload_before, strict=False), ("", ""))
+    when = " during the next step" if away.delayed else ""
+    return words.format(plan=plan, away=away, when=when, first_free=first_free, first_reload=first_reload)
 
 
 def of_values(plan: Plan) -> dict[str, list[Absence]]:

@@ -24,7 +24,7 @@ from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.weights import Weights
 from zerofx.runtime.state.whole_buckets import WholeBuckets
 from zerofx.runtime.tiers.tiers import Tiers
-from zerofx.scheduler.plan.decisions import Absence, Locations
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
 
@@ -82,17 +82,17 @@ class TrainingState(WholeBuckets):
         self._placed = plan
         return any(moved)
 
-    def locations(self) -> Locations:
-        """The buckets that are in slower tiers now."""
+    def locations(self) -> tuple[Absence, ...]:
+        """The parameters and states of buckets that are in slower tiers now."""
         pairs = list(zip(self.layout.buckets, self.buckets, strict=True))
         why = "as training has them"
-        return Locations(
-            tuple(
+        return (
+            *(
                 Absence(kind="parameters", bucket=bucket.index, tier=state.tier, reason=why)
                 for bucket, state in pairs
                 if state.tier != DEVICE
             ),
-            tuple(
+            *(
                 Absence(kind="states", bucket=bucket.index, tier=d.tier, update=d.update, reason=why, delayed=d.delayed)
                 for bucket, state in pairs
                 if (d := state.decision) is not None
