@@ -115,12 +115,9 @@ def _cheaper_level(
 
 def _device_level(num_bytes: int, overlapping: float, tier: Tier, machine: Machine) -> Level:
     """States in ``tier`` that come up to the device for their update."""
-    seconds = max(0.0, _device_seconds(num_bytes, tier, machine) - overlapping)
+    up, down = copy_seconds(num_bytes, tier, "device", machine), copy_seconds(num_bytes, "device", tier, machine)
+    seconds = max(0.0, max(up, down) - overlapping)
     return Level(0, seconds, tier, "device", num_bytes, num_bytes if tier == "nvme" else 0)
-
-
-def _device_seconds(num_bytes: int, tier: Tier, machine: Machine) -> float:
-    return max(copy_seconds(num_bytes, tier, "device", machine), copy_seconds(num_bytes, "device", tier, machine))
 
 
 def _host_update_seconds(bucket: Bucket, num_bytes: int, numel: int, tier: Tier, machine: Machine) -> float:

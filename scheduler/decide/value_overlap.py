@@ -80,7 +80,7 @@ class _Run:
             for node in segment:
                 if node in self._order:
                     continue
-                if self._is_held(node):
+                if not self._following[node] and origin(node).phase is Phase.BACKWARD:
                     self._held[node] = None
                     continue
                 if node.target is ops.wait and node.args[0] in self._ends:
@@ -92,9 +92,6 @@ class _Run:
                         self._await(read)
                 self._add(node)
         return [*self._order, *waiting, *self._held]
-
-    def _is_held(self, node: fx.Node) -> bool:
-        return not self._following[node] and origin(node).phase is Phase.BACKWARD
 
     def _is_ready(self, node: fx.Node) -> bool:
         return all(read in self._order or read not in self._inside for read in node.all_input_nodes)

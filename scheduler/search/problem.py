@@ -112,15 +112,7 @@ class Problem:
         ``fixed``: where they stay between steps of a training step that is one of several; None where the plan says it.
         """
         rehearsal = Rehearsal(variants.graph(variants.candidates[0]), variants.layout, variants.updates[0], target)
-        return Problem(
-            variants,
-            rehearsal,
-            options,
-            memory_budget,
-            target.machine,
-            locations=locations,
-            fixed=fixed,
-        )
+        return Problem(variants, rehearsal, options, memory_budget, target.machine, locations=locations, fixed=fixed)
 
     def replace_variants(self, variants: StepVariants, num_micro_batches: int, *, by_layer: bool = False) -> Problem:
         """The same for other slices, or another number of micro-batches, or another order of them."""

@@ -73,7 +73,8 @@ class TrainingState(WholeBuckets):
         if self.is_placed(plan):
             return False
         self._placed = None
-        if any(self._is_elsewhere(plan, *pair) for pair in zip(self.layout.buckets, self.buckets, strict=True)):
+        pairs = zip(self.layout.buckets, self.buckets, strict=True)
+        if any(_planned_home(plan, bucket) != (state.tier, _home(state.decision)) for bucket, state in pairs):
             self.flush()
         moved = [
             self._place_bucket(plan, bucket, state)
@@ -98,9 +99,6 @@ class TrainingState(WholeBuckets):
                 if (d := state.decision) is not None
             ),
         )
-
-    def _is_elsewhere(self, plan: Plan, bucket: Bucket, state: BucketState) -> bool:
-        return _planned_home(plan, bucket) != (state.tier, _home(state.decision))
 
     def count_delayed(self) -> None:
         """A step with delayed updates has run: parameters on the device lack the last update."""
