@@ -11,8 +11,8 @@ from typing import Any
 from zerofx.scheduler.plan.decisions import Absence, GatherDecision, ReduceDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
-from zerofx.scheduler.plan.text.overview import count_values, group_by_unit, order_words, tiles_words, wire_words
-from zerofx.scheduler.plan.text.reasons import absences, of_values
+from zerofx.scheduler.plan.text.overview import order_words, tiles_words, wire_words
+from zerofx.scheduler.plan.text.reasons import absences, count_values, group_by_unit, of_values
 from zerofx.units import first_few, format_bytes, format_count, format_seconds
 
 SAME = "the plans are the same"

@@ -16,8 +16,8 @@ from zerofx.scheduler.plan.decisions import (
 )
 from zerofx.scheduler.plan.facts import is_within
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.text.overview import count_values, itemsize, tiles_words
-from zerofx.scheduler.plan.text.reasons import absences
+from zerofx.scheduler.plan.text.overview import itemsize, tiles_words
+from zerofx.scheduler.plan.text.reasons import absences, count_values
 from zerofx.scheduler.plan.text.shared import placement_words, product_words
 from zerofx.units import format_bytes
 
