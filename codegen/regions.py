@@ -147,13 +147,11 @@ def _region(unit: str, run: list[fx.Node], number: int, run_of: dict[fx.Node, in
         for source in node.all_input_nodes:
             require(source)
         nodes[node] = None
-    outputs = [node for node in work if not _is_tuple(node) and _used_outside(node, number, run_of)]
+    outputs = [
+        node for node in work if not isinstance(value(node), list | tuple) and _used_outside(node, number, run_of)
+    ]
     region = Region(tuple(run), tuple(nodes), tuple(inputs), tuple(outputs), unit, origin(work[0]))
     return replace(region, key=_key(region))
-
-
-def _is_tuple(node: fx.Node) -> bool:
-    return isinstance(value(node), list | tuple)
 
 
 def _used_outside(node: fx.Node, number: int, run_of: dict[fx.Node, int]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from zerofx.driver.check_training import check_training
+from zerofx.driver.asked import check_training
 from zerofx.errors import UsageError
 from zerofx.optimizers import Optimizers
 from zerofx.option_table import check_names, document_options

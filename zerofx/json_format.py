@@ -46,7 +46,7 @@ def from_data(kind: type[P], data: Any, where: str | None = None) -> P:
         raise TypeError(f"{where}: unknown field {unknown[0]!r}; fields are {', '.join(hints)}")
     if missing := [entry.name for entry in fields(kind) if entry.name not in data and _is_needed(entry)]:
         raise TypeError(f"{where}: missing field {missing[0]!r}")
-    return kind(**{name: _parse_value(hints[name], value, f"{where}.{name}") for name, value in data.items()})
+    return kind(**{name: parse_value(hints[name], value, f"{where}.{name}") for name, value in data.items()})
 
 
 def _is_needed(entry: Field[Any]) -> bool:
@@ -58,21 +58,21 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _parse_value(expected: Any, value: Any, where: str) -> Any:
+def parse_value(expected: Any, value: Any, where: str) -> Any:
     """A value of type ``expected`` from what JSON has for it: lists for tuples, dicts for dataclasses."""
     origin, inner = get_origin(expected), get_args(expected)
     if origin in (Union, UnionType):
         if value is None and NoneType in inner:
             return None
         (expected,) = (option for option in inner if option is not NoneType)
-        return _parse_value(expected, value, where)
+        return parse_value(expected, value, where)
     if origin is tuple and isinstance(value, list):
         each = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
         if len(each) != len(value):
             raise ValueError(f"{where}: expected {len(each)} values, found {value!r:.80}")
-        return tuple(_parse_value(each[place], item, f"{where}[{place}]") for place, item in enumerate(value))
+        return tuple(parse_value(each[place], item, f"{where}[{place}]") for place, item in enumerate(value))
     if origin in (dict, Mapping) and isinstance(value, dict):
-        return {name: _parse_value(inner[1], item, f"{where}.{name}") for name, item in value.items()}
+        return {name: parse_value(inner[1], item, f"{where}.{name}") for name, item in value.items()}
     if origin is Literal:
         if value in inner:
             return value

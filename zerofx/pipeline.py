@@ -57,7 +57,7 @@ from zerofx.passes.verify import verify
 from zerofx.passes.wire.gathers import QuantiseGathers
 from zerofx.passes.wire.reductions import QuantiseReductions
 from zerofx.scheduler.cost.liveness import liveness
-from zerofx.scheduler.plan.decisions import OverlapDecision, ProductDecision, ShardingDecision, SliceDecision
+from zerofx.scheduler.plan.decisions import MovedNodes, ProductDecision, ShardingDecision, TileDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
 from zerofx.units import format_bytes, format_seconds
@@ -115,13 +115,13 @@ PREPARE = (
         lambda plan, _: plan.model > 1,
     ),
     # What collectives on those values overlap with.
-    Listed(Overlap, {"overlaps": ("before", "nodes")}, lambda plan, _: plan.model > 1),
+    Listed(Overlap, {"overlaps": ()}, lambda plan, _: plan.model > 1),
     # One stage of several, with what it sends and receives.
     Listed(Stages, {"stage_cuts": (), "pipe_stage": ()}, lambda plan, _: plan.pipe > 1),
     # Products of linear layers in fp8, as one rank has them.
     Listed(Multiply, {"products": ("node", "left", "right", "in_fp8"), "fp8": ()}, lambda plan, _: plan.products),
     # Huge parameters a slice at a time.
-    Listed(Slice, {"slices": ("parameter", "num_slices")}, lambda plan, _: plan.slices),
+    Listed(Slice, {"slices": ("value", "num_tiles", "over")}, lambda plan, _: plan.slices),
     # Micro-batches one after the other.
     Listed(Accumulate, {"num_micro_batches": (), "by_layer": ()}, lambda plan, _: plan.num_micro_batches > 1),
 )
@@ -198,7 +198,7 @@ def phases() -> Mapping[str, tuple[Listed, ...]]:
 def run_preparations(
     step: StepGraph,
     settings: Settings,
-    slices: tuple[SliceDecision, ...] = (),
+    slices: tuple[TileDecision, ...] = (),
     num_micro_batches: int = 1,
     divided: Collection[str] = (),
     done: Collection[str] = (),
@@ -207,7 +207,7 @@ def run_preparations(
     loss_scaled: bool = False,
     held: Mapping[str, Sequence[ParameterInfo]] = MappingProxyType({}),
     shardings: tuple[ShardingDecision, ...] = (),
-    overlaps: tuple[OverlapDecision, ...] = (),
+    overlaps: tuple[MovedNodes, ...] = (),
     num_parts: int = 1,
     pipe: PipeStage | None = None,
     fp8: str = "",

@@ -103,7 +103,7 @@ class LocalGraph:
             case Partial(), Replicated():
                 return self.all_reduce(node, source.reduction)
             case Partial("sum"), Sharded():
-                return self._scatter(node, target)
+                return self._collective(ops.reduce_scatter_values, self._dense(self._ranks_first(node, target)))
             case Partial(), Sharded():
                 return self._own_part(self.all_reduce(node, source.reduction), target)
             case Replicated(), Partial("sum"):
@@ -183,9 +183,6 @@ class LocalGraph:
 
     def _gather(self, node: fx.Node, placement: Sharded) -> fx.Node:
         return self._from_ranks(self._collective(ops.gather_values, self._dense(node)), placement)
-
-    def _scatter(self, node: fx.Node, placement: Sharded) -> fx.Node:
-        return self._collective(ops.reduce_scatter_values, self._dense(self._ranks_first(node, placement)))
 
     def _exchange(self, node: fx.Node, source: Sharded, target: Sharded) -> fx.Node:
         if source.dim == target.dim:  # other groups: whole first, as parts of parts would have to be named

@@ -19,30 +19,30 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir.edit import node_named
 from zerofx.ir.graph import StepGraph
-from zerofx.scheduler.plan.decisions import OverlapDecision
+from zerofx.scheduler.plan.decisions import MovedNodes
 
 
 @dataclass(frozen=True)
 class Overlap:
     """Put nodes of one rank's graph where collectives on values overlap with them, as decided."""
 
-    overlaps: tuple[OverlapDecision, ...]
+    overlaps: tuple[MovedNodes, ...]
     name: str = "overlap"
 
     def run(self, step: StepGraph) -> None:
         overlap(step, self.overlaps)
 
 
-def overlap(step: StepGraph, overlaps: tuple[OverlapDecision, ...]) -> None:
+def overlap(step: StepGraph, overlaps: tuple[MovedNodes, ...]) -> None:
     """Move nodes in place.
 
     Raises:
         PlanError: a decision is about a node that the graph has not, or one would stand before what it reads.
     """
     by_name = step.nodes_by_name()
-    for decision in overlaps:
-        place = node_named(by_name, decision.before)
-        for name in decision.nodes:
+    for *names, before in filter(None, overlaps):
+        place = node_named(by_name, before)
+        for name in names:
             place.prepend(node_named(by_name, name))
     seen: set[fx.Node] = set()
     for node in step.graph.nodes:

@@ -36,7 +36,7 @@ from zerofx.ir.parameters import ParameterInfo
 from zerofx.scheduler.analysis.loss_heads import sum_dtype
 from zerofx.scheduler.analysis.saved_values import value_node
 from zerofx.scheduler.analysis.slices import Sliceable, Use, Way, find_sliceable, product_of
-from zerofx.scheduler.plan.decisions import SliceDecision
+from zerofx.scheduler.plan.decisions import TileDecision
 
 _aten = torch.ops.aten
 
@@ -45,21 +45,21 @@ _aten = torch.ops.aten
 class Slice:
     """Take huge parameters a slice at a time. ``slices`` says which."""
 
-    slices: tuple[SliceDecision, ...] = ()
+    slices: tuple[TileDecision, ...] = ()
     name: str = "slice"
 
     def run(self, step: StepGraph) -> None:
         slice_parameters(step, self.slices)
 
 
-def slice_parameters(step: StepGraph, decisions: Sequence[SliceDecision]) -> None:
+def slice_parameters(step: StepGraph, decisions: Sequence[TileDecision]) -> None:
     """Put the slices of ``decisions`` in the place of whole parameters, in place.
 
     Raises:
         PlanError: a decision is about what this graph has not, or needs whole.
     """
     for decision in decisions:
-        _Slicer(step, find_sliceable(step, decision), decision.num_slices).run()
+        _Slicer(step, find_sliceable(step, decision), decision.num_tiles).run()
     step.slices = (*step.slices, *decisions)
 
 

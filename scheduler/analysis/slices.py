@@ -25,13 +25,13 @@ from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.text import target_name
 from zerofx.scheduler.analysis.loss_heads import find_heads
 from zerofx.scheduler.analysis.tile_chains import find_chains
-from zerofx.scheduler.plan.decisions import SliceDecision
+from zerofx.scheduler.plan.decisions import TileDecision
 from zerofx.scheduler.plan.facts import unit_of
 from zerofx.units import format_bytes
 
 _aten = torch.ops.aten
 
-Slices = tuple[SliceDecision, ...]
+Slices = tuple[TileDecision, ...]
 
 _NUM_SLICES = (4, 16)  # of the largest parameter, on the rungs of the search for a plan within a budget
 _MOST_SLICES = 64  # on a rung, in all: each has decisions of its own, among which plans are searched for
@@ -178,7 +178,7 @@ def slices_of_names(step: StepGraph, counts_by_name: Mapping[str, int]) -> Slice
         UsageError: a parameter cannot be worked with in slices, or has not so many rows.
     """
     names = {alias: info for info in step.parameters for alias in info.aliases}
-    slices: dict[str, SliceDecision] = {}
+    slices: dict[str, TileDecision] = {}
     for name, num_slices in counts_by_name.items():
         if name not in names:
             continue
@@ -191,12 +191,12 @@ def slices_of_names(step: StepGraph, counts_by_name: Mapping[str, int]) -> Slice
             )
         if num_slices > info.shape[0]:
             raise UsageError(f"expected up to {info.shape[0]} slices of {name}, one for each row, found {num_slices}")
-        if info.name in slices and slices[info.name].num_slices != num_slices:
+        if info.name in slices and slices[info.name].num_tiles != num_slices:
             raise UsageError(
                 f"expected one number of slices of {info.name}, which is the same parameter as {name}, found "
-                f"{slices[info.name].num_slices} and {num_slices}"
+                f"{slices[info.name].num_tiles} and {num_slices}"
             )
-        slices[info.name] = SliceDecision(info.name, num_slices, candidate.num_bytes, f"as asked for {name}")
+        slices[info.name] = TileDecision(info.name, num_slices, candidate.num_bytes, f"as asked for {name}")
     return tuple(slices[info.name] for info in step.parameters if info.name in slices)
 
 
@@ -232,25 +232,25 @@ def slice_rungs(step: StepGraph, missing_bytes: int) -> list[Slices]:
             candidate: min(-(-candidate.num_bytes * number // largest), candidate.info.shape[0])
             for candidate in whole_parameters
         }
-        rung = tuple(SliceDecision(w.info.name, n, w.num_bytes, reason) for w, n in counts.items() if n > 1)
-        if rung and sum(decision.num_slices for decision in rung) <= _MOST_SLICES:
+        rung = tuple(TileDecision(w.info.name, n, w.num_bytes, reason) for w, n in counts.items() if n > 1)
+        if rung and sum(decision.num_tiles for decision in rung) <= _MOST_SLICES:
             rungs[rung] = missing_bytes <= most * (1 - 1 / number)
     return [rung for rung, is_enough in rungs.items() if is_enough] or list(rungs)[-1:]
 
 
-def find_sliceable(step: StepGraph, decision: SliceDecision) -> Sliceable:
+def find_sliceable(step: StepGraph, decision: TileDecision) -> Sliceable:
     """The parameter of a decision, with its uses.
 
     Raises:
         PlanError: the graph has no such parameter, or not so many rows of it, or needs it whole.
     """
-    known = any(info.name == decision.parameter for info in step.parameters)
-    candidate = sliceable(step, decision.parameter) if known else "is no parameter of this model"
-    if isinstance(candidate, Sliceable) and not 2 <= decision.num_slices <= candidate.info.shape[0]:
-        candidate = f"has {candidate.info.shape[0]} rows for {decision.num_slices} slices"
+    known = any(info.name == decision.value for info in step.parameters)
+    candidate = sliceable(step, decision.value) if known else "is no parameter of this model"
+    if isinstance(candidate, Sliceable) and not 2 <= decision.num_tiles <= candidate.info.shape[0]:
+        candidate = f"has {candidate.info.shape[0]} rows for {decision.num_tiles} slices"
     if isinstance(candidate, str):
         raise PlanError(
-            f"expected a plan whose slices are of parameters of this graph, found that {decision.parameter} "
+            f"expected a plan whose slices are of parameters of this graph, found that {decision.value} "
             f"{candidate}: make the plan anew for this model"
         )
     return candidate

@@ -27,8 +27,8 @@ from zerofx.ir.micro_batches import loop_numbers, loops_of, times_held
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.streams import background_work, hops_of, runs_on_host
-from zerofx.scheduler.cost.blocks import size_class
 from zerofx.scheduler.cost.cpu.workspace import memories
+from zerofx.scheduler.cost.transfers import size_class
 from zerofx.scheduler.plan.facts import TIERS, Arena
 
 

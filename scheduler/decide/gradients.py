@@ -33,7 +33,7 @@ def gradients_asked(layout: BucketLayout, num_micro_batches: int, tier: Tier | N
         return ()
     return tuple(
         Absence(
-            bucket=bucket.index, tier=tier, num_bytes=bucket.gradient_bytes, free_after=(), reload_before=(),
+            kind="gradients", bucket=bucket.index, tier=tier, num_bytes=bucket.gradient_bytes,
             reason=f"as asked: frees {format_bytes(bucket.gradient_bytes)} between micro-batches",
         )
         for bucket in layout.buckets

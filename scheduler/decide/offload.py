@@ -10,12 +10,18 @@ one tensor alone: offload it if the exposed part of its two copies is less than 
 ``place`` puts the copies on the timeline: out after the last reader in forward, first come first served; back as late
 as they can be without keeping backward waiting, or as soon as they can be where that is no time at all. What is needed
 again before it could be gone stays on the device.
+
+Of values that all ranks of the model axis have, each may keep a part until backward instead (``spread_menu``): it is
+cut where forward reads the value last, and gathered where backward reads it first, which waits for it. So the seconds
+are those of the gather, whole, and of the cut. Of a layer's values the largest come first; those that are small next to
+it would not be worth what a collective takes to start. What of them is computed again, or offloaded, in a plan is not
+spread: each value has one fate.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -26,12 +32,14 @@ from zerofx.ir.facts import Phase, origin, piece_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_numbers, loops_of
 from zerofx.passes.activations.offload import refusal
-from zerofx.scheduler.analysis.saved_values import storage_size
+from zerofx.passes.activations.spread import can_be_spread
+from zerofx.scheduler.analysis.saved_values import saved_values, storage_size, value_node
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.timeline import UnitPhase, UnitRun, runs
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.activations import Segment, cheapest, keep_all, levels_at_prices, menu
+from zerofx.scheduler.decide.lanes import earliest_ends, latest_starts
 from zerofx.scheduler.decide.ledger import Ledger, Level
 from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
@@ -181,13 +189,12 @@ def place(
     spans = runs(step, seconds)
     ledger = ledger.copy()
     copies = _copies(step, spans, requests, ledger)
-    gone = _ways_out(copies, spans, machine)
-    back = _ways_back(copies, spans, machine)
+    ways = _place_on_lanes(copies, spans, machine)
     decisions = []
     passing = [ledger.left["host"]] * len(spans)
     rounds = _places_in_rounds(step, copies)
     for copy in copies:
-        freed, reload = gone[copy.node], back[copy.node]
+        freed, reload = ways[copy.node]
         if freed + 1 >= reload:
             # With only one run in between it would not be gone at all: backward waits for it.
             reload = copy.needed
@@ -203,6 +210,7 @@ def place(
         up = copy_seconds(copy.num_bytes, copy.tier, "device", machine)
         decisions.append(
             Absence(
+                kind="offloads",
                 value=copy.node.name,
                 tier=copy.tier,
                 num_bytes=copy.num_bytes,
@@ -253,27 +261,64 @@ def _copies(step: StepGraph, spans: Sequence[UnitRun], requests: Mapping[str, st
     return copies
 
 
-def _ways_out(copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machine) -> dict[fx.Node, int]:
-    """The run after which each value has been copied out, or else the last one of forward."""
-    ends = [run.end_seconds for run in spans]
-    free: dict[Tier, float] = {}
+def _place_on_lanes(
+    copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machine
+) -> dict[fx.Node, tuple[int, int]]:
+    """The run after which each value has been copied out, or else the last one of forward; and the run before which its
+    copy back starts to be there in time, or else the first one of backward."""
+    starts, ends = [run.start_seconds for run in spans], [run.end_seconds for run in spans]
     ways = {}
-    for copy in sorted(copies, key=lambda copy: copy.computed_in):
-        begin = max(free.get(copy.tier, 0.0), ends[copy.computed_in])
-        free[copy.tier] = begin + copy_seconds(copy.num_bytes, "device", copy.tier, machine)
-        last_forward = next(i for i in range(copy.needed - 1, -1, -1) if spans[i].phase is Phase.FORWARD)
-        ways[copy.node] = min(bisect_left(ends, free[copy.tier], lo=copy.computed_in), last_forward)
+    for tier in dict.fromkeys(copy.tier for copy in copies):
+        mine = sorted((copy for copy in copies if copy.tier == tier), key=lambda copy: copy.computed_in)
+        down, up = (
+            [copy_seconds(copy.num_bytes, *link, machine) for copy in mine]
+            for link in (("device", tier), (tier, "device"))
+        )
+        gone = earliest_ends([ends[copy.computed_in] for copy in mine], down)
+        ranks = [(copy.needed, copy.computed_in, -number) for number, copy in enumerate(mine)]
+        back = latest_starts([starts[copy.needed] for copy in mine], up, ranks)
+        for copy, end, begin in zip(mine, gone, back, strict=True):
+            last_forward = next(i for i in range(copy.needed - 1, -1, -1) if spans[i].phase is Phase.FORWARD)
+            first_backward = next(i for i in range(copy.computed_in, len(spans)) if spans[i].phase is not Phase.FORWARD)
+            reload = min(max(bisect_right(starts, begin) - 1, first_backward), copy.needed)
+            ways[copy.node] = min(bisect_left(ends, end, lo=copy.computed_in), last_forward), reload
     return ways
 
 
-def _ways_back(copies: Sequence[_Copy], spans: Sequence[UnitRun], machine: Machine) -> dict[fx.Node, int]:
-    """The run before which each copy back starts to be there in time, or else the first one of backward."""
-    starts = [run.start_seconds for run in spans]
-    free: dict[Tier, float] = {}
-    ways = {}
-    for copy in sorted(copies, key=lambda copy: (-copy.needed, -copy.computed_in)):
-        finish = min(free.get(copy.tier, float("inf")), starts[copy.needed])
-        free[copy.tier] = finish - copy_seconds(copy.num_bytes, copy.tier, "device", machine)
-        first_backward = next(i for i in range(copy.computed_in, len(spans)) if spans[i].phase is not Phase.FORWARD)
-        ways[copy.node] = min(max(bisect_right(starts, free[copy.tier]) - 1, first_backward), copy.needed)
-    return ways
+_LEAST = 1 / 8  # of the largest value of a layer
+
+
+def spread_menu(segment: Segment, num_parts: int, seconds: Callable[[int], float]) -> tuple[Level, ...]:
+    """A segment's levels: none of its values in parts, the largest, the two largest, and so on.
+
+    ``seconds``: what it takes to cut and gather so many bytes.
+    """
+    makers = set(segment.operators)
+    own = [i for i in sorted(segment.needed | segment.fixed) if segment.values[i][0] in makers]
+    sizes = {i: storage_size(segment.values[i]) for i in own if can_be_spread(value_node(segment.values[i]), num_parts)}
+    least = _LEAST * max(sizes.values(), default=0)
+    levels = [Level(sum(sizes.values()), 0.0)]
+    for i, size in sorted(sizes.items(), key=lambda entry: -entry[1]):
+        if size >= least:
+            before = levels[-1]
+            left = before.num_bytes - size + size // num_parts
+            levels.append(Level(left, before.seconds + seconds(size), spread=before.spread | {i}))
+    return tuple(levels)
+
+
+def spreads_of(
+    step: StepGraph, reasons: Mapping[str, str], num_parts: int, without: Collection[str]
+) -> tuple[Absence, ...]:
+    """Values of ``reasons``, by name, that ``step``, whose other decisions are carried out, keeps for backward;
+    ``without`` those that are elsewhere meanwhile."""
+    return tuple(
+        Absence(
+            kind="spreads",
+            value=node.name,
+            num_bytes=storage_bytes(tensors_of(node)[0]),
+            reason=reasons[node.name],
+            layer=origin(node).layer,
+        )
+        for node in saved_values(step)
+        if node.name in reasons and node.name not in without and can_be_spread(node, num_parts)
+    )

@@ -32,6 +32,7 @@ from zerofx.passes.lib.placed_states import may_run_on
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import Positions, UnitPhase, UnitRun, runs
 from zerofx.scheduler.cost.transfers import copy_seconds
+from zerofx.scheduler.decide.lanes import latest_starts
 from zerofx.scheduler.decide.ledger import NUM_BUFFERS
 from zerofx.scheduler.decide.residency import parameter_uses
 from zerofx.scheduler.decide.states import update_traffic_bytes
@@ -42,7 +43,6 @@ from zerofx.scheduler.decide.update_sides import (
     Pace,
     Update,
     balance_updates,
-    latest_starts,
     pace,
 )
 from zerofx.scheduler.plan.decisions import Absence, GatherDecision, ReduceDecision
@@ -75,7 +75,9 @@ def _latest_copies(coming: Sequence[Arrival], paced: Pace, machine: Machine) -> 
         numbers = [number for number, arrival in enumerate(coming) if leg in _legs(arrival)]
         seconds = [copy_seconds(coming[number].num_bytes, *leg, machine) for number in numbers]
         ends, others = [deadlines[number] for number in numbers], paced.new if leg == _LEGS[0] else ()
-        starts = latest_starts([coming[number] for number in numbers], ends, seconds, others)
+        # From the last to the first to be asked for.
+        ranks = [(coming[number].earliest, coming[number].needed) for number in numbers]
+        starts = latest_starts(ends, seconds, ranks, others)
         for number, start in zip(numbers, starts, strict=True):
             run = bisect_right(reached, start + _ROUNDING * reached[-1]) - 1
             run = reads[number] = max(coming[number].earliest, min(reads[number], run))
@@ -142,7 +144,7 @@ def place_arrivals(
         return plan
     if at_end:
         at_once = (_copy_at_once(each) if each.bucket in at_end else each for each in plan.states)
-        plan = replace(plan, states=tuple(at_once))
+        plan = plan.replace_absences(states=at_once)
     spans = runs(step, seconds)
     coming = _collect_arrivals(
         plan, step, layout, state_bytes, spans, machine,
@@ -157,7 +159,7 @@ def place_arrivals(
             plan.states, coming.updates, arrivals, run_seconds, handed, machine,
             departures=coming.departures, ahead=ahead,
         )  # fmt: skip
-        plan = replace(plan, states=sides)
+        plan = plan.replace_absences(states=sides)
     on_host = {decision.bucket for decision in plan.states if decision.update == "host"}
     paced = None
     if ahead:
@@ -183,10 +185,10 @@ def place_arrivals(
     states = away["states"]
     if leaves_down and paced is not None:
         states = _place_write_backs(
-            replace(plan, states=tuple(states)), coming, paced, layout, state_bytes, names, machine
+            plan.replace_absences(states=states), coming, paced, layout, state_bytes, names, machine
         )
     in_turn = _assign_buffers(states, coming.updated)
-    return replace(plan, gathers=tuple(gathers), offloads=tuple(away["offloads"]), states=tuple(in_turn))
+    return replace(plan, gathers=tuple(gathers)).replace_absences(offloads=away["offloads"], states=in_turn)
 
 
 # What comes from a slower tier: the list of the plan that has it, its number there, and when it is wanted.

@@ -69,19 +69,21 @@ def decide(
     reasons.
     """
     lent = tuple(
-        Absence(bucket=bucket.index, tier=bucket.lent_tier, reason="where the step has it that trains it")
+        Absence(
+            kind="parameters", bucket=bucket.index, tier=bucket.lent_tier,
+            reason="where the step has it that trains it",
+        )
         for bucket in layout.buckets
         if bucket.lent_tier is not None
-    )
+    )  # fmt: skip
     parameters = plan.parameters + lent
     gathered = {bucket.index for bucket in layout.buckets if bucket.is_gathered(plan.stage)}
     elsewhere = gathered | {decision.bucket for decision in parameters}
     resident = frozenset(range(len(layout.buckets))) - elsewhere
     return replace(
-        plan,
+        plan.replace_absences(parameters=parameters),
         gathers=_decide_gathers(step, layout, options, resident) if gathered or parameters else (),
         reduces=_decide_reduces(step, layout, options, plan.stage, each or {}),
-        parameters=parameters,
     )
 
 

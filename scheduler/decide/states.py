@@ -115,12 +115,9 @@ def _cheaper_level(
 
 def _device_level(num_bytes: int, overlapping: float, tier: Tier, machine: Machine) -> Level:
     """States in ``tier`` that come up to the device for their update."""
-    seconds = max(0.0, _device_seconds(num_bytes, tier, machine) - overlapping)
+    up, down = copy_seconds(num_bytes, tier, "device", machine), copy_seconds(num_bytes, "device", tier, machine)
+    seconds = max(0.0, max(up, down) - overlapping)
     return Level(0, seconds, tier, "device", num_bytes, num_bytes if tier == "nvme" else 0)
-
-
-def _device_seconds(num_bytes: int, tier: Tier, machine: Machine) -> float:
-    return max(copy_seconds(num_bytes, tier, "device", machine), copy_seconds(num_bytes, "device", tier, machine))
 
 
 def _host_update_seconds(bucket: Bucket, num_bytes: int, numel: int, tier: Tier, machine: Machine) -> float:
@@ -182,6 +179,9 @@ def decisions_of(delayed: Mapping[Bucket, Level]) -> tuple[Absence, ...]:
         how = "gradients down, parameters up" if is_delayed else "whole parameters, updated on the device in each step"
         reason = f"delayed_update: frees {frees}; {how}"
         decisions.append(
-            Absence(bucket=bucket.index, tier="host", update=placement.update, reason=reason, delayed=is_delayed)
-        )
+            Absence(
+                kind="states", bucket=bucket.index, tier="host", update=placement.update, reason=reason,
+                delayed=is_delayed,
+            )
+        )  # fmt: skip
     return tuple(decisions)

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -363,35 +362,6 @@ class _Lanes:
             self.settle(bucket)
         while self._up < self.now and (self._ready or (self._asked and self._asked[0][0] < self.now)):
             self._copy_up()
-
-
-def latest_starts(
-    arrivals: Sequence[Arrival],
-    deadlines: Sequence[float],
-    seconds: Sequence[float],
-    others: Sequence[tuple[float, float]] = (),
-) -> list[float]:
-    """When copies on one link may begin at the latest.
-
-    Going back from the last deadline, of what may end then the one is copied that may be asked for the latest.
-    ``others``: when what else is copied ends, each with the seconds that it takes.
-    """
-    # From the last to the first to be asked for: a fixed copy before all else.
-    rank = [(-arrival.earliest, -arrival.needed) for arrival in arrivals] + [(-math.inf, 0)] * len(others)
-    ends = [*deadlines, *(end for end, _ in others)]
-    takes = [*seconds, *(time for _, time in others)]
-    order = sorted(range(len(ends)), key=lambda n: (ends[n], -rank[n][1], n))
-    starts = [0.0] * len(ends)
-    free, ending = math.inf, list[tuple[float, int, int]]()
-    while order or ending:
-        if not ending:
-            free = min(free, ends[order[-1]])
-        while order and ends[order[-1]] >= free:
-            number = order.pop()
-            heappush(ending, (*rank[number], -number))
-        number = -heappop(ending)[2]
-        free = starts[number] = min(free, ends[number]) - takes[number]
-    return starts[: len(arrivals)]
 
 
 _TRIED = 16  # numbers of updates on the host that are tried at first, before those around the best

@@ -30,16 +30,16 @@ from zerofx.ir.ops import VALUE_COLLECTIVES
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.wire_volume import value_collective_seconds
-from zerofx.scheduler.plan.decisions import OverlapDecision
+from zerofx.scheduler.plan.decisions import MovedNodes
 
 
-def decide_overlaps(step: StepGraph, machine: Machine) -> tuple[OverlapDecision, ...]:
+def decide_overlaps(step: StepGraph, machine: Machine) -> tuple[MovedNodes, ...]:
     """Decide which nodes of one rank's graph to move, so that collectives on values overlap with computation.
 
     The graph is that of ``passes/prepare/partition.py``, before anything else is put in.
     """
     following = _collectives_from(step)
-    overlaps: list[OverlapDecision] = []
+    overlaps: list[MovedNodes] = []
     for _, run in itertools.groupby(step.calls(), key=lambda node: (step.unit_of(node), origin(node).phase)):
         nodes = list(run)
         if any(node.target in VALUE_COLLECTIVES for node in nodes):
@@ -80,7 +80,7 @@ class _Run:
             for node in segment:
                 if node in self._order:
                     continue
-                if self._is_held(node):
+                if not self._following[node] and origin(node).phase is Phase.BACKWARD:
                     self._held[node] = None
                     continue
                 if node.target is ops.wait and node.args[0] in self._ends:
@@ -92,9 +92,6 @@ class _Run:
                         self._await(read)
                 self._add(node)
         return [*self._order, *waiting, *self._held]
-
-    def _is_held(self, node: fx.Node) -> bool:
-        return not self._following[node] and origin(node).phase is Phase.BACKWARD
 
     def _is_ready(self, node: fx.Node) -> bool:
         return all(read in self._order or read not in self._inside for read in node.all_input_nodes)
@@ -145,7 +142,7 @@ def _segments(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
     yield segment
 
 
-def _node_moves(before: Sequence[fx.Node], after: Sequence[fx.Node]) -> Iterator[OverlapDecision]:
+def _node_moves(before: Sequence[fx.Node], after: Sequence[fx.Node]) -> Iterator[MovedNodes]:
     """Moves that turn one order of nodes into another: as few as possible, in front of nodes that stay."""
     places = {node: place for place, node in enumerate(before)}
     stay = _longest_rising([places[node] for node in after])
@@ -154,7 +151,7 @@ def _node_moves(before: Sequence[fx.Node], after: Sequence[fx.Node]) -> Iterator
         if node in places and places[node] not in stay:
             moved.append(node.name)
         elif moved:
-            yield OverlapDecision(node.name, tuple(moved))
+            yield (*moved, node.name)
             moved = []
 
 

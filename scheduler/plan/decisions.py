@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from zerofx.json_format import ONLY_IF_SET
 from zerofx.scheduler.plan.facts import Tier
@@ -62,15 +62,20 @@ class ReduceDecision:
         return next((place for place in places if place != ""), None)
 
 
+AbsenceKind = Literal["recomputes", "spreads", "offloads", "states", "parameters", "gradients"]
+ABSENCE_KINDS: tuple[AbsenceKind, ...] = get_args(AbsenceKind)
+VALUE_KINDS: frozenset[AbsenceKind] = frozenset({"recomputes", "spreads", "offloads"})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Absence:
     """A value that is not on the device for a while, or not whole: it leaves, and comes back by a link or computation.
 
-    The list of the plan says what it is: a forward value that backward reads (``recomputes``, ``offloads``,
-    ``spreads``), by the node ``value`` of the captured graph and ``layer``, the dotted path of the module that makes it
-    (``""``: the model itself); or of a ``bucket``, what is there between its uses: a rank's slice of parameters in the
-    compute dtype (``parameters``), optimizer states and fp32 masters (``states``), or gradients between
-    micro-batches (``gradients``). A bucket without an entry has them on the device.
+    ``kind`` says what it is: a forward value that backward reads (``recomputes``, ``offloads``, ``spreads``), by the
+    node ``value`` of the captured graph and ``layer``, the dotted path of the module that makes it (``""``: the model
+    itself); or of a ``bucket``, what is there between its uses: a rank's slice of parameters in the compute dtype
+    (``parameters``), optimizer states and fp32 masters (``states``), or gradients between micro-batches
+    (``gradients``). A bucket without an entry has them on the device.
     ``tier`` is where it is meanwhile; ``"device"`` where values are computed again, or kept in parts on the ranks of
     the model axis. ``num_bytes`` are those of the value, whole, or of the gradients.
 
@@ -90,6 +95,7 @@ class Absence:
     more (2101.06840, section 5: one-step delayed parameter update).
     """
 
+    kind: AbsenceKind
     reason: str
     bucket: int = field(default=-1, metadata=ONLY_IF_SET)
     value: str = field(default="", metadata=ONLY_IF_SET)
@@ -106,7 +112,7 @@ class Absence:
     back_by: str | None = field(default=None, metadata=ONLY_IF_SET)
 
     def __post_init__(self) -> None:
-        if (self.bucket < 0) == (not self.value):
+        if (self.bucket < 0, not self.value) != ((True, False) if self.kind in VALUE_KINDS else (False, True)):
             raise ValueError(f"expected the absence of a value, or of what a bucket has, found {self}")
         if (self.value or self.free_after) and not self.num_bytes:
             raise ValueError(f"expected the bytes of what is not on the device, found {self}")
@@ -114,32 +120,24 @@ class Absence:
 
 @dataclass(frozen=True)
 class TileDecision:
-    """Logits that are made, and turned into their loss and its gradients, in ``num_tiles`` runs of rows or of classes.
+    """A tensor that is never whole on the device: it is worked with in ``num_tiles`` runs, one after the other.
 
-    ``value`` is the node of the captured graph that gives the logits, ``num_bytes`` what they take whole, ``layer`` as
-    in ``Absence``. ``over`` is ``"rows"`` or ``"classes"``.
+    In ``Plan.tiles``, logits that are made, and turned into their loss and its gradients, a run of rows or of classes
+    (``over``) at a time: ``value`` is the node of the captured graph that gives them, ``layer`` as in ``Absence``.
+
+    In ``Plan.slices``, a parameter, ``value`` its first dotted name, that is gathered, multiplied, reduced and updated
+    a run of rows at a time: each slice is a parameter of the captured graph, with a bucket of its own:
+    ``"layers.0.mlp.up.weight[0:2048]"``.
+
+    ``num_bytes`` are those of the whole tensor, of a parameter in the compute dtype.
     """
 
     value: str
     num_tiles: int
     num_bytes: int
     reason: str
-    layer: str = ""
+    layer: str = field(default="", metadata=ONLY_IF_SET)
     over: Literal["rows", "classes"] = field(default="rows", metadata=ONLY_IF_SET)
-
-
-@dataclass(frozen=True)
-class SliceDecision:
-    """A parameter that is gathered, multiplied, reduced and updated ``num_slices`` runs of rows at a time.
-
-    ``parameter`` is its first dotted name, ``num_bytes`` what it takes whole in the compute dtype. Each slice is a
-    parameter of the captured graph, with a bucket of its own: ``"layers.0.mlp.up.weight[0:2048]"``.
-    """
-
-    parameter: str
-    num_slices: int
-    num_bytes: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -161,13 +159,9 @@ class ShardingDecision:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class OverlapDecision:
-    """Nodes of one rank's graph that stand, in this order, right in front of ``before`` rather than where they were
-    captured, so that collectives on values overlap with computation."""
-
-    before: str
-    nodes: tuple[str, ...]
+MovedNodes = tuple[str, ...]
+"""Nodes of one rank's graph that stand, in this order, right in front of the last of them rather than where they were
+captured, so that collectives on values overlap with computation."""
 
 
 Factor = Literal["input", "weight", "gradient"]
@@ -243,15 +237,6 @@ class WireDecision:
     def is_exact(self) -> bool:
         """True if the bucket is sent unchanged."""
         return self.gather == "exact" and not self.second_shard and self.reduce == "exact"
-
-
-@dataclass(frozen=True)
-class Locations:
-    """Places of parameters and states between steps, for evaluations, which move none of them: the buckets that have
-    theirs in a slower tier; all others have them on the device."""
-
-    parameters: tuple[Absence, ...] = ()
-    states: tuple[Absence, ...] = ()
 
 
 D = TypeVar("D", GatherDecision, ReduceDecision, Absence, WireDecision)

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 
 from zerofx.disk.own_files import read_named, write_named
 from zerofx.errors import PlanError
 from zerofx.json_format import ONLY_IF_SET, from_data, to_data
 from zerofx.scheduler.plan.decisions import (
+    ABSENCE_KINDS,
     Absence,
+    AbsenceKind,
     GatherDecision,
-    OverlapDecision,
+    MovedNodes,
     PieceDecision,
     ProductDecision,
     ReduceDecision,
     ShardingDecision,
-    SliceDecision,
     TileDecision,
     WireDecision,
 )
 from zerofx.scheduler.plan.facts import Arena, BucketSummary, GraphSummary, Prediction
 from zerofx.scheduler.plan.mesh import Axes, Mesh
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,10 @@ class Plan:
     """All decisions for one captured step.
 
     ``graph`` is the fingerprint of the captured graph that the node names belong to, in which the parameters of
-    ``slices`` are there in slices; ``summary`` is what is in it. ``extra_keeps`` are forward values that backward reads
-    only because others are computed again from them. ``pieces`` are those that what is outside repeated layers is
-    divided into, where not all values stay. ``memory_budget`` is what the plan was made to fit, in bytes on the device.
+    ``slices`` are there in slices; ``summary`` is what is in it. ``absences`` are all that is not on the device for a
+    while, by kind; there is a property for each. ``extra_keeps`` are forward values that backward reads only because
+    others are computed again from them. ``pieces`` are those that what is outside repeated layers is divided into,
+    where not all values stay. ``memory_budget`` is what the plan was made to fit, in bytes on the device.
     ``num_micro_batches`` is how many a batch is divided into, which run one after the other before the update, or
     ``by_layer``: all of them through a layer before the next one.
     ``fp8`` is the recipe of those ``products`` that are taken in fp8, ``""`` where none may be.
@@ -58,20 +63,15 @@ class Plan:
     buckets: tuple[BucketSummary, ...]
     gathers: tuple[GatherDecision, ...]
     reduces: tuple[ReduceDecision, ...]
-    recomputes: tuple[Absence, ...] = ()
+    absences: tuple[Absence, ...] = ()
     extra_keeps: tuple[str, ...] = ()
     pieces: tuple[PieceDecision, ...] = field(default=(), metadata=ONLY_IF_SET)
     tiles: tuple[TileDecision, ...] = ()
-    slices: tuple[SliceDecision, ...] = ()
+    slices: tuple[TileDecision, ...] = ()
     shardings: tuple[ShardingDecision, ...] = field(default=(), metadata=ONLY_IF_SET)
-    overlaps: tuple[OverlapDecision, ...] = field(default=(), metadata=ONLY_IF_SET)
+    overlaps: tuple[MovedNodes, ...] = field(default=(), metadata=ONLY_IF_SET)
     fp8: str = field(default="", metadata=ONLY_IF_SET)
     products: tuple[ProductDecision, ...] = field(default=(), metadata=ONLY_IF_SET)
-    offloads: tuple[Absence, ...] = ()
-    spreads: tuple[Absence, ...] = field(default=(), metadata=ONLY_IF_SET)
-    states: tuple[Absence, ...] = ()
-    parameters: tuple[Absence, ...] = ()
-    gradients: tuple[Absence, ...] = ()
     memory_budget: int | None = None
     num_micro_batches: int = 1
     by_layer: bool = field(default=False, metadata=ONLY_IF_SET)
@@ -92,6 +92,45 @@ class Plan:
     states_reason: str = field(default="", metadata=ONLY_IF_SET)
     prediction: Prediction | None = field(default=None, compare=False)
     summary: GraphSummary | None = field(default=None, compare=False)
+
+    @cached_property
+    def _by_kind(self) -> Mapping[AbsenceKind, tuple[Absence, ...]]:
+        return {kind: tuple(away for away in self.absences if away.kind == kind) for kind in ABSENCE_KINDS}
+
+    @property
+    def recomputes(self) -> tuple[Absence, ...]:
+        """The values that backward computes again."""
+        return self._by_kind["recomputes"]
+
+    @property
+    def spreads(self) -> tuple[Absence, ...]:
+        """The values that wait for backward in parts on the ranks of the model axis."""
+        return self._by_kind["spreads"]
+
+    @property
+    def offloads(self) -> tuple[Absence, ...]:
+        """The values that wait for backward in a slower tier."""
+        return self._by_kind["offloads"]
+
+    @property
+    def states(self) -> tuple[Absence, ...]:
+        """The buckets whose optimizer states are in a slower tier between updates."""
+        return self._by_kind["states"]
+
+    @property
+    def parameters(self) -> tuple[Absence, ...]:
+        """The buckets whose parameters are in a slower tier between uses."""
+        return self._by_kind["parameters"]
+
+    @property
+    def gradients(self) -> tuple[Absence, ...]:
+        """The buckets whose gradients are in a slower tier between micro-batches."""
+        return self._by_kind["gradients"]
+
+    def replace_absences(self, **kinds: Iterable[Absence]) -> Plan:
+        """The same with other absences of some kinds."""
+        by_kind = (kinds.get(kind, of_kind) for kind, of_kind in self._by_kind.items())
+        return replace(self, absences=tuple(itertools.chain.from_iterable(by_kind)))
 
     @property
     def launches(self) -> list[list[int]]:

@@ -75,7 +75,7 @@ def add_least_seconds(
     by_region: bool = False,
 ) -> Plan:
     """``plan`` with ``Prediction.least_seconds``, where it has a budget and only keeps and recomputes."""
-    moves = plan.offloads or plan.spreads or plan.states or plan.parameters or plan.gradients or plan.tiles
+    moves = len(plan.absences) > len(plan.recomputes) or plan.tiles
     if plan.memory_budget is None or plan.prediction is None or moves:
         return plan
     bounded = bound(plan, step, layout, machine, on_cpu=on_cpu, by_region=by_region)

@@ -21,15 +21,12 @@ from zerofx.scheduler.decide.activations import Segment
 from zerofx.scheduler.decide.gathers import reason_to_keep
 from zerofx.scheduler.decide.gradients import place_gradients
 from zerofx.scheduler.decide.ledger import Ledger, Level
-from zerofx.scheduler.decide.offload import place
+from zerofx.scheduler.decide.offload import place, spreads_of
 from zerofx.scheduler.decide.prefetch import place_arrivals
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
-from zerofx.scheduler.decide.spread import spreads_of
 from zerofx.scheduler.decide.states import decisions_of
 from zerofx.scheduler.decide.update_sides import Handed
-from zerofx.scheduler.plan.decisions import (
-    Absence,
-)
+from zerofx.scheduler.plan.decisions import Absence, AbsenceKind
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.order import Move, last_moves
 from zerofx.scheduler.search.question import Question
@@ -47,7 +44,7 @@ class Choice:
     extra_keeps: dict[str, None] = field(default_factory=dict)
     requests: dict[str, str] = field(default_factory=dict)
     state_levels: dict[Bucket, Level] = field(default_factory=dict)  # of the same buckets
-    away: dict[str, list[Absence]] = field(default_factory=lambda: defaultdict(list))  # by the plan's list
+    away: dict[AbsenceKind, list[Absence]] = field(default_factory=lambda: defaultdict(list))
     each: dict[int, str] = field(default_factory=dict)  # buckets that are reduced in each micro-batch
     spreads: dict[str, str] = field(default_factory=dict)  # reasons by value, as of requests
 
@@ -108,13 +105,13 @@ class Item:
                 freeing = f"frees {format_bytes(freed)} in between for {format_seconds(level.exposed_seconds)} exposed"
                 chosen.each[self.bucket.index] = f"reduced in each micro-batch: {freeing}"
             case "states" | "parameters" | "gradients":
-                chosen.away[self.kind].append(self._absence(move))
+                chosen.away[self.kind].append(self._absence(self.kind, move))
                 if self.kind == "states":
                     chosen.state_levels[self.bucket] = level
                 elif self.kind == "gradients":
                     chosen.each.pop(self.bucket.index, None)
 
-    def _absence(self, move: Move) -> Absence:
+    def _absence(self, kind: AbsenceKind, move: Move) -> Absence:
         """Absence of a bucket's tensors at the chosen level, before copies are placed."""
         level, when, side, num_bytes = self.levels[move.level], "", "", 0
         if self.kind == "states":
@@ -125,7 +122,9 @@ class Item:
         else:
             when, num_bytes = " between micro-batches", self.bucket.gradient_bytes
         why = f"frees {format_bytes(move.freed_bytes)}{when} for {format_seconds(level.seconds)} exposed{side}"
-        return Absence(bucket=self.bucket.index, tier=level.tier, update=level.update, num_bytes=num_bytes, reason=why)
+        return Absence(
+            kind=kind, bucket=self.bucket.index, tier=level.tier, update=level.update, num_bytes=num_bytes, reason=why
+        )
 
     def _choose_activations(self, move: Move, question: Question, chosen: Choice) -> None:
         segment, level = self.segment, self.levels[move.level]
@@ -145,7 +144,7 @@ class Item:
             if i in segment.needed and i not in level.saved:
                 size = storage_bytes(tensors_of(node)[0])
                 chosen.away["recomputes"].append(
-                    Absence(value=node.name, num_bytes=size, reason=reason, layer=origin(node).layer)
+                    Absence(kind="recomputes", value=node.name, num_bytes=size, reason=reason, layer=origin(node).layer)
                 )
             elif i in level.saved and storage not in question.facts.activations:
                 chosen.extra_keeps[node.name] = None
@@ -163,25 +162,18 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
     offloads = place(carried_out, chosen.requests, chosen.seconds, question.machine, ledger)
     if not offloads:
         put_off(carried_out)
-    num_parts, away = question.layout.mesh.model, {decision.value for decision in offloads}
-    divided = question.facts.pieces_without(recomputed | away)
+    num_parts, offloaded = question.layout.mesh.model, {decision.value for decision in offloads}
+    divided = question.facts.pieces_without(recomputed | offloaded)
     end_regions_at(carried_out, divided)
-    spreads = spreads_of(carried_out, chosen.spreads, num_parts, away)
+    spreads = spreads_of(carried_out, chosen.spreads, num_parts, offloaded)
     spread(carried_out, spreads, num_parts)
-    plan = replace(
-        question.undecided,
-        recomputes=tuple(chosen.away["recomputes"]),
-        extra_keeps=tuple(chosen.extra_keeps),
-        pieces=divided,
-        tiles=question.tiles,
-        offloads=offloads,
-        spreads=spreads,
-        states=tuple(chosen.away["states"]),
-        parameters=tuple(chosen.away["parameters"]),
-        gradients=place_gradients(
-            chosen.away["gradients"], carried_out, question.layout, chosen.seconds, question.machine
-        ),
+    gradients = place_gradients(
+        chosen.away["gradients"], carried_out, question.layout, chosen.seconds, question.machine
     )
+    away = {**chosen.away, "offloads": offloads, "spreads": spreads, "gradients": gradients}
+    plan = replace(
+        question.undecided, extra_keeps=tuple(chosen.extra_keeps), pieces=divided, tiles=question.tiles
+    ).replace_absences(**away)
     keep = "all" if question.asked.keep == "all" else chosen.keep
     options = PolicyOptions(chosen.prefetch, keep, chosen.hide_reductions)
     plan = decide(carried_out, question.layout, plan, options, each=chosen.each)
@@ -211,8 +203,8 @@ def _choice(question: Question, items: Sequence[Item], moves: Mapping[int, Move]
     chosen.away["states"] += decisions_of(question.delayed)
     chosen.state_levels |= question.delayed
     if question.fixed is not None:
-        chosen.away["states"] += question.fixed.states
-        chosen.away["parameters"] += question.fixed.parameters
+        for away in question.fixed:
+            chosen.away[away.kind].append(away)
         chosen.state_levels |= question.levels_where_fixed
     chosen.away["gradients"] += question.gradients
     chosen.each |= question.buckets_reduced_each

@@ -16,10 +16,9 @@ from zerofx.scheduler.decide.activations import Segment, free_levels, menu
 from zerofx.scheduler.decide.gathers import keep_menus, prefetch_menu, reduction_menu
 from zerofx.scheduler.decide.gradients import gradient_menus
 from zerofx.scheduler.decide.ledger import Ledger, Level
-from zerofx.scheduler.decide.offload import entries, joint_menu, seconds_away
+from zerofx.scheduler.decide.offload import entries, joint_menu, seconds_away, spread_menu
 from zerofx.scheduler.decide.parameters import copies_menu, parameter_menus
 from zerofx.scheduler.decide.residency import residencies
-from zerofx.scheduler.decide.spread import spread_menu
 from zerofx.scheduler.decide.states import host_bytes_for_activations, state_menus
 from zerofx.scheduler.plan.mesh import MODEL
 from zerofx.scheduler.search.choice import Item, Kind

@@ -8,18 +8,15 @@ from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import Problem
 from zerofx.scheduler.search.stage import Search, Stage, trail
 from zerofx.scheduler.search.stages.as_asked import AsAsked
+from zerofx.scheduler.search.stages.budgets import HostBudget, LaterUpdates
 from zerofx.scheduler.search.stages.forward_only import ForwardOnly
-from zerofx.scheduler.search.stages.host_budget import HostBudget
 from zerofx.scheduler.search.stages.kept import KeptPlans
-from zerofx.scheduler.search.stages.later_updates import LaterUpdates
-from zerofx.scheduler.search.stages.left_over import LeftOver
-from zerofx.scheduler.search.stages.lower_bound import LowerBound
 from zerofx.scheduler.search.stages.micro_batches import MicroBatches
 from zerofx.scheduler.search.stages.moves import Moves
 from zerofx.scheduler.search.stages.parameter_slices import ParameterSlices
+from zerofx.scheduler.search.stages.refine import LeftOver, LowerBound, Wire
 from zerofx.scheduler.search.stages.replicas import Replicas
 from zerofx.scheduler.search.stages.rungs import Rungs
-from zerofx.scheduler.search.stages.wire import Wire
 
 STAGES: Final[tuple[Stage, ...]] = (
     Replicas(),  # each replica updates a part of its slice, or the whole where computation then waits less for gathers

@@ -14,11 +14,10 @@ from itertools import accumulate
 
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.choice import Item, plan_of
-from zerofx.scheduler.search.held import Held
 from zerofx.scheduler.search.items import num_free
 from zerofx.scheduler.search.order import order_moves
 from zerofx.scheduler.search.question import Question
-from zerofx.scheduler.search.rehearsal import Rehearsal
+from zerofx.scheduler.search.rehearsal import Held, Rehearsal
 
 _SCANNED = 16  # lengths of an order that are tried, at least, before a budget is said to be out of its reach
 _HALVED_AFTER = 5  # every fifth guess is the middle of what is left, in case moves free other bytes than they should

@@ -22,7 +22,7 @@ from zerofx.scheduler.decide.ledger import Level
 from zerofx.scheduler.decide.states import delay_levels
 from zerofx.scheduler.decide.tiling import tiles_of_modules
 from zerofx.scheduler.decide.undecided import undecided
-from zerofx.scheduler.plan.decisions import Absence, Locations
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.graph_facts import GraphFacts
 from zerofx.scheduler.search.question import Question
@@ -94,8 +94,8 @@ class Problem:
     merges_gathers: bool = True
     questions: tuple[Question, ...] = ()
     plan: Plan | None = None
-    locations: Locations | None = None
-    fixed: Locations | None = None
+    locations: tuple[Absence, ...] | None = None
+    fixed: tuple[Absence, ...] | None = None
 
     @staticmethod
     def create(
@@ -103,8 +103,8 @@ class Problem:
         target: Target,
         options: CompileOptions,
         memory_budget: int | None,
-        locations: Locations | None = None,
-        fixed: Locations | None = None,
+        locations: tuple[Absence, ...] | None = None,
+        fixed: tuple[Absence, ...] | None = None,
     ) -> Problem:
         """The problem with everything open.
 
@@ -112,15 +112,7 @@ class Problem:
         ``fixed``: where they stay between steps of a training step that is one of several; None where the plan says it.
         """
         rehearsal = Rehearsal(variants.graph(variants.candidates[0]), variants.layout, variants.updates[0], target)
-        return Problem(
-            variants,
-            rehearsal,
-            options,
-            memory_budget,
-            target.machine,
-            locations=locations,
-            fixed=fixed,
-        )
+        return Problem(variants, rehearsal, options, memory_budget, target.machine, locations=locations, fixed=fixed)
 
     def replace_variants(self, variants: StepVariants, num_micro_batches: int, *, by_layer: bool = False) -> Problem:
         """The same for other slices, or another number of micro-batches, or another order of them."""

@@ -14,7 +14,7 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.ledger import Ledger, Level
 from zerofx.scheduler.decide.residency import PolicyOptions
 from zerofx.scheduler.decide.states import state_menus
-from zerofx.scheduler.plan.decisions import Absence, Locations, TileDecision
+from zerofx.scheduler.plan.decisions import Absence, TileDecision
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.graph_facts import GraphFacts
@@ -48,7 +48,7 @@ class Question:
     tile: bool = False
     tile_classes: bool = False
     delayed: Mapping[Bucket, Level] = field(default_factory=dict)
-    fixed: Locations | None = None
+    fixed: tuple[Absence, ...] | None = None
     inlines: bool = False
     gradients: tuple[Absence, ...] = ()
     reduce: ReduceOption = "auto"
@@ -70,7 +70,7 @@ class Question:
     @cached_property
     def levels_where_fixed(self) -> dict[Bucket, Level]:
         """Levels of states that ``fixed`` leaves off the device, where they are."""
-        away = {decision.bucket for decision in self.fixed.states} if self.fixed is not None else set()
+        away = {decision.bucket for decision in self.fixed or () if decision.kind == "states"}
         if not away:
             return {}
         menus = state_menus(

@@ -1,17 +1,29 @@
-"""Outcomes of plans for a captured graph: each is carried out on a copy of it, and simulated."""
+"""Outcomes of plans for a captured graph: each is carried out on a copy of it, and simulated.
+
+Of peak memory there is also a lower bound for all shorter prefixes of the same moves (``Held``).
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
+
+from torch import fx
 
 from zerofx.codegen.kernels.choose import update_kernels
 from zerofx.codegen.kernels.table import UPDATE
 from zerofx.codegen.regions import Instruction, cut, regions_of
+from zerofx.ir import ops
 from zerofx.ir.aliasing import is_view
 from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.edit import consumers
+from zerofx.ir.facts import copied_from
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.operators.operator import Traffic
+from zerofx.ir.operators.table import facts_of
+from zerofx.ir.ops import gather_values
 from zerofx.optimizers import UpdateProgram
 from zerofx.pipeline import run_quietly
 from zerofx.scheduler.cost.fusion import estimate_memory
@@ -19,7 +31,6 @@ from zerofx.scheduler.cost.liveness import Liveness, apply_profiles, liveness
 from zerofx.scheduler.cost.simulate import Simulation, predict, simulate
 from zerofx.scheduler.plan.facts import Prediction
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.held import Held, peak_memory
 from zerofx.scheduler.search.target import Target
 
 _REMEMBERED = 2  # simulations that a search remembers: those of two ways to do one thing are compared
@@ -138,3 +149,43 @@ def _live_when_compiled(
         if region.key not in estimates:
             estimates[region.key] = estimate_memory(region, target.kernels, on_cpu=target.on_cpu)
     return apply_profiles(live, step, [(region, estimates[region.key]) for region in compiled])
+
+
+_BRINGING: Final = frozenset({ops.reload, ops.all_gather, ops.gather_on_node, gather_values})
+
+
+@dataclass(frozen=True)
+class Held:
+    """The device's peak in bytes, and ``firm_bytes`` of it: what stays between steps, and values that were computed
+    before the peak's node and are read after it; not those that are recomputed, gathered or reloaded, nor those that
+    are only there for what shorter prefixes do elsewhere, or not at all."""
+
+    peak_bytes: int
+    firm_bytes: int
+
+
+def peak_memory(step: StepGraph, live: Liveness) -> Held:
+    """Peak bytes of ``step``, whose bytes are ``live``, and the part that shorter prefixes hold too."""
+    peak = live.peak_node
+    if peak is None:
+        return Held(live.peak_bytes, live.peak_bytes)
+    nodes = next((nodes for nodes in live.compiled if peak in nodes), (peak,))
+    freed = live.compiled[nodes].freed if nodes in live.compiled else frozenset()
+    order = step.positions()
+    begin = order[nodes[0]]
+    firm = live.persistent_bytes
+
+    def is_wanted(owner: fx.Node) -> bool:
+        """True if a value that every shorter prefix has, too, is read at the peak or later.
+
+        What is computed again is not in all of them, and a buffer gets its next value after what reads the one before.
+        """
+        later = (reader for reader in consumers(owner) if order[reader] >= begin and copied_from(reader) is None)
+        return any(facts_of(reader.target).traffic is not Traffic.OVERWRITES for reader in later)
+
+    for storage, size in live.sizes.items():
+        owner, last_use = storage[0], live.last_use.get(storage)
+        is_there = order[owner] < begin and (last_use is None or order[last_use] >= begin) and storage not in freed
+        if is_there and copied_from(owner) is None and owner.target not in _BRINGING and is_wanted(owner):
+            firm += size
+    return Held(live.peak_bytes, firm)

@@ -109,15 +109,12 @@ def _runs(step: StepGraph, machine: Machine) -> list[_Run]:
         if places[number] != places[number - 1] and len(seen) > num_seen and not is_random(node):
             runs.append(_Run(forward[first].name, seconds, crossing[first]))
             first, seconds, num_seen = number, 0.0, len(seen)
-        seen |= {source for source in sources(node) if source.op == "placeholder" and _is_parameter(source)}
+        inputs = (source for source in sources(node) if source.op == "placeholder")
+        seen |= {source for source in inputs if placeholder(source).role is Role.PARAMETER}
         seconds += (1 + _BACKWARD) * node_cost(node, machine).seconds
     if len(seen) > num_seen:
         return [*runs, _Run(forward[first].name, seconds, crossing[first])]
     return [*runs[:-1], replace(runs[-1], seconds=runs[-1].seconds + seconds)] if runs else []
-
-
-def _is_parameter(node: fx.Node) -> bool:
-    return placeholder(node).role is Role.PARAMETER
 
 
 def _place(step: StepGraph, node: fx.Node) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 import zerofx
 from zerofx.runtime.tiers.host_memory import HostMemory
-from zerofx.scheduler.cost.blocks import PAGE
+from zerofx.scheduler.cost.transfers import PAGE
 
 pytestmark = pytest.mark.gpu
 

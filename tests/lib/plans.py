@@ -22,7 +22,7 @@ def placed(tier: str, update: str, stage: int = 3, num_ranks: int = 2, precision
 def delaying(stage: int, num_ranks: int = 2, precision: str | None = None) -> Prepared:
     prepared = placed("host", "host", stage, num_ranks, precision)
     states = tuple(replace(decision, delayed=True) for decision in prepared.plan.states)
-    prepared.plan = replace(prepared.plan, states=states)
+    prepared.plan = prepared.plan.replace_absences(states=states)
     return prepared
 
 

@@ -115,15 +115,15 @@ class Case:
         """The plan that computes ``dropped`` again, with its prediction."""
         by_name = {node.name: node for node in self.step.graph.nodes}
         decisions = tuple(
-            Absence(value=name, num_bytes=storage_bytes(tensors_of(by_name[name])[0]), reason="") for name in dropped
+            Absence(kind="recomputes", value=name, num_bytes=storage_bytes(tensors_of(by_name[name])[0]), reason="")
+            for name in dropped
         )
         by_hand = replace(
             undecided(self.step, self.layout, self.stage, None, MACHINE.name),
-            recomputes=decisions,
             extra_keeps=tuple(extra),
             pieces=GraphFacts(self.step, MACHINE).pieces_without(set(dropped)),
         )
-        made = decided(self.step, self.layout, by_hand, prefetch)
+        made = decided(self.step, self.layout, by_hand.replace_absences(recomputes=decisions), prefetch)
         done = self.carry_out(made)
         prediction = predict(done, made, self.layout, simulate(done, MACHINE, self.layout.mesh, on_cpu=True))
         return made.with_prediction(prediction)
@@ -296,8 +296,16 @@ def test_a_budget_that_no_choice_meets_has_an_infinite_bound() -> None:
 def test_a_plan_that_offloads_has_no_bound() -> None:
     model, batch = Chain(("linear", "tanh"), 2), (torch.randn(ROWS, DIM),)
     case = Case.of(model, batch)
-    away = Absence(value="tanh", tier="host", num_bytes=1, free_after=("tanh",), reload_before=("tanh",), reason="")
-    asked = replace(case.plan([], [], 1), memory_budget=10**9, offloads=(away,))
+    away = Absence(
+        kind="offloads",
+        value="tanh",
+        tier="host",
+        num_bytes=1,
+        free_after=("tanh",),
+        reload_before=("tanh",),
+        reason="",
+    )
+    asked = replace(case.plan([], [], 1), memory_budget=10**9).replace_absences(offloads=[away])
     assert add_least_seconds(asked, case.step, case.layout, MACHINE, on_cpu=True) is asked
 
 

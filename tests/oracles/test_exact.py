@@ -42,10 +42,9 @@ from zerofx.scheduler.plan.facts import Prediction
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.graph_facts import GraphFacts
-from zerofx.scheduler.search.held import Held, peak_memory
 from zerofx.scheduler.search.problem import Problem as PlanProblem
 from zerofx.scheduler.search.question import Question
-from zerofx.scheduler.search.rehearsal import Rehearsal
+from zerofx.scheduler.search.rehearsal import Held, Rehearsal, peak_memory
 from zerofx.scheduler.search.stage import Search, trail
 from zerofx.scheduler.search.stages.moves import Moves, OutOfReachError
 

@@ -22,7 +22,7 @@ from zerofx.ir.parameters import Strides
 from zerofx.options import STOPPING, CompileOptions
 from zerofx.passes.prepare.overlap import overlap
 from zerofx.pipeline import run_preparations
-from zerofx.scheduler.plan.decisions import OverlapDecision, ProductDecision, ShardingDecision, SliceDecision
+from zerofx.scheduler.plan.decisions import MovedNodes, ProductDecision, ShardingDecision, TileDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
 
@@ -56,14 +56,14 @@ class Captures:
         self._unrolled: dict[tuple[int, bool], StepGraph] = {}
         self._recorded: dict[int, RecordedForward] = {}
         self.candidates: Sequence[int] = _candidates(batch, options)
-        self.slices: tuple[SliceDecision, ...] = ()
+        self.slices: tuple[TileDecision, ...] = ()
         self.shardings: tuple[ShardingDecision, ...] = ()
-        self.overlaps: tuple[OverlapDecision, ...] = ()
+        self.overlaps: tuple[MovedNodes, ...] = ()
         self.products: tuple[ProductDecision, ...] = ()
         self.num_parts = 1
         self.pipe: PipeStage | None = None
 
-    def slice_parameters(self, slices: tuple[SliceDecision, ...]) -> Captures:
+    def slice_parameters(self, slices: tuple[TileDecision, ...]) -> Captures:
         """The same step with parameters in slices.
 
         Raises:
@@ -95,7 +95,7 @@ class Captures:
         staged.pipe, staged._of_rank, staged._unrolled = pipe, {}, {}
         return staged
 
-    def reorder(self, overlaps: tuple[OverlapDecision, ...]) -> Captures:
+    def reorder(self, overlaps: tuple[MovedNodes, ...]) -> Captures:
         """The same step of one rank in another order.
 
         Raises:

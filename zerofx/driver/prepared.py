@@ -30,7 +30,7 @@ from zerofx.runtime.state.parameter_groups import group_of_parameters, histories
 from zerofx.runtime.state.state import TrainingState
 from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.plan.decisions import Locations, ShardingDecision
+from zerofx.scheduler.plan.decisions import Absence, ShardingDecision
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.placements import FIRST_CAPACITY
 from zerofx.scheduler.plan.plan import Plan
@@ -60,8 +60,8 @@ class Request:
     mesh: Mesh
     machine: Machine
     verbose: bool
-    locations: Locations | None = None
-    fixed: Locations | None = None
+    locations: tuple[Absence, ...] | None = None
+    fixed: tuple[Absence, ...] | None = None
     lenders: tuple[Borrowed, ...] = ()
     sizes: KnownSizes | None = None
     capacity: float = FIRST_CAPACITY
@@ -281,7 +281,7 @@ def _check_gradients(captured: StepGraph, layout: BucketLayout) -> None:
         )
 
 
-def request_to_evaluate(training: Request, batch: Batch, locations: Locations) -> Request:
+def request_to_evaluate(training: Request, batch: Batch, locations: tuple[Absence, ...]) -> Request:
     """The request for what a step that is asked for as ``training`` computes of a batch without training on it.
 
     What is gathered is sent exactly as it is, and what is only about gradients and updates is left out.

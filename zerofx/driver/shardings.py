@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import xxhash
@@ -24,7 +24,7 @@ from zerofx.ir.batch import Batch, hash_of
 from zerofx.ir.canonical import graph_parts
 from zerofx.ir.facts import Role, placeholder
 from zerofx.ir.graph import StepGraph
-from zerofx.json_format import from_data
+from zerofx.json_format import parse_value, to_data
 from zerofx.option_table import defaults_for
 from zerofx.options import CompileOptions
 from zerofx.progress import watch_progress
@@ -34,7 +34,7 @@ from zerofx.scheduler.analysis.sharding_ways import sharding_ways
 from zerofx.scheduler.cost.sharding_seconds import Prices
 from zerofx.scheduler.decide.shardings import decide_shardings
 from zerofx.scheduler.decide.value_overlap import decide_overlaps
-from zerofx.scheduler.plan.decisions import OverlapDecision, ProductDecision, ShardingDecision
+from zerofx.scheduler.plan.decisions import MovedNodes, ProductDecision, ShardingDecision
 from zerofx.scheduler.plan.mesh import TOGETHER, Mesh, batch_number
 from zerofx.scheduler.plan.placements import FIRST_CAPACITY, Placement, Ragged, placement_of
 from zerofx.scheduler.plan.plan import Plan
@@ -43,7 +43,7 @@ from zerofx.scheduler.search.problem import BudgetMissedError
 from zerofx.torch_private.profiler import is_profiling
 from zerofx.units import first_few
 
-Decision = TypeVar("Decision", ShardingDecision, OverlapDecision, ProductDecision)
+Decision = TypeVar("Decision", ShardingDecision, MovedNodes, ProductDecision)
 
 
 def decide_with_cache(
@@ -65,14 +65,14 @@ def decide_with_cache(
     return decisions
 
 
-def to_json(decisions: Sequence[ShardingDecision | OverlapDecision | ProductDecision]) -> str:
+def to_json(decisions: Sequence[ShardingDecision | MovedNodes | ProductDecision]) -> str:
     """Decisions as JSON."""
-    return json.dumps([asdict(decision) for decision in decisions])
+    return json.dumps(to_data(decisions))
 
 
 def from_json(kind: type[Decision], text: str) -> tuple[Decision, ...]:
     """The decisions that ``to_json`` wrote as ``text``."""
-    return tuple(from_data(kind, item) for item in json.loads(text))
+    return tuple(parse_value(kind, item, kind.__name__) for item in json.loads(text))
 
 
 GatherHashes = Callable[[Mapping[str, str], str], Sequence[Mapping[str, str]]]
@@ -200,7 +200,7 @@ def apply_shardings(
         return captures
     one_rank = captures.share(shardings, request.mesh.model)
     overlaps = everywhere("overlap what ranks send each other", lambda: to_json(_overlaps(request, one_rank)))
-    return one_rank.reorder(from_json(OverlapDecision, overlaps))
+    return one_rank.reorder(from_json(MovedNodes, overlaps))
 
 
 def record_shardings(request: Request, captures: Captures, plan: Plan) -> Shared:
@@ -343,12 +343,12 @@ def _borrow_placements(request: Request) -> dict[str, Placement]:
     return {name: lies for borrowed in request.borrowed for name, lies in borrowed.placements().items()}
 
 
-def _overlaps(request: Request, one_rank: Captures) -> tuple[OverlapDecision, ...]:
+def _overlaps(request: Request, one_rank: Captures) -> tuple[MovedNodes, ...]:
     if isinstance(request.options.plan, Plan):
         return request.options.plan.overlaps
     number = one_rank.candidates[0]
     whole = one_rank.whole_graph(number)
     return decide_with_cache(
-        request, whole, OverlapDecision, lambda: decide_overlaps(one_rank.rank_graph(number), request.machine),
+        request, whole, MovedNodes, lambda: decide_overlaps(one_rank.rank_graph(number), request.machine),
         to_json(one_rank.shardings),
     )  # fmt: skip

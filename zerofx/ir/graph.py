@@ -25,7 +25,7 @@ from zerofx.ir.facts import (
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.ir.text import node_text
-from zerofx.scheduler.plan.decisions import OverlapDecision, ProductDecision, ShardingDecision, SliceDecision
+from zerofx.scheduler.plan.decisions import MovedNodes, ProductDecision, ShardingDecision, TileDecision
 from zerofx.scheduler.plan.facts import unit_of
 from zerofx.torch_private.tensors import empty_like_fake
 
@@ -128,9 +128,9 @@ class StepGraph:
     num_micro_batches: int = 1
     by_layer: bool = False
     num_before: int = 1
-    slices: tuple[SliceDecision, ...] = ()
+    slices: tuple[TileDecision, ...] = ()
     shardings: tuple[ShardingDecision, ...] = ()
-    overlaps: tuple[OverlapDecision, ...] = ()
+    overlaps: tuple[MovedNodes, ...] = ()
     products: tuple[ProductDecision, ...] = ()
     pipe: PipeStage | None = None
     cut_pieces: frozenset[str] = frozenset()

@@ -40,7 +40,7 @@ from zerofx.ir.graph import Clipping, StepGraph, Unscaling
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.ir.returned import Returned
 from zerofx.precision import dtype_name, dtype_named
-from zerofx.scheduler.plan.decisions import SliceDecision
+from zerofx.scheduler.plan.decisions import TileDecision
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.placements import Sharded
 from zerofx.torch_private.operators import OpOverload, schema_of
@@ -56,7 +56,7 @@ _NAMED: dict[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory
 _RECORDS: dict[str, Callable[..., Any]] = {
     kind.__name__: kind
     for kind in (
-        Bucket, BucketLayout, Clipping, Job, Mesh, ParameterInfo, Placeholder, Role, Sharded, SliceDecision, Slot, Task,
+        Bucket, BucketLayout, Clipping, Job, Mesh, ParameterInfo, Placeholder, Role, Sharded, TileDecision, Slot, Task,
         Unscaling,
     )
 }  # fmt: skip
@@ -310,16 +310,16 @@ def encode(argument: Any, places: Mapping[fx.Node, int] = MappingProxyType({})) 
         entries = sorted(argument) if isinstance(argument, frozenset) else map(list, argument.items())
         return {"set" if isinstance(argument, frozenset) else "dict": [encode(entry, places) for entry in entries]}
     if (name := type(argument).__name__) in _RECORDS and type(argument) is _RECORDS[name]:
-        values = [argument.value] if isinstance(argument, Enum) else map(argument.__getattribute__, _fields(argument))
+        values = (
+            [argument.value]
+            if isinstance(argument, Enum)
+            else [getattr(argument, entry.name) for entry in fields(argument) if entry.compare]
+        )
         return {name: [encode(value, places) for value in values]}
     for name, kind_of in _NAMED.items():
         if isinstance(argument, kind_of):
             return {name: str(argument).removeprefix("torch.")}
     raise NotStorableError(f"an argument of type {type(argument).__name__}")
-
-
-def _fields(record: Any) -> list[str]:
-    return [entry.name for entry in fields(record) if entry.compare]
 
 
 def decode(data: Any, nodes: Sequence[fx.Node] = ()) -> Any:

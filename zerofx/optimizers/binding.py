@@ -309,6 +309,7 @@ class OptimizerBinding:
         own = {(self.place_index(b), b.dtype) for b in self._trained()}
         stand_ins = [StandIn(index, dtype, optimizer=at) for (of, index), dtype in own if of == at]
         try:
+            # A shadow of its own: steps from no states are no forms of the updates to come, which plans count.
             ShadowOptimizers(self.optimizers).programs(at, stand_ins)
         except NotElementwiseError as error:
             return error

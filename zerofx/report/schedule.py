@@ -120,7 +120,7 @@ def _decisions(plan: Plan) -> Iterator[tuple[str, str, str]]:
     if plan.num_micro_batches > 1:
         yield "micro-batches", f"{plan.num_micro_batches} before each update", plan.micro_batches_reason
     for sliced in plan.slices:
-        yield "slices", f"{sliced.parameter} in {sliced.num_slices}", sliced.reason
+        yield "slices", f"{sliced.value} in {sliced.num_tiles}", sliced.reason
     for tiled in plan.tiles:
         yield "tiles", f"{tiled.value} of {tiled.layer or '(model)'} in {tiles_words(tiled)}", tiled.reason
     for kind, listed in reasons(plan).items():

@@ -48,7 +48,8 @@ def shared_layer(lowered: LoweredStep, rows: Mapping[fx.Node, ScheduleRow]) -> S
     plan, graph = lowered.plan, lowered.graph
     if plan.model == 1:
         return None
-    nodes = [node for node in graph.calls() if _is_forward(node) and graph.unit_of(node)]
+    forward = (n for n in graph.calls() if origin(n).phase is Phase.FORWARD and copied_from(n) is None)
+    nodes = [node for node in forward if graph.unit_of(node)]
     shared = dict.fromkeys(graph.unit_of(node) for node in nodes if node.target in ops.VALUE_COLLECTIVES)
     if not shared:
         return None
@@ -56,10 +57,6 @@ def shared_layer(lowered: LoweredStep, rows: Mapping[fx.Node, ScheduleRow]) -> S
     decisions = {decision.node: decision for decision in plan.shardings if not decision.parameter}
     own = [node for node in nodes if graph.unit_of(node) == layer]
     return SharedLayer(layer, plan.model, tuple(_merge(_steps(own, rows, decisions))))
-
-
-def _is_forward(node: fx.Node) -> bool:
-    return origin(node).phase is Phase.FORWARD and copied_from(node) is None
 
 
 def _steps(
@@ -81,15 +78,11 @@ def _steps(
         is_heavy = row.flops > row.bytes_in + row.bytes_out
         placement = _placement(node, decisions, is_heavy=is_heavy)
         if placement:
-            yield SharedStep(_name(node), _shape(node), placement), not is_heavy
+            yield SharedStep(_name(node), tuple(tensors_of(node)[0].shape), placement), not is_heavy
 
 
 def _name(node: fx.Node) -> str:
     return call_name(node).partition(".")[0].lstrip("_")
-
-
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    return tuple(tensors_of(node)[0].shape)
 
 
 def _placement(node: fx.Node, decisions: Mapping[str, ShardingDecision], *, is_heavy: bool) -> str:

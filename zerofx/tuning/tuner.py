@@ -24,8 +24,7 @@ from zerofx.capture.objective.token_weighted_loss import add_term_counts
 from zerofx.capture.values.constant_arguments import ConstantArguments
 from zerofx.codegen.regions import Region
 from zerofx.deferred import make_buffers
-from zerofx.driver.asked import describe_request, measure_machine
-from zerofx.driver.check_training import check_training
+from zerofx.driver.asked import check_training, describe_request, measure_machine
 from zerofx.driver.driver import prepare_together, target_of
 from zerofx.driver.prepared import Request
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError

@@ -11,8 +11,8 @@ from typing import Any
 from zerofx.scheduler.plan.decisions import Absence, GatherDecision, ReduceDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
-from zerofx.scheduler.plan.text.overview import count_values, group_by_unit, order_words, tiles_words, wire_words
-from zerofx.scheduler.plan.text.reasons import absences, of_values
+from zerofx.scheduler.plan.text.overview import order_words, tiles_words, wire_words
+from zerofx.scheduler.plan.text.reasons import absences, count_values, group_by_unit, of_values
 from zerofx.units import first_few, format_bytes, format_count, format_seconds
 
 SAME = "the plans are the same"
@@ -63,7 +63,7 @@ def diff_plans(first: Plan, other: Plan) -> str:
 _BY_NAME: Mapping[str, Callable[[Plan], Mapping[str, object]]] = MappingProxyType(
     {
         "shared along model": lambda plan: {d.node: replace(d, reason="") for d in plan.shardings},
-        "moved to overlap with collectives": lambda plan: {d.before: d for d in plan.overlaps},
+        "moved to overlap with collectives": lambda plan: {nodes[-1]: nodes for nodes in plan.overlaps if nodes},
         "products of linear layers": lambda plan: {d.node: d.in_fp8 for d in plan.products},
         "pieces outside layers": lambda plan: {d.name: d for d in plan.pieces},
     }
@@ -220,7 +220,7 @@ def _reductions(first: Plan, other: Plan) -> list[_Change]:
 
 def _tiles(first: Plan, other: Plan) -> Iterator[str]:
     def cuts(plan: Plan) -> dict[str, str]:
-        slices = {sliced.parameter: f"{sliced.num_slices} slices" for sliced in plan.slices}
+        slices = {sliced.value: f"{sliced.num_tiles} slices" for sliced in plan.slices}
         return slices | {tiled.value: tiles_words(tiled) for tiled in plan.tiles}
 
     return (f"{change.name}: {change.text}" for change in _changes(cuts(first), cuts(other), "whole"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tabulate import tabulate
 
@@ -14,11 +14,11 @@ from zerofx.scheduler.plan.decisions import (
     TileDecision,
     WireDecision,
 )
-from zerofx.scheduler.plan.facts import BucketSummary, unit_of
+from zerofx.scheduler.plan.facts import BucketSummary
 from zerofx.scheduler.plan.mesh import SHARD
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
-from zerofx.scheduler.plan.text.reasons import OF_VALUES, join_reasons, of_values, reasons
+from zerofx.scheduler.plan.text.reasons import OF_VALUES, count_values, group_by_unit, join_reasons, of_values, reasons
 from zerofx.scheduler.plan.text.shared import product_lines, sharding_lines
 from zerofx.units import format_bytes, format_count, format_seconds, tiers_text
 
@@ -72,7 +72,7 @@ def describe_plan(plan: Plan) -> str:
         lines += [
             "",
             "slices",
-            *(f"  {sliced.parameter} in {sliced.num_slices}: {sliced.reason}" for sliced in plan.slices),
+            *(f"  {sliced.value} in {sliced.num_tiles}: {sliced.reason}" for sliced in plan.slices),
         ]
     for tiled in plan.tiles:
         over = " over classes" if tiled.over == "classes" else ""
@@ -148,25 +148,6 @@ def _attention_kernels(plan: Plan) -> list[str]:
         return []
     listed = ", ".join(f"{kernel} in {number} call{'s' if number > 1 else ''}" for kernel, number in kernels.items())
     return [f"attention by {listed}, as torch chooses on the GPU that is planned for"]
-
-
-def group_by_unit(plan: Plan, decisions: Iterable[Absence]) -> dict[str, list[Absence]]:
-    """Decisions about values by the repeated layer, or piece of the rest, that makes them, in their order.
-
-    ``""`` is what is outside layers where that is not divided.
-    """
-    units = {bucket.name for bucket in plan.buckets}
-    pieces = {value: piece.name for piece in plan.pieces for value in piece.values}
-    decisions_of: dict[str, list[Absence]] = {}
-    for decision in decisions:
-        place = pieces.get(decision.value) or unit_of(decision.layer, units)
-        decisions_of.setdefault(place, []).append(decision)
-    return decisions_of
-
-
-def count_values(number: int) -> str:
-    """``1 value``, ``2 values``."""
-    return f"{number} value{'' if number == 1 else 's'}"
 
 
 def _value_lines(plan: Plan) -> Iterator[str]:

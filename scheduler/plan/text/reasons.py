@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from zerofx.scheduler.plan.decisions import Absence
-from zerofx.scheduler.plan.facts import TIERS
+from zerofx.scheduler.plan.decisions import Absence, AbsenceKind
+from zerofx.scheduler.plan.facts import TIERS, unit_of
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import span
 from zerofx.units import format_bytes
@@ -17,28 +17,29 @@ from zerofx.units import format_bytes
 OF_VALUES = ("recomputed", "offloaded")
 
 
+# What texts call each kind of absence, and say of where its values are meanwhile, or what becomes of them.
+_WORDS: Mapping[AbsenceKind, tuple[str, str]] = {
+    "parameters": ("parameters", "on {away.tier}"),
+    "states": ("optimizer states", "on {away.tier}, updated on the {away.update}{when}"),
+    "gradients": ("gradients", "on {away.tier} between micro-batches"),
+    "recomputes": ("recomputed", "is computed again"),
+    "spreads": ("kept in parts", "is kept as one part on each of {plan.model} ranks, and gathered for backward"),
+    "offloads": ("offloaded", "waits in {away.tier}, freed after {first_free}, reloaded before {first_reload}"),
+}
+
+
 def absences(plan: Plan) -> dict[str, list[tuple[Absence, str]]]:
     """All that is not on the device for a while, by kind, each with where it is, or what becomes of it."""
-
-    def listed(decisions: Sequence[Absence], place: Callable[[Absence], str]) -> list[tuple[Absence, str]]:
-        return [(decision, place(decision)) for decision in decisions]
-
     return {
-        "parameters": listed(plan.parameters, lambda d: f"on {d.tier}"),
-        "optimizer states": listed(
-            plan.states,
-            lambda d: f"on {d.tier}, updated on the {d.update}{' during the next step' if d.delayed else ''}",
-        ),
-        "gradients": listed(plan.gradients, lambda d: f"on {d.tier} between micro-batches"),
-        "recomputed": listed(plan.recomputes, lambda _: "is computed again"),
-        "kept in parts": listed(
-            plan.spreads, lambda _: f"is kept as one part on each of {plan.model} ranks, and gathered for backward"
-        ),
-        "offloaded": listed(
-            plan.offloads,
-            lambda d: f"waits in {d.tier}, freed after {d.free_after[0]}, reloaded before {d.reload_before[0]}",
-        ),
+        title: [(away, _place(plan, away, words)) for away in plan.absences if away.kind == kind]
+        for kind, (title, words) in _WORDS.items()
     }
+
+
+def _place(plan: Plan, away: Absence, words: str) -> str:
+    first_free, first_reload = next(zip(away.free_after, away.reload_before, strict=False), ("", ""))
+    when = " during the next step" if away.delayed else ""
+    return words.format(plan=plan, away=away, when=when, first_free=first_free, first_reload=first_reload)
 
 
 def of_values(plan: Plan) -> dict[str, list[Absence]]:
@@ -73,12 +74,11 @@ def reasons(plan: Plan) -> dict[str, list[Reason]]:
     names = [bucket.name for bucket in plan.buckets]
     gathers = [(names[decision.bucket], decision.reason) for decision in plan.gathers]
     reductions = [(names[decision.bucket], decision.reason) for decision in plan.reduces if plan.num_ranks > 1]
-    pieces = {value: piece.name for piece in plan.pieces for value in piece.values}
     wires = [(names[decision.bucket], decision.reason) for decision in plan.wires]
     entries = {"gathers": gathers, "reductions": reductions, "wire": wires}
     for kind, away in absences(plan).items():
         if kind in OF_VALUES:
-            entries[kind] = list(_value_entries([decision for decision, _ in away], names, pieces))
+            entries[kind] = list(_value_entries(plan, [decision for decision, _ in away]))
         else:
             entries[kind] = [(names[d.bucket], f"{place}; {d.reason}") for d, place in away if not d.value]
     return {kind: _fold_reasons(of_kind, names) for kind, of_kind in entries.items() if of_kind}
@@ -94,19 +94,30 @@ def one_line(kind: str, reasons_given: Sequence[Reason]) -> str:
     return f"{kind} in {share} places: {text}" if kind in OF_VALUES else f"{kind}: {share} {text}"
 
 
-def _value_entries(
-    decisions: Sequence[Absence], names: Sequence[str], pieces: Mapping[str, str]
-) -> Iterator[tuple[str, str]]:
+def _value_entries(plan: Plan, decisions: Sequence[Absence]) -> Iterator[tuple[str, str]]:
     """One entry for the values of a layer, or of one piece of the rest, with all their reasons."""
-    of_place: dict[str, list[Absence]] = {}
-    pattern = _any_of(names)
-    for decision in decisions:
-        layer = pattern.search(decision.reason)
-        place = pieces.get(decision.value) or (layer[0] if layer else "(model)")
-        of_place.setdefault(place, []).append(decision)
-    for place, away in of_place.items():
+    for place, away in group_by_unit(plan, decisions).items():
         num_bytes = format_bytes(sum(decision.num_bytes for decision in away))
-        yield place, f"{len(away)} value{'s' if len(away) > 1 else ''}, {num_bytes}; {join_reasons(away)}"
+        yield place or "(model)", f"{count_values(len(away))}, {num_bytes}; {join_reasons(away)}"
+
+
+def group_by_unit(plan: Plan, decisions: Iterable[Absence]) -> dict[str, list[Absence]]:
+    """Decisions about values by the repeated layer, or piece of the rest, that makes them, in their order.
+
+    ``""`` is what is outside layers where that is not divided.
+    """
+    units = {bucket.name for bucket in plan.buckets}
+    pieces = {value: piece.name for piece in plan.pieces for value in piece.values}
+    decisions_of: dict[str, list[Absence]] = {}
+    for decision in decisions:
+        place = pieces.get(decision.value) or unit_of(decision.layer, units)
+        decisions_of.setdefault(place, []).append(decision)
+    return decisions_of
+
+
+def count_values(number: int) -> str:
+    """``1 value``, ``2 values``."""
+    return f"{number} value{'' if number == 1 else 's'}"
 
 
 def join_reasons(decisions: Sequence[Absence]) -> str:

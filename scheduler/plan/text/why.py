@@ -16,8 +16,8 @@ from zerofx.scheduler.plan.decisions import (
 )
 from zerofx.scheduler.plan.facts import is_within
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.text.overview import count_values, itemsize, tiles_words
-from zerofx.scheduler.plan.text.reasons import absences
+from zerofx.scheduler.plan.text.overview import itemsize, tiles_words
+from zerofx.scheduler.plan.text.reasons import absences, count_values
 from zerofx.scheduler.plan.text.shared import placement_words, product_words
 from zerofx.units import format_bytes
 
@@ -137,8 +137,8 @@ def _module_lines(plan: Plan, name: str) -> Iterator[str]:
         if product.weight != name and is_within(product.weight, name):
             yield f"{product.node} of {product.weight}: {product_words(product)}"
     for sliced in plan.slices:
-        if is_within(sliced.parameter, name) or name.startswith(f"{sliced.parameter}["):
-            yield f"{sliced.parameter} is worked with in {sliced.num_slices} slices: {sliced.reason}"
+        if is_within(sliced.value, name) or name.startswith(f"{sliced.value}["):
+            yield f"{sliced.value} is worked with in {sliced.num_tiles} slices: {sliced.reason}"
     yield from (_tile(tiled) for tiled in plan.tiles if is_within(tiled.layer, name))
     for kind, title in (
         ("recomputed", "computed again in backward"),
@@ -212,7 +212,7 @@ def _nearest(plan: Plan, name: str) -> str:
         *(decision.value for decision in away),
         *(tiled.value for tiled in plan.tiles),
         *(piece.name for piece in plan.pieces),
-        *(sliced.parameter for sliced in plan.slices),
+        *(sliced.value for sliced in plan.slices),
         *plan.extra_keeps,
         *(node for g in plan.gathers for node in (g.first, g.last, g.issue, g.reload, g.read)),
         *(node for r in plan.reduces for node in (r.wait_after, r.gathered_after, r.crossed_after)),

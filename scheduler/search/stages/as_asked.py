@@ -41,7 +41,8 @@ def _plan_as_asked(problem: Problem) -> Plan:
         if gradients
         else ()
     )
-    plan = replace(problem.undecided(), tiles=facts.tiles, states=decisions_of(problem.delays()), gradients=placed)
+    plan = replace(problem.undecided(), tiles=facts.tiles)
+    plan = plan.replace_absences(states=decisions_of(problem.delays()), gradients=placed)
     return decide(facts.tile_graph, problem.layout, plan, problem.options.policy, each=problem.buckets_reduced_each())
 
 

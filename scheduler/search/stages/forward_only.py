@@ -63,9 +63,9 @@ def _plans(problem: Problem) -> Iterator[Plan]:
 def _plan(problem: Problem, plan: Plan, facts: GraphFacts, units: int) -> Plan:
     locations = problem.locations
     assert locations is not None, "it is known where an evaluation's parameters lie"
-    plan = replace(plan, parameters=locations.parameters)
-    plan = decide(facts.piece_graph, problem.layout, plan, PolicyOptions(units))
+    parameters = tuple(away for away in locations if away.kind == "parameters")
+    plan = decide(facts.piece_graph, problem.layout, replace(plan, absences=parameters), PolicyOptions(units))
     plan = place_arrivals(
         plan, facts.piece_graph, problem.layout, {}, facts.run_seconds, problem.machine, ahead=units > 0
     )
-    return replace(plan, states=locations.states)
+    return plan.replace_absences(states=(away for away in locations if away.kind == "states"))

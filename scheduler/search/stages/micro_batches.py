@@ -57,7 +57,7 @@ class MicroBatches:
                 rest.say("more are not tried: these are slower than fewer")
                 break
             best = plan
-            if not (plan.recomputes or plan.offloads or plan.states or plan.parameters or plan.gradients):
+            if not plan.absences:
                 rest.say("more are not tried: nothing was given up for the budget that they could win back")
                 break
         if best is None:

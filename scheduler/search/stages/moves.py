@@ -9,7 +9,7 @@ Gathers that are issued later free a whole bucket at once, however little of it 
 its order is searched without such moves too.
 
 A budget that not even all moves of an order come near is out of its reach, which one plan tells: what is held at the
-peak then, and is not computed again, is held by every shorter length too (``search/held.py``).
+peak then, and is not computed again, is held by every shorter length too (``search/rehearsal.py``).
 
 Where nodes outside layers can be divided into pieces, both are searched, with the division and without: what lies in
 one piece can be computed again from less.

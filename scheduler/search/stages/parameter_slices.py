@@ -10,7 +10,7 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.options import CompileOptions
 from zerofx.scheduler.analysis.slices import Slices, slice_rungs, slices_of_names
-from zerofx.scheduler.plan.decisions import SliceDecision
+from zerofx.scheduler.plan.decisions import TileDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 from zerofx.scheduler.search.stage import Search
@@ -34,7 +34,7 @@ def slices_of(layout: BucketLayout) -> Slices:
         for slot in bucket.slots:
             if slot.whole is not None:
                 counts.setdefault(slot.whole, []).append(slot.numel * bucket.compute_dtype.itemsize)
-    return tuple(SliceDecision(n, len(sizes), sum(sizes), "as its buckets are") for n, sizes in counts.items())
+    return tuple(TileDecision(n, len(sizes), sum(sizes), "as its buckets are") for n, sizes in counts.items())
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ParameterSlices:
         if budget is None or not whole.may_be_sliced or problem.options.tile != "auto":
             raise refusals[0]
         for slices in slice_rungs(problem.step, refusals[0].least_bytes - budget):
-            described = ", ".join(f"{decision.parameter} in {decision.num_slices}" for decision in slices)
+            described = ", ".join(f"{decision.value} in {decision.num_tiles}" for decision in slices)
             try:
                 sliced = whole.slice_parameters(slices)
                 return rest.attempt(described, problem.replace_variants(sliced, sliced.candidates[0]))

@@ -13,7 +13,7 @@ from zerofx.ir.canonical import graph_parts
 from zerofx.ir.graph import PipeStage, StepGraph
 from zerofx.ir.returned import Returned
 from zerofx.ir.serialise import same_graph
-from zerofx.scheduler.plan.decisions import OverlapDecision, ProductDecision, ShardingDecision, SliceDecision
+from zerofx.scheduler.plan.decisions import ProductDecision, ShardingDecision, TileDecision
 
 OTHER: dict[str, Any] = {
     "device": torch.device("meta"),
@@ -24,9 +24,9 @@ OTHER: dict[str, Any] = {
     "num_micro_batches": 7,
     "by_layer": True,
     "num_before": 3,
-    "slices": (SliceDecision("weight", 2, 8, "few bytes"),),
+    "slices": (TileDecision("weight", 2, 8, "few bytes"),),
     "shardings": (ShardingDecision("mm", ("R",), ("R",)),),
-    "overlaps": (OverlapDecision("mm", ("add",)),),
+    "overlaps": (("add", "mm"),),
     "products": (ProductDecision("mm", "weight", "input", "weight", True, "faster"),),
     "cut_pieces": frozenset({"other"}),
     "num_extras": 7,

@@ -21,7 +21,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.passes.base import Pass
 from zerofx.passes.prefetch import Prefetch
 from zerofx.pipeline import PLAN, PREPARE, check_disabled, find
-from zerofx.scheduler.plan.decisions import Absence
+from zerofx.scheduler.plan.decisions import ABSENCE_KINDS, Absence
 from zerofx.scheduler.plan.plan import Plan
 
 _NAMES = [
@@ -209,7 +209,7 @@ def test_every_decision_is_carried_out_by_one_rewrite() -> None:
         for entry, columns in one.decisions.items()
         for column in columns or ("",)
     )
-    besides = {"reason", "num_bytes", "layer", "weight", "seconds"}
+    besides = {"kind", "reason", "num_bytes", "layer", "weight", "seconds"}
     about = {"stage", "num_ranks", "precision", "machine", "graph", "buckets", "memory_budget", "wire", "summary"}
     # What a plan is for, and what it leads to.
     about |= {"micro_batches_reason", "ranks_per_node", "replicate", "model", "pipe", "states_reason"}
@@ -221,10 +221,11 @@ def test_every_decision_is_carried_out_by_one_rewrite() -> None:
         kinds = get_args(hints[entry])
         decided = kinds and not isinstance(kinds[0], type(None)) and hasattr(kinds[0], "__dataclass_fields__")
         columns = {one.name for one in fields(kinds[0])} - besides if decided else {""}
-        if decided and kinds[0] is Absence:  # what is away leaves and comes back in the ways of its kind
-            columns &= {column for other, column in carried if other == entry}
-            ways |= columns
-        expected |= {(entry, column) for column in columns}
+        for kind in ABSENCE_KINDS if entry == "absences" else (entry,):
+            # What is away leaves and comes back in the ways of its kind.
+            own = columns & {column for other, column in carried if other == kind} if kind != entry else columns
+            ways |= own if kind != entry else set()
+            expected |= {(kind, column) for column in own}
     assert ways == {one.name for one in fields(Absence)} - besides
     # A bucket's number says which decision the columns of a second pass are of.
     assert set(carried) == expected and set(carried.values()) == {1}

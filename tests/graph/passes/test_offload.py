@@ -66,7 +66,7 @@ def test_copies_back_that_start_at_one_place_take_the_link_in_the_order_in_which
     by_name = prepared.step.nodes_by_name()
     first = min((decision.reload_before for decision in plan.offloads), key=lambda names: order[by_name[names[0]]])
     offloads = (replace(decision, reload_before=first) for decision in plan.offloads)
-    prepared.plan = replace(plan, offloads=tuple(offloads))
+    prepared.plan = plan.replace_absences(offloads=tuple(offloads))
     calls = list(prepared.run().step.calls())
     started = [node for node in calls if node.target is ops.reload]
     awaited = [node.args[0] for node in calls if node.target is ops.wait and node.args[0] in started]
@@ -83,7 +83,7 @@ def test_a_plan_without_offloads_changes_nothing() -> None:
 def _refused(message: str, **changed: Any) -> None:
     prepared = offloaded()
     first = next(decision for decision in prepared.plan.offloads if decision.value == "tanh")
-    prepared.plan = replace(prepared.plan, offloads=(replace(first, **changed),))
+    prepared.plan = prepared.plan.replace_absences(offloads=(replace(first, **changed),))
     before = prepared.step.text()
     with pytest.raises(PlanError, match=message):
         prepared.run("offload")
@@ -118,7 +118,7 @@ def test_another_order_is_refused() -> None:
 def test_a_value_that_is_offloaded_twice_is_refused() -> None:
     prepared = offloaded()
     first: Absence = prepared.plan.offloads[0]
-    prepared.plan = replace(prepared.plan, offloads=(first, replace(first, tier="nvme")))
+    prepared.plan = prepared.plan.replace_absences(offloads=(first, replace(first, tier="nvme")))
     with pytest.raises(PlanError, match="offloaded twice"):
         prepared.run("offload")
 
@@ -129,6 +129,8 @@ def test_a_value_that_is_written_in_place_is_refused() -> None:
     with prepared.step.graph.inserting_after(value):
         written = prepared.step.graph.call_function(aten.mul_.Tensor, (value, 2.0))
     written.meta.update(value.meta)
-    prepared.plan = replace(prepared.plan, offloads=tuple(d for d in prepared.plan.offloads if d.value == value.name))
+    prepared.plan = prepared.plan.replace_absences(
+        offloads=tuple(d for d in prepared.plan.offloads if d.value == value.name)
+    )
     with pytest.raises(PlanError, match="written in place, found tanh"):
         prepared.run("offload")

@@ -105,7 +105,7 @@ def test_what_comes_up_counts_as_gathered() -> None:
 def test_awaited_at_once_nothing_is_under_way_beside_other_computation(at_once: bool) -> None:
     prepared = away("host", ("host", "device"), num_ranks=1)
     states = tuple(replace(decision, at_once=at_once) for decision in prepared.plan.states)
-    prepared.plan = replace(prepared.plan, states=states)
+    prepared.plan = prepared.plan.replace_absences(states=states)
     prepared.run_pipeline()
     step = prepared.step
     order = step.positions()
@@ -142,4 +142,4 @@ def test_parameters_that_are_not_where_the_plan_says_are_refused() -> None:
     verify(prepared.step, "all", prepared.plan)
     for parameters in ((), tuple(replace(decision, tier="nvme") for decision in prepared.plan.parameters)):
         with pytest.raises(InvalidGraphError, match="plan: the graph keeps parameters of buckets"):
-            verify(prepared.step, "all", replace(prepared.plan, parameters=parameters))
+            verify(prepared.step, "all", prepared.plan.replace_absences(parameters=parameters))

@@ -22,7 +22,10 @@ from zerofx.scheduler.plan.decisions import Absence, ShardingDecision
 def _decisions(step: StepGraph, num_ranks: int) -> list[Absence]:
     """About all that can be kept so."""
     values = [node for node in saved_values(step) if can_be_spread(node, num_ranks)]
-    return [Absence(value=node.name, num_bytes=storage_bytes(tensor(node)), reason="a test") for node in values]
+    return [
+        Absence(kind="spreads", value=node.name, num_bytes=storage_bytes(tensor(node)), reason="a test")
+        for node in values
+    ]
 
 
 @pytest.mark.sweep(2)
@@ -62,7 +65,7 @@ def test_what_ranks_have_parts_of_is_not_spread() -> None:
     partition(step, (ShardingDecision(value, ("S0",), ("S0",)),), 2)
     assert not can_be_spread(step.nodes_by_name()[value], 2)
     with pytest.raises(PlanError, match=f"expected to keep one part of {value} on each of 2 ranks"):
-        spread(step, [Absence(value=value, num_bytes=8, reason="a test")], 2)
+        spread(step, [Absence(kind="spreads", value=value, num_bytes=8, reason="a test")], 2)
 
 
 def test_results_and_values_without_equal_parts_are_not_spread() -> None:

@@ -100,7 +100,7 @@ def test_a_plan_that_scales_is_refused_for_a_graph_that_does_not() -> None:
 def test_delayed_updates_are_refused() -> None:
     prepared = scaled()
     states = tuple(replace(decision, delayed=True) for decision in placing(prepared, "host", "host").states)
-    prepared.plan = replace(prepared.plan, states=states)
+    prepared.plan = prepared.plan.replace_absences(states=states)
     with pytest.raises(PlanError, match="expected no delayed updates together with loss scaling"):
         prepared.run()
 

@@ -113,8 +113,11 @@ def test_one_rank_has_no_reductions_to_explain() -> None:
 
 def test_recomputed_values_are_counted_by_layer() -> None:
     plan = lowered(4, num_ranks=1).plan
-    decisions = [Absence(value=f"v{i}", num_bytes=1024, reason=f"level 1 of 2 for layers.{i // 2}") for i in range(6)]
-    found = reasons(replace(plan, recomputes=tuple(decisions)))["recomputed"]
+    decisions = [
+        Absence(kind="recomputes", value=f"v{i}", num_bytes=1024, reason=f"level 1 of 2 for {layer}", layer=layer)
+        for i, layer in enumerate(f"layers.{n // 2}" for n in range(6))
+    ]
+    found = reasons(plan.replace_absences(recomputes=tuple(decisions)))["recomputed"]
     assert [str(reason) for reason in found] == ["layers.0 … layers.2  x3: 2 values, 2.0 KiB; level 1 of 2 for each"]
     assert one_line("recomputed", found) == "recomputed in 3 of 3 places: 2 values, 2.0 KiB; level 1 of 2 for each"
 

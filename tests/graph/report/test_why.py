@@ -18,10 +18,11 @@ REASON = "level 1 of 2 for layers.2: the last move frees 1.5 KiB for 3 µs of co
 def plan_of(num_ranks: int = 2, stage: int = 3) -> Plan:
     """Four layers and a head; of the third two values are computed again."""
     decisions = (
-        Absence(value="mm_2", num_bytes=1024, reason=REASON, layer="layers.2.linear"),
-        Absence(value="relu_2", num_bytes=512, reason=REASON, layer="layers.2"),
+        Absence(kind="recomputes", value="mm_2", num_bytes=1024, reason=REASON, layer="layers.2.linear"),
+        Absence(kind="recomputes", value="relu_2", num_bytes=512, reason=REASON, layer="layers.2"),
     )
-    return replace(lowered(4, stage=stage, num_ranks=num_ranks).plan, recomputes=decisions, extra_keeps=("relu_1",))
+    plan = replace(lowered(4, stage=stage, num_ranks=num_ranks).plan, extra_keeps=("relu_1",))
+    return plan.replace_absences(recomputes=decisions)
 
 
 @pytest.mark.parametrize("name", ["layers.2", "layers.2.linear", "layers.1", "layers", "mm_2", "relu_1", "mm", "mm_4"])
@@ -86,11 +87,15 @@ def test_all_names_that_are_answered_are_suggested() -> None:
     plan = replace(
         plan,
         reduces=(replace(plan.reduces[0], crossed_after="crossing_here"), *plan.reduces[1:]),
-        offloads=(replace(plan.offloads[0], free_after=("freeing_here",), reload_before=("reloading_here",)),),
-        states=(
-            Absence(bucket=0, tier="host", reload_before=("arriving_here",), read="reading_here", reason="a test"),
-        ),
         shardings=(ShardingDecision("sharing_here", ("S0",)), ShardingDecision("p", ("S0",), parameter="lying.here")),
+    )
+    plan = plan.replace_absences(
+        offloads=[replace(plan.offloads[0], free_after=("freeing_here",), reload_before=("reloading_here",))],
+        states=[
+            Absence(
+                kind="states", bucket=0, tier="host", reload_before=("arriving_here",), read="reading_here", reason=""
+            )
+        ],
     )
     for name in (
         "crossing_here",

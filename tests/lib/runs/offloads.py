@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -103,9 +102,10 @@ def placing(prepared: Prepared, tier: str, update: str, every: int = 1) -> Plan:
     """The plan of ``prepared`` with the states of every so many buckets in ``tier``."""
     buckets = [decision.bucket for decision in prepared.plan.reduces][::every]
     states = (
-        Absence(bucket=bucket, tier=cast(Tier, tier), update=cast(Tier, update), reason="by hand") for bucket in buckets
+        Absence(kind="states", bucket=bucket, tier=cast(Tier, tier), update=cast(Tier, update), reason="by hand")
+        for bucket in buckets
     )
-    return replace(prepared.plan, states=tuple(states))
+    return prepared.plan.replace_absences(states=states)
 
 
 def parameters_away(prepared: Prepared, tier: str, states: tuple[str, str] | None, *, every: int = 1) -> Plan:
@@ -114,28 +114,30 @@ def parameters_away(prepared: Prepared, tier: str, states: tuple[str, str] | Non
     ``states``: the tier of all optimizer states, and where updates run; None for both on the device.
     """
     buckets = prepared.layout.buckets
-    plan = replace(
-        _undecided(prepared),
-        parameters=tuple(
-            Absence(bucket=bucket.index, tier=cast(Tier, tier), reason="by hand") for bucket in buckets[::every]
-        ),
+    plan = _undecided(prepared).replace_absences(
+        parameters=[
+            Absence(kind="parameters", bucket=bucket.index, tier=cast(Tier, tier), reason="by hand")
+            for bucket in buckets[::every]
+        ]
     )
     if states is not None:
         where, update = cast(tuple[Tier, Tier], states)
         on = (
-            Absence(bucket=bucket.index, tier=where, update=update, reason="by hand")
+            Absence(kind="states", bucket=bucket.index, tier=where, update=update, reason="by hand")
             for bucket in buckets
             if bucket.trainable
         )
-        plan = replace(plan, states=tuple(on))
+        plan = plan.replace_absences(states=on)
     return decided(prepared.step, prepared.layout, plan)
 
 
 def recomputing(prepared: Prepared) -> Plan:
     """The plan of ``prepared``, with every third value of backward's computed again."""
     values = [node for node in saved_values(prepared.step) if not _is_drawn(node) and _lives(node)][::3]
-    recomputes = tuple(Absence(value=n.name, num_bytes=storage_bytes(tensor(n)), reason="by hand") for n in values)
-    return decided(prepared.step, prepared.layout, replace(_undecided(prepared), recomputes=recomputes))
+    recomputes = tuple(
+        Absence(kind="recomputes", value=n.name, num_bytes=storage_bytes(tensor(n)), reason="by hand") for n in values
+    )
+    return decided(prepared.step, prepared.layout, _undecided(prepared).replace_absences(recomputes=recomputes))
 
 
 def offloading(prepared: Prepared, plan: Plan, tiers: Sequence[str], *, near: bool = False) -> Plan:
@@ -166,6 +168,7 @@ def offloading(prepared: Prepared, plan: Plan, tiers: Sequence[str], *, near: bo
         reload_before = before[-1] if apart else (here or before)[-1]
         found.append(
             Absence(
+                kind="offloads",
                 value=value.name, tier=cast(Tier, tiers[len(found) % len(tiers)]),
                 num_bytes=storage_bytes(tensor(value)), free_after=(free_after.name,),
                 reload_before=(reload_before.name,),
@@ -173,9 +176,9 @@ def offloading(prepared: Prepared, plan: Plan, tiers: Sequence[str], *, near: bo
             )
         )  # fmt: skip
     if not plan.recomputes:
-        return replace(plan, offloads=tuple(found))
+        return plan.replace_absences(offloads=tuple(found))
     # Backward is ordered differently where values are offloaded: residencies are decided for that order.
-    return decided(prepared.step, prepared.layout, replace(plan, offloads=tuple(found)))
+    return decided(prepared.step, prepared.layout, plan.replace_absences(offloads=tuple(found)))
 
 
 def _undecided(prepared: Prepared) -> Plan:

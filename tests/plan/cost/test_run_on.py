@@ -81,7 +81,7 @@ def going_back(tier: str, update: str) -> StepGraph:
     prepared = placed(tier, update, num_ranks=1, precision="bf16")
     read = sorted(consumers(node)[0] for node in prepared.step.placeholders(Role.PARAMETER))
     states = (replace(prepared.plan.states[-1], back_by=read[len(read) // 2].name),)
-    prepared.plan = replace(prepared.plan, states=states)
+    prepared.plan = prepared.plan.replace_absences(states=states)
     prepared.run_pipeline()
     return prepared.step
 

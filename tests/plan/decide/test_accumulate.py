@@ -53,9 +53,9 @@ class Planner:
         if problem.step.by_layer:
             seconds, exposed = seconds - exposed, 0.0
         prediction = Prediction({"device": least}, "mm", {}, 0, 0, seconds, exposed, 0)
-        again = (Absence(value="mm", num_bytes=8, reason="to fit"),) if number < self.easy else ()
+        again = (Absence(kind="recomputes", value="mm", num_bytes=8, reason="to fit"),) if number < self.easy else ()
         plan = replace(self._prepared.plan, num_micro_batches=number, by_layer=problem.step.by_layer)
-        return replace(plan, recomputes=again, prediction=prediction)
+        return plan.replace_absences(recomputes=again).with_prediction(prediction)
 
     def choose(self, *candidates: int) -> Plan:
         work = InMicroBatches(**vars(self._prepared), numbers=candidates or CANDIDATES)

@@ -110,13 +110,14 @@ def _placed_plan(ahead: bool, tier: str, update: str, depth: int = 4, *, away: b
     prepared = prepare(Deep(depth), stage=3, num_ranks=1)
     layout, fast = prepared.layout, machine(1e4, 2e3)
     indices = [decision.bucket for decision in prepared.plan.reduces]
-    by_hand = replace(
-        undecided(prepared.step, layout, 3, None, "by hand"),
-        states=tuple(
-            Absence(bucket=index, tier=cast(Tier, tier), update=cast(Tier, update), reason="by hand")
+    by_hand = undecided(prepared.step, layout, 3, None, "by hand").replace_absences(
+        states=[
+            Absence(kind="states", bucket=index, tier=cast(Tier, tier), update=cast(Tier, update), reason="by hand")
             for index in indices
-        ),
-        parameters=tuple(Absence(bucket=index, tier="nvme", reason="by hand") for index in indices if away),
+        ],
+        parameters=[
+            Absence(kind="parameters", bucket=index, tier="nvme", reason="by hand") for index in indices if away
+        ],
     )
     plan = decide(prepared.step, layout, by_hand, PolicyOptions())
     held = {bucket.index: 8 * bucket.shard_numel for bucket in layout.buckets}

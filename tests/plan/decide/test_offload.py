@@ -211,7 +211,7 @@ def _placed(asked: Question, values: list[str]) -> dict[str, Absence]:
     most = machine.host.memory_bytes
     requests = dict.fromkeys(values, "as asked")
     offloads = place(step, requests, seconds, machine, Ledger(("host",), {"host": most, "nvme": 0}))
-    plan = replace(asked.undecided, offloads=offloads)
+    plan = asked.undecided.replace_absences(offloads=offloads)
     plan = place_arrivals(plan, step, asked.layout, {}, seconds, machine, ahead=True)
     return {decision.value: decision for decision in plan.offloads}
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.lib.checkout import ROOT
 from tests.lib.graphs import Tied, prepare, token_ids
 from zerofx.errors import PlanError
-from zerofx.scheduler.plan.decisions import Absence
+from zerofx.scheduler.plan.decisions import ABSENCE_KINDS, VALUE_KINDS, Absence
 from zerofx.scheduler.plan.facts import Prediction
 from zerofx.scheduler.plan.plan import Plan
 
@@ -36,11 +36,15 @@ print(hashlib.sha256(prepared.step.text().encode()).hexdigest())
 """
 
 
+_SOME = st.integers(min_value=1)
+OF_VALUES = st.sampled_from(sorted(VALUE_KINDS))
+OF_BUCKETS = st.sampled_from(sorted({*ABSENCE_KINDS} - VALUE_KINDS))
+
 # An absence is of a value, or of what a bucket has.
 st.register_type_strategy(
     Absence,
-    st.builds(Absence, value=st.text(min_size=1), bucket=st.just(-1), num_bytes=st.integers(min_value=1))
-    | st.builds(Absence, value=st.just(""), bucket=st.integers(min_value=0), num_bytes=st.integers(min_value=1)),
+    st.builds(Absence, kind=OF_VALUES, value=st.text(min_size=1), bucket=st.just(-1), num_bytes=_SOME)
+    | st.builds(Absence, kind=OF_BUCKETS, value=st.just(""), bucket=st.integers(min_value=0), num_bytes=_SOME),
 )
 
 
@@ -90,13 +94,12 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("lost", ["bucket", "value"])
 def test_an_absence_of_nothing_is_refused(lost: str) -> None:
-    away = replace(
-        prepare().plan,
-        states=(Absence(bucket=0, tier="host", update="host", reason=""),),
-        recomputes=(Absence(value="mm", num_bytes=8, reason=""),),
+    away = prepare().plan.replace_absences(
+        recomputes=[Absence(kind="recomputes", value="mm", num_bytes=8, reason="")],
+        states=[Absence(kind="states", bucket=0, tier="host", update="host", reason="")],
     )
     data = json.loads(away.to_json())
-    del data["states" if lost == "bucket" else "recomputes"][0][lost]
+    del data["absences"][lost == "bucket"][lost]
     with pytest.raises(PlanError, match="the absence of a value, or of what a bucket has"):
         Plan.from_json(json.dumps(data))
 
@@ -104,7 +107,7 @@ def test_an_absence_of_nothing_is_refused(lost: str) -> None:
 def test_a_plan_of_another_format_is_refused() -> None:
     data = json.loads(prepare().plan.to_json())
     data["format"] += 1
-    with pytest.raises(PlanError, match="format 2; make the plan anew"):
+    with pytest.raises(PlanError, match="format 3; make the plan anew"):
         Plan.from_json(json.dumps(data))
 
 
@@ -118,17 +121,27 @@ def test_a_plan_with_an_unknown_field_in_a_decision_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["states", "parameters", "gradients", "offloads"])
 def test_a_plan_with_another_tier_is_refused(kind: str) -> None:
     plan = prepare().plan
-    placed = replace(
-        plan,
-        states=(Absence(bucket=0, tier="host", update="host", reason=""),),
-        parameters=(Absence(bucket=0, tier="host", reason=""),),
-        gradients=(Absence(bucket=0, tier="host", num_bytes=8, free_after=(), reload_before=(), reason=""),),
-        offloads=(Absence(value="mm", tier="host", num_bytes=8, free_after=("mm",), reload_before=("mm",), reason=""),),
+    placed = plan.replace_absences(
+        states=[Absence(kind="states", bucket=0, tier="host", update="host", reason="")],
+        parameters=[Absence(kind="parameters", bucket=0, tier="host", reason="")],
+        gradients=[Absence(kind="gradients", bucket=0, tier="host", num_bytes=8, reason="")],
+        offloads=[
+            Absence(
+                kind="offloads",
+                value="mm",
+                tier="host",
+                num_bytes=8,
+                free_after=("mm",),
+                reload_before=("mm",),
+                reason="",
+            )
+        ],
     )
     data = json.loads(placed.to_json())
     assert Plan.from_json(json.dumps(data)) == placed
-    data[kind][0]["tier"] = "tape"
-    with pytest.raises(PlanError, match=rf"Plan.{kind}\[0\].tier: expected .*'nvme'.*, found 'tape'"):
+    place = next(n for n, away in enumerate(placed.absences) if away.kind == kind)
+    data["absences"][place]["tier"] = "tape"
+    with pytest.raises(PlanError, match=rf"Plan.absences\[{place}\].tier: expected .*'nvme'.*, found 'tape'"):
         Plan.from_json(json.dumps(data))
 
 

@@ -44,7 +44,7 @@ def sides(machine: Machine, spare_bytes: int = 1 << 40) -> list[str]:
     updates = [update_of(bucket, number, machine) for number, bucket in enumerate(BUCKETS)]
     levels = {bucket: Level(0, 0.0, "host", "device", STATES[bucket.index]) for bucket in BUCKETS}
     decisions = [
-        Absence(bucket=bucket.index, tier="host", update="device", reason="frees bytes; as it was")
+        Absence(kind="states", bucket=bucket.index, tier="host", update="device", reason="frees bytes; as it was")
         for bucket in BUCKETS
     ]
     seconds = [LAYER_SECONDS] * len(BUCKETS)
@@ -69,7 +69,7 @@ def test_without_room_for_gradients_there_all_go_through_the_device() -> None:
 
 def test_what_is_no_update_of_the_host_tier_stays() -> None:
     bucket = BUCKETS[0]
-    decision = Absence(bucket=bucket.index, tier="nvme", update="host", reason="as asked")
+    decision = Absence(kind="states", bucket=bucket.index, tier="nvme", update="host", reason="as asked")
     assert balance_updates([decision], [], [], [1.0], Handed({}, 0), machine(1e9, 1e9), ahead=True) == (decision,)
 
 

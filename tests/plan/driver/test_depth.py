@@ -80,8 +80,10 @@ def test_the_graph_is_not_gone_through_for_each_bucket(monkeypatch: pytest.Monke
     for depth in (4, 12):
         prepared = prepare(Deep(depth), stage=3, num_ranks=2)
         indices = [decision.bucket for decision in prepared.plan.reduces]
-        states = tuple(Absence(bucket=index, tier="nvme", update="host", reason="by hand") for index in indices)
-        prepared.plan = replace(prepared.plan, states=states)
+        states = tuple(
+            Absence(kind="states", bucket=index, tier="nvme", update="host", reason="by hand") for index in indices
+        )
+        prepared.plan = prepared.plan.replace_absences(states=states)
         counted.update(dict.fromkeys(counted, 0))
         prepared.run_pipeline()
         numbers.append(dict(counted))

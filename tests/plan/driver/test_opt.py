@@ -21,7 +21,7 @@ from zerofx.driver.saved_graph import SavedGraph
 from zerofx.errors import PlanError, UsageError
 from zerofx.ir.serialise import same_graph
 from zerofx.pipeline import find
-from zerofx.scheduler.plan.decisions import SliceDecision
+from zerofx.scheduler.plan.decisions import TileDecision
 from zerofx.scheduler.plan.plan import Plan
 
 Made = tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, ...]]
@@ -65,7 +65,7 @@ def test_one_pass_on_a_saved_graph(graph: Path, golden: Callable[..., None]) -> 
 
 @pytest.mark.parametrize("name", ["slice", "accumulate", "shard"])
 def test_what_a_pass_changes(name: str, graph: Path, tmp_path: Path, golden: Callable[..., None]) -> None:
-    sliced = SliceDecision("layers.0.linear.weight", 2, 0, "by hand")
+    sliced = TileDecision("layers.0.linear.weight", 2, 0, "by hand")
     edits: dict[str, dict[str, Any]] = {"slice": {"slices": (sliced,)}, "accumulate": {"num_micro_batches": 2}}
     replace(Plan.load(plan_of(graph)), **edits.get(name, {})).save(tmp_path / "plan.json")
     before = texts(graph, "--passes", "simplify")

@@ -16,7 +16,7 @@ from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search import target
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 from zerofx.scheduler.search.stage import Search
-from zerofx.scheduler.search.stages.wire import Wire
+from zerofx.scheduler.search.stages.refine import Wire
 from zerofx.torch_private.operators import disable_onednn
 
 BUDGET = 45_000  # bytes: less than is needed without recomputing

@@ -62,7 +62,7 @@ def _in_slices() -> list[str]:
     step = step_of_case(case, 3, tile={"layers.0.mlp.up.weight": 4, "layers.2.mlp.out.weight": 2})
     step(*args, **kwargs)
     wrong = checked(step, case, others, named, tolerance=1e-6)
-    found = {sliced.parameter: sliced.num_slices for sliced in step.evaluation.plan.slices}
+    found = {sliced.value: sliced.num_tiles for sliced in step.evaluation.plan.slices}
     return wrong + ([] if found == {"layers.0.mlp.up.weight": 4, "layers.2.mlp.out.weight": 2} else [f"{found}"])
 
 

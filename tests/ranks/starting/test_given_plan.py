@@ -178,15 +178,16 @@ def test_options_that_contradict_the_plan() -> None:
     plan = compile_eager(Wavy(), recompute="full").plan
     assert plan.recomputes
     assert "expected recompute='auto'" in refusal(UsageError, Wavy, plan=plan, recompute="none")
-    away = replace(
-        plan,
-        recomputes=(),
-        offloads=(
-            Absence(
-                value="tanh", tier="host", num_bytes=4, free_after=("tanh",), reload_before=("tanh",), reason="why"
-            ),
-        ),
+    offloaded = Absence(
+        kind="offloads",
+        value="tanh",
+        tier="host",
+        num_bytes=4,
+        free_after=("tanh",),
+        reload_before=("tanh",),
+        reason="",
     )
+    away = plan.replace_absences(recomputes=(), offloads=[offloaded])
     assert "has 1 values, the states of 0 buckets, the parameters of 0 and the gradients of 0 off" in refusal(
         UsageError, Wavy, plan=away, offload="none"
     )

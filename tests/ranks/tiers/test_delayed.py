@@ -235,9 +235,11 @@ def test_the_update_is_predicted_to_be_off_the_critical_path() -> None:
     delayed = planned(delayed_update=0)
     simulation = delayed.lowered.simulation
     assert {(one.tier, one.update, one.delayed) for one in delayed.plan.states} == {("host", "host", True)}
-    exact = replace(
-        delayed.plan,
-        states=tuple(Absence(bucket=one.bucket, tier="host", update="host", reason="") for one in delayed.plan.states),
+    exact = delayed.plan.replace_absences(
+        states=[
+            Absence(kind="states", bucket=one.bucket, tier="host", update="host", reason="")
+            for one in delayed.plan.states
+        ]
     )
     model = build(case)
     step = zerofx.compile(model, case.optimizer(model), 0, plan=exact, machine="mi300x", backend="eager")
@@ -284,10 +286,10 @@ def test_a_plan_and_the_option_have_to_agree() -> None:
     with pytest.raises(zerofx.UsageError, match="delayed_update=a number of steps"):
         _compiled("gpt", plan=plan, delayed_update=None)
     with pytest.raises(zerofx.UsageError, match="delayed_update=None"):
-        _compiled("gpt", plan=replace(plan, states=()))
+        _compiled("gpt", plan=plan.replace_absences(states=()))
     refused: tuple[dict[str, Any], ...] = ({"tier": "nvme"}, {"update": "device"})
     for wrong in refused:
         states = (replace(plan.states[0], **wrong), *plan.states[1:])
         with pytest.raises(zerofx.PlanError, match="expected a delayed update of"):
-            _compiled("gpt", plan=replace(plan, states=states)).prepare(*args)
+            _compiled("gpt", plan=plan.replace_absences(states=states)).prepare(*args)
     assert torch.isfinite(_compiled("gpt", plan=plan)(*args))

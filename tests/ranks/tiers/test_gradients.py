@@ -34,6 +34,7 @@ def waiting(prepared: Prepared, tier: str, machine: Machine | None = None, every
     machine = machine or Machine.named("cpu")
     decisions = [
         Absence(
+            kind="gradients",
             bucket=d.bucket,
             tier=cast(Tier, tier),
             num_bytes=prepared.layout.buckets[d.bucket].full_bytes,
@@ -45,7 +46,7 @@ def waiting(prepared: Prepared, tier: str, machine: Machine | None = None, every
     ]
     seconds = seconds_by_place(prepared.step, machine)
     placed = place_gradients(decisions, prepared.step, prepared.layout, seconds, machine)
-    return replace(prepared.plan, gradients=placed)
+    return prepared.plan.replace_absences(gradients=placed)
 
 
 def test_gradients_wait_between_micro_batches(golden: Callable[..., None]) -> None:
@@ -232,6 +233,6 @@ def test_on_a_slow_link_a_copy_has_more_runs() -> None:
 def test_what_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     prepared = prepare(stage=0, num_ranks=1, num_micro_batches=2)
     plan = waiting(prepared, "host")
-    prepared.plan = replace(plan, gradients=(replace(plan.gradients[0], **wrong), *plan.gradients[1:]))
+    prepared.plan = plan.replace_absences(gradients=(replace(plan.gradients[0], **wrong), *plan.gradients[1:]))
     with pytest.raises(zerofx.PlanError, match=r"gradients of a trained bucket .*host or nvme"):
         prepared.run()

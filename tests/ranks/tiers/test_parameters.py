@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -170,7 +169,7 @@ def test_parameters_move_when_another_plan_asks_for_it() -> None:
         tiers.prepare({"nvme": 1}, 1)
         plan = prepared.plan if tier is None else parameters_away(prepared, tier, states, every=2)
         if tier is None and states is not None:
-            plan = replace(plan, states=parameters_away(prepared, "host", states).states)
+            plan = plan.replace_absences(states=parameters_away(prepared, "host", states).states)
         assert taken.state.place(plan)
         assert taken.state.resident is (tier is None)
         assert torch.equal(step(*args), reference(*args))  # moves them back first
@@ -182,19 +181,22 @@ def test_wrong_decisions_are_refused() -> None:
     plan = parameters_away(prepare_case(CASES["gpt"], 3, 1), "host", None)
 
     def refusal(*parameters: Absence) -> str:
-        step, args = _step(replace(plan, parameters=parameters))
+        step, args = _step(plan.replace_absences(parameters=parameters))
         with pytest.raises(zerofx.PlanError) as caught:
             step(*args)
         return str(caught.value)
 
-    assert "decision about the parameters" in refusal(Absence(bucket=0, tier="device", reason=""), *plan.parameters[1:])
-    no_tier = Absence(bucket=0, tier=cast(Tier, "tape"), reason="")
+    assert "decision about the parameters" in refusal(
+        Absence(kind="parameters", bucket=0, tier="device", reason=""), *plan.parameters[1:]
+    )
+    no_tier = Absence(kind="parameters", bucket=0, tier=cast(Tier, "tape"), reason="")
     assert "tier: expected one of 'device', 'host', 'nvme'" in refusal(no_tier, *plan.parameters[1:])
     assert re.search(r"parameters of bucket \d+", refusal(*plan.parameters, plan.parameters[0]))
 
 
 def test_only_stage_3_has_parameters_in_slower_tiers() -> None:
-    plan = replace(prepare_case(CASES["gpt"], 1, 1).plan, parameters=(Absence(bucket=0, tier="host", reason=""),))
+    away = Absence(kind="parameters", bucket=0, tier="host", reason="")
+    plan = prepare_case(CASES["gpt"], 1, 1).plan.replace_absences(parameters=[away])
     step, args = step_of("gpt", 1, plan=plan)
     with pytest.raises(zerofx.PlanError, match="at stage 3"):
         step(*args)

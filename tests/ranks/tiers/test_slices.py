@@ -132,7 +132,7 @@ def test_a_hidden_size_eight_times_as_large_trains_in_the_same_budget() -> None:
         model, adamw(model), machine="cpu", backend="eager", memory_budget=budget, offload="host", recompute="none"
     )
     torch.testing.assert_close(train(step, x), eager(reference, adamw(reference), x))
-    assert {one.parameter for one in step.plan.slices} == {"up.weight", "down.weight"}
+    assert {one.value for one in step.plan.slices} == {"up.weight", "down.weight"}
     measured = step.measure(x).peak_bytes["device"]
     assert measured <= budget and measured == pytest.approx(step.plan.peak_bytes["device"], rel=0.01)
     for text in (str(step.plan), step.plan.why("up.weight"), step.plan.why("up")):
@@ -212,7 +212,7 @@ def test_a_second_shape_and_a_saved_plan_have_the_same_slices(tmp_path: Path) ->
     assert again.plan.decisions_hash() == step.plan.decisions_hash()
     with pytest.warns(UserWarning, match="another shape"):
         step(torch.randn(5, 12))
-    assert [(one.parameter, one.num_slices) for one in step.plan.slices] == [("up.weight", 4)]
+    assert [(one.value, one.num_tiles) for one in step.plan.slices] == [("up.weight", 4)]
 
 
 def test_bf16_slices_have_fp32_masters() -> None:

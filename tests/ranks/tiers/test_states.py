@@ -138,12 +138,12 @@ def test_states_move_when_another_plan_asks_for_it() -> None:
     assert taken is not None and tiers is not None
     buckets = [decision.bucket for decision in step.plan.states]
     for decisions in (
-        [Absence(bucket=bucket, tier="nvme", update="device", reason="") for bucket in buckets],
-        [Absence(bucket=bucket, tier="host", update="device", reason="") for bucket in buckets[:1]],
+        [Absence(kind="states", bucket=bucket, tier="nvme", update="device", reason="") for bucket in buckets],
+        [Absence(kind="states", bucket=bucket, tier="host", update="device", reason="") for bucket in buckets[:1]],
         [],
     ):
         tiers.prepare({"nvme": 1}, 1)
-        taken.state.place(replace(step.plan, states=tuple(decisions)))
+        taken.state.place(step.plan.replace_absences(states=tuple(decisions)))
         held = step.tiers()
         assert set(held) == {"device", *(decision.tier for decision in decisions)}
         assert torch.equal(step(*args), reference(*args))  # moves them back first
@@ -159,10 +159,10 @@ def test_states_move_when_another_plan_asks_for_it() -> None:
 )
 def test_wrong_decisions_are_refused(wrong: dict[str, Any], refusal: str) -> None:
     plan = placing(prepare_case(CASES["gpt"], 0, 1), "host", "device")
-    step, args = step_of("gpt", plan=replace(plan, states=(replace(plan.states[0], **wrong), *plan.states[1:])))
+    step, args = step_of("gpt", plan=plan.replace_absences(states=(replace(plan.states[0], **wrong), *plan.states[1:])))
     with pytest.raises(zerofx.PlanError, match=refusal):
         step(*args)
-    step, args = step_of("gpt", plan=replace(plan, states=(*plan.states, plan.states[0])))
+    step, args = step_of("gpt", plan=plan.replace_absences(states=(*plan.states, plan.states[0])))
     with pytest.raises(zerofx.PlanError, match=r"states of bucket \d+: .*found 2"):
         step(*args)
 

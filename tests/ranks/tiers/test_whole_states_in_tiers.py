@@ -72,8 +72,8 @@ def test_states_that_one_update_needs_come_up_for_it_and_go_down_again() -> None
     step = step_with(None)
     free = step.plan
     step.close()
-    states = (Absence(bucket=bucket, tier="host", reason="by hand") for bucket in range(4))
-    step = step_with(replace(free, states=tuple(states), prediction=None))
+    states = (Absence(kind="states", bucket=bucket, tier="host", reason="by hand") for bucket in range(4))
+    step = step_with(replace(free.replace_absences(states=states), prediction=None))
     check_measured(step.measure(rows, num_steps=2), step.plan, 8192)
     assert step.tiers()["host"] == 4 * size
     assert step.plan.link_bytes == {"to_host": 4 * size, "to_device": 4 * size}

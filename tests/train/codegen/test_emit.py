@@ -6,7 +6,6 @@ import ast
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -119,8 +118,8 @@ def test_a_whole_step(golden: Callable[..., None]) -> None:
 def test_a_step_with_tiers(golden: Callable[..., None], update: Tier) -> None:
     prepared = prepare(precision="bf16")
     plan = offloading(prepared, prepared.plan, ["host", "nvme"])
-    prepared.plan = replace(
-        plan, states=tuple(Absence(bucket=i, tier="host", update=update, reason="") for i in range(3))
+    prepared.plan = plan.replace_absences(
+        states=[Absence(kind="states", bucket=i, tier="host", update=update, reason="") for i in range(3)]
     )
     golden(_emit(prepared.run()).source)
 

@@ -33,7 +33,7 @@ from zerofx.passes.prepare.slice import slice_parameters
 from zerofx.passes.verify import verify
 from zerofx.scheduler.analysis.slices import slice_rungs, slices_of_names
 from zerofx.scheduler.analysis.tile_chains import find_chains
-from zerofx.scheduler.plan.decisions import SliceDecision
+from zerofx.scheduler.plan.decisions import TileDecision
 
 aten = torch.ops.aten
 
@@ -145,7 +145,7 @@ def test_tied_weights_are_sliced_in_both_uses() -> None:
     model, (ids,) = Tied(), token_ids()
     step = captured(model, ids)
     after = sliced(step, {"head.weight": 2})  # either name
-    assert [decision.parameter for decision in after.slices] == ["embed.weight"]
+    assert [decision.value for decision in after.slices] == ["embed.weight"]
     check_same_results(step, after, model, (ids,))
 
 
@@ -198,9 +198,9 @@ def test_more_slices_than_rows_are_refused() -> None:
     with pytest.raises(UsageError, match=r"up to 10 slices of up.weight.* found 11"):
         slices_of_names(step, {"up.weight": 11})
     with pytest.raises(PlanError, match=r"up.weight has 10 rows for 11 slices"):
-        slice_parameters(step, [SliceDecision("up.weight", 11, 0, "by hand")])
+        slice_parameters(step, [TileDecision("up.weight", 11, 0, "by hand")])
     with pytest.raises(PlanError, match=r"down.weight is no parameter of this model"):
-        slice_parameters(step, [SliceDecision("down.weight", 2, 0, "by hand")])
+        slice_parameters(step, [TileDecision("down.weight", 2, 0, "by hand")])
 
 
 def test_two_numbers_for_one_tied_parameter_are_refused() -> None:
@@ -286,11 +286,11 @@ def test_rungs_slice_what_is_huge_as_finely_as_the_missing_bytes_ask() -> None:
 
     step = captured(Wide(), torch.randn(2, 16))
     size = 64 * 1024 * 4
-    assert [[(d.parameter, d.num_slices) for d in rung] for rung in slice_rungs(step, size)] == [
+    assert [[(d.value, d.num_tiles) for d in rung] for rung in slice_rungs(step, size)] == [
         [("huge.weight", 4)],
         [("huge.weight", 16)],
     ]
-    assert [rung[0].num_slices for rung in slice_rungs(step, 5 * size)] == [16]
+    assert [rung[0].num_tiles for rung in slice_rungs(step, 5 * size)] == [16]
     assert slice_rungs(step, 7 * size) == slice_rungs(step, 5 * size)  # for what a refusal says is possible
 
 

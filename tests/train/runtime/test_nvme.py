@@ -22,7 +22,7 @@ from zerofx.errors import TierError, UsageError, ZeroFXWarning
 from zerofx.runtime.tiers.host_memory import HostMemory
 from zerofx.runtime.tiers.nvme import BLOCK_BYTES, NvmeFile, NvmeFiles, Stripe
 from zerofx.runtime.tiers.tiers import Tiers
-from zerofx.scheduler.cost.blocks import PAGE, whole_pages
+from zerofx.scheduler.cost.transfers import PAGE, whole_pages
 
 CPU = torch.device("cpu")
 LONG = 5 * BLOCK_BYTES + 12_345

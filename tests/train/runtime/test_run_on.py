@@ -124,7 +124,7 @@ def make(way: Way | None, **options: Any) -> tuple[zerofx.Step, tuple[Any, ...]]
         (decision,) = plan.states
         read = [consumers(node)[0] for node in prepared.step.placeholders(Role.PARAMETER)]
         middle = sorted(read)[len(read) // 2]
-        plan = replace(plan, states=(replace(decision, back_by=middle.name),))
+        plan = plan.replace_absences(states=(replace(decision, back_by=middle.name),))
     return step_of("gpt", plan=plan, precision="bf16", **options)
 
 

@@ -16,8 +16,8 @@ from zerofx.errors import TierError
 from zerofx.runtime.tiers.host_memory import HostMemory
 from zerofx.runtime.tiers.stored import Stored
 from zerofx.runtime.tiers.tiers import Tiers
-from zerofx.scheduler.cost.blocks import PAGE, size_class
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
+from zerofx.scheduler.cost.transfers import PAGE, size_class
 
 CPU = torch.device("cpu")
 VALUES = {

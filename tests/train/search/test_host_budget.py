@@ -18,8 +18,8 @@ from zerofx.choices import OffloadOption
 from zerofx.driver.plan_only import PlannedStep
 from zerofx.errors import MemoryBudgetError, TierError, UsageError, ZeroFXWarning
 from zerofx.runtime.tiers.host_memory import HostMemory
-from zerofx.scheduler.cost.blocks import PAGE
 from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.transfers import PAGE
 
 H100 = Machine.named("h100-sxm")
 

@@ -97,7 +97,7 @@ def test_what_passes_through_the_host_does_not_grow_with_depth(update: str, byte
 def test_a_drive_would_be_read_far_ahead_otherwise() -> None:
     prepared, plan = streaming(24, "host", 3e9)
     assert [one.takes_over for one in plan.states if one.takes_over is not None]
-    prepared.plan = replace(plan, states=tuple(replace(one, takes_over=None) for one in plan.states))
+    prepared.plan = plan.replace_absences(states=tuple(replace(one, takes_over=None) for one in plan.states))
     found = liveness(prepared.run().step, on_cpu=True).peaks["host"]
     assert found > 2 * NUM_BUFFERS * 3 * NUM_BYTES  # and more, the deeper the model
 

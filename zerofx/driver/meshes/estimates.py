@@ -13,14 +13,13 @@ from dataclasses import replace
 
 from zerofx.budgets import budget_bytes, tiers_for
 from zerofx.driver.captures import Captures
-from zerofx.driver.meshes.short_steps import Savings, Short, ShortSteps, StepTotals, Unlimited
+from zerofx.driver.meshes.short_steps import Floor, Savings, Short, ShortSteps, StepTotals, Unlimited
 from zerofx.driver.prepared import Request
 from zerofx.driver.shardings import apply_shardings, shardings_of
 from zerofx.errors import UsageError, ZeroFXError
 from zerofx.report.meshes import MeshOutcome
 from zerofx.scheduler.cost.wire_volume import ACROSS, WITHIN
 from zerofx.scheduler.plan.mesh import Mesh
-from zerofx.scheduler.search.mesh_floor import Floor
 
 
 class Estimates:

@@ -10,7 +10,7 @@ end of forward it is higher, but that part occurs once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import Generic, TypeVar
 
@@ -21,9 +21,10 @@ from zerofx.ir.graph import StepGraph
 from zerofx.optimizers.binding import OptimizerBinding
 from zerofx.scheduler.analysis.shallow import KEPT, rows_of, shallow
 from zerofx.scheduler.cost.simulate import Simulation
-from zerofx.scheduler.cost.wire_volume import ACROSS, WITHIN
+from zerofx.scheduler.cost.transfers import CollectiveKind
+from zerofx.scheduler.cost.wire_volume import ACROSS, WITHIN, seconds_along
 from zerofx.scheduler.plan.decisions import ShardingDecision
-from zerofx.scheduler.search.mesh_floor import Floor, floor_of
+from zerofx.scheduler.plan.mesh import Axes, Mesh
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
 
@@ -241,3 +242,49 @@ def _numbers_of(step: StepGraph, simulation: Simulation) -> StepTotals:
         simulation.live.peaks["device"], simulation.step_seconds, simulation.exposed_seconds, sent[WITHIN],
         sent[ACROSS], simulation.step_seconds - updating,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Floor:
+    """``held_bytes``: slices of parameters, states and masters of a rank, which stay on the device from step to step.
+    ``link_seconds``: those of collectives on buckets, by the axes that they run over."""
+
+    held_bytes: float
+    link_seconds: Mapping[Axes, float]
+
+    @property
+    def busy_seconds(self) -> float:
+        """Of the link that is busy for longest."""
+        return max(self.link_seconds.values(), default=0.0)
+
+    def plus(self, times: float, more: Floor, less: Floor) -> Floor:
+        """This, and ``times`` by how much ``more`` is more than ``less``, which are about the same axes."""
+        seconds = {
+            axes: own + times * (more.link_seconds[axes] - less.link_seconds[axes])
+            for axes, own in self.link_seconds.items()
+        }
+        return Floor(self.held_bytes + times * (more.held_bytes - less.held_bytes), seconds)
+
+
+def floor_of(problem: Problem, mesh: Mesh) -> Floor:
+    """Least bytes held, and seconds on links, of the ranks of ``mesh``: each bucket is gathered and reduced once."""
+    stage, machine = problem.options.stage, problem.machine
+    held, seconds = 0, dict[Axes, float]()
+
+    def add(axes: Axes, kind: CollectiveKind, num_bytes: int) -> None:
+        along = mesh.axes_in_use(axes)
+        if along:
+            seconds[along] = seconds.get(along, 0.0) + seconds_along(kind, num_bytes, mesh, along, machine)
+
+    for bucket in problem.layout.buckets:
+        gathered = bucket.is_gathered(stage)
+        held += bucket.shard_bytes if gathered else bucket.full_bytes
+        if gathered:
+            add(bucket.gathered_over, "all_gather", bucket.full_bytes)
+        if bucket.trainable:
+            add(bucket.reduction_axes, "reduce_scatter", bucket.gradient_bytes)
+            if bucket.crosses:
+                add(bucket.crossed_over, "reduce_scatter", bucket.gradient_slice_bytes)
+    if problem.options.delayed_update is None:  # else they are on the host
+        held += sum(problem.state_bytes().values())
+    return Floor(held, seconds)

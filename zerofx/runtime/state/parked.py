@@ -51,11 +51,8 @@ class Parked:
             [(tensor.storage_offset(), tensor.shape, tensor.stride()) for tensor in views]
             for views in self._views.values()
         ]
-        for tensor in self._tensors():
+        for tensor in (tensor for views in self._views.values() for tensor in views):
             hide(tensor, tensor.shape, tensor.device)
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        return (tensor for views in self._views.values() for tensor in views)
 
     def restore(self) -> None:
         """Bring all up: the same bytes, in memory that is theirs."""

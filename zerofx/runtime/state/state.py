@@ -24,7 +24,7 @@ from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.weights import Weights
 from zerofx.runtime.state.whole_buckets import WholeBuckets
 from zerofx.runtime.tiers.tiers import Tiers
-from zerofx.scheduler.plan.decisions import Absence, Locations
+from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier
 from zerofx.scheduler.plan.plan import Plan
 
@@ -73,7 +73,8 @@ class TrainingState(WholeBuckets):
         if self.is_placed(plan):
             return False
         self._placed = None
-        if any(self._is_elsewhere(plan, *pair) for pair in zip(self.layout.buckets, self.buckets, strict=True)):
+        pairs = zip(self.layout.buckets, self.buckets, strict=True)
+        if any(_planned_home(plan, bucket) != (state.tier, _home(state.decision)) for bucket, state in pairs):
             self.flush()
         moved = [
             self._place_bucket(plan, bucket, state)
@@ -82,25 +83,22 @@ class TrainingState(WholeBuckets):
         self._placed = plan
         return any(moved)
 
-    def locations(self) -> Locations:
-        """The buckets that are in slower tiers now."""
+    def locations(self) -> tuple[Absence, ...]:
+        """The parameters and states of buckets that are in slower tiers now."""
         pairs = list(zip(self.layout.buckets, self.buckets, strict=True))
         why = "as training has them"
-        return Locations(
-            tuple(
-                Absence(bucket=bucket.index, tier=state.tier, reason=why)
+        return (
+            *(
+                Absence(kind="parameters", bucket=bucket.index, tier=state.tier, reason=why)
                 for bucket, state in pairs
                 if state.tier != DEVICE
             ),
-            tuple(
-                Absence(bucket=bucket.index, tier=d.tier, update=d.update, reason=why, delayed=d.delayed)
+            *(
+                Absence(kind="states", bucket=bucket.index, tier=d.tier, update=d.update, reason=why, delayed=d.delayed)
                 for bucket, state in pairs
                 if (d := state.decision) is not None
             ),
         )
-
-    def _is_elsewhere(self, plan: Plan, bucket: Bucket, state: BucketState) -> bool:
-        return _planned_home(plan, bucket) != (state.tier, _home(state.decision))
 
     def count_delayed(self) -> None:
         """A step with delayed updates has run: parameters on the device lack the last update."""

@@ -16,7 +16,7 @@ import torch
 from zerofx.errors import TierError
 from zerofx.runtime.tiers.copies import Copy
 from zerofx.runtime.tiers.pinned import pin
-from zerofx.scheduler.cost.blocks import size_class
+from zerofx.scheduler.cost.transfers import size_class
 from zerofx.units import format_bytes
 
 _HUGE_PAGE = 2 << 20

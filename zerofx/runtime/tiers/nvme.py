@@ -28,7 +28,7 @@ from zerofx.ir.streams import NVME_READ, NVME_WRITE
 from zerofx.runtime.measure.spans import SpanLog
 from zerofx.runtime.tiers.copies import Workers
 from zerofx.runtime.tiers.nvme_folders import OwnFolder
-from zerofx.scheduler.cost.blocks import PAGE, whole_pages
+from zerofx.scheduler.cost.transfers import PAGE, whole_pages
 from zerofx.units import format_bytes
 
 BLOCK_BYTES = 1 << 22  # what one thread moves at a time, and what has one hash

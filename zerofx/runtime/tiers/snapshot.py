@@ -24,7 +24,7 @@ from zerofx.runtime.comm.heartbeat import Heartbeat
 from zerofx.runtime.tiers.nvme import NvmeFile
 from zerofx.runtime.tiers.stored import Lease, Place, Stored
 from zerofx.runtime.tiers.tiers import Tiers
-from zerofx.scheduler.cost.blocks import size_class
+from zerofx.scheduler.cost.transfers import size_class
 from zerofx.torch_private.tensors import version_of
 from zerofx.units import format_bytes
 

@@ -15,7 +15,6 @@ from zerofx.passes.prepare.overlap import overlap
 from zerofx.passes.prepare.partition import partition
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.value_overlap import decide_overlaps
-from zerofx.scheduler.plan.decisions import OverlapDecision
 from zerofx.scheduler.plan.placements import REPLICATED, placement_of
 
 
@@ -50,7 +49,7 @@ def test_nodes_stand_in_front_of_the_one_that_is_named() -> None:
     step = partitioned()
     first, second, third = list(step.calls())[-3:]
     free = [node for node in (first, second) if third not in node.users]
-    overlap(step, (OverlapDecision(step.output.name, tuple(node.name for node in free)),) if free else ())
+    overlap(step, ((*(node.name for node in free), step.output.name),) if free else ())
     assert list(step.calls())[-len(free) :] == free
     assert step.overlaps
 
@@ -60,9 +59,9 @@ def test_a_node_before_what_it_reads_is_refused() -> None:
     reader = next(node for node in step.calls() if any(read.op == "call_function" for read in node.all_input_nodes))
     first = next(iter(step.calls()))
     with pytest.raises(PlanError, match=f"the plan has {reader.name} run before"):
-        overlap(step, (OverlapDecision(first.name, (reader.name,)),))
+        overlap(step, ((reader.name, first.name),))
 
 
 def test_a_decision_about_a_node_that_there_is_not_is_refused() -> None:
     with pytest.raises(PlanError, match="names node nowhere, which this graph has not"):
-        overlap(partitioned(), (OverlapDecision("nowhere", ()),))
+        overlap(partitioned(), (("nowhere",),))

@@ -87,7 +87,9 @@ def test_second_shards_need_nodes_and_slices_on_the_device() -> None:
     one_node = wired()
     one_node.plan = replace(one_node.plan, ranks_per_node=4)
     away = wired()
-    away.plan = replace(away.plan, parameters=(Absence(bucket=1, tier="host", reason="a test"),))
+    away.plan = away.plan.replace_absences(
+        parameters=(Absence(kind="parameters", bucket=1, tier="host", reason="a test"),)
+    )
     for prepared, found in ((one_node, "on 1 node"), (away, "from host on 2 node")):
         with pytest.raises(PlanError, match=f"expected a second shard on several nodes.*{found}"):
             prepared.run()

@@ -1,6 +1,6 @@
-"""Plans within a budget for host memory too.
+"""Plans within a budget in later steps too, and within one for host memory.
 
-The search puts on the host what its room there allows by estimate: states, parameters that are updated with them,
+On the host, the search puts what its room there allows by estimate: states, parameters that are updated with them,
 activations, and copies on their way to and from nvme. What a plan takes of the host's pool is then counted whole,
 position by position, in blocks as the pool hands them out; where that is more than the budget, the plan is made again
 with the host's room reduced by the excess.
@@ -83,3 +83,41 @@ def limit_host_bytes(machine: Machine, num_bytes: int) -> Machine:
     """``machine`` with ``num_bytes`` of host memory for each rank, where it has more."""
     most = max(num_bytes, 1) * machine.ranks_per_node
     return replace(machine, host=replace(machine.host, memory_bytes=min(machine.host.memory_bytes, most)))
+
+
+@dataclass(frozen=True)
+class LaterUpdates:
+    """A plan that keeps all updates within the budget, or else the coming step's: each has a plan that does.
+
+    What an update takes differs from step to step for some optimizers: SGD with momentum copies the first gradients,
+    and adds later ones to what it has then. A step is planned again where its update changes, which must not be refused
+    for a budget that the first step was allowed: so later updates are planned for before the first step.
+
+    Where one of the updates has no plan within the budget, that of the most bytes is refused.
+    """
+
+    name: str = "later updates"
+
+    def plan(self, problem: Problem, rest: Search) -> Plan:
+        updates = [problem.replace_updates(programs) for programs in problem.variants.updates]
+        plans: list[Plan] = []
+        refusals: list[BudgetMissedError] = []
+        for number, planned in enumerate(updates):
+            described = "the coming step's" if number == 0 else f"a later step's ({number} of {len(updates) - 1})"
+            try:
+                plan = rest.attempt(described, planned)
+            except BudgetMissedError as refusal:
+                refusals.append(refusal)
+                continue
+            if all(_is_within(plan, other) for other in updates if other is not planned):
+                return plan
+            rest.say("the plan does not fit with another step's update")
+            plans.append(plan)
+        if refusals:
+            raise max(refusals, key=lambda refusal: refusal.least_bytes)
+        return plans[0]
+
+
+def _is_within(plan: Plan, problem: Problem) -> bool:
+    budget = problem.memory_budget
+    return budget is None or problem.rehearsal.predict(plan).peak_bytes["device"] <= budget
