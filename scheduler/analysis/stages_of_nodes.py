@@ -40,13 +40,14 @@ class StageMap:
     """The stage that has each value of its own, and the messages between stages, in the order of their values.
 
     Views are in no stage. ``backward`` is the position where backward begins, ``changed`` has by name the stages of
-    the buffers that one of them changes.
+    the buffers that one of them changes, ``results`` are the values that all stages have in the end.
     """
 
     homes: Mapping[fx.Node, int]
     messages: tuple[Message, ...]
     backward: int
     changed: Mapping[str, int]
+    results: frozenset[fx.Node]
 
     def messages_to(self, stage: int) -> list[Message]:
         """The messages that a stage receives, in order."""
@@ -81,13 +82,13 @@ def stages_of_nodes(step: StepGraph, cuts: Sequence[str]) -> StageMap:
         for stage in range(last + 1)
         for value in _read_elsewhere(step, homes, stage)
     ]
-    results = set(_results(step))
+    results = frozenset(_results(step))
     for message in messages:
         is_late = order[message.value] >= backward
         if message.value not in results and is_late == (message.receiver > message.sender):
             _refuse(f"{message.value.name} of stage {message.sender} read in stage {message.receiver}")
     messages.sort(key=lambda message: (order[message.value], message.receiver))
-    return StageMap(homes, tuple(messages), backward, changed)
+    return StageMap(homes, tuple(messages), backward, changed, results)
 
 
 def is_remade(node: fx.Node) -> bool:
