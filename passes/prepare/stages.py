@@ -47,6 +47,7 @@ from zerofx.ir.facts import (
     placeholder,
     set_begun_stretch,
     set_message_number,
+    set_origin,
     tensor,
 )
 from zerofx.ir.graph import PipeStage, StepGraph
@@ -107,6 +108,21 @@ def keep_stage(step: StepGraph, pipe: PipeStage) -> None:
     if gradients:
         _mark_stretches(step, pipe, arrived.get(loss), waits)
     step.parameters = tuple(info for info in step.parameters if info.name in own)
+
+
+def end_forward(step: StepGraph) -> None:
+    """Compute the step's results before backward begins, in place: ranks of the model axis put theirs together last."""
+    order = step.positions()
+    first = next((node for node in step.calls() if origin(node).phase is Phase.BACKWARD), step.output)
+    late, pending = set[fx.Node](), [step.loss, *step.extras]
+    while pending:
+        node = pending.pop()
+        if order[node] > order[first] and node not in late:
+            late.add(node)
+            pending.extend(node.all_input_nodes)
+    for node in sorted(late, key=order.__getitem__):
+        first.prepend(node)
+        set_origin(node, replace(origin(node), phase=Phase.FORWARD))
 
 
 def check_stages(step: StepGraph) -> None:

@@ -17,6 +17,7 @@ from typing import NoReturn
 from torch import fx
 
 from zerofx.errors import UsageError
+from zerofx.ir import ops
 from zerofx.ir.aliasing import aliased_input, is_view, mutated_inputs
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import Phase, Role, is_random, origin, placeholder
@@ -92,8 +93,8 @@ def stages_of_nodes(step: StepGraph, cuts: Sequence[str]) -> StageMap:
 
 
 def is_remade(node: fx.Node) -> bool:
-    """True for a view, which is made again of a value's memory wherever it is read."""
-    return is_view(node) and aliased_input(node) is not None
+    """True for a view, which is made again of a value's memory wherever it is read; what is awaited is a value."""
+    return is_view(node) and aliased_input(node) is not None and node.target is not ops.wait
 
 
 def own_source(node: fx.Node) -> fx.Node:

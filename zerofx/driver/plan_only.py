@@ -314,9 +314,16 @@ def plan_captured(captured: CapturedStep, mesh: Mesh, *, verbose: bool = True) -
 
 def _plan_on(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedStep:
     request = replace(captured.request, mesh=mesh, machine=captured.machine.for_ranks(mesh.num_ranks), verbose=verbose)
-    cut = cut_into_stages(request, captured.captures)
     if mesh.pipe == 1:
-        return _plan_stage(request, cut.stages[0])
+        return _plan_stage(request, captured.captures)
+    return plan_best_layout(
+        request, captured.captures, None, decide_alone, lambda one_rank: _plan_stages(request, one_rank)
+    )
+
+
+def _plan_stages(request: Request, one_rank: Captures) -> PlannedStep:
+    """The largest of the stages of the step that one rank of the model axis runs, with all of them."""
+    cut = cut_into_stages(request, one_rank)
     planned: dict[bool, list[PlannedStep]] = {}
 
     def plan_in(order: StageOrder) -> list[PlannedStage]:
@@ -350,7 +357,10 @@ def _plan_stage(request: Request, captures: Captures) -> PlannedStep:
 
     while True:
         try:
-            prepared, target, decided = plan_best_layout(request, captures, None, decide_alone, decide)
+            if captures.pipe is not None:
+                prepared, target, decided = decide(captures)
+            else:
+                prepared, target, decided = plan_best_layout(request, captures, None, decide_alone, decide)
         except BudgetMissedError as missed:
             if nearest is None:
                 raise

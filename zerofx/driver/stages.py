@@ -117,21 +117,20 @@ def _describe(by_turns: bool, seconds: float, peak_bytes: int) -> str:
 
 
 def cut_into_stages(request: Request, captures: Captures, earlier: Earlier | None = None) -> CutStep:
-    """The captured step in the stages of the axis pipe: those that ``earlier`` has, if there is one; all of it as the
-    only one without such an axis.
+    """The captured step, as one rank of the model axis runs it, in the stages of the axis pipe: those that ``earlier``
+    has, if there is one.
 
     Raises:
         UsageError: the step cannot run in as many stages.
     """
     num_stages = request.mesh.pipe
-    if num_stages == 1:
-        return CutStep((captures,))
     if len(captures.candidates) > 1:
         raise UsageError(
             f"expected accumulate to be a number where the mesh has an axis 'pipe', found "
             f"accumulate={request.options.accumulate!r}: say how many micro-batches there are"
         )
-    step = captures.whole_graph(captures.candidates[0])
+    captures = captures.before_stages()
+    step = captures.rank_graph(captures.candidates[0])
     check_stages(step)
     draw, draws = find_unforeseen_draw(step), any(map(is_random, step.calls()))
     if draw is not None:
