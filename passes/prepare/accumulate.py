@@ -124,7 +124,8 @@ def _copy_extras(step: StepGraph) -> None:
     run_of = {node: number for number, nodes in enumerate(runs) for node in nodes}
     extras = list(step.extras)
     for number, node in enumerate(extras):
-        if any(run_of.get(reader, 0) > run_of[node] for reader in consumers(node)):
+        own = value_node(storage_source(node))
+        if any(run_of.get(reader, 0) > run_of[own] for reader in consumers(own)):
             with step.graph.inserting_after(skip_getitems(node)):
                 extras[number] = insert_call(step.graph, torch.ops.aten.clone.default, (node,), origin(node))
     step.set_outputs(step.loss, step.mutations, *step.gradients_by_body, extras=extras)
