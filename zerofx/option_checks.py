@@ -83,6 +83,7 @@ NOT_IN_STAGES: Final = tuple(
         ("offload", "no gradients wait for the next micro-batch", instances(Mapping)),
         ("tile", "parameters of a stage stay whole", instances(Mapping)),
         ("precision", "stages are cut for products in one precision", lambda given: given.fp8 is not None),
+        ("wire", "what stages hand on is sent exactly", None),
         ("delayed_update", "updates end with the step", None),
         ("keep_gradients", "a rank has the gradients of one stage", None),
         ("plan", "each stage has a plan of its own", None),

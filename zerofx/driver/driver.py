@@ -13,6 +13,7 @@ import sys
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ from zerofx.driver.shardings import (
     record_shardings,
     share_computation,
 )
-from zerofx.driver.stages import CutStep, PlannedStage, choose_order, cut_into_stages
+from zerofx.driver.stages import CutStep, PlannedStage, choose_order, cut_into_stages, name_stage, try_cuts
 from zerofx.errors import (
     InternalError,
     InvalidGraphError,
@@ -63,6 +64,7 @@ from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
+from zerofx.scheduler.search.stage_cuts import Balance
 from zerofx.scheduler.search.target import RegionMemory, Target
 from zerofx.units import format_bytes
 
@@ -120,13 +122,18 @@ def _build(request: Request, earlier: Earlier | None, control: Control) -> Built
             shared = record_shardings(request, captures, loaded.plan, layout.placements)
             return Built(loaded, layout, recalled.binding, programs, shared)
 
-    def plan_and_compile(one_rank: Captures) -> tuple[OwnStage, Prepared, CompiledStep, RegionMemory]:
-        own = _take_stage(request, one_rank, earlier, control)
+    def plan_and_compile(
+        one_rank: Captures, balance: Balance
+    ) -> tuple[OwnStage, Prepared, CompiledStep, RegionMemory]:
+        own = _take_stage(request, one_rank, earlier, control, balance)
         prepared = _prepare(own.request, own.captures, earlier, control)
         with wrap_defects("plan, emit and load a step"):
             return own, *_fit_budget(prepared, control, own.why)
 
-    own, prepared, compiled, memory = plan_best_layout(request, captures, earlier, control.share, plan_and_compile)
+    own, prepared, compiled, memory = plan_best_layout(
+        request, captures, earlier, control.share,
+        lambda one_rank: try_cuts(request, earlier, partial(plan_and_compile, one_rank)),
+    )  # fmt: skip
     step_cache.keep(own.request, own.captures, earlier, prepared, compiled, memory)
     layout, programs = own_part(prepared.layout, prepared.programs)
     placements = prepared.layout.placements
@@ -136,7 +143,9 @@ def _build(request: Request, earlier: Earlier | None, control: Control) -> Built
     return Built(compiled, layout, prepared.binding, programs, shared)
 
 
-def _take_stage(request: Request, one_rank: Captures, earlier: Earlier | None, control: Control) -> OwnStage:
+def _take_stage(
+    request: Request, one_rank: Captures, earlier: Earlier | None, control: Control, balance: Balance
+) -> OwnStage:
     """This rank's stage of the step that one rank of the model axis runs, in the order that all stages take. Collective.
 
     Raises:
@@ -144,7 +153,7 @@ def _take_stage(request: Request, one_rank: Captures, earlier: Earlier | None, c
     """
     if request.mesh.pipe == 1:
         return OwnStage(request, one_rank)
-    cut = _cut(request, one_rank, earlier, control)
+    cut = _cut(request, one_rank, earlier, control, balance)
     own = cut.stages[request.mesh.place(control.rank, "pipe")]
     with wrap_defects("plan a step"):
         order = choose_order(request, cut, lambda order: _plan_in(order.request(request), own, earlier, control))
@@ -170,7 +179,9 @@ def _ranks_of_stages(mesh: Mesh) -> Sequence[Sequence[int]]:
     return mesh.groups(mesh.stage_axes)[: mesh.pipe]
 
 
-def _cut(request: Request, captures: Captures, earlier: Earlier | None, control: Control) -> CutStep:
+def _cut(
+    request: Request, captures: Captures, earlier: Earlier | None, control: Control, balance: Balance
+) -> CutStep:
     """The step in its stages, the same on all ranks, which have captured the same."""
     if not is_on_cpu(device_of(request.model)):
         raise UsageError(
@@ -186,7 +197,7 @@ def _cut(request: Request, captures: Captures, earlier: Earlier | None, control:
     agree_on_graph(step, control, replace(request.mesh, pipe=1))
     strides = str([(info.name, info.stride) for info in step.parameters])  # in which stages send each other some
     control.agree("compare parameters", strides, "strides", "Build the same model on every rank.")
-    cut = control.attempt("cut the step into stages", lambda: cut_into_stages(request, captures, earlier))
+    cut = control.attempt("cut the step into stages", lambda: cut_into_stages(request, captures, earlier, balance))
     control.agree("cut the step into stages", str(cut.cuts), "cuts", "Give every rank the same options.")
     return cut
 
@@ -230,13 +241,16 @@ def fits_budget(request: Request, control: Control) -> bool:
     captures = control.attempt("capture a step", lambda: _captures(request, {}))
     budget = budget_bytes(request.options.memory_budget, request.machine)
 
-    def plan_once(one_rank: Captures) -> None:
-        own = _take_stage(request, one_rank, None, control)
+    def plan_once(one_rank: Captures, balance: Balance) -> None:
+        own = _take_stage(request, one_rank, None, control, balance)
         prepared = _prepare(own.request, own.captures, None, control)
         _agree_on_plan(prepared, target_of(prepared), budget, control)
 
     try:
-        plan_best_layout(request, captures, None, control.share, plan_once)
+        plan_best_layout(
+            request, captures, None, control.share,
+            lambda one_rank: try_cuts(request, None, partial(plan_once, one_rank)),
+        )  # fmt: skip
     except MemoryBudgetError:
         return False
     return True
@@ -367,7 +381,8 @@ def _agree_on_plan(
         if options.plan is not None:
             return options.plan.to_json()
         request = prepared.request
-        plan = make_plan(Problem.create(prepared, target, options, memory_budget, request.locations, request.fixed))
+        with name_stage(prepared.captures.pipe):
+            plan = make_plan(Problem.create(prepared, target, options, memory_budget, request.locations, request.fixed))
         if options.arena:  # the plan is within the whole budget, though it was searched for less
             plan = replace(plan, memory_budget=budget_bytes(options.memory_budget, request.machine))
         return plan.to_json()

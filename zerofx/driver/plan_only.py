@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, get_args
 
@@ -25,7 +26,7 @@ from zerofx.driver.meshes.choice import choose_mesh
 from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.driver.shardings import decide_alone, plan_best_layout
-from zerofx.driver.stages import PlannedStage, StageOrder, choose_order, cut_into_stages
+from zerofx.driver.stages import PlannedStage, StageOrder, choose_order, cut_into_stages, name_stage, try_cuts
 from zerofx.errors import UsageError, wrap_defects
 from zerofx.garbage import limit_garbage_collection
 from zerofx.ir.batch import Batch
@@ -53,6 +54,7 @@ from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
+from zerofx.scheduler.search.stage_cuts import Balance
 from zerofx.scheduler.search.target import Target
 from zerofx.settings import Settings, ShortTraceback, read_settings
 from zerofx.units import format_bytes, format_seconds, tiers_text
@@ -317,13 +319,14 @@ def _plan_on(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedSte
     if mesh.pipe == 1:
         return _plan_stage(request, captured.captures)
     return plan_best_layout(
-        request, captured.captures, None, decide_alone, lambda one_rank: _plan_stages(request, one_rank)
-    )
+        request, captured.captures, None, decide_alone,
+        lambda one_rank: try_cuts(request, None, partial(_plan_stages, request, one_rank)),
+    )  # fmt: skip
 
 
-def _plan_stages(request: Request, one_rank: Captures) -> PlannedStep:
+def _plan_stages(request: Request, one_rank: Captures, balance: Balance) -> PlannedStep:
     """The largest of the stages of the step that one rank of the model axis runs, with all of them."""
-    cut = cut_into_stages(request, one_rank)
+    cut = cut_into_stages(request, one_rank, balance=balance)
     planned: dict[bool, list[PlannedStep]] = {}
 
     def plan_in(order: StageOrder) -> list[PlannedStage]:
@@ -352,7 +355,8 @@ def _plan_stage(request: Request, captures: Captures) -> PlannedStep:
     def decide(one_rank: Captures) -> tuple[Prepared, Target, Plan]:
         prepared = prepare(request, one_rank)
         target = request.target(prepared.captured.device, on_cpu=machine.is_cpu)
-        decided = replace(make_plan(Problem.create(prepared, target, options, aim)), memory_budget=budget)
+        with name_stage(captures.pipe):
+            decided = replace(make_plan(Problem.create(prepared, target, options, aim)), memory_budget=budget)
         return prepared.adapt_to(decided), target, decided
 
     while True:

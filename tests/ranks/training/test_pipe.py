@@ -69,7 +69,11 @@ def test_four_stages_train_like_one_process(runs: list[Run]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "num_stages"), [("bert", 2), ("t5", 2), ("t5", 4), ("vit", 2), ("mixtral", 2)])
 def test_models_of_libraries_train_in_stages_like_one_process(model: str, num_stages: int) -> None:
-    runs = [Run(model, {"pipe": num_stages}, 3, CLIPPED if model == "mixtral" else ())]
+    options = CLIPPED if model == "mixtral" else ()
+    runs = [
+        Run(model, {"pipe": num_stages}, 3, options),
+        Run(model, {"pipe": num_stages}, 6, (*options, TURNS), steps=4),
+    ]
     check_runs(runs, num_stages, [train_runs([run.on(None) for run in runs])])
 
 
