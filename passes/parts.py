@@ -44,10 +44,8 @@ class Parts:
             _give_part(step, handed_out, step.output, place=ends.get(handed_out))
 
 
-def _give_part(
-    step: StepGraph, read: fx.Node, first: fx.Node, *others: fx.Node, place: fx.Node | None = None
-) -> None:
-    """Make ``read``, if it is a view, for its ``first`` reader and ``others``, in front of ``place`` or else of that."""
+def _give_part(step: StepGraph, read: fx.Node, first: fx.Node, *others: fx.Node, place: fx.Node | None = None) -> None:
+    """Make ``read``, if it is a view, for its ``first`` reader and ``others``, in front of ``place`` or the first."""
     if not is_view(read) or read.target in ops.EVENTS:
         return
     owner, fake, where = _owner(read), tensor(read), origin(read if first is step.output else first)

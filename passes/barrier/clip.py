@@ -103,7 +103,8 @@ class Clip:
             if step.pipe is not None:
                 squares_of_all = _gather_stages(step, step.pipe, together)
             total = insert_call(graph, _aten.sum.dim_IntList, (squares_of_all, [0], True), _WHERE)
-            total = insert_call(graph, _aten.sum.default, (gather_number(step, total, plan.mesh, plan.mesh.stage_axes, "squares"),), _WHERE)
+            of_ranks = gather_number(step, total, plan.mesh, plan.mesh.stage_axes, "squares")
+            total = insert_call(graph, _aten.sum.default, (of_ranks,), _WHERE)
             root = insert_call(graph, _aten.sqrt.default, (total,), _WHERE)
             if step.unscaling is not None:
                 root = insert_call(graph, _aten.mul.Tensor, (root, step.unscaling.inverse), _WHERE)

@@ -37,8 +37,8 @@ in the order in which they run (``zerofx/ir/micro_batches.py``):
 Random operators of a layer then draw from a state of their micro-batch's own, so that all draw what they would one by
 one (``passes/lib/draws_ahead.py``).
 
-Does not handle: micro-batches of unequal size; layer by layer, random operators whose draws depend on values, or on the
-rank (``find_unforeseen_draw`` finds one).
+Does not handle: micro-batches of unequal size; layer by layer, random operators whose draws depend on values
+(``find_unforeseen_draw`` finds one).
 """
 
 from __future__ import annotations

@@ -185,8 +185,9 @@ def _receive(
         reader = min(reader, places.get(message.sender, reader), key=order.__getitem__)
         places[message.sender] = reader
         chosen.append((message, reader))
+    chosen.reverse()
     # What earlier stages send ends the forward, before what later ones do.
-    for message, reader in sorted(reversed(chosen), key=lambda each: each[0].sender > stage):
+    for message, reader in sorted(chosen, key=lambda each: each[0].sender > stage):
         value = message.value
         like, at = tensor(value), origin(reader if reader.op == "call_function" else value)
         phase = Phase.BACKWARD if message.sender > stage and step.gradients else Phase.FORWARD
@@ -275,6 +276,12 @@ def _drop_others(step: StepGraph, where: StageMap, calls: list[fx.Node], stage: 
             step.graph.erase_node(node)
 
 
+def _comes_back(node: fx.Node, stage: int) -> bool:
+    """True for what receives a value of a later stage."""
+    sender = node.args[0] if node.target is ops.receive_value else None
+    return isinstance(sender, int) and sender > stage
+
+
 def _mark_stretches(
     step: StepGraph,
     pipe: PipeStage,
@@ -288,11 +295,9 @@ def _mark_stretches(
     later = [wait for message, wait in waits if message.receiver > pipe.number]
     earlier = {wait: pipe.number - message.receiver for message, wait in waits if message.receiver < pipe.number}
     if loss is not None:
-        later_values = (node for node in step.calls() if node.target is ops.receive_value and node.args[0] > pipe.number)
-        first = next(later_values)
         for wait in reversed(later):
             loss.append(wait)
-        set_begun_stretch(first, pipe.num_after)
+        set_begun_stretch(next(node for node in step.calls() if _comes_back(node, pipe.number)), pipe.num_after)
     begun = set[int]()
     for wait, distance in sorted(earlier.items(), key=lambda each: each[1]):
         step.output.prepend(wait)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
@@ -90,10 +90,8 @@ def decide_stages(
         local = 2 if mesh.num_ranks <= machine.ranks_per_node else 1
         return collective_seconds("shift", 2 * num_bytes, 2, machine, ranks_on_node=local)
 
-    seconds, parameters, saved = (
-        [0, *itertools.accumulate(each)]
-        for each in zip(*((run.seconds, run.parameter_bytes, run.saved_bytes) for run in runs), strict=True)
-    )
+    seconds = _sums(run.seconds for run in runs)
+    parameters, saved = _sums(run.parameter_bytes for run in runs), _sums(run.saved_bytes for run in runs)
 
     def cost(stage: int, begin: int, end: int) -> float:
         """Seconds, or bytes, of a stage that has these runs."""
@@ -147,6 +145,11 @@ def _runs(step: StepGraph, machine: Machine) -> list[_Run]:
         return []
     last = runs.pop()
     return [*runs, replace(last, seconds=last.seconds + seconds, saved_bytes=last.saved_bytes + saved_bytes)]
+
+
+def _sums(values: Iterable[float]) -> list[float]:
+    """The sums of no value, of the first, of the first two, and so on."""
+    return [*itertools.accumulate(values, initial=0.0)]
 
 
 def _size(node: fx.Node) -> int:

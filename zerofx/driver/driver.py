@@ -122,9 +122,7 @@ def _build(request: Request, earlier: Earlier | None, control: Control) -> Built
             shared = record_shardings(request, captures, loaded.plan, layout.placements)
             return Built(loaded, layout, recalled.binding, programs, shared)
 
-    def plan_and_compile(
-        one_rank: Captures, balance: Balance
-    ) -> tuple[OwnStage, Prepared, CompiledStep, RegionMemory]:
+    def plan_and_compile(one_rank: Captures, balance: Balance) -> tuple[OwnStage, Prepared, CompiledStep, RegionMemory]:
         own = _take_stage(request, one_rank, earlier, control, balance)
         prepared = _prepare(own.request, own.captures, earlier, control)
         with wrap_defects("plan, emit and load a step"):
@@ -146,7 +144,7 @@ def _build(request: Request, earlier: Earlier | None, control: Control) -> Built
 def _take_stage(
     request: Request, one_rank: Captures, earlier: Earlier | None, control: Control, balance: Balance
 ) -> OwnStage:
-    """This rank's stage of the step that one rank of the model axis runs, in the order that all stages take. Collective.
+    """This rank's stage of what one rank of the model axis runs, in the order that all stages take. Collective.
 
     Raises:
         MemoryBudgetError: no order fits the budget.
@@ -179,9 +177,7 @@ def _ranks_of_stages(mesh: Mesh) -> Sequence[Sequence[int]]:
     return mesh.groups(mesh.stage_axes)[: mesh.pipe]
 
 
-def _cut(
-    request: Request, captures: Captures, earlier: Earlier | None, control: Control, balance: Balance
-) -> CutStep:
+def _cut(request: Request, captures: Captures, earlier: Earlier | None, control: Control, balance: Balance) -> CutStep:
     """The step in its stages, the same on all ranks, which have captured the same."""
     if not is_on_cpu(device_of(request.model)):
         raise UsageError(

@@ -205,9 +205,7 @@ def apply_shardings(
     return one_rank.reorder(from_json(OverlapDecision, overlaps))
 
 
-def record_shardings(
-    request: Request, captures: Captures, plan: Plan, placements: Mapping[str, Placement]
-) -> Shared:
+def record_shardings(request: Request, captures: Captures, plan: Plan, placements: Mapping[str, Placement]) -> Shared:
     """The sharing of a step over ranks of the model axis in ``plan``, and its products in fp8, for ``Earlier``;
     ``placements`` are those of all parameters."""
     given = _step_key(request, captures) if request.mesh.model > 1 else ""

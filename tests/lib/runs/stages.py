@@ -170,7 +170,8 @@ def _gpt2() -> nn.Module:
 
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "gpt": _gpt, "dropout": Dropping, "u-net": UNet, "llama": _llama, "gpt2": _gpt2, "norms": Norms,
-    "telling": Telling, "tagger": Tagger, "bert": partial(bert, 0.1), "t5": partial(t5, 0.1), "vit": partial(vit, 0.1), "mixtral": mixtral,
+    "telling": Telling, "tagger": Tagger,
+    "bert": partial(bert, 0.1), "t5": partial(t5, 0.1), "vit": partial(vit, 0.1), "mixtral": mixtral,
 }  # fmt: skip
 
 
@@ -191,7 +192,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Losses and what else steps give, draws after the last one, parameters in and after the step, states, and peaks."""
+    """Losses and what else steps give, draws after the last, parameters in and after the step, states, and peaks."""
 
     values: list[Tensor]
     states: dict[str, Any]

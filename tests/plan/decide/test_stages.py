@@ -230,7 +230,8 @@ class Tables(nn.Module):
             x = table(ids) + x
         for layer in self.layers:
             x = layer(x)
-        return x.square().mean()
+        result: Tensor = x.square().mean()
+        return result
 
 
 def test_stages_are_cut_for_bytes_where_those_that_take_alike_fit_no_budget() -> None:
