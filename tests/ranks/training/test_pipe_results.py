@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_model
 
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.runs.sharing import SHARING
-from tests.lib.runs.stages import Run, check_runs, count_labels, train_runs, with_logits
+from tests.lib.runs.stages import MODELS, Run, check_runs, count_labels, train_runs, with_logits
 from zerofx import LossScale, Precision
 
 TURNS, FIRST, ALL = ("order", "micro-batch"), ("order", "layer"), ("outputs", "all")
@@ -35,8 +38,11 @@ def test_all_stages_give_what_one_process_gives(num_stages: int) -> None:
     check_runs(runs, num_stages, [train_runs([run.on(None) for run in runs])])
 
 
-def test_options_do_in_stages_what_they_do_on_one_process() -> None:
-    check_runs(WITH_OPTIONS, 2, [train_runs([run.on(None) for run in WITH_OPTIONS])])
+def test_options_do_in_stages_what_they_do_on_one_process(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    save_model(MODELS["gpt2"](), str(tmp_path / "gpt2.safetensors"))
+    runs = [*WITH_OPTIONS, Run("gpt2", {"pipe": 2}, 2, (("weights", tmp_path / "gpt2.safetensors"),), steps=2)]
+    check_runs(runs, 2, [train_runs([run.on(None) for run in runs])])
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
