@@ -23,6 +23,7 @@ from zerofx.ir.aliasing import is_view
 from zerofx.ir.edit import insert_call
 from zerofx.ir.facts import Role, origin, placeholder, tensor
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.micro_batches import loops_of
 from zerofx.scheduler.plan.plan import Plan
 
 
@@ -37,12 +38,14 @@ class Parts:
             if node.target in ops.VALUE_COLLECTIVES:
                 (read,) = node.all_input_nodes
                 _give_part(step, read, node, *node.users)
+        # What a loop's rounds hand out each of them makes.
+        ends = {node: loop.end for loop in loops_of(step) for node in loop.body()}
         for handed_out in step.output.all_input_nodes:
-            _give_part(step, handed_out, step.output)
+            _give_part(step, handed_out, step.output, place=ends.get(handed_out))
 
 
-def _give_part(step: StepGraph, read: fx.Node, first: fx.Node, *others: fx.Node) -> None:
-    """Make ``read``, if it is a view, in front of its ``first`` reader, for that and ``others``."""
+def _give_part(step: StepGraph, read: fx.Node, first: fx.Node, *others: fx.Node, place: fx.Node | None = None) -> None:
+    """Make ``read``, if it is a view, for its ``first`` reader and ``others``, in front of ``place`` or the first."""
     if not is_view(read) or read.target in ops.EVENTS:
         return
     owner, fake, where = _owner(read), tensor(read), origin(read if first is step.output else first)
@@ -55,7 +58,7 @@ def _give_part(step: StepGraph, read: fx.Node, first: fx.Node, *others: fx.Node)
         owner = full
     else:
         offset -= int(tensor(owner).storage_offset())
-    with step.graph.inserting_before(first):
+    with step.graph.inserting_before(place or first):
         args = (owner, list(fake.shape), list(fake.stride()), offset)
         part = insert_call(step.graph, ops.part, args, where, fake=fake)
     for reader in (first, *others):

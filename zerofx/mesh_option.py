@@ -44,10 +44,7 @@ def mesh_of(given: object) -> Mesh | None:
             f"expected the axes of a DeviceMesh to be among {_NAMES}, in this order, found "
             f"{', '.join(map(repr, order))}"
         )
-    mesh = Mesh(**{str(name): size for name, size in sizes.items()})  # type: ignore[arg-type]  # which Mesh checks
-    if mesh.pipe > 1 and mesh.model > 1:
-        raise UsageError(f"expected a mesh with an axis 'pipe' or an axis 'model', found {mesh}: leave one of them out")
-    return mesh
+    return Mesh(**{str(name): size for name, size in sizes.items()})  # type: ignore[arg-type]  # which Mesh checks
 
 
 def mesh_for(asked: Mesh | None, num_ranks: int) -> Mesh:

@@ -78,21 +78,15 @@ def shares_products(mesh: object) -> bool:
 NOT_IN_STAGES: Final = tuple(
     Exclusion(other, why, has_stages, theirs)
     for other, why, theirs in (
-        ("loss_terms", "the terms of a loss are counted by all ranks", None),
         ("accumulate", "stages are cut for a number of micro-batches", one_of("auto")),
         ("reduce", "gradients are reduced once a step", one_of("each")),
         ("offload", "no gradients wait for the next micro-batch", instances(Mapping)),
         ("tile", "parameters of a stage stay whole", instances(Mapping)),
-        ("precision", "a stage knows only its own gradients", lambda given: given.scaling is not None),
         ("precision", "stages are cut for products in one precision", lambda given: given.fp8 is not None),
         ("wire", "what stages hand on is sent exactly", None),
         ("delayed_update", "updates end with the step", None),
-        ("grad_norms", "a rank has the layers of one stage", None),
         ("keep_gradients", "a rank has the gradients of one stage", None),
-        ("average", "a rank has the averages of one stage", None),
         ("plan", "each stage has a plan of its own", None),
-        ("lengths", "a stage is built for batches of one shape", None),
-        ("weights", "files are read by ranks that have all parameters", None),
         ("cuda_graphs", "messages between stages are awaited by the host", one_of(True, "auto")),
     )
 )

@@ -81,8 +81,10 @@ class Clip:
         graph = step.graph
         with graph.inserting_before(step.output):
             together = insert_call(graph, _aten.cat.default, (squares,), _WHERE, name="squares_of_buckets")
-            parts = gather_number(step, plan, together, "squares_of_buckets")
-            parts = insert_call(graph, _aten.view.default, (parts, [plan.num_ranks, len(squares)]), _WHERE)
+            if step.pipe is not None:
+                together = _gather_stages(step, step.pipe, together)
+            parts = gather_number(step, together, plan.mesh, plan.mesh.stage_axes, "squares_of_buckets")
+            parts = insert_call(graph, _aten.view.default, (parts, [plan.num_stage_ranks, -1]), _WHERE)
             total = insert_call(graph, _aten.sum.dim_IntList, (parts, [0]), _WHERE)
             if step.unscaling is not None:
                 for _ in range(2):
@@ -101,7 +103,8 @@ class Clip:
             if step.pipe is not None:
                 squares_of_all = _gather_stages(step, step.pipe, together)
             total = insert_call(graph, _aten.sum.dim_IntList, (squares_of_all, [0], True), _WHERE)
-            total = insert_call(graph, _aten.sum.default, (gather_number(step, plan, total, "squares"),), _WHERE)
+            of_ranks = gather_number(step, total, plan.mesh, plan.mesh.stage_axes, "squares")
+            total = insert_call(graph, _aten.sum.default, (of_ranks,), _WHERE)
             root = insert_call(graph, _aten.sqrt.default, (total,), _WHERE)
             if step.unscaling is not None:
                 root = insert_call(graph, _aten.mul.Tensor, (root, step.unscaling.inverse), _WHERE)

@@ -72,6 +72,6 @@ class Unscale:
         with graph.inserting_before(step.output):
             together = insert_call(graph, _aten.cat.default, (parts,), _WHERE, name="largest_of_buckets")
             largest = insert_call(graph, _aten.amax.default, (together, [0], True), _WHERE)
-            largest = gather_number(step, plan, largest, "largest")
+            largest = gather_number(step, largest, plan.mesh, plan.mesh.world, "largest")
             largest = insert_call(graph, _aten.amax.default, (largest,), _WHERE, name="largest_gradient")
         return largest, together

@@ -34,7 +34,7 @@ _aten = torch.ops.aten
 
 
 def find_unforeseen_draw(step: StepGraph) -> fx.Node | None:
-    """A random operator whose draws cannot be made ahead, if there is one: they depend on values, or on the rank."""
+    """A random operator whose draws cannot be made ahead, if there is one: they depend on values."""
     return next((node for node in step.calls() if is_random(node) and not facts_of(node.target).draws_by_shape), None)
 
 

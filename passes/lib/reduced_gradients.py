@@ -11,6 +11,7 @@ from zerofx.ir.edit import consumers, end_of_unit, insert_call
 from zerofx.ir.facts import Origin, Phase
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import axes_argument
+from zerofx.scheduler.plan.mesh import Axes, Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.torch_private.operators import OpOverload
 
@@ -59,12 +60,16 @@ def numbers_of_slices(
     return [numbers[index] for index in sorted(numbers)]
 
 
-def gather_number(step: StepGraph, plan: Plan, number: fx.Node, what: str) -> fx.Node:
-    """``number``, of shape ``[1]``, gathered from all ranks of a stage at the insertion point; itself on one rank."""
-    if plan.num_stage_ranks == 1:
+def gather_number(step: StepGraph, number: fx.Node, mesh: Mesh, axes: Axes, what: str) -> fx.Node:
+    """``number``, of shape ``[1]``, gathered from the ranks along ``axes`` at the insertion point; itself on one rank.
+
+    Or several numbers.
+    """
+    num_ranks = mesh.size(axes)
+    if num_ranks == 1:
         return number
     where = Origin("", Phase.UPDATE)
-    args = (number, ops.NO_BUCKET, plan.num_stage_ranks)
-    how = dict(axes_argument(plan.mesh.stage_axes))
+    args = (number, ops.NO_BUCKET, num_ranks)
+    how = dict(axes_argument(axes))
     gather = insert_call(step.graph, ops.all_gather, args, where, how, name=f"gather_{what}")
     return insert_call(step.graph, ops.wait, (gather,), where, name=f"{what}_of_ranks")

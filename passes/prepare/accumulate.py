@@ -37,8 +37,8 @@ in the order in which they run (``zerofx/ir/micro_batches.py``):
 Random operators of a layer then draw from a state of their micro-batch's own, so that all draw what they would one by
 one (``passes/lib/draws_ahead.py``).
 
-Does not handle: micro-batches of unequal size; layer by layer, random operators whose draws depend on values, or on the
-rank (``find_unforeseen_draw`` finds one).
+Does not handle: micro-batches of unequal size; layer by layer, random operators whose draws depend on values
+(``find_unforeseen_draw`` finds one).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import is_view, storage_source
-from zerofx.ir.edit import insert_call
+from zerofx.ir.edit import consumers, insert_call, skip_getitems
 from zerofx.ir.facts import (
     Origin,
     Phase,
@@ -92,6 +92,8 @@ def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]
     if num_micro_batches == 1:
         return
     step.num_micro_batches, step.by_layer = num_micro_batches, by_layer
+    if step.takes_turns:
+        _copy_extras(step)
     calls, mutations = list(step.calls()), step.mutations
     lags = stretch_lags(step, num_micro_batches) if step.takes_turns else ()
     if step.pipe is not None and lags:
@@ -114,6 +116,19 @@ def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]
         *[{name: copies[node] for name, node in step.gradients.items()} for copies in bodies],
         extras=[copies[node] for copies in bodies for node in step.extras],
     )
+
+
+def _copy_extras(step: StepGraph) -> None:
+    """Hand out copies of what later runs of nodes read, too, which turns hand on."""
+    runs = _stretches(step, list(step.calls()), ())
+    run_of = {node: number for number, nodes in enumerate(runs) for node in nodes}
+    extras = list(step.extras)
+    for number, node in enumerate(extras):
+        own = value_node(storage_source(node))
+        if any(run_of.get(reader, 0) > run_of[own] for reader in consumers(own)):
+            with step.graph.inserting_after(skip_getitems(node)):
+                extras[number] = insert_call(step.graph, torch.ops.aten.clone.default, (node,), origin(node))
+    step.set_outputs(step.loss, step.mutations, *step.gradients_by_body, extras=extras)
 
 
 def _run_stretches(

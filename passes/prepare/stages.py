@@ -19,11 +19,11 @@ waits for comes from one that does not wait for it, so that no order of stages s
 backward, to the one before that two turns later, and so on. The runs of nodes that micro-batches go through are marked:
 forward, backward, and these waits. Of the last stage forward and backward are one run.
 
-What an evaluation gives, each value of it, goes to all stages, when its forward is over.
+What a step or an evaluation gives, each value of it, goes to all stages, when its forward is over.
 
 Random operators of other stages draw here, too, for nothing: the generators go on as those of one process would.
 
-Does not handle: steps that change buffers in backward, or give more than their loss.
+Does not handle: steps that change buffers in backward.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from zerofx.ir.facts import (
     placeholder,
     set_begun_stretch,
     set_message_number,
+    set_origin,
     tensor,
 )
 from zerofx.ir.graph import PipeStage, StepGraph
@@ -91,7 +92,7 @@ def keep_stage(step: StepGraph, pipe: PipeStage) -> None:
     loss, gradients = own_source(step.loss), dict(step.gradients)
     first_backward = next((node for node in calls if order[node] >= where.backward), step.output)
     arrived = _receive(step, where, stage, first_backward, order)
-    waits = _send(step, where, stage, calls[0])
+    waits = _send(step, where, stage, calls[0], arrived.get(loss) if gradients else None)
     remade = dict(arrived)
     for reader in [*(node for node in calls if where.homes.get(node) == stage), step.output]:
         for source in list(reader.all_input_nodes):
@@ -109,24 +110,33 @@ def keep_stage(step: StepGraph, pipe: PipeStage) -> None:
     step.parameters = tuple(info for info in step.parameters if info.name in own)
 
 
+def end_forward(step: StepGraph) -> None:
+    """Compute the step's results before backward begins, in place: ranks of the model axis put theirs together last."""
+    order = step.positions()
+    first = next((node for node in step.calls() if origin(node).phase is Phase.BACKWARD), step.output)
+    late, pending = set[fx.Node](), [step.loss, *step.extras]
+    while pending:
+        node = pending.pop()
+        if order[node] > order[first] and node not in late:
+            late.add(node)
+            pending.extend(node.all_input_nodes)
+    for node in sorted(late, key=order.__getitem__):
+        first.prepend(node)
+        set_origin(node, replace(origin(node), phase=Phase.FORWARD))
+
+
 def check_stages(step: StepGraph) -> None:
     """Check that a captured step can run in stages.
 
     Raises:
-        UsageError: it changes buffers in backward, or gives more than its loss.
+        UsageError: it changes buffers in backward.
     """
-    remedy = "leave the axis 'pipe' out of the mesh"
     for node in step.placeholders(Role.BUFFER):
         if any(node in mutated_inputs(user) for user in node.users):
             raise UsageError(
                 f"expected a model that changes buffers in its forward alone where the mesh has an axis 'pipe', found "
-                f"that backward changes {placeholder(node).name}: {remedy}"
+                f"that backward changes {placeholder(node).name}: leave the axis 'pipe' out of the mesh"
             )
-    if step.num_extras and step.gradients:
-        raise UsageError(
-            f"expected a step that gives its loss alone where the mesh has an axis 'pipe', found {step.num_extras} "
-            f"tensors besides: leave outputs= out, return the loss alone, or {remedy}"
-        )
 
 
 def _copy_for_backward(
@@ -175,7 +185,9 @@ def _receive(
         reader = min(reader, places.get(message.sender, reader), key=order.__getitem__)
         places[message.sender] = reader
         chosen.append((message, reader))
-    for message, reader in reversed(chosen):
+    chosen.reverse()
+    # What earlier stages send ends the forward, before what later ones do.
+    for message, reader in sorted(chosen, key=lambda each: each[0].sender > stage):
         value = message.value
         like, at = tensor(value), origin(reader if reader.op == "call_function" else value)
         phase = Phase.BACKWARD if message.sender > stage and step.gradients else Phase.FORWARD
@@ -203,10 +215,13 @@ def _all_sources(where: StageMap, node: fx.Node) -> list[fx.Node]:
     return values
 
 
-def _send(step: StepGraph, where: StageMap, stage: int, first: fx.Node) -> list[tuple[Message, fx.Node]]:
+def _send(
+    step: StepGraph, where: StageMap, stage: int, first: fx.Node, loss: fx.Node | None
+) -> list[tuple[Message, fx.Node]]:
     """Start to send what other stages read, as soon as it is there; returns the waits, which stand where the step ends.
 
-    A parameter is copied first: what is gathered for its readers here goes before it has arrived.
+    A parameter is copied first: what is gathered for its readers here goes before it has arrived. A result goes to
+    earlier stages once the ``loss`` is there, if that comes from another: in the order of what backward sends there.
     """
     started: list[tuple[Message, fx.Node, fx.Node]] = []
     copies: dict[fx.Node, fx.Node] = {}
@@ -224,6 +239,8 @@ def _send(step: StepGraph, where: StageMap, stage: int, first: fx.Node) -> list[
                     copies[value] = insert_call(step.graph, _aten.clone.default, (value,), where_copied)
         sent = copies[value]
         place = sent.next if sent is not value else skip_getitems(value).next
+        if loss is not None and message.receiver < stage and value in where.results:
+            place = loss.next
         while place.target is ops.send_value:
             place = place.next
         with step.graph.inserting_before(place):
@@ -259,6 +276,12 @@ def _drop_others(step: StepGraph, where: StageMap, calls: list[fx.Node], stage: 
             step.graph.erase_node(node)
 
 
+def _comes_back(node: fx.Node, stage: int) -> bool:
+    """True for what receives a value of a later stage."""
+    sender = node.args[0] if node.target is ops.receive_value else None
+    return isinstance(sender, int) and sender > stage
+
+
 def _mark_stretches(
     step: StepGraph,
     pipe: PipeStage,
@@ -272,11 +295,9 @@ def _mark_stretches(
     later = [wait for message, wait in waits if message.receiver > pipe.number]
     earlier = {wait: pipe.number - message.receiver for message, wait in waits if message.receiver < pipe.number}
     if loss is not None:
-        pending = loss.args[0]
-        assert isinstance(pending, fx.Node)
         for wait in reversed(later):
             loss.append(wait)
-        set_begun_stretch(pending, pipe.num_after)
+        set_begun_stretch(next(node for node in step.calls() if _comes_back(node, pipe.number)), pipe.num_after)
     begun = set[int]()
     for wait, distance in sorted(earlier.items(), key=lambda each: each[1]):
         step.output.prepend(wait)

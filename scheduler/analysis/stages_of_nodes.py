@@ -17,6 +17,7 @@ from typing import NoReturn
 from torch import fx
 
 from zerofx.errors import UsageError
+from zerofx.ir import ops
 from zerofx.ir.aliasing import aliased_input, is_view, mutated_inputs
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import Phase, Role, is_random, origin, placeholder
@@ -40,13 +41,14 @@ class StageMap:
     """The stage that has each value of its own, and the messages between stages, in the order of their values.
 
     Views are in no stage. ``backward`` is the position where backward begins, ``changed`` has by name the stages of
-    the buffers that one of them changes.
+    the buffers that one of them changes, ``results`` are the values that all stages have in the end.
     """
 
     homes: Mapping[fx.Node, int]
     messages: tuple[Message, ...]
     backward: int
     changed: Mapping[str, int]
+    results: frozenset[fx.Node]
 
     def messages_to(self, stage: int) -> list[Message]:
         """The messages that a stage receives, in order."""
@@ -81,18 +83,18 @@ def stages_of_nodes(step: StepGraph, cuts: Sequence[str]) -> StageMap:
         for stage in range(last + 1)
         for value in _read_elsewhere(step, homes, stage)
     ]
-    results = set(_results(step))
+    results = frozenset(_results(step))
     for message in messages:
         is_late = order[message.value] >= backward
         if message.value not in results and is_late == (message.receiver > message.sender):
             _refuse(f"{message.value.name} of stage {message.sender} read in stage {message.receiver}")
     messages.sort(key=lambda message: (order[message.value], message.receiver))
-    return StageMap(homes, tuple(messages), backward, changed)
+    return StageMap(homes, tuple(messages), backward, changed, results)
 
 
 def is_remade(node: fx.Node) -> bool:
-    """True for a view, which is made again of a value's memory wherever it is read."""
-    return is_view(node) and aliased_input(node) is not None
+    """True for a view, which is made again of a value's memory wherever it is read; what is awaited is a value."""
+    return is_view(node) and aliased_input(node) is not None and node.target is not ops.wait
 
 
 def own_source(node: fx.Node) -> fx.Node:

@@ -4,13 +4,19 @@ A step of several micro-batches takes as long as its slowest stage for each of t
 cuts are those with the least time of the slowest stage; among those, the ones that send the fewest bytes. What a stage
 takes of a micro-batch is its part of the forward and of backward, with what it sends: embeddings and heads count like
 layers do, and stages need not have as many layers.
+
+Where no plan of these stages fits a memory budget, they are cut anew, so that they hold alike: of parameters with their
+gradients and states, and of what backward reads, of as many micro-batches as a stage has under way by turns, the first
+most. Or, where that fits neither, of parameters and what comes in alone: all else may be computed again.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final, Literal, get_args
 
 from torch import fx
 
@@ -18,6 +24,7 @@ from zerofx.errors import UsageError
 from zerofx.ir.aliasing import is_view, storage_bytes, tensors_of
 from zerofx.ir.facts import Phase, Role, is_random, origin, placeholder
 from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.analysis.saved_values import saved_values
 from zerofx.scheduler.analysis.stages_of_nodes import EVERYWHERE, own_source, sources, stages_of_nodes
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
@@ -27,15 +34,21 @@ from zerofx.units import first_few
 
 _BACKWARD = 2  # times the products of the forward
 
+Balance = Literal["seconds", "bytes", "parameters"]
+"""Stages that take alike, hold alike, or hold alike with all computed again that can be."""
+BALANCES: Final[tuple[Balance, ...]] = get_args(Balance)
+
 
 @dataclass(frozen=True)
 class _Run:
-    """A part of the forward that is not cut: the name of its first node, its seconds, and the bytes of the values that
-    cross the border before it."""
+    """A part of the forward that is not cut: the name of its first node, its seconds, the bytes of the values that
+    cross the border before it, of the parameters that it is the first to read, and of what backward reads of it."""
 
     first: str
     seconds: float
     crossing_bytes: int
+    parameter_bytes: int
+    saved_bytes: int
 
 
 def name_cuts(step: StepGraph, machine: Machine, cuts: Sequence[int]) -> tuple[str, ...]:
@@ -56,8 +69,12 @@ def name_cuts(step: StepGraph, machine: Machine, cuts: Sequence[int]) -> tuple[s
     return names
 
 
-def decide_stages(step: StepGraph, mesh: Mesh, machine: Machine) -> tuple[int, ...]:
+def decide_stages(
+    step: StepGraph, mesh: Mesh, machine: Machine, balance: Balance, num_micro_batches: int, copies: float
+) -> tuple[int, ...]:
     """The parts of a captured micro-batch's forward, by their numbers, that later stages begin with.
+
+    ``copies``: how often a rank has each parameter of its stage, with gradients and states.
 
     Raises:
         UsageError: there are fewer places to cut at than that takes; says how many there are.
@@ -73,17 +90,24 @@ def decide_stages(step: StepGraph, mesh: Mesh, machine: Machine) -> tuple[int, .
         local = 2 if mesh.num_ranks <= machine.ranks_per_node else 1
         return collective_seconds("shift", 2 * num_bytes, 2, machine, ranks_on_node=local)
 
-    sums = [0.0]
-    for run in runs:
-        sums.append(sums[-1] + run.seconds)
-    # best[k][i]: of k stages over the first i runs, the slowest one's seconds, all bytes sent, and the cuts.
-    best: list[tuple[float, int, tuple[int, ...]]] = [(sums[i], 0, ()) for i in range(len(runs) + 1)]
+    seconds = _sums(run.seconds for run in runs)
+    parameters, saved = _sums(run.parameter_bytes for run in runs), _sums(run.saved_bytes for run in runs)
+
+    def cost(stage: int, begin: int, end: int) -> float:
+        """Seconds, or bytes, of a stage that has these runs."""
+        if balance == "seconds":
+            return seconds[end] - seconds[begin] + (send_seconds(runs[begin].crossing_bytes) if stage else 0.0)
+        of_each = saved[end] - saved[begin] if balance == "bytes" else runs[begin].crossing_bytes
+        return copies * (parameters[end] - parameters[begin]) + min(num_micro_batches, mesh.pipe - stage) * of_each
+
+    # best[k][i]: of k stages over the first i runs, the most that one costs, all bytes sent, and the cuts.
+    best: list[tuple[float, int, tuple[int, ...]]] = [(cost(0, 0, i), 0, ()) for i in range(len(runs) + 1)]
     for stage in range(1, mesh.pipe):
         coming = [(math.inf, 0, tuple[int, ...]())] * (len(runs) + 1)
         for end in range(stage + 1, len(runs) + 1):
             coming[end] = min(
                 (
-                    max(best[cut][0], sums[end] - sums[cut] + send_seconds(runs[cut].crossing_bytes)),
+                    max(best[cut][0], cost(stage, cut, end)),
                     best[cut][1] + runs[cut].crossing_bytes,
                     (*best[cut][2], cut),
                 )
@@ -103,18 +127,34 @@ def _runs(step: StepGraph, machine: Machine) -> list[_Run]:
     crossing = _bytes_across(forward)
     runs: list[_Run] = []
     seen: set[fx.Node] = set()
-    first, seconds, num_seen = 0, 0.0, 0
+    to_save = dict.fromkeys(saved_values(step))
+    first, seconds, num_seen, parameter_bytes, saved_bytes = 0, 0.0, 0, 0, 0
     for number, node in enumerate(forward):
         # Every stage has parameters of its own.
         if places[number] != places[number - 1] and len(seen) > num_seen and not is_random(node):
-            runs.append(_Run(forward[first].name, seconds, crossing[first]))
-            first, seconds, num_seen = number, 0.0, len(seen)
+            runs.append(_Run(forward[first].name, seconds, crossing[first], parameter_bytes, saved_bytes))
+            first, seconds, num_seen, parameter_bytes, saved_bytes = number, 0.0, len(seen), 0, 0
         inputs = (source for source in sources(node) if source.op == "placeholder")
-        seen |= {source for source in inputs if placeholder(source).role is Role.PARAMETER}
+        read = {source for source in inputs if placeholder(source).role is Role.PARAMETER} - seen
+        parameter_bytes += sum(map(_size, read))
+        saved_bytes += _size(node) if node in to_save else 0
+        seen |= read
         seconds += (1 + _BACKWARD) * node_cost(node, machine).seconds
     if len(seen) > num_seen:
-        return [*runs, _Run(forward[first].name, seconds, crossing[first])]
-    return [*runs[:-1], replace(runs[-1], seconds=runs[-1].seconds + seconds)] if runs else []
+        return [*runs, _Run(forward[first].name, seconds, crossing[first], parameter_bytes, saved_bytes)]
+    if not runs:
+        return []
+    last = runs.pop()
+    return [*runs, replace(last, seconds=last.seconds + seconds, saved_bytes=last.saved_bytes + saved_bytes)]
+
+
+def _sums(values: Iterable[float]) -> list[float]:
+    """The sums of no value, of the first, of the first two, and so on."""
+    return [*itertools.accumulate(values, initial=0.0)]
+
+
+def _size(node: fx.Node) -> int:
+    return sum(map(storage_bytes, tensors_of(node)))
 
 
 def _place(step: StepGraph, node: fx.Node) -> str:
@@ -134,7 +174,7 @@ def _bytes_across(forward: Sequence[fx.Node]) -> list[int]:
                 last[source] = number
     changes = [0] * (len(forward) + 1)
     for node, number in last.items():
-        size = sum(storage_bytes(tensor) for tensor in tensors_of(node))
+        size = _size(node)
         changes[position[node] + 1] += size
         changes[number + 1] -= size
     total, crossing = 0, []

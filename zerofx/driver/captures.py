@@ -21,6 +21,7 @@ from zerofx.ir.graph import PipeStage, StepGraph
 from zerofx.ir.parameters import Strides
 from zerofx.options import STOPPING, CompileOptions
 from zerofx.passes.prepare.overlap import overlap
+from zerofx.passes.prepare.stages import end_forward
 from zerofx.pipeline import run_preparations
 from zerofx.scheduler.plan.decisions import MovedNodes, ProductDecision, ShardingDecision, TileDecision
 from zerofx.scheduler.plan.plan import Plan
@@ -62,6 +63,7 @@ class Captures:
         self.products: tuple[ProductDecision, ...] = ()
         self.num_parts = 1
         self.pipe: PipeStage | None = None
+        self._uncut = self  # of all stages
 
     def slice_parameters(self, slices: tuple[TileDecision, ...]) -> Captures:
         """The same step with parameters in slices.
@@ -85,6 +87,15 @@ class Captures:
         shared.shardings, shared.num_parts, shared._of_rank, shared._unrolled = shardings, num_parts, {}, {}
         return shared
 
+    def before_stages(self) -> Captures:
+        """The same step of one rank, whose results are there before backward begins."""
+        early = copy.copy(self)
+        if self.num_parts > 1:
+            step = self.rank_graph(self.candidates[0]).clone()
+            end_forward(step)
+            early._of_rank, early._unrolled = {self.candidates[0]: step}, {}
+        return early
+
     def stage_captures(self, pipe: PipeStage) -> Captures:
         """The same step as ranks with one place on the axis pipe run it.
 
@@ -92,7 +103,7 @@ class Captures:
             UsageError: it cannot run in stages.
         """
         staged = copy.copy(self)
-        staged.pipe, staged._of_rank, staged._unrolled = pipe, {}, {}
+        staged.pipe, staged._uncut, staged._of_rank, staged._unrolled = pipe, self, {}, {}
         return staged
 
     def reorder(self, overlaps: tuple[MovedNodes, ...]) -> Captures:
@@ -188,11 +199,15 @@ class Captures:
         """
         if self.num_parts == 1 and self.pipe is None and not self.products:
             return self.whole_graph(num_micro_batches)
+        if num_micro_batches not in self._of_rank and self.pipe is not None:
+            step = self._uncut.rank_graph(num_micro_batches).clone()
+            run_preparations(step, self._settings, done={"simplify"}, pipe=self.pipe)
+            self._of_rank[num_micro_batches] = step
         if num_micro_batches not in self._of_rank:
             step = self.whole_graph(num_micro_batches).clone()
             run_preparations(
                 step, self._settings, done={"simplify"},
-                shardings=self.shardings, overlaps=self.overlaps, num_parts=self.num_parts, pipe=self.pipe,
+                shardings=self.shardings, overlaps=self.overlaps, num_parts=self.num_parts,
                 fp8=self._options.precision.fp8 or "", products=self.products,
             )  # fmt: skip
             self._of_rank[num_micro_batches] = step

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,7 +34,7 @@ from zerofx.driver.shardings import (
     record_shardings,
     share_computation,
 )
-from zerofx.driver.stages import CutStep, PlannedStage, choose_order, cut_into_stages
+from zerofx.driver.stages import CutStep, PlannedStage, choose_order, cut_into_stages, name_stage, try_cuts
 from zerofx.errors import (
     InternalError,
     InvalidGraphError,
@@ -62,11 +64,25 @@ from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
+from zerofx.scheduler.search.stage_cuts import Balance
 from zerofx.scheduler.search.target import RegionMemory, Target
 from zerofx.units import format_bytes
 
 # At most so many plan/compile rounds; the first of them target the full budget, later ones a reduced one.
 _FIT_ROUNDS, _FULL_ROUNDS = 8, 4
+
+
+@dataclass(frozen=True)
+class OwnStage:
+    """The request for this rank's stage, in the order that all take, and its captures; ``why`` it is that order.
+
+    ``cuts`` as for ``CutStep``. Without stages all of the step is the only one.
+    """
+
+    request: Request
+    captures: Captures
+    cuts: tuple[int, ...] = ()
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,25 +119,43 @@ def _build(request: Request, earlier: Earlier | None, control: Control) -> Built
         loaded = step_cache.load(request, captures, recalled, control)
         if loaded is not None:
             layout, programs = own_part(recalled.step.layout, recalled.programs)
-            return Built(loaded, layout, recalled.binding, programs, record_shardings(request, captures, loaded.plan))
+            shared = record_shardings(request, captures, loaded.plan, layout.placements)
+            return Built(loaded, layout, recalled.binding, programs, shared)
 
-    cut = _take_stages(request, captures, earlier, control)
-    whole, captures = captures, cut.stages[request.mesh.place(control.rank, "pipe")]
-
-    with wrap_defects("plan a step"):
-        order = choose_order(request, cut, lambda order: _plan_in(order.request(request), captures, earlier, control))
-    request = request if request.mesh.pipe == 1 else order.request(request)
-
-    def plan_and_compile(one_rank: Captures) -> tuple[Captures, Prepared, CompiledStep, RegionMemory]:
-        prepared = _prepare(request, one_rank, earlier, control)
+    def plan_and_compile(one_rank: Captures, balance: Balance) -> tuple[OwnStage, Prepared, CompiledStep, RegionMemory]:
+        own = _take_stage(request, one_rank, earlier, control, balance)
+        prepared = _prepare(own.request, own.captures, earlier, control)
         with wrap_defects("plan, emit and load a step"):
-            return one_rank, *_fit_budget(prepared, control, order.why)
+            return own, *_fit_budget(prepared, control, own.why)
 
-    captures, prepared, compiled, memory = plan_best_layout(request, captures, earlier, control.share, plan_and_compile)
-    step_cache.keep(request, captures, earlier, prepared, compiled, memory)
+    own, prepared, compiled, memory = plan_best_layout(
+        request, captures, earlier, control.share,
+        lambda one_rank: try_cuts(request, earlier, partial(plan_and_compile, one_rank)),
+    )  # fmt: skip
+    step_cache.keep(own.request, own.captures, earlier, prepared, compiled, memory)
     layout, programs = own_part(prepared.layout, prepared.programs)
-    shared = replace(record_shardings(request, whole, compiled.plan), cuts=cut.cuts)
+    placements = prepared.layout.placements
+    if request.mesh.pipe > 1 and request.mesh.model > 1:
+        placements = dict(ChainMap(*control.gather(placements, "share how parameters lie")))
+    shared = replace(record_shardings(request, captures, compiled.plan, placements), cuts=own.cuts)
     return Built(compiled, layout, prepared.binding, programs, shared)
+
+
+def _take_stage(
+    request: Request, one_rank: Captures, earlier: Earlier | None, control: Control, balance: Balance
+) -> OwnStage:
+    """This rank's stage of what one rank of the model axis runs, in the order that all stages take. Collective.
+
+    Raises:
+        MemoryBudgetError: no order fits the budget.
+    """
+    if request.mesh.pipe == 1:
+        return OwnStage(request, one_rank)
+    cut = _cut(request, one_rank, earlier, control, balance)
+    own = cut.stages[request.mesh.place(control.rank, "pipe")]
+    with wrap_defects("plan a step"):
+        order = choose_order(request, cut, lambda order: _plan_in(order.request(request), own, earlier, control))
+    return OwnStage(order.request(request), own, cut.cuts, order.why)
 
 
 def _plan_in(request: Request, captures: Captures, earlier: Earlier | None, control: Control) -> list[PlannedStage]:
@@ -143,10 +177,8 @@ def _ranks_of_stages(mesh: Mesh) -> Sequence[Sequence[int]]:
     return mesh.groups(mesh.stage_axes)[: mesh.pipe]
 
 
-def _take_stages(request: Request, captures: Captures, earlier: Earlier | None, control: Control) -> CutStep:
+def _cut(request: Request, captures: Captures, earlier: Earlier | None, control: Control, balance: Balance) -> CutStep:
     """The step in its stages, the same on all ranks, which have captured the same."""
-    if request.mesh.pipe == 1:
-        return CutStep((captures,))
     if not is_on_cpu(device_of(request.model)):
         raise UsageError(
             f"expected ranks with CPUs where the mesh has an axis 'pipe', found a model on {device_of(request.model)}: "
@@ -157,11 +189,11 @@ def _take_stages(request: Request, captures: Captures, earlier: Earlier | None, 
             "expected a model with values where the mesh has an axis 'pipe', found a deferred one: make it without "
             "zerofx.empty_init(), or leave the axis out"
         )
-    step = control.attempt("capture a step", lambda: captures.whole_graph(captures.candidates[0]))
+    step = control.attempt("capture a step", lambda: captures.rank_graph(captures.candidates[0]))
     agree_on_graph(step, control, replace(request.mesh, pipe=1))
     strides = str([(info.name, info.stride) for info in step.parameters])  # in which stages send each other some
     control.agree("compare parameters", strides, "strides", "Build the same model on every rank.")
-    cut = control.attempt("cut the step into stages", lambda: cut_into_stages(request, captures, earlier))
+    cut = control.attempt("cut the step into stages", lambda: cut_into_stages(request, captures, earlier, balance))
     control.agree("cut the step into stages", str(cut.cuts), "cuts", "Give every rank the same options.")
     return cut
 
@@ -205,12 +237,16 @@ def fits_budget(request: Request, control: Control) -> bool:
     captures = control.attempt("capture a step", lambda: _captures(request, {}))
     budget = budget_bytes(request.options.memory_budget, request.machine)
 
-    def plan_once(one_rank: Captures) -> None:
-        prepared = _prepare(request, one_rank, None, control)
+    def plan_once(one_rank: Captures, balance: Balance) -> None:
+        own = _take_stage(request, one_rank, None, control, balance)
+        prepared = _prepare(own.request, own.captures, None, control)
         _agree_on_plan(prepared, target_of(prepared), budget, control)
 
     try:
-        plan_best_layout(request, captures, None, control.share, plan_once)
+        plan_best_layout(
+            request, captures, None, control.share,
+            lambda one_rank: try_cuts(request, None, partial(plan_once, one_rank)),
+        )  # fmt: skip
     except MemoryBudgetError:
         return False
     return True
@@ -341,7 +377,8 @@ def _agree_on_plan(
         if options.plan is not None:
             return options.plan.to_json()
         request = prepared.request
-        plan = make_plan(Problem.create(prepared, target, options, memory_budget, request.locations, request.fixed))
+        with name_stage(prepared.captures.pipe):
+            plan = make_plan(Problem.create(prepared, target, options, memory_budget, request.locations, request.fixed))
         if options.arena:  # the plan is within the whole budget, though it was searched for less
             plan = replace(plan, memory_budget=budget_bytes(options.memory_budget, request.machine))
         return plan.to_json()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, get_args
 
@@ -25,7 +26,7 @@ from zerofx.driver.meshes.choice import choose_mesh
 from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.driver.shardings import decide_alone, plan_best_layout
-from zerofx.driver.stages import PlannedStage, StageOrder, choose_order, cut_into_stages
+from zerofx.driver.stages import PlannedStage, StageOrder, choose_order, cut_into_stages, name_stage, try_cuts
 from zerofx.errors import UsageError, wrap_defects
 from zerofx.garbage import limit_garbage_collection
 from zerofx.ir.batch import Batch
@@ -53,6 +54,7 @@ from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
+from zerofx.scheduler.search.stage_cuts import Balance
 from zerofx.scheduler.search.target import Target
 from zerofx.settings import Settings, ShortTraceback, read_settings
 from zerofx.units import format_bytes, format_seconds, tiers_text
@@ -314,9 +316,17 @@ def plan_captured(captured: CapturedStep, mesh: Mesh, *, verbose: bool = True) -
 
 def _plan_on(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedStep:
     request = replace(captured.request, mesh=mesh, machine=captured.machine.for_ranks(mesh.num_ranks), verbose=verbose)
-    cut = cut_into_stages(request, captured.captures)
     if mesh.pipe == 1:
-        return _plan_stage(request, cut.stages[0])
+        return _plan_stage(request, captured.captures)
+    return plan_best_layout(
+        request, captured.captures, None, decide_alone,
+        lambda one_rank: try_cuts(request, None, partial(_plan_stages, request, one_rank)),
+    )  # fmt: skip
+
+
+def _plan_stages(request: Request, one_rank: Captures, balance: Balance) -> PlannedStep:
+    """The largest of the stages of the step that one rank of the model axis runs, with all of them."""
+    cut = cut_into_stages(request, one_rank, balance=balance)
     planned: dict[bool, list[PlannedStep]] = {}
 
     def plan_in(order: StageOrder) -> list[PlannedStage]:
@@ -345,12 +355,16 @@ def _plan_stage(request: Request, captures: Captures) -> PlannedStep:
     def decide(one_rank: Captures) -> tuple[Prepared, Target, Plan]:
         prepared = prepare(request, one_rank)
         target = request.target(prepared.captured.device, on_cpu=machine.is_cpu)
-        decided = replace(make_plan(Problem.create(prepared, target, options, aim)), memory_budget=budget)
+        with name_stage(captures.pipe):
+            decided = replace(make_plan(Problem.create(prepared, target, options, aim)), memory_budget=budget)
         return prepared.adapt_to(decided), target, decided
 
     while True:
         try:
-            prepared, target, decided = plan_best_layout(request, captures, None, decide_alone, decide)
+            if captures.pipe is not None:
+                prepared, target, decided = decide(captures)
+            else:
+                prepared, target, decided = plan_best_layout(request, captures, None, decide_alone, decide)
         except BudgetMissedError as missed:
             if nearest is None:
                 raise

@@ -32,7 +32,7 @@ from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.decisions import Absence, ShardingDecision
 from zerofx.scheduler.plan.mesh import Mesh
-from zerofx.scheduler.plan.placements import FIRST_CAPACITY
+from zerofx.scheduler.plan.placements import FIRST_CAPACITY, Placement
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.fp8_products import ProductKey
 from zerofx.scheduler.search.stages.parameter_slices import slices_asked, slices_of
@@ -80,11 +80,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Shared:
-    """Shardings of the captured step that ``given`` identifies, over ranks of the model axis; ``cuts``: the parts of
-    its forward that later stages of the axis pipe begin with. ``in_fp8``: its products that are."""
+    """Shardings of the captured step that ``given`` identifies, over ranks of the model axis, and the placements of all
+    parameters there; ``cuts``: the parts of its forward that later stages of the axis pipe begin with. ``in_fp8``: its
+    products that are."""
 
     given: str
     shardings: tuple[ShardingDecision, ...]
+    placements: Mapping[str, Placement]
     cuts: tuple[int, ...] = ()
     in_fp8: tuple[ProductKey, ...] = ()
 

@@ -130,6 +130,8 @@ def share_computation(
     """
     if request.mesh.model == 1:
         return captures
+    # Stages share their parts of it as all of it would be.
+    request = replace(request, mesh=replace(request.mesh, pipe=1))
     _check(request, captures)
     shardings = everywhere(
         "share how ranks share the computation",
@@ -203,10 +205,11 @@ def apply_shardings(
     return one_rank.reorder(from_json(MovedNodes, overlaps))
 
 
-def record_shardings(request: Request, captures: Captures, plan: Plan) -> Shared:
-    """The sharing of a step over ranks of the model axis in ``plan``, and its products in fp8, for ``Earlier``."""
+def record_shardings(request: Request, captures: Captures, plan: Plan, placements: Mapping[str, Placement]) -> Shared:
+    """The sharing of a step over ranks of the model axis in ``plan``, and its products in fp8, for ``Earlier``;
+    ``placements`` are those of all parameters."""
     given = _step_key(request, captures) if request.mesh.model > 1 else ""
-    return Shared(given, plan.shardings, in_fp8=products_in_fp8(plan))
+    return Shared(given, plan.shardings, placements, in_fp8=products_in_fp8(plan))
 
 
 def digest_of(batch: Batch, mesh: Mesh) -> bytes:
@@ -286,7 +289,7 @@ def _decide(
     if pins.ignored and request.verbose:
         notify(f"shardings: nothing follows from {first_few(pins.ignored)}")
     lent = _borrow_placements(request)
-    given = {**lent, **(earlier.layout.placements if earlier else {})}
+    given = {**lent, **(earlier.shared.placements if earlier else {})}
     names = {node: placeholder(node).name for node in step.placeholders(Role.PARAMETER)}
     lying = {node: given[name] for node, name in names.items() if name in given}
 

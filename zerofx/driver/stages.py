@@ -3,8 +3,10 @@ in which all of them take micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from zerofx.choices import OrderOption
 from zerofx.driver.captures import Captures
@@ -20,9 +22,11 @@ from zerofx.passes.prepare.stages import check_stages
 from zerofx.runtime.state.parameter_groups import group_of_parameters, histories_of
 from zerofx.scheduler.cost.pipeline import StageSeconds, simulate_stages, stage_seconds
 from zerofx.scheduler.plan.text.overview import ORDERS_IN_STAGES
-from zerofx.scheduler.search.stage_cuts import decide_stages, name_cuts
+from zerofx.scheduler.search.problem import BudgetMissedError
+from zerofx.scheduler.search.stage_cuts import BALANCES, Balance, decide_stages, name_cuts
 from zerofx.units import format_bytes, format_seconds
 
+T = TypeVar("T")
 _AS_FAST = 1.01  # times the seconds of another order: less says nothing
 
 
@@ -116,22 +120,52 @@ def _describe(by_turns: bool, seconds: float, peak_bytes: int) -> str:
     return f"{ORDERS_IN_STAGES[by_turns]}, {format_seconds(seconds)} in up to {format_bytes(peak_bytes)} a stage"
 
 
-def cut_into_stages(request: Request, captures: Captures, earlier: Earlier | None = None) -> CutStep:
-    """The captured step in the stages of the axis pipe: those that ``earlier`` has, if there is one; all of it as the
-    only one without such an axis.
+def try_cuts(request: Request, earlier: Earlier | None, attempt: Callable[[Balance], T]) -> T:
+    """The result of ``attempt`` with stages that take alike, or where that fits no budget with those that hold alike.
+
+    Stages that ``earlier`` has, or that are none, are tried once.
+
+    Raises:
+        BudgetMissedError: none fits; the refusal that needs least.
+    """
+    refusals = list[BudgetMissedError]()
+    for balance in BALANCES if request.mesh.pipe > 1 and earlier is None else BALANCES[:1]:
+        try:
+            return attempt(balance)
+        except BudgetMissedError as missed:
+            refusals.append(missed)
+    raise min(refusals, key=lambda refusal: refusal.least_bytes)
+
+
+@contextmanager
+def name_stage(pipe: PipeStage | None) -> Iterator[None]:
+    """Say which stage it is that fits no budget."""
+    try:
+        yield
+    except BudgetMissedError as missed:
+        if pipe is None:
+            raise
+        where = f"part {pipe.number + 1} of {pipe.num_stages} on the axis 'pipe'"
+        raise BudgetMissedError(f"{where}: {missed}", missed.least_bytes) from None
+
+
+def cut_into_stages(
+    request: Request, captures: Captures, earlier: Earlier | None = None, balance: Balance = "seconds"
+) -> CutStep:
+    """The captured step, as one rank of the model axis runs it, in the stages of the axis pipe: those that ``earlier``
+    has, if there is one.
 
     Raises:
         UsageError: the step cannot run in as many stages.
     """
     num_stages = request.mesh.pipe
-    if num_stages == 1:
-        return CutStep((captures,))
     if len(captures.candidates) > 1:
         raise UsageError(
             f"expected accumulate to be a number where the mesh has an axis 'pipe', found "
             f"accumulate={request.options.accumulate!r}: say how many micro-batches there are"
         )
-    step = captures.whole_graph(captures.candidates[0])
+    captures = captures.before_stages()
+    step = captures.rank_graph(captures.candidates[0])
     check_stages(step)
     draw, draws = find_unforeseen_draw(step), any(map(is_random, step.calls()))
     if draw is not None:
@@ -139,7 +173,7 @@ def cut_into_stages(request: Request, captures: Captures, earlier: Earlier | Non
             f"expected random operators whose draws depend on shapes alone where the mesh has an axis 'pipe', found "
             f"{draw.target} in {origin(draw).layer or 'the model'}: leave the axis out"
         )
-    cuts = decide_stages(step, request.mesh, request.machine) if earlier is None else earlier.shared.cuts
+    cuts = _decide(request, step, captures.candidates[0], balance) if earlier is None else earlier.shared.cuts
     names = name_cuts(step, request.machine, cuts)
     pipes = [PipeStage(number, num_stages, names, draws=draws) for number in range(num_stages)]
     stages = [captures.stage_captures(pipe) for pipe in pipes]
@@ -176,6 +210,14 @@ def cut_into_stages(request: Request, captures: Captures, earlier: Earlier | Non
         cuts,
         takes_turns,
     )
+
+
+def _decide(request: Request, step: StepGraph, num_micro_batches: int, balance: Balance) -> tuple[int, ...]:
+    mesh, stage = request.mesh, request.options.stage
+    slices = mesh.size(("replicate", "shard"))
+    # A parameter, its gradient, and two states as of Adam's, each whole or in slices.
+    copies = sum(times / (slices if stage >= least else 1) for least, times in ((3, 1), (2, 1), (1, 2)))
+    return decide_stages(step, mesh, request.machine, balance, num_micro_batches, copies)
 
 
 def _check_places(graphs: Sequence[StepGraph], earlier: Earlier) -> None:

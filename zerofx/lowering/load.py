@@ -25,7 +25,6 @@ from zerofx.errors import PlanError
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import Role
 from zerofx.ir.graph import num_bodies
-from zerofx.ir.micro_batches import micro_batches_of
 from zerofx.ir.returned import Returned
 from zerofx.lowering.lower import LoweredStep
 from zerofx.progress import watch_progress
@@ -102,11 +101,11 @@ class CompiledStep(StepProgram):
 
     def _micro_batches(self, tensors: Sequence[Any]) -> list[Sequence[Any]]:
         """The results of each micro-batch besides its loss."""
-        num, each = self.plan.num_micro_batches, self.returned.num_tensors
-        of_bodies = [tensors[i * each : (i + 1) * each] for i in range(num_bodies(num))]
-        if num > len(of_bodies):  # a loop gives a list of what each round gives
-            of_bodies[1:2] = list(zip(*of_bodies[1], strict=True)) or [()] * len(micro_batches_of(1, num))
-        return of_bodies
+        each, num = self.returned.num_tensors, num_bodies(self.plan.num_micro_batches, self.arguments.num_before)
+        columns = [list[Any]() for _ in range(each)]
+        for number, given in enumerate(tensors[: each * num]):
+            columns[number % each] += given if isinstance(given, list) else [given]  # a loop gives what each round does
+        return list(zip(*columns, strict=True)) or [()] * self.plan.num_micro_batches
 
     def function_for(self, runtime: Runtime) -> StepFunction:
         """The step's ``function``; during a save, its updates first keep the values that they overwrite."""

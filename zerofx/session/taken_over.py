@@ -5,7 +5,7 @@ A checkpoint that is loaded before the first step waits for these buckets with i
 
 from __future__ import annotations
 
-import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -91,8 +91,9 @@ class TakenOver:
                     control.watch()
             communicators = Communicators(transport, built.layout.mesh, built.layout.groups)
             self.state = TrainingState(model, built.layout, options.stage, communicators, tiers)
+            self.layers = _layers(built.layout)
             if built.layout.mesh.pipe > 1:
-                self.state.homes = _stages_of_parameters(built.layout, control)
+                self._tell_stages(control)
             weights = values.source(self.state.parameters, device, communicators)
             with allow_replacement(model):
                 self.state.take_over(weights, compiled.plan)
@@ -113,22 +114,20 @@ class TakenOver:
         """The results that further steps are built with."""
         return Earlier(self.layout, self.binding, self.state, self._shared)
 
+    def _tell_stages(self, control: Control) -> None:
+        """Have all stages know which of them has each parameter, and the layers of all, in order. Collective."""
+        mesh, own = self.layout.mesh, [slot.source for bucket in self.layout.buckets for slot in bucket.slots]
+        of_ranks = control.gather((own, self.layers), "find the parameters of stages")
+        stages = [of_ranks[members[0]] for members in mesh.groups(mesh.stage_axes)[: mesh.pipe]]
+        self.state.homes = {name: stage for stage, (names, _) in enumerate(stages) for name in names}
+        self.layers = tuple(itertools.chain.from_iterable(layers for _, layers in stages))
+
     def watch_parameters(self) -> None:
         """Watch the parameters that the model has now, and guard it where they have no values."""
         life, state = self._life, self.state
         self.watch = ParameterWatch(self.model)
         if not state.resident and not self.guards:
             self.guards = guard_model(self.model, lambda: life.showing or life.looked_at or state.resident)
-
-    @functools.cached_property
-    def layers(self) -> tuple[str, ...]:
-        """The layer of each trained bucket, or the place between two. Slices are of a parameter's layer."""
-        units = {bucket.unit for bucket in self.layout.buckets if not bucket.is_slice}
-        return tuple(
-            unit_of(source, units) or source if bucket.is_slice and (source := bucket.slots[0].source) else bucket.name
-            for bucket in self.layout.buckets
-            if bucket.trainable
-        )
 
     def find_changed(self) -> str:
         """The parameters whose ``requires_grad`` differs from that when the model was taken over, in words."""
@@ -401,11 +400,14 @@ class TakenOver:
         return own_memory(outcome)
 
 
-def _stages_of_parameters(layout: BucketLayout, control: Control) -> dict[str, int]:
-    """The stage that has each parameter, by its name. Collective."""
-    own = [slot.source for bucket in layout.buckets for slot in bucket.slots]
-    of_ranks = control.gather(own, "find the parameters of stages")
-    return {name: layout.mesh.place(rank, "pipe") for rank, names in enumerate(of_ranks) for name in names}
+def _layers(layout: BucketLayout) -> tuple[str, ...]:
+    """The layer of each trained bucket, or the place between two. Slices are of a parameter's layer."""
+    units = {bucket.unit for bucket in layout.buckets if not bucket.is_slice}
+    return tuple(
+        unit_of(source, units) or source if bucket.is_slice and (source := bucket.slots[0].source) else bucket.name
+        for bucket in layout.buckets
+        if bucket.trainable
+    )
 
 
 class Awaited:

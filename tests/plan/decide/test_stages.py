@@ -212,3 +212,38 @@ def test_stages_are_not_tuned() -> None:
     model = Skipping()
     with pytest.raises(UsageError, match="without the axis 'pipe'"):
         zerofx.tune(model, adamw(model), (torch.ones(8, 8),), mesh={"pipe": 2})
+
+
+class Tables(nn.Module):
+    """Tables, which do little, and then layers with few parameters, none like another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(4_000 + number, 16) for number in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64 + number), nn.GELU(), nn.Linear(64 + number, 16)) for number in range(4)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tables[0](ids)
+        for table in self.tables[1:]:
+            x = table(ids) + x
+        for layer in self.layers:
+            x = layer(x)
+        result: Tensor = x.square().mean()
+        return result
+
+
+def test_stages_are_cut_for_bytes_where_those_that_take_alike_fit_no_budget() -> None:
+    def plan(**options: Any) -> list[PlannedStep]:
+        given = {"recompute": "none", "offload": "none", "accumulate": 4, **options}
+        return list(planned(Tables(), (torch.randint(4_000, (8, 32)),), 2, **given).stages)
+
+    table_bytes = 4 * 4 * 16 * 4_000  # with its gradient and states
+    free = [stage.plan.peak_bytes["device"] for stage in plan()]
+    assert free[0] > 3 * table_bytes > 10 * free[1]
+    budget = free[0] - table_bytes // 2
+    peaks = [stage.plan.peak_bytes["device"] for stage in plan(memory_budget=budget)]
+    assert table_bytes < peaks[1] <= budget and peaks[0] <= budget
+    with pytest.raises(MemoryBudgetError, match="part 1 of 2 on the axis 'pipe': memory_budget"):
+        plan(memory_budget=table_bytes)

@@ -13,6 +13,8 @@ import zerofx
 from gpt import GPT
 from tests.lib.distributed import run_ranks
 from tests.lib.models import adamw
+from tests.lib.runs.sharing import SHARING
+from tests.lib.runs.stages import Run, are_equal, train_runs
 from tests.lib.runs.training import compare_runs
 from zerofx import UsageError
 from zerofx.driver.plan_only import PlannedStep
@@ -154,6 +156,13 @@ def test_what_needs_micro_batches_one_by_one_is_refused(options: dict[str, Any],
     model, batch = gpt(4)
     with pytest.raises(UsageError, match=message):
         zerofx.plan(model, adamw(model), batch, machine="cpu", accumulate=2, order="layer", **options)
+
+
+def test_ranks_that_share_a_computation_draw_as_one_by_one() -> None:
+    shared = (("machine", SHARING), ("reduce", "once"))
+    runs = [Run("dropout", {"model": 2}, 5, (*shared, ("order", order)), 3) for order in ("layer", "micro-batch")]
+    for by_layer, one_by_one in run_ranks(train_runs, 2, runs):
+        assert are_equal(by_layer, one_by_one) and by_layer.measured == by_layer.predicted
 
 
 def test_draws_that_depend_on_values_are_refused() -> None:

@@ -40,7 +40,8 @@ def _facts(target: OpOverload[..., Any]) -> Operator:
     if target in _DRAWN:
         drawn = _DRAWN[target]
         counted = base_name(drawn) if drawn.overloadpacket in flop_registry else None
-        return replace(_facts(drawn), counted_as=counted, draws_by_shape=False)
+        # One seed is drawn, and a stream of the rank's own.
+        return replace(_facts(drawn), counted_as=counted, draws_by_shape=True)
     name = base_name(target)
     prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
     entry = (

@@ -33,7 +33,8 @@ class Weights(Protocol):
 class ModelWeights:
     """The values that rank 0's model has, or that its recipes make.
 
-    Where any rank's model is deferred, values are made and sent a parameter at a time.
+    Where any rank's model is deferred, values are made and sent a parameter at a time. Without a ``transport`` a rank
+    takes those of its own model.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class ModelWeights:
         self._device = device
         self._transport = transport
         self._control = control
+        self._is_alone = transport is None and control.num_ranks > 1
         deferred = any(isinstance(tensor, DeferredTensor) for tensor in tensors.values())
         self._one_by_one = any(control.gather(deferred, "take the model over"))
 
@@ -54,7 +56,8 @@ class ModelWeights:
         part = torch.zeros(stop - start, dtype=bucket.dtype, device=self._device)
         for slot in bucket.slots:
             purpose = f"make the values of {slot.name}"
-            values = self._control.attempt(purpose, partial(self._make_values, bucket, slot))
+            make = partial(self._make_values, bucket, slot)
+            values = make() if self._is_alone else self._control.attempt(purpose, make)
             self._broadcast(values)
             if slot.part is not None:
                 values = to_bucket_order(slot, slot.box(values).reshape(slot.shape))
