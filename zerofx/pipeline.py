@@ -136,7 +136,7 @@ PLAN = (
     # Activations that are not kept, computed again in backward.
     Listed(Recompute, {"recomputes": ("value",), "extra_keeps": ()}),
     # Those that all ranks of the model axis have, kept as one part on each.
-    Listed(Spread, {"spreads": ("value",)}, lambda plan, _: plan.model > 1),
+    Listed(Spread, {"spreads": ("value",)}, lambda plan, _: plan.spreads or plan.model > 1),
     # Activations that wait for backward in a slower tier.
     Listed(Offload, {"offloads": ("value", "tier", "free_after", "reload_before")}),
     Listed(Shard, {"parameters": ("bucket", "tier")}),  # parameters become views of flat buckets

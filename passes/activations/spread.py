@@ -52,7 +52,7 @@ def spread(step: StepGraph, decisions: Sequence[Absence], num_parts: int) -> Non
     order, by_name = step.positions(), step.nodes_by_name()
     values = [node_named(by_name, decision.value) for decision in decisions]
     for value in values:
-        if not can_be_spread(value, num_parts):
+        if num_parts < 2 or not can_be_spread(value, num_parts):
             raise PlanError(
                 f"expected to keep one part of {value.name} on each of {num_parts} ranks, found that it is no value "
                 f"of forward that backward reads, that all of them have, and that has equal parts: make the plan anew"

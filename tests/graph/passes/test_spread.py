@@ -64,8 +64,10 @@ def test_what_ranks_have_parts_of_is_not_spread() -> None:
     assert can_be_spread(whole.nodes_by_name()[value], 2)
     partition(step, (ShardingDecision(value, ("S0",), ("S0",)),), 2)
     assert not can_be_spread(step.nodes_by_name()[value], 2)
-    with pytest.raises(PlanError, match=f"expected to keep one part of {value} on each of 2 ranks"):
-        spread(step, [Absence(kind="spreads", value=value, num_bytes=8, reason="a test")], 2)
+    away = Absence(kind="spreads", value=value, num_bytes=8, reason="a test")
+    for shared, num_ranks in ((step, 2), (whole, 1)):
+        with pytest.raises(PlanError, match=f"expected to keep one part of {value} on each of {num_ranks} ranks"):
+            spread(shared, [away], num_ranks)
 
 
 def test_results_and_values_without_equal_parts_are_not_spread() -> None:
