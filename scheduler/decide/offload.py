@@ -36,10 +36,9 @@ from zerofx.passes.activations.spread import can_be_spread
 from zerofx.scheduler.analysis.saved_values import saved_values, storage_size, value_node
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
-from zerofx.scheduler.cost.timeline import UnitPhase, UnitRun, runs
+from zerofx.scheduler.cost.timeline import UnitPhase, UnitRun, earliest_ends, latest_starts, runs
 from zerofx.scheduler.cost.transfers import copy_seconds
 from zerofx.scheduler.decide.activations import Segment, cheapest, keep_all, levels_at_prices, menu
-from zerofx.scheduler.decide.lanes import earliest_ends, latest_starts
 from zerofx.scheduler.decide.ledger import Ledger, Level
 from zerofx.scheduler.plan.decisions import Absence
 from zerofx.scheduler.plan.facts import Tier

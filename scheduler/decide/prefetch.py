@@ -30,9 +30,8 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import times_run
 from zerofx.passes.lib.placed_states import may_run_on
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.timeline import Positions, UnitPhase, UnitRun, runs
+from zerofx.scheduler.cost.timeline import Positions, UnitPhase, UnitRun, latest_starts, runs
 from zerofx.scheduler.cost.transfers import copy_seconds
-from zerofx.scheduler.decide.lanes import latest_starts
 from zerofx.scheduler.decide.ledger import NUM_BUFFERS
 from zerofx.scheduler.decide.residency import parameter_uses
 from zerofx.scheduler.decide.states import update_traffic_bytes
