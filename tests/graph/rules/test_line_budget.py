@@ -7,7 +7,7 @@ import pytest
 from tests.lib.checkout import ROOT
 
 PRODUCT = ("zerofx", "passes", "scheduler", "codegen")
-MOST_LINES = 82_450
+MOST_LINES = 82_950  # products in fp8 along the model axis, and gathers of casts
 SHORT, MOST_SHORT = 60, 39  # files of so few lines that a reader opens them for little
 
 
