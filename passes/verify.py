@@ -202,7 +202,8 @@ def _check_updates(step: StepGraph, after: str, order: dict[fx.Node, int]) -> No
     for shard in step.placeholders(Role.SHARD):
         owners = [shard, *(part for part in parts if placeholder(part).bucket == placeholder(shard).bucket)]
         writers = [reader for owner in owners for reader in consumers(owner) if owner in mutated_inputs(reader)]
-        for started in (user for user in shard.users if user.target in (ops.all_gather, ops.reload, ops.quantise)):
+        readers = (ops.all_gather, ops.reload, ops.quantise, ops.fp8_slice_largest, ops.fp8_slice_cast)
+        for started in (user for user in shard.users if user.target in readers):
             done = max(order[user] for user in (started, *started.users))
             for writer in writers:
                 if order[writer] < done:

@@ -69,11 +69,6 @@ def has_stages(mesh: object) -> bool:
     return isinstance(mesh, Mesh) and mesh.pipe > 1
 
 
-def shares_products(mesh: object) -> bool:
-    """True for a mesh with several ranks on the axis ``model``, or one that may come to have them."""
-    return mesh == AUTO or (isinstance(mesh, Mesh) and mesh.model > 1)
-
-
 # What a step whose mesh has an axis pipe does not do.
 NOT_IN_STAGES: Final = tuple(
     Exclusion(other, why, has_stages, theirs)

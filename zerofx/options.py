@@ -34,7 +34,6 @@ from zerofx.option_checks import (
     NOT_IN_STAGES,
     SHARDINGS,
     TILES,
-    shares_products,
     warn_of_ignored_shardings,
 )
 from zerofx.option_table import (
@@ -185,16 +184,7 @@ class CompileOptions:
     """what runs a few rows at a time: ``"auto"`` where no other plan fits, ``"none"``, or numbers of tiles, 2 or more,
     by names of modules, or of slices by names of parameters. Sums are then taken in another order."""
 
-    precision: Precision = option(
-        None,
-        PRECISION,
-        Exclusion(
-            "mesh",
-            "products in fp8 have scales of whole rows and tensors, of which ranks along 'model' have parts",
-            lambda given: given.fp8 is not None,
-            shares_products,
-        ),
-    )
+    precision: Precision = option(None, PRECISION)
     """None for the model's dtypes; ``"bf16"`` or ``"fp16"`` computes and communicates so, with float32 masters;
     ``"fp8"`` is ``"bf16"`` with those products of layers in fp8 that are faster so; a ``zerofx.Precision`` also says
     how, what is reduced and stored in which dtype, and how the loss is scaled."""

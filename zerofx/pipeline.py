@@ -54,6 +54,7 @@ from zerofx.passes.shard import Shard
 from zerofx.passes.tile import Tile
 from zerofx.passes.update import Update
 from zerofx.passes.verify import verify
+from zerofx.passes.wire.casts import CastGathers
 from zerofx.passes.wire.gathers import QuantiseGathers
 from zerofx.passes.wire.reductions import QuantiseReductions
 from zerofx.scheduler.cost.liveness import liveness
@@ -172,6 +173,8 @@ PLAN = (
     # What is not sent exactly as it is: in few bits, or from second shards on each node.
     Listed(QuantiseGathers, {"wires": ("bucket", "gather", "second_shard")}, lambda plan, _: plan.wires),
     Listed(QuantiseReductions, {"wires": ("reduce", "hop_after")}, lambda plan, _: plan.wires),
+    # Weights that products read in fp8 are sent so.
+    Listed(CastGathers, {"gathers": ("in_fp8",)}, lambda plan, _: plan.has_casts),
     # No update where a loss is not finite, if that is asked for, or rows have found no room.
     Listed(GuardLoss, when=lambda plan, guarded: guarded or plan.sends_rows),
     # Views that collectives on values read.

@@ -147,6 +147,7 @@ _OWN: Decompositions = {
     ops.quantise: quantise.quantise_at_once,
     ops.dequantise: quantise.dequantise_at_once,
     ops.dequantise_sum: quantise.dequantise_sum_at_once,
+    ops.fp8_largest: fp8.largest,
     ops.fp8_scale: fp8.scale,
     ops.fp8_cast: fp8.cast,
     ops.fp8_unscale: fp8.unscale,

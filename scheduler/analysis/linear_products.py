@@ -12,7 +12,7 @@ without a weight one is what a product with it has read, and the result is, thro
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from zerofx.ir.aliasing import Storage, is_view, storage_source
 from zerofx.ir.facts import Phase, Role, origin, placeholder, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.decisions import Factor
+from zerofx.scheduler.plan.placements import REPLICATED, Placement, placement_of
 
 _aten = torch.ops.aten
 _FACTOR_OF = 16  # what CUDA wants the inner size, and the number of columns, of a product in fp8 to be a multiple of
@@ -55,13 +56,23 @@ def factors_of(product: fx.Node) -> tuple[fx.Node, fx.Node]:
     return left, right
 
 
+def placements_of_factors(step: StepGraph) -> Mapping[str, tuple[Placement, Placement]]:
+    """The placements of the factors of products on the model axis, by the product's name; whole without a decision."""
+    placements = defaultdict[str, tuple[Placement, Placement]](lambda: (REPLICATED, REPLICATED))
+    for decision in step.shardings:
+        if len(decision.inputs) > 1:
+            left, right = map(placement_of, decision.inputs[-2:])
+            placements[decision.node] = left, right
+    return placements
+
+
 def find_linear_products(step: StepGraph) -> list[LinearProduct]:
     """The products of linear layers, in the order of the graph."""
     products: dict[fx.Node, LinearProduct] = {}
     laid_out: dict[str, tuple[int, ...]] = {}  # the weight's strides as forward's factor
     inputs: defaultdict[str, set[Storage]] = defaultdict(set)
     for node in step.calls():
-        if not _is_product(node):
+        if not is_product(node):
             continue
         left, right = factors_of(node)
         (owner, _), strides = storage_source(right), tensor(right).stride()
@@ -86,7 +97,7 @@ def find_linear_products(step: StepGraph) -> list[LinearProduct]:
     return [products[node] for node in step.calls() if node in products]
 
 
-def _is_product(node: fx.Node) -> bool:
+def is_product(node: fx.Node) -> bool:
     """True for a product of two matrices of floating-point numbers in 16 bits or 32, with a sum at the most."""
     if node.target not in (_aten.mm.default, _aten.addmm.default) or node.kwargs:
         return False
@@ -101,7 +112,7 @@ def _products_in(gradient: fx.Node) -> Iterator[fx.Node]:
         if node in seen or origin(node).phase is not Phase.BACKWARD:
             continue
         seen.add(node)
-        if _is_product(node) and node.target is _aten.mm.default:
+        if is_product(node) and node.target is _aten.mm.default:
             yield node
         elif is_view(node) or node.target is _aten.add.Tensor or node.target in (ops.wait, *ops.VALUE_COLLECTIVES):
             pending.extend(node.all_input_nodes)

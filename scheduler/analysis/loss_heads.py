@@ -171,7 +171,7 @@ def _head(grad_loss: fx.Node, order: dict[fx.Node, int]) -> LossHead | None:
     readers, grad_cast = consumers(grads[0]), None
     if len(readers) == 1 and _is_cast(readers[0]):
         grad_cast, readers = readers[0], consumers(readers[0])
-    sources = _same_rows(grad_cast or grads[0])
+    sources = _same_matrix(grad_cast or grads[0], tensor(grads[0]).shape)
     by_row = [n for n in readers if n.target is _aten.mm.default and n.args[0] in sources and n.args[1] not in sources]
     over_rows = [n for n in readers if n not in by_row]
     if not readers or not all(_sums_rows(node, sources) for node in over_rows):
@@ -227,13 +227,13 @@ def _skip_reshapes(node: object) -> fx.Node:
     return node
 
 
-def _same_rows(node: fx.Node) -> set[fx.Node]:
-    """``node`` and its reshapes that are the same matrix."""
+def _same_matrix(node: fx.Node, shape: torch.Size) -> set[fx.Node]:
+    """Of ``node``, which may have its rows in several dimensions, and its reshapes those of a matrix's shape."""
     same: set[fx.Node] = set()
     pending = [node]
     while pending:
         source = pending.pop()
-        if tensor(source).shape == tensor(node).shape:
+        if tensor(source).shape == shape:
             same.add(source)
         pending.extend(user for user in source.users if _is_reshape(user))
     return same

@@ -131,7 +131,15 @@ def _region_bytes(before: Counter[Category], live: Liveness, nodes: tuple[fx.Nod
 
 
 _OF_PARAMETERS = frozenset(
-    {ops.reload, ops.all_gather, ops.gather_on_node, ops.second_shard, ops.quantise, ops.dequantise}
+    {
+        ops.reload,
+        ops.all_gather,
+        ops.gather_on_node,
+        ops.second_shard,
+        ops.quantise,
+        ops.dequantise,
+        ops.fp8_slice_cast,
+    }
 )
 
 

@@ -288,7 +288,7 @@ class _Clocks:
         elif node.target in (ops.second_shard, ops.cast_owned):
             size = storage_bytes(tensor(node))
             self._computes(node, copy_seconds(size, "device", "device", self._machine), size, size, 0)
-        elif node.target in ops.EVENTS and node.target is not ops.update_whole:
+        elif node.target in ops.EVENTS and node.target not in (ops.update_whole, *ops.SLICE_CASTS):
             self._hold(node, until=self.compute)  # bookkeeping on the host
         elif runs_on_host(node):
             self._update_on_host(node)

@@ -19,6 +19,7 @@ class GatherDecision:
     this rank's slice to the device is issued before ``reload`` (None: before ``issue``), and its read from nvme into
     the host's memory before ``read`` (None: with the copy). On one rank the copy is all there is to gather.
     ``merged``: the gather starts as one collective with that of the decision before it, whose ``issue`` it has.
+    ``in_fp8``: it is one of casts to fp8, which alone are read of it.
     """
 
     bucket: int
@@ -29,6 +30,7 @@ class GatherDecision:
     reload: str | None = None
     read: str | None = None
     merged: bool = False
+    in_fp8: bool = field(default=False, metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,11 @@ class Plan:
         return self.num_ranks // self.pipe
 
     @property
+    def has_casts(self) -> bool:
+        """True if some weights are gathered as casts to fp8, in buckets of their own."""
+        return any(gather.in_fp8 for gather in self.gathers)
+
+    @property
     def has_parts(self) -> bool:
         """True if replicas update parts of a slice each."""
         return any(bucket.group is not None and bucket.states_over != bucket.gathered_over for bucket in self.buckets)

@@ -9,6 +9,7 @@ from zerofx.scheduler.search.problem import Problem
 from zerofx.scheduler.search.stage import Search, Stage, trail
 from zerofx.scheduler.search.stages.as_asked import AsAsked
 from zerofx.scheduler.search.stages.budgets import HostBudget, LaterUpdates
+from zerofx.scheduler.search.stages.cast_gathers import CastGathers
 from zerofx.scheduler.search.stages.forward_only import ForwardOnly
 from zerofx.scheduler.search.stages.kept import KeptPlans
 from zerofx.scheduler.search.stages.micro_batches import MicroBatches
@@ -19,6 +20,7 @@ from zerofx.scheduler.search.stages.replicas import Replicas
 from zerofx.scheduler.search.stages.rungs import Rungs
 
 STAGES: Final[tuple[Stage, ...]] = (
+    CastGathers(),  # weights that products read in fp8 gathered so, where computation waits for them
     Replicas(),  # each replica updates a part of its slice, or the whole where computation then waits less for gathers
     ParameterSlices(),  # huge parameters whole, or else in the fewest slices with which a plan fits
     MicroBatches(),  # as many as asked, or those with the fastest plan

@@ -74,6 +74,10 @@ class StepVariants(Protocol):
         """The same where every replica updates whole slices."""
         ...
 
+    def put_casts_apart(self) -> StepVariants:
+        """The same with weights that products read in fp8 in buckets of their own."""
+        ...
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -205,6 +205,9 @@ class Prepared:
     def use_whole_slices(self) -> Prepared:
         raise AssertionError("its layout is given")
 
+    def put_casts_apart(self) -> Prepared:
+        return self
+
     def rehearsal(self, target: Target) -> Rehearsal:
         return Rehearsal(self.step, self.layout, self.programs, target)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -60,7 +60,7 @@ class Captures:
         self.slices: tuple[TileDecision, ...] = ()
         self.shardings: tuple[ShardingDecision, ...] = ()
         self.overlaps: tuple[MovedNodes, ...] = ()
-        self.products: tuple[ProductDecision, ...] = ()
+        self.products: Mapping[int, tuple[ProductDecision, ...]] = {}
         self.num_parts = 1
         self.pipe: PipeStage | None = None
         self._uncut = self  # of all stages
@@ -119,8 +119,8 @@ class Captures:
             overlap(step, overlaps)
         return ordered
 
-    def multiply(self, products: tuple[ProductDecision, ...]) -> Captures:
-        """The same step of one rank with these products in fp8.
+    def multiply(self, products: Mapping[int, tuple[ProductDecision, ...]]) -> Captures:
+        """The same step of one rank with these products in fp8, by the number of micro-batches.
 
         Raises:
             PlanError: a decision is about something that the graph has not.
@@ -197,7 +197,8 @@ class Captures:
 
         Raises: as ``graph``.
         """
-        if self.num_parts == 1 and self.pipe is None and not self.products:
+        products = self.products.get(num_micro_batches, ())
+        if self.num_parts == 1 and self.pipe is None and not products:
             return self.whole_graph(num_micro_batches)
         if num_micro_batches not in self._of_rank and self.pipe is not None:
             step = self._uncut.rank_graph(num_micro_batches).clone()
@@ -208,7 +209,7 @@ class Captures:
             run_preparations(
                 step, self._settings, done={"simplify"},
                 shardings=self.shardings, overlaps=self.overlaps, num_parts=self.num_parts,
-                fp8=self._options.precision.fp8 or "", products=self.products,
+                fp8=self._options.precision.fp8 or "", products=products,
             )  # fmt: skip
             self._of_rank[num_micro_batches] = step
         return self._of_rank[num_micro_batches]

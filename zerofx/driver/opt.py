@@ -198,7 +198,7 @@ def _layout(step: StepGraph, saved: SavedGraph, plan: Plan) -> BucketLayout:
     )
     layout = layout_of(
         step, saved.groups, plan.mesh, block=1 if plan.wire == "exact" else BLOCK,
-        in_parts=plan.has_parts, reduce_dtype=reduced, state_dtype=stored,
+        casts_apart=plan.has_casts, in_parts=plan.has_parts, reduce_dtype=reduced, state_dtype=stored,
     )  # fmt: skip
     if tuple(map(summarise, layout.buckets)) != plan.buckets:
         raise PlanError(

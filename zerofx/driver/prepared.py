@@ -107,7 +107,8 @@ class Prepared:
 
     ``updates``: those of the coming step, then what later steps have in their place. ``groups``: the index of the param
     group of each trained parameter, by name. ``may_be_sliced``: whether its parameters may be in other slices, or
-    updated in others; not where the layout is given. ``laid_out`` is a cache that these variants of a step share.
+    updated in others; not where the layout is given. ``casts_apart``: whether weights that products read in fp8 are in
+    buckets of their own. ``laid_out`` is a cache that these variants of a step share.
     """
 
     request: Request
@@ -117,7 +118,8 @@ class Prepared:
     updates: Sequence[dict[int, UpdateProgram]]
     groups: Mapping[str, int]
     may_be_sliced: bool
-    laid_out: dict[tuple[Slices, bool], Prepared] = field(default_factory=dict, repr=False, compare=False)
+    casts_apart: bool = False
+    laid_out: dict[tuple[Slices, bool, bool], Prepared] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def programs(self) -> dict[int, UpdateProgram]:
@@ -148,15 +150,19 @@ class Prepared:
         Raises:
             ZeroFXError: one of them cannot be worked with so, or the optimizer's update of one.
         """
-        return self._other(slices, in_parts=self.layout.has_parts)
+        return self._other(slices, self.layout.has_parts, self.casts_apart)
 
     def use_whole_slices(self) -> Prepared:
         """The same step where every replica updates whole slices."""
-        return self._other(self.captures.slices, in_parts=False)
+        return self._other(self.captures.slices, False, self.casts_apart)
+
+    def put_casts_apart(self) -> Prepared:
+        """The same step with weights that products read in fp8 in buckets of their own, unless the layout is given."""
+        return self._other(self.captures.slices, self.layout.has_parts, self.may_be_sliced)
 
     def is_for(self, plan: Plan) -> bool:
         """True if parameters and states are as ``plan`` has them."""
-        return (plan.slices, plan.has_parts) == (self.captures.slices, self.layout.has_parts)
+        return self._key_for(plan) == (self.captures.slices, self.layout.has_parts, self.casts_apart)
 
     def adapt_to(self, plan: Plan) -> Prepared:
         """The same step as ``plan`` has its parameters and states.
@@ -164,18 +170,22 @@ class Prepared:
         Raises:
             ZeroFXError: as ``slice_parameters``.
         """
-        return self._other(plan.slices, in_parts=plan.has_parts)
+        return self._other(*self._key_for(plan))
 
-    def _other(self, slices: Slices, *, in_parts: bool) -> Prepared:
-        if (slices, in_parts) == (self.captures.slices, self.layout.has_parts):
+    def _key_for(self, plan: Plan) -> tuple[Slices, bool, bool]:
+        return plan.slices, plan.has_parts, plan.has_casts and self.may_be_sliced
+
+    def _other(self, *key: *tuple[Slices, bool, bool]) -> Prepared:
+        if key == (self.captures.slices, self.layout.has_parts, self.casts_apart):
             return self
         assert self.may_be_sliced, "a layout that is given has its slices"
-        key = (slices, in_parts)
         if key not in self.laid_out:
+            slices, in_parts, casts_apart = key
             captures = self.captures.slice_parameters(slices)
             self.laid_out[key] = _lay_out(
-                self.request, captures, self.groups, self.laid_out, self.binding, in_parts=in_parts
-            )
+                self.request, captures, self.groups, self.laid_out, self.binding, in_parts=in_parts,
+                casts_apart=casts_apart,
+            )  # fmt: skip
         return self.laid_out[key]
 
     def agree(self, control: Control) -> None:
@@ -208,7 +218,9 @@ def prepare(
     if earlier is None:
         asked, plan = slices_asked(captured, request.options), request.options.plan
         in_parts = plan.has_parts if isinstance(plan, Plan) else request.options.states_over != "shard"
-        return _lay_out(request, captures.slice_parameters(asked), groups, {}, known, in_parts=in_parts)
+        casts_apart = isinstance(plan, Plan) and plan.has_casts
+        captures = captures.slice_parameters(asked)
+        return _lay_out(request, captures, groups, {}, known, in_parts=in_parts, casts_apart=casts_apart)
     captures = captures.slice_parameters(slices_of(earlier.layout))
     check_bucket_names(request.options.policy.keep, [bucket.name for bucket in earlier.layout.buckets])
     _check_gradients(captures.first, earlier.layout)
@@ -221,16 +233,17 @@ def _lay_out(
     request: Request,
     captures: Captures,
     groups: Mapping[str, int],
-    laid_out: dict[tuple[Slices, bool], Prepared],
+    laid_out: dict[tuple[Slices, bool, bool], Prepared],
     known: OptimizerBinding | None,
     *,
     in_parts: bool,
+    casts_apart: bool,
 ) -> Prepared:
     """A model's first step: its parameters in buckets, and the update of each."""
     options, captured = request.options, captures.first
     layout = layout_of(
         captured, groups, request.mesh, block=options.block,
-        in_parts=in_parts, reduce_dtype=options.gradient_dtype, state_dtype=options.states_in,
+        casts_apart=casts_apart, in_parts=in_parts, reduce_dtype=options.gradient_dtype, state_dtype=options.states_in,
         histories=histories_of(request.model, request.optimizers),
     )  # fmt: skip
     check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])
@@ -243,7 +256,10 @@ def _lay_out(
         )
     layout, others = _add_borrowed(layout, request, captured)
     updates = [update | others for update in binding.updates(ahead=options.memory_budget is not None)]
-    return Prepared(request, captures, layout, binding, updates, groups, may_be_sliced=True, laid_out=laid_out)
+    return Prepared(
+        request, captures, layout, binding, updates, groups, may_be_sliced=True, casts_apart=casts_apart,
+        laid_out=laid_out,
+    )  # fmt: skip
 
 
 def _add_borrowed(

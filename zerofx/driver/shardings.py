@@ -7,6 +7,8 @@ Products in fp8 are chosen after that, in the graph of one rank.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -143,31 +145,27 @@ def share_computation(
 def choose_products(request: Request, captures: Captures, earlier: Earlier | None, everywhere: Everywhere) -> Captures:
     """The step of one rank with those products in fp8 that are faster so; ``captures`` where none may be.
 
-    ``earlier`` as for ``prepare``, ``everywhere`` as for ``share_computation``.
-
-    Raises:
-        UsageError: the number of micro-batches is left to the plan.
+    They are chosen for the size of a micro-batch: for each number of them that there may be. ``earlier`` as for
+    ``prepare``, ``everywhere`` as for ``share_computation``.
     """
     recipe = request.options.precision.fp8
     if recipe is None:
         return captures
-    if len(captures.candidates) > 1:
-        raise UsageError(
-            f"expected accumulate to be a number with products in fp8, which are chosen for the size of a micro-batch, "
-            f"found accumulate={request.options.accumulate!r}: say how many micro-batches there are"
-        )
 
-    def decide() -> str:
+    def decide(number: int) -> str:
         if isinstance(request.options.plan, Plan):
-            decided = request.options.plan.products
-        else:
-            known = None if earlier is None else earlier.shared.in_fp8
-            decided = decide_products(captures.rank_graph(captures.candidates[0]), request.machine, recipe, known)
-        return to_json(decided)
+            return to_json(request.options.plan.products)
+        known = None if earlier is None else earlier.shared.in_fp8
+        whole, step = captures.whole_graph(number), captures.rank_graph(number)
+        return to_json(decide_products(whole, step, captures.num_parts, request.machine, recipe, known))
 
-    products = from_json(ProductDecision, everywhere("choose products in fp8", decide))
-    if request.verbose and earlier is None and not any(decision.in_fp8 for decision in products):
-        reasons = first_few(dict.fromkeys(decision.reason for decision in products))
+    products = {
+        number: from_json(ProductDecision, everywhere("choose products in fp8", functools.partial(decide, number)))
+        for number in captures.candidates
+    }
+    every = list(itertools.chain(*products.values()))
+    if request.verbose and earlier is None and not any(decision.in_fp8 for decision in every):
+        reasons = first_few(dict.fromkeys(decision.reason for decision in every))
         notify(f"no product is taken in fp8: {reasons or 'there is none with a weight'}")
     return captures.multiply(products)
 
@@ -203,6 +201,12 @@ def apply_shardings(
     one_rank = captures.share(shardings, request.mesh.model)
     overlaps = everywhere("overlap what ranks send each other", lambda: to_json(_overlaps(request, one_rank)))
     return one_rank.reorder(from_json(MovedNodes, overlaps))
+
+
+def share_one_rank(request: Request, captures: Captures, shardings: tuple[ShardingDecision, ...]) -> Captures:
+    """The step as one rank runs it to be compared with others: shared as ``shardings`` say, with products in fp8."""
+    shared = apply_shardings(request, captures, shardings)
+    return choose_products(replace(request, verbose=False), shared, None, decide_alone)
 
 
 def record_shardings(request: Request, captures: Captures, plan: Plan, placements: Mapping[str, Placement]) -> Shared:
@@ -303,7 +307,7 @@ def _decide(
         def decide_at(prices: Prices, explained: bool = False) -> tuple[ShardingDecision, ...]:
             return decide_shardings(ways, request.mesh, request.machine, prices, given, explained=explained)
 
-        prices = best_prices(request, captures, apply_shardings, decide_at, Prices()) if simulated else Prices()
+        prices = best_prices(request, captures, share_one_rank, decide_at, Prices()) if simulated else Prices()
         decided = decide_at(prices, explained)
         why = {node.name: f"as {', '.join(map(str, of_node))} asks" for node, of_node in pins.parameters.items()}
         why |= {node.name: "as the step has it that trains it" for node in lying if names[node] in lent}

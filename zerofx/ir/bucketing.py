@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypedDict, Unpack
@@ -27,8 +28,19 @@ class LayoutOptions(TypedDict, total=False):
     histories: Mapping[str, str]
 
 
-def layout_of(step: StepGraph, groups: Mapping[str, int], mesh: Mesh, **options: Unpack[LayoutOptions]) -> BucketLayout:
-    """The buckets of a captured graph's own parameters; other arguments as for ``make_layout``."""
+def layout_of(
+    step: StepGraph, groups: Mapping[str, int], mesh: Mesh, *, casts_apart: bool = False,
+    **options: Unpack[LayoutOptions],
+) -> BucketLayout:  # fmt: skip
+    """The buckets of a captured graph's own parameters; other arguments as for ``make_layout``.
+
+    ``casts_apart``: weights with the same of their products in fp8 have buckets of their own.
+    """
+    if casts_apart:
+        histories = defaultdict[str, str](str, options.get("histories", {}))
+        for product in step.products:
+            histories[product.weight] += f", {product.gives} in fp8" if product.in_fp8 else ""
+        options = {**options, "histories": histories}
     order = step.positions()
     first_use = {
         placeholder(node).name: min(order[user] for user in node.users)

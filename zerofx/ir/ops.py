@@ -58,9 +58,13 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``quantise``          flat values as bytes to send, in few bits with a scale for each block, a row for each part
 ``dequantise``        the values of all parts of what was quantised, in order
 ``dequantise_sum``    the sum of the parts of what was quantised
-``fp8_scale``         what a matrix, or each of its rows or columns, is multiplied by before it is cast to fp8,
+``fp8_scale``         what a matrix, or each of its rows or columns, is multiplied by before it is cast to fp8: of its
+                      values, or of their largest magnitudes among ranks that have parts of it, ``fp8_largest``
 ``fp8_cast``          that cast, and ``fp8_unscale``, a product of two casts without their scales
                       (``zerofx/ir/op_kernels/fp8.py``)
+``fp8_slice_largest``  the largest magnitudes of what has one scale in this rank's slice of a bucket: of ``"whole"``
+                      weights, or of their ``"rows"`` or ``"columns"``, and ``fp8_slice_cast``, the cast of the slice
+                      with the scales of all ranks (``zerofx/ir/op_kernels/fp8_slices.py``)
 ``onednn_lstm``       a layer of an LSTM by oneDNN, with what backward needs of it, and its gradients: as eager mode
                       runs it on a CPU (``zerofx/ir/op_kernels/onednn_lstm.py``)
 ``recurrent_steps``   the time steps of a layer of an RNN, GRU or LSTM, with what backward needs of them, and their
@@ -272,10 +276,19 @@ dequantise_sum = own_operator(
     "dequantise_sum(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor",
     fakes.unpack_sum, kernel=_quantise.dequantise_sum,
 )  # fmt: skip
+fp8_largest = own_operator("fp8_largest(Tensor values, int? dim) -> Tensor", fp8.empty_scale, kernel=fp8.largest)
 fp8_scale = own_operator(
     "fp8_scale(Tensor values, ScalarType dtype, int? dim, bool power_of_two) -> Tensor",
     fp8.empty_scale, kernel=fp8.scale,
 )  # fmt: skip
+fp8_slice_largest = own_operator(
+    "fp8_slice_largest(Tensor shard, int bucket, str scaled, int num_scales, *, str over) -> Tensor",
+    lambda shard, _bucket, _scaled, num_scales, **_: shard.new_empty(num_scales, 1, dtype=torch.float32),
+)
+fp8_slice_cast = own_operator(
+    "fp8_slice_cast(Tensor shard, Tensor scales, int bucket, str scaled, int first, *, str over) -> Tensor",
+    lambda shard, *_, **__: shard.new_empty(shard.shape, dtype=torch.float8_e4m3fn),
+)
 fp8_cast = own_operator(
     "fp8_cast(Tensor values, Tensor scales, ScalarType dtype, bool by_columns) -> Tensor",
     fp8.empty_cast, kernel=fp8.cast,
@@ -333,12 +346,14 @@ OVER_AXES = frozenset(
 COLLECTIVES = frozenset({*OVER_AXES, broadcast})
 OWNER_EXCHANGES = frozenset({to_owners, from_owners})
 TRANSFERS = frozenset({offload, reload, copy_into})
+SLICE_CASTS = frozenset({fp8_slice_largest, fp8_slice_cast})
 AROUND_MICRO_BATCHES = frozenset({next_micro_batch, keep_draws, take_draws, drop_draw})
 EVENTS = frozenset(
     {
         *AROUND_MICRO_BATCHES,
         *COLLECTIVES,
         *TRANSFERS,
+        *SLICE_CASTS,
         wait,
         release,
         run_on,

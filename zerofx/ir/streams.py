@@ -41,7 +41,16 @@ _BACK: dict[Tier, tuple[str, Tier]] = {"nvme": (NVME_READ, "host"), "host": (TO_
 
 # What has the values of what it reads first, elsewhere, whole or in part, or rounded.
 _HANDS_ON = frozenset(
-    {ops.reload, ops.all_gather, ops.wait, ops.quantise, ops.dequantise, ops.second_shard, ops.gather_on_node}
+    {
+        ops.reload,
+        ops.all_gather,
+        ops.wait,
+        ops.quantise,
+        ops.dequantise,
+        ops.second_shard,
+        ops.gather_on_node,
+        ops.fp8_slice_cast,
+    }
 )
 
 

@@ -14,6 +14,7 @@ import torch
 from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError, RowOverflowError
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import DEVICE
+from zerofx.ir.op_kernels import fp8_slices
 from zerofx.ir.owners import Owners
 from zerofx.runtime.arena import Allocate, Allocations, Arena
 from zerofx.runtime.comm.collectives import JointGathers, send_to_owners, send_to_slices
@@ -282,6 +283,24 @@ class Runtime:
 
     def second_shard(self, full: torch.Tensor, bucket: int, num_ranks: int, *, over: str = "shard") -> torch.Tensor:
         return full.chunk(num_ranks)[self._transport_along(over).rank % num_ranks].clone()
+
+    def fp8_slice_largest(
+        self, shard: torch.Tensor, bucket: int, scaled: fp8_slices.Scaled, _num_scales: int, *, over: str
+    ) -> torch.Tensor:
+        return fp8_slices.largest(shard, self._layout.buckets[bucket], self._transport_along(over).rank, scaled)
+
+    def fp8_slice_cast(
+        self,
+        shard: torch.Tensor,
+        scales: torch.Tensor,
+        bucket: int,
+        scaled: fp8_slices.Scaled,
+        first: int,
+        *,
+        over: str,
+    ) -> torch.Tensor:
+        place = self._transport_along(over).rank
+        return fp8_slices.cast(shard, scales[first:], self._layout.buckets[bucket], place, scaled)
 
     def reload(self, stored: Stored, tier: str = DEVICE) -> Pending[Any]:
         if tier != DEVICE:

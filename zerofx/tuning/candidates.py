@@ -141,7 +141,7 @@ class Planner:
         return Candidate(variation.name, self._predict(replace(plan, memory_budget=self.budget), None))
 
     def _predict(self, plan: Plan, costs: MeasuredCosts | None) -> Plan:
-        prepared = self.prepared
+        prepared = self.prepared.adapt_to(plan)
         captured = prepared.graph_for(plan)
         rehearsal = Rehearsal(captured, prepared.layout, prepared.programs, self._target(costs))
         return plan.with_prediction(rehearsal.predict(plan))

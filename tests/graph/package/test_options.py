@@ -130,7 +130,6 @@ EXCLUDED: Sequence[tuple[dict[str, Any], str]] = [
     ({"wire": "int8", "stage": 0}, "wire='int8' and stage=0: whole gradients are reduced"),
     ({"wire": "int8", "mesh": "auto"}, "wire='int8' and mesh='auto': meshes are compared"),
     ({"delayed_update": 1, "offload": "none"}, "delayed_update=1 and offload='none': the optimizer's states are in"),
-    ({"precision": "fp8", "mesh": {"model": 2}}, "products in fp8 have scales of whole rows and tensors"),
     ({"delayed_update": 0, "precision": "fp16"}, "delayed_update=0 and precision='fp16': all gradients of a scaled"),
     ({"delayed_update": 1, "max_grad_norm": 1}, "delayed_update=1 and max_grad_norm=1: the norm of all gradients"),
     ({"delayed_update": 1, "on_nonfinite": "skip"}, "on_nonfinite='skip': updates are under way"),

@@ -198,12 +198,14 @@ class Adapted(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, make: Callable[[int, int], nn.Module], dropout: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, make: Callable[[int, int], nn.Module], dropout: float, dtype: torch.dtype, width: int, inside: int
+    ) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, dtype=dtype)
+        self.norm = nn.LayerNorm(width, dtype=dtype)
         self.norm.requires_grad_(False)
-        self.up = Adapted(make(INSIDE, WIDTH), INSIDE, WIDTH, dropout, dtype)
-        self.down = Adapted(make(WIDTH, INSIDE), WIDTH, INSIDE, dropout, dtype)
+        self.up = Adapted(make(inside, width), inside, width, dropout, dtype)
+        self.down = Adapted(make(width, inside), width, inside, dropout, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -213,13 +215,14 @@ class Tuned(nn.Module):
     """A small language model whose layers' weights come from ``make``; adapters and the head are trained."""
 
     def __init__(
-        self, make: Callable[[int, int], nn.Module], dropout: float = 0.1, dtype: torch.dtype = torch.float32
-    ) -> None:
+        self, make: Callable[[int, int], nn.Module], dropout: float = 0.1, dtype: torch.dtype = torch.float32,
+        width: int = WIDTH, inside: int = INSIDE,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.embedding = nn.Embedding(19, WIDTH, dtype=dtype)
+        self.embedding = nn.Embedding(19, width, dtype=dtype)
         self.embedding.requires_grad_(False)
-        self.layers = nn.ModuleList([_Block(make, dropout, dtype) for _ in range(2)])
-        self.head = nn.Linear(WIDTH, 19, dtype=dtype)
+        self.layers = nn.ModuleList([_Block(make, dropout, dtype, width, inside) for _ in range(2)])
+        self.head = nn.Linear(width, 19, dtype=dtype)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.embedding(x)

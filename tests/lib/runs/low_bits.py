@@ -43,10 +43,11 @@ BFLOAT16 = {
 STEPS = 3
 
 
-def build(kind: str, *, low: bool = False) -> nn.Module:
+def build(kind: str, *, low: bool = False, **sizes: int) -> nn.Module:
     """A model with weights of a kind, the same on every rank; computed in bfloat16 if it is ``low``."""
     torch.manual_seed(3)
-    return Tuned(BFLOAT16[kind], dtype=torch.bfloat16) if low else Tuned(MAKERS[kind])
+    make, dtype = (BFLOAT16[kind], torch.bfloat16) if low else (MAKERS[kind], torch.float32)
+    return Tuned(make, 0.1, dtype, **sizes)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -144,9 +145,9 @@ class Counts:
     peak: tuple[int, int]
 
 
-def counts(kind: str) -> Counts:
+def counts(kind: str, **sizes: int) -> Counts:
     """What a step with weights of a kind sends and takes; ``"bfloat16"`` for plain ones."""
-    model = Tuned(_plain, dtype=torch.bfloat16) if kind == "bfloat16" else build(kind, low=True)
+    model = Tuned(_plain, 0.1, torch.bfloat16, **sizes) if kind == "bfloat16" else build(kind, low=True, **sizes)
     step = zerofx.compile(model, optimizer_of(model), backend="eager")
     given, _ = next(batches(Case(nn.Identity, tokens), world()[0], 1))
     args = [tensor.clone() for tensor in given]  # each in memory of its own

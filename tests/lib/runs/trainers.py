@@ -47,12 +47,12 @@ class Sentences(Dataset[dict[str, Tensor]]):
         return {"input_ids": self._ids[index], "labels": self._labels[index]}
 
 
-def llama(num_layers: int = 2) -> nn.Module:
+def llama(num_layers: int = 2, width: int = 16) -> nn.Module:
     """The same values every time."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=TOKENS, hidden_size=16, intermediate_size=32, num_hidden_layers=num_layers,
+            vocab_size=TOKENS, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=num_layers,
             num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=LENGTH, initializer_range=0.2,
         )
     )  # fmt: skip

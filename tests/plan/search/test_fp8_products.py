@@ -111,6 +111,61 @@ def test_fp8_is_computed_in_bfloat16_with_masters_in_float32() -> None:
     assert {bucket.compute_dtype for bucket in llama().plan.buckets} == {"torch.bfloat16"}
 
 
+class Wide(nn.Module):
+    """Layers with which a whole product takes long enough for fp8, and a part of one on eight ranks does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((4096, 8192), (8192, 4096)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.down(F.gelu(self.up(x))).float().square().mean()
+        return loss
+
+
+def test_products_are_decided_on_as_one_rank_of_the_model_axis_has_them() -> None:
+    with zerofx.empty_init():
+        model = Wide().bfloat16()
+    batch = (torch.empty(2, 2048, 4096, dtype=torch.bfloat16, device="meta"),)
+    given: dict[str, Any] = {"machine": "h100-sxm", "precision": zerofx.Precision(fp8="tensorwise")}
+    pins = {"up": "column", "down": "row"}
+    assert len(in_fp8(planned(model, batch, mesh={"shard": 8}, **given).plan)) == 5
+    with pytest.warns(zerofx.ZeroFXNotice, match=r"no product is taken in fp8: .* µs between ranks, in place of"):
+        plan = planned(model, batch, mesh={"model": 8}, shardings=pins, **given).plan
+    assert len(plan.products) == 5 and not in_fp8(plan)
+
+
+def test_ranks_compare_the_largest_magnitudes_of_what_they_have_in_parts() -> None:
+    given: dict[str, Any] = {"mesh": {"model": 2}, "shardings": {"*.up_proj": "column", "*.down_proj": "row"}}
+    for recipe, num in (("tensorwise", 2), ("rowwise", 0)):  # of the weight, and of the gradient by columns
+        planned_step = llama(precision=zerofx.Precision("bf16", fp8=recipe), **given)  # type: ignore[arg-type]
+        low = {name for name, _ in in_fp8(planned_step.plan)}
+        assert {"model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"} <= low
+        rows = [row for row in planned_step.schedule().rows if row.op == "all_reduce_values"]
+        assert len(rows) > num
+
+
+def test_the_fastest_mesh_is_chosen_with_products_in_fp8() -> None:
+    step = llama(mesh="auto", world_size=4)
+    assert in_fp8(step.plan)
+    alone = llama(mesh=dict(zip(("replicate", "shard", "model"), _sizes(step.plan), strict=True)))
+    assert alone.plan.step_seconds == step.plan.step_seconds
+
+
+def _sizes(plan: Plan) -> tuple[int, int, int]:
+    return plan.replicate, plan.num_ranks // plan.replicate // plan.model, plan.model
+
+
+def test_products_are_chosen_for_each_number_of_micro_batches() -> None:
+    args, kwargs = next(batches("llama", 0, 1, 8))
+    model, keep = build("llama", torch.float32), {"recompute": "none", "offload": "none", "tile": "none"}
+    budget = planned(model, kwargs or args, accumulate=2, **keep).plan.peak_bytes["device"]
+    plan = planned(model, kwargs or args, accumulate="auto", memory_budget=budget, **keep).plan
+    assert plan.num_micro_batches > 1
+    asked = planned(model, kwargs or args, accumulate=plan.num_micro_batches, memory_budget=budget, **keep).plan
+    assert plan.products == asked.products and in_fp8(plan)
+
+
 def test_a_plan_is_for_its_recipe() -> None:
     plan = llama(machine=fast_in_fp8(), backend="eager").plan
     model = build("llama", torch.float32)
@@ -123,13 +178,11 @@ def test_a_plan_is_for_its_recipe() -> None:
 @pytest.mark.parametrize(
     ("options", "refusal"),
     [
-        (
-            {"mesh": {"model": 2}},
-            "expected precision or mesh, which exclude each other so.* of which ranks along 'model'",
-        ),
-        ({"mesh": "auto", "world_size": 2}, "expected precision or mesh, which exclude each other so"),
         ({"mesh": {"pipe": 2}, "accumulate": 2}, "stages are cut for products in one precision"),
-        ({"accumulate": "auto", "memory_budget": "1GiB"}, "expected accumulate to be a number with products in fp8"),
+        (
+            {"mesh": {"model": 2}, "accumulate": "auto", "memory_budget": "1GiB"},
+            "expected accumulate to be a number where the mesh has an axis 'model'",
+        ),
     ],
 )
 def test_what_does_not_combine_is_refused(options: dict[str, Any], refusal: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,15 +51,15 @@ def test_products_in_fp8_train_like_eager_mode(recipe: str, num_ranks: int) -> N
         assert wrong == {}, f"rank {rank}"
 
 
-def _check_counts(kind: str, most: float) -> None:
-    found, plain = run_ranks(_counts_of, 2, kind)[0]
+def _check_counts(kind: str, most: float, sizes: dict[str, int] | None = None) -> None:
+    found, plain = run_ranks(_counts_of, 2, kind, sizes or {})[0]
     assert found.wire[0] == found.wire[1] and plain.wire[0] == plain.wire[1]
     assert found.peak[0] == found.peak[1]
     assert 0 < found.wire[1] < most * plain.wire[1]
 
 
-def _counts_of(kind: str) -> tuple[Counts, Counts]:
-    return counts(kind), counts("bfloat16")
+def _counts_of(kind: str, sizes: dict[str, int]) -> tuple[Counts, Counts]:
+    return counts(kind, **sizes), counts("bfloat16", **sizes)
 
 
 def test_what_is_sent_are_codes_and_scales_and_the_peak_is_as_planned() -> None:
@@ -68,3 +70,23 @@ def test_what_is_sent_are_codes_and_scales_and_the_peak_is_as_planned() -> None:
 def test_so_are_those_of_four_bits(kind: str, most: float) -> None:
     _of_library(kind)
     _check_counts(kind, most)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("bitsandbytes", 0.30), ("bitsandbytes, double", 0.28)])
+def test_of_a_wide_model_whose_adapters_are_few_three_tenths_are_left(kind: str, most: float) -> None:
+    _of_library(kind)
+    _check_counts(kind, most, {"width": 1024, "inside": 2048})
+
+
+def _unlike_on_a_drive(kind: str, drive: str) -> dict[str, list[str]]:
+    os.environ["ZEROFX_NVME_DIR"] = drive
+    options = {"offload": "nvme", "memory_budget": "least", "tile": "none"}
+    return unlike_eager_mode(kind, {"stage 3, on a drive": {"stage": 3, **options}})
+
+
+@pytest.mark.parametrize("kind", ["flat", "bitsandbytes, double"])
+def test_weights_wait_on_a_drive_with_the_same_bits(kind: str, tmp_path: Path) -> None:
+    if kind in OF_LIBRARIES:
+        _of_library(kind)
+    for rank, wrong in enumerate(run_ranks(_unlike_on_a_drive, 2, kind, str(tmp_path))):
+        assert wrong == {}, f"rank {rank}"

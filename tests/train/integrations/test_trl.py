@@ -47,7 +47,7 @@ def _tokenizer() -> Any:
     )
 
 
-def _made(kind: Any, folder: Path, *, given: dict[str, Any] | None = None, **options: Any) -> Any:
+def _made(kind: Any, folder: Path, *, given: dict[str, Any] | None = None, model: Any = None, **options: Any) -> Any:
     settings: dict[str, Any] = {
         "use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "logging_steps": 1,
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 6, "learning_rate": 1e-2,
@@ -56,7 +56,7 @@ def _made(kind: Any, folder: Path, *, given: dict[str, Any] | None = None, **opt
     }  # fmt: skip
     args = trl.SFTConfig(output_dir=str(folder), **{**settings, **(given or {})})
     return kind(
-        model=llama(),
+        model=llama() if model is None else model,
         args=args,
         train_dataset=_rows(64),
         eval_dataset=_rows(8),
@@ -75,6 +75,39 @@ def test_losses_and_metrics_are_those_of_trl(tmp_path: Path) -> None:
     # TRL computes the output layer in pieces, which rounds otherwise.
     assert apart(history(one, *LOGGED), history(plain, *LOGGED), bound=3e-5) == []
     assert one.step.options.recompute == "full"  # as checkpointing, TRL's default, asks
+
+
+def _in_four_bits(folder: Path, *, double: bool) -> Any:
+    """The model with its frozen weights in 4 bits, and adapters."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    plain: Any = llama(width=64)
+    plain.save_pretrained(folder)  # of whose codes none are few enough to be buffers
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double,
+        bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, dtype=torch.float32, device_map={"": "cpu"}
+    )
+    torch.manual_seed(1)
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(model.requires_grad_(False), lora)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_adapters_next_to_weights_in_four_bits_are_trained_so_too(double: bool, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="its weights are trained too, where it is installed")
+    from zerofx.integrations.trl import ZeroFXSFTTrainer
+
+    given = {"eval_strategy": "no", "gradient_checkpointing": False, "max_steps": 4}  # roundings grow with steps
+    trained = []
+    for kind, options in ((trl.SFTTrainer, {}), (ZeroFXSFTTrainer, {"backend": "eager"})):
+        model = _in_four_bits(tmp_path / "model", double=double)
+        trainer = _made(kind, tmp_path, given=given, model=model, **options)
+        trainer.train()
+        trained.append((history(trainer, "loss"), trainer))
+    assert apart(trained[1][0], trained[0][0], bound=3e-5) == []
+    assert {bucket.dtype for bucket in trained[1][1].step.plan.buckets} >= {"torch.uint8", "torch.float32"}
 
 
 def test_what_a_step_cannot_honour_is_named(tmp_path: Path) -> None:

@@ -135,7 +135,20 @@ def test_a_bias_and_ignored_targets_are_summed_over_the_tiles(reduction: str) ->
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_a_llama_of_transformers_is_found() -> None:
+class _WithLabels(nn.Module):
+    """A model of transformers with a loss."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.inner(input_ids=ids, labels=labels).loss
+        return loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # the second casts logits of three dimensions
+def test_a_llama_of_transformers_is_found(dtype: torch.dtype) -> None:
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -146,8 +159,13 @@ def test_a_llama_of_transformers_is_found() -> None:
         max_position_embeddings=128,
     )
     ids = torch.randint(3, VOCAB, (2, 128))
-    step = captured(transformers.LlamaForCausalLM(config), input_ids=ids, labels=ids)
+    plain: nn.Module = transformers.LlamaForCausalLM(config)
+    model, batch = _WithLabels(plain.to(dtype)), (ids, ids.clone())
+    step = captured(model, *batch)
     assert [head.num_rows for head in find_heads(step)] == [256]
+    in_tiles = tiled(captured(model, *batch), 2)
+    near: dict[str, float] = {} if dtype == torch.float32 else {"rtol": 0.02, "share": 0.02}
+    check_same_results(step, in_tiles, model, batch, **near)
 
 
 @pytest.mark.parametrize("model", [Leaking(), Classifier("none"), Classifier(smoothing=0.1)])

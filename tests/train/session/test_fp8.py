@@ -67,6 +67,23 @@ def test_a_model_in_float32_has_the_bits_of_torchao_too(recipe: Fp8Recipe) -> No
         assert torch.equal(ours, theirs)
 
 
+def test_a_number_of_micro_batches_that_a_plan_chooses_has_the_bits_of_one_that_is_asked_for() -> None:
+    batch, losses = _batch(rows=8), []
+    given: dict[str, Any] = {"recompute": "none", "offload": "none", "tile": "none"}
+    half = compile_in_fp8("gpt", "rowwise", build("gpt"), accumulate=2, **given)
+    half.prepare(*batch)
+    given["memory_budget"] = half.plan.peak_bytes["device"]
+    half.close()
+    num: Any = "auto"
+    for _ in range(2):
+        step = compile_in_fp8("gpt", "rowwise", build("gpt"), accumulate=num, **given)
+        losses.append([step(*batch).clone() for _ in range(2)])
+        num = step.plan.num_micro_batches
+        assert num > 1 and _products(step)
+        step.close()
+    assert losses[0] == losses[1]
+
+
 class _Checkpointed(nn.Module):
     """Layers whose forward eager mode runs again in backward."""
 

@@ -123,7 +123,8 @@ def load(request: Request, captures: Captures, recalled: CacheHit, control: Cont
     plan, layout, programs = step.program.plan, step.layout, recalled.programs
     # What is needed later is not to hold the batch.
     graphs = captures.drop_batch().share(plan.shardings, plan.model)
-    graphs = graphs.reorder(plan.overlaps).multiply(plan.products).slice_parameters(plan.slices)
+    products = {plan.num_micro_batches: plan.products}
+    graphs = graphs.reorder(plan.overlaps).multiply(products).slice_parameters(plan.slices)
 
     @functools.cache
     def details() -> LoweredStep:

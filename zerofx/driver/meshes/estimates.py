@@ -15,7 +15,7 @@ from zerofx.budgets import budget_bytes, tiers_for
 from zerofx.driver.captures import Captures
 from zerofx.driver.meshes.short_steps import Floor, Savings, Short, ShortSteps, StepTotals, Unlimited
 from zerofx.driver.prepared import Request
-from zerofx.driver.shardings import apply_shardings, shardings_of
+from zerofx.driver.shardings import shardings_of, share_one_rank
 from zerofx.errors import UsageError, ZeroFXError
 from zerofx.report.meshes import MeshOutcome
 from zerofx.scheduler.cost.wire_volume import ACROSS, WITHIN
@@ -151,7 +151,7 @@ class Estimates:
             request = self._request_on(Mesh(shard=self._num_ranks // model, model=model))
             try:
                 parts = self._short.parts(shardings_of(request, self._captures))
-                self._shared[model] = parts.each(lambda part: apply_shardings(request, *part))
+                self._shared[model] = parts.each(lambda part: share_one_rank(request, *part))
             except ZeroFXError as error:
                 self._shared[model] = error
         shared = self._shared[model]

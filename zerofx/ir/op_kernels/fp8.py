@@ -13,16 +13,25 @@ from torch import Tensor
 _SMALLEST = 1e-12  # of a largest magnitude: a matrix of zeros has a scale too
 
 
-def scale(values: Tensor, dtype: torch.dtype, dim: int | None, power_of_two: bool) -> Tensor:
-    """The float32 scale of all ``values``, shape ``[]``, or of those along ``dim``, which stays with a size of 1."""
+def largest(values: Tensor, dim: int | None) -> Tensor:
+    """The largest magnitude of all ``values``, shape ``[]``, or of those along ``dim``, which stays with a size of 1.
+
+    In float32, of which the scale is the same: ranks that have parts of the values compare theirs.
+    """
     magnitudes = values.abs()
-    largest = magnitudes.max() if dim is None else magnitudes.amax(dim, keepdim=True)
-    scales: Tensor = (torch.finfo(dtype).max / largest.to(torch.float64).clamp(min=_SMALLEST)).to(torch.float32)
+    return (magnitudes.max() if dim is None else magnitudes.amax(dim, keepdim=True)).to(torch.float32)
+
+
+def scale(values: Tensor, dtype: torch.dtype, dim: int | None, power_of_two: bool) -> Tensor:
+    """The float32 scale of all ``values``, or of those along ``dim``, of the shape of their ``largest``."""
+    magnitude = largest(values, dim).to(torch.float64).clamp(min=_SMALLEST)
+    scales: Tensor = (torch.finfo(dtype).max / magnitude).to(torch.float32)
     return torch.exp2(torch.floor(torch.log2(scales))) if power_of_two else scales
 
 
-def empty_scale(values: Tensor, dtype: torch.dtype, dim: int | None, power_of_two: bool) -> Tensor:
-    """The fake of ``scale``."""
+def empty_scale(values: Tensor, *given: torch.dtype | int | bool | None) -> Tensor:
+    """The fake of ``largest``, of which ``given`` is the dimension alone, and of ``scale``."""
+    dim = given[0] if len(given) == 1 else given[1]
     shape = [] if dim is None else [1 if place == dim else size for place, size in enumerate(values.shape)]
     return values.new_empty(shape, dtype=torch.float32)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from zerofx.ir.op_kernels import attention, norms, products, quantise
+from zerofx.ir.op_kernels import attention, fp8_slices, norms, products, quantise
 from zerofx.ir.operators.operator import Inductor, Operator
 
 
@@ -36,7 +36,11 @@ OPERATORS: dict[str, Operator] = {
     "zerofx::square_sum": Operator(inside=_square_sum_inside, per_element=2),  # multiply, add
     "zerofx::softmax_chunk": Operator(per_element=5),  # max, subtract, exp, sum, compare
     "zerofx::softmax_gradient": Operator(per_element=4),  # subtract, exp, subtract, multiply
-    "zerofx::fp8_scale": Operator(per_element=2, inductor=Inductor.REDUCTION),  # magnitude, compare
+    **dict.fromkeys(  # magnitude, compare
+        ("zerofx::fp8_largest", "zerofx::fp8_scale"), Operator(per_element=2, inductor=Inductor.REDUCTION)
+    ),
+    "zerofx::fp8_slice_largest": Operator(per_element=2, inside=lambda *_, **__: 0),
+    "zerofx::fp8_slice_cast": Operator(per_element=3, inside=fp8_slices.cast_inside),
     "zerofx::fp8_cast": Operator(per_element=3, inductor=Inductor.LOOP),  # multiply, two bounds
     "zerofx::fp8_unscale": Operator(per_element=2, inductor=Inductor.LOOP),
     **dict.fromkeys(("zerofx::own_rows", "zerofx::whole_rows", "zerofx::own_ends"), Operator(per_element=0)),
