@@ -64,6 +64,8 @@ ABOUT_INSTRUCTIONS: Mapping[str, str] = {
     "from_owners": "starts to send their new values back to the slices",
     "cast_owned": "the new values of these, in the dtype that the model computes with",
     "update_whole": "the optimizer's own step, on whole parameters, where this rank owns some",
+    "fp8_slice_largest": "the largest magnitudes of weights in this rank's slice, of which scales for fp8 are made",
+    "fp8_slice_cast": "the slice in fp8, with the scales of all ranks",
     "second_shard": "a part of gathered parameters is kept, so that they are gathered on the node the next time",
     "wait": "computation goes on only when what was started before is there",
     "release": "the memory of whole parameters is given back",
