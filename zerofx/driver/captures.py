@@ -63,7 +63,7 @@ class Captures:
         self.products: Mapping[int, tuple[ProductDecision, ...]] = {}
         self.num_parts = 1
         self.pipe: PipeStage | None = None
-        self._uncut = self  # of all stages
+        self._uncut: Captures | None = None  # of all stages, where this is one of them
 
     def slice_parameters(self, slices: tuple[TileDecision, ...]) -> Captures:
         """The same step with parameters in slices.
@@ -201,6 +201,7 @@ class Captures:
         if self.num_parts == 1 and self.pipe is None and not products:
             return self.whole_graph(num_micro_batches)
         if num_micro_batches not in self._of_rank and self.pipe is not None:
+            assert self._uncut is not None, "a stage is cut out of a whole step"
             step = self._uncut.rank_graph(num_micro_batches).clone()
             run_preparations(step, self._settings, done={"simplify"}, pipe=self.pipe)
             self._of_rank[num_micro_batches] = step
