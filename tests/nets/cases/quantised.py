@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.nets.cases.case import Batch, Loss, ModelCase
@@ -73,7 +74,10 @@ def _with_adapters(model: nn.Module, **options: Any) -> nn.Module:
 def _load(model: nn.Module, config: Any) -> nn.Module:
     """The same model, read from a folder as ``config`` quantises it."""
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)  # type: ignore[operator]  # a method of the library's models
+        # Every rank writes a folder of its own, where the library's `save_pretrained` writes on rank 0 alone.
+        model.config.save_pretrained(folder)  # type: ignore[operator, union-attr]  # a method of the library's
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}  # tied ones apart
+        save_file(state, f"{folder}/model.safetensors", {"format": "pt"})
         loaded: nn.Module = _transformers().AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
     return loaded
 
