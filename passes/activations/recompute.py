@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.errors import PlanError
-from zerofx.ir.aliasing import aliased_input, is_view, storage_bytes, storage_source, tensors_of
+from zerofx.ir.aliasing import aliased_input, is_view, node_bytes, storage_bytes, storage_source, tensors_of
 from zerofx.ir.edit import consumers, erase_unread, runs_once
 from zerofx.ir.facts import (
     Origin,
@@ -117,7 +117,7 @@ def put_off(step: StepGraph) -> None:
         nearest = bisect_right(places, node)
         if nearest == len(places) or places[nearest] > first or _run_of(step, node) != _run_of(step, first):
             continue
-        if step.output in readers or _freed_bytes(node) >= sum(map(storage_bytes, tensors_of(node))):
+        if step.output in readers or _freed_bytes(node) >= node_bytes(node):
             continue
         for moved in (node, *_names_of(node)):
             first.prepend(moved)

@@ -10,7 +10,7 @@ from enum import StrEnum
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.aliasing import storage_bytes, tensors_of
+from zerofx.ir.aliasing import node_bytes
 from zerofx.ir.facts import DEVICE, Phase, Role, origin, placeholder, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import slice_gathered
@@ -170,7 +170,7 @@ def _persistent(step: StepGraph) -> Counter[Category]:
     held: Counter[Category] = Counter()
     for node in step.placeholders():
         if placeholder(node).alias_of is None and tier_of(node) == DEVICE:
-            held[OF_ROLE[placeholder(node).role]] += sum(storage_bytes(value) for value in tensors_of(node))
+            held[OF_ROLE[placeholder(node).role]] += node_bytes(node)
     return held
 
 

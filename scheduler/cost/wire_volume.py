@@ -14,7 +14,7 @@ from types import MappingProxyType
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.aliasing import storage_bytes, tensors_of
+from zerofx.ir.aliasing import node_bytes, storage_bytes
 from zerofx.ir.facts import tensor
 from zerofx.ir.streams import axes_of
 from zerofx.scheduler.cost.machine import Machine
@@ -66,7 +66,7 @@ def collective_of(node: fx.Node, mesh: Mesh, ranks_per_node: int) -> Collective:
     axes = axes_of(node, mesh)
     num_ranks, local = mesh.size(axes), mesh.num_on_node(axes, ranks_per_node)
     if node.target is ops.broadcast:
-        size = sum(storage_bytes(t) for source in node.all_input_nodes for t in tensors_of(source))
+        size = sum(map(node_bytes, node.all_input_nodes))
         return Collective("broadcast", size, num_ranks, local)
     if node.target in ops.REDUCTIONS:
         source = node.args[0]

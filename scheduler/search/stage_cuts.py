@@ -21,7 +21,7 @@ from typing import Final, Literal, get_args
 from torch import fx
 
 from zerofx.errors import UsageError
-from zerofx.ir.aliasing import is_view, storage_bytes, tensors_of
+from zerofx.ir.aliasing import is_view, node_bytes
 from zerofx.ir.facts import Phase, Role, is_random, origin, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.analysis.saved_values import saved_values
@@ -136,8 +136,8 @@ def _runs(step: StepGraph, machine: Machine) -> list[_Run]:
             first, seconds, num_seen, parameter_bytes, saved_bytes = number, 0.0, len(seen), 0, 0
         inputs = (source for source in sources(node) if source.op == "placeholder")
         read = {source for source in inputs if placeholder(source).role is Role.PARAMETER} - seen
-        parameter_bytes += sum(map(_size, read))
-        saved_bytes += _size(node) if node in to_save else 0
+        parameter_bytes += sum(map(node_bytes, read))
+        saved_bytes += node_bytes(node) if node in to_save else 0
         seen |= read
         seconds += (1 + _BACKWARD) * node_cost(node, machine).seconds
     if len(seen) > num_seen:
@@ -151,10 +151,6 @@ def _runs(step: StepGraph, machine: Machine) -> list[_Run]:
 def _sums(values: Iterable[float]) -> list[float]:
     """The sums of no value, of the first, of the first two, and so on."""
     return [*itertools.accumulate(values, initial=0.0)]
-
-
-def _size(node: fx.Node) -> int:
-    return sum(map(storage_bytes, tensors_of(node)))
 
 
 def _place(step: StepGraph, node: fx.Node) -> str:
@@ -174,7 +170,7 @@ def _bytes_across(forward: Sequence[fx.Node]) -> list[int]:
                 last[source] = number
     changes = [0] * (len(forward) + 1)
     for node, number in last.items():
-        size = _size(node)
+        size = node_bytes(node)
         changes[position[node] + 1] += size
         changes[number + 1] -= size
     total, crossing = 0, []

@@ -53,6 +53,11 @@ def storage_bytes(val: Tensor) -> int:
     return (1 + last) * val.element_size()
 
 
+def node_bytes(node: fx.Node) -> int:
+    """Bytes of all the tensors that a node yields, each as ``storage_bytes`` counts it."""
+    return sum(map(storage_bytes, tensors_of(node)))
+
+
 def is_view(node: fx.Node) -> bool:
     """True if the node yields only storage that existed before it, and writes nothing: it costs neither bytes nor time.
 

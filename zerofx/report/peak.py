@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.aliasing import storage_bytes, tensors_of
+from zerofx.ir.aliasing import node_bytes
 from zerofx.ir.facts import DEVICE, Phase, Role, copied_from, origin, placeholder, source_line, tier_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import ends_of
@@ -63,7 +63,7 @@ def _tensors(step: StepGraph, live: Liveness, plan: Plan, moment: Moment | None)
     """All tensors live at the peak, in the order they were made; ``layer`` is a repeated layer if they are in one."""
     left = Counter(moment.during if moment is not None else {})
     for node in step.placeholders():
-        size = sum(storage_bytes(value) for value in tensors_of(node))
+        size = node_bytes(node)
         if size and placeholder(node).alias_of is None and tier_of(node) == DEVICE:
             category = OF_ROLE[placeholder(node).role]
             left[category] -= size
@@ -77,7 +77,7 @@ def _tensors(step: StepGraph, live: Liveness, plan: Plan, moment: Moment | None)
             _call_text(node), _layer(step, node), source_line(node), _fate(step, node, live), category, size
         )
     # A region is named by the largest of its results, fused away or not.
-    main = max(moment.nodes, key=lambda node: sum(map(storage_bytes, tensors_of(node))))
+    main = max(moment.nodes, key=node_bytes)
     runs = "a compiled region, with" if moment.nodes in live.compiled else ""
     for category, size in left.items():
         if size > 0:

@@ -17,7 +17,7 @@ from torch import fx
 from zerofx.codegen.regions import Event, Instruction
 from zerofx.disk.own_files import write_named
 from zerofx.ir import ops
-from zerofx.ir.aliasing import bound_arguments, is_view, storage_bytes, storage_source, tensors_of
+from zerofx.ir.aliasing import bound_arguments, is_view, node_bytes, storage_source
 from zerofx.ir.facts import copied_from, origin, tier_of
 from zerofx.ir.streams import stream_of
 from zerofx.ir.text import call_name
@@ -133,8 +133,8 @@ def _row(lowered: LoweredStep, node: fx.Node, position: int, region: str) -> Sch
     is_event = node.target in ops.EVENTS
     read, written = timing.bytes_read, timing.bytes_written
     if node.target in ops.COLLECTIVES:
-        read = sum(storage_bytes(value) for source in node.all_input_nodes for value in tensors_of(source))
-        written = sum(storage_bytes(value) for value in tensors_of(node)) or read
+        read = sum(map(node_bytes, node.all_input_nodes))
+        written = node_bytes(node) or read
     bucket = _bucket_of(node)
     return ScheduleRow(
         position=position,

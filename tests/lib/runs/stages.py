@@ -27,9 +27,9 @@ Given = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 class Dropping(nn.Module):
     """A GPT with dropout behind each block."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 4) -> None:
         super().__init__()
-        self.gpt = GPT(vocab=19, dim=16, depth=4, heads=2, block=16)
+        self.gpt = GPT(vocab=19, dim=16, depth=depth, heads=2, block=16)
         for block in self.gpt.layers:
             block.register_forward_hook(lambda _module, _given, result: nn.functional.dropout(result, 0.2))
 
