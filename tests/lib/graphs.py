@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -367,9 +368,31 @@ def check_same_results(
 
 
 def difference(before: str, after: str) -> str:
-    """The lines in which two texts differ, with one line around each place."""
+    """The lines in which two graphs' texts differ, with one line around each place; values as by ``number_values``."""
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1)
-    return "\n".join("..." if line.startswith("@@") else line for line in list(lines)[2:])
+    text = "\n".join("..." if line.startswith("@@") else line for line in list(lines)[2:])
+    return number_values(text, f"{before}\n{after}")
+
+
+def number_values(text: str, graphs: str | None = None) -> str:
+    """The text with %0, %1 ... in the order of their lines, for values that fx has named after their operator.
+
+    fx counts all names that a graph ever had, those of nodes that are gone too. Names that a pass gives stay.
+    ``graphs``: texts in which the values are computed, where ``text`` shows a part of them.
+    """
+    computed = re.findall(
+        r"^(\w+)(?:: [^=]+)? = \w+\.(\w+?)\.(\w+)\(", text if graphs is None else graphs, re.MULTILINE
+    )
+    counted = {
+        name for name, operator, overload in computed if re.fullmatch(rf"{operator}(_{overload})?(_\d+)?", name, re.I)
+    }
+    numbers: dict[str, int] = {}
+
+    def number(match: re.Match[str]) -> str:
+        name = match[0]
+        return f"%{numbers.setdefault(name, len(numbers))}" if name in counted else name
+
+    return re.sub(r"(?<![\w.])\w+(?![\w.(])", number, text)
 
 
 def order_of(step: StepGraph) -> dict[str, int]:

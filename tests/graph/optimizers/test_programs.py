@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lib.graphs import number_values
 from tests.lib.optimizers import program_of
 from zerofx.optimizers import ShadowOptimizer, StandIn, has_fused
 
@@ -18,7 +19,7 @@ def text(graph: torch.fx.Graph) -> str:
         if node.op == "call_function":
             arguments = [str(arg) for arg in node.args] + [f"{key}={value}" for key, value in node.kwargs.items()]
             lines.append(f"{node.name} = {node.target}({', '.join(arguments)})")
-    return "\n".join(lines) + "\n"
+    return number_values("\n".join(lines) + "\n")
 
 
 def param() -> torch.nn.Parameter:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.lib.graphs import Averaging, Peeking, Prepared, Tied, TwoBlocks, calls, prepare, token_ids
+from tests.lib.graphs import Averaging, Peeking, Prepared, Tied, TwoBlocks, calls, number_values, prepare, token_ids
 from zerofx.codegen.regions import Region, cut
 from zerofx.ir import ops
 from zerofx.ir.edit import consumers
@@ -60,7 +60,7 @@ def in_micro_batches(count: int, model: nn.Module | None = None, batch: tuple[Te
 
 
 def test_the_unrolled_graph(golden: Callable[..., None]) -> None:
-    golden(in_micro_batches(2, Averaging()).step.text())
+    golden(number_values(in_micro_batches(2, Averaging()).step.text()))
 
 
 def test_one_micro_batch_is_the_captured_graph() -> None:
