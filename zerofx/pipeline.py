@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Any
 
 from zerofx.capture.by_layer.by_layer import Stamp
@@ -68,18 +67,18 @@ Decisions = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Listed:
+class PassEntry:
     """A rewrite in the list: its class, and what this page knows of it.
 
     ``decisions`` are those of a plan that it carries out: fields of ``Plan``, with the fields of each decision there
-    (none: the field itself). Every decision is carried out by one rewrite. ``when``, of a plan and whether the
-    step is guarded: whether the rewrite is run; where it is not, it would change nothing. ``optional``:
-    ``ZEROFX_DISABLE`` may name it.
+    (none: the field itself). Every decision is carried out by one rewrite. ``when``, of what preparations are given, or
+    of a plan and whether the step is guarded: whether the rewrite is run; where it is not, it would change nothing.
+    ``optional``: ``ZEROFX_DISABLE`` may name it.
     """
 
     kind: type[Any]
     decisions: Decisions = field(default_factory=dict)
-    when: Callable[[Plan, bool], object] = lambda plan, guarded: True
+    when: Callable[..., object] = lambda *_: True
     optional: bool = False
 
     @property
@@ -100,150 +99,156 @@ class Listed:
 
 
 # A traced joint graph, which they make a step's; then, where layers repeat, those that were not traced.
-CAPTURE = (*(Listed(type(normalisation)) for normalisation in NORMALISATIONS), Listed(Stamp, optional=True))
+CAPTURE = (*(PassEntry(type(normalisation)) for normalisation in NORMALISATIONS), PassEntry(Stamp, optional=True))
 
 # A captured graph, before there is a plan.
 PREPARE = (
-    Listed(Simplify, optional=True),  # nodes that only autograd needed
-    # What other steps train, as they have it.
-    Listed(Borrow, when=lambda plan, _: any(bucket.lent for bucket in plan.buckets)),
-    # Backward begins with the loss's scale.
-    Listed(ScaleLoss, when=lambda plan, _: plan.loss_scaled),
+    PassEntry(Simplify, when=lambda given: given.traced, optional=True),  # nodes that only autograd needed
+    PassEntry(Borrow, when=lambda given: given.held),  # what other steps train, as they have it
+    PassEntry(ScaleLoss, when=lambda given: given.loss_scaled),  # backward begins with the loss's scale
     # Whole values become one rank's, where the ranks of the model axis share the computation.
-    Listed(
+    PassEntry(
         Partition,
         {"shardings": ("node", "outputs", "inputs", "again", "parameter", "has_no_way")},
-        lambda plan, _: plan.model > 1,
+        lambda given: given.num_parts > 1,
     ),
     # What collectives on those values overlap with.
-    Listed(Overlap, {"overlaps": ()}, lambda plan, _: plan.model > 1),
+    PassEntry(Overlap, {"overlaps": ()}, lambda given: given.num_parts > 1),
     # One stage of several, with what it sends and receives.
-    Listed(Stages, {"stage_cuts": (), "pipe_stage": ()}, lambda plan, _: plan.pipe > 1),
+    PassEntry(Stages, {"stage_cuts": (), "pipe_stage": ()}, lambda given: given.pipe is not None),
     # Products of linear layers in fp8, as one rank has them.
-    Listed(Multiply, {"products": ("node", "left", "right", "in_fp8"), "fp8": ()}, lambda plan, _: plan.products),
+    PassEntry(Multiply, {"products": ("node", "left", "right", "in_fp8"), "fp8": ()}, lambda given: given.products),
     # Huge parameters a slice at a time.
-    Listed(Slice, {"slices": ("value", "num_tiles", "over")}, lambda plan, _: plan.slices),
+    PassEntry(Slice, {"slices": ("value", "num_tiles", "over")}, lambda given: given.slices),
     # Micro-batches one after the other.
-    Listed(Accumulate, {"num_micro_batches": (), "by_layer": ()}, lambda plan, _: plan.num_micro_batches > 1),
+    PassEntry(Accumulate, {"num_micro_batches": (), "by_layer": ()}, lambda given: given.num_micro_batches > 1),
 )
 
 # The prepared graph, as a plan says.
 PLAN = (
-    Listed(Tile, {"tiles": ("value", "num_tiles", "over")}),  # output layer and loss a few rows at a time
+    PassEntry(Tile, {"tiles": ("value", "num_tiles", "over")}),  # output layer and loss a few rows at a time
     # What is outside layers in pieces that are decided about one by one.
-    Listed(
+    PassEntry(
         Divide, {"pieces": ("name", "first", "last", "back_first", "back_last", "values")}, lambda plan, _: plan.pieces
     ),
     # Activations that are not kept, computed again in backward.
-    Listed(Recompute, {"recomputes": ("value",), "extra_keeps": ()}),
+    PassEntry(Recompute, {"recomputes": ("value",), "extra_keeps": ()}),
     # Those that all ranks of the model axis have, kept as one part on each.
-    Listed(Spread, {"spreads": ("value",)}, lambda plan, _: plan.spreads or plan.model > 1),
+    PassEntry(Spread, {"spreads": ("value",)}, lambda plan, _: plan.spreads or plan.model > 1),
     # Activations that wait for backward in a slower tier.
-    Listed(Offload, {"offloads": ("value", "tier", "free_after", "reload_before")}),
-    Listed(Shard, {"parameters": ("bucket", "tier")}),  # parameters become views of flat buckets
+    PassEntry(Offload, {"offloads": ("value", "tier", "free_after", "reload_before")}),
+    PassEntry(Shard, {"parameters": ("bucket", "tier")}),  # parameters become views of flat buckets
     # A gather before first use, a release after last.
-    Listed(Gather, {"gathers": ("bucket", "first", "last")}, lambda plan, _: plan.has_residencies),
+    PassEntry(Gather, {"gathers": ("bucket", "first", "last")}, lambda plan, _: plan.has_residencies),
     # Gradients into flat buffers, reduced as soon as complete.
-    Listed(Reduce, {"reduces": ("bucket", "wait_after", "gathered_after", "earlier")}),
-    Listed(Direct),  # products written straight into those buffers
+    PassEntry(Reduce, {"reduces": ("bucket", "wait_after", "gathered_after", "earlier")}),
+    PassEntry(Direct),  # products written straight into those buffers
     # Gradients that wait for the next micro-batch elsewhere.
-    Listed(Gradients, {"gradients": ("bucket", "tier", "free_after", "reload_before")}, lambda plan, _: plan.gradients),
+    PassEntry(
+        Gradients, {"gradients": ("bucket", "tier", "free_after", "reload_before")}, lambda plan, _: plan.gradients
+    ),
     # Sums of slices, summed again across replicas.
-    Listed(Across, {"reduces": ("crossed_after",)}, lambda plan, _: plan.replicate > 1),
+    PassEntry(Across, {"reduces": ("crossed_after",)}, lambda plan, _: plan.replicate > 1),
     # The largest of all gradients, and what frees them of the loss's scale.
-    Listed(Unscale, {"loss_scaled": ()}, lambda plan, _: plan.loss_scaled),
+    PassEntry(Unscale, {"loss_scaled": ()}, lambda plan, _: plan.loss_scaled),
     # The norm of all gradients, and a factor; the norms of layers.
-    Listed(
+    PassEntry(
         Clip, {"max_grad_norm": (), "grad_norms": ()}, lambda plan, _: plan.max_grad_norm is not None or plan.grad_norms
     ),
     # Gradients that are asked for by name.
-    Listed(KeepGradients, {"kept_gradients": ()}, lambda plan, _: plan.kept_gradients),
+    PassEntry(KeepGradients, {"kept_gradients": ()}, lambda plan, _: plan.kept_gradients),
     # No update where a gradient is not finite.
-    Listed(CheckGradients, when=lambda plan, _: plan.loss_scaled),
+    PassEntry(CheckGradients, when=lambda plan, _: plan.loss_scaled),
     # The optimizer, on each bucket as soon as it is reduced.
-    Listed(
+    PassEntry(
         Update, {"states": ("bucket", "tier", "update", "reload_before", "read", "at_once", "delayed", "takes_over")}
     ),
-    Listed(Buffers),  # mutated buffers written back
-    Listed(Prefetch, {"gathers": ("issue", "reload", "read")}, optional=True),  # gathers issued ahead of their use
+    PassEntry(Buffers),  # mutated buffers written back
+    PassEntry(Prefetch, {"gathers": ("issue", "reload", "read")}, optional=True),  # gathers issued ahead of their use
     # Several gathers as one collective.
-    Listed(Merge, {"gathers": ("merged",)}, lambda plan, _: any(gather.merged for gather in plan.gathers)),
+    PassEntry(Merge, {"gathers": ("merged",)}, lambda plan, _: any(gather.merged for gather in plan.gathers)),
     # What runs on from the step before, awaited where it is needed.
-    Listed(Settle, {"states": ("back_by",)}, lambda plan, _: plan.states),
+    PassEntry(Settle, {"states": ("back_by",)}, lambda plan, _: plan.states),
     # What is not sent exactly as it is: in few bits, or from second shards on each node.
-    Listed(QuantiseGathers, {"wires": ("bucket", "gather", "second_shard")}, lambda plan, _: plan.wires),
-    Listed(QuantiseReductions, {"wires": ("reduce", "hop_after")}, lambda plan, _: plan.wires),
+    PassEntry(QuantiseGathers, {"wires": ("bucket", "gather", "second_shard")}, lambda plan, _: plan.wires),
+    PassEntry(QuantiseReductions, {"wires": ("reduce", "hop_after")}, lambda plan, _: plan.wires),
     # Weights that products read in fp8 are sent so.
-    Listed(CastGathers, {"gathers": ("in_fp8",)}, lambda plan, _: plan.has_casts),
+    PassEntry(CastGathers, {"gathers": ("in_fp8",)}, lambda plan, _: plan.has_casts),
     # No update where a loss is not finite, if that is asked for, or rows have found no room.
-    Listed(GuardLoss, when=lambda plan, guarded: guarded or plan.sends_rows),
+    PassEntry(GuardLoss, when=lambda plan, guarded: guarded or plan.sends_rows),
     # Views that collectives on values read.
-    Listed(Parts, when=lambda plan, _: plan.model > 1),
+    PassEntry(Parts, when=lambda plan, _: plan.model > 1),
     # Gathers that ranks of one host need not copy.
-    Listed(
+    PassEntry(
         InPlace, when=lambda plan, _: plan.gathers and plan.num_ranks > plan.replicate == plan.pipe == 1, optional=True
     ),
 )
 
 # A region of the planned graph, in front of Inductor.
-REGION = tuple(Listed(type(rewrite)) for rewrite in REGION_REWRITES)
+REGION = tuple(PassEntry(type(rewrite)) for rewrite in REGION_REWRITES)
 
 
-def phases() -> Mapping[str, tuple[Listed, ...]]:
+def phases() -> Mapping[str, tuple[PassEntry, ...]]:
     """Every rewrite of the graph, in order, by phase."""
     # Inductor takes seconds to import: only who asks for the passes over its kernels pays.
     from zerofx.codegen.inductor.kernel_passes import KERNEL_PASSES
 
-    kernels = tuple(Listed(type(entry)) for entry in KERNEL_PASSES)
+    kernels = tuple(PassEntry(type(entry)) for entry in KERNEL_PASSES)
     return {"capture": CAPTURE, "prepare": PREPARE, "plan": PLAN, "region": (*REGION, *kernels)}
 
 
-def run_preparations(
-    step: StepGraph,
-    settings: Settings,
-    slices: tuple[TileDecision, ...] = (),
-    num_micro_batches: int = 1,
-    divided: Collection[str] = (),
-    done: Collection[str] = (),
-    *,
-    by_layer: bool = False,
-    loss_scaled: bool = False,
-    held: Mapping[str, Sequence[ParameterInfo]] = MappingProxyType({}),
-    shardings: tuple[ShardingDecision, ...] = (),
-    overlaps: tuple[MovedNodes, ...] = (),
-    num_parts: int = 1,
-    pipe: PipeStage | None = None,
-    fp8: str = "",
-    products: tuple[ProductDecision, ...] = (),
-) -> None:
-    """Run the preparations but those ``done`` on a captured graph, in place.
+@dataclass(frozen=True)
+class PreparationInputs:
+    """All that preparations are given; each has the fields of these names.
 
-    ``slices`` are parameters to take in slices, ``divided`` the batch tensors that micro-batches divide, which run
-    layer by layer if ``by_layer`` says so. ``loss_scaled``: whether backward begins with a scale. ``held``: as what
+    ``traced``: the graph comes from autograd's trace. ``loss_scaled``: backward begins with a scale. ``held``: as what
     other steps have their parameters, by name, which are read here. ``shardings``: how the ``num_parts`` ranks of the
     model axis share the graph, ``overlaps`` what stands elsewhere there. ``pipe``: the stage that is kept of it.
-    ``products``: which are in fp8, of the recipe of that name.
+    ``products``: which are in fp8, of the recipe of that name. ``slices`` are parameters to take in slices, ``divided``
+    the batch tensors that micro-batches divide, which run layer by layer if ``by_layer`` says so.
+    """
+
+    traced: bool = False
+    loss_scaled: bool = False
+    held: Mapping[str, Sequence[ParameterInfo]] = field(default_factory=dict)
+    shardings: tuple[ShardingDecision, ...] = ()
+    overlaps: tuple[MovedNodes, ...] = ()
+    num_parts: int = 1
+    pipe: PipeStage | None = None
+    fp8: str = ""
+    products: tuple[ProductDecision, ...] = ()
+    slices: tuple[TileDecision, ...] = ()
+    num_micro_batches: int = 1
+    divided: frozenset[str] = frozenset()
+    by_layer: bool = False
+
+    @classmethod
+    def from_plan(cls, plan: Plan, divided: Collection[str]) -> PreparationInputs:
+        """The decisions of a plan for a traced graph of all stages, which reads no other step's parameters."""
+        return cls(
+            traced=True, loss_scaled=plan.loss_scaled,
+            shardings=plan.shardings, overlaps=plan.overlaps, num_parts=plan.model,
+            fp8=plan.fp8, products=plan.products,
+            slices=plan.slices, num_micro_batches=plan.num_micro_batches, divided=frozenset(divided),
+            by_layer=plan.by_layer,
+        )  # fmt: skip
+
+
+def run_preparations(step: StepGraph, settings: Settings, given: PreparationInputs) -> None:
+    """Run the preparations that ``given`` has something for on a captured graph, in place.
 
     Raises:
         PlanError: a parameter cannot be worked with in the slices that are asked for.
         InvalidGraphError: what the ranks of the model axis compute is not what the graph does.
     """
-    left_out = {*settings.disable, *done}
-    left_out |= {*([] if pipe is not None else [Stages.name]), *([] if products else [Multiply.name])}
-    left_out |= {*([] if loss_scaled else [ScaleLoss.name]), *([] if num_parts > 1 else [Partition.name, Overlap.name])}
     for listed in PREPARE:
-        if listed.name not in left_out:
-            preparation: Preparation = listed.instance(
-                slices=slices, num_micro_batches=num_micro_batches, divided=frozenset(divided), by_layer=by_layer,
-                held=held,
-                shardings=shardings, overlaps=overlaps, num_parts=num_parts, pipe=pipe,
-                fp8=fp8, products=products,
-            )  # fmt: skip
+        if listed.when(given) and listed.name not in settings.disable:
+            preparation: Preparation = listed.instance(**vars(given))
             is_shared = listed.kind is Partition and settings.verify > 0
             whole = whole_calls(step) if is_shared else {}
             preparation.run(step)
             if is_shared:
-                check_placements(step, whole, num_parts)
+                check_placements(step, whole, given.num_parts)
 
 
 def passes(
@@ -253,7 +258,7 @@ def passes(
     return tuple(entry.instance(layout=layout, programs=programs) for entry in PLAN if entry.when(plan, guarded))
 
 
-def find(name: str) -> Listed:
+def find(name: str) -> PassEntry:
     """The rewrite that is called ``name``.
 
     Raises:
@@ -301,11 +306,11 @@ def run_passes(
     settings: Settings,
     *,
     on_cpu: bool,
-    talk: bool,
+    verbose: bool,
 ) -> tuple[GraphStage, ...]:
     """Run all passes on ``step`` in place; returns the captured graph and the graph after each pass.
 
-    ``talk``: whether this rank writes what ``ZEROFX_DEBUG`` asks for.
+    ``verbose``: whether this rank writes what ``ZEROFX_DEBUG`` asks for.
     """
     stages = [GraphStage("capture", step.text(), None)]
     peak, before = liveness(step, on_cpu).peak_bytes, op_counts(step)
@@ -325,9 +330,9 @@ def run_passes(
         report = PassReport(entry.name, dict(counts - before), dict(before - counts), peak, after, seconds)
         stages.append(GraphStage(entry.name, text, report))
         peak, before = after, counts
-        if talk and settings.debug:
-            _say(report, settings.debug)
-    if talk and settings.debug >= 5:
+        if verbose and settings.debug:
+            _write_report(report, settings.debug)
+    if verbose and settings.debug >= 5:
         sys.stderr.write("\n\n".join(map(str, stages)) + "\n")
     return tuple(stages)
 
@@ -358,7 +363,7 @@ def _run(graph_pass: Pass, step: StepGraph, plan: Plan) -> None:
         graph_pass.run(step, plan)
 
 
-def _say(report: PassReport, debug: int) -> None:
+def _write_report(report: PassReport, debug: int) -> None:
     sys.stderr.write(
         f"{report.name:10} peak {format_bytes(report.peak_bytes_before):>10} -> "
         f"{format_bytes(report.peak_bytes_after):>10}  in {format_seconds(report.seconds)}\n"

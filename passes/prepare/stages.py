@@ -69,14 +69,13 @@ _OVER = dict(axes_argument(PIPE))
 
 @dataclass(frozen=True)
 class Stages:
-    """Keep what one stage runs, and have it send and receive what crosses its borders. None: all of it stays."""
+    """Keep what one stage runs, and have it send and receive what crosses its borders."""
 
-    pipe: PipeStage | None
+    pipe: PipeStage
     name: str = "stages"
 
     def run(self, step: StepGraph) -> None:
-        if self.pipe is not None:
-            keep_stage(step, self.pipe)
+        keep_stage(step, self.pipe)
 
 
 def keep_stage(step: StepGraph, pipe: PipeStage) -> None:

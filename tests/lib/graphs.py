@@ -234,7 +234,9 @@ class Prepared:
 
     def run_pipeline(self, **changed: object) -> tuple[GraphStage, ...]:
         """The pipeline itself, with every check after every pass."""
-        return run_passes(self.step, self.plan, self.layout, self.programs, settings(**changed), on_cpu=True, talk=True)
+        return run_passes(
+            self.step, self.plan, self.layout, self.programs, settings(**changed), on_cpu=True, verbose=True
+        )
 
     def node(self, name: str) -> fx.Node:
         found: fx.Node = next(node for node in self.step.graph.nodes if node.name == name)

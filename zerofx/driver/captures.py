@@ -22,7 +22,7 @@ from zerofx.ir.parameters import Strides
 from zerofx.options import STOPPING, CompileOptions
 from zerofx.passes.prepare.overlap import overlap
 from zerofx.passes.prepare.stages import end_forward
-from zerofx.pipeline import run_preparations
+from zerofx.pipeline import PreparationInputs, run_preparations
 from zerofx.scheduler.plan.decisions import MovedNodes, ProductDecision, ShardingDecision, TileDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
@@ -185,9 +185,10 @@ class Captures:
             if self.slices or num_micro_batches > 1:
                 step = step.clone()
                 divided = self.batch_names_to_divide(num_micro_batches)
-                run_preparations(
-                    step, self._settings, self.slices, num_micro_batches, divided, done={"simplify"}, by_layer=by_layer
+                given = PreparationInputs(
+                    slices=self.slices, num_micro_batches=num_micro_batches, divided=divided, by_layer=by_layer
                 )
+                run_preparations(step, self._settings, given)
             step.guarded = self.guarded
             self._unrolled[key] = step
         return self._unrolled[key]
@@ -203,15 +204,15 @@ class Captures:
         if num_micro_batches not in self._of_rank and self.pipe is not None:
             assert self._uncut is not None, "a stage is cut out of a whole step"
             step = self._uncut.rank_graph(num_micro_batches).clone()
-            run_preparations(step, self._settings, done={"simplify"}, pipe=self.pipe)
+            run_preparations(step, self._settings, PreparationInputs(pipe=self.pipe))
             self._of_rank[num_micro_batches] = step
         if num_micro_batches not in self._of_rank:
             step = self.whole_graph(num_micro_batches).clone()
-            run_preparations(
-                step, self._settings, done={"simplify"},
+            given = PreparationInputs(
                 shardings=self.shardings, overlaps=self.overlaps, num_parts=self.num_parts,
                 fp8=self._options.precision.fp8 or "", products=products,
             )  # fmt: skip
+            run_preparations(step, self._settings, given)
             self._of_rank[num_micro_batches] = step
         return self._of_rank[num_micro_batches]
 
@@ -237,7 +238,8 @@ class Captures:
         step = self.capture_one(num)
         lent = self._options.objective.free_tensors.lent
         held = {name: infos for lender in lent for name, infos in lender.storage_parts().items()}
-        run_preparations(step, self._settings, loss_scaled=self._options.loss_scale is not None, held=held)
+        given = PreparationInputs(traced=True, loss_scaled=self._options.loss_scale is not None, held=held)
+        run_preparations(step, self._settings, given)
         return step
 
     def capture_one(self, num: int) -> StepGraph:

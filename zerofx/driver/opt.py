@@ -26,7 +26,7 @@ from zerofx.ir.op_kernels.quantise import BLOCK
 from zerofx.ir.text import node_text
 from zerofx.optimizers.program import cast_states
 from zerofx.passes.verify import verify
-from zerofx.pipeline import CAPTURE, PLAN, PREPARE, REGION, Listed, check_disabled, find, phases
+from zerofx.pipeline import CAPTURE, PLAN, PREPARE, REGION, PassEntry, PreparationInputs, check_disabled, find, phases
 from zerofx.precision import dtype_named
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.scheduler.cost.liveness import liveness
@@ -73,7 +73,7 @@ def rewrite_file(
     if passes is not None and phase is not None:
         raise UsageError("expected --passes or --phase, found both: name the passes, or the phase that has them")
     names = passes.split(",") if passes is not None else None
-    asked = phase_passes(phase, plan, guarded=saved.step.guarded) if names is None else [find(n.strip()) for n in names]
+    asked = phase_passes(phase, plan, saved) if names is None else [find(n.strip()) for n in names]
     if not asked:
         say("nothing", saved.step.text(), "")
     result = rewrite(saved, asked, plan, say)
@@ -87,8 +87,8 @@ def _head(region: str, name: str) -> str:
     return f"# {' in '.join(filter(None, parts))}\n" if any(parts) else ""
 
 
-def phase_passes(phase: str | None, plan: Plan | None, *, guarded: bool) -> list[Listed]:
-    """The passes of a phase, or of all that a graph can go through (None), that have something to do for ``plan``.
+def phase_passes(phase: str | None, plan: Plan | None, saved: SavedGraph) -> list[PassEntry]:
+    """The passes of a phase, or of all that the graph can go through (None), that have something to do for ``plan``.
 
     Raises:
         UsageError: the phase needs a plan, and there is none.
@@ -99,11 +99,28 @@ def phase_passes(phase: str | None, plan: Plan | None, *, guarded: bool) -> list
         return list(REGION)
     if phase == "plan" and plan is None:
         raise _no_plan("the phase plan")
-    asked = {"prepare": PREPARE, "plan": PLAN}.get(phase or "", (*PREPARE, *(PLAN if plan is not None else ())))
-    return [e for e in asked if e.when(plan or _NO_PLAN, guarded) and e.name not in settings.disable]
+    prepared = [entry for entry in PREPARE if entry.when(_inputs(saved, plan or _NO_PLAN))]
+    planned = [entry for entry in PLAN if plan is not None and entry.when(plan, saved.step.guarded)]
+    asked = {"prepare": prepared, "plan": planned}.get(phase or "", [*prepared, *planned])
+    return [entry for entry in asked if entry.name not in settings.disable]
 
 
-def rewrite(saved: SavedGraph, passes: Sequence[Listed], plan: Plan | None, say: Say) -> SavedGraph:
+def _inputs(saved: SavedGraph, plan: Plan) -> PreparationInputs:
+    """The decisions of a plan about a saved graph, which is of all stages and has no other step's parameters.
+
+    Raises:
+        UsageError: the plan is for another.
+    """
+    if plan.pipe > 1 or any(bucket.lent for bucket in plan.buckets):
+        whose = "one of a stage" if plan.pipe > 1 else "one that reads parameters of other steps"
+        raise UsageError(
+            f"expected a plan for a graph by itself, found {whose}: a saved graph has not what the others hold; "
+            f"step.stages has the graph after each pass"
+        )
+    return PreparationInputs.from_plan(plan, saved.divided)
+
+
+def rewrite(saved: SavedGraph, passes: Sequence[PassEntry], plan: Plan | None, say: Say) -> SavedGraph:
     """Run ``passes``, with the decisions of ``plan``, on the saved graph, which they edit, and check it after each.
 
     Raises:
@@ -129,15 +146,9 @@ def rewrite(saved: SavedGraph, passes: Sequence[Listed], plan: Plan | None, say:
     return replace(saved, step=step, layout=layout)
 
 
-def _run(listed: Listed, step: StepGraph, saved: SavedGraph, layout: BucketLayout | None, plan: Plan) -> None:
+def _run(listed: PassEntry, step: StepGraph, saved: SavedGraph, layout: BucketLayout | None, plan: Plan) -> None:
     if listed in PREPARE:
-        preparation = listed.instance(
-            slices=plan.slices, num_micro_batches=plan.num_micro_batches, by_layer=plan.by_layer,
-            divided=saved.divided,
-            shardings=plan.shardings, overlaps=plan.overlaps, num_parts=plan.model,
-            fp8=plan.fp8, products=plan.products,
-        )  # fmt: skip
-        preparation.run(step)
+        listed.instance(**vars(_inputs(saved, plan))).run(step)
         return
     assert layout is not None, "passes of a plan have one"
     updated = (bucket for bucket in layout.buckets if bucket.trainable)
@@ -165,7 +176,7 @@ def _blame_graph(name: str) -> Iterator[None]:
         ) from error
 
 
-def _check(passes: Sequence[Listed], plan: Plan | None) -> None:
+def _check(passes: Sequence[PassEntry], plan: Plan | None) -> None:
     begun = False
     for entry in passes:
         if entry in CAPTURE:
@@ -227,7 +238,7 @@ class _Watched:
         self.say(self.name, "\n".join(map(node_text, traced.graph.nodes)), self.region)
 
 
-def _rewrite_regions(step: StepGraph, listed: Sequence[Listed], say: Say) -> None:
+def _rewrite_regions(step: StepGraph, listed: Sequence[PassEntry], say: Say) -> None:
     """Trace each distinct region that would be compiled, from the source that would be emitted, and rewrite it."""
     # Inductor takes seconds to import: only who asks for regions pays.
     from zerofx.codegen.inductor.compile import trace_and_rewrite

@@ -39,7 +39,7 @@ def lower(
     """Carry out ``plan`` on a captured graph, which is edited in place, and predict the outcome for ``target``."""
     machine = target.machine
     with watch_progress("carrying out the plan", show=target.verbose):
-        stages = run_passes(step, plan, layout, programs, target.settings, on_cpu=target.on_cpu, talk=target.verbose)
+        stages = run_passes(step, plan, layout, programs, target.settings, on_cpu=target.on_cpu, verbose=target.verbose)
         instructions = cut(step)
         simulation = simulate_step(step, instructions, layout, target)
         if target.arena:

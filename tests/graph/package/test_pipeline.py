@@ -20,7 +20,7 @@ from zerofx.ir.facts import Origin, Phase
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.base import Pass
 from zerofx.passes.prefetch import Prefetch
-from zerofx.pipeline import PLAN, PREPARE, check_disabled, find
+from zerofx.pipeline import PLAN, PREPARE, PreparationInputs, check_disabled, find
 from zerofx.scheduler.plan.decisions import ABSENCE_KINDS, Absence
 from zerofx.scheduler.plan.plan import Plan
 
@@ -116,7 +116,7 @@ def test_only_the_rank_that_talks_prints(capsys: pytest.CaptureFixture[str]) -> 
     prepared = prepare()
     zerofx.pipeline.run_passes(
         prepared.step, prepared.plan, prepared.layout, prepared.programs, settings(debug=5), on_cpu=True,
-        talk=False,
+        verbose=False,
     )  # fmt: skip
     assert capsys.readouterr().err == ""
 
@@ -233,9 +233,11 @@ def test_every_decision_is_carried_out_by_one_rewrite() -> None:
 
 def test_a_pass_runs_only_where_it_has_something_to_do() -> None:
     bare = Plan(0, 2, None, "cpu", "", (), (), ())
-    names = [one.name for one in (*PREPARE, *PLAN) if one.when(bare, False)]
-    assert names == [
-        "simplify", "tile", "recompute", "offload", "shard", "reduce", "direct", "update", "buffers", "prefetch",
+    assert [entry.name for entry in PREPARE if entry.when(PreparationInputs())] == []
+    prepared = PreparationInputs.from_plan(replace(bare, loss_scaled=True), ())
+    assert [entry.name for entry in PREPARE if entry.when(prepared)] == ["simplify", "scale_loss"]
+    assert [entry.name for entry in PLAN if entry.when(bare, False)] == [
+        "tile", "recompute", "offload", "shard", "reduce", "direct", "update", "buffers", "prefetch",
     ]  # fmt: skip
     clipped = replace(bare, max_grad_norm=math.inf)
     assert {"clip", "guard_loss"} <= {one.name for one in PLAN if one.when(clipped, True)}

@@ -11,7 +11,7 @@ import pytest
 
 from tests.lib.checkout import ROOT
 from zerofx.errors import UsageError
-from zerofx.pipeline import Listed, find, phases
+from zerofx.pipeline import PassEntry, find, phases
 
 _FOLDERS = ("passes", "codegen", "zerofx/capture", "zerofx/optimizers", "zerofx/lowering", "scheduler")
 
@@ -40,7 +40,7 @@ def _name_of(node: ast.ClassDef) -> str | None:
     return None
 
 
-def listed() -> list[Listed]:
+def listed() -> list[PassEntry]:
     return [one for rewrites in phases().values() for one in rewrites]
 
 

@@ -91,7 +91,7 @@ def test_every_pass_is_printed_after_its_name(graph: Path) -> None:
     plan = Plan.load(plan_of(graph))
     stages = texts(graph, "--plan", plan_of(graph), "--print-after-all").split("\n\n")
     assert [text.partition("\n")[0] for text in stages] == [
-        f"# after {one.name}" for one in phase_passes(None, plan, guarded=False)
+        f"# after {one.name}" for one in phase_passes(None, plan, SavedGraph.load(graph))
     ]
 
 
@@ -142,7 +142,7 @@ def test_a_graph_and_a_plan_from_files_give_what_planning_gives(options: dict[st
     )
     plan, saved = Plan.load(tmp_path / "plan.json"), SavedGraph.load(tmp_path / "graph.json")
     expected = planned.lowered.graph.text()
-    passes = phase_passes(None, plan, guarded=False)
+    passes = phase_passes(None, plan, saved)
     result = rewrite(saved, passes, plan, lambda *_: None)
     assert result.step.text() == expected
 
@@ -154,7 +154,7 @@ def test_an_optimizer_that_has_stepped_has_the_update_of_its_next_step() -> None
     optimizer.step()
     planned = zerofx.plan(model, optimizer, batch, world_size=2, machine="cpu", stage=1)
     saved = graph_to_save(model, optimizer, batch, planned.plan, machine=planned.machine)
-    passes = phase_passes(None, planned.plan, guarded=False)
+    passes = phase_passes(None, planned.plan, saved)
     assert rewrite(saved, passes, planned.plan, lambda *_: None).step.text() == planned.lowered.graph.text()
 
 
@@ -175,7 +175,7 @@ def test_a_graph_comes_back_from_its_file_after_any_pass(tmp_path: Path) -> None
         planned.plan,
         graph_to_save(model, optimizer, batch, planned.plan, machine=planned.machine, backend="eager"),
     )
-    passes = phase_passes(None, plan, guarded=False)
+    passes = phase_passes(None, plan, saved)
     for one in passes:
         saved = rewrite(saved, [one], plan, lambda *_: None)
         saved.save(path)
@@ -255,3 +255,12 @@ def test_a_plan_for_other_buckets_is_refused(graph: Path) -> None:
 def test_the_list_is_that_of_the_documentation() -> None:
     page = Path(zerofx.__file__).parents[1] / "docs" / "passes.md"
     assert f"```\n{texts('--list')}\n```" in page.read_text(encoding="utf-8")
+
+
+def test_a_plan_of_a_part_of_what_trains_is_refused(graph: Path, tmp_path: Path) -> None:
+    plan = Plan.load(plan_of(graph))
+    lent = replace(plan, buckets=(replace(plan.buckets[0], lent=True), *plan.buckets[1:]))
+    for partial, found in ((replace(plan, pipe=2), "one of a stage"), (lent, "one that reads parameters of other")):
+        partial.save(tmp_path / "plan.json")
+        result = run("opt", graph, "--plan", tmp_path / "plan.json")
+        assert result.exit_code != 0 and f"found {found}" in result.output

@@ -207,6 +207,6 @@ def test_a_plan_that_was_made_before_is_carried_out() -> None:
     model = build("gpt")
     saved = graph_to_save(model, optimizer_of(model), _batch(), plan, machine=plan.machine, backend="eager")
     texts: list[str] = []
-    rewrite(saved, phase_passes("prepare", plan, guarded=False), plan, lambda name, text, _: texts.append(text))
+    rewrite(saved, phase_passes("prepare", plan, saved), plan, lambda name, text, _: texts.append(text))
     assert texts[-1] == step.stages[0].text
     step.close()

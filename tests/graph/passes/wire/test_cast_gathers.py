@@ -44,7 +44,7 @@ def _plan() -> tuple[dict[str, Any], zerofx.Plan]:
 
 def _texts(saved: Any, plan: zerofx.Plan) -> dict[str, str]:
     texts: dict[str, str] = {}
-    passes = [*phase_passes("prepare", plan, guarded=False), *phase_passes("plan", plan, guarded=False)]
+    passes = [*phase_passes("prepare", plan, saved), *phase_passes("plan", plan, saved)]
     rewrite(saved, passes, plan, lambda name, text, _: texts.update({name: text}))
     return texts
 
