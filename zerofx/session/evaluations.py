@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +22,10 @@ from zerofx.lowering.load import CompiledStep
 from zerofx.runtime.cuda_graphs.graphed import GraphedSteps
 from zerofx.runtime.measure.measure import Measurement, Meter
 from zerofx.runtime.state.arguments import batch_tensors
-from zerofx.session.batches.agreement import forward_parts, lines
+from zerofx.session.batches.agreement import Agreement, forward_parts
 from zerofx.session.life import Life
-from zerofx.session.shapes import Shapes
-from zerofx.session.steps import Agreed, Steps
+from zerofx.session.shapes import BatchKey, Shapes
+from zerofx.session.steps import Steps
 from zerofx.session.stopped import leave_evaluation
 from zerofx.session.taken_over import TakenOver
 
@@ -82,10 +81,10 @@ class Evaluations:
             self._steps.lenders.finish_updates()
         padding = self._padding(given)
         batch = given if padding is None else padding[0].pad(given, padding[1])
-        compiled, agreed = self._evaluation_for(batch, taken, None if padding is None else padding[0].form)
+        compiled, agreement = self._evaluation_for(batch, taken, None if padding is None else padding[0].form)
         random = random_states(taken.device)
         try:
-            tensors = self._run(compiled, batch, taken, agreed)
+            tensors = self._run(compiled, batch, taken, agreement)
             self._steps.run_again(self._replay, self.shapes, compiled, tensors)
             outputs = compiled.extras(tensors, as_list=False)
             return outputs if padding is None else padding[0].cut(outputs, given)
@@ -105,51 +104,42 @@ class Evaluations:
         with self._steps.allow_capture():  # a trial runs the model
             return lengths.evaluation(batch)
 
-    def _evaluation_for(self, batch: Batch, taken: TakenOver, form: str | None) -> tuple[CompiledStep, Agreed]:
-        """The evaluation of a batch, built if need be, and what waits until all ranks agree to run it.
+    def _evaluation_for(self, batch: Batch, taken: TakenOver, form: str | None) -> tuple[CompiledStep, Agreement]:
+        """The evaluation of a batch, built if need be, and all ranks' agreement to run it.
 
         ``form``: what the batch has besides the sizes that vary, where it was padded.
         """
         with evaluation_mode(self._model):
             setting = {"training mode": self._steps.modes.mode()} | per_call_settings()
-        shape = batch.description()
-        described = shape | setting
-        signature = lines(described)
+        key = BatchKey(batch.description(), setting, form)
         locations, lenders = taken.state.locations(), self._steps.lenders
         objective = Evaluation(self._steps.options.objective)
-        match = self._steps.find(self.shapes, signature, f"{locations}\n{lenders.key}", batch, objective)
-        agreed = self._steps.agreement(
-            "call step.evaluate(batch)", batch, lambda: forward_parts(shape, setting, lenders.key, match)
+        match = self._steps.find(self.shapes, key, f"{locations}\n{lenders.key}", batch, objective)
+        agreement = self._steps.begin_agreement(
+            "call step.evaluate(batch)", batch, lambda: forward_parts(key, lenders.key, match)
         )
         compiled = match.compiled
         if compiled is None:
-            agreed()
-            form = signature if form is None else f"{form}; {described['training mode']}"
-            self.shapes.announce(form, described)
-            if match.changes:
-                self._steps.python.note(match.changes)
-                self.shapes.announce_change(match)
+            agreement.wait()
+            self._steps.announce(self.shapes, key, match)
             with self._steps.allow_capture():
                 request = request_to_evaluate(self._steps.request(batch), batch, locations)
                 compiled = build_step(request, freeze_layout(taken.earlier), self._life.control).compiled
             lenders.agree(taken.state)
-            key = f"{locations}\n{lenders.key}"
-            reads = self._steps.python.read(compiled.arguments.constants.values())
-            replay = self._steps.replay_of(batch, compiled, objective)
-            self.shapes.put(signature, key, described, compiled, form, reads, (), replay)
-            match = replace(match, replay=replay)
-            self._steps.wait_for_kernels()
-            self._steps.finish()
+            variant = f"{locations}\n{lenders.key}"
+            match = self._steps.keep(self.shapes, key, variant, compiled, batch, objective, {})
+            self._steps.defer_kernels()
+            self._steps.build_deferred_kernels()
         self.shapes.latest, self._replay = compiled, match.replay
-        lenders.settle(agreed)
-        return compiled, agreed
+        lenders.settle(agreement.wait)
+        return compiled, agreement
 
-    def _run(self, compiled: CompiledStep, batch: Batch, taken: TakenOver, agreed: Agreed) -> list[torch.Tensor]:
+    def _run(self, compiled: CompiledStep, batch: Batch, taken: TakenOver, agreement: Agreement) -> list[torch.Tensor]:
         """The tensors that an evaluation gives."""
         seeds, mesh = self._steps.seeds, self._steps.mesh
         if compiled.draws_together:
-            seeds.begin(taken.device, mesh, agreed, draws_together=True)
-        taken.runtime.begin({}, agreed)
+            seeds.begin(taken.device, mesh, agreement.wait, draws_together=True)
+        taken.runtime.begin({}, agreement.wait)
         with torch.no_grad():
             state = taken.tensors(compiled.arguments)
             tensors = batch_tensors(compiled.arguments, batch, self._steps.options.compute_dtype)

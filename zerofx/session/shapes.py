@@ -19,6 +19,38 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class BatchKey:
+    """The ``shape`` of all that is in a batch and the ``setting`` that its step runs in, by name.
+
+    ``padded``: what is in it besides the sizes that vary from batch to batch, where ``lengths=`` pads those.
+    """
+
+    shape: Mapping[str, str]
+    setting: Mapping[str, str]
+    padded: str | None
+
+    @property
+    def described(self) -> dict[str, str]:
+        """Shape and setting."""
+        return {**self.shape, **self.setting}
+
+    @property
+    def signature(self) -> str:
+        """The same as text, which tells steps apart."""
+        return lines(self.described)
+
+    @property
+    def form(self) -> str:
+        """Equal for batches that differ by what varies from batch to batch alone."""
+        return self.signature if self.padded is None else f"{self.padded}; {self.setting}"
+
+
+def lines(described: Mapping[str, str]) -> str:
+    """A line for each name with its text."""
+    return "\n".join(f"{name}: {text}" for name, text in described.items())
+
+
+@dataclass(frozen=True)
 class Match:
     """The step for a batch as things are now.
 
@@ -96,20 +128,19 @@ class Shapes:
 
     def put(
         self,
-        signature: str,
+        key: BatchKey,
         variant: str,
-        described: Mapping[str, str],
         compiled: CompiledStep,
-        form: str,
         reads: Reads,
         effects: Sequence[Effect],
         replay: Replay | None,
-    ) -> None:
+    ) -> Match:
         """Add a step, which is the latest from now on, with the Python state that it was captured in."""
-        self._described[form] = dict(described)
-        built = self._steps.setdefault((signature, variant), [])
+        self._described[key.form] = key.described
+        built = self._steps.setdefault((key.signature, variant), [])
         built.append(_Built(compiled, reads, len(built), effects, replay))
         self.latest = compiled
+        return Match(compiled, (), len(built) - 1, effects, reads, replay)
 
     def accept(
         self, signature: str, variant: str, reads: Reads, renew: Callable[[CompiledStep], Replay | None]
@@ -148,7 +179,7 @@ class Shapes:
         """Let go of all steps but the latest, which reports may read."""
         self._steps.clear()
 
-    def announce_change(self, match: Match) -> None:
+    def _announce_change(self, match: Match) -> None:
         """Say that a batch of a known shape is captured anew, as Python state that the forward reads has changed.
 
         Raises:
@@ -161,14 +192,18 @@ class Shapes:
                 f"shape: pass what changes as a tensor in the batch, keep it in a buffer, or raise max_shapes"
             )
 
-    def announce(self, form: str, described: Mapping[str, str]) -> None:
-        """Say that a batch of another form is about to be captured, if it is one.
+    def announce(self, key: BatchKey, match: Match) -> None:
+        """Say that a batch is about to be captured, if it is of another form, or Python state has changed.
 
         Raises:
-            UsageError: there are as many shapes as there may be; lists them.
+            UsageError: there are as many shapes, or captures of one, as there may be; lists them.
         """
-        if form in self._described:
-            return
+        if key.form not in self._described:
+            self._announce_form(key.described)
+        if match.changes:
+            self._announce_change(match)
+
+    def _announce_form(self, described: Mapping[str, str]) -> None:
         if len(self._described) >= self._most:
             known = "\n".join(
                 f"  {', '.join(f'{name}: {text}' for name, text in shape.items())}"

@@ -101,7 +101,7 @@ class Step(Whole, Reported):
             alike = None if options.lengths is None else self._rungs.pad_alike
             self._micro_batches = MicroBatches(options.accumulate, alike)
             self._evaluations = Evaluations(model, self._steps, self._life, self._graphs)
-            self._steps.before_undoing = lambda: owner._let_go_of_what_was_built()
+            self._steps.before_give_back = lambda: owner._drop_built_steps()
             undo_all.pop_all()
 
     def __reduce_ex__(self, protocol: object) -> Never:
@@ -157,7 +157,8 @@ class Step(Whole, Reported):
             self._later.tidy()
         given = self._steps.batch_of(args, kwargs)
         batch = self._rungs.fit(given, num_micro_batches)
-        compiled, taken, advance, agreed = self._steps.step_for(batch, RUNNING, num_micro_batches)
+        ready = self._steps.step_for(batch, RUNNING, num_micro_batches)
+        compiled, taken, advance, agreed = ready.compiled, ready.taken, ready.advance, ready.agreement.wait
         batch = self._rungs.deal(batch, given, compiled)
         taken.place(compiled.plan)
         self._steps.seeds.begin(taken.device, self._steps.mesh, agreed, draws_together=compiled.draws_together)
@@ -213,7 +214,7 @@ class Step(Whole, Reported):
             outcome = self._meter(compiled.function_for(taken.runtime), compiled.emitted.functions, *arguments)
         return list(outcome) if isinstance(outcome, tuple) else [outcome]
 
-    def _let_go_of_what_was_built(self) -> None:
+    def _drop_built_steps(self) -> None:
         """Before the model is taken over anew."""
         self.finish_saving()
         self._graphs.clear()
@@ -331,7 +332,7 @@ class Step(Whole, Reported):
         if steps.tiers is not None:
             steps.tiers.close()
         life.closed = True
-        steps.forget()
+        steps.release()
         self._evaluations.shapes.forget()
         self._graphs.clear()
         release(self.model, self._owner)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.placements import FIRST_CAPACITY, next_capacity
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import Target
-from zerofx.session.batches.agreement import MICRO_BATCHES, forward_parts, lines, update_parts
+from zerofx.session.batches.agreement import MICRO_BATCHES, Agreement, forward_parts, update_parts
 from zerofx.session.edited import EditedStep
 from zerofx.session.ending import end_connections, let_go
 from zerofx.session.guards import Guard, ModeWatch
@@ -60,15 +59,22 @@ from zerofx.session.lending.lenders import Lenders
 from zerofx.session.lending.owners import Owner
 from zerofx.session.life import Life
 from zerofx.session.seeds import SeedWatch
-from zerofx.session.shapes import Match, Shapes
+from zerofx.session.shapes import BatchKey, Match, Shapes
 from zerofx.session.taken_over import Awaited, TakenOver
 from zerofx.settings import Settings
 
 RUNNING = "call step(batch)"
 """What ranks agree to do where a step is run."""
 
-Agreed = Callable[[], Sequence[bytes]]
-"""Waits until all ranks agree to run the same step; gives a digest of every rank's random generators, in rank order."""
+
+@dataclass(frozen=True)
+class ReadyStep:
+    """The step for a batch, built and about to run: its model, its scalars, and the ranks that have to agree."""
+
+    compiled: CompiledStep
+    taken: TakenOver
+    advance: Advance
+    agreement: Agreement
 
 
 class Steps:
@@ -108,13 +114,13 @@ class Steps:
         self.values = Values(model, options.weights, life.control)
         self.scaler = None if options.loss_scale is None else LossScaler(options.loss_scale)
         self._edited = EditedStep()
-        self._waits_for_kernels = False
+        self._kernels_deferred = False
         self._sizes = None if options.lengths is None else KnownSizes()
         self.effects: Sequence[Change] = ()  # what the latest forward leaves on its modules
         self.replay: Replay | None = None  # of the latest forward, if it reads values for logs
         self.capacity = FIRST_CAPACITY  # for rows of experts that ranks send each other, in equal shares
-        self.num_made = 0  # times that the model was given back, to be taken over anew
-        self.before_undoing: Callable[[], None] = lambda: None
+        self.num_given_back = 0  # times that the model was given back, to be taken over anew
+        self.before_give_back: Callable[[], None] = lambda: None
         self._awaited: Awaited | None = None
         self.lengths = None if options.lengths is None else PaddedBatches(options.lengths, model, options, life.control)
         if options.plan is not None:
@@ -145,10 +151,8 @@ class Steps:
                 self.taken.watch.check()
         return batch
 
-    def step_for(
-        self, batch: Batch, purpose: str, num_micro_batches: int | None = None
-    ) -> tuple[CompiledStep, TakenOver, Advance, Agreed]:
-        """The step for a batch, built if need be, with its scalars, and what waits until all ranks agree to run it.
+    def step_for(self, batch: Batch, purpose: str, num_micro_batches: int | None = None) -> ReadyStep:
+        """The step for a batch, built if need be.
 
         ``num_micro_batches``: how many the batch is divided into, where that is not what ``accumulate`` says.
         """
@@ -156,48 +160,63 @@ class Steps:
         if num_micro_batches not in (None, options.accumulate):
             options = replace(options, accumulate=num_micro_batches, plan=None)
             setting |= {MICRO_BATCHES: str(num_micro_batches)}
-        shape = batch.description()
-        described = shape | setting
-        signature = lines(described)
-        form = signature if self.lengths is None else f"{self.lengths.form(batch)}; {setting}"
+        key = BatchKey(batch.description(), setting, None if self.lengths is None else self.lengths.form(batch))
         with self._control.report_errors():
             changed = self.taken.find_changed() if self.taken is not None else ""
             advance = self.taken.advance() if self.taken is not None and not changed else None
         variant = self._variant()
-        match = self.find(self.shapes, signature, variant, batch, options.objective)
+        match = self.find(self.shapes, key, variant, batch, options.objective)
         self._finish_updates(match.compiled)
-        agreed = self.agreement(
+        agreement = self.begin_agreement(
             purpose,
             batch,
             lambda: [
                 # Stages have updates of their own.
                 *update_parts(self.optimizers, variant if self.mesh.pipe == 1 else "", changed),
-                *forward_parts(shape, setting, self.lenders.key, match),
+                *forward_parts(key, self.lenders.key, match),
             ],
         )
         if changed and self.taken is not None:
-            agreed()
-            self._undo(self.taken, changed)
-            match = self.shapes.find(signature, self._variant())
+            agreement.wait()
+            self._give_back(self.taken, changed)
+            match = self.shapes.find(key.signature, self._variant())
         compiled = match.compiled
         if compiled is None:
-            agreed()
-            compiled, self.taken = self._build(batch, form, described, options, match)
+            agreement.wait()
+            self.announce(self.shapes, key, match)
+            compiled, self.taken = self._build(batch, options)
             self.lenders.agree(self.taken.state)
             advance = advance or self.taken.advance()
-            reads = self.python.read(compiled.arguments.constants.values())
-            replay = self.replay_of(batch, compiled, options.objective)
-            match = replace(match, effects=tuple(self.options.objective.effects.values()), replay=replay)
-            self.shapes.put(signature, self._variant(), described, compiled, form, reads, match.effects, replay)
+            objective = options.objective
+            match = self.keep(self.shapes, key, self._variant(), compiled, batch, objective, objective.effects)
         self.shapes.latest, self.effects, self.replay = compiled, match.effects, match.replay
         if self.lengths is not None:
             self.lengths.note(batch, compiled.plan, has_run=purpose == RUNNING)
-        self.lenders.settle(agreed)
-        if purpose == RUNNING and self._waits_for_kernels:
-            agreed()
-            self.finish()
+        self.lenders.settle(agreement.wait)
+        if purpose == RUNNING and self._kernels_deferred:
+            agreement.wait()
+            self.build_deferred_kernels()
         assert self.taken is not None and advance is not None
-        return compiled, self.taken, advance, agreed
+        return ReadyStep(compiled, self.taken, advance, agreement)
+
+    def announce(self, shapes: Shapes, key: BatchKey, match: Match) -> None:
+        """Say why a batch is about to be captured, where it is not the first.
+
+        Raises:
+            UsageError: as ``Shapes.announce``.
+        """
+        self.python.note(match.changes)
+        shapes.announce(key, match)
+
+    def keep(
+        self, shapes: Shapes, key: BatchKey, variant: str, compiled: CompiledStep, batch: Batch, objective: Objective,
+        effects: Mapping[str, Change],
+    ) -> Match:  # fmt: skip
+        """Keep a step, or evaluation, that was built for a batch, with the Python state of now and what its forward
+        does besides computing; ``effects`` are what it leaves on its modules."""
+        reads = self.python.read(compiled.arguments.constants.values())
+        replay = self.replay_of(batch, compiled, objective)
+        return shapes.put(key, variant, compiled, reads, tuple(effects.values()), replay)
 
     def _finish_updates(self, compiled: CompiledStep | None) -> None:
         """Finish what the last step, and those whose models are read, have let run on; ``compiled`` waits for its own.
@@ -210,10 +229,10 @@ class Steps:
             if self.tiers is not None and not waits:
                 self.tiers.finish_updates()
 
-    def find(self, shapes: Shapes, signature: str, variant: str, batch: Batch, objective: Objective) -> Match:
+    def find(self, shapes: Shapes, key: BatchKey, variant: str, batch: Batch, objective: Objective) -> Match:
         """The step, or evaluation, for a batch, if ``shapes`` has one; where Python state has changed by which the
         forward is no other, which may be on some ranks alone, that of the state before."""
-        match = shapes.find(signature, variant)
+        match = shapes.find(key.signature, variant)
         if match.reads is None or match.compiled is not None:
             return match
         if any(change.is_settled for change in match.changes):
@@ -223,7 +242,8 @@ class Steps:
             if not self.python.leaves_alone(forward, match.reads):
                 return match
         renew = partial(self.replay_of, batch, objective=objective)
-        return shapes.find(signature, variant) if shapes.accept(signature, variant, match.reads, renew) else match
+        is_same = shapes.accept(key.signature, variant, match.reads, renew)
+        return shapes.find(key.signature, variant) if is_same else match
 
     def replay_of(self, batch: Batch, compiled: CompiledStep, objective: Objective) -> Replay | None:
         """The rest of a forward, to be run after a step, where it reads values for logs."""
@@ -245,25 +265,25 @@ class Steps:
             for of_micro_batch in compiled.tensors_to_log(tensors):
                 replay.run(of_micro_batch)
 
-    def wait_for_kernels(self) -> None:
-        """Have ``finish`` build the kernels of a step that was built, where those of other lengths share them."""
-        self._waits_for_kernels = self.lengths is not None and self.options.compiles_regions
+    def defer_kernels(self) -> None:
+        """Leave kernels of a step that was built to ``build_deferred_kernels``, where other lengths share them."""
+        self._kernels_deferred = self.lengths is not None and self.options.compiles_regions
 
-    def finish(self) -> None:
+    def build_deferred_kernels(self) -> None:
         """Build the kernels that steps wait for, before one runs. Collective, where there are any.
 
         Raises:
             CompilerError: one cannot be built.
         """
-        if self._waits_for_kernels:
+        if self._kernels_deferred:
             # Inductor takes seconds to import: only who needs it pays.
             from zerofx.codegen.inductor.compile import finish_shared
 
             with watch_progress("building kernels", show=self._control.rank == 0):
                 self._control.attempt("build kernels", finish_shared)
-            self._waits_for_kernels = False
+            self._kernels_deferred = False
 
-    def _undo(self, taken: TakenOver, changed: str) -> None:
+    def _give_back(self, taken: TakenOver, changed: str) -> None:
         """Give model and optimizer back, to be taken over as they are by the step that is built next. Collective.
 
         Raises:
@@ -275,14 +295,14 @@ class Steps:
                 f"expected the parameters that compile found to be trained, and no others, found {changed}, {why}: "
                 f"call step.close(), then compile again"
             )
-        self.before_undoing()
+        self.before_give_back()
         self.gradients.remove()
         with self._control.fail_together("make the step anew"):
             taken.give_back()
         let_go(self.model, taken.guards)
         absence = end_connections(taken, self.life)
         self.taken, self._edited = None, EditedStep()
-        self.num_made += 1
+        self.num_given_back += 1
         self.shapes.forget()
         if absence is not None:
             raise absence
@@ -308,18 +328,13 @@ class Steps:
                 f"expected all rows of experts to fit in {before:.12g} equal shares, found that some do not"
             )
 
-    def agreement(self, purpose: str, batch: Batch, compare: Callable[[], Sequence[Comparison]]) -> Agreed:
+    def begin_agreement(self, purpose: str, batch: Batch, compare: Callable[[], Sequence[Comparison]]) -> Agreement:
         """Begin to compare what ranks are about to do with a batch; as ``Control.start``."""
         started = self._control.start(
             purpose, compare, self.seeds.digest(self.device, self.mesh) + digest_of(batch, self.mesh),
             lambda notes: check_digests([note[16:] for note in notes], batch, self.mesh, self._control.gather),
         )  # fmt: skip
-
-        @functools.cache  # what it gives is not to be gathered twice
-        def agreed() -> Sequence[bytes]:
-            return [note[:16] for note in started()]
-
-        return agreed
+        return Agreement(started)
 
     def choose_mesh(self, batch: Batch, options: CompileOptions | None = None) -> Mesh:
         """The mesh that steps run on; the fastest for a batch where it is to be chosen, once. Collective then."""
@@ -358,13 +373,7 @@ class Steps:
             if self.taken is not None:
                 self.gradients.put()
 
-    def _build(
-        self, batch: Batch, form: str, described: Mapping[str, str], options: CompileOptions, match: Match
-    ) -> tuple[CompiledStep, TakenOver]:
-        self.shapes.announce(form, described)
-        if match.changes:
-            self.python.note(match.changes)
-            self.shapes.announce_change(match)
+    def _build(self, batch: Batch, options: CompileOptions) -> tuple[CompiledStep, TakenOver]:
         self._edited.warn_of_another()
         self.choose_mesh(batch, options)
         with self.allow_capture():
@@ -373,9 +382,9 @@ class Steps:
         if self.shapes.is_empty:
             warn_of_leaked_tensors(self.model, self.options.objective.forward or self.options.objective.loss_fn)
         self.machine, compiled = request.machine, built.compiled
-        self.wait_for_kernels()
+        self.defer_kernels()
         self._check_built(compiled)
-        tiers = self._prepare_tiers(compiled, self.machine)
+        tiers = self._prepare_tiers(compiled)
         if self.taken is not None:
             return compiled, self.taken
         taken = TakenOver(
@@ -416,9 +425,14 @@ class Steps:
         assert self.machine is not None, "a compiled step has been planned for one"
         return budget_bytes(self.options.memory_budget, self.machine)
 
-    def _prepare_tiers(self, compiled: CompiledStep, machine: Machine) -> Tiers:
-        limit = host_budget_bytes(self.options.host_budget, machine)
-        tiers = self.tiers = self.tiers or Tiers(compiled.device, self._settings.nvme_dirs, limit)
+    @property
+    def _host_budget(self) -> int | None:
+        """The bytes that a step may have on the host; None where there is no limit."""
+        assert self.machine is not None, "a compiled step has been planned for one"
+        return host_budget_bytes(self.options.host_budget, self.machine)
+
+    def _prepare_tiers(self, compiled: CompiledStep) -> Tiers:
+        tiers = self.tiers = self.tiers or Tiers(compiled.device, self._settings.nvme_dirs, self._host_budget)
         peaks = compiled.plan.peak_bytes
         if "nvme" in peaks:
             purpose = "prepare the nvme tier"
@@ -428,8 +442,8 @@ class Steps:
 
     def spare_host_bytes(self) -> int | None:
         """Bytes of the host budget that the latest step leaves; None where there is no limit."""
-        assert self.machine is not None and self.shapes.latest is not None, "a step has been captured"
-        limit = host_budget_bytes(self.options.host_budget, self.machine)
+        assert self.shapes.latest is not None, "a step has been captured"
+        limit = self._host_budget
         return None if limit is None else limit - self.shapes.latest.lowered.simulation.live.host_block_bytes
 
     def await_checkpoint(self, awaited: Awaited | None) -> None:
@@ -438,7 +452,7 @@ class Steps:
             self._awaited.end()
         self._awaited = awaited
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Let go of all steps and of the model, once the step is closed."""
         self.gradients.remove()
         self.await_checkpoint(None)

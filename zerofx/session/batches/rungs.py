@@ -78,7 +78,7 @@ class Rungs:
                     self._prepare_rung(lengths, lengths.example(batch, size))
                     bar.update()
         self.prepare(batch)
-        self._steps.finish()
+        self._steps.build_deferred_kernels()
 
     def prepare(self, batch: Batch) -> None:
         """Build the step of a batch alone, and where there is none yet that of the rung that takes the most.
@@ -106,8 +106,7 @@ class Rungs:
                 lengths.settle(batch)
 
     def _build(self, batch: Batch) -> None:
-        *_, agreed = self._steps.step_for(batch, "prepare a step")
-        agreed()
+        self._steps.step_for(batch, "prepare a step").agreement.wait()
 
     def _prepare_rung(self, lengths: PaddedBatches, example: Batch) -> None:
         """Build the step of a rung, unless an earlier run has: that is loaded when it is first met."""

@@ -56,7 +56,7 @@ class Lenders:
     def key(self) -> str:
         """A text that says where what is read lies now: another one wherever it lies elsewhere."""
         return "\n".join(
-            f"{name} {steps.num_made}: {'not prepared' if steps.taken is None else steps.taken.state.locations()}"
+            f"{name} {steps.num_given_back}: {'not prepared' if steps.taken is None else steps.taken.state.locations()}"
             for name, steps in self._used().items()
         )
 

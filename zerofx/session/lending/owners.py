@@ -27,7 +27,7 @@ class LendingSteps(Protocol):
     life: Life
     taken: TakenOver | None
     tiers: Tiers | None
-    num_made: int
+    num_given_back: int
 
     def capturable(self) -> AbstractContextManager[None]:
         """While open, the model is as one that no step trains."""
