@@ -65,7 +65,7 @@ test-quick: venv ## graphs, plans, and that one process trains to the bit: under
 
 nightly: venv ## the slow tests, all cases of sweeps, and the GPU tests where there is a GPU
 	$(PIP) install --quiet -c constraints.txt bitsandbytes torchao
-	$(BIN)/python -m pytest -q -m "slow or sweep or gpu"
+	$(BIN)/python -m pytest -q -m "slow or sweep or days or gpu"
 	$(PIP) install --quiet --no-deps --target build/verl -c constraints.txt $(VERL)
 	PYTHONPATH=build/verl $(BIN)/python -m pytest -q -m slow $(TESTS_OF_VERL)
 

@@ -13,6 +13,7 @@ import random
 import re
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from tests.lib.captures import SWITCH, own_captures, shared_captures
 from tests.lib.resident import lock_libraries
 
 GOLDEN = Path(__file__).parent / "golden"
-# Which part of each sweep is run: a number that changes from day to day, or that is given.
+# Which part of each sweep is run, and which of the costly tests: a number that changes from day to day, or is given.
 PART = "ZEROFX_TESTS_PART"
 OLDER_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
@@ -73,6 +74,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         part = part_of_sweep(seed, values, num, int(os.environ[PART]))
         for index in set(range(len(cases))) - set(part):
             cases[index].add_marker(pytest.mark.slow)
+    for item in items:
+        days = item.get_closest_marker("days")
+        if days is not None and not is_day_of(item.nodeid, int(days.args[0]), int(os.environ[PART])):
+            item.add_marker(pytest.mark.slow)
+
+
+def is_day_of(test: str, num_days: int, part: int) -> bool:
+    """True once in so many parts, for each test."""
+    return (zlib.crc32(test.encode()) + part) % num_days == 0
 
 
 def part_of_sweep(seed: str, cases: Sequence[Mapping[str, int]], num: int, part: int) -> list[int]:

@@ -206,6 +206,7 @@ def check_against_every_plan(case: Case, model: nn.Module, batch: tuple[Tensor, 
         assert found is None or found >= best * (1 - 1e-9)
 
 
+@pytest.mark.days(3)
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=3).filter(lambda n: "linear" in n),
@@ -230,6 +231,7 @@ class Unlike(nn.Module):
         return loss
 
 
+@pytest.mark.days(3)
 def test_no_plan_of_a_model_without_repeated_layers_is_faster_than_the_bound() -> None:
     model, batch = Unlike(), (torch.randn(ROWS, DIM),)
     case = Case.of(model, batch)

@@ -33,6 +33,7 @@ _FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.days(3)
 def test_products_that_are_scaled_as_they_are_added() -> None:
     """In one model, so that there is one start."""
     torch.manual_seed(0)

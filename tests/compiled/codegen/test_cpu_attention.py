@@ -75,6 +75,7 @@ def masks(shape: tuple[int, ...]) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("spread", [1.0, 8.0], ids=["flat", "steep"])
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))

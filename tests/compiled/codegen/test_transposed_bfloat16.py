@@ -28,6 +28,7 @@ class _Causal(nn.Module):
         return loss
 
 
+@pytest.mark.days(3)
 def test_several_transposed_values_of_a_region_are_whole() -> None:
     losses = {}
     for backend in ("eager", "inductor"):

@@ -47,6 +47,7 @@ def graphs(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return _printed("graphs", library, tmp_path_factory.mktemp("inductor"))
 
 
+@pytest.mark.days(3)
 def test_ranks_agree_whatever_their_devices(graphs: Any) -> None:
     first, second = graphs["of devices"]
     for what, found in first.items():
@@ -58,6 +59,7 @@ def test_ranks_agree_whatever_their_devices(graphs: Any) -> None:
 MANY = {"stage": 0, "world_size": 1, "max_grad_norm": 1.0, "sequences": 256}
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("asked", [{"stage": 3, "world_size": 2}, MANY], ids=["few rows", "many rows"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor uses what torch itself deprecates

@@ -68,6 +68,7 @@ WAYS: dict[str, dict[str, Any]] = {
 QUICK = 1  # of these; others compile their regions in more than ten seconds
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     "way", [way if n < QUICK else pytest.param(way, marks=pytest.mark.slow) for n, way in enumerate(WAYS)]
 )
@@ -82,6 +83,7 @@ def test_bits_are_those_without_an_arena(way: str) -> None:
     assert differences(expected, train_compiled(CASE, 3, backend="inductor", arena=True, **options)) == []
 
 
+@pytest.mark.days(3)
 def test_a_step_takes_what_was_planned() -> None:
     step, batch = _step()
     arena, peak = step.plan.arena, step.plan.peak_bytes["device"]
@@ -117,6 +119,7 @@ def test_a_kept_step_has_the_same_places() -> None:
     second.close()
 
 
+@pytest.mark.days(3)
 @pytest.mark.usefixtures("poisoned")
 def test_what_a_step_returns_is_the_callers() -> None:
     def forward(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

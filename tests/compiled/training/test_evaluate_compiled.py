@@ -16,6 +16,7 @@ from tests.lib.runs.evaluating import evaluated, own_batches, step_of_case
 pytestmark = compiling.trainings
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["gpt", "batchnorm"])
 def test_one_rank(name: str) -> None:
@@ -32,6 +33,7 @@ def test_two_ranks_at_stage_3() -> None:
         assert wrong == [], f"rank {rank}"
 
 
+@pytest.mark.days(3)
 def test_a_budget_holds_where_regions_are_compiled() -> None:
     case = CASES["gpt"]
     (args, kwargs), (others, named) = own_batches(case, 0, 2)

@@ -12,6 +12,7 @@ from zerofx.choices import Fp8Recipe
 pytestmark = compiling.trainings
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_regions_scale_and_cast_as_the_eager_backend_does(recipe: Fp8Recipe) -> None:

@@ -44,6 +44,7 @@ def test_as_many_regions_are_compiled_whatever_the_length(kind: str) -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_recurrent_layers_train_as_in_eager_mode(kind: str) -> None:
     case = _case(kind, 6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -93,6 +94,7 @@ _SAMPLES = st.builds(
 )
 
 
+@pytest.mark.days(3)
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(sample=_SAMPLES)
 def test_the_passes_do_what_the_plan_says_to_any_model(sample: _Sample) -> None:

@@ -139,6 +139,7 @@ def test_predictions_before_and_after() -> None:
     assert gone.diff(gone) == "the plans are the same"
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("depth", [6, 30])
 def test_a_diff_is_flat_in_depth(depth: int) -> None:
     text = recomputing(lowered(depth).plan, depth).diff(lowered(depth, stage=1).plan)

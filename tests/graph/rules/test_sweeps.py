@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from tests.conftest import part_of_sweep, pytest_collection_modifyitems
+from tests.conftest import is_day_of, part_of_sweep, pytest_collection_modifyitems
 
 GRID = [{"model": model, "tier": tier} for model, tier in product(range(4), range(3))]
 
@@ -29,6 +29,13 @@ def test_every_case_is_run_within_as_many_days_as_there_are_cases(num_cases: int
 def test_all_processes_and_tests_of_the_same_arguments_have_the_same_part() -> None:
     assert part_of_sweep("a test", GRID, 4, 5) == part_of_sweep("a test", GRID, 4, 5)
     assert part_of_sweep("a test", GRID, 4, 5) != part_of_sweep("another", GRID, 4, 5)
+
+
+def test_a_costly_test_runs_once_in_its_days_and_each_day_has_its_share() -> None:
+    names = [f"tests/test_file.py::test_{number}" for number in range(300)]
+    for name in names:
+        assert sum(is_day_of(name, 3, day) for day in range(739_000, 739_003)) == 1
+    assert all(60 < sum(is_day_of(name, 3, day) for name in names) < 140 for day in range(739_000, 739_003))
 
 
 @pytest.mark.sweep(3)

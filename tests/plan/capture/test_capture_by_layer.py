@@ -121,6 +121,7 @@ class EncoderDecoder(nn.Module):
         return F.mse_loss(x, y)
 
 
+@pytest.mark.days(3)
 def test_a_gpt_with_tied_embeddings() -> None:
     assert compare(GPT(11, 8, DEPTH, 2, 4), IDS) == f"captured 4 of {DEPTH} layers of layers"
 
@@ -144,6 +145,7 @@ def test_functions_with_a_backward_in_python() -> None:
     assert compare(Custom()) == f"captured 4 of {DEPTH} layers of layers"
 
 
+@pytest.mark.days(3)
 def test_precision_micro_batches_and_a_loss_function() -> None:
     assert "captured 4" in compare(Deep(), compute_dtype=torch.bfloat16, num_micro_batches=2)
     plain = nn.Sequential(*(Layer() for _ in range(DEPTH)))
@@ -332,6 +334,7 @@ class Remembering(Deep):
         return super().run(index, layer, x) * self.factor
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     "model",
     [
@@ -368,6 +371,7 @@ def test_a_model_that_fails_is_left_as_it_was() -> None:
     assert list(model.layers) == layers and all(not parameter.is_meta for parameter in model.parameters())
 
 
+@pytest.mark.days(3)
 def test_the_step_is_the_same_and_says_how_it_was_captured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

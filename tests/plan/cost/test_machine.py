@@ -243,6 +243,7 @@ def _measure_on_rank(rank: int, world: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.days(3)
 def test_ranks_measure_together_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")

@@ -45,6 +45,7 @@ def test_with_memory_to_spare_buckets_whose_second_gather_is_exposed_are_kept() 
     assert any("holding" in reason and "of exposed gathering" in reason for reason in kept)
 
 
+@pytest.mark.days(3)
 def test_with_less_memory_fewer_are_kept_and_the_step_takes_longer() -> None:
     most = planned(SLOW, "80GB", recompute="none").plan
     limits = [int(share * most.peak_bytes["device"]) for share in (0.95, 0.9, 0.85)]

@@ -175,6 +175,7 @@ class Wide(nn.Module):
         return loss
 
 
+@pytest.mark.days(3)
 def test_one_rank_that_updates_where_gradients_are_complete_has_no_reductions_to_hide() -> None:
     model = Wide()
     optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), (torch.zeros(4, dtype=torch.long),)

@@ -72,6 +72,7 @@ def test_the_hash_is_of_decisions_alone() -> None:
     assert replace(plan, stage=2).decisions_hash() != plan.decisions_hash()
 
 
+@pytest.mark.days(3)
 def test_plan_and_graph_are_the_same_in_every_process() -> None:
     # This process has a seed of its own: random unless somebody set it.
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"

@@ -50,6 +50,7 @@ def of_layers(placements: dict[str, str]) -> dict[str, str]:
     return {name: lies for name, lies in placements.items() if "_proj.weight" in name or ".c_" in name}
 
 
+@pytest.mark.days(3)
 def test_the_plan_of_transformers_is_the_one_that_is_found_unasked() -> None:
     step = language_model(half_llama)
     pins = pins_of(step, dict(half_llama().tp_plan))  # type: ignore[arg-type]  # a property of its class
@@ -84,6 +85,7 @@ def test_words_are_about_what_products_give(make: Callable[[], nn.Module]) -> No
     }
 
 
+@pytest.mark.days(3)
 def test_norms_by_sequence_have_their_parameters_whole_and_give_parts_of_tokens() -> None:
     step = language_model()
     pins = pins_of(step, {"*norm": "sequence"})

@@ -170,6 +170,7 @@ def test_heads_of_a_fused_projection_are_three_groups() -> None:
     assert Sharded(1, 3) in ways.placeholders[ways.classes.first[weight]]
 
 
+@pytest.mark.days(3)
 def test_layers_that_are_alike_are_decided_once() -> None:
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     counts = []

@@ -134,6 +134,7 @@ def test_stages_do_not_grow_with_micro_batches(order: str) -> None:
     assert len(few.splitlines()) == len(many.splitlines())
 
 
+@pytest.mark.days(3)
 def test_stages_that_take_turns_hold_as_many_micro_batches_as_stages_are_left() -> None:
     model = GPT(vocab=19, dim=16, depth=4, heads=2, block=16)
 
@@ -148,6 +149,7 @@ def test_stages_that_take_turns_hold_as_many_micro_batches_as_stages_are_left() 
     assert all(mine < other for mine, other in zip(few[:3], first[:3], strict=True))
 
 
+@pytest.mark.days(3)
 def test_the_order_is_chosen_by_seconds_and_bytes() -> None:
     def plan(**options: Any) -> tuple[str, int]:
         stages = planned(Skipping(), (torch.ones(16, 8),), 3, accumulate=16, **options).stages
@@ -234,6 +236,7 @@ class Tables(nn.Module):
         return result
 
 
+@pytest.mark.days(3)
 def test_stages_are_cut_for_bytes_where_those_that_take_alike_fit_no_budget() -> None:
     def plan(**options: Any) -> list[PlannedStep]:
         given = {"recompute": "none", "offload": "none", "accumulate": 4, **options}

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import hypothesis
 import hypothesis.strategies as st
+import pytest
 import torch
 from torch import fx
 
@@ -50,6 +51,7 @@ def shared() -> StepGraph:
     return _shared().clone()
 
 
+@pytest.mark.days(3)
 def test_computation_waits_less_for_collectives_on_values() -> None:
     step = shared()
     before = simulate(step, MACHINE, MESH, on_cpu=False)

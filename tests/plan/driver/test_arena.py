@@ -90,6 +90,7 @@ def test_the_peak_is_the_pool_and_what_is_outside() -> None:
     assert plan_of("gpt", stage=3, world_size=2, backend="inductor", machine="h100-sxm").plan.arena is None
 
 
+@pytest.mark.days(3)
 def test_a_budget_is_compared_with_the_pool() -> None:
     asked = {"stage": 3, "backend": "inductor", "machine": "h100-sxm"}
     free = plan_of("gpt", **asked)

@@ -183,6 +183,7 @@ def make_on_device() -> Made:
     return model, torch.optim.AdamW(model.parameters()), (torch.zeros(4, DIM),)
 
 
+@pytest.mark.days(3)
 def test_tune_prints_the_candidates_and_saves_the_best(tmp_path: Path) -> None:
     saved = tmp_path / "plan.json"
     arguments = ("--backend", "eager", "--num-steps", "2", "--memory-budget", "0.5", "--save", str(saved))
@@ -320,6 +321,7 @@ def test_machines() -> None:
     assert all(text in h100 for text in ("80.0 GiB", "3350 GB/s", "989.4 TFLOP/s", "450 GB/s", "8 x"))
 
 
+@pytest.mark.days(3)
 def test_the_machine_at_hand_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path))
     lines = run("machines", "--measure").stdout.splitlines()

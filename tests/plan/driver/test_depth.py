@@ -39,6 +39,7 @@ def _regions(depth: int, stage: int, world_size: int) -> _Regions:
     return _Regions(planned.num_distinct_regions, len(regions_of(planned.lowered.instructions)))
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("stage", "world_size"),
@@ -50,6 +51,7 @@ def test_distinct_regions_do_not_grow_with_depth(stage: int, world_size: int) ->
     assert deep.all > 2 * shallow.all
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     "mesh", [{"model": 2}, pytest.param({"shard": 2, "model": 2}, marks=pytest.mark.slow)], ids=str
 )

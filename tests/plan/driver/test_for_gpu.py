@@ -135,6 +135,7 @@ def test_what_is_no_gpu_of_nvidias_is_captured_as_on_the_cpu(machine: str) -> No
     assert "attention by" not in str(planned.plan)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("num_tokens", [32, 33])
 @pytest.mark.parametrize("mesh", [{"shard": 2}, {"model": 2}], ids=str)
 def test_experts_are_planned_for_a_gpu(mesh: dict[str, int], num_tokens: int) -> None:

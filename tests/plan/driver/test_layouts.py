@@ -52,6 +52,7 @@ def test_a_budget_that_gathered_keys_miss_is_met_by_a_ring() -> None:
     assert tight.peak_bytes["device"] <= budget and tight.step_seconds > free.step_seconds
 
 
+@pytest.mark.days(3)
 def test_a_budget_that_holds_all_changes_no_layout() -> None:
     free = planned()
     assert planned(memory_budget=2 * free.peak_bytes["device"]).shardings == free.shardings

@@ -88,6 +88,7 @@ def compared(planned: zerofx.PlannedStep) -> dict[Mesh, MeshOutcome]:
     return {outcome.mesh: outcome for outcome in planned.comparison.outcomes}
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     "in_turn", [pytest.param(False, id="alike"), pytest.param(True, id="in turn", marks=pytest.mark.slow)]
 )
@@ -115,6 +116,7 @@ def peak_of_four() -> int:
     return estimated(functools.partial(Tower, DEEPER), 4, 128).estimate(Mesh(shard=4)).peak_bytes
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("offload", ["none", "auto"])
 def test_a_few_layers_say_what_all_of_them_take_within_a_budget(offload: str) -> None:
@@ -130,6 +132,7 @@ def test_a_few_layers_say_what_all_of_them_take_within_a_budget(offload: str) ->
         assert estimate.step_seconds > estimates._simulate_unlimited(estimates._request_on(mesh)).all.step_seconds
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("samples", [pytest.param(2, id="states weigh most"), pytest.param(32, id="activations do")])
 def test_no_mesh_takes_less_than_its_bound(samples: int) -> None:

@@ -69,6 +69,7 @@ def _kept(folder: Path) -> list[Path]:
     return list(folder.glob("plan-*"))
 
 
+@pytest.mark.days(3)
 def test_a_plan_is_searched_for_once_and_trains_the_same_bits(searches: Searches, tmp_path: Path) -> None:
     first, again = searches.run(), searches.run()
     assert (first[0], again[0]) == (1, 0) and len(_kept(tmp_path)) == 1
@@ -96,6 +97,7 @@ def test_another_question_is_searched_for(searches: Searches, tmp_path: Path, mo
     assert searches.run()[0] == 1
 
 
+@pytest.mark.days(3)
 def test_a_damaged_plan_is_searched_for_anew(searches: Searches, tmp_path: Path) -> None:
     first = searches.run()
     (path,) = _kept(tmp_path)
@@ -105,6 +107,7 @@ def test_a_damaged_plan_is_searched_for_anew(searches: Searches, tmp_path: Path)
     assert searches.run()[0] == 0
 
 
+@pytest.mark.days(3)
 def test_without_a_search_no_plan_is_kept(searches: Searches, tmp_path: Path) -> None:
     assert searches.run(memory_budget=None)[0] == 1
     assert not _kept(tmp_path)
@@ -167,6 +170,7 @@ def test_plans_without_hardware_are_kept_for_their_number_of_ranks(searches: Sea
     assert searches.count == 2
 
 
+@pytest.mark.days(3)
 def test_a_budget_that_nothing_fits_is_refused_from_what_was_kept(searches: Searches) -> None:
     for _ in range(2):
         with pytest.raises(zerofx.MemoryBudgetError, match="least") as refusal:

@@ -84,6 +84,7 @@ def check_consistent(result: SearchResult) -> None:
     assert result.planned.fits
 
 
+@pytest.mark.days(3)
 def test_one_more_sample_does_not_fit() -> None:
     result, asked = most_samples("none")
     assert peak(result.value) <= 420 * 1024 < peak(result.value + 1)
@@ -93,6 +94,7 @@ def test_one_more_sample_does_not_fit() -> None:
     check_consistent(result)
 
 
+@pytest.mark.days(3)
 def test_the_budget_is_what_counts_when_there_is_one() -> None:
     results = [
         largest_micro_batch(
@@ -108,6 +110,7 @@ def test_the_budget_is_what_counts_when_there_is_one() -> None:
         assert result.planned.plan.memory_budget == result.limit_bytes
 
 
+@pytest.mark.days(3)
 def test_recomputation_makes_room_for_samples() -> None:
     model = Waves()
     optimizer = torch.optim.SGD(model.parameters())
@@ -128,6 +131,7 @@ def test_a_limit_ends_the_search() -> None:
     assert result.value == 6
 
 
+@pytest.mark.days(3)
 def test_slices_make_room_for_samples() -> None:
     (without, _), (with_it, _) = most_samples("none"), most_samples("auto")
     assert with_it.value > without.value and with_it.planned.plan.slices and not without.planned.plan.slices
@@ -138,6 +142,7 @@ def test_not_even_one_sample() -> None:
         largest_micro_batch(rows, *training(), machine=machine(100), backend="eager")
 
 
+@pytest.mark.days(3)
 def test_fewer_ranks_do_not_fit() -> None:
     result = found_fewest(190)
     assert result.value == 3 and [trial.value for trial in result.tried] == [1, 2, 4, 3]
@@ -156,6 +161,7 @@ def test_past_a_node_there_are_whole_nodes() -> None:
     check_consistent(result)
 
 
+@pytest.mark.days(3)
 @pytest.mark.captures
 def test_the_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = []
@@ -169,11 +175,13 @@ def test_the_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(captures) == 1
 
 
+@pytest.mark.days(3)
 def test_more_memory_never_needs_more_ranks() -> None:
     values = [found_fewest(kib).value for kib in (160, 260, 360)]
     assert values == sorted(values, reverse=True) and values[-1] == 1 < values[0]
 
 
+@pytest.mark.days(3)
 def test_stage_3_needs_fewer_ranks_than_stage_1() -> None:
     # ZeRO: whole parameters and gradients stay at stage 1, so its memory has a floor that stage 3 does not have.
     one, three = found_fewest(235, stage=1), found_fewest(235)
@@ -188,6 +196,7 @@ def test_stage_0_gains_nothing_from_ranks() -> None:
         fewest(320, stage=0, limit=8)
 
 
+@pytest.mark.days(3)
 def test_a_limit_within_a_node() -> None:
     with pytest.raises(MemoryBudgetError, match="up to 2 ranks"):
         fewest(190, limit=2)
@@ -228,6 +237,7 @@ def test_options_are_checked() -> None:
         largest_micro_batch(rows, *training(), world_size=0)
 
 
+@pytest.mark.days(3)
 def test_gathers_stay_ahead_where_that_is_faster_than_the_memory_they_free_is_worth() -> None:
     machine = small_machine(1e9)
     machine = replace(machine, intra_node=replace(machine.intra_node, bandwidth=3e8))

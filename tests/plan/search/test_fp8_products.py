@@ -63,6 +63,7 @@ def test_a_number_of_rows_that_16_does_not_divide_leaves_gradients_of_weights_al
     assert {gives for _, gives in in_fp8(plan)} == {"output", "input gradient"}
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     ("machine", "reason"),
     [("a100-80", "a100-80 has no rate for fp8"), ("mi300x", "mi300x has formats of its own for fp8")],
@@ -74,6 +75,7 @@ def test_a_machine_without_a_rate_for_these_formats_takes_none(machine: str, rea
     assert reason in str(plan)
 
 
+@pytest.mark.days(3)
 def test_small_products_are_slower_in_fp8_and_stay_as_they_are() -> None:
     with pytest.warns(zerofx.ZeroFXNotice, match="no product is taken in fp8"):
         plan = llama(machine="h100-sxm").plan
@@ -98,6 +100,7 @@ def test_large_ones_are_faster_and_the_plan_says_by_how_much() -> None:
         assert Plan.from_json(low.to_json()) == low
 
 
+@pytest.mark.days(3)
 def test_logits_are_not_in_fp8() -> None:
     plan = llama().plan
     assert {each.reason for each in plan.products if each.weight == "lm_head.weight"} == {
@@ -106,6 +109,7 @@ def test_logits_are_not_in_fp8() -> None:
     assert len(in_fp8(plan)) == 2 * 7 * 3  # all others of two layers
 
 
+@pytest.mark.days(3)
 def test_fp8_is_computed_in_bfloat16_with_masters_in_float32() -> None:
     assert zerofx.Precision.of("fp8") == zerofx.Precision("bf16", fp8="rowwise")
     assert {bucket.compute_dtype for bucket in llama().plan.buckets} == {"torch.bfloat16"}
@@ -123,6 +127,7 @@ class Wide(nn.Module):
         return loss
 
 
+@pytest.mark.days(3)
 def test_products_are_decided_on_as_one_rank_of_the_model_axis_has_them() -> None:
     with zerofx.empty_init():
         model = Wide().bfloat16()
@@ -135,6 +140,7 @@ def test_products_are_decided_on_as_one_rank_of_the_model_axis_has_them() -> Non
     assert len(plan.products) == 5 and not in_fp8(plan)
 
 
+@pytest.mark.days(3)
 def test_ranks_compare_the_largest_magnitudes_of_what_they_have_in_parts() -> None:
     given: dict[str, Any] = {"mesh": {"model": 2}, "shardings": {"*.up_proj": "column", "*.down_proj": "row"}}
     for recipe, num in (("tensorwise", 2), ("rowwise", 0)):  # of the weight, and of the gradient by columns
@@ -145,6 +151,7 @@ def test_ranks_compare_the_largest_magnitudes_of_what_they_have_in_parts() -> No
         assert len(rows) > num
 
 
+@pytest.mark.days(3)
 def test_the_fastest_mesh_is_chosen_with_products_in_fp8() -> None:
     step = llama(mesh="auto", world_size=4)
     assert in_fp8(step.plan)
@@ -156,6 +163,7 @@ def _sizes(plan: Plan) -> tuple[int, int, int]:
     return plan.replicate, plan.num_ranks // plan.replicate // plan.model, plan.model
 
 
+@pytest.mark.days(3)
 def test_products_are_chosen_for_each_number_of_micro_batches() -> None:
     args, kwargs = next(batches("llama", 0, 1, 8))
     model, keep = build("llama", torch.float32), {"recompute": "none", "offload": "none", "tile": "none"}

@@ -117,6 +117,7 @@ def _disagreeing(folder: str) -> list[str]:
     return messages
 
 
+@pytest.mark.days(3)
 def test_ranks_that_save_differently_are_told_at_once_and_the_odd_one_is_named(tmp_path: Path) -> None:
     first, *others = run_ranks(_disagreeing, 3, str(tmp_path))
     assert others == [first, first] and len(first) == 8

@@ -138,6 +138,7 @@ def _both_ways(folder: str) -> None:
         step.close()
 
 
+@pytest.mark.days(3)
 def test_to_and_from_fsdp2_and_ddp(tmp_path: Path) -> None:
     run_ranks(_both_ways, 2, str(tmp_path))
 
@@ -207,6 +208,7 @@ def _saved(state: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
     return step.full_state_dict() | {f"momentum {n}": entry["exp_avg"] for n, entry in momentum.items()}
 
 
+@pytest.mark.days(3)
 def test_a_dictionary_that_is_saved_again_has_what_steps_have_come_to_since(tmp_path: Path) -> None:
     step = _prepared()
     given = [args for args, _ in batches(UNEVEN, 0, 3)]

@@ -216,15 +216,18 @@ def drawn() -> str:
 TWO, PAIRS = {"model": 2}, {"shard": 2, "model": 2}
 
 
+@pytest.mark.days(3)
 def test_two_ranks_that_share_a_model_go_on_and_others_take_it_up(tmp_path: Path) -> None:
     check(tmp_path, [Way(TWO)], [Way({"shard": 2}, 2)])
     assert not loaded(str(tmp_path), [Way({}, 0)])
 
 
+@pytest.mark.days(3)
 def test_two_ranks_that_share_a_model_take_up_what_others_saved(tmp_path: Path) -> None:
     check(tmp_path, [Way({"shard": 2}, options={"precision": "bf16"})], [Way(TWO, 1)], first=False)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     ("mesh", "other", "before"),
     [

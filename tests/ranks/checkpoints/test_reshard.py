@@ -54,6 +54,7 @@ def _differences(step: Any, model: dict[str, torch.Tensor], optimizer: dict[str,
     return wrong
 
 
+@pytest.mark.days(3)
 def test_ranks_come_and_go(tmp_path: Path) -> None:
     run_ranks(_save, 2, str(tmp_path), WAYS[::5])
     run_ranks(_save, 3, str(tmp_path), WAYS[3:4])

@@ -149,6 +149,7 @@ def _stopped_on_one_rank(folder: str) -> tuple[bool, int, str]:
     return run.stopped, run.step.num_steps, str(latest(Path(folder)))
 
 
+@pytest.mark.days(3)
 def test_a_signal_on_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
     first, second = run_ranks(_stopped_on_one_rank, 2, str(tmp_path))
     assert first == second and first[0] and 2 <= first[1] < 12

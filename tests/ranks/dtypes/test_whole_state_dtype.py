@@ -32,6 +32,7 @@ def test_one_process_trains_as_a_loop_that_rounds_states(name: str, stage: int) 
     assert differences_of(WholeCase(name, {"stage": stage, **LOW})) == []
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
@@ -55,6 +56,7 @@ def test_a_checkpoint_goes_on_to_the_bit_on_another_number_of_ranks(tmp_path: Pa
         assert run_ranks(resumed_differences, num_ranks, str(tmp_path), case, 3) == [[]] * num_ranks
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("name", ["Muon", "by all norms"])
 @pytest.mark.parametrize("to_low", [False, True])
 def test_a_checkpoint_is_loaded_into_a_step_of_another_dtype_of_states(tmp_path: Path, name: str, to_low: bool) -> None:

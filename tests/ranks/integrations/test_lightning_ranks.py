@@ -20,11 +20,13 @@ def _fitted(strategy: str, folder: str, options: dict[str, Any], samples: int) -
     return fit(ours(**options) if strategy == "ours" else strategy, Path(folder), devices=2, samples=samples)
 
 
+@pytest.mark.days(3)
 def test_ranks_train_as_those_of_lightnings_own_strategy(tmp_path: Path) -> None:
     theirs, mine = (run_ranks(_fitted, 2, name, str(tmp_path / name), {}, 8) for name in ("ddp", "ours"))
     assert max(map(apart_at_most, mine, theirs)) < 1e-6
 
 
+@pytest.mark.days(3)
 def test_ranks_that_share_a_computation_are_given_the_same_batches(tmp_path: Path) -> None:
     options = {"mesh": {"model": 2}, "machine": SHARING}
     mine = run_ranks(_fitted, 2, "ours", str(tmp_path / "ranks"), options, 16)

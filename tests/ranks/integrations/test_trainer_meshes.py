@@ -88,6 +88,7 @@ def _train(folder: str, given: _Given) -> tuple[dict[str, list[float]], list[int
     return history(one, *LOGGED), steps, one.get_total_train_batch_size(one.args), plan.mesh.model, num_parted, objects
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     "given",
     [

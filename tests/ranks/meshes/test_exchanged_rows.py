@@ -248,6 +248,7 @@ def test_rows_of_a_model_whose_forward_changes_buffers_are_not_exchanged() -> No
         zerofx.plan(model, sgd(model), batch, shardings=EXCHANGED, mesh={"model": 2}, world_size=2, machine="h100-sxm")
 
 
+@pytest.mark.days(3)
 def test_shared_experts_lie_as_the_plan_has_them_where_experts_are_exchanged() -> None:
     case = MODELS["deepseek v3"]
     model, (_, batch) = case.model(), case.batch(torch.Generator())

@@ -68,6 +68,7 @@ def _trained(ways: str, num_steps: int, options: dict[str, Any]) -> tuple[dict[s
     return {what: found for what, found in wrong.items() if found}, torch.stack(first[0].losses).tolist()
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     ("ways", "num_steps"), [("by expert", 5), *(pytest.param(ways, 20, marks=pytest.mark.slow) for ways in EXPERTS)]
 )

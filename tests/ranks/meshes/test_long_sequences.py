@@ -57,6 +57,7 @@ WAYS = {
 }
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     "way", [name if name == "all kept" else pytest.param(name, marks=pytest.mark.slow) for name in WAYS]
 )

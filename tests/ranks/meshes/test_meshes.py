@@ -182,6 +182,7 @@ def on_four() -> list[_OnFour]:
     return run_ranks(_on_four, 4)
 
 
+@pytest.mark.days(3)
 def test_bytes_by_link_are_those_of_theory_of_the_plan_and_of_the_transport(on_four: list[_OnFour]) -> None:
     for of_rank in on_four:
         for stage, found in enumerate(of_rank.sent):

@@ -67,12 +67,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.days(3)
 def test_two_ranks_share_a_model() -> None:
     runs = {label: RUNS[label] for label in ("stage 0", "stage 3")}
     for rank, wrong in enumerate(run_ranks(compared, 2, ["llama"], {"model": 2}, runs, 3)):
         assert wrong == {}, f"rank {rank}"
 
 
+@pytest.mark.days(3)
 def test_plans_that_move_and_compute_again_have_the_same_bits() -> None:
     for rank, wrong in enumerate(run_ranks(compared, 2, ["gpt"], {"model": 2}, WAYS, 2)):
         assert wrong == {}, f"rank {rank}"
@@ -216,6 +218,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     return run_ranks(_found, 2, str(tmp_path_factory.mktemp("drive")))
 
 
+@pytest.mark.days(3)
 def test_values_of_one_rank_are_offloaded_and_come_back(found: list[Found]) -> None:
     assert [rank.offloaded for rank in found] == [[], []]
 
@@ -263,6 +266,7 @@ def _skipped() -> list[str]:
     return differences(trained([first, last]), found)
 
 
+@pytest.mark.days(3)
 def test_a_loss_of_which_each_rank_has_a_term_is_known_before_the_first_update() -> None:
     assert run_ranks(_skipped, 4) == [[]] * 4
 
@@ -299,5 +303,6 @@ def _least() -> list[str]:
     return [] if first == second else [f"{first}, then {second}"]
 
 
+@pytest.mark.days(3)
 def test_later_steps_fit_the_budget_that_the_first_fits() -> None:
     assert run_ranks(_least, 2) == [[], []]

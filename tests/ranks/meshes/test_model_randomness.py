@@ -113,6 +113,7 @@ def _check(name: str) -> None:
     assert not torch.equal(losses[0], first["another seed"][0][0])
 
 
+@pytest.mark.days(3)
 def test_ranks_that_share_a_step_draw_alike_what_all_of_them_have() -> None:
     _check("dropout")
 

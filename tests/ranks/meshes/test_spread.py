@@ -45,6 +45,7 @@ def _trained(name: str, mesh: dict[str, int], share: float, options: dict[str, A
     return {what: found for what, found in wrong.items() if found}
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     ("share", "options"),
     [

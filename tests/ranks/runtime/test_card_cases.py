@@ -10,6 +10,7 @@ from tests.gpu.ranks.joined import run_on_one_card
 SOME = ("merged gathers", "few bits", "on the host")  # the others are those of ``test_cuda_streams.py``
 
 
+@pytest.mark.days(3)
 @pytest.mark.filterwarnings("ignore:collectives along different axes of the mesh run one after the other")
 @pytest.mark.parametrize(
     "name",

@@ -66,6 +66,7 @@ def _close_and_lose_a_rank(path: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.days(3)
 def test_close_destroys_the_groups_of_a_step_alone_and_does_not_wait_for_a_rank_that_has_died(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     with pytest.raises(RankError, match=r"exit codes by rank.*{0: 0, 1: 0}"):
@@ -136,6 +137,7 @@ def _refused(names: list[str]) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     "names",
     [["budget", "batch", "options", "weights"], pytest.param(["tune", "tune to a budget"], marks=pytest.mark.slow)],
@@ -157,6 +159,7 @@ def _one_alone(where: str) -> tuple[str, float]:
     return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("where", ["capture", "build"])
 def test_a_rank_that_fails_alone_goes_at_once_and_the_others_do_not_wait(where: str) -> None:
     (zero, waited), (one, left) = run_ranks(_one_alone, 2, where)

@@ -88,6 +88,7 @@ def test_one_rank(make: object) -> None:
     check(step, step.measure(*batch))
 
 
+@pytest.mark.days(3)
 def test_llama() -> None:
     step, batch = llama_step(0)
     check(step, step.measure(**batch))
@@ -116,6 +117,7 @@ def _measure_on_ranks() -> list[tuple[int, int]]:
     return taken
 
 
+@pytest.mark.days(3)
 def test_two_ranks() -> None:
     first, second = run_ranks(_measure_on_ranks, 2)
     assert first == second

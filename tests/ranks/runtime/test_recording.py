@@ -89,6 +89,7 @@ def _ranks() -> list[str]:
     return found
 
 
+@pytest.mark.days(3)
 def test_ranks_train_from_recordings() -> None:
     assert run_ranks(_ranks, 2) == [[], []]
 

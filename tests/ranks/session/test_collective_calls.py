@@ -78,6 +78,7 @@ def _on_ranks() -> list[list[str]]:
     return [differences(train_plain(case, 3), train_compiled(case, stage, 3)) for case, stage in cases]
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_collectives_of_a_model_are_the_same_as_under_ddp(num_ranks: int) -> None:

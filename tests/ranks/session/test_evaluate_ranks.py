@@ -135,6 +135,7 @@ def _within_budget(offload: Any, drive: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("offload", ["host", "nvme"])
 def test_a_budget_smaller_than_the_model_holds(offload: str, tmp_path: Path) -> None:

@@ -199,6 +199,7 @@ step(*args)
 """
 
 
+@pytest.mark.days(3)
 def test_a_process_killed_in_mid_step_leaves_its_checkpoint_and_the_next_run_starts_clean(
     drive: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

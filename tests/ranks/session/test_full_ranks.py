@@ -57,6 +57,7 @@ def _full_state_dicts(options: dict[str, Any]) -> list[str]:
     return wrong + ([] if found["head.weight"] is found["tokens.weight"] else ["a tied weight is there twice"])
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"mesh": {"model": 2}}], ids=str)
 def test_a_whole_state_is_gathered_a_bucket_at_a_time_and_kept_where_it_is_wanted(options: dict[str, Any]) -> None:
     for rank, wrong in enumerate(run_ranks(_full_state_dicts, 2, options)):

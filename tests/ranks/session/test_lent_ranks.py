@@ -34,6 +34,7 @@ def _wrong(runs: list[tuple[tuple[int, int], dict[str, Any]]]) -> list[str]:
     ]
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("stages", "options"),
@@ -82,6 +83,7 @@ def _within_budget() -> list[str]:
     return wrong + ([] if torch.equal(step.evaluate(noise), expected) else ["an evaluation gives another loss"])
 
 
+@pytest.mark.days(3)
 def test_what_is_read_is_gathered_a_bucket_at_a_time() -> None:
     for rank, wrong in enumerate(run_ranks(_within_budget, 2)):
         assert wrong == [], f"rank {rank}"
@@ -104,6 +106,7 @@ def test_ranks_read_the_values_that_training_begins_with() -> None:
     assert run_ranks(_other_values, 2) == [[True], [True]]
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("stages", "options"),
@@ -145,6 +148,7 @@ def _of_many_layers() -> tuple[Tensor, Tensor]:
     return step.evaluate(noise), expected
 
 
+@pytest.mark.days(3)
 def test_a_layout_for_a_budget_is_looked_for_with_fewer_layers_of_what_is_read() -> None:
     for loss, expected in run_ranks(_of_many_layers, 2):
         torch.testing.assert_close(loss, expected)

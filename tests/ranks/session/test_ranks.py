@@ -161,6 +161,7 @@ def be_absent() -> dict[str, str]:
     return found
 
 
+@pytest.mark.days(3)
 def test_ranks_that_do_not_come_are_named_within_the_timeout() -> None:
     zero, one = run_ranks(be_absent, 2)
     for name, call in (

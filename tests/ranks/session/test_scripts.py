@@ -189,6 +189,7 @@ def _drop() -> tuple[list[int], list[int]]:
     return descriptors, threads
 
 
+@pytest.mark.days(3)
 def test_steps_that_are_dropped_without_close_leave_no_descriptors_and_threads() -> None:
     for descriptors, threads in run_ranks(_drop, 2):
         assert descriptors[-1] <= descriptors[1] and threads[-1] <= threads[1], (descriptors, threads)

@@ -66,6 +66,7 @@ def tune_on_ranks(folder: str) -> tuple[TuneResult, list[float], bool, dict[str,
     return result, own, all(torch.equal(before[name], value) for name, value in model.state_dict().items()), errors
 
 
+@pytest.mark.days(3)
 def test_ranks_return_the_same_result() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (zero, mine, kept, errors), (one, theirs, also, others) = run_ranks(tune_on_ranks, 2, folder)
@@ -200,6 +201,7 @@ def fail_on_one_rank() -> list[Candidate]:
         return list(tune(model, adamw(model), {"ids": ids(), "labels": ids(9)}).candidates)
 
 
+@pytest.mark.days(3)
 def test_after_one_rank_failed_amid_a_step_nothing_more_is_run() -> None:
     zero, one = run_ranks(fail_on_one_rank, 2)
     assert zero == one

@@ -89,6 +89,7 @@ def _run(cases: list[tuple[str, int, dict[str, Any]]]) -> list[str]:
     return [each for case in cases for each in _wrong(*case)]
 
 
+@pytest.mark.days(3)
 def test_one_process_hands_out_its_weights() -> None:
     sliced: tuple[str, int, dict[str, Any]] = ("gpt", 3, {"tile": {"tokens.weight": 2}})
     assert _run([*CASES_OF_RANKS, sliced]) == [] == _wrong("gpt", 3, {}, counts=True)

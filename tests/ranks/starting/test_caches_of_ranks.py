@@ -82,6 +82,7 @@ def _shared_twice(folder: str) -> tuple[list[tuple[str, str, str, str]], int, st
         return found, count.call_count, str(raised.value)
 
 
+@pytest.mark.days(3)
 def test_ranks_that_share_a_model_take_what_they_have_kept(tmp_path: Path) -> None:
     for (first, second), num_built, refused in run_ranks(_shared_twice, 2, str(tmp_path)):
         assert first == second and num_built == 1 and "gather_values" in first[2]

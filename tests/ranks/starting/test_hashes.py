@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.lib.checkout import ROOT
 from tests.lib.distributed import PATIENCE_SECONDS
 from tests.lib.hashes import planned_alone
@@ -40,6 +42,7 @@ def run_with(environments: Sequence[Mapping[str, str]], folder: Path) -> list[di
     return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(len(environments))]
 
 
+@pytest.mark.days(3)
 def test_environments_do_not_change_a_plan(tmp_path: Path) -> None:
     one, other = run_with([ONE, OTHER], tmp_path)
     # The environments did reach the processes.

@@ -27,6 +27,7 @@ except zerofx.RankMismatchError as error:
 """
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("gone", [0, 1])
 def test_who_is_gone_before_compile_is_named(gone: int) -> None:
     with socket.socket() as probe:

@@ -213,6 +213,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.days(3)
 def test_a_change_of_one_layer_is_seen(starts: Starts) -> None:
     assert starts.is_built(model=_flagged())
     assert not starts.is_built(model=_flagged())
@@ -255,6 +256,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.days(3)
 def test_another_request_is_built(starts: Starts) -> None:
     starts.is_built()
     for what, options in REQUESTS.items():

@@ -105,6 +105,7 @@ def _wrong(drive: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_training_is_the_same_and_tokens_are_those_of_the_whole_model(num_ranks: int, drive: Path) -> None:
     wrong = run_ranks(_wrong, num_ranks, str(drive)) if num_ranks > 1 else [_wrong(str(drive))]

@@ -124,6 +124,7 @@ def _wrong(drive: str, folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_training_is_the_same_and_takes_nothing_of_the_device_meanwhile(
     num_ranks: int, drive: Path, tmp_path: Path

@@ -46,6 +46,7 @@ def _differences(name: str, tier: str, options: Mapping[str, Any]) -> tuple[list
     return differences_of(case), tiers
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("tier", ["host", "nvme"])
@@ -58,6 +59,7 @@ def test_bits_are_those_of_states_on_the_device(
         assert wrong == [] and tiers <= {f"{tier}, device"}
 
 
+@pytest.mark.days(3)
 def test_states_that_one_update_needs_come_up_for_it_and_go_down_again() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4)))

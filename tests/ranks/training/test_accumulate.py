@@ -142,6 +142,7 @@ def test_a_memory_budget_holds_and_trains_the_same_bits() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_what_was_offloaded_comes_back_in_its_own_micro_batch(name: str) -> None:
@@ -153,6 +154,7 @@ def test_what_was_offloaded_comes_back_in_its_own_micro_batch(name: str) -> None
     assert not differences(train_plain(case, 3, 2), train_compiled(case, 0, 3, plan=plan))
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_peak_falls_with_the_number_and_is_the_measured_one(recompute: Any) -> None:
@@ -183,6 +185,7 @@ def test_gradients_are_reduced_in_each_micro_batch_where_they_stay_in_slices() -
     assert all("reduced in each micro-batch" in decision.reason for decision in each.reduces)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -221,6 +224,7 @@ def test_auto_divides_no_further_than_a_budget_asks() -> None:
     assert "micro-batches: 1 -> 2" in planned(1).plan.diff(found.plan)
 
 
+@pytest.mark.days(3)
 def test_auto_refuses_with_the_least_of_all_numbers() -> None:
     with pytest.raises(MemoryBudgetError, match="least possible") as refused:
         planned("auto", 1000, recompute="none")

@@ -59,6 +59,7 @@ def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "name", ["gpt", "batchnorm", "channels last", "llama", "gpt2 dropout", "buffers", "swapped buffers", "tied", "t5",
@@ -68,12 +69,14 @@ def test_one_process_trains_like_a_loop(name: str) -> None:
     assert compare_runs([name], LAYER, steps=3, accumulate=2) == {}
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["stack", "batchnorm", "buffers", "swapped buffers"])
 def test_rounds_of_loops_train_like_a_loop(name: str) -> None:
     assert compare_runs([name], LAYER, steps=2, accumulate=4) == {}
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("name", "accumulate"), [("stack", 4), ("batchnorm", 2), ("gpt2 dropout", 2)])
@@ -89,6 +92,7 @@ def test_micro_batches_draw_what_they_draw_one_by_one() -> None:
     assert step.plan.by_layer and equal(found, expected)
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16", "max_grad_norm": 0.5}, {"precision": "fp16"}])
@@ -114,6 +118,7 @@ def planned(rows: int, **options: Any) -> PlannedStep:
     return zerofx.plan(model, adamw(model), batch, machine="cpu", backend="eager", **options)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("num", [2, 3, 8])
 def test_parameters_come_and_gradients_go_once_a_step(num: int) -> None:
     alone = planned(1, world_size=2).plan
@@ -123,11 +128,13 @@ def test_parameters_come_and_gradients_go_once_a_step(num: int) -> None:
     assert len(by_layer.gathers) == len(alone.gathers)
 
 
+@pytest.mark.days(3)
 def test_a_plan_and_its_file_do_not_grow_with_micro_batches() -> None:
     few, many = (planned(num, accumulate=num, order="layer") for num in (4, 16))
     assert len(few.lowered.emitted.source.splitlines()) == len(many.lowered.emitted.source.splitlines())
 
 
+@pytest.mark.days(3)
 def test_a_budget_with_parameters_elsewhere_is_planned_layer_by_layer() -> None:
     free = planned(8, accumulate=8, world_size=2).plan.peak_bytes["device"]
     plan = planned(8, accumulate=8, world_size=2, memory_budget=free).plan
@@ -145,6 +152,7 @@ def test_what_needs_micro_batches_one_by_one_is_refused(options: dict[str, Any],
         zerofx.plan(model, adamw(model), batch, machine="cpu", accumulate=2, order="layer", **options)
 
 
+@pytest.mark.days(3)
 def test_ranks_that_share_a_computation_draw_as_one_by_one() -> None:
     shared = (("machine", SHARING), ("reduce", "once"))
     runs = [Run("dropout", {"model": 2}, 5, (*shared, ("order", order)), 3) for order in ("layer", "micro-batch")]

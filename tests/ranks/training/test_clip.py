@@ -42,6 +42,7 @@ def unclipped(trained: Trained) -> Trained:
     return replace(trained, norms=[])
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("name", ["gpt", "stack", "tied", "param groups"])
 def test_one_process_clips_as_torch_does(name: str) -> None:
     case = CASES[name]
@@ -51,6 +52,7 @@ def test_one_process_clips_as_torch_does(name: str) -> None:
     assert not differences(without_key_biases(expected), without_key_biases(found), ROUNDING)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("name", ["stack", "mixed dtypes", "frozen"])
 def test_gradients_below_the_norm_keep_their_bits(name: str) -> None:
     case = CASES[name]
@@ -154,6 +156,7 @@ def _step(plan: Plan | None, stage: int, name: str = "gpt", **options: Any) -> t
     return step_of(name, stage, **{"plan": plan, "max_grad_norm": MOST, **options})
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("tier", "update"), PLACES)
 def test_states_elsewhere_are_the_same_to_the_bit_and_take_the_bytes_predicted(tier: str, update: str) -> None:

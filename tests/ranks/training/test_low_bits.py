@@ -84,6 +84,7 @@ def _unlike_on_a_drive(kind: str, drive: str) -> dict[str, list[str]]:
     return unlike_eager_mode(kind, {"stage 3, on a drive": {"stage": 3, **options}})
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("kind", ["flat", "bitsandbytes, double"])
 def test_weights_wait_on_a_drive_with_the_same_bits(kind: str, tmp_path: Path) -> None:
     if kind in OF_LIBRARIES:

@@ -146,6 +146,7 @@ def _run(of: Callable[..., list[str]], name: str, folder: str) -> list[str]:
     return of(*CASES[name], folder)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_nest_on_two_ranks_is_as_by_itself(name: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")

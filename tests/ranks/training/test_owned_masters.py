@@ -76,6 +76,7 @@ TWO = [
 ]
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("num_ranks", "cases"),
@@ -117,6 +118,7 @@ def _trained_on(folder: str, case: WholeCase, half: int, asynchronous: bool) -> 
     return *saved, len(batches)
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("name", "before", "after", "asynchronous"),
@@ -186,6 +188,7 @@ def _away(tier: str) -> list[str]:
     return [*([] if tiers == {tier} else [f"states on {tiers}"]), *_differences([("Muon", options)])]
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_masters_at_owners_rest_in_slower_tiers(tier: str) -> None:

@@ -18,6 +18,7 @@ from zerofx.scheduler.decide.value_overlap import decide_overlaps
 from zerofx.scheduler.plan.placements import REPLICATED, placement_of
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["gpt", "t5"])
 def test_another_order_gives_the_same_bits(name: str) -> None:
