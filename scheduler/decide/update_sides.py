@@ -8,8 +8,9 @@ the soonest by the pace of its lanes: when computation reaches each run of layer
 meanwhile.
 
 Runs compute in order. What arrives from a slower tier is copied one at a time on each link, of what may be asked for
-the one that is wanted first, and computation waits where it is not there in time. A bucket whose states are on the host
-is updated after the run that completes its gradient, on one of two sides:
+the one that is wanted first, and computation waits where it is not there in time. (``scheduler/cost/simulate.py`` takes
+copies in the order in which a graph starts them, which is decided after the sides are.) A bucket whose states are on
+the host is updated after the run that completes its gradient, on one of two sides:
 
     on the host      gradient down -> update on the host -> parameters up
     on the device    states up -> computation waits for them -> states down
@@ -106,18 +107,18 @@ class Update:
         gradient, new = numel * bucket.reduce_dtype.itemsize, numel * bucket.compute_dtype.itemsize
         stored = states.num_bytes - (new if is_away and not bucket.has_master else 0)
         return Update(
-            bucket,
-            states.latest,
-            states,
-            update_traffic_bytes(bucket, stored, numel) / machine.memory_bandwidth,
-            copy_seconds(stored + (new if is_away else 0), "device", "host", machine),
-            0.0 if waits else copy_seconds(gradient, "device", "host", machine),
-            host_seconds(bucket, stored, numel, machine),
-            0.0 if is_away else copy_seconds(new, "host", "device", machine),
-            gradient + (new if bucket.has_master else 0),
-            used,
-            waits,
-            leaves_down,
+            bucket=bucket,
+            after=states.latest,
+            states=states,
+            computed=update_traffic_bytes(bucket, stored, numel) / machine.memory_bandwidth,
+            states_down=copy_seconds(stored + (new if is_away else 0), "device", "host", machine),
+            gradient_down=0.0 if waits else copy_seconds(gradient, "device", "host", machine),
+            host=host_seconds(bucket, stored, numel, machine),
+            parameters_up=0.0 if is_away else copy_seconds(new, "host", "device", machine),
+            handed_bytes=gradient + (new if bucket.has_master else 0),
+            used=used,
+            waits=waits,
+            leaves_down=leaves_down,
         )
 
     def turn(self, *, on_host: bool) -> tuple[bool, int]:
