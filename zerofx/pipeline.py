@@ -118,7 +118,7 @@ PREPARE = (
     # What collectives on those values overlap with.
     Listed(Overlap, {"overlaps": ()}, lambda plan, _: plan.model > 1),
     # One stage of several, with what it sends and receives.
-    Listed(Stages, {"stage_cuts": (), "pipe_stage": ()}, lambda plan, _: plan.pipe > 1),
+    Listed(Stages, {"stage_cuts": (), "pipe_stage": (), "weights_lag": ()}, lambda plan, _: plan.pipe > 1),
     # Products of linear layers in fp8, as one rank has them.
     Listed(Multiply, {"products": ("node", "left", "right", "in_fp8"), "fp8": ()}, lambda plan, _: plan.products),
     # Huge parameters a slice at a time.

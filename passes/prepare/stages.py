@@ -17,7 +17,8 @@ but where that is known to be so (a forward value, once the loss is there), or w
 waits for comes from one that does not wait for it, so that no order of stages stands still. Where stages take turns
 (``zerofx/ir/micro_batches.py``) what is sent to the stage before is waited for a turn later, when that has come to its
 backward, to the one before that two turns later, and so on. The runs of nodes that micro-batches go through are marked:
-forward, backward, and these waits. Of the last stage forward and backward are one run.
+forward, backward, and these waits. Of the last stage forward and backward are one run. Where weight gradients come some
+turns later, what no message depends on is a run of its own, the last.
 
 What a step or an evaluation gives, each value of it, goes to all stages, when its forward is over.
 
@@ -60,6 +61,7 @@ from zerofx.scheduler.analysis.stages_of_nodes import (
     own_source,
     sources,
     stages_of_nodes,
+    weight_gradients,
 )
 from zerofx.scheduler.plan.mesh import PIPE
 
@@ -304,3 +306,8 @@ def _mark_stretches(
         if distance not in begun:
             set_begun_stretch(wait, pipe.num_after + distance)
             begun.add(distance)
+    if pipe.weights_lag is not None:
+        apart = weight_gradients(step)
+        for node in apart:
+            step.output.prepend(node)
+        set_begun_stretch(apart[0], pipe.num_after + pipe.weights_lag)
