@@ -49,7 +49,9 @@ from zerofx.ir.facts import (
     set_begun_stretch,
     set_message_number,
     set_origin,
+    set_value,
     tensor,
+    value,
 )
 from zerofx.ir.graph import PipeStage, StepGraph
 from zerofx.ir.streams import axes_argument
@@ -108,6 +110,7 @@ def keep_stage(step: StepGraph, pipe: PipeStage) -> None:
         _copy_for_backward(step, mutations, calls[0], first_backward, order)
     _drop_others(step, where, calls, stage)
     if gradients:
+        _divide_convolutions(step)
         _mark_stretches(step, pipe, arrived.get(loss), waits)
     step.parameters = tuple(info for info in step.parameters if info.name in own)
 
@@ -276,6 +279,23 @@ def _drop_others(step: StepGraph, where: StageMap, calls: list[fx.Node], stage: 
     for node in list(step.placeholders(Role.PARAMETER)):
         if where.homes[node] != stage:
             step.graph.erase_node(node)
+
+
+def _divide_convolutions(step: StepGraph) -> None:
+    """Compute a convolution's weight gradients after its input's gradient, in a call of their own: ATen computes them
+    one after the other in any case, and nothing that is sent waits for weight gradients then."""
+    for node in list(step.graph.find_nodes(op="call_function", target=_aten.convolution_backward.default)):
+        mask, (of_input, *of_weights) = list(node.args[-1]), value(node)
+        if not mask[0] or not any(mask[1:]):
+            continue
+        end = skip_getitems(node)
+        with step.graph.inserting_after(end):
+            args, fake = (*node.args[:-1], [False, *mask[1:]]), (None, *of_weights)
+            weights = insert_call(step.graph, node.target, args, origin(node), name=f"{node.name}_weights", fake=fake)
+        set_value(node, (of_input, None, None)).args = (*node.args[:-1], [True, False, False])
+        for name in [user for user in node.users if user.args[1]]:
+            name.replace_input_with(node, weights)
+            weights.append(name)
 
 
 def _comes_back(node: fx.Node, stage: int) -> bool:
