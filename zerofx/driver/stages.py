@@ -96,7 +96,7 @@ class StageOrder:
     def words(self) -> str:
         """The order, for people."""
         most = max((lag for lag in self.lags if lag is not None), default=None)
-        later = "" if most is None else f", weight gradients up to {turns_later(most)}"
+        later = "" if most is None else f", weight gradients {'up to ' if most else ''}{turns_later(most)}"
         return f"{ORDERS_IN_STAGES[self.by_turns]}{later}"
 
 
@@ -114,7 +114,7 @@ def choose_order(request: Request, cut: CutStep, plan_in: Callable[[StageOrder],
         why = "as asked" if asked != "auto" else "" if cut.takes_turns else "backward draws random numbers, in order"
         order = StageOrder(asked != "layer" and cut.takes_turns)
         return replace(order, why=f"{order.words()}, {why}" if why and num > 1 else "")
-    trial = _Trial(plan_in, num, {})
+    trial = _Trial(cut, plan_in, num, {})
     if asked == "zero-bubble":
         order = trial.delay_weights(lambda most: lags_up_to(most, num, cut.splits), len(cut.stages) - 1)
         return replace(order, why=f"{order.words()}, as asked")
@@ -125,7 +125,7 @@ def choose_order(request: Request, cut: CutStep, plan_in: Callable[[StageOrder],
         stages, refusal = [], missed
     best, weights = turns, ""
     if stages:
-        best, weights = _weigh_weights(trial, turns, [stage.seconds for stage in stages], cut.splits)
+        best, weights = _weigh_weights(trial, turns, [stage.seconds for stage in stages])
         other = first.simulate(stages, num).step
         brings = any(stage.brings_parameters for stage in stages)
         if not brings and trial.outcomes[best][0] <= _AS_FAST * other:
@@ -148,6 +148,7 @@ def choose_order(request: Request, cut: CutStep, plan_in: Callable[[StageOrder],
 class _Trial:
     """Orders that stages have been planned in, with the seconds of a step and the largest peak in each."""
 
+    cut: CutStep
     plan_in: Callable[[StageOrder], Sequence[PlannedStage]]
     num_micro_batches: int
     outcomes: dict[StageOrder, tuple[float, int]]
@@ -158,6 +159,10 @@ class _Trial:
         Raises:
             MemoryBudgetError: one of them does not fit.
         """
+        if order.lags:
+            num = min(self.num_micro_batches, 2 * len(order.lags) + 1)
+            graphs = [order.captures(stage).rank_graph(self.num_micro_batches) for stage in self.cut.stages]
+            check_messages(graphs, num, by_turns=True)
         stages = self.plan_in(order)
         peak = max(stage.peak_bytes for stage in stages)
         self.outcomes[order] = order.simulate(stages, self.num_micro_batches).step, peak
@@ -186,15 +191,15 @@ class _Trial:
         return f"{order.words()}, {format_seconds(seconds)} in up to {format_bytes(peak)} a stage"
 
 
-def _weigh_weights(
-    trial: _Trial, turns: StageOrder, seconds: Sequence[StageSeconds], splits: Sequence[bool]
-) -> tuple[StageOrder, str]:
+def _weigh_weights(trial: _Trial, turns: StageOrder, seconds: Sequence[StageSeconds]) -> tuple[StageOrder, str]:
     """The faster order by turns, with weight gradients apart or without, and what the other takes."""
-    num, without = trial.num_micro_batches, trial.outcomes[turns][0]
+    num, without, splits = trial.num_micro_batches, trial.outcomes[turns][0], trial.cut.splits
 
     def lags_of(most: int) -> tuple[int | None, ...]:
         return choose_lags(seconds, num, most, splits)
 
+    if not any(splits[1:]):
+        return turns, "; no weight gradients are computed apart from what is sent"
     expected = simulate_stages(seconds, num, by_turns=True, lags=lags_of(len(seconds) - 1)).step
     if _AS_FAST * expected > without:
         return turns, f"; with weight gradients apart {format_seconds(expected)}"

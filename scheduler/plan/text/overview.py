@@ -40,7 +40,7 @@ def order_words(plan: Plan) -> str:
 
 def turns_later(lag: int) -> str:
     """The turn of weight gradients that come so many after the rest of backward."""
-    return f"{lag} {'turn' if lag == 1 else 'turns'} later"
+    return f"{lag} {'turn' if lag == 1 else 'turns'} later" if lag else "at the end of each turn"
 
 
 def describe_plan(plan: Plan) -> str:
