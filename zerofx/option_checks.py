@@ -69,6 +69,11 @@ def has_stages(mesh: object) -> bool:
     return isinstance(mesh, Mesh) and mesh.pipe > 1
 
 
+def has_no_stages(mesh: object) -> bool:
+    """True for a mesh, given or to be chosen, without the axis ``pipe``."""
+    return not has_stages(mesh)
+
+
 # What a step whose mesh has an axis pipe does not do.
 NOT_IN_STAGES: Final = tuple(
     Exclusion(other, why, has_stages, theirs)

@@ -42,6 +42,7 @@ from zerofx.ir.facts import (
     set_piece,
     set_twin,
     set_value,
+    twin_of,
     value,
 )
 from zerofx.ir.graph import StepGraph
@@ -164,7 +165,8 @@ def _copy(step: StepGraph, node: fx.Node, copies: dict[fx.Node, fx.Node], reader
         raise PlanError(f"expected a plan that keeps what {what}, found {node.name} recomputed")
     with step.graph.inserting_before(reader):
         copy = step.graph.node_copy(node, lambda n: copies.get(n, n))
-    set_value(set_twin(copy, None), value(node))
+    twin = twin_of(node)
+    set_value(set_twin(copy, twin and (f"{twin[0]} again", twin[1])), value(node))
     set_origin(copy, Origin(origin(node).layer, Phase.BACKWARD))
     if node.target is not operator.getitem and not is_view(node):
         set_copied_from(copy, node.name)

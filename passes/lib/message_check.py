@@ -20,7 +20,7 @@ from zerofx.errors import InvalidGraphError
 from zerofx.ir import ops
 from zerofx.ir.facts import begun_stretch, message_number
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import stretch_lags, turns
+from zerofx.ir.micro_batches import stage_turns
 
 _Post = tuple[str, int, int, object]  # "send" or "receive", sender, receiver, and which message
 
@@ -77,7 +77,7 @@ def _events(step: StepGraph, number: int, num_micro_batches: int, by_turns: bool
             runs[-1].append((("send" if sends else "receive", *ends, message_number(started)), node is not started))
     order: Iterable[tuple[int, int]] = itertools.product(range(len(runs)), range(num_micro_batches))
     if by_turns:
-        order = itertools.chain.from_iterable(turns(stretch_lags(step, num_micro_batches), num_micro_batches))
+        order = itertools.chain.from_iterable(stage_turns(step, num_micro_batches, num_micro_batches))
     for run, batch in order:
         for (way, sender, receiver, message), waits in runs[run]:
             yield (way, sender, receiver, (message, batch)), waits

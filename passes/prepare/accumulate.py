@@ -68,7 +68,7 @@ from zerofx.ir.facts import (
     tensor,
 )
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import stretch_lags, turns
+from zerofx.ir.micro_batches import stage_turns, stretch_lags
 from zerofx.passes.lib.draws_ahead import draw_ahead, mark_draws
 from zerofx.passes.lib.turns import hand_on_values
 from zerofx.scheduler.analysis.saved_values import value_node
@@ -97,7 +97,8 @@ def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]
     calls, mutations = list(step.calls()), step.mutations
     lags = stretch_lags(step, num_micro_batches) if step.takes_turns else ()
     if step.pipe is not None and lags:
-        step.num_before = max(*lags, 1 + min(step.pipe.num_after, num_micro_batches - 1))
+        weights = 0 if step.pipe.weights_lag is None else lags[-1]
+        step.num_before = max(*lags, 1 + weights, 1 + min(step.pipe.num_after, num_micro_batches - 1))
     inputs = [node for node in step.placeholders(Role.INPUT) if placeholder(node).name in divided]
     buffers = {placeholder(node).name: node for node in step.placeholders(Role.BUFFER)}
     for node in inputs:
@@ -107,7 +108,7 @@ def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]
         bodies.append({node: node for node in step.placeholders()})
         bodies[number] |= {node: _part_of(step, node, number) for node in inputs}
     if lags:
-        total = _take_turns(step, _stretches(step, calls, ()), lags, bodies, inputs)
+        total = _take_turns(step, _stretches(step, calls, ()), bodies, inputs)
     else:
         total = _run_stretches(step, calls, bodies, buffers)
     step.set_outputs(
@@ -179,7 +180,6 @@ def _run_stretches(
 def _take_turns(
     step: StepGraph,
     stretches: Sequence[Sequence[fx.Node]],
-    lags: Sequence[int],
     bodies: Sequence[dict[fx.Node, fx.Node]],
     inputs: Sequence[fx.Node],
 ) -> fx.Node:
@@ -188,27 +188,26 @@ def _take_turns(
     What rounds of the loop read of earlier turns they hand on (``passes/lib/turns.py``).
     """
     buffers = {placeholder(node).name: node for node in step.placeholders(Role.BUFFER)}
-    mutations, total, begun = step.mutations, step.loss, 0
+    mutations, total, end = step.mutations, step.loss, step.output
     latest, handed_on = dict(mutations), [name for name in mutations if buffers[name].users]
     of_loss = next(number for number, nodes in enumerate(stretches) if step.loss in nodes)
-    for turn, running in enumerate(turns(lags, step.num_bodies)):
-        place = stretches[begun][0] if begun < len(stretches) else step.output
+    for turn, running in enumerate(stage_turns(step, step.num_micro_batches, step.num_bodies)):
         if turn:
             carried = list[fx.Node]()
             if step.has_loop and turn - step.num_before in (0, 1):
-                latest |= {name: _own_value(step, latest[name], (), place) for name in handed_on}
-                total = _own_value(step, total, (), place)
+                latest |= {name: _own_value(step, latest[name], (), end) for name in handed_on}
+                total = _own_value(step, total, (), end)
                 carried = [total, *(latest[name] for name in handed_on)]
-            _begin(step, place, turn, carried)
+            _begin(step, end, turn, carried)
         for number, body in running:
             copies = bodies[body]
             if not body:
-                begun = number + 1
-                place = stretches[begun][0] if begun < len(stretches) else step.output
+                for node in stretches[number]:
+                    end.prepend(node)
                 continue
             copies |= {buffers[name]: node for name, node in latest.items()} if not number else {}
             for node in stretches[number]:
-                copies[node] = _copy(step, node, copies, body, place)
+                copies[node] = _copy(step, node, copies, body, end)
             if number == of_loss:
                 total = _sum(step, total, copies[step.loss])
             if not number:

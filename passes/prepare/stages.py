@@ -17,7 +17,8 @@ but where that is known to be so (a forward value, once the loss is there), or w
 waits for comes from one that does not wait for it, so that no order of stages stands still. Where stages take turns
 (``zerofx/ir/micro_batches.py``) what is sent to the stage before is waited for a turn later, when that has come to its
 backward, to the one before that two turns later, and so on. The runs of nodes that micro-batches go through are marked:
-forward, backward, and these waits. Of the last stage forward and backward are one run.
+forward, backward, and these waits. Of the last stage forward and backward are one run. Where weight gradients come some
+turns later, what no message depends on is a run of its own, the last.
 
 What a step or an evaluation gives, each value of it, goes to all stages, when its forward is over.
 
@@ -48,7 +49,9 @@ from zerofx.ir.facts import (
     set_begun_stretch,
     set_message_number,
     set_origin,
+    set_value,
     tensor,
+    value,
 )
 from zerofx.ir.graph import PipeStage, StepGraph
 from zerofx.ir.streams import axes_argument
@@ -60,6 +63,7 @@ from zerofx.scheduler.analysis.stages_of_nodes import (
     own_source,
     sources,
     stages_of_nodes,
+    weight_gradients,
 )
 from zerofx.scheduler.plan.mesh import PIPE
 
@@ -105,6 +109,7 @@ def keep_stage(step: StepGraph, pipe: PipeStage) -> None:
         _copy_for_backward(step, mutations, calls[0], first_backward, order)
     _drop_others(step, where, calls, stage)
     if gradients:
+        _divide_convolutions(step)
         _mark_stretches(step, pipe, arrived.get(loss), waits)
     step.parameters = tuple(info for info in step.parameters if info.name in own)
 
@@ -275,6 +280,23 @@ def _drop_others(step: StepGraph, where: StageMap, calls: list[fx.Node], stage: 
             step.graph.erase_node(node)
 
 
+def _divide_convolutions(step: StepGraph) -> None:
+    """Compute a convolution's weight gradients after its input's gradient, in a call of their own: ATen computes them
+    one after the other in any case, and nothing that is sent waits for weight gradients then."""
+    for node in list(step.graph.find_nodes(op="call_function", target=_aten.convolution_backward.default)):
+        mask, (of_input, *of_weights) = list(node.args[-1]), value(node)
+        if not mask[0] or not any(mask[1:]):
+            continue
+        end = skip_getitems(node)
+        with step.graph.inserting_after(end):
+            args, fake = (*node.args[:-1], [False, *mask[1:]]), (None, *of_weights)
+            weights = insert_call(step.graph, node.target, args, origin(node), name=f"{node.name}_weights", fake=fake)
+        set_value(node, (of_input, None, None)).args = (*node.args[:-1], [True, False, False])
+        for name in [user for user in node.users if user.args[1]]:
+            name.replace_input_with(node, weights)
+            weights.append(name)
+
+
 def _comes_back(node: fx.Node, stage: int) -> bool:
     """True for what receives a value of a later stage."""
     sender = node.args[0] if node.target is ops.receive_value else None
@@ -303,3 +325,8 @@ def _mark_stretches(
         if distance not in begun:
             set_begun_stretch(wait, pipe.num_after + distance)
             begun.add(distance)
+    if pipe.weights_lag is not None:
+        apart = weight_gradients(step)
+        for node in apart:
+            step.output.prepend(node)
+        set_begun_stretch(apart[0], pipe.num_after + pipe.weights_lag)

@@ -10,6 +10,7 @@ changes it; where its next value follows from the batch alone (a count, say) eac
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -90,6 +91,32 @@ def stages_of_nodes(step: StepGraph, cuts: Sequence[str]) -> StageMap:
             _refuse(f"{message.value.name} of stage {message.sender} read in stage {message.receiver}")
     messages.sort(key=lambda message: (order[message.value], message.receiver))
     return StageMap(homes, tuple(messages), backward, changed, results)
+
+
+def weight_gradients(step: StepGraph) -> list[fx.Node]:
+    """The nodes of backward that no message of a stage depends on, and nothing that it gives: weight gradients and what
+    leads to these alone, in order. A node of several results that one is sent of is not among them."""
+    calls = [node for node in step.calls() if node.target is not ops.next_micro_batch]
+    messages = [node for node in calls if _is_message(node) and origin(node).phase is not Phase.UPDATE]
+    pending, needed = [step.loss, *step.extras, *messages], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+    return [
+        node
+        for node in calls
+        if origin(node).phase is Phase.BACKWARD
+        and node not in needed
+        and not (node.target is operator.getitem and node.args[0] in needed)
+    ]
+
+
+def _is_message(node: fx.Node) -> bool:
+    """True for what starts to send or receive, and for its wait."""
+    started = node.args[0] if node.target is ops.wait else node
+    return isinstance(started, fx.Node) and started.target in ops.MESSAGES
 
 
 def is_remade(node: fx.Node) -> bool:

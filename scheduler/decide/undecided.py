@@ -34,6 +34,7 @@ def undecided(step: StepGraph, layout: BucketLayout, stage: int, precision: str 
         pipe=layout.mesh.pipe,
         stage_cuts=step.pipe.cuts if step.pipe is not None else (),
         pipe_stage=step.pipe.number if step.pipe is not None else 0,
+        weights_lag=step.pipe.weights_lag if step.pipe is not None else None,
         draws_together=step.pipe is not None and step.pipe.draws,
         summary=summarise_graph(step),
     )

@@ -51,7 +51,8 @@ class Plan:
     ``ranks_per_node`` where it takes nodes to end; both say nothing of an exact plan. ``replicate``, ``model`` and
     ``pipe`` are the ranks on those axes of the mesh; ``num_ranks`` are all there are. On ``pipe`` the plan is that of
     stage number ``pipe_stage``, and ``stage_cuts`` are the nodes of the captured graph's forward that later stages
-    begin with; ``draws_together``: whether any of them draws random numbers, which all do then. ``states_reason``: why
+    begin with; ``draws_together``: whether any of them draws random numbers, which all do then. ``weights_lag``: how
+    many turns after the rest of backward it computes weight gradients, None for with it. ``states_reason``: why
     replicas update parts of slices each, or all of them the whole.
     """
 
@@ -89,6 +90,7 @@ class Plan:
     stage_cuts: tuple[str, ...] = field(default=(), metadata=ONLY_IF_SET)
     pipe_stage: int = field(default=0, metadata=ONLY_IF_SET)
     draws_together: bool = field(default=False, metadata=ONLY_IF_SET)
+    weights_lag: int | None = field(default=None, metadata=ONLY_IF_SET)
     states_reason: str = field(default="", metadata=ONLY_IF_SET)
     prediction: Prediction | None = field(default=None, compare=False)
     summary: GraphSummary | None = field(default=None, compare=False)

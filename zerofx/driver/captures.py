@@ -106,6 +106,11 @@ class Captures:
         staged.pipe, staged._uncut, staged._of_rank, staged._unrolled = pipe, self, {}, {}
         return staged
 
+    def delay_weights(self, lag: int | None) -> Captures:
+        """The same stage with weight gradients so many turns after the rest of backward; None: with it."""
+        assert self.pipe is not None and self._uncut is not None, "stages take turns"
+        return self if lag == self.pipe.weights_lag else self._uncut.stage_captures(replace(self.pipe, weights_lag=lag))
+
     def reorder(self, overlaps: tuple[MovedNodes, ...]) -> Captures:
         """The same step of one rank in another order.
 

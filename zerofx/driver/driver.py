@@ -34,7 +34,15 @@ from zerofx.driver.shardings import (
     record_shardings,
     share_computation,
 )
-from zerofx.driver.stages import CutStep, PlannedStage, choose_order, cut_into_stages, name_stage, try_cuts
+from zerofx.driver.stages import (
+    CutStep,
+    PlannedStage,
+    StageOrder,
+    choose_order,
+    cut_into_stages,
+    name_stage,
+    try_cuts,
+)
 from zerofx.errors import (
     InternalError,
     InvalidGraphError,
@@ -154,17 +162,20 @@ def _take_stage(
     cut = _cut(request, one_rank, earlier, control, balance)
     own = cut.stages[request.mesh.place(control.rank, "pipe")]
     with wrap_defects("plan a step"):
-        order = choose_order(request, cut, lambda order: _plan_in(order.request(request), own, earlier, control))
-    return OwnStage(order.request(request), own, cut.cuts, order.why)
+        order = choose_order(request, cut, lambda order: _plan_in(request, order, own, earlier, control))
+    return OwnStage(order.request(request), order.captures(own), cut.cuts, order.why)
 
 
-def _plan_in(request: Request, captures: Captures, earlier: Earlier | None, control: Control) -> list[PlannedStage]:
-    """All stages as they are planned for a request, of which ``captures`` are this rank's. Collective.
+def _plan_in(
+    request: Request, order: StageOrder, own: Captures, earlier: Earlier | None, control: Control
+) -> list[PlannedStage]:
+    """All stages as they are planned in an order, of which ``own`` is this rank's. Collective.
 
     Raises:
         MemoryBudgetError: one of them fits no budget.
     """
-    prepared = _prepare(replace(request, verbose=False), captures, earlier, control)
+    captures = control.attempt("capture a step", lambda: order.captures(own))
+    prepared = _prepare(replace(order.request(request), verbose=False), captures, earlier, control)
     target, budget = target_of(prepared), budget_bytes(request.options.memory_budget, request.machine)
     prepared, captured, plan = _agree_on_plan(prepared, target, budget, control)
     lowered = control.attempt("plan a stage", lambda: lower_step(prepared, captured, plan, target))
@@ -336,9 +347,10 @@ def _fit_budget(prepared: Prepared, control: Control, order: str = "") -> tuple[
 def _predict_among_stages(compiled: CompiledStep, lowered: LoweredStep, control: Control, order: str) -> CompiledStep:
     """A stage's step with the seconds that it takes among the others. Collective."""
     plan = compiled.plan
-    of_ranks = control.gather(stage_seconds(lowered.graph, lowered.simulation), "predict a step in stages")
-    stages = [of_ranks[members[0]] for members in _ranks_of_stages(plan.mesh)]
-    pipeline = simulate_stages(stages, plan.num_micro_batches, by_turns=not plan.by_layer)
+    own = stage_seconds(lowered.graph, lowered.simulation), plan.weights_lag
+    of_ranks = control.gather(own, "predict a step in stages")
+    stages, lags = zip(*(of_ranks[members[0]] for members in _ranks_of_stages(plan.mesh)), strict=True)
+    pipeline = simulate_stages(stages, plan.num_micro_batches, by_turns=not plan.by_layer, lags=lags)
     predicted = predict_stage(plan, pipeline, order)
     details = replace(compiled.lowered, plan=predicted)
     return replace(compiled, plan=predicted, details=lambda: details)

@@ -48,7 +48,7 @@ from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.parameter_groups import group_of_parameters
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.pipeline import predict_stage, simulate_stages
+from zerofx.scheduler.cost.pipeline import predict_stage
 from zerofx.scheduler.cost.roofline import matmul_seconds_at_peak
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
@@ -327,18 +327,18 @@ def _plan_on(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedSte
 def _plan_stages(request: Request, one_rank: Captures, balance: Balance) -> PlannedStep:
     """The largest of the stages of the step that one rank of the model axis runs, with all of them."""
     cut = cut_into_stages(request, one_rank, balance=balance)
-    planned: dict[bool, list[PlannedStep]] = {}
+    planned: dict[StageOrder, list[PlannedStep]] = {}
 
     def plan_in(order: StageOrder) -> list[PlannedStage]:
-        planned[order.by_turns] = [_plan_stage(order.request(request), captures) for captures in cut.stages]
-        return [PlannedStage.of(stage.lowered) for stage in planned[order.by_turns]]
+        planned[order] = [_plan_stage(order.request(request), order.captures(captures)) for captures in cut.stages]
+        return [PlannedStage.of(stage.lowered) for stage in planned[order]]
 
     order = choose_order(request, cut, plan_in)
-    if order.by_turns not in planned:
+    if order not in planned:
         plan_in(order)
-    stages = planned[order.by_turns]
-    seconds = [PlannedStage.of(stage.lowered).seconds for stage in stages]
-    pipeline = simulate_stages(seconds, stages[0].plan.num_micro_batches, by_turns=order.by_turns)
+    stages = planned[order]
+    lowered = [PlannedStage.of(stage.lowered) for stage in stages]
+    pipeline = order.simulate(lowered, stages[0].plan.num_micro_batches)
     predicted = [
         replace(stage, lowered=replace(stage.lowered, plan=predict_stage(stage.plan, pipeline, order.why)))
         for stage in stages

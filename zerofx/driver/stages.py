@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from zerofx.choices import OrderOption
@@ -20,8 +20,16 @@ from zerofx.passes.lib.draws_ahead import find_unforeseen_draw
 from zerofx.passes.lib.message_check import check_messages
 from zerofx.passes.prepare.stages import check_stages
 from zerofx.runtime.state.parameter_groups import group_of_parameters, histories_of
-from zerofx.scheduler.cost.pipeline import StageSeconds, simulate_stages, stage_seconds
-from zerofx.scheduler.plan.text.overview import ORDERS_IN_STAGES
+from zerofx.scheduler.analysis.stages_of_nodes import weight_gradients
+from zerofx.scheduler.cost.pipeline import (
+    PipelineSeconds,
+    StageSeconds,
+    choose_lags,
+    lags_up_to,
+    simulate_stages,
+    stage_seconds,
+)
+from zerofx.scheduler.plan.text.overview import ORDERS_IN_STAGES, turns_later
 from zerofx.scheduler.search.problem import BudgetMissedError
 from zerofx.scheduler.search.stage_cuts import BALANCES, Balance, decide_stages, name_cuts
 from zerofx.units import format_bytes, format_seconds
@@ -34,12 +42,14 @@ _AS_FAST = 1.01  # times the seconds of another order: less says nothing
 class CutStep:
     """A captured step as the ranks of each stage run it, and the parts of the forward that later stages begin with.
 
-    ``takes_turns``: whether a stage can run backward of a micro-batch before the forward of later ones.
+    ``takes_turns``: whether a stage can run backward of a micro-batch before the forward of later ones; ``splits``:
+    which of them can compute weight gradients apart.
     """
 
     stages: tuple[Captures, ...]
     cuts: tuple[int, ...] = ()
     takes_turns: bool = True
+    splits: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,15 +73,31 @@ class PlannedStage:
 @dataclass(frozen=True)
 class StageOrder:
     """The order of micro-batches in all stages, one forward and one backward by turns or else all forward first, and
-    why it is so."""
+    why it is so. ``lags``: how many turns later each computes weight gradients, as for ``simulate_stages``."""
 
     by_turns: bool = False
-    why: str = ""
+    why: str = field(default="", compare=False)
+    lags: tuple[int | None, ...] = ()
 
     def request(self, request: Request) -> Request:
         """The request for a step in this order."""
         order: OrderOption = "micro-batch" if self.by_turns else "layer"
         return replace(request, options=replace(request.options, order=order))
+
+    def captures(self, stage: Captures) -> Captures:
+        """The captures of a stage, in this order."""
+        return stage if stage.pipe is None else stage.delay_weights(self.lags[stage.pipe.number] if self.lags else None)
+
+    def simulate(self, stages: Sequence[PlannedStage], num_micro_batches: int) -> PipelineSeconds:
+        """The seconds of stages that are planned in this order."""
+        seconds = [stage.seconds for stage in stages]
+        return simulate_stages(seconds, num_micro_batches, by_turns=self.by_turns, lags=self.lags)
+
+    def words(self) -> str:
+        """The order, for people."""
+        most = max((lag for lag in self.lags if lag is not None), default=None)
+        later = "" if most is None else f", weight gradients {'up to ' if most else ''}{turns_later(most)}"
+        return f"{ORDERS_IN_STAGES[self.by_turns]}{later}"
 
 
 def choose_order(request: Request, cut: CutStep, plan_in: Callable[[StageOrder], Sequence[PlannedStage]]) -> StageOrder:
@@ -84,40 +110,109 @@ def choose_order(request: Request, cut: CutStep, plan_in: Callable[[StageOrder],
         MemoryBudgetError: no order fits.
     """
     asked, num = request.options.order, cut.stages[0].candidates[0]
-    if num == 1 or len(cut.stages) == 1 or asked != "auto" or not cut.takes_turns:
+    if num == 1 or len(cut.stages) == 1 or asked in ("layer", "micro-batch") or not cut.takes_turns:
         why = "as asked" if asked != "auto" else "" if cut.takes_turns else "backward draws random numbers, in order"
-        by_turns = asked != "layer" and cut.takes_turns
-        return StageOrder(by_turns, f"{ORDERS_IN_STAGES[by_turns]}, {why}" if why and num > 1 else "")
-    outcomes = dict[bool, tuple[float, int]]()
-    refusals = list[MemoryBudgetError]()
-    for by_turns in (True, False):
-        try:
-            stages = plan_in(StageOrder(by_turns))
-        except MemoryBudgetError as refusal:
-            refusals.append(refusal)
-            continue
-        seconds, peak = [stage.seconds for stage in stages], max(stage.peak_bytes for stage in stages)
-        outcomes[by_turns] = simulate_stages(seconds, num, by_turns=by_turns).step, peak
-        if by_turns and not any(stage.brings_parameters for stage in stages):
-            other = simulate_stages(seconds, num).step
-            if outcomes[by_turns][0] <= _AS_FAST * other:
-                why = f"all forward first takes {format_seconds(other)}, and holds {num} micro-batches"
-                return StageOrder(True, f"{_describe(True, *outcomes[True])}: {why}")
-    if not outcomes:
-        raise refusals[-1]
-    if len(outcomes) == 1:
-        (by_turns,) = outcomes
-        return StageOrder(by_turns, f"{_describe(by_turns, *outcomes[by_turns])}: the other order does not fit")
-    (turns, _), (first, _) = outcomes[True], outcomes[False]
-    by_turns = turns <= _AS_FAST * first
-    return StageOrder(
-        by_turns,
-        f"{_describe(by_turns, *outcomes[by_turns])}, rather than {_describe(not by_turns, *outcomes[not by_turns])}",
+        order = StageOrder(asked != "layer" and cut.takes_turns)
+        return replace(order, why=f"{order.words()}, {why}" if why and num > 1 else "")
+    trial = _Trial(cut, plan_in, num, {})
+    if asked == "zero-bubble":
+        order = trial.delay_weights(lambda most: lags_up_to(most, num, cut.splits), len(cut.stages) - 1)
+        return replace(order, why=f"{order.words()}, as asked")
+    turns, first = StageOrder(by_turns=True), StageOrder()
+    try:
+        stages, refusal = trial.plan(turns), None
+    except MemoryBudgetError as missed:
+        stages, refusal = [], missed
+    best, weights = turns, ""
+    if stages:
+        best, weights = _weigh_weights(trial, turns, [stage.seconds for stage in stages])
+        other = first.simulate(stages, num).step
+        brings = any(stage.brings_parameters for stage in stages)
+        if not brings and trial.outcomes[best][0] <= _AS_FAST * other:
+            why = f"all forward first takes {format_seconds(other)}, and holds {num} micro-batches"
+            return replace(best, why=f"{trial.describe(best)}: {why}{weights}")
+    try:
+        trial.plan(first)
+    except MemoryBudgetError:
+        if refusal is not None:
+            raise
+        return replace(best, why=f"{trial.describe(best)}: the other order does not fit{weights}")
+    if refusal is not None:
+        return replace(first, why=f"{trial.describe(first)}: the other order does not fit")
+    is_best = trial.outcomes[best][0] <= _AS_FAST * trial.outcomes[first][0]
+    chosen, rejected = (best, first) if is_best else (first, best)
+    return replace(chosen, why=f"{trial.describe(chosen)}, rather than {trial.describe(rejected)}{weights}")
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Orders that stages have been planned in, with the seconds of a step and the largest peak in each."""
+
+    cut: CutStep
+    plan_in: Callable[[StageOrder], Sequence[PlannedStage]]
+    num_micro_batches: int
+    outcomes: dict[StageOrder, tuple[float, int]]
+
+    def plan(self, order: StageOrder) -> Sequence[PlannedStage]:
+        """All stages in an order.
+
+        Raises:
+            MemoryBudgetError: one of them does not fit.
+        """
+        if order.lags:
+            num = min(self.num_micro_batches, 2 * len(order.lags) + 1)
+            graphs = [order.captures(stage).rank_graph(self.num_micro_batches) for stage in self.cut.stages]
+            check_messages(graphs, num, by_turns=True)
+        stages = self.plan_in(order)
+        peak = max(stage.peak_bytes for stage in stages)
+        self.outcomes[order] = order.simulate(stages, self.num_micro_batches).step, peak
+        return stages
+
+    def delay_weights(self, lags_of: Callable[[int], tuple[int | None, ...]], most: int) -> StageOrder:
+        """The order by turns with weight gradients ``most`` turns later, or as many fewer as it takes to fit.
+
+        Raises:
+            MemoryBudgetError: none fits.
+        """
+        while True:
+            order = StageOrder(by_turns=True, lags=lags_of(most))
+            try:
+                self.plan(order)
+            except MemoryBudgetError:
+                most = max((lag for lag in order.lags if lag), default=0) - 1
+                if most < 0:
+                    raise
+            else:
+                return order
+
+    def describe(self, order: StageOrder) -> str:
+        """An order with what it takes."""
+        seconds, peak = self.outcomes[order]
+        return f"{order.words()}, {format_seconds(seconds)} in up to {format_bytes(peak)} a stage"
+
+
+def _weigh_weights(trial: _Trial, turns: StageOrder, seconds: Sequence[StageSeconds]) -> tuple[StageOrder, str]:
+    """The faster order by turns, with weight gradients apart or without, and what the other takes."""
+    num, without, splits = trial.num_micro_batches, trial.outcomes[turns][0], trial.cut.splits
+
+    def lags_of(most: int) -> tuple[int | None, ...]:
+        return choose_lags(seconds, num, most, splits)
+
+    if not any(splits[1:]):
+        return turns, "; no weight gradients are computed apart from what is sent"
+    expected = simulate_stages(seconds, num, by_turns=True, lags=lags_of(len(seconds) - 1)).step
+    if _AS_FAST * expected > without:
+        return turns, f"; with weight gradients apart {format_seconds(expected)}"
+    try:
+        apart = trial.delay_weights(lags_of, len(seconds) - 1)
+    except MemoryBudgetError:
+        return turns, "; with weight gradients apart it does not fit"
+    if _AS_FAST * trial.outcomes[apart][0] > without:
+        return turns, f"; with weight gradients apart {format_seconds(trial.outcomes[apart][0])}"
+    return (
+        apart,
+        f"; with weight gradients at once {format_seconds(without)} in {format_bytes(trial.outcomes[turns][1])}",
     )
-
-
-def _describe(by_turns: bool, seconds: float, peak_bytes: int) -> str:
-    return f"{ORDERS_IN_STAGES[by_turns]}, {format_seconds(seconds)} in up to {format_bytes(peak_bytes)} a stage"
 
 
 def try_cuts(request: Request, earlier: Earlier | None, attempt: Callable[[Balance], T]) -> T:
@@ -183,15 +278,16 @@ def cut_into_stages(
     takes_turns = not any(is_random(node) and origin(node).phase is Phase.BACKWARD for node in step.calls())
     if takes_turns:
         check_messages(graphs, min(num_micro_batches, 2 * num_stages + 1), by_turns=True)
-    elif request.options.order == "micro-batch":
+    elif request.options.order in ("micro-batch", "zero-bubble"):
         raise UsageError(
-            "expected a model that draws no random numbers in backward with order='micro-batch' where the mesh has an "
-            "axis 'pipe', found one that does: leave order= out"
+            f"expected a model that draws no random numbers in backward with order={request.options.order!r} where "
+            f"the mesh has an axis 'pipe', found one that does: leave order= out"
         )
+    splits = tuple(bool(graph.gradients and weight_gradients(graph)) for graph in graphs)
     if earlier is not None:
         _check_places(graphs, earlier)
     if not step.gradients:
-        return CutStep(tuple(stages), cuts, takes_turns)
+        return CutStep(tuple(stages), cuts, takes_turns, splits)
     groups = group_of_parameters(request.model, request.optimizers, step.parameters, set(step.gradients))
     histories = histories_of(request.model, request.optimizers)
     layouts = [layout_of(graph, groups, request.mesh, histories=histories) for graph in graphs]
@@ -209,6 +305,7 @@ def cut_into_stages(
         ),
         cuts,
         takes_turns,
+        splits,
     )
 
 

@@ -79,7 +79,8 @@ class PipeStage:
     ``number`` counts stages from 0. ``cuts`` are the names of the nodes in the whole graph's forward that later stages
     begin with. ``first_bucket``: how many trained buckets of ``num_buckets`` in all the stages before it have.
     ``draws``: whether any of them draws random numbers. ``buffers`` are, by name, the stages of the buffers that one of
-    them changes.
+    them changes. ``weights_lag``: where a stage by turns computes weight gradients apart from the rest of backward, how
+    many turns after it.
     """
 
     number: int
@@ -89,6 +90,7 @@ class PipeStage:
     num_buckets: int = 0
     draws: bool = False
     buffers: tuple[tuple[str, int], ...] = ()
+    weights_lag: int | None = None
 
     @property
     def num_after(self) -> int:
@@ -163,8 +165,8 @@ class StepGraph:
 
     @property
     def is_ahead(self) -> bool:
-        """True if forward is some turns ahead of backward."""
-        return self.takes_turns and self.pipe is not None and self.pipe.num_after > 0
+        """True if forward is some turns ahead of backward, or of weight gradients."""
+        return self.takes_turns and self.pipe is not None and bool(self.pipe.num_after or self.pipe.weights_lag)
 
     @property
     def num_backwards(self) -> int:

@@ -19,6 +19,8 @@ to one with a larger lag, rounds hand on (``passes/lib/turns.py``). Of a stage b
     turns 2 to 6, a loop: forward(t), backward(t - 1)
     turn 7: forward(7), backward(6)
     turn 8: backward(7)
+
+Weight gradients may be a stretch of their own, the last, which fills the time until the next message (2401.10241).
 """
 
 from __future__ import annotations
@@ -73,12 +75,23 @@ def stretch_lags(step: StepGraph, num_micro_batches: int) -> tuple[int, ...]:
     return (0, *(mark - longer for mark in marks))
 
 
-def turns(lags: Sequence[int], num_micro_batches: int) -> Iterator[list[tuple[int, int]]]:
+def turns(
+    lags: Sequence[int], num_micro_batches: int, *, weights_apart: bool = False
+) -> Iterator[list[tuple[int, int]]]:
     """For each turn the stretches that run, in order, each with its micro-batch: forward first, then waits, which free
-    what was sent, and backward."""
+    what was sent, backward, and weight gradients, if these are the last stretch."""
+    order = [0, *reversed(range(1, len(lags)))]
+    if weights_apart:
+        order.append(order.pop(1))
     for turn in range(num_micro_batches + max(lags)):
-        running = [(number, turn - lag) for number, lag in enumerate(lags) if lag <= turn < lag + num_micro_batches]
-        yield sorted(running, key=lambda each: -each[0] if each[0] else -len(lags))
+        running = ((number, turn - lags[number]) for number in order)
+        yield [(number, batch) for number, batch in running if batch in range(num_micro_batches)]
+
+
+def stage_turns(step: StepGraph, num_micro_batches: int, num_runs: int) -> Iterator[list[tuple[int, int]]]:
+    """The turns of a stage that takes ``num_micro_batches``, of which ``num_runs`` are written out."""
+    apart = step.pipe is not None and step.pipe.weights_lag is not None
+    return turns(stretch_lags(step, num_micro_batches), num_runs, weights_apart=apart)
 
 
 def borders(step: StepGraph) -> list[fx.Node]:

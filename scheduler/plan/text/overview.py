@@ -33,8 +33,14 @@ ORDERS_IN_STAGES = {True: "one forward, one backward", False: "all forward, then
 def order_words(plan: Plan) -> str:
     """The order of a plan's micro-batches."""
     if plan.pipe > 1:
-        return ORDERS_IN_STAGES[not plan.by_layer]
+        later = "" if plan.weights_lag is None else f", weight gradients {turns_later(plan.weights_lag)}"
+        return f"{ORDERS_IN_STAGES[not plan.by_layer]}{later}"
     return "layer by layer" if plan.by_layer else "one micro-batch after the other"
+
+
+def turns_later(lag: int) -> str:
+    """The turn of weight gradients that come so many after the rest of backward."""
+    return f"{lag} {'turn' if lag == 1 else 'turns'} later" if lag else "at the end of each turn"
 
 
 def describe_plan(plan: Plan) -> str:
@@ -57,6 +63,8 @@ def describe_plan(plan: Plan) -> str:
         lines.append(f"{len(plan.gathers)} gathers in {len(plan.launches)} collectives")
     if plan.num_micro_batches > 1:
         order = ", layer by layer" if plan.by_layer and plan.pipe == 1 else ""
+        if plan.weights_lag is not None:
+            order = f", weight gradients {turns_later(plan.weights_lag)}"
         lines.append(f"{plan.num_micro_batches} micro-batches before each update{order}: {plan.micro_batches_reason}")
     lines += [plan.states_reason] if plan.states_reason else []
     lines += _owner_words(plan)

@@ -260,7 +260,7 @@ def _stage_values(order: str, *, arena: bool) -> list[Tensor]:
 def _two_stages() -> dict[str, bool]:
     from zerofx.runtime import executor
 
-    orders = ("layer", "micro-batch")
+    orders = ("layer", "micro-batch", "zero-bubble")
     expected = [_stage_values(order, arena=False) for order in orders]
     with mock.patch.object(executor, "Arena", _Poisoned):
         trained = [_stage_values(order, arena=True) for order in orders]
@@ -272,4 +272,4 @@ def _two_stages() -> dict[str, bool]:
 
 @pytest.mark.slow
 def test_stages_receive_in_the_pool() -> None:
-    assert run_ranks(_two_stages, 2, timeout=1800.0) == [{"layer": True, "micro-batch": True}] * 2
+    assert run_ranks(_two_stages, 2, timeout=1800.0) == [{"layer": True, "micro-batch": True, "zero-bubble": True}] * 2

@@ -20,7 +20,7 @@ from tests.lib.runs.stages import Outcome, Run, are_equal, begin_run, check_runs
 from zerofx import RankMismatchError, UsageError
 
 CLIPPED = (("max_grad_norm", 0.1),)
-TURNS, FIRST = ("order", "micro-batch"), ("order", "layer")
+TURNS, FIRST, APART = ("order", "micro-batch"), ("order", "layer"), ("order", "zero-bubble")
 ON_TWO = [
     Run("gpt", {"pipe": 2}, 4, CLIPPED),
     Run("gpt", {"pipe": 2}, 6, (*CLIPPED, TURNS)),
@@ -47,6 +47,17 @@ ON_FOUR = [
     Run("dropout", {"pipe": 4}, 8, (("stage", 0), TURNS), steps=4),
     Run("llama", {"pipe": 4}, 3, (TURNS,), steps=4),
 ]
+WEIGHTS_APART = [
+    [Run(model, {"pipe": 2}, 6, (*CLIPPED, ("stage", 0), APART), steps=3) for model in ("dropout", "gpt2", "u-net")],
+    [Run("gpt", {"pipe": 4}, 8, (*CLIPPED, APART), steps=3)],
+]
+MORE_APART = [
+    [
+        Run("dropout", {"pipe": 2}, 8, (("recompute", "full"), APART), steps=2),
+        Run("norms", {"pipe": 2}, 2, (APART,), steps=3),
+    ],
+    [Run("norms", {"pipe": 4}, 9, (APART,), steps=2), Run("llama", {"pipe": 4}, 3, (APART,), steps=2)],
+]
 
 
 def _nightly(runs: list[Run]) -> list[Any]:
@@ -64,6 +75,20 @@ def test_two_stages_train_like_one_process(runs: list[Run]) -> None:
 @pytest.mark.parametrize("runs", _nightly(ON_FOUR), ids=["turns", "forward first"])
 def test_four_stages_train_like_one_process(runs: list[Run]) -> None:
     check_runs(runs, 4, [train_runs([run.on(None) for run in runs])])
+
+
+@pytest.mark.parametrize("runs", [*WEIGHTS_APART, *(pytest.param(runs, marks=pytest.mark.slow) for runs in MORE_APART)])
+def test_weight_gradients_some_turns_later_have_the_bits_of_one_process(runs: list[Run]) -> None:
+    check_runs(runs, dict(runs[0].mesh or {})["pipe"], [train_runs([run.on(None) for run in runs])])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", ["shard", "model"])
+def test_weight_gradients_come_later_in_stages_of_several_ranks(shared: str) -> None:
+    options = (*CLIPPED, ("stage", 0 if shared == "model" else 3), APART)
+    runs = [Run(model, {"pipe": 2, shared: 2}, 6, options, 3) for model in ("dropout", "llama")]
+    once = [replace(run.on({shared: 2}), options=(*options[:-1], ("reduce", "once"))) for run in runs]
+    check_runs(runs, 4, run_ranks(train_runs, 2, once))
 
 
 @pytest.mark.slow
