@@ -84,8 +84,6 @@ NOT_IN_STAGES: Final = tuple(
         ("tile", "parameters of a stage stay whole", instances(Mapping)),
         ("precision", "stages are cut for products in one precision", lambda given: given.fp8 is not None),
         ("wire", "what stages hand on is sent exactly", None),
-        ("delayed_update", "updates end with the step", None),
-        ("keep_gradients", "a rank has the gradients of one stage", None),
         ("plan", "each stage has a plan of its own", None),
         ("cuda_graphs", "messages between stages are awaited by the host", one_of(True, "auto")),
     )

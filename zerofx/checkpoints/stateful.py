@@ -71,6 +71,8 @@ def state_of(training: Training, names: ModelNames, numbers: StepCounts) -> dict
             states[name] |= {
                 n: _make_boxed(latest, parameter, v.dtype, n, owned, mine) for n, v in held.flat.items() if n in present
             }
+    if training.state.elsewhere:
+        _add_stages(training, names, model, states)
     for alias, name in names.aliases.items():
         if name in model:
             model[alias] = model[name]
@@ -85,6 +87,7 @@ def state_of(training: Training, names: ModelNames, numbers: StepCounts) -> dict
         "extra": dict(numbers.extra),
         "has_begun": any(held.present for _, held in training.buckets()),
         "num_model": training.state.layout.mesh.model,
+        "num_pipe": training.state.layout.mesh.pipe,
         "random": training.control.gather(drawn, "take down the random generators"),
     }
     ids = {id(training.state.parameter(own_name)): name for own_name, name in names.parameters.items()}
@@ -94,6 +97,34 @@ def state_of(training: Training, names: ModelNames, numbers: StepCounts) -> dict
         for group in training.optimizers.param_groups
     ]
     return {MODEL: model, OPTIMIZER: {"state": states, "param_groups": groups}, OWN: json.dumps(own)}
+
+
+def _add_stages(
+    training: Training, names: ModelNames, model: dict[str, torch.Tensor], states: dict[str, dict[str, Any]]
+) -> None:
+    """Add what other stages have, of which this rank writes and reads nothing. Collective."""
+    own = {name: (tensor.dtype, _describe(states.get(name))) for name, tensor in model.items()}
+    parameters = {name: training.state.parameter(source) for source, name in names.parameters.items()}
+
+    def nothing_of(name: str, dtype: torch.dtype) -> BoxedTensor:
+        return BoxedTensor(parameters[name], dtype, (), (), lambda _: torch.empty(0))
+
+    for of_rank in training.control.gather(own, "list the state of stages"):
+        for name in of_rank.keys() - own.keys():
+            dtype, entry = of_rank[name]
+            model[name] = nothing_of(name, dtype)
+            if entry is not None:
+                states[name] = {
+                    key: nothing_of(name, value) if isinstance(value, torch.dtype) else value
+                    for key, value in entry.items()
+                }
+
+
+def _describe(entry: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """States of a parameter, with the dtype in the place of those that are boxes."""
+    if entry is None:
+        return None
+    return {key: value.dtype if isinstance(value, BoxedTensor) else value for key, value in entry.items()}
 
 
 def _make_boxed(
@@ -131,7 +162,8 @@ class Loaded:
             parameter = training.state.parameter(own)
             problems += _problems(name, self._model.get(name), parameter)
             entry = {key: value for key, value in entries.get(name, {}).items() if value is not None}
-            self._states[own] = {key: value for key, value in entry.items() if _is_flat(value, key in flat[own])}
+            with_flat = flat.get(own, ())
+            self._states[own] = {key: value for key, value in entry.items() if _is_flat(value, key in with_flat)}
             self._numbers[own] = {key: value for key, value in entry.items() if key not in self._states[own]}
             for key, value in self._states[own].items():
                 problems += _problems(f"{key} of {name}", value, parameter)
@@ -195,8 +227,10 @@ class Loaded:
                 }
                 for by_name in self.own["random"]
             ]
-            rank, num_model = training.control.rank, training.state.layout.mesh.model
-            before = predecessor(rank, num_model, len(drawn), self.own.get("num_model", 1))
+            mesh = training.state.layout.mesh
+            rank, num_model = training.control.rank % training.state.layout.num_stage_ranks, mesh.model
+            num_ranks = len(drawn) // self.own.get("num_pipe", 1)
+            before = predecessor(rank, num_model, num_ranks, self.own.get("num_model", 1))
             set_random_states(states_for(before, rank // num_model, drawn), training.device)
 
 

@@ -27,7 +27,6 @@ from zerofx.runtime.state.loss_scaler import check_scale
 from zerofx.scheduler.plan.placements import FIRST_CAPACITY
 from zerofx.session.batches.micro_batches import MicroBatches
 from zerofx.session.life import Life
-from zerofx.session.stages import refuse_in_stages
 from zerofx.session.steps import Steps
 from zerofx.session.taken_over import Awaited, TakenOver
 from zerofx.units import first_few
@@ -196,7 +195,6 @@ class Checkpointed:
         from zerofx.checkpoints.stateful import state_of
 
         taken = self._require_model("take the state of a step")
-        refuse_in_stages(taken.layout.mesh, "take the state of a step", "call step.save_checkpoint(folder)")
         with self._life.claim("take the state of a step"), wrap_defects("take the state of a step"), torch.no_grad():
             self._finish_updates(taken, "take the state of a step")
             return state_of(taken.training, self._names(), self._numbers())
@@ -217,7 +215,6 @@ class Checkpointed:
             shown = first_few(map(repr, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
             raise UsageError(f"expected a state dictionary with 'model', found {shown or 'nothing'}")
         taken = self._require_model("load the state of a step")
-        refuse_in_stages(taken.layout.mesh, "load the state of a step", "call step.load_checkpoint(folder)")
         self.finish_saving()
         control = self._life.control
         control.meet("load the state of a step")

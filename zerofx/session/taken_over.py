@@ -116,7 +116,8 @@ class TakenOver:
 
     def _tell_stages(self, control: Control) -> None:
         """Have all stages know which of them has each parameter, and the layers of all, in order. Collective."""
-        mesh, own = self.layout.mesh, [slot.source for bucket in self.layout.buckets for slot in bucket.slots]
+        mesh, sources = self.layout.mesh, [slot.source for bucket in self.layout.buckets for slot in bucket.slots]
+        own = list(reversed(dict.fromkeys(reversed(sources))))  # of one in slices the last one completes it
         of_ranks = control.gather((own, self.layers), "find the parameters of stages")
         stages = [of_ranks[members[0]] for members in mesh.groups(mesh.stage_axes)[: mesh.pipe]]
         self.state.homes = {name: stage for stage, (names, _) in enumerate(stages) for name in names}

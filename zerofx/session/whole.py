@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -14,19 +13,13 @@ from zerofx.choices import SlowerTier
 from zerofx.deferred import is_deferred
 from zerofx.errors import UsageError, wrap_defects
 from zerofx.ir.batch import hash_of
-from zerofx.ir.buckets import Bucket, Slot
 from zerofx.ir.tensor_parts import named_buffers, named_parameters
-from zerofx.optimizers.program import WHOLE_STATES
 from zerofx.option_table import is_count
 from zerofx.runtime.cuda_graphs.graphed import GraphedSteps
-from zerofx.runtime.state.state import TrainingState
 from zerofx.session.checkpointed import Checkpointed
 from zerofx.session.life import Life
-from zerofx.session.stages import refuse_in_stages
+from zerofx.session.places import find_place, show_tensor
 from zerofx.session.taken_over import TakenOver
-from zerofx.units import first_few
-
-GRADIENT = "grad"  # of a parameter, where a state of it may be named
 
 
 class Whole(Checkpointed):
@@ -138,7 +131,11 @@ class Whole(Checkpointed):
             with self.full_parameters() as model:
                 yield model
             return
-        refuse_in_stages(taken.layout.mesh, "generate within the budget", "use full_parameters()")
+        if taken.layout.mesh.pipe > 1:
+            raise UsageError(
+                f"expected to generate within the budget where each rank has all layers, found the mesh "
+                f"{taken.layout.mesh}, on whose axis 'pipe' ranks have stages: use full_parameters()"
+            )
         self._require_model("generate", reads=True)
         self.finish_saving()
         self._graphs.clear()  # which have the addresses of states
@@ -200,17 +197,16 @@ class Whole(Checkpointed):
             RankMismatchError: ranks ask for others, or write other values.
         """
         taken = self._require_model("read one tensor", reads=not write_back and state is None)
-        refuse_in_stages(taken.layout.mesh, "read one tensor", "read it in `with step.full_parameters():`")
         if write_back:
             self.finish_saving()
         before = self.num_steps
-        place = _Place.of(taken, name, state, self._gradients)
+        place = find_place(taken, self._life, name, state, self._gradients)
         if write_back and place.gradients:
             raise UsageError(
                 f"expected the gradient of {name} to be read, found write_back=True: its update has been made; for "
                 f"gradients that are other than the loss's, change the loss, with forward="
             )
-        with _whole_tensor(taken, self._life, place, write_back=write_back) as tensor:
+        with show_tensor(taken, self._life, place, write_back=write_back) as tensor:
             yield tensor
             if write_back and self.num_steps != before:
                 raise UsageError(
@@ -226,7 +222,7 @@ class Whole(Checkpointed):
         taken, life = self._steps.taken, self._life
         if taken is not None and not life.showing:
             with life.claim("call step.full_state_dict()"):
-                if taken.layout.mesh.pipe == 1 and (entries := self._own_entries()) is not None:
+                if (entries := self._own_entries()) is not None:
                     whole = _whole_parameters(taken, life, keep=keep)
                     return {
                         name: whole[id(tensor)] if id(tensor) in whole else _copy_on_cpu(tensor)
@@ -265,7 +261,6 @@ class Whole(Checkpointed):
         """
         purpose, life = "read weights", self._life
         taken = self._require_model(purpose, reads=True)
-        refuse_in_stages(taken.layout.mesh, purpose, "call step.full_state_dict()")
         if rank is not None and not is_count(rank, 0, life.control.num_ranks - 1):
             raise UsageError(f"expected rank to be None or one of {life.control.num_ranks} ranks, found {rank!r}")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -344,123 +339,3 @@ def _whole_parameters(taken: TakenOver, life: Life, *, keep: bool) -> dict[int, 
             if keep:
                 whole[id(state.parameter(name))] = tensor.to("cpu", copy=True)
     return whole
-
-
-@contextmanager
-def _whole_tensor(taken: TakenOver, life: Life, place: _Place, *, write_back: bool) -> Iterator[torch.Tensor]:
-    """A copy of what is in a place, of the parameter's shape; with ``write_back`` it is taken over after.
-
-    Collective. Where the block raises, nothing is written.
-
-    Raises:
-        RankMismatchError: ranks ask for others, or write other values.
-    """
-    purpose, control = f"read {place.described}", life.control
-    with life.claim(purpose):
-        control.meet(purpose)
-        with control.fail_together(purpose), torch.no_grad():
-            taken.optimizer_state.take_loaded()
-            taken.state.flush()
-            value = place.read()
-    yield value
-    if write_back:
-        purpose = f"write {place.described}"
-        with life.claim(purpose):
-            place.check(value)
-            control.agree(
-                purpose, hash_of(value), f"values of {place.described}",
-                "Give every rank the same, for example by torch.distributed.broadcast.",
-            )  # fmt: skip
-            with control.fail_together(purpose), torch.no_grad():
-                place.write(value)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The place of a parameter, or of its state ``state_name``: in one bucket, or in slices in several.
-
-    ``gradients``: what this rank has of those of buckets, for a gradient; empty for all else.
-    """
-
-    state: TrainingState
-    parameter: torch.Tensor
-    slots: Sequence[tuple[Bucket, Slot]]
-    state_name: str | None
-    described: str
-    gradients: Mapping[int, torch.Tensor]
-
-    @staticmethod
-    def of(taken: TakenOver, name: str, state_name: str | None, gradients: Mapping[int, torch.Tensor]) -> _Place:
-        """Raises:
-        UsageError: there is nothing of that name; lists what there is.
-        """
-        state = taken.state
-        by_any_name = dict(named_parameters(taken.model, remove_duplicate=False))
-        parameter = by_any_name.get(name)
-        if parameter is None:
-            near = [other for other in by_any_name if other.rpartition(".")[2] == str(name).rpartition(".")[2]]
-            raise UsageError(
-                f"expected the name of a parameter, found {name!r}: there are "
-                f"{first_few(near or list(by_any_name)) or 'none'}; buffers are on the model, whole"
-            )
-        slots = [(bucket, slot) for bucket, _, slot in state.slots() if state.parameter(slot.source) is parameter]
-        described = name if state_name is None else f"{state_name} of {name}"
-        if state_name == GRADIENT:
-            if not all(bucket.index in gradients for bucket, _ in slots):
-                raise UsageError(
-                    f"expected a gradient that the step that ran last has kept, found {described}, which it has not: "
-                    f"give zerofx.compile keep_gradients=({name!r},), and run a step that trains the parameter and is "
-                    f"not left out"
-                )
-            return _Place(state, parameter, slots, state_name, described, gradients)
-        if state_name is not None:
-            held = state.buckets[slots[0][0].index]
-            there = sorted((held.present & held.flat.keys()) - {WHOLE_STATES})
-            if state_name not in there:
-                raise UsageError(
-                    f"expected a state that the optimizer has of {name}, found {state_name!r}: there are "
-                    f"{first_few(there) or 'none before its first step'}; numbers that parameters share are in "
-                    f"optimizer.state_dict(), and gradients are 'grad'"
-                )
-        return _Place(state, parameter, slots, state_name, described, {})
-
-    def read(self) -> torch.Tensor:
-        """The whole tensor, on the device, as a copy. Collective."""
-        value: torch.Tensor | None = None
-        for bucket, slot in self.slots:
-            flat = self._flat(bucket)
-            if slot.whole is None:
-                return self.state.to_parameter(slot, flat).clone()
-            if value is None:
-                value = flat.new_empty(self.parameter.shape)
-            slot.box(value).copy_(slot.view(flat))
-        assert value is not None, "a parameter lies in some bucket"
-        return value
-
-    def write(self, value: torch.Tensor) -> None:
-        """Take ``value`` over. Collective."""
-        for bucket, slot in self.slots:
-            flat = self._flat(bucket).clone()
-            slot.box_view(slot.view(flat)).copy_(slot.box(value))
-            if self.state_name is None:
-                self.state.write_bucket(bucket, flat)
-            else:
-                self.state.set_flat(bucket, self.state_name, self.state.slice(bucket, flat).clone())
-
-    def check(self, value: torch.Tensor) -> None:
-        """Raises:
-        UsageError: the tensor has been made another.
-        """
-        if value.shape != self.parameter.shape:
-            raise UsageError(
-                f"expected {self.described} to be of shape {list(self.parameter.shape)} at the end of the block, found "
-                f"{list(value.shape)}: change its values in place"
-            )
-
-    def _flat(self, bucket: Bucket) -> torch.Tensor:
-        """The bucket's values, whole, as they are stored."""
-        if self.gradients:
-            return self.state.gather(bucket, self.gradients[bucket.index])
-        if self.state_name is None:
-            return self.state.gather(bucket, self.state.load_stored(bucket))
-        return self.state.gather(bucket, self.state.load(self.state.buckets[bucket.index].flat[self.state_name]))

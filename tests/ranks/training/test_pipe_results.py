@@ -28,6 +28,7 @@ WITH_OPTIONS = [
     Run("gpt", {"pipe": 2}, 4, (FP16, TURNS), steps=6),
     Run("dropout", {"pipe": 2}, 2, (FP16, ("max_grad_norm", 0.1), ("grad_norms", True), FIRST), steps=6),
     Run("gpt", {"pipe": 2}, 3, (("average", zerofx.EMA(0.9)), ("grad_norms", True)), steps=3),
+    Run("gpt", {"pipe": 2}, 4, (("delayed_update", 2),), steps=5),
 ]
 SHARED = (("machine", SHARING), ("reduce", "once"), ("max_grad_norm", 0.1))
 

@@ -44,7 +44,8 @@ class WholeBuckets:
         own = {slot.source for bucket in layout.buckets for slot in bucket.slots}
         self.elsewhere = tuple(name for name in self._tensors if name not in own) if layout.mesh.pipe > 1 else ()
         self._strides = {id(self._tensors[name]): self._tensors[name].stride() for name in self.elsewhere}
-        self.homes: Mapping[str, int] = {}  # the stage of each parameter, where there are several
+        # The stage of each parameter, where there are several, in the order of ``iterate``.
+        self.homes: Mapping[str, int] = {}
 
     @property
     def is_sharded(self) -> bool:
@@ -114,18 +115,21 @@ class WholeBuckets:
 
     def _show_stages(self) -> None:
         """Give the model the parameters of other stages, from the ranks in this one's place there. Collective."""
-        mesh = self.layout.mesh
-        if mesh.pipe == 1:
-            return
-        transport, here = self._communicators.transport_along(PIPE), mesh.place(self._rank, "pipe")
-        others = [number for number in range(mesh.pipe) if number != here]
-        for name, tensor in self._tensors.items():
-            stage = self.homes[name]
-            if stage != here:
+        for name, stage in self.homes.items():
+            tensor = self._tensors[name]
+            if stage != self.number_along("pipe"):
                 tensor.data = torch.empty(self._shapes[name], dtype=tensor.dtype, device=self.device)
-            whole = tensor.detach().contiguous()
-            sent = [(number, whole) for number in others] if stage == here else []
-            transport.exchange_pieces(whole, sent, [] if stage == here else [(stage, whole)], 1).finish(None)
+            self.give_to_stages(tensor.detach(), stage)
+
+    def give_to_stages(self, values: torch.Tensor, stage: int) -> None:
+        """Give values that the ranks of one stage have to those in their places in all others. Collective."""
+        here = self.number_along("pipe")
+        dense = values.contiguous()
+        sent = [(number, dense) for number in range(self.layout.mesh.pipe) if number != here] if stage == here else []
+        received = [] if stage == here else [(stage, dense)]
+        self._communicators.transport_along(PIPE).exchange_pieces(dense, sent, received, 1).finish(None)
+        if received and dense is not values:
+            values.copy_(dense)
 
     def write_back(self) -> None:
         """Take the model's whole parameters as the values to train on from (rank by rank its own slice).
@@ -189,8 +193,22 @@ class WholeBuckets:
         """Each parameter with its name, whole, on the device, those of real numbers in ``dtype``. Collective.
 
         All lie in one buffer, as large as the largest bucket: a tensor is valid until the next is asked for. Of one in
-        slices there is a copy besides.
+        slices there is a copy besides. Parameters of other stages are sent by these, each when it is its turn.
         """
+        own = self._iterate_own(dtype)
+        if self.layout.mesh.pipe == 1:
+            yield from own
+        for name, stage in self.homes.items():
+            of_model = self._tensors[name].dtype
+            kind = dtype if dtype is not None and of_model.is_floating_point else of_model
+            if stage == self.number_along("pipe"):
+                whole = next(own)[1].to(kind)
+            else:
+                whole = torch.empty(self._shapes[name], dtype=kind, device=self.device)
+            self.give_to_stages(whole, stage)
+            yield name, whole
+
+    def _iterate_own(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
         kinds = [_cast(bucket, dtype) for bucket in self.layout.buckets]
         sizes = [bucket.numel * kind.itemsize for bucket, kind in zip(self.layout.buckets, kinds, strict=True)]
         memory = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=self.device)
