@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from zerofx.budgets import gradients_tier, tiers_for
 from zerofx.codegen.kernels.table import LOSS
@@ -29,6 +29,9 @@ from zerofx.scheduler.search.question import Question
 from zerofx.scheduler.search.rehearsal import Rehearsal
 from zerofx.scheduler.search.target import Target
 
+T = TypeVar("T")
+C = TypeVar("C")
+
 
 class BudgetMissedError(MemoryBudgetError):
     """No plan fits; ``least_bytes`` is the least peak on the device that a plan has, whatever the budget."""
@@ -39,6 +42,21 @@ class BudgetMissedError(MemoryBudgetError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def first_that_fits(candidates: Iterable[C], plan: Callable[[C], T]) -> T:
+    """The plan of the first candidate of which one fits the budget; later ones are not made before they are needed.
+
+    Raises:
+        BudgetMissedError: none has one; of their refusals that which needs least.
+    """
+    refusals = list[BudgetMissedError]()
+    for candidate in candidates:
+        try:
+            return plan(candidate)
+        except BudgetMissedError as missed:
+            refusals.append(missed)
+    raise min(refusals, key=lambda refusal: refusal.least_bytes)
 
 
 class StepVariants(Protocol):

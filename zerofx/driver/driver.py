@@ -13,7 +13,6 @@ import sys
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +29,7 @@ from zerofx.driver.prepared import Earlier, Prepared, Request, Shared, agree_on_
 from zerofx.driver.shardings import (
     check_batches,
     choose_products,
-    plan_best_layout,
+    lay_out,
     record_shardings,
     share_computation,
 )
@@ -41,7 +40,6 @@ from zerofx.driver.stages import (
     choose_order,
     cut_into_stages,
     name_stage,
-    try_cuts,
 )
 from zerofx.errors import (
     InternalError,
@@ -71,7 +69,7 @@ from zerofx.scheduler.cost.pipeline import predict_stage, simulate_stages, stage
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
-from zerofx.scheduler.search.problem import BudgetMissedError, Problem
+from zerofx.scheduler.search.problem import BudgetMissedError, Problem, first_that_fits
 from zerofx.scheduler.search.stage_cuts import Balance
 from zerofx.scheduler.search.target import RegionMemory, Target
 from zerofx.units import format_bytes
@@ -130,16 +128,17 @@ def _build(request: Request, earlier: Earlier | None, control: Control) -> Built
             shared = record_shardings(request, captures, loaded.plan, layout.placements)
             return Built(loaded, layout, recalled.binding, programs, shared)
 
-    def plan_and_compile(one_rank: Captures, balance: Balance) -> tuple[OwnStage, Prepared, CompiledStep, RegionMemory]:
-        own = _take_stage(request, one_rank, earlier, control, balance)
+    def plan_and_compile(
+        laid_out: tuple[Captures, Balance],
+    ) -> tuple[OwnStage, Prepared, CompiledStep, RegionMemory]:
+        own = _take_stage(request, *laid_out, earlier, control)
         prepared = _prepare(own.request, own.captures, earlier, control)
         with wrap_defects("plan, emit and load a step"):
             return own, *_fit_budget(prepared, control, own.why)
 
-    own, prepared, compiled, memory = plan_best_layout(
-        request, captures, earlier, control.share,
-        lambda one_rank: try_cuts(request, earlier, partial(plan_and_compile, one_rank)),
-    )  # fmt: skip
+    own, prepared, compiled, memory = first_that_fits(
+        lay_out(request, captures, earlier, control.share), plan_and_compile
+    )
     step_cache.keep(own.request, own.captures, earlier, prepared, compiled, memory)
     layout, programs = own_part(prepared.layout, prepared.programs)
     placements = prepared.layout.placements
@@ -150,7 +149,7 @@ def _build(request: Request, earlier: Earlier | None, control: Control) -> Built
 
 
 def _take_stage(
-    request: Request, one_rank: Captures, earlier: Earlier | None, control: Control, balance: Balance
+    request: Request, one_rank: Captures, balance: Balance, earlier: Earlier | None, control: Control
 ) -> OwnStage:
     """This rank's stage of what one rank of the model axis runs, in the order that all stages take. Collective.
 
@@ -248,16 +247,13 @@ def fits_budget(request: Request, control: Control) -> bool:
     captures = control.attempt("capture a step", lambda: _captures(request, {}))
     budget = budget_bytes(request.options.memory_budget, request.machine)
 
-    def plan_once(one_rank: Captures, balance: Balance) -> None:
-        own = _take_stage(request, one_rank, None, control, balance)
+    def plan_once(laid_out: tuple[Captures, Balance]) -> None:
+        own = _take_stage(request, *laid_out, None, control)
         prepared = _prepare(own.request, own.captures, None, control)
         _agree_on_plan(prepared, target_of(prepared), budget, control)
 
     try:
-        plan_best_layout(
-            request, captures, None, control.share,
-            lambda one_rank: try_cuts(request, None, partial(plan_once, one_rank)),
-        )  # fmt: skip
+        first_that_fits(lay_out(request, captures, None, control.share), plan_once)
     except MemoryBudgetError:
         return False
     return True

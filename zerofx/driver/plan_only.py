@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, get_args
 
@@ -25,8 +24,8 @@ from zerofx.driver.driver import lower_step
 from zerofx.driver.meshes.choice import choose_mesh
 from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
-from zerofx.driver.shardings import decide_alone, plan_best_layout
-from zerofx.driver.stages import PlannedStage, StageOrder, choose_order, cut_into_stages, name_stage, try_cuts
+from zerofx.driver.shardings import decide_alone, lay_out, layouts
+from zerofx.driver.stages import PlannedStage, StageOrder, choose_order, cut_into_stages, name_stage
 from zerofx.errors import UsageError, wrap_defects
 from zerofx.garbage import limit_garbage_collection
 from zerofx.ir.batch import Batch
@@ -53,7 +52,7 @@ from zerofx.scheduler.cost.roofline import matmul_seconds_at_peak
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
-from zerofx.scheduler.search.problem import BudgetMissedError, Problem
+from zerofx.scheduler.search.problem import BudgetMissedError, Problem, first_that_fits
 from zerofx.scheduler.search.stage_cuts import Balance
 from zerofx.scheduler.search.target import Target
 from zerofx.settings import Settings, ShortTraceback, read_settings
@@ -318,10 +317,8 @@ def _plan_on(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedSte
     request = replace(captured.request, mesh=mesh, machine=captured.machine.for_ranks(mesh.num_ranks), verbose=verbose)
     if mesh.pipe == 1:
         return _plan_stage(request, captured.captures)
-    return plan_best_layout(
-        request, captured.captures, None, decide_alone,
-        lambda one_rank: try_cuts(request, None, partial(_plan_stages, request, one_rank)),
-    )  # fmt: skip
+    ways = lay_out(request, captured.captures, None, decide_alone)
+    return first_that_fits(ways, lambda laid_out: _plan_stages(request, *laid_out))
 
 
 def _plan_stages(request: Request, one_rank: Captures, balance: Balance) -> PlannedStep:
@@ -364,7 +361,8 @@ def _plan_stage(request: Request, captures: Captures) -> PlannedStep:
             if captures.pipe is not None:
                 prepared, target, decided = decide(captures)
             else:
-                prepared, target, decided = plan_best_layout(request, captures, None, decide_alone, decide)
+                ways = layouts(request, captures, None, decide_alone)
+                prepared, target, decided = first_that_fits(ways, decide)
         except BudgetMissedError as missed:
             if nearest is None:
                 raise

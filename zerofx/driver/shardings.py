@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -41,7 +41,7 @@ from zerofx.scheduler.plan.mesh import TOGETHER, Mesh, batch_number
 from zerofx.scheduler.plan.placements import FIRST_CAPACITY, Placement, Ragged, placement_of
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.fp8_products import ProductKey, decide_products
-from zerofx.scheduler.search.problem import BudgetMissedError
+from zerofx.scheduler.search.stage_cuts import BALANCES, Balance
 from zerofx.torch_private.profiler import is_profiling
 from zerofx.units import first_few
 
@@ -83,35 +83,37 @@ Everywhere = Callable[[str, Callable[[], str]], str]
 """What rank 0 says, on all ranks: ``Control.share``."""
 
 
-def plan_best_layout(
-    request: Request, captures: Captures, earlier: Earlier | None, everywhere: Everywhere, plan: Callable[[Captures], T]
-) -> T:
-    """Run ``plan`` on the step as one rank of the model axis runs it, or on ``captures`` without such an axis.
+def layouts(
+    request: Request, captures: Captures, earlier: Earlier | None, everywhere: Everywhere
+) -> Iterator[Captures]:
+    """The step as one rank of the model axis runs it, or ``captures`` without such an axis: the fastest way, then, if
+    it is another, the one that takes less memory, which is for where no plan of the first fits.
 
     It is shared in one way whatever else a plan does (options that are not for "sharing"), so that all have the same
-    bits. Where no such plan fits the budget, it is shared in the way that takes less memory.
+    bits.
 
     Raises:
-        BudgetMissedError: no plan of either fits; the one that misses the budget by less.
-        ZeroFXError: as ``share_computation`` and ``plan``.
+        ZeroFXError: as ``share_computation``.
     """
-
-    def plan_products(one_rank: Captures) -> T:
-        return plan(choose_products(request, one_rank, earlier, everywhere))
-
     fastest = share_computation(request, captures, earlier, everywhere)
-    try:
-        return plan_products(fastest)
-    except BudgetMissedError as missed:
-        if request.mesh.model == 1:
-            raise
+    yield choose_products(request, fastest, earlier, everywhere)
+    if request.mesh.model > 1:
         smaller = share_computation(request, captures, earlier, everywhere, within_budget=True)
-        if smaller.shardings == fastest.shardings:
-            raise
-        try:
-            return plan_products(smaller)
-        except BudgetMissedError as also_missed:
-            raise min(missed, also_missed, key=lambda error: error.least_bytes) from None
+        if smaller.shardings != fastest.shardings:
+            yield choose_products(request, smaller, earlier, everywhere)
+
+
+def lay_out(
+    request: Request, captures: Captures, earlier: Earlier | None, everywhere: Everywhere
+) -> Iterator[tuple[Captures, Balance]]:
+    """``layouts``, each with stages that take alike, then with those that hold alike, where the first fit no budget.
+
+    Stages that ``earlier`` has, or that are none, are there in one way.
+    """
+    balances = BALANCES if request.mesh.pipe > 1 and earlier is None else BALANCES[:1]
+    for one_rank in layouts(request, captures, earlier, everywhere):
+        for balance in balances:
+            yield one_rank, balance
 
 
 def share_computation(

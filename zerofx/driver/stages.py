@@ -31,7 +31,7 @@ from zerofx.scheduler.cost.pipeline import (
 )
 from zerofx.scheduler.plan.text.overview import ORDERS_IN_STAGES, turns_later
 from zerofx.scheduler.search.problem import BudgetMissedError
-from zerofx.scheduler.search.stage_cuts import BALANCES, Balance, decide_stages, name_cuts
+from zerofx.scheduler.search.stage_cuts import Balance, decide_stages, name_cuts
 from zerofx.units import format_bytes, format_seconds
 
 T = TypeVar("T")
@@ -213,23 +213,6 @@ def _weigh_weights(trial: _Trial, turns: StageOrder, seconds: Sequence[StageSeco
         apart,
         f"; with weight gradients at once {format_seconds(without)} in {format_bytes(trial.outcomes[turns][1])}",
     )
-
-
-def try_cuts(request: Request, earlier: Earlier | None, attempt: Callable[[Balance], T]) -> T:
-    """The result of ``attempt`` with stages that take alike, or where that fits no budget with those that hold alike.
-
-    Stages that ``earlier`` has, or that are none, are tried once.
-
-    Raises:
-        BudgetMissedError: none fits; the refusal that needs least.
-    """
-    refusals = list[BudgetMissedError]()
-    for balance in BALANCES if request.mesh.pipe > 1 and earlier is None else BALANCES[:1]:
-        try:
-            return attempt(balance)
-        except BudgetMissedError as missed:
-            refusals.append(missed)
-    raise min(refusals, key=lambda refusal: refusal.least_bytes)
 
 
 @contextmanager
