@@ -46,7 +46,8 @@ def check_model(model: nn.Module, *, on_meta: bool = False) -> None:
         )
     devices: dict[torch.device, str] = {}
     for name, parameter in named_parameters(model):
-        devices.setdefault(parameter.device, name)
+        if not (on_meta and parameter.is_meta):  # what is to get values gets them where others are
+            devices.setdefault(parameter.device, name)
     if len(devices) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise UsageError(

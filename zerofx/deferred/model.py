@@ -14,7 +14,8 @@ from torch import nn
 from zerofx.deferred.recipe import check_constants
 from zerofx.deferred.tensor import DeferredTensor, DeferringMode, replace_parameter
 from zerofx.errors import UsageError
-from zerofx.torch_private.modules import RESETS, TABLES, buffer_table, initializer, refer_to_weights
+from zerofx.ir.tensor_parts import named_buffers, named_parameters
+from zerofx.torch_private.modules import ADAPTERS, RESETS, TABLES, buffer_table, initializer, refer_to_weights
 from zerofx.torch_private.operators import pytree
 from zerofx.units import first_few
 
@@ -59,7 +60,7 @@ def check_recipes(model: nn.Module, without: frozenset[str] = frozenset()) -> No
                     f"expected deferred parameters that nothing refers to weakly, found that {name} is: drop what "
                     f"holds it (a hook, a cache) before compile, since torch cannot give such a tensor its values"
                 )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*named_parameters(model), *named_buffers(model)):
         if isinstance(tensor, DeferredTensor) and name not in without:
             check_constants(tensor.recipe)
             if not _is_written(tensor):
@@ -168,10 +169,16 @@ def _owners(model: nn.Module, without: frozenset[str]) -> dict[str, list[str]]:
         needed = [name for name in names if name not in without]
         if needed:
             owners[path] = needed
-            while path:
-                path = path.rpartition(".")[0]
-                owners.setdefault(path, [])
+            for above in _ancestors(path):
+                owners.setdefault(above, [])
     return owners
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    """The paths of the modules that one is in, from the inside out."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def _construction_order(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -210,16 +217,32 @@ def _initialize(path: str, module: nn.Module) -> None:
 
 def _initialize_own(model: nn.Module, path: str, module: nn.Module) -> None:
     """Give values to a module's own tensors, and to as few others as possible: those are about to be loaded."""
+    for above in _ancestors(path):
+        layer = model.get_submodule(above)
+        if hasattr(layer, ADAPTERS):
+            _initialize_adapter(model, above, layer, path)
+            return
     function = next((getattr(module, name) for name in RESETS if hasattr(module, name)), None)
     if function is not None:
         _call(function, path, module)
-    above = path
-    while function is None and above:
-        above = above.rpartition(".")[0]
+    for above in _ancestors(path) if function is None else ():
         init_weights = initializer(model.get_submodule(above))
         if init_weights is not None:
-            function = init_weights
             _call(partial(init_weights, module), path, module)
+            return
+
+
+def _initialize_adapter(model: nn.Module, above: str, layer: nn.Module, path: str) -> None:
+    """Give values to an adapter's module at ``path`` as peft does where it puts one into ``layer``."""
+    of_model: Any = model
+    adapter = next((name for name in path.removeprefix(f"{above}.").split(".") if name in of_model.peft_config), None)
+    reset = getattr(layer, "reset_lora_parameters", None)
+    if adapter is None or reset is None:
+        raise UsageError(
+            f"expected adapters on meta to be LoRA's, found {path} of {type(layer).__name__}: call get_peft_model "
+            f"where the layers that it adapts are not on meta"
+        )
+    _call(partial(reset, adapter, of_model.peft_config[adapter].init_lora_weights), above, layer)
 
 
 def _call(function: Callable[..., object], path: str, module: nn.Module) -> None:

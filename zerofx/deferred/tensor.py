@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from zerofx.deferred.recipe import Cell, Constant, Value, fills_first_argument, note, replay
 from zerofx.errors import UsageError
 from zerofx.ir.op_kernels.own_draws import generator_of
+from zerofx.ir.tensor_parts import HELD_CLASS, class_of
 from zerofx.torch_private.dispatch import TorchDispatchMode
 from zerofx.torch_private.operators import pytree, schema_of
 from zerofx.torch_private.tensors import IS_PARAMETER, make_wrapper, memory_of, version_of, without_torch_function
@@ -110,12 +112,33 @@ class DeferredTensor(torch.Tensor):
         return f"<{kind} of shape {list(self.shape)}, {self.dtype}, on {self.device}>"
 
 
-def replace_parameter(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
-    """Turn a parameter into one with ``data``, real or deferred: all references to it then refer to the new one.
+def defer(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, kind: type = DeferredTensor
+) -> DeferredTensor:
+    """A deferred tensor without values, which will be of class ``kind`` once it is given them."""
+    kind = DeferredTensor if kind is DeferredTensor else _deferred_class(kind)
+    return kind(Value(torch.empty(tuple(shape), dtype=dtype, device="meta"), Cell(), device))
 
-    Returns a parameter that is what the old one was.
+
+@functools.cache
+def _deferred_class(kind: type) -> type[DeferredTensor]:
+    """The class of deferred tensors that stand for some of class ``kind``."""
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, HELD_CLASS: kind}
+    deferred: type[DeferredTensor] = type(kind)(kind.__name__, (DeferredTensor, kind), names)
+    return deferred
+
+
+def replace_parameter(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """Turn a parameter, or a part of one, into one with ``data``, real or deferred: all references to it then refer to
+    the new one.
+
+    Returns what the old one was.
     """
-    other = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    kind, other = class_of(parameter), data.detach()
+    if kind not in (DeferredTensor, nn.Parameter) and not isinstance(data, DeferredTensor):
+        other = torch.Tensor.as_subclass(other, kind)
+    elif isinstance(parameter, nn.Parameter):
+        other = nn.Parameter(data, requires_grad=parameter.requires_grad)
     other.__dict__.update({name: attribute for name, attribute in parameter.__dict__.items() if name not in _OWN})
     torch.utils.swap_tensors(parameter, other)
     return other

@@ -28,6 +28,9 @@ OF_RNNS = "_flat_weights"
 OF_STATE_DICTS = "_non_persistent_buffers_set"
 """An attribute of a module that says which of its buffers ``state_dict()`` leaves out."""
 
+ADAPTERS = "adapter_layer_names"
+"""An attribute of peft's layers, which have a layer of the model's and what is trained next to it."""
+
 RESETS = ("reset_parameters", "_reset_parameters")
 """Methods of torch's own modules that give values to what they own; ``nn.MultiheadAttention`` has the second."""
 

@@ -202,3 +202,82 @@ def test_a_product_in_fp8_takes_half_the_time_of_one_in_bf16() -> None:
     planned = zerofx.plan(model, optimizer, batch, world_size=1, machine="h100-sxm", backend="eager")
     (seconds,) = (row.seconds for row in planned.schedule().rows if "scaled_mm" in row.name)
     assert seconds == pytest.approx(2 * 4096**3 / planned.machine.matmul_flops(torch.float8_e4m3fn), rel=0.1)
+
+
+def _in_fp8(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """A factor in fp8, and the scales that it was divided by along a dimension."""
+    scale = 448 / x.abs().amax(dim, keepdim=True).float().clamp(min=1e-12)
+    return (x.float() * scale).clamp(-448, 448).to(dtype), scale.reciprocal().squeeze(dim)
+
+
+class _GroupsInFp8(torch.autograd.Function):
+    """Products of the rows of groups with a matrix each, all three in fp8."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, options: Any) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        (left, left_scale), (right, right_scale) = _in_fp8(x, options["dtype"]), _in_fp8(weight, options["dtype"])
+        right = right.mT.contiguous() if options["by_rows_of_memory"] else right.mT
+        return torch._scaled_grouped_mm(left, right, left_scale, right_scale, ends, out_dtype=BF16)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight, ends = ctx.saved_tensors
+        (left, left_scale), (right, right_scale) = _in_fp8(gradient), _in_fp8(weight.mT.contiguous())
+        of_x = torch._scaled_grouped_mm(left, right.mT, left_scale, right_scale, ends, out_dtype=BF16)
+        (left, left_scale), (right, right_scale) = _in_fp8(gradient.t().contiguous()), _in_fp8(x.t().contiguous())
+        scales = left_scale.repeat(len(ends)), right_scale.repeat(len(ends))
+        return of_x, torch._scaled_grouped_mm(left, right.t(), *scales, ends, out_dtype=BF16), None, None
+
+
+class _Experts(nn.Module):
+    """Four experts with as many rows each."""
+
+    ends: Tensor
+
+    def __init__(self, inner: int = 64, columns: int = 64, rows: int = 64, **others: Any) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(inner, dtype=BF16))
+        self.weight = nn.Parameter(torch.ones(4, columns, inner, dtype=BF16))
+        self.register_buffer("ends", torch.arange(1, 5, dtype=torch.int32) * (rows // 4))
+        self.options = {"dtype": torch.float8_e4m3fn, "by_rows_of_memory": False, **others}
+
+    def forward(self, x: Tensor) -> Tensor:
+        apply: Any = _GroupsInFp8.apply
+        if "forward_alone" in self.options:
+            product: Tensor = apply(x, self.weight.detach(), self.ends, self.options)
+            return product.float().mean() * self.gain.float().mean()
+        product = apply(x * self.gain, self.weight, self.ends, self.options)
+        return product.float().mean()
+
+
+def _planned_experts(model: _Experts, rows: int = 64, machine: str = "h100-sxm") -> zerofx.PlannedStep:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = (torch.ones(rows, len(model.gain), dtype=BF16),)
+    return zerofx.plan(model, optimizer, batch, world_size=1, machine=machine, backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("model", "refusal"),
+    [
+        (_Experts(40), r"multiple of 16 bytes, got 40.*at .*: return torch._scaled_grouped_mm"),
+        (_Experts(64, 40, forward_alone=True), r"groups and 40 columns \(a multiple of 16\), at\n .*torch._scaled"),
+        (_Experts(by_rows_of_memory=True), "mat_b tensor to be column major"),
+        (_Experts(dtype=torch.float8_e5m2), "inputs of E4M3 FP8 type"),
+    ],
+)  # fmt: skip
+def test_products_of_groups_in_fp8_that_no_gpu_has_are_refused(model: _Experts, refusal: str) -> None:
+    with pytest.raises(zerofx.CaptureError, match=re.compile(refusal, re.DOTALL)):
+        _planned_experts(model)
+
+
+def test_a_cpu_has_no_products_of_groups_in_fp8() -> None:
+    with pytest.raises(zerofx.CaptureError, match="groups on a CPU, which has no such kernel"):
+        _planned_experts(_Experts(), machine="cpu")
+
+
+def test_all_products_of_groups_take_the_time_of_fp8() -> None:
+    planned = _planned_experts(_Experts(4096, 2048, 8192), 8192)
+    seconds = [row.seconds for row in planned.schedule().rows if "scaled_grouped_mm" in row.name]
+    expected = 2 * 8192 * 4096 * 2048 / planned.machine.matmul_flops(torch.float8_e4m3fn)
+    assert seconds == [pytest.approx(expected, rel=0.1)] * 3

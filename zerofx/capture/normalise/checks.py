@@ -67,6 +67,9 @@ def _check_result(graph: fx.Graph, info: fx.Node, name: str, *, is_matrix: bool 
     return True
 
 
+_FP8_COLUMNS = 16  # which divides the number of columns of a product in fp8
+
+
 @dataclass(frozen=True)
 class Refuse:
     """Refuse graphs that tracing accepts but no step can run.
@@ -146,16 +149,23 @@ def _refuse_mixed_products(graph: fx.Graph) -> None:
 def _refuse_fp8_products(graph: fx.Graph) -> None:
     """Raise a ``CaptureError`` for a product in fp8 that fake tensors and CPUs have, and no GPU.
 
-    Sizes and layouts are checked by torch's fakes. Source: ``_scaled_mm`` in ``aten/src/ATen/native/cuda/Blas.cpp``.
+    Sizes and layouts are checked by torch's fakes, but for the columns of products of groups: rows of these begin at
+    multiples of 16 bytes. Source: ``_scaled_mm`` and ``_scaled_grouped_mm`` in ``aten/src/ATen/native/cuda/Blas.cpp``.
     """
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default):
+    aten = torch.ops.aten
+    of_groups = graph.find_nodes(op="call_function", target=aten._scaled_grouped_mm.default)
+    for node in (*graph.find_nodes(op="call_function", target=aten._scaled_mm.default), *of_groups):
         left, right, scale = (value(source) for source in node.all_input_nodes[:3])
-        obstacle = ""
-        if left.dtype == right.dtype == torch.float8_e5m2:
+        obstacle, is_grouped = "", node.target == aten._scaled_grouped_mm.default
+        if is_grouped and left.device.type == "cpu":
+            obstacle = "groups on a CPU, which has no such kernel (plan it for a GPU: zerofx.plan(machine=...))"
+        elif is_grouped and right.shape[-1] % _FP8_COLUMNS:
+            obstacle = f"groups and {right.shape[-1]} columns (a multiple of {_FP8_COLUMNS})"
+        elif left.dtype == right.dtype == torch.float8_e5m2:
             obstacle = "two factors in float8_e5m2 (give one of them in float8_e4m3fn)"
         elif scale.numel() > 1 and value(node).dtype == torch.float32:
             obstacle = "a scale for each row and a result in float32 (out_dtype=torch.bfloat16)"
-        if obstacle and left.device.type == "cuda":
+        if obstacle and (is_grouped or left.device.type == "cuda"):
             raise CaptureError(
                 f"expected an fp8 product that a GPU has, found one with {obstacle}, at\n"
                 f"  {source_line(node) or origin(node).layer or 'the model'}"

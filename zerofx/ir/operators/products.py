@@ -56,6 +56,7 @@ OPERATORS: dict[str, Operator] = {
     "_int_mm": Operator(kind=OperatorKind.CUBIC, counted_as="mm"),
     "_scaled_mm": _CUBIC,
     "_grouped_mm": Operator(kind=OperatorKind.CUBIC, flops=_group_flops),
+    "_scaled_grouped_mm": Operator(kind=OperatorKind.CUBIC, flops=_group_flops),
     # Where there is no kernel: one product for each group (transformers).
     "transformers::grouped_mm_fallback": Operator(kind=OperatorKind.CUBIC, flops=_group_flops),
     "transformers::grouped_mm_fallback_backward": Operator(kind=OperatorKind.CUBIC, flops=_group_gradient_flops),

@@ -53,13 +53,15 @@ class TrainingState(WholeBuckets):
         Where the step keeps whole parameters in their own dtype, the model's become views of them; elsewhere they are
         replaced by NaN of the same shape that takes no memory.
         """
-        for _, buffer in named_buffers(self.model):
-            self.broadcast(buffer)
         for bucket in self.layout.buckets:
             self.buckets.append(self._divide(bucket, weights.flat(bucket, *self._own_range(bucket))))
             if not self._place_bucket(plan, bucket, self.buckets[-1]):
                 self._share(bucket, self.buckets[-1])
+        weights.fill_buffers(self.model)
+        for _, buffer in named_buffers(self.model):
+            self.broadcast(buffer)
         self.hide_parameters()
+        self.remember_attributes()
 
     def is_placed(self, plan: Plan) -> bool:
         """True if all buckets are where ``plan`` says."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from zerofx.capture.checks import device_of
 from zerofx.deferred import adopt_meta, check_recipes, make_buffers
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.comm.groups import Communicators
-from zerofx.runtime.state.loaded_weights import LoadedWeights, describe, match
+from zerofx.runtime.state.loaded_weights import LoadedWeights, Matched, describe, match
 from zerofx.runtime.state.weights import ModelWeights, Weights
 
 if TYPE_CHECKING:
@@ -32,36 +33,41 @@ class Values:
         self._path = path
         self._control = control
         self._files: WeightFiles | None = None
-        self._keys: dict[str, tuple[str, ...]] = {}  # names in the files of the model's tensors that are there
+        self._matched = Matched({})  # names in the files of the model's tensors that are there
+        self._loaded: frozenset[str] = frozenset()
         control.attempt("find the values of the model", self._find)
         if self._files is not None:
-            control.agree("read weights", describe(self._files, self._keys), "weights", "Give every rank the same.")
+            control.agree("read weights", describe(self._files, self._matched), "weights", "Give every rank the same.")
 
     def source(
         self, tensors: Mapping[str, torch.Tensor], device: torch.device, communicators: Communicators
     ) -> Weights:
-        """The values of the parameters ``tensors``. Buffers that are in files are given their values by this call."""
-        if self._files is None and communicators.mesh.pipe > 1:
-            assert communicators.world is not None, "there are several ranks"
+        """The values of the parameters ``tensors``, and of buffers that are in files (``fill_buffers``)."""
+        transport = communicators.world
+        if communicators.mesh.pipe > 1:
+            assert transport is not None, "there are several ranks"
             # Stages ask for buckets of their own: rank 0's values are everywhere before one does.
-            communicators.world.broadcast([tensor.detach() for tensor in tensors.values()])
-            return ModelWeights(tensors, device, None, self._control)
+            own = [tensor for name, tensor in tensors.items() if name not in self._loaded]
+            transport.broadcast([tensor.detach() for tensor in own])
+            transport = None
+        of_model = ModelWeights(tensors, device, transport, self._control)
         if self._files is None:
-            return ModelWeights(tensors, device, communicators.world, self._control)
-        weights = LoadedWeights(self._files, self._keys, device, communicators, self._control)
-        weights.fill_buffers(self._model)
-        return weights
+            return of_model
+        return LoadedWeights(self._files, self._matched, device, communicators, self._control, of_model)
 
     def _find(self) -> None:
         model = self._model
-        if self._path is not None:
-            # What reads files takes long to import: only who has some pays.
-            from zerofx.runtime.state.weight_files import open_weights
+        with ExitStack() as undo:
+            device = device_of(model)
+            if self._path is not None:
+                # What reads files takes long to import: only who has some pays.
+                from zerofx.runtime.state.weight_files import open_weights
 
-            self._files = open_weights(self._path)
-            self._keys = match(model, self._files)
-        loaded = frozenset(self._keys)
-        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-            adopt_meta(model, device_of(model), loaded)
-        check_recipes(model, loaded)
-        make_buffers(model, loaded)
+                self._files = open_weights(self._path)
+                self._matched = match(model, self._files).adopt(self._files, device, undo)
+            loaded = self._loaded = frozenset({*self._matched.keys, *self._matched.sources()})
+            if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+                adopt_meta(model, device, loaded)
+            check_recipes(model, loaded)
+            make_buffers(model, loaded)
+            undo.pop_all()

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from zerofx.deferred import DeferredTensor
 from zerofx.ir.buckets import Bucket, Slot
@@ -27,6 +28,10 @@ class Weights(Protocol):
         Raises:
             ZeroFXError: they cannot be had; on every rank.
         """
+        ...
+
+    def fill_buffers(self, model: nn.Module) -> None:
+        """Give the model's buffers their values, once all buckets have been asked for."""
         ...
 
 
@@ -55,18 +60,24 @@ class ModelWeights:
             return whole if stop - start == bucket.numel else whole[start:stop].clone()
         part = torch.zeros(stop - start, dtype=bucket.dtype, device=self._device)
         for slot in bucket.slots:
-            purpose = f"make the values of {slot.name}"
-            make = partial(self._make_values, bucket, slot)
-            values = make() if self._is_alone else self._control.attempt(purpose, make)
-            self._broadcast(values)
-            if slot.part is not None:
-                values = to_bucket_order(slot, slot.box(values).reshape(slot.shape))
-            copy_overlap(part, start, values, slot.offset)
-            if self._transport is not None and self._is_made(slot):
-                # Before the next parameter's are made. A thread of gloo may hold the tensor for a moment longer.
-                values.untyped_storage().resize_(0)
-            del values
+            self.copy_slot(bucket, slot, part, start)
         return part
+
+    def copy_slot(self, bucket: Bucket, slot: Slot, part: torch.Tensor, start: int) -> None:
+        """Copy what lies of a parameter in ``part``, a bucket's flat buffer from element ``start`` on. Collective."""
+        purpose = f"make the values of {slot.name}"
+        make = partial(self._make_values, bucket, slot)
+        values = make() if self._is_alone else self._control.attempt(purpose, make)
+        self._broadcast(values)
+        if slot.part is not None:
+            values = to_bucket_order(slot, slot.box(values).reshape(slot.shape))
+        copy_overlap(part, start, values, slot.offset)
+        if self._transport is not None and self._is_made(slot):
+            # Before the next parameter's are made. A thread of gloo may hold the tensor for a moment longer.
+            values.untyped_storage().resize_(0)
+
+    def fill_buffers(self, model: nn.Module) -> None:
+        """The model has them."""
 
     def _is_made(self, slot: Slot) -> bool:
         """True if ``_make_values`` gives memory that nobody else has."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -39,7 +39,7 @@ class WholeBuckets:
         self._tiers = tiers
         self._tensors = dict(named_parameters(model))
         self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        self._attributes = [remember_attributes(parameter) for parameter in model.parameters()]
+        self._attributes: list[Callable[[], bool]] = []
         self.buckets: list[BucketState] = []
         own = {slot.source for bucket in layout.buckets for slot in bucket.slots}
         self.elsewhere = tuple(name for name in self._tensors if name not in own) if layout.mesh.pipe > 1 else ()
@@ -60,6 +60,10 @@ class WholeBuckets:
         are_whole = not any(bucket.is_gathered(self.stage) for bucket in self.layout.buckets)
         are_all = not self.elsewhere and not any(bucket.has_master for bucket in self.layout.buckets)
         return are_whole and in_place and are_all
+
+    def remember_attributes(self) -> None:
+        """Have what parameters of parts consist of now put back whenever they have been shown."""
+        self._attributes = [remember_attributes(parameter) for parameter in self.model.parameters()]
 
     def hide_parameters(self) -> None:
         """Show the model its parameters where they are whole; where they are not, they are held (``held.py``), and lie
