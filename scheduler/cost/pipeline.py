@@ -93,7 +93,7 @@ def stage_seconds(step: StepGraph, simulation: Simulation) -> StageSeconds:
 
 
 def lags_up_to(most: int, num_micro_batches: int, splits: Sequence[bool]) -> tuple[int | None, ...]:
-    """How many turns later each stage computes weight gradients: as many as stages come before it, ``most`` at most.
+    """Turns after which each stage computes weight gradients: as many as stages come before it, ``most`` at most.
 
     ``splits``: the stages that can compute them apart. Nobody waits for what the first does in backward.
     """
