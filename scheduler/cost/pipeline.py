@@ -104,11 +104,22 @@ def lags_up_to(most: int, num_micro_batches: int, splits: Sequence[bool]) -> tup
 def choose_lags(
     stages: Sequence[StageSeconds], num_micro_batches: int, most: int, splits: Sequence[bool]
 ) -> tuple[int | None, ...]:
-    """The fastest of ``lags_up_to`` any number up to ``most``; of those as fast the least, as what weight gradients
-    read is held until then."""
+    """The fastest of ``lags_up_to`` any number up to ``most``, each stage's as small as it can be for that: what weight
+    gradients read is held until then."""
+
+    def seconds(lags: Sequence[int | None]) -> float:
+        return simulate_stages(stages, num_micro_batches, by_turns=True, lags=lags).step
+
     candidates = [lags_up_to(each, num_micro_batches, splits) for each in range(most + 1)]
-    seconds = [simulate_stages(stages, num_micro_batches, by_turns=True, lags=lags).step for lags in candidates]
-    return candidates[next(i for i, each in enumerate(seconds) if each <= _NO_LONGER * min(seconds))]
+    longest = _NO_LONGER * min(map(seconds, candidates))
+    chosen = next(lags for lags in candidates if seconds(lags) <= longest)
+    for number in reversed(range(len(stages))):
+        while lag := chosen[number]:
+            fewer = (*chosen[:number], lag - 1, *chosen[number + 1 :])
+            if seconds(fewer) > longest:
+                break
+            chosen = fewer
+    return chosen
 
 
 def simulate_stages(

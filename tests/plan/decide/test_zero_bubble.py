@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -164,6 +165,22 @@ def test_no_order_within_the_same_bytes_is_shorter(num_stages: int, num: int) ->
     equal = [StageSeconds(1.0, 2.0, weights=1.0)] * num_stages
     own = simulate_stages(equal, num, by_turns=True, lags=_apart(num_stages, num))
     assert own.step == _least_seconds(num_stages, num, own.under_way)
+
+
+def test_unequal_stages_wait_no_more_turns_than_it_takes() -> None:
+    generator, num = random.Random(0), 8
+    for _ in range(6):
+        forward = [generator.uniform(0.5, 1.5) for _ in range(4)]
+        stages = [StageSeconds(each, 2 * each, 0.0, 0.1, 0.1, weights=each) for each in forward]
+
+        def seconds(*lags: int | None, stages: Sequence[StageSeconds] = stages) -> float:
+            return simulate_stages(stages, num, by_turns=True, lags=lags).step
+
+        lags = choose_lags(stages, num, 3, [True] * 4)
+        least = min(seconds(None, *later) for later in itertools.product(range(5), repeat=3))
+        assert seconds(*lags) <= 1.001 * least
+        fewer = [(*lags[:n], (lags[n] or 0) - 1, *lags[n + 1 :]) for n in range(1, 4) if lags[n]]
+        assert all(seconds(*each) > 1.001 * least for each in fewer)
 
 
 def test_weight_gradients_come_later_where_that_is_faster() -> None:
