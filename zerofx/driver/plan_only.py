@@ -26,7 +26,15 @@ from zerofx.driver.meshes.choice import choose_mesh
 from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.driver.shardings import decide_alone, plan_best_layout
-from zerofx.driver.stages import PlannedStage, StageOrder, choose_order, cut_into_stages, name_stage, try_cuts
+from zerofx.driver.stages import (
+    PlannedStage,
+    StageOrder,
+    choose_order,
+    cut_into_stages,
+    name_stage,
+    plan_all,
+    try_cuts,
+)
 from zerofx.errors import UsageError, wrap_defects
 from zerofx.garbage import limit_garbage_collection
 from zerofx.ir.batch import Batch
@@ -116,8 +124,10 @@ class PlannedStep:
         return SavedPlan.from_lowered(self.lowered, self.machine, what)
 
     def save(self, path: str | Path, what: str = "") -> None:
-        """Write the plan with its schedule, for ``compile(plan=path)`` and ``zerofx report``; ``what`` as there."""
-        self.report(what).save(path)
+        """Write the plan with its schedule, for ``compile(plan=path)`` and ``zerofx report``; ``what`` as there. Plans
+        of stages have a file each, ``plan-1-of-2.json`` for ``plan.json``."""
+        for stage in self.stages or [self]:
+            stage.report(what).save(path)
 
     def __str__(self) -> str:
         plan, memory = self.plan, self.machine.device.memory_bytes
@@ -330,7 +340,8 @@ def _plan_stages(request: Request, one_rank: Captures, balance: Balance) -> Plan
     planned: dict[bool, list[PlannedStep]] = {}
 
     def plan_in(order: StageOrder) -> list[PlannedStage]:
-        planned[order.by_turns] = [_plan_stage(order.request(request), captures) for captures in cut.stages]
+        ordered = order.request(request)
+        planned[order.by_turns] = plan_all(partial(_plan_stage, ordered, captures) for captures in cut.stages)
         return [PlannedStage.of(stage.lowered) for stage in planned[order.by_turns]]
 
     order = choose_order(request, cut, plan_in)

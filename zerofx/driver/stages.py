@@ -3,7 +3,7 @@ in which all of them take micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -11,7 +11,7 @@ from typing import TypeVar
 from zerofx.choices import OrderOption
 from zerofx.driver.captures import Captures
 from zerofx.driver.prepared import Earlier, Request
-from zerofx.errors import MemoryBudgetError, UsageError
+from zerofx.errors import MemoryBudgetError, UsageError, ZeroFXError
 from zerofx.ir.bucketing import layout_of
 from zerofx.ir.facts import Phase, is_random, origin
 from zerofx.ir.graph import PipeStage, StepGraph
@@ -21,9 +21,10 @@ from zerofx.passes.lib.message_check import check_messages
 from zerofx.passes.prepare.stages import check_stages
 from zerofx.runtime.state.parameter_groups import group_of_parameters, histories_of
 from zerofx.scheduler.cost.pipeline import StageSeconds, simulate_stages, stage_seconds
+from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.overview import ORDERS_IN_STAGES
 from zerofx.scheduler.search.problem import BudgetMissedError
-from zerofx.scheduler.search.stage_cuts import BALANCES, Balance, decide_stages, name_cuts
+from zerofx.scheduler.search.stage_cuts import BALANCES, Balance, decide_stages, find_cuts, name_cuts
 from zerofx.units import format_bytes, format_seconds
 
 T = TypeVar("T")
@@ -83,7 +84,9 @@ def choose_order(request: Request, cut: CutStep, plan_in: Callable[[StageOrder],
     Raises:
         MemoryBudgetError: no order fits.
     """
-    asked, num = request.options.order, cut.stages[0].candidates[0]
+    asked, num, plan = request.options.order, cut.stages[0].candidates[0], request.options.plan
+    if isinstance(plan, Plan):
+        return StageOrder(not plan.by_layer)
     if num == 1 or len(cut.stages) == 1 or asked != "auto" or not cut.takes_turns:
         why = "as asked" if asked != "auto" else "" if cut.takes_turns else "backward draws random numbers, in order"
         by_turns = asked != "layer" and cut.takes_turns
@@ -123,18 +126,47 @@ def _describe(by_turns: bool, seconds: float, peak_bytes: int) -> str:
 def try_cuts(request: Request, earlier: Earlier | None, attempt: Callable[[Balance], T]) -> T:
     """The result of ``attempt`` with stages that take alike, or where that fits no budget with those that hold alike.
 
-    Stages that ``earlier`` has, or that are none, are tried once.
+    Stages that ``earlier`` has or a plan that is given, or that are none, are tried once.
 
     Raises:
         BudgetMissedError: none fits; the refusal that needs least.
     """
     refusals = list[BudgetMissedError]()
-    for balance in BALANCES if request.mesh.pipe > 1 and earlier is None else BALANCES[:1]:
+    is_open = request.mesh.pipe > 1 and earlier is None and request.options.plan is None
+    for balance in BALANCES if is_open else BALANCES[:1]:
         try:
             return attempt(balance)
         except BudgetMissedError as missed:
             refusals.append(missed)
     raise min(refusals, key=lambda refusal: refusal.least_bytes)
+
+
+def plan_all(plans: Iterable[Callable[[], T]]) -> list[T]:
+    """The results of ``plans``, one for each stage.
+
+    Raises:
+        BudgetMissedError: some fit no budget; that of the stage that needs most.
+    """
+    done, missed = list[T](), list[BudgetMissedError]()
+    for plan in plans:
+        try:
+            done.append(plan())
+        except BudgetMissedError as refusal:
+            missed.append(refusal)
+    if missed:
+        raise choose_worst(missed)
+    return done
+
+
+def choose_worst(failures: Sequence[ZeroFXError]) -> ZeroFXError:
+    """The failure of several stages to raise: of budgets that are missed that of the stage that needs most."""
+    missed = [failure for failure in failures if isinstance(failure, BudgetMissedError)]
+    if len(missed) < len(failures):
+        return next(failure for failure in failures if not isinstance(failure, BudgetMissedError))
+    if len(missed) == 1:
+        return missed[0]
+    worst = max(missed, key=lambda refusal: refusal.least_bytes)
+    return BudgetMissedError(f"{worst}; {len(missed) - 1} of the other parts cannot meet it either", worst.least_bytes)
 
 
 @contextmanager
@@ -213,7 +245,9 @@ def cut_into_stages(
 
 
 def _decide(request: Request, step: StepGraph, num_micro_batches: int, balance: Balance) -> tuple[int, ...]:
-    mesh, stage = request.mesh, request.options.stage
+    mesh, stage, plan = request.mesh, request.options.stage, request.options.plan
+    if isinstance(plan, Plan):
+        return find_cuts(step, request.machine, plan.stage_cuts)
     slices = mesh.size(("replicate", "shard"))
     # A parameter, its gradient, and two states as of Adam's, each whole or in slices.
     copies = sum(times / (slices if stage >= least else 1) for least, times in ((3, 1), (2, 1), (1, 2)))
