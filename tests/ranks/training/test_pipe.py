@@ -119,9 +119,11 @@ def _go_on(run: Run, folder: Path, *, save: bool) -> Outcome | None:
 
 
 @pytest.mark.parametrize("to_stages", [True, False])
-@pytest.mark.parametrize("model", ["gpt2", "norms"])
-def test_checkpoints_go_between_stages_and_one_process(model: str, tmp_path: Path, *, to_stages: bool) -> None:
-    run = Run(model, {"pipe": 2}, 2, steps=4)
+@pytest.mark.parametrize(("model", "optimizer"), [("gpt2", "AdamW"), ("norms", "AdamW"), ("matrices", "Muon")])
+def test_checkpoints_go_between_stages_and_one_process(
+    model: str, optimizer: str, tmp_path: Path, *, to_stages: bool
+) -> None:
+    run = Run(model, {"pipe": 2}, 2, steps=4, optimizer=optimizer)
     alone = run.on(None)
     if to_stages:
         _go_on(alone, tmp_path, save=True)
