@@ -82,9 +82,6 @@ NOT_IN_STAGES: Final = tuple(
         ("reduce", "gradients are reduced once a step", one_of("each")),
         ("offload", "no gradients wait for the next micro-batch", instances(Mapping)),
         ("tile", "parameters of a stage stay whole", instances(Mapping)),
-        ("precision", "stages are cut for products in one precision", lambda given: given.fp8 is not None),
-        ("wire", "what stages hand on is sent exactly", None),
-        ("plan", "each stage has a plan of its own", None),
         ("cuda_graphs", "messages between stages are awaited by the host", one_of(True, "auto")),
     )
 )

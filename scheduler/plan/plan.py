@@ -280,8 +280,11 @@ class Plan:
             raise PlanError(f"expected the JSON of a zerofx plan, found something else: {error!r}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file, for ``zerofx.compile(plan=path)``; a file that exists is replaced."""
-        write_named(path, self.to_json())
+        """Write the plan to a file, for ``zerofx.compile(plan=path)``; a file that exists is replaced.
+
+        That of a stage on the axis ``pipe`` has a file of its own, ``plan-1-of-2.json`` for ``plan.json``.
+        """
+        write_named(stage_path(path, self.pipe_stage, self.pipe), self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -329,3 +332,9 @@ class Plan:
         if self.prediction is None:
             raise PlanError("this plan has not been simulated yet: compile or plan a step with it first")
         return self.prediction
+
+
+def stage_path(path: str | Path, number: int, num_stages: int) -> Path:
+    """The file of a stage's plan where plans are saved as ``path``: that itself without stages."""
+    whole = Path(path)
+    return whole if num_stages == 1 else whole.with_stem(f"{whole.stem}-{number + 1}-of-{num_stages}")

@@ -20,7 +20,7 @@ from typing import Final, Literal, get_args
 
 from torch import fx
 
-from zerofx.errors import UsageError
+from zerofx.errors import PlanError, UsageError
 from zerofx.ir.aliasing import is_view, node_bytes
 from zerofx.ir.facts import Phase, Role, is_random, origin, placeholder
 from zerofx.ir.graph import StepGraph
@@ -67,6 +67,22 @@ def name_cuts(step: StepGraph, machine: Machine, cuts: Sequence[int]) -> tuple[s
     names = tuple(runs[cut].first for cut in cuts)
     stages_of_nodes(step, names)  # which refuses what cannot run so
     return names
+
+
+def find_cuts(step: StepGraph, machine: Machine, names: Sequence[str]) -> tuple[int, ...]:
+    """The parts of a captured micro-batch's forward, by their numbers, that begin with these nodes.
+
+    Raises:
+        PlanError: it is not cut before one of them.
+    """
+    numbers = {run.first: number for number, run in enumerate(_runs(step, machine))}
+    unknown = [name for name in names if name not in numbers]
+    if unknown:
+        raise PlanError(
+            f"expected a step that is cut into stages before {first_few(unknown)}, as the plan says, found one that is "
+            f"cut before {first_few(numbers)}: make the plan anew for this model and batch"
+        )
+    return tuple(numbers[name] for name in names)
 
 
 def decide_stages(

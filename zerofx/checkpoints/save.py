@@ -98,7 +98,9 @@ def start(training: Training, names: ModelNames, numbers: StepCounts, state: Map
     words, tensors = run_on_all(control, "take down the state to save", lambda: describe_state(state))
     own = {f"buffer.{name}": buffer for name, buffer in _own_buffers(training, names).items()}
     owned = states_to_write(training, names)
-    listed = control.gather(owned.trees, "list the states of whole parameters") if training.state.owners else []
+    in_stages = training.state.layout.mesh.pipe > 1
+    has_owners = training.state.owners or in_stages  # of which other stages may have some
+    listed = control.gather(owned.trees, "list the states of whole parameters") if has_owners else []
     trees = {name: tree for of_rank in listed for name, tree in of_rank.items()}
     loose: dict[str, dict[str, torch.Tensor]] = {
         MODEL: dict(names.buffers) if control.rank == 0 else {},
@@ -106,7 +108,7 @@ def start(training: Training, names: ModelNames, numbers: StepCounts, state: Map
     }
     content = Content(control.rank, control.num_ranks, words, loose, tuple(parts_of(training, names)))
     known = run_on_all(control, "list the optimizer's states", lambda: _states_of(training, names))
-    if training.state.layout.mesh.pipe > 1:
+    if in_stages:
         known = known.join(control.gather(known, "list the optimizer's states"))
     on_rank_0: list[tuple[Unfinished, Marker]] = []
 

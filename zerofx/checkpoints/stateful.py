@@ -34,7 +34,7 @@ def state_of(training: Training, names: ModelNames, numbers: StepCounts) -> dict
 
     Before the first update the optimizers' initial states are there, to be loaded into.
     """
-    if training.state.owners:
+    if any(training.control.gather(bool(training.state.owners), "look for owners of states")):
         raise CheckpointError(
             f"expected an optimizer whose states have a value for each element, found "
             f"{training.optimizers.name}, whose states have shapes of their own: use step.save_checkpoint(), or "
@@ -106,16 +106,16 @@ def _add_stages(
     own = {name: (tensor.dtype, _describe(states.get(name))) for name, tensor in model.items()}
     parameters = {name: training.state.parameter(source) for source, name in names.parameters.items()}
 
-    def nothing_of(name: str, dtype: torch.dtype) -> BoxedTensor:
-        return BoxedTensor(parameters[name], dtype, (), (), lambda _: torch.empty(0))
+    def make_empty(name: str, dtype: torch.dtype) -> BoxedTensor:
+        return BoxedTensor(parameters[name], dtype, (), (), lambda _: parameters[name])
 
     for of_rank in training.control.gather(own, "list the state of stages"):
         for name in of_rank.keys() - own.keys():
             dtype, entry = of_rank[name]
-            model[name] = nothing_of(name, dtype)
+            model[name] = make_empty(name, dtype)
             if entry is not None:
                 states[name] = {
-                    key: nothing_of(name, value) if isinstance(value, torch.dtype) else value
+                    key: make_empty(name, value) if isinstance(value, torch.dtype) else value
                     for key, value in entry.items()
                 }
 

@@ -81,9 +81,10 @@ def plan_command(
         )
         schedule = planned.schedule()
         _say(f"{planned}\n\n{planned.plan}\n\n{schedule.table(fold=not full)}")
-        report = planned.report(f"{type(model).__name__} with {Optimizers.from_user(optimizer).name}")
+        what = f"{type(model).__name__} with {Optimizers.from_user(optimizer).name}"
+        report = planned.report(what)
         if save is not None:
-            report.save(save)
+            planned.save(save, what)
         if save_graph is not None:
             graph_to_save(
                 model, optimizer, batch, planned.plan, machine=planned.machine, loss_fn=loss_fn, forward=forward

@@ -82,7 +82,10 @@ def describe_request(model: nn.Module, optimizers: Optimizers, options: CompileO
     """The settings that must be the same on every rank, a line each."""
     lines = options.texts("ranks")
     plan = options.plan
-    lines.append(f"plan: {plan.decisions_hash() if isinstance(plan, Plan) else 'from a file' if plan else None}")
+    known = "None" if plan is None else "from a file"
+    if isinstance(plan, Plan):
+        known = plan.decisions_hash() if plan.pipe == 1 else "of its stage"
+    lines.append(f"plan: {known}")
     lines.append(f"ZEROFX_DISABLE: {','.join(sorted(settings.disable))}")
     kernels = "auto" if settings.kernels is None else ",".join(sorted(settings.kernels))
     lines.append(f"ZEROFX_KERNELS: {kernels}")

@@ -38,6 +38,7 @@ from zerofx.driver.stages import (
     PlannedStage,
     StageOrder,
     choose_order,
+    choose_worst,
     cut_into_stages,
     name_stage,
 )
@@ -158,7 +159,10 @@ def _take_stage(
     """
     if request.mesh.pipe == 1:
         return OwnStage(request, one_rank)
-    cut = _cut(request, one_rank, earlier, control, balance)
+    cut, given = _cut(request, one_rank, earlier, control, balance), request.options.plan
+    if isinstance(given, Plan):
+        hint = "Give all ranks of a stage the plan of that."
+        agree_in_stages(control, request.mesh, "compare plans", given.decisions_hash(), "plan", hint)
     own = cut.stages[request.mesh.place(control.rank, "pipe")]
     with wrap_defects("plan a step"):
         order = choose_order(request, cut, lambda order: _plan_in(request, order, own, earlier, control))
@@ -392,7 +396,7 @@ def _agree_on_plan(
         return plan.to_json()
 
     mesh = prepared.request.mesh
-    plan = Plan.from_json(share_in_stages(control, mesh, "share the plan", plan_to_share))
+    plan = Plan.from_json(share_in_stages(control, mesh, "share the plan", plan_to_share, choose_worst))
     if prepared.may_be_sliced and not prepared.is_for(plan):
         prepared = control.attempt("prepare slices of parameters", lambda: prepared.adapt_to(plan))
         prepared.agree(control)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 from zerofx.budgets import GRADIENTS, budget_bytes, host_budget_bytes
@@ -21,7 +20,8 @@ from zerofx.scheduler.cost.machine import MEASURED, Machine
 from zerofx.scheduler.decide.residency import PolicyOptions
 from zerofx.scheduler.decide.undecided import summarise, summarise_graph
 from zerofx.scheduler.plan.facts import BucketSummary
-from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.mesh import Mesh
+from zerofx.scheduler.plan.plan import Plan, stage_path
 from zerofx.units import format_bytes, format_count
 
 T = TypeVar("T")
@@ -31,6 +31,7 @@ _SHOWN = 8  # differences of one kind
 
 def take_plan(options: CompileOptions, machine: Machine, control: Control) -> CompileOptions:
     """``options`` with the plan that they give, read from its file by rank 0, and checked against the other options.
+    In stages each rank reads that of its own.
 
     Raises:
         PlanError: there is no plan in the file, or it is for another stage, precision, machine or number of ranks.
@@ -39,8 +40,25 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
     """
     if options.plan is None:
         return options
-    given = options.plan
-    plan = control.share("read the plan", lambda: Plan.load(given)) if isinstance(given, Path) else given
+    given, mesh = options.plan, options.mesh
+    if isinstance(given, Plan):
+        plan = given
+    elif isinstance(mesh, Mesh) and mesh.pipe > 1:
+        own = stage_path(given, control.rank // (mesh.num_ranks // mesh.pipe), mesh.pipe)
+        plan = control.attempt("read the plan", lambda: Plan.load(own))
+    else:
+        plan = control.share("read the plan", lambda: Plan.load(given))
+    control.attempt("check the plan", lambda: _check(plan, options, machine, control))
+    if control.rank == 0 and options.policy != PolicyOptions():
+        notify("prefetch and keep_gathered have no effect with a plan: it says when every bucket is gathered")
+    if control.rank == 0 and options.shardings and plan.model > 1:
+        notify("shardings has no effect with a plan: it says how every value lies on the axis 'model'")
+    return replace(options, plan=plan)
+
+
+def _check(plan: Plan, options: CompileOptions, machine: Machine, control: Control) -> None:
+    """Raises: as ``take_plan``."""
+    num_stage_ranks = control.num_ranks // plan.pipe or 1
     settings = {
         "stage": (str(plan.stage), str(options.stage)),
         "precision": (_precision(plan.precision), _precision(options.precision.compute)),
@@ -54,6 +72,7 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
         "loss": (_loss(plan.loss_scaled), _loss(options.loss_scale is not None)),
         "ranks": (str(plan.num_ranks), str(control.num_ranks)),
         "mesh": (plan.mesh.axes_text, _axes(plan, options, control.num_ranks)),
+        "part on the axis 'pipe'": (str(plan.pipe_stage + 1), str(control.rank // num_stage_ranks + 1)),
         "machine": (plan.machine.removesuffix(MEASURED), machine.name.removesuffix(MEASURED)),
     }
     _refuse(_differences(settings), "Give the options that the plan was made with, or leave plan out to have one made.")
@@ -63,11 +82,6 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
             f"expected {option}={expected} with a plan that {what}, found {option}={getattr(options, option)!r}: give "
             f"it so, or leave plan out to have another made"
         )
-    if control.rank == 0 and options.policy != PolicyOptions():
-        notify("prefetch and keep_gathered have no effect with a plan: it says when every bucket is gathered")
-    if control.rank == 0 and options.shardings and plan.model > 1:
-        notify("shardings has no effect with a plan: it says how every value lies on the axis 'model'")
-    return replace(options, plan=plan)
 
 
 def _axes(plan: Plan, options: CompileOptions, num_ranks: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, get_args
 
@@ -25,7 +26,7 @@ from zerofx.driver.meshes.choice import choose_mesh
 from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.driver.shardings import decide_alone, lay_out, layouts
-from zerofx.driver.stages import PlannedStage, StageOrder, choose_order, cut_into_stages, name_stage
+from zerofx.driver.stages import PlannedStage, StageOrder, choose_order, cut_into_stages, name_stage, plan_all
 from zerofx.errors import UsageError, wrap_defects
 from zerofx.garbage import limit_garbage_collection
 from zerofx.ir.batch import Batch
@@ -115,8 +116,10 @@ class PlannedStep:
         return SavedPlan.from_lowered(self.lowered, self.machine, what)
 
     def save(self, path: str | Path, what: str = "") -> None:
-        """Write the plan with its schedule, for ``compile(plan=path)`` and ``zerofx report``; ``what`` as there."""
-        self.report(what).save(path)
+        """Write the plan with its schedule, for ``compile(plan=path)`` and ``zerofx report``; ``what`` as there. Plans
+        of stages have a file each, ``plan-1-of-2.json`` for ``plan.json``."""
+        for stage in self.stages or [self]:
+            stage.report(what).save(path)
 
     def __str__(self) -> str:
         plan, memory = self.plan, self.machine.device.memory_bytes
@@ -327,7 +330,8 @@ def _plan_stages(request: Request, one_rank: Captures, balance: Balance) -> Plan
     planned: dict[StageOrder, list[PlannedStep]] = {}
 
     def plan_in(order: StageOrder) -> list[PlannedStage]:
-        planned[order] = [_plan_stage(order.request(request), order.captures(captures)) for captures in cut.stages]
+        ordered = order.request(request)
+        planned[order] = plan_all(partial(_plan_stage, ordered, order.captures(stage)) for stage in cut.stages)
         return [PlannedStage.of(stage.lowered) for stage in planned[order]]
 
     order = choose_order(request, cut, plan_in)

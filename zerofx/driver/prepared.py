@@ -249,11 +249,6 @@ def _lay_out(
     check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])
     binding = OptimizerBinding(request.optimizers, layout, captured.device, prefer_fused=options.compiles_regions)
     binding.programs(None, binding.find_states(dict(named_parameters(request.model))), known)
-    if binding.whole and request.mesh.pipe > 1:
-        raise UsageError(
-            f"expected an optimizer that updates elements one by one where the mesh has an axis 'pipe', found "
-            f"{request.optimizers.name}, which needs whole parameters: leave the axis out"
-        )
     layout, others = _add_borrowed(layout, request, captured)
     updates = [update | others for update in binding.updates(ahead=options.memory_budget is not None)]
     return Prepared(

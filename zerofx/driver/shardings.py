@@ -108,9 +108,10 @@ def lay_out(
 ) -> Iterator[tuple[Captures, Balance]]:
     """``layouts``, each with stages that take alike, then with those that hold alike, where the first fit no budget.
 
-    Stages that ``earlier`` has, or that are none, are there in one way.
+    Stages that ``earlier`` has or a plan that is given, or that are none, are there in one way.
     """
-    balances = BALANCES if request.mesh.pipe > 1 and earlier is None else BALANCES[:1]
+    is_open = request.mesh.pipe > 1 and earlier is None and request.options.plan is None
+    balances = BALANCES if is_open else BALANCES[:1]
     for one_rank in layouts(request, captures, earlier, everywhere):
         for balance in balances:
             yield one_rank, balance

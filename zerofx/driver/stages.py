@@ -3,7 +3,7 @@ in which all of them take micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -11,7 +11,7 @@ from typing import TypeVar
 from zerofx.choices import OrderOption
 from zerofx.driver.captures import Captures
 from zerofx.driver.prepared import Earlier, Request
-from zerofx.errors import MemoryBudgetError, UsageError
+from zerofx.errors import MemoryBudgetError, UsageError, ZeroFXError
 from zerofx.ir.bucketing import layout_of
 from zerofx.ir.facts import Phase, is_random, origin
 from zerofx.ir.graph import PipeStage, StepGraph
@@ -29,9 +29,10 @@ from zerofx.scheduler.cost.pipeline import (
     simulate_stages,
     stage_seconds,
 )
+from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.overview import ORDERS_IN_STAGES, turns_later
 from zerofx.scheduler.search.problem import BudgetMissedError
-from zerofx.scheduler.search.stage_cuts import Balance, decide_stages, name_cuts
+from zerofx.scheduler.search.stage_cuts import Balance, decide_stages, find_cuts, name_cuts
 from zerofx.units import format_bytes, format_seconds
 
 T = TypeVar("T")
@@ -109,7 +110,11 @@ def choose_order(request: Request, cut: CutStep, plan_in: Callable[[StageOrder],
     Raises:
         MemoryBudgetError: no order fits.
     """
-    asked, num = request.options.order, cut.stages[0].candidates[0]
+    asked, num, plan = request.options.order, cut.stages[0].candidates[0], request.options.plan
+    if isinstance(plan, Plan):
+        # Those of the other stages are in their own plans.
+        lags = [plan.weights_lag if number == plan.pipe_stage else None for number in range(len(cut.stages))]
+        return StageOrder(not plan.by_layer, lags=tuple(lags))
     if num == 1 or len(cut.stages) == 1 or asked in ("layer", "micro-batch") or not cut.takes_turns:
         why = "as asked" if asked != "auto" else "" if cut.takes_turns else "backward draws random numbers, in order"
         order = StageOrder(asked != "layer" and cut.takes_turns)
@@ -215,6 +220,34 @@ def _weigh_weights(trial: _Trial, turns: StageOrder, seconds: Sequence[StageSeco
     )
 
 
+def plan_all(plans: Iterable[Callable[[], T]]) -> list[T]:
+    """The results of ``plans``, one for each stage.
+
+    Raises:
+        BudgetMissedError: some fit no budget; that of the stage that needs most.
+    """
+    done, missed = list[T](), list[BudgetMissedError]()
+    for plan in plans:
+        try:
+            done.append(plan())
+        except BudgetMissedError as refusal:
+            missed.append(refusal)
+    if missed:
+        raise choose_worst(missed)
+    return done
+
+
+def choose_worst(failures: Sequence[ZeroFXError]) -> ZeroFXError:
+    """The failure of several stages to raise: of budgets that are missed that of the stage that needs most."""
+    missed = [failure for failure in failures if isinstance(failure, BudgetMissedError)]
+    if len(missed) < len(failures):
+        return next(failure for failure in failures if not isinstance(failure, BudgetMissedError))
+    if len(missed) == 1:
+        return missed[0]
+    worst = max(missed, key=lambda refusal: refusal.least_bytes)
+    return BudgetMissedError(f"{worst}; {len(missed) - 1} of the other parts cannot meet it either", worst.least_bytes)
+
+
 @contextmanager
 def name_stage(pipe: PipeStage | None) -> Iterator[None]:
     """Say which stage it is that fits no budget."""
@@ -293,7 +326,9 @@ def cut_into_stages(
 
 
 def _decide(request: Request, step: StepGraph, num_micro_batches: int, balance: Balance) -> tuple[int, ...]:
-    mesh, stage = request.mesh, request.options.stage
+    mesh, stage, plan = request.mesh, request.options.stage, request.options.plan
+    if isinstance(plan, Plan):
+        return find_cuts(step, request.machine, plan.stage_cuts)
     slices = mesh.size(("replicate", "shard"))
     # A parameter, its gradient, and two states as of Adam's, each whole or in slices.
     copies = sum(times / (slices if stage >= least else 1) for least, times in ((3, 1), (2, 1), (1, 2)))

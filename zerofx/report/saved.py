@@ -17,7 +17,7 @@ from zerofx.json_format import from_data
 from zerofx.lowering.lower import LoweredStep
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.plan import Plan, stage_path
 
 _ENTRY = "report"
 
@@ -42,10 +42,10 @@ class SavedPlan:
         return SavedPlan(plan, make_schedule(lowered), title, limits)
 
     def save(self, path: str | Path) -> None:
-        """Write the file; one that exists is replaced."""
+        """Write the file, of a stage that of its own (``Plan.save``); one that exists is replaced."""
         entry = {"title": self.title, "limits": dict(self.limits), **asdict(replace(self.schedule, rows=()))}
         text = json.dumps({**json.loads(self.plan.to_json()), _ENTRY: entry}, separators=(",", ":"))
-        write_named(path, text)
+        write_named(stage_path(path, self.plan.pipe_stage, self.plan.pipe), text)
 
     @staticmethod
     def load(path: str | Path) -> SavedPlan:

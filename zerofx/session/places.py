@@ -139,7 +139,7 @@ class Place:
         return value
 
     def _read_own(self) -> torch.Tensor | None:
-        """What this rank's stage has of it. Collective there."""
+        """The part of it that this rank's stage has, whole; None for nothing. Collective there."""
         value: torch.Tensor | None = None
         for bucket, slot in self.slots:
             flat = self._flat(bucket)

@@ -255,7 +255,8 @@ class Reported:
     def save_plan(self, path: str | Path) -> None:
         """Write the plan of the step that ran last with its schedule, for ``compile(plan=path)`` and ``zerofx report``.
 
-        On this rank alone; rank 0 is enough, since all ranks have the same plan.
+        On this rank alone; rank 0 is enough, since all ranks have the same plan. In stages one rank of each has to:
+        they have files of their own, ``plan-1-of-2.json`` for ``plan.json``, and ``plan=`` is given the path as here.
         """
         assert self._steps.machine is not None, "a captured step has one"
         SavedPlan.from_lowered(self.compiled.lowered, self._steps.machine, self._steps.what).save(path)

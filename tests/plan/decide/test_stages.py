@@ -250,3 +250,10 @@ def test_stages_are_cut_for_bytes_where_those_that_take_alike_fit_no_budget() ->
     assert table_bytes < peaks[1] <= budget and peaks[0] <= budget
     with pytest.raises(MemoryBudgetError, match="part 1 of 2 on the axis 'pipe': memory_budget"):
         plan(memory_budget=table_bytes)
+
+
+def test_of_stages_that_fit_no_budget_the_one_that_needs_most_is_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4_000), nn.ReLU())
+    options = {"accumulate": 2, "memory_budget": 100, "loss_fn": lambda out, target: (out - target).square().sum()}
+    with pytest.raises(MemoryBudgetError, match=r"part 2 of 2 .* 1 of the other parts cannot meet it either"):
+        planned(model, (torch.randn(8, 8), torch.randn(8, 4_000)), 2, **options)

@@ -17,10 +17,13 @@ import zerofx
 from tests.lib.distributed import RankError, run_ranks
 from tests.lib.models import adamw
 from tests.lib.runs.stages import Outcome, Run, are_equal, begin_run, check_runs, stage_batch, train_runs
-from zerofx import RankMismatchError, UsageError
+from zerofx import Machine, OptimizerError, RankMismatchError, UsageError
+from zerofx.scheduler.cost.machine import Link
 
 CLIPPED = (("max_grad_norm", 0.1),)
 TURNS, FIRST, APART = ("order", "micro-batch"), ("order", "layer"), ("order", "zero-bubble")
+# On which a byte takes longer than all that a step computes.
+SLOW = replace(Machine.named("cpu"), intra_node=Link(bandwidth=1.0, latency=1e-6))
 ON_TWO = [
     Run("gpt", {"pipe": 2}, 4, CLIPPED),
     Run("gpt", {"pipe": 2}, 6, (*CLIPPED, TURNS)),
@@ -110,9 +113,13 @@ def test_stages_of_several_ranks_train_like_those_ranks_without_stages(stage: in
         Run("dropout", {"pipe": 2, "shard": 2}, 6, (*options, TURNS), 4),
         Run("llama", {"pipe": 2, "shard": 2}, 2, options, 4),
         Run("norms", {"pipe": 2, "shard": 2}, 5, (*options, TURNS), 4),
+        Run("matrices", {"pipe": 2, "shard": 2}, 2, options, 3, "Muon"),
     ]
+    if stage:
+        runs.append(Run("gpt", {"pipe": 2, "shard": 2}, 4, (*options, ("wire", "int8"), ("machine", SLOW), TURNS), 3))
     # A stage reduces gradients once a step.
-    once = [replace(run.on({"shard": 2}), options=(*options, ("reduce", "once"))) for run in runs]
+    alone = [run.on({"shard": 2}) for run in runs]
+    once = [replace(run, options=(*run.options, ("reduce", "once"))) for run in alone]
     check_runs(runs, 4, run_ranks(train_runs, 2, once))
 
 
@@ -137,9 +144,11 @@ def _go_on(run: Run, folder: Path, *, save: bool) -> Outcome | None:
 
 
 @pytest.mark.parametrize("to_stages", [True, False])
-@pytest.mark.parametrize("model", ["gpt2", "norms"])
-def test_checkpoints_go_between_stages_and_one_process(model: str, tmp_path: Path, *, to_stages: bool) -> None:
-    run = Run(model, {"pipe": 2}, 2, steps=4)
+@pytest.mark.parametrize(("model", "optimizer"), [("gpt2", "AdamW"), ("norms", "AdamW"), ("matrices", "Muon")])
+def test_checkpoints_go_between_stages_and_one_process(
+    model: str, optimizer: str, tmp_path: Path, *, to_stages: bool
+) -> None:
+    run = Run(model, {"pipe": 2}, 2, steps=4, optimizer=optimizer)
     alone = run.on(None)
     if to_stages:
         _go_on(alone, tmp_path, save=True)
@@ -232,6 +241,9 @@ def _refuse() -> list[str]:
     other = zerofx.compile(model, adamw(model), mesh={"pipe": 2}, loss_fn=nn.MSELoss(), backend="eager")
     with pytest.raises(UsageError, match="which stage 1 changes, read in another") as refusal:
         other(torch.ones(2, 4), torch.ones(2, 4))
+    combining, _, given = begin_run(Run("matrices", {"pipe": 2}, 2, steps=1, optimizer="by all norms"))
+    with pytest.raises(OptimizerError, match="which combines those of all stages"):
+        combining(*given[0][0])
     one = nn.Linear(4, 4)
     short = zerofx.compile(one, adamw(one), mesh={"pipe": 2}, loss_fn=nn.MSELoss(), backend="eager")
     with pytest.raises(UsageError, match="expected at least 2 parts of a step"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.lib.distributed import run_ranks
 from tests.lib.runs.stages import Run, begin_run
-from zerofx import UsageError
+from zerofx import Plan, PlanError, RankMismatchError, UsageError
 
 # A parameter of the first stage, which gpt2's second one reads too, and one of the second.
 NAMES = {
@@ -107,3 +108,33 @@ def test_dcp_saves_stages_and_loads_them_anywhere(tmp_path: Path) -> None:
     expected = _go_on(run.on(None), alone)
     for values in (*of_ranks[0], *of_ranks[1], _go_on(run.on(None), folder)):
         assert all(map(torch.equal, values, expected)) and len(values) == len(expected)
+
+
+def _train_by_plans(run: Run, folder: Path) -> list[list[Tensor]]:
+    """Losses without a plan, with the one that this has saved, and with that as an object; others are refused."""
+    losses, plans = [], list[Any]([None, folder / "plan.json"])
+    for number in range(3):
+        step, _, given = begin_run(replace(run, options=(*run.options, ("plan", plans[number]))))
+        losses.append([step(*args, **kwargs).clone() for args, kwargs in given])
+        step.save_plan(folder / "plan.json")
+        assert step.measure(*given[0][0], **given[0][1], num_steps=1).peak_bytes == step.plan.peak_bytes
+        plans.append(step.plan)
+        step.close()
+    assert len({plan.decisions_hash() for plan in plans[2:]}) == 1
+    other = Plan.load(folder / f"plan-{2 - dist.get_rank()}-of-2.json")
+    with pytest.raises(PlanError, match="part on the axis 'pipe': expected"):
+        begin_run(replace(run, options=(*run.options, ("plan", other))))
+    with pytest.raises((PlanError, RankMismatchError), match=r"none-\d-of-2.json"):
+        begin_run(replace(run, options=(*run.options, ("plan", folder / "none.json"))))
+    return losses
+
+
+def test_stages_are_run_by_the_plans_that_they_have_saved(tmp_path: Path) -> None:
+    # A budget for which stages are cut so that they hold alike.
+    run = Run("gpt", {"pipe": 2}, 4, (("memory_budget", 380_000), ("recompute", "auto")), steps=2)
+    step, _, given = begin_run(Run(run.model, None, run.accumulate, steps=run.steps))
+    expected = [step(*args, **kwargs).clone() for args, kwargs in given]
+    step.close()
+    for losses in run_ranks(_train_by_plans, 2, run, tmp_path):
+        for of_plan in losses:
+            assert all(map(torch.equal, of_plan, expected)) and len(of_plan) == 2

@@ -11,6 +11,7 @@ from safetensors.torch import save_model
 
 import zerofx
 from tests.lib.distributed import run_ranks
+from tests.lib.runs.fp8 import fast_in_fp8
 from tests.lib.runs.sharing import SHARING
 from tests.lib.runs.stages import MODELS, Run, check_runs, count_labels, train_runs, with_logits
 from zerofx import LossScale, Precision
@@ -29,6 +30,9 @@ WITH_OPTIONS = [
     Run("dropout", {"pipe": 2}, 2, (FP16, ("max_grad_norm", 0.1), ("grad_norms", True), FIRST), steps=6),
     Run("gpt", {"pipe": 2}, 3, (("average", zerofx.EMA(0.9)), ("grad_norms", True)), steps=3),
     Run("gpt", {"pipe": 2}, 4, (("delayed_update", 2),), steps=5),
+    Run("gpt", {"pipe": 2}, 4, (("machine", fast_in_fp8()), ("precision", "fp8"), TURNS), steps=3),
+    Run("gpt", {"pipe": 2}, 3, steps=3, optimizer="Adafactor"),
+    Run("matrices", {"pipe": 2}, 3, steps=3, optimizer="Muon"),
 ]
 SHARED = (("machine", SHARING), ("reduce", "once"), ("max_grad_norm", 0.1))
 

@@ -86,7 +86,13 @@ class WholeOptimizer:
                     f"slice of one in {bucket.name}: leave it out of tile="
                 )
             parameters.setdefault(group, []).extend((shape_of(slot), dtype_of(bucket, slot)) for slot in bucket.slots)
-        self.check(parameters)
+        in_stages = any(bucket.mesh.pipe > 1 for bucket, _ in buckets)
+        self.check(self._all_parameters() if in_stages else parameters)
+        if in_stages and self.combines:
+            raise OptimizerError(
+                f"expected an optimizer that updates each parameter by itself where the mesh has an axis 'pipe', found "
+                f"{rest.kind.__name__}, which combines those of all stages: leave the axis out"
+            )
         programs: dict[int, UpdateProgram] = {}
         for bucket, group in buckets:
             shapes = [self._try_slot(rest, bucket, group, slot, entries.get(slot.source, {})) for slot in bucket.slots]
@@ -98,6 +104,14 @@ class WholeOptimizer:
                 )
             programs[bucket.index] = self._programs[key]
         return programs
+
+    def _all_parameters(self) -> dict[int, list[tuple[tuple[int, ...], torch.dtype]]]:
+        """Shapes and dtypes of what is trained in all stages, by group."""
+        listed = {
+            index: [(tuple(p.shape), p.dtype) for p in group["params"] if p.requires_grad]
+            for index, group in enumerate(self._optimizer.param_groups)
+        }
+        return {index: of_group for index, of_group in listed.items() if of_group}
 
     def take_own_states(self, states: Mapping[Any, Any]) -> None:
         """Take over the entries of ``optimizer.state`` that are of no parameter."""

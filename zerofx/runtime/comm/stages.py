@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from zerofx.errors import ZeroFXError
@@ -32,11 +33,17 @@ def is_first_of_stage(control: Control, mesh: Mesh) -> bool:
     return control.rank == mesh.members(control.rank, mesh.stage_axes)[0]
 
 
-def share_in_stages(control: Control, mesh: Mesh, purpose: str, make: Callable[[], T]) -> T:
+def share_in_stages(
+    control: Control,
+    mesh: Mesh,
+    purpose: str,
+    make: Callable[[], T],
+    choose: Callable[[Sequence[ZeroFXError]], ZeroFXError] = operator.itemgetter(0),
+) -> T:
     """The result of ``make()`` on the first rank of each stage, on all ranks of that. Collective.
 
     Raises:
-        ZeroFXError: one of them could not; on all ranks.
+        ZeroFXError: some of them could not; that of which ``choose`` gives, on all ranks.
     """
     if mesh.pipe == 1:
         return control.share(purpose, make)
@@ -49,8 +56,8 @@ def share_in_stages(control: Control, mesh: Mesh, purpose: str, make: Callable[[
             return None, error
 
     outcomes = control.gather(control.attempt(purpose, run_on_first), purpose)
-    for _, failure in outcomes:
-        if failure is not None:
-            raise failure
+    failures = [failure for _, failure in outcomes if failure is not None]
+    if failures:
+        raise choose(failures)
     shared: T = outcomes[first][0]
     return shared

@@ -111,10 +111,33 @@ class OptimizerState:
             self._state.flush()
             self._place_whole(optimizers, as_computed=as_computed)
 
+    def _gather_trees(self, buckets: Sequence[Bucket]) -> list[dict[int, dict[str, Any]]]:
+        """Objects that owners on each rank have of buckets besides tensors, by index and parameter; nothing where this
+        rank has all. Collective."""
+        here: dict[int, dict[str, Any]] = {}
+        for bucket in buckets:
+            mine = self._state.buckets[bucket.index]
+            if mine.present and bucket.index in self._state.owners:
+                self._state.settle_owned(bucket)
+                names = names_of(self._state.find_owned(bucket))
+                here[bucket.index] = {name: mine.owned.trees[name] for name in names if name in mine.owned.trees}
+        # Stages may have different buckets, and some none with owners.
+        is_alone = all(len(self._state.owners[index].ranks) == 1 for index in here)
+        if self._state.layout.mesh.pipe == 1 and is_alone:
+            return []
+        gathered: list[dict[int, dict[str, Any]]] = self._control.gather(here, "gather the optimizer's states")
+        return gathered
+
     def _place_owned(
-        self, bucket: Bucket, states: defaultdict[torch.Tensor, Any], *, as_computed: bool, alone: bool
+        self,
+        bucket: Bucket,
+        states: defaultdict[torch.Tensor, Any],
+        of_ranks: Sequence[dict[int, dict[str, Any]]],
+        *,
+        as_computed: bool,
     ) -> None:
-        """Put the states that owners have of a bucket into ``states``, all of them; ``alone``: those that are here."""
+        """Put the states that owners have of a bucket into ``states``: all of them with the trees ``of_ranks``, else
+        those that are here."""
         if not self._state.buckets[bucket.index].present:
             return
         mine, program = self._state.buckets[bucket.index], self._binding.latest_programs[bucket.index]
@@ -123,12 +146,10 @@ class OptimizerState:
         buffers: Sequence[torch.Tensor | None] = [None if buffer is None else self._state.load(buffer)]
         listed = [self._state.find_owned(bucket)]
         owners = self._state.owners[bucket.index].ranks
-        if len(owners) > 1 and not alone:
-            here = {name: mine.owned.trees[name] for name in names_of(listed[0]) if name in mine.owned.trees}
-            gathered = self._control.gather(here, "gather the optimizer's states")
+        if len(owners) > 1 and of_ranks:
             members = bucket.mesh.members(self._control.rank, bucket.states_over)
             ranks = sorted(members, key=lambda rank: bucket.mesh.index(rank, bucket.states_over))
-            trees, listed = [gathered[rank] for rank in ranks], list(owners)
+            trees, listed = [of_ranks[rank][bucket.index] for rank in ranks], list(owners)
             buffers = [None] * len(ranks) if buffers[0] is None else self._state.gather_owned(bucket, buffers[0])
         for own, owned, flat in zip(trees, listed, buffers, strict=True):
             views = state_views(program, owned, flat)
@@ -145,9 +166,11 @@ class OptimizerState:
     ) -> None:
         for optimizer in optimizers:
             states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-            for bucket in self._binding.buckets_of(optimizer, self._state.parameters):
+            buckets = self._binding.buckets_of(optimizer, self._state.parameters)
+            of_ranks = [] if alone else self._gather_trees(buckets)
+            for bucket in buckets:
                 if bucket.index in self._state.owners:
-                    self._place_owned(bucket, states, as_computed=as_computed, alone=alone)
+                    self._place_owned(bucket, states, of_ranks, as_computed=as_computed)
                 else:
                     self._gather(bucket, states, as_computed=as_computed)
             whole = self._binding.find_whole(optimizer)
