@@ -33,7 +33,8 @@ class StageSeconds:
     """Seconds of a stage: of a micro-batch forward and backward, and once a step besides, the update above all.
 
     ``forward_message`` and ``backward_message``: until what it sends is with its neighbour. ``weights``: the part of
-    backward that weight gradients take, which may come some turns later.
+    backward that weight gradients take, which may come some turns later. ``exposed``: in all of it, what computation
+    waits for but messages.
     """
 
     forward: float
@@ -42,29 +43,30 @@ class StageSeconds:
     forward_message: float = 0.0
     backward_message: float = 0.0
     weights: float = 0.0
+    exposed: float = 0.0
 
 
 @dataclass(frozen=True)
 class PipelineSeconds:
-    """Seconds of a step in stages, in how many of them each stage idles, and the most micro-batches that are under way
-    in each: forward has run, and backward has not."""
+    """Seconds of a step in stages, in how many of them each stage idles, and with that waits for anything
+    (``exposed``); the most micro-batches that are under way in each: forward has run, and backward has not."""
 
     step: float
     idle: tuple[float, ...]
+    exposed: tuple[float, ...]
     under_way: tuple[int, ...]
 
 
 def predict_stage(plan: Plan, pipeline: PipelineSeconds, why: str = "") -> Plan:
     """The plan of a stage with the seconds that it takes among the others; ``why``: micro-batches are in this order."""
     assert plan.prediction is not None, "its own have been simulated"
-    idle = pipeline.idle[plan.pipe_stage]
     reasons = filter(None, [plan.micro_batches_reason, why])
     return replace(plan, micro_batches_reason="; ".join(reasons)).with_prediction(
         replace(
             plan.prediction,
             step_seconds=pipeline.step,
-            exposed_seconds=plan.exposed_seconds + idle,
-            idle_seconds=idle,
+            exposed_seconds=pipeline.exposed[plan.pipe_stage],
+            idle_seconds=pipeline.idle[plan.pipe_stage],
         )
     )
 
@@ -72,7 +74,7 @@ def predict_stage(plan: Plan, pipeline: PipelineSeconds, why: str = "") -> Plan:
 def stage_seconds(step: StepGraph, simulation: Simulation) -> StageSeconds:
     """The seconds of the stage that ``step`` is, as it is simulated by itself."""
     seconds = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0, Phase.UPDATE: 0.0}
-    messages, apart, weights = dict(seconds), set(weight_gradients(step)), 0.0
+    messages, apart, weights, exposed = dict(seconds), set(weight_gradients(step)), 0.0, 0.0
     for node, timing in simulation.timings.items():
         phase, waited = origin(node).phase, node.args[0] if node.target is ops.wait else None
         if node.target is ops.receive_value:
@@ -81,6 +83,7 @@ def stage_seconds(step: StepGraph, simulation: Simulation) -> StageSeconds:
             taken = timing.num_runs * (timing.seconds + timing.exposed_seconds)
             seconds[phase] += taken
             weights += taken if node in apart else 0.0
+            exposed += timing.num_runs * timing.exposed_seconds
     num = step.num_micro_batches
     return StageSeconds(
         seconds[Phase.FORWARD] / num,
@@ -89,6 +92,7 @@ def stage_seconds(step: StepGraph, simulation: Simulation) -> StageSeconds:
         messages[Phase.FORWARD] / num,
         messages[Phase.BACKWARD] / num,
         weights / num,
+        exposed,
     )
 
 
@@ -164,4 +168,6 @@ def simulate_stages(
     total = max(end + stage.rest for end, stage in zip(free, stages, strict=True))
     busy = [num_micro_batches * (stage.forward + stage.backward) + stage.rest for stage in stages]
     under_way = tuple(min(each + 1, num_micro_batches) for each in held)
-    return PipelineSeconds(total, tuple(max(0.0, total - each) for each in busy), under_way)
+    idle = [max(0.0, total - each) for each in busy]
+    exposed = [own + stage.exposed for own, stage in zip(idle, stages, strict=True)]
+    return PipelineSeconds(total, tuple(idle), tuple(exposed), under_way)

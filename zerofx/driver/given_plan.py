@@ -64,7 +64,7 @@ def _check(plan: Plan, options: CompileOptions, machine: Machine, control: Contr
         "precision": (_precision(plan.precision), _precision(options.precision.compute)),
         "products in fp8": (plan.fp8 or "none", options.precision.fp8 or "none"),
         "micro-batches": (str(plan.num_micro_batches), _micro_batches(options, plan)),
-        "order": (_order(plan), options.order if options.order != "auto" else _order(plan)),
+        "order": (_order(plan), _asked_order(options, plan)),
         "wire": (plan.wire, options.wire),
         "max_grad_norm": (str(plan.max_grad_norm), str(options.max_grad_norm)),
         "grad_norms": (str(plan.grad_norms), str(options.grad_norms)),
@@ -264,7 +264,14 @@ def _micro_batches(options: CompileOptions, plan: Plan) -> str:
 
 
 def _order(plan: Plan) -> str:
-    return "layer" if plan.by_layer else "micro-batch"
+    turns = "micro-batch" if plan.weights_lag is None else "zero-bubble"
+    return "layer" if plan.by_layer else turns
+
+
+def _asked_order(options: CompileOptions, plan: Plan) -> str:
+    # Not every stage can compute weight gradients apart.
+    is_first = plan.pipe > 1 and _order(plan) == "micro-batch" and options.order == "zero-bubble"
+    return _order(plan) if options.order == "auto" or is_first else options.order
 
 
 def _loss(scaled: bool) -> str:

@@ -205,6 +205,14 @@ def test_a_plan_for_absent_machines_says_how_long_stages_idle() -> None:
         assert stage.plan.pipe == 2 and f"part {stage.plan.pipe_stage + 1} of 2" in str(stage.plan)
 
 
+@pytest.mark.parametrize("machine", ["h100-sxm", "cpu"])
+def test_waits_for_messages_are_idle_seconds_and_count_once(machine: str) -> None:
+    for stage in gpt(machine=machine).stages:
+        prediction = stage.plan.prediction
+        assert prediction is not None and prediction.idle_seconds is not None
+        assert prediction.idle_seconds <= prediction.exposed_seconds < prediction.step_seconds
+
+
 def test_a_step_of_fewer_layers_than_stages_is_refused() -> None:
     with pytest.raises(UsageError, match="at least 8 parts of a step"):
         planned(Skipping(), (torch.ones(8, 8),), 8)

@@ -129,9 +129,15 @@ def _train_by_plans(run: Run, folder: Path) -> list[list[Tensor]]:
     return losses
 
 
-def test_stages_are_run_by_the_plans_that_they_have_saved(tmp_path: Path) -> None:
-    # A budget for which stages are cut so that they hold alike.
-    run = Run("gpt", {"pipe": 2}, 4, (("memory_budget", 380_000), ("recompute", "auto")), steps=2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((("memory_budget", 380_000), ("recompute", "auto")), id="cut so that stages hold alike"),
+        pytest.param((("order", "zero-bubble"),), id="weight gradients apart"),
+    ],
+)
+def test_stages_are_run_by_the_plans_that_they_have_saved(options: tuple[Any, ...], tmp_path: Path) -> None:
+    run = Run("gpt", {"pipe": 2}, 4, options, steps=2)
     step, _, given = begin_run(Run(run.model, None, run.accumulate, steps=run.steps))
     expected = [step(*args, **kwargs).clone() for args, kwargs in given]
     step.close()
