@@ -260,7 +260,10 @@ def test_the_list_is_that_of_the_documentation() -> None:
 def test_a_plan_of_a_part_of_what_trains_is_refused(graph: Path, tmp_path: Path) -> None:
     plan = Plan.load(plan_of(graph))
     lent = replace(plan, buckets=(replace(plan.buckets[0], lent=True), *plan.buckets[1:]))
-    for partial, found in ((replace(plan, pipe=2), "one of a stage"), (lent, "one that reads parameters of other")):
+    for partial, name, found in (
+        (replace(plan, pipe=2), "plan-1-of-2.json", "one of a stage"),
+        (lent, "plan.json", "one that reads parameters of other"),
+    ):
         partial.save(tmp_path / "plan.json")
-        result = run("opt", graph, "--plan", tmp_path / "plan.json")
+        result = run("opt", graph, "--plan", tmp_path / name)
         assert result.exit_code != 0 and f"found {found}" in result.output

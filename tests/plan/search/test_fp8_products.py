@@ -183,19 +183,9 @@ def test_a_plan_is_for_its_recipe() -> None:
         zerofx.compile(model, optimizer_of(model), example_batch=kwargs, **given)
 
 
-@pytest.mark.parametrize(
-    ("options", "refusal"),
-    [
-        ({"mesh": {"pipe": 2}, "accumulate": 2}, "stages are cut for products in one precision"),
-        (
-            {"mesh": {"model": 2}, "accumulate": "auto", "memory_budget": "1GiB"},
-            "expected accumulate to be a number where the mesh has an axis 'model'",
-        ),
-    ],
-)
-def test_what_does_not_combine_is_refused(options: dict[str, Any], refusal: str) -> None:
-    with pytest.raises(UsageError, match=refusal):
-        llama(**options)
+def test_a_number_of_micro_batches_is_needed_next_to_the_model_axis() -> None:
+    with pytest.raises(UsageError, match="expected accumulate to be a number where the mesh has an axis 'model'"):
+        llama(mesh={"model": 2}, accumulate="auto", memory_budget="1GiB")
 
 
 def test_other_recipes_are_refused() -> None:
