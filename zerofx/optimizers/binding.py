@@ -312,7 +312,8 @@ class OptimizerBinding:
             # A shadow of its own: steps from no states are no forms of the updates to come, which plans count.
             ShadowOptimizers(self.optimizers).programs(at, stand_ins)
         except NotElementwiseError as error:
-            return error
+            whole = WholeOptimizer(self.optimizers.steppers[at], error, at)
+            return error if whole.runs_without_states() else None  # or else it needs the states of steps before
         except OptimizerError:  # it steps only where there are states already
             return None
         return None

@@ -106,7 +106,7 @@ class WholeOptimizer:
         return programs
 
     def _all_parameters(self) -> dict[int, list[tuple[tuple[int, ...], torch.dtype]]]:
-        """Shapes and dtypes of what is trained in all stages, by group."""
+        """Shapes and dtypes of all that is trained, in all stages, by group."""
         listed = {
             index: [(tuple(p.shape), p.dtype) for p in group["params"] if p.requires_grad]
             for index, group in enumerate(self._optimizer.param_groups)
@@ -171,6 +171,19 @@ class WholeOptimizer:
             own = {index: starts.get((index, listed[0][0]), {}) for index, listed in samples.items()}
             self._token_states = {index: entry for index, entry in own.items() if entry}
         self._is_tried = True
+
+    def runs_without_states(self) -> bool:
+        """True if a step of now runs on whole parameters that have no states, or is refused for what it does to them."""
+        with on_host():
+            for smaller in (shrink, keep_divisors):
+                try:
+                    self._try_small(self._all_parameters(), smaller, {})
+                except DoesNotRunError:
+                    continue
+                except OptimizerError:
+                    pass
+                return True
+        return False
 
     def _try_ways(
         self, parameters: Mapping[int, Sequence[tuple[tuple[int, ...], torch.dtype]]]
