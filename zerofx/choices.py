@@ -23,6 +23,7 @@ ReduceOption = Literal["auto", "each", "once"]
 OrderOption = Literal["auto", "micro-batch", "zero-bubble", "layer"]
 StatesOver = Literal["auto", "shard", "mesh"]
 WireOption = Literal["exact", "int8", "int4", "fp8"]
+SavedOption = Literal["int8", "fp8"]
 Fp32Module: TypeAlias = type["nn.Module"] | str  # modules of a type, or whose dotted name matches a pattern
 CudaGraphs = bool | Literal["auto"]
 OnNonfinite = Literal["warn", "skip", "raise"]

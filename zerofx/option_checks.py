@@ -83,6 +83,7 @@ NOT_IN_STAGES: Final = tuple(
         ("offload", "no gradients wait for the next micro-batch", instances(Mapping)),
         ("tile", "parameters of a stage stay whole", instances(Mapping)),
         ("cuda_graphs", "messages between stages are awaited by the host", one_of(True, "auto")),
+        ("saved", "stages hand activations on from micro-batch to micro-batch as they are", one_of("int8", "fp8")),
     )
 )
 GRADIENTS_ALONE: Final = Kind(

@@ -20,6 +20,7 @@ from zerofx.choices import (
     PrecisionOption,
     RecomputeOption,
     ReduceOption,
+    SavedOption,
     StatesOver,
     Tiling,
     WireOption,
@@ -99,6 +100,7 @@ class TuneKeywords(TypedDict, total=False):
     states_over: StatesOver
     shardings: Mapping[str, str] | None
     wire: WireOption
+    saved: SavedOption | None
     prefetch: int
     keep_gathered: Collection[str] | Literal["all"]
     max_grad_norm: float | None
@@ -241,6 +243,10 @@ class CompileOptions:
     )
     """``"exact"``, or ``"int8"``, ``"int4"`` (ZeRO++, 2306.10209) or ``"fp8"`` for buckets with which rounded values
     make the step faster."""
+
+    saved: SavedOption | None = option(None, words(SavedOption), not_for=("sharing", "evaluation"))
+    """None for exact activations, or ``"int8"`` or ``"fp8"`` to keep those that wait for backward on the device in 8
+    bits: gradients are then rounded, outputs and the loss of a step are not."""
 
     prefetch: int = option(1, count(0), not_for=("ranks", "sharing"))
     """how many units ahead of their use gathers are issued."""

@@ -19,6 +19,7 @@ from zerofx.ir.graph import PipeStage, StepGraph
 from zerofx.ir.parameters import ParameterInfo
 from zerofx.optimizers import UpdateProgram
 from zerofx.passes.across import Across
+from zerofx.passes.activations.compress import Compress
 from zerofx.passes.activations.offload import Offload
 from zerofx.passes.activations.recompute import Recompute
 from zerofx.passes.activations.spread import Spread
@@ -139,6 +140,8 @@ PLAN = (
     PassEntry(Recompute, {"recomputes": ("value",), "extra_keeps": ()}),
     # Those that all ranks of the model axis have, kept as one part on each.
     PassEntry(Spread, {"spreads": ("value",)}, lambda plan, _: plan.spreads or plan.model > 1),
+    # Those that wait for backward in 8 bits.
+    PassEntry(Compress, {"compresses": ("value",), "saved": ()}, lambda plan, _: plan.compresses),
     # Activations that wait for backward in a slower tier.
     PassEntry(Offload, {"offloads": ("value", "tier", "free_after", "reload_before")}),
     PassEntry(Shard, {"parameters": ("bucket", "tier")}),  # parameters become views of flat buckets

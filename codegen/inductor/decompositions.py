@@ -9,7 +9,7 @@ import torch
 
 from zerofx.codegen.inductor.mends import MENDS
 from zerofx.ir import ops
-from zerofx.ir.op_kernels import fp8, quantise
+from zerofx.ir.op_kernels import fp8, quantise, saved
 from zerofx.ir.op_kernels.attention import has_kernel
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 
@@ -147,6 +147,8 @@ _OWN: Decompositions = {
     ops.quantise: quantise.quantise_at_once,
     ops.dequantise: quantise.dequantise_at_once,
     ops.dequantise_sum: quantise.dequantise_sum_at_once,
+    ops.quantise_saved: saved.quantise_at_once,
+    ops.restore_saved: saved.restore_at_once,
     ops.fp8_largest: fp8.largest,
     ops.fp8_scale: fp8.scale,
     ops.fp8_cast: fp8.cast,

@@ -67,6 +67,8 @@ def _absences(step: StepGraph, plan: Plan) -> Iterator[Compared]:
     waiting = [f"{_bucket_of_gradients(node)} on {node.args[1]}" for node in _offload_calls(step, Phase.BACKWARD)]
     yield "has gradients waiting of buckets", waiting, planned(d for d in plan.gradients for _ in d.free_after)
     offloaded = [f"{node.all_input_nodes[0].name} to {node.args[1]}" for node in _offload_calls(step, Phase.FORWARD)]
+    packed = [node.all_input_nodes[0].name for node in step.calls() if node.target is ops.quantise_saved]
+    yield "keeps in 8 bits", packed, [decision.value for decision in plan.compresses]
     yield "offloads", offloaded, [f"{decision.value} to {decision.tier}" for decision in plan.offloads]
 
 

@@ -8,10 +8,13 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.aliasing import Storage, storage_bytes, storage_source
+from zerofx.ir.aliasing import Storage, is_view, storage_bytes, storage_source
 from zerofx.ir.facts import Phase, draws_for_nothing, origin
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.operators.table import facts_of
 from zerofx.ir.ops import VALUE_COLLECTIVES
+
+aten = torch.ops.aten
 
 
 def saved_storages(step: StepGraph) -> dict[Storage, None]:
@@ -41,6 +44,30 @@ def value_node(storage: Storage) -> fx.Node:
     if isinstance(node.meta.get("val"), torch.Tensor):
         return node
     return next(user for user in node.users if user.args[1] == index)
+
+
+def is_read_exactly(value: fx.Node, known: dict[fx.Node, bool]) -> bool:
+    """True if backward reads a value, or its sums and products, where a small error makes a large one in a gradient.
+
+    ``known`` remembers what it has come to.
+    """
+    if value not in known:
+        known[value] = False
+        readers = [user for user in value.users if is_view(user) or origin(user).phase is Phase.BACKWARD]
+        known[value] = any(
+            any(reader.args[place : place + 1] == (value,) for place in facts_of(reader.target).reads_exactly)
+            or (reader.target is aten.pow.Tensor_Scalar and reader.args[1] < 1)  # type: ignore[operator]  # a number
+            or ((is_view(reader) or _has_errors_of_inputs(reader)) and is_read_exactly(reader, known))
+            for reader in readers
+        )
+    return known[value]
+
+
+def _has_errors_of_inputs(node: fx.Node) -> bool:
+    return node.target in (
+        aten._to_copy.default, aten.clone.default, aten.neg.default, aten.add.Tensor, aten.sub.Tensor,
+        aten.rsub.Scalar, aten.mul.Tensor,
+    )  # fmt: skip
 
 
 def is_forward_call(node: fx.Node) -> bool:

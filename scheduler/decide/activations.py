@@ -13,6 +13,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import networkx as nx
 from torch import fx
@@ -55,6 +56,7 @@ class Segment:
     ``piece`` is the piece's name, empty where what is outside layers is not divided.
     ``operators`` compute; ``values`` are the storages they make and the ones of other segments that they read.
     ``needed`` are positions in ``values`` that backward reads, ``fixed`` those that are kept whatever is chosen.
+    ``sizes`` are bytes of values on the device while they wait for backward.
     """
 
     unit: str
@@ -63,6 +65,7 @@ class Segment:
     values: tuple[Storage, ...]
     needed: frozenset[int]
     fixed: frozenset[int]
+    sizes: tuple[int, ...]
     key: str
 
     @functools.cached_property
@@ -85,18 +88,22 @@ class Segment:
         return f"the piece {self.piece}" if self.piece else "what is outside layers"
 
 
-def segments(step: StepGraph, runs: Sequence[ForwardRun] | None = None) -> list[Segment]:
+def segments(
+    step: StepGraph,
+    runs: Sequence[ForwardRun] | None = None,
+    kept_bytes: Mapping[Storage, int] = MappingProxyType({}),
+) -> list[Segment]:
     """The forward runs of all repeated layers, and of the pieces of what is outside them, in order.
 
     Outside layers, the piece that ends in the loss is left as it is: backward begins there. ``runs``: forward's
-    runs and pieces, found here if not given.
+    runs and pieces, found here if not given. ``kept_bytes``: of values that wait for backward in fewer than they have.
     """
     crossing = saved_storages(step)
     if runs is None:
         runs = forward_runs(step, crossing)
     run_of = {node: number for number, run in enumerate(runs) for node in run.nodes}
     leaving = _read_elsewhere(step, run_of)
-    return [_segment(run, crossing, leaving) for run in runs if run.unit or not run.ends]
+    return [_segment(run, crossing, leaving, kept_bytes) for run in runs if run.unit or not run.ends]
 
 
 def _read_elsewhere(step: StepGraph, run_of: Mapping[fx.Node, int]) -> set[Storage]:
@@ -111,7 +118,9 @@ def _read_elsewhere(step: StepGraph, run_of: Mapping[fx.Node, int]) -> set[Stora
     return read
 
 
-def _segment(run: ForwardRun, crossing: Mapping[Storage, None], leaving: set[Storage]) -> Segment:
+def _segment(
+    run: ForwardRun, crossing: Mapping[Storage, None], leaving: set[Storage], kept_bytes: Mapping[Storage, int]
+) -> Segment:
     nodes, members = run.nodes, set(run.nodes)
     values: dict[Storage, int] = {}
     for node in nodes:
@@ -124,17 +133,25 @@ def _segment(run: ForwardRun, crossing: Mapping[Storage, None], leaving: set[Sto
     needed = frozenset(i for s, i in values.items() if s in crossing and s[0] in members)
     # What another run reads stays: that run's own choice counts on it.
     fixed = frozenset(i for s, i in values.items() if s in crossing and (s in leaving or s[0] not in members))
-    return Segment(run.unit, run.name, nodes, tuple(values), needed, fixed, _key(nodes, values, needed, fixed))
+    sizes = tuple(kept_bytes.get(storage, storage_size(storage)) for storage in values)
+    key = _key(nodes, values, needed, fixed, sizes)
+    return Segment(run.unit, run.name, nodes, tuple(values), needed, fixed, sizes, key)
 
 
-def _key(nodes: Sequence[fx.Node], values: Mapping[Storage, int], needed: frozenset[int], fixed: frozenset[int]) -> str:
+def _key(
+    nodes: Sequence[fx.Node],
+    values: Mapping[Storage, int],
+    needed: frozenset[int],
+    fixed: frozenset[int],
+    sizes: tuple[int, ...],
+) -> str:
     """Equal for segments that have the same menu."""
     lines = []
     for node in nodes:
         reads = [values.get(storage_source(s), -1) for s in node.all_input_nodes]
         shapes = [(str(t.dtype), tuple(t.shape), tuple(t.stride())) for t in tensors_of(node)]
         lines.append(f"{target_name(node)} {reads} {shapes}")
-    lines += [str(sorted(needed)), str(sorted(fixed))]
+    lines += [str(sorted(needed)), str(sorted(fixed)), str(sizes)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -144,7 +161,7 @@ def menu(segment: Segment, machine: Machine, *, inlines: bool = False) -> tuple[
     ``inlines``: whether backward is compiled so that some of it costs nothing: first come ``free_levels`` then.
     """
     seconds = {node: 0.0 if inlines and _is_free_again(node) else _seconds(node, machine) for node in segment.operators}
-    sizes = [storage_size(storage) for storage in segment.values]
+    sizes = segment.sizes
     rates = [sizes[i] / seconds[s[0]] for i, s in enumerate(segment.values) if seconds.get(s[0]) and sizes[i]]
     levels = list(free_levels(segment)) if inlines else [keep_all(segment)]
     if not rates:
@@ -161,8 +178,7 @@ def menu(segment: Segment, machine: Machine, *, inlines: bool = False) -> tuple[
 def free_levels(segment: Segment) -> tuple[Level, ...]:
     """Keeping all, and where less is kept then, computing again what costs nothing in a compiled backward."""
     seconds = {node: 0.0 if _is_free_again(node) else float("inf") for node in segment.operators}
-    sizes = [storage_size(storage) for storage in segment.values]
-    everything, free = keep_all(segment), cheapest(segment, sizes, seconds, 1.0)
+    everything, free = keep_all(segment), cheapest(segment, segment.sizes, seconds, 1.0)
     return (everything, free) if free.num_bytes < everything.num_bytes else (everything,)
 
 
@@ -207,7 +223,7 @@ def levels_at_prices(prices: Sequence[float], cut: Callable[[float], Level]) -> 
 def keep_all(segment: Segment) -> Level:
     """The level at which nothing is computed again."""
     saved = segment.needed | segment.fixed
-    return Level(sum(storage_size(segment.values[i]) for i in saved), 0.0, saved=saved)
+    return Level(sum(segment.sizes[i] for i in saved), 0.0, saved=saved)
 
 
 def _levels_between(

@@ -98,9 +98,9 @@ class _Links:
     ) -> None:
         computed = set(segment.operators)
         self.forward, self.num_layers, self.hides = forward, num_layers, hides
-        self.sizes = [storage_size(storage) for storage in segment.values]
-        self.down = [copy_seconds(size, "device", tier, machine) for size in self.sizes]
-        self.up = [copy_seconds(size, tier, "device", machine) for size in self.sizes]
+        self.sizes, self.whole = segment.sizes, [storage_size(storage) for storage in segment.values]
+        self.down = [copy_seconds(size, "device", tier, machine) for size in self.whole]
+        self.up = [copy_seconds(size, tier, "device", machine) for size in self.whole]
         # What takes longer to order than to move stays.
         shortest = copy_seconds(0, "device", tier, machine) + machine.device.launch_latency
         self.movable = [i for i, (node, _) in enumerate(segment.values) if node in computed and self.down[i] > shortest]
@@ -116,7 +116,7 @@ class _Links:
         hidden_down, hidden_up = (self.forward, _BACKWARD * self.forward + level.seconds) if self.hides else (0.0, 0.0)
         exposed = max(0.0, down - hidden_down) + max(0.0, up - hidden_up)
         stays = (
-            sum(self.sizes[i] for i in level.saved.difference(out)) + sum(self.sizes[i] for i in out) // self.num_layers
+            sum(self.sizes[i] for i in level.saved.difference(out)) + sum(self.whole[i] for i in out) // self.num_layers
         )
         return replace(
             level, num_bytes=stays, seconds=level.seconds + exposed, offloaded=frozenset(out), copy_seconds=down + up
@@ -296,11 +296,11 @@ def spread_menu(segment: Segment, num_parts: int, seconds: Callable[[int], float
     own = [i for i in sorted(segment.needed | segment.fixed) if segment.values[i][0] in makers]
     sizes = {i: storage_size(segment.values[i]) for i in own if can_be_spread(value_node(segment.values[i]), num_parts)}
     least = _LEAST * max(sizes.values(), default=0)
-    levels = [Level(sum(sizes.values()), 0.0)]
+    levels = [Level(sum(segment.sizes[i] for i in sizes), 0.0)]
     for i, size in sorted(sizes.items(), key=lambda entry: -entry[1]):
-        if size >= least:
+        if size >= least and size // num_parts < segment.sizes[i]:
             before = levels[-1]
-            left = before.num_bytes - size + size // num_parts
+            left = before.num_bytes - segment.sizes[i] + size // num_parts
             levels.append(Level(left, before.seconds + seconds(size), spread=before.spread | {i}))
     return tuple(levels)
 

@@ -64,22 +64,23 @@ class ReduceDecision:
         return next((place for place in places if place != ""), None)
 
 
-AbsenceKind = Literal["recomputes", "spreads", "offloads", "states", "parameters", "gradients"]
+AbsenceKind = Literal["recomputes", "spreads", "compresses", "offloads", "states", "parameters", "gradients"]
 ABSENCE_KINDS: tuple[AbsenceKind, ...] = get_args(AbsenceKind)
-VALUE_KINDS: frozenset[AbsenceKind] = frozenset({"recomputes", "spreads", "offloads"})
+VALUE_KINDS: frozenset[AbsenceKind] = frozenset({"recomputes", "spreads", "compresses", "offloads"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Absence:
     """A value that is not on the device for a while, or not whole: it leaves, and comes back by a link or computation.
 
-    ``kind`` says what it is: a forward value that backward reads (``recomputes``, ``offloads``, ``spreads``), by the
-    node ``value`` of the captured graph and ``layer``, the dotted path of the module that makes it (``""``: the model
-    itself); or of a ``bucket``, what is there between its uses: a rank's slice of parameters in the compute dtype
-    (``parameters``), optimizer states and fp32 masters (``states``), or gradients between micro-batches
-    (``gradients``). A bucket without an entry has them on the device.
-    ``tier`` is where it is meanwhile; ``"device"`` where values are computed again, or kept in parts on the ranks of
-    the model axis. ``num_bytes`` are those of the value, whole, or of the gradients.
+    ``kind`` says what it is: a forward value that backward reads (``recomputes``, ``offloads``, ``spreads``,
+    ``compresses``), by the node ``value`` of the captured graph and ``layer``, the dotted path of the module that makes
+    it (``""``: the model itself); or of a ``bucket``, what is there between its uses: a rank's slice of parameters in
+    the compute dtype (``parameters``), optimizer states and fp32 masters (``states``), or gradients between
+    micro-batches (``gradients``). A bucket without an entry has them on the device.
+    ``tier`` is where it is meanwhile; ``"device"`` where values are computed again, kept in parts on the ranks of the
+    model axis, or in 8 bits. ``num_bytes`` are those of the value, whole, of one in 8 bits those that are freed, or of
+    the gradients.
 
     Positions are names of nodes of the captured graph, one for each time that it leaves: for gradients one for every
     body of a micro-batch but the last (``zerofx/ir/micro_batches.py``). The copy out starts after the last reader, or

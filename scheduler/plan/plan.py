@@ -48,7 +48,8 @@ class Plan:
     whether those of layers are handed out. ``kept_gradients``: buckets whose gradients are. ``loss_scaled``:
     whether they are of a loss that is multiplied by a scale, and looked at before the first update. ``wire`` is what
     the plan was free to send (``"exact"``, or one of ``zerofx.ir.op_kernels.quantise.ENCODINGS``), and
-    ``ranks_per_node`` where it takes nodes to end; both say nothing of an exact plan. ``replicate``, ``model`` and
+    ``ranks_per_node`` where it takes nodes to end; both say nothing of an exact plan. ``saved`` is the encoding of the
+    values that ``compresses`` names, ``""`` where none may be in 8 bits. ``replicate``, ``model`` and
     ``pipe`` are the ranks on those axes of the mesh; ``num_ranks`` are all there are. On ``pipe`` the plan is that of
     stage number ``pipe_stage``, and ``stage_cuts`` are the nodes of the captured graph's forward that later stages
     begin with; ``draws_together``: whether any of them draws random numbers, which all do then. ``weights_lag``: how
@@ -84,6 +85,7 @@ class Plan:
     wire: str = field(default="exact", metadata=ONLY_IF_SET)
     ranks_per_node: int | None = field(default=None, metadata=ONLY_IF_SET)
     wires: tuple[WireDecision, ...] = field(default=(), metadata=ONLY_IF_SET)
+    saved: str = field(default="", metadata=ONLY_IF_SET)
     replicate: int = field(default=1, metadata=ONLY_IF_SET)
     model: int = field(default=1, metadata=ONLY_IF_SET)
     pipe: int = field(default=1, metadata=ONLY_IF_SET)
@@ -108,6 +110,11 @@ class Plan:
     def spreads(self) -> tuple[Absence, ...]:
         """The values that wait for backward in parts on the ranks of the model axis."""
         return self._by_kind["spreads"]
+
+    @property
+    def compresses(self) -> tuple[Absence, ...]:
+        """The values that wait for backward in 8 bits."""
+        return self._by_kind["compresses"]
 
     @property
     def offloads(self) -> tuple[Absence, ...]:

@@ -12,12 +12,14 @@ from zerofx.ir.aliasing import storage_bytes, tensors_of
 from zerofx.ir.buckets import Bucket
 from zerofx.ir.facts import Phase, origin
 from zerofx.ir.graph import StepGraph
+from zerofx.passes.activations.compress import compress
 from zerofx.passes.activations.recompute import put_off, recompute
 from zerofx.passes.activations.spread import spread
 from zerofx.passes.divide import end_regions_at
 from zerofx.scheduler.analysis.saved_values import value_node
 from zerofx.scheduler.cost.timeline import UnitPhase
 from zerofx.scheduler.decide.activations import Segment
+from zerofx.scheduler.decide.compress import compresses_of
 from zerofx.scheduler.decide.gathers import reason_to_keep
 from zerofx.scheduler.decide.gradients import place_gradients
 from zerofx.scheduler.decide.ledger import Ledger, Level
@@ -167,10 +169,13 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
     end_regions_at(carried_out, divided)
     spreads = spreads_of(carried_out, chosen.spreads, num_parts, offloaded)
     spread(carried_out, spreads, num_parts)
+    saved, elsewhere = question.undecided.saved, offloaded | {decision.value for decision in spreads}
+    compresses = compresses_of(carried_out, saved, elsewhere)
+    compress(carried_out, compresses, saved)
     gradients = place_gradients(
         chosen.away["gradients"], carried_out, question.layout, chosen.seconds, question.machine
     )
-    away = {**chosen.away, "offloads": offloads, "spreads": spreads, "gradients": gradients}
+    away = {**chosen.away, "offloads": offloads, "spreads": spreads, "compresses": compresses, "gradients": gradients}
     plan = replace(
         question.undecided, extra_keeps=tuple(chosen.extra_keeps), pieces=divided, tiles=question.tiles
     ).replace_absences(**away)

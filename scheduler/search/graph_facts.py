@@ -16,6 +16,7 @@ from zerofx.scheduler.analysis.saved_values import saved_storages
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import UnitPhase, seconds_by_place
 from zerofx.scheduler.decide.activations import Segment, segments
+from zerofx.scheduler.decide.compress import bytes_in_8_bits
 from zerofx.scheduler.plan.decisions import PieceDecision, TileDecision
 from zerofx.scheduler.search.target import Target
 
@@ -25,7 +26,8 @@ class GraphFacts:
     """A captured graph and a machine, with what follows from the two whatever is asked; each found once.
 
     ``tiles``: what is tiled in it. ``divides``: whether what is outside layers is divided into pieces where that pays;
-    what is not can be computed again as a whole. ``target`` says how the step runs, where that is known.
+    what is not can be computed again as a whole. ``target`` says how the step runs, where that is known. ``in_8_bits``:
+    whether values may wait for backward so.
     """
 
     step: StepGraph
@@ -33,6 +35,7 @@ class GraphFacts:
     tiles: tuple[TileDecision, ...] = ()
     divides: bool = True
     target: Target | None = None
+    in_8_bits: bool = False
 
     @cached_property
     def tile_graph(self) -> StepGraph:
@@ -56,7 +59,7 @@ class GraphFacts:
     def segments(self) -> list[Segment]:
         """Segments of ``piece_graph`` whose activations can be kept, recomputed or offloaded."""
         runs = forward_runs(self.piece_graph, self.activations, divides=self.divides) if self._pieces else self._runs
-        return segments(self.piece_graph, runs)
+        return segments(self.piece_graph, runs, bytes_in_8_bits(self.piece_graph) if self.in_8_bits else {})
 
     @cached_property
     def _runs(self) -> list[ForwardRun]:

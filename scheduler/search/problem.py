@@ -167,7 +167,8 @@ class Problem:
             UsageError: ``options.tile`` names what cannot be tiled.
         """
         tiles = tiles_of_modules(self.step, self.options.tile) if isinstance(self.options.tile, Mapping) else ()
-        return GraphFacts(self.step, self.machine, tiles, target=self.target)
+        in_8_bits = self.options.saved is not None
+        return GraphFacts(self.step, self.machine, tiles, target=self.target, in_8_bits=in_8_bits)
 
     def gradients(self) -> tuple[Absence, ...]:
         """The gradients that are asked to wait elsewhere between micro-batches."""
@@ -209,6 +210,7 @@ class Problem:
                 for index, bucket in enumerate(blank.buckets)
             ),
             fp8=options.precision.fp8 or "",
+            saved=options.saved or "",
             memory_budget=self.memory_budget,
             max_grad_norm=options.max_grad_norm,
             grad_norms=options.grad_norms,

@@ -151,7 +151,7 @@ def _live_when_compiled(
     return apply_profiles(live, step, [(region, estimates[region.key]) for region in compiled])
 
 
-_BRINGING: Final = frozenset({ops.reload, ops.all_gather, ops.gather_on_node, gather_values})
+_BRINGING: Final = frozenset({ops.reload, ops.all_gather, ops.gather_on_node, gather_values, ops.restore_saved})
 
 
 @dataclass(frozen=True)

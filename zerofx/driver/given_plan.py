@@ -66,6 +66,7 @@ def _check(plan: Plan, options: CompileOptions, machine: Machine, control: Contr
         "micro-batches": (str(plan.num_micro_batches), _micro_batches(options, plan)),
         "order": (_order(plan), _asked_order(options, plan)),
         "wire": (plan.wire, options.wire),
+        "saved": (plan.saved or "None", options.saved or "None"),
         "max_grad_norm": (str(plan.max_grad_norm), str(options.max_grad_norm)),
         "grad_norms": (str(plan.grad_norms), str(options.grad_norms)),
         "keep_gradients": (str(bool(plan.kept_gradients)), str(bool(options.keep_gradients))),

@@ -58,6 +58,8 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``quantise``          flat values as bytes to send, in few bits with a scale for each block, a row for each part
 ``dequantise``        the values of all parts of what was quantised, in order
 ``dequantise_sum``    the sum of the parts of what was quantised
+``quantise_saved``    a value in 8 bits, in blocks with a scale each, from its last use in forward on, and
+``restore_saved``     the value again, for backward (``zerofx/ir/op_kernels/saved.py``)
 ``fp8_scale``         what a matrix, or each of its rows or columns, is multiplied by before it is cast to fp8: of its
                       values, or of their largest magnitudes among ranks that have parts of it, ``fp8_largest``
 ``fp8_cast``          that cast, and ``fp8_unscale``, a product of two casts without their scales
@@ -106,7 +108,7 @@ from __future__ import annotations
 
 import torch
 
-from zerofx.ir.op_kernels import as_aten, fakes, fp8, norms, recurrent, softmax
+from zerofx.ir.op_kernels import as_aten, fakes, fp8, norms, recurrent, saved, softmax
 from zerofx.ir.op_kernels import onednn_lstm as _onednn_lstm
 from zerofx.ir.op_kernels import quantise as _quantise
 from zerofx.ir.op_kernels.attention import empty_results
@@ -275,6 +277,14 @@ dequantise = own_operator(
 dequantise_sum = own_operator(
     "dequantise_sum(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor",
     fakes.unpack_sum, kernel=_quantise.dequantise_sum,
+)  # fmt: skip
+quantise_saved = own_operator(
+    "quantise_saved(Tensor values, str encoding, int[] order) -> (Tensor, Tensor)",
+    saved.empty_saved, kernel=saved.quantise_saved,
+)  # fmt: skip
+restore_saved = own_operator(
+    "restore_saved(Tensor codes, Tensor scales, str encoding, int[] size, int[] stride, ScalarType dtype) -> Tensor",
+    saved.empty_restored, kernel=saved.restore_saved,
 )  # fmt: skip
 fp8_largest = own_operator("fp8_largest(Tensor values, int? dim) -> Tensor", fp8.empty_scale, kernel=fp8.largest)
 fp8_scale = own_operator(

@@ -91,6 +91,7 @@ def _settings(first: Plan, other: Plan) -> Iterator[str]:
         "precision": lambda plan: plan.precision or "of the model",
         "products in fp8": lambda plan: plan.fp8 or "none",
         "wire": lambda plan: plan.wire,
+        "saved": lambda plan: plan.saved or "None",
         "max_grad_norm": lambda plan: str(plan.max_grad_norm),
         "grad_norms": lambda plan: str(plan.grad_norms),
         "kept gradients": lambda plan: ", ".join(plan.kept_gradients) or "none",

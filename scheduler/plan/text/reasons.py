@@ -14,7 +14,7 @@ from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import span
 from zerofx.units import format_bytes
 
-OF_VALUES = ("recomputed", "offloaded")
+OF_VALUES = ("recomputed", "kept in 8 bits", "offloaded")
 
 
 # What texts call each kind of absence, and say of where its values are meanwhile, or what becomes of them.
@@ -24,6 +24,7 @@ _WORDS: Mapping[AbsenceKind, tuple[str, str]] = {
     "gradients": ("gradients", "on {away.tier} between micro-batches"),
     "recomputes": ("recomputed", "is computed again"),
     "spreads": ("kept in parts", "is kept as one part on each of {plan.model} ranks, and gathered for backward"),
+    "compresses": ("kept in 8 bits", "is kept in {plan.saved}, and restored for backward"),
     "offloads": ("offloaded", "waits in {away.tier}, freed after {first_free}, reloaded before {first_reload}"),
 }
 
@@ -44,7 +45,11 @@ def _place(plan: Plan, away: Absence, words: str) -> str:
 
 def of_values(plan: Plan) -> dict[str, list[Absence]]:
     """The values that do not wait for backward on the device, or not whole, by what becomes of them."""
-    fates = {"recomputed": list(plan.recomputes), "kept in parts": list(plan.spreads)}
+    fates = {
+        "recomputed": list(plan.recomputes),
+        "kept in parts": list(plan.spreads),
+        "kept in 8 bits": list(plan.compresses),
+    }
     for tier in TIERS:
         fates[f"offloaded to {tier}"] = [decision for decision in plan.offloads if decision.tier == tier]
     return fates

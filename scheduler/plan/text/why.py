@@ -144,6 +144,7 @@ def _module_lines(plan: Plan, name: str) -> Iterator[str]:
         ("recomputed", "computed again in backward"),
         ("offloaded", "offloaded between forward and backward"),
         ("kept in parts", "in parts between forward and backward"),
+        ("kept in 8 bits", "in 8 bits between forward and backward"),
     ):
         values = [(d, fate) for d, fate in absences(plan)[kind] if is_within(d.layer, name)]
         if values:

@@ -27,7 +27,7 @@ class AsAsked:
         if problem.options.recompute == "full":
             return _least_memory(problem)
         free = _recompute_for_free(problem)
-        if free is None or problem.layout.mesh.model == 1:
+        if free is None or problem.layout.mesh.model == 1 or problem.options.saved:
             return free or _plan_as_asked(problem)
         # What ranks send each other of values may have nothing to overlap with then.
         return min(free, _plan_as_asked(problem), key=lambda plan: problem.rehearsal.simulate(plan)[1].step_seconds)
@@ -47,10 +47,13 @@ def _plan_as_asked(problem: Problem) -> Plan:
 
 
 def _recompute_for_free(problem: Problem) -> Plan | None:
-    """The plan that computes again what costs nothing, and does all else as asked; None if there is no such thing."""
+    """The plan that computes again what costs nothing, keeps the rest in 8 bits if that is asked for, and does all else
+    as asked; None if there is no such thing."""
     question = problem.question()
     items = free_items(question) if question.inlines else []
-    return plan_of(question, items, order_moves([item.levels for item in items]))[0] if items else None
+    if not items and not problem.options.saved:
+        return None
+    return plan_of(question, items, order_moves([item.levels for item in items]))[0]
 
 
 def _least_memory(problem: Problem) -> Plan:

@@ -47,8 +47,9 @@ class LowerBound:
 
     def plan(self, problem: Problem, rest: Search) -> Plan:
         plan, target = rest.plan(problem), problem.target
-        # The bound is on the times of operators one by one, and says nothing of measured ones, or of fused kernels.
-        if target.costs is not None or target.fuses:
+        # The bound is on the times of operators one by one, and says nothing of measured ones, or of fused kernels; and
+        # it counts all bytes of what is kept.
+        if target.costs is not None or target.fuses or plan.saved:
             return plan
         return add_least_seconds(
             plan, problem.step, problem.layout, target.machine,

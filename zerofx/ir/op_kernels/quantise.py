@@ -65,18 +65,25 @@ def split_blocks(values: torch.Tensor, num_parts: int, interleave: int) -> torch
 
 def pack(blocks: torch.Tensor, encoding: str) -> torch.Tensor:
     """Blocks of shape ``[parts, ..., BLOCK]`` as bytes of shape ``[parts, bytes of a part]``."""
+    stored, scales = encode(blocks, encoding)
+    num_parts = blocks.shape[0]
+    codes = stored.view(torch.uint8).reshape(num_parts, -1)
+    return torch.cat([codes, scales.reshape(num_parts, -1).view(torch.uint8)], 1)
+
+
+def encode(blocks: torch.Tensor, encoding: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of blocks, which are the last dimension, and the scale of each, in float32, with a last dimension of 1."""
     kind = ENCODINGS[encoding]
     largest = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True))
     scales = (largest.to(torch.float32) / kind.largest).clamp_min(_SMALLEST)
     if kind.dtype.is_floating_point:
-        stored = (blocks / scales).to(kind.dtype).view(torch.uint8)
+        stored = (blocks / scales).to(kind.dtype)
     elif kind.bits == 4:
         low, high = (torch.round(blocks / scales) + 8).chunk(2, -1)
         stored = (low + 16 * high).to(kind.dtype)
     else:
-        stored = torch.round(blocks / scales).to(kind.dtype).view(torch.uint8)
-    num_parts = blocks.shape[0]
-    return torch.cat([stored.reshape(num_parts, -1), scales.reshape(num_parts, -1).view(torch.uint8)], 1)
+        stored = torch.round(blocks / scales).to(kind.dtype)
+    return stored, scales
 
 
 def unpack(rows: torch.Tensor, encoding: str) -> torch.Tensor:
@@ -87,10 +94,13 @@ def unpack(rows: torch.Tensor, encoding: str) -> torch.Tensor:
     scales = rows[:, num_stored:].view(torch.float32).unsqueeze(-1)
     stored = rows[:, :num_stored].view(num_parts, -1, BLOCK * kind.bits // 8)
     if kind.bits == 4:
-        codes = torch.cat([stored & 15, stored >> 4], -1).to(torch.float32) - 8
-    else:
-        codes = stored.view(kind.dtype).to(torch.float32)
-    return (codes * scales).view(num_parts, numel)
+        return ((torch.cat([stored & 15, stored >> 4], -1).to(torch.float32) - 8) * scales).view(num_parts, numel)
+    return decode(stored.view(kind.dtype), scales).view(num_parts, numel)
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The values of blocks of codes of 8 bits, in float32."""
+    return codes.to(torch.float32) * scales
 
 
 def quantise(values: torch.Tensor, num_parts: int, encoding: str, interleave: int = 1) -> torch.Tensor:

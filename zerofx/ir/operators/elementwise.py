@@ -8,14 +8,20 @@ _IN_ORDER = Operator(layout=ResultLayout.IN_ORDER)
 _LISTS_OVERWRITTEN = Operator(of_lists=True, per_element=0, traffic=Traffic.OVERWRITES)
 
 
-def _elementwise(*arguments: int, is_pointwise: bool = False) -> Operator:
-    return Operator(layout=ResultLayout.OF_OPERANDS, layout_arguments=arguments, is_pointwise=is_pointwise)
+_FIRST_EXACTLY = Operator(reads_exactly=(0,))
+_BOTH_EXACTLY = Operator(reads_exactly=(0, 1))
 
 
-def _image_elementwise(*arguments: int) -> Operator:
+def _elementwise(*arguments: int, is_pointwise: bool = False, exactly: tuple[int, ...] = ()) -> Operator:
+    return Operator(
+        layout=ResultLayout.OF_OPERANDS, layout_arguments=arguments, is_pointwise=is_pointwise, reads_exactly=exactly
+    )
+
+
+def _image_elementwise(*arguments: int, exactly: tuple[int, ...] = ()) -> Operator:
     """Fakes of images have the strides of a memory format, kernels those of the operands' order. They differ only in
     dimensions of size 1, not in memory; but from these strides later tensors take their memory format."""
-    return Operator(layout=ResultLayout.OF_IMAGES, layout_arguments=arguments)
+    return Operator(layout=ResultLayout.OF_IMAGES, layout_arguments=arguments, reads_exactly=exactly)
 
 
 OPERATORS: dict[str, Operator] = {
@@ -38,11 +44,11 @@ OPERATORS: dict[str, Operator] = {
     "leaky_relu_backward": _elementwise(1, 0, is_pointwise=True),
     "rrelu_with_noise_backward": _elementwise(2, 0),
     "binary_cross_entropy": _elementwise(0),
-    "binary_cross_entropy_backward": _elementwise(1),
+    "binary_cross_entropy_backward": _elementwise(1, exactly=(1,)),
     # Of two operands.
-    "pow.Scalar": _IN_ORDER,
-    "div.Tensor_mode": _elementwise(0, 1),
-    "floor_divide": _elementwise(0, 1),
+    "pow.Scalar": Operator(layout=ResultLayout.IN_ORDER, reads_exactly=(1,)),
+    "div.Tensor_mode": _elementwise(0, 1, exactly=(1,)),
+    "floor_divide": _elementwise(0, 1, exactly=(0, 1)),
     "copysign.Tensor": _elementwise(0, 1),
     "heaviside": _elementwise(0, 1),
     "logaddexp": _elementwise(0, 1),
@@ -55,19 +61,24 @@ OPERATORS: dict[str, Operator] = {
     "add.Tensor": _image_elementwise(0, 1),
     "sub.Tensor": _image_elementwise(0, 1),
     "mul.Tensor": _image_elementwise(0, 1),
-    "div.Tensor": _image_elementwise(0, 1),
+    "div.Tensor": _image_elementwise(0, 1, exactly=(1,)),
     "rsub.Scalar": _image_elementwise(0, 1),
     "fmod.Scalar": _image_elementwise(0, 1),
     "remainder.Scalar": _image_elementwise(0, 1),
     "where.self": _image_elementwise(0, 1, 2),
     "clamp.Tensor": _image_elementwise(0, 1, 2),
     "hardtanh": _image_elementwise(0, 1),
-    "eq.Scalar": _image_elementwise(0, 1),
-    "ne.Scalar": _image_elementwise(0, 1),
-    "lt.Scalar": _image_elementwise(0, 1),
-    "le.Scalar": _image_elementwise(0, 1),
-    "gt.Scalar": _image_elementwise(0, 1),
-    "ge.Scalar": _image_elementwise(0, 1),
+    "eq.Scalar": _image_elementwise(0, 1, exactly=(0,)),
+    "ne.Scalar": _image_elementwise(0, 1, exactly=(0,)),
+    "lt.Scalar": _image_elementwise(0, 1, exactly=(0,)),
+    "le.Scalar": _image_elementwise(0, 1, exactly=(0,)),
+    "gt.Scalar": _image_elementwise(0, 1, exactly=(0,)),
+    "ge.Scalar": _image_elementwise(0, 1, exactly=(0,)),
+    # Of which a gradient may be far off where what they read is a little.
+    **{f"{name}.Tensor": _BOTH_EXACTLY for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **dict.fromkeys(("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "reciprocal", "rsqrt"), _FIRST_EXACTLY),
+    **dict.fromkeys(("sign", "sgn"), _FIRST_EXACTLY),
+    "pow.Tensor_Tensor": _BOTH_EXACTLY,
     # Values that are drawn over others.
     "bernoulli": Operator(per_element=0),
     "bernoulli.p": Operator(per_element=0, draws_by_shape=True),

@@ -133,6 +133,8 @@ class Operator:
         counts_from_one: integers that are made up for it begin with one.
         own_kernel: zerofx's kernel that may take it in a compiled region.
         copied_by_inductor: arguments, images, of which Inductor may make copies channel by channel.
+        reads_exactly: arguments of which a small error makes a large one in the result: divisors, exponents, what a
+            logarithm is taken of, or what is compared.
         draws_by_shape: how often it draws at random depends on shapes alone.
     """
 
@@ -156,6 +158,7 @@ class Operator:
     counts_from_one: bool = False
     own_kernel: OwnKernel | None = None
     copied_by_inductor: tuple[int, ...] = ()
+    reads_exactly: tuple[int, ...] = ()
     draws_by_shape: bool = False
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from zerofx.ir.op_kernels import attention, fp8_slices, norms, products, quantise
+from zerofx.ir.op_kernels import attention, fp8_slices, norms, products, quantise, saved
 from zerofx.ir.operators.operator import Inductor, Operator
 
 
@@ -33,6 +33,8 @@ OPERATORS: dict[str, Operator] = {
     "zerofx::quantise": Operator(inside=quantise.quantise_inside),
     "zerofx::dequantise": Operator(inside=quantise.dequantise_inside),
     "zerofx::dequantise_sum": Operator(inside=quantise.dequantise_sum_inside),
+    "zerofx::quantise_saved": Operator(per_element=5, inside=saved.quantise_saved_inside),  # as fp8's, and the scale
+    "zerofx::restore_saved": Operator(per_element=2, inside=saved.restore_saved_inside, inductor=Inductor.LOOP),
     "zerofx::square_sum": Operator(inside=_square_sum_inside, per_element=2),  # multiply, add
     "zerofx::softmax_chunk": Operator(per_element=5),  # max, subtract, exp, sum, compare
     "zerofx::softmax_gradient": Operator(per_element=4),  # subtract, exp, subtract, multiply

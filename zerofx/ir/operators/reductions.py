@@ -21,7 +21,11 @@ OPERATORS: dict[str, Operator] = {
     "_log_softmax": Operator(per_element=5, inductor=Inductor.ROW_LOOP, rows=work_along(1)),
     # sum, exp, multiply, subtract
     "_log_softmax_backward_data": Operator(
-        per_element=4, inductor=Inductor.ROW_LOOP, rows=work_along(2), layout=ResultLayout.OF_GRADIENT
+        per_element=4,
+        inductor=Inductor.ROW_LOOP,
+        rows=work_along(2),
+        layout=ResultLayout.OF_GRADIENT,
+        reads_exactly=(1,),
     ),
     # mean; subtract, square, sum; subtract, multiply; affine multiply, add
     "native_layer_norm": Operator(per_element=8, inductor=Inductor.ROW_LOOP, rows=normalisation(3)),
