@@ -173,7 +173,7 @@ class WholeOptimizer:
         self._is_tried = True
 
     def runs_without_states(self) -> bool:
-        """True if a step of now runs on whole parameters that have no states, or is refused for what it does to them."""
+        """True if a step of now runs on whole parameters without states, or is refused for what it does to them."""
         with on_host():
             for smaller in (shrink, keep_divisors):
                 try:
