@@ -23,8 +23,9 @@ from zerofx.units import first_few
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
-def check_model(model: nn.Module, *, on_meta: bool = False) -> None:
-    """Refuse a model that cannot be captured as it stands. ``on_meta``: a model on ``meta`` is fine.
+def check_model(model: nn.Module, *, on_meta: bool = False, in_part: bool = False) -> None:
+    """Refuse a model that cannot be captured as it stands. ``on_meta``: a model on ``meta`` is fine, and one of which a
+    part is there if ``in_part`` says so, which gets values where the others are.
 
     Raises:
         UsageError: the model is wrapped, compiled, sharded already, on ``meta``, on several devices, has nothing to
@@ -46,7 +47,7 @@ def check_model(model: nn.Module, *, on_meta: bool = False) -> None:
         )
     devices: dict[torch.device, str] = {}
     for name, parameter in named_parameters(model):
-        if not (on_meta and parameter.is_meta):  # what is to get values gets them where others are
+        if not (in_part and parameter.is_meta):
             devices.setdefault(parameter.device, name)
     if len(devices) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in devices.items())

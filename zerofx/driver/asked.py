@@ -104,7 +104,7 @@ def check_training(model: nn.Module, optimizers: Optimizers, options: CompileOpt
     Raises:
         ZeroFXError: the model or an optimizer cannot be, or the backend's compiler is missing.
     """
-    check_model(model, on_meta=on_meta)
+    check_model(model, on_meta=on_meta, in_part=options.weights is not None)
     check_optimizers(model, optimizers)
     for optimizer in optimizers.each:
         check_supported(optimizer)
