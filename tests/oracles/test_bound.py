@@ -257,6 +257,7 @@ def gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:
         return GPT(512, 64, 3, 4, 64), (ids[:, :-1], ids[:, 1:])
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("machine", "world_size", "shares"), [("cpu", 1, (0.8, 0.4)), ("h100-sxm", 4, (0.4,))])
 def test_a_gpt_is_planned_near_the_bound(machine: str, world_size: int, shares: tuple[float, ...]) -> None:

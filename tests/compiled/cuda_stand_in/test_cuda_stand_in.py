@@ -85,6 +85,7 @@ def test_regions_sum_in_one_order_and_within_what_is_planned_for_them(
         )
 
 
+@pytest.mark.days(3)
 def test_a_graph_that_is_captured_for_an_absent_gpu_is_the_one_that_it_captures(graphs: Any) -> None:
     for on_gpu, for_gpu in graphs["absent"]:
         assert on_gpu == for_gpu

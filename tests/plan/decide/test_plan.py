@@ -49,6 +49,7 @@ st.register_type_strategy(
 
 
 # No plan has a number that is none, and reading one refuses it.
+@pytest.mark.days(3)
 @given(st.from_type(Plan).filter(lambda plan: "NaN" not in plan.to_json()))
 @settings(max_examples=50, deadline=None, derandomize=True)
 def test_json_gives_the_same_plan_back(plan: Plan) -> None:

@@ -95,6 +95,7 @@ def test_norms_by_sequence_have_their_parameters_whole_and_give_parts_of_tokens(
     assert all(lies == "R" for name, lies in placements_of(step, ways).items() if name.endswith("norm.weight"))
 
 
+@pytest.mark.days(3)
 def test_what_is_replicated_every_rank_does_whole() -> None:
     """Its results too, of which the last entry that names a module says where they lie."""
     step = language_model()
@@ -159,6 +160,7 @@ def test_what_cannot_be_is_refused(asked: dict[str, str], num_ranks: int, messag
         left(step, asked, num_ranks)
 
 
+@pytest.mark.days(3)
 def test_products_read_what_is_pinned_as_it_lies() -> None:
     step = language_model()
     pins = pins_of(step, {"*.up_proj": "column", "*.down_proj": "row"})

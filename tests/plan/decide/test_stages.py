@@ -260,6 +260,7 @@ def test_stages_are_cut_for_bytes_where_those_that_take_alike_fit_no_budget() ->
         plan(memory_budget=table_bytes)
 
 
+@pytest.mark.days(3)
 def test_of_stages_that_fit_no_budget_the_one_that_needs_most_is_named() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4_000), nn.ReLU())
     options = {"accumulate": 2, "memory_budget": 100, "loss_fn": lambda out, target: (out - target).square().sum()}

@@ -147,6 +147,7 @@ def _left_in_the_lurch(folder: str, kind: str) -> tuple[str, float]:
     return error, seconds
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("kind", ["full", "removed", "hangs"])
 @pytest.mark.filterwarnings("ignore:expected to give back all that was trained")
 def test_no_rank_waits_without_end_for_one_that_cannot_write(tmp_path: Path, kind: str) -> None:

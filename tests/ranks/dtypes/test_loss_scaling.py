@@ -105,6 +105,7 @@ def test_gradients_are_unscaled_and_then_clipped(name: str) -> None:
     )
 
 
+@pytest.mark.days(3)
 def test_autocast_in_float16_with_a_scaled_loss_is_torchs_recipe() -> None:
     expected = train_by_hand("spiky", 30, low=None, scaling={"init_scale": 2.0**30, "growth_interval": 4})
     scale = LossScale(2.0**30, growth_interval=4)

@@ -71,6 +71,7 @@ def _compare_stages(name: str) -> tuple[list[list[str]], list[float]]:
     return [differences(first, other) for other in others], [float(loss) for loss in first.losses]
 
 
+@pytest.mark.days(3)
 def test_bf16_training_is_the_same_at_every_stage_and_its_loss_falls() -> None:
     for wrong, losses in run_ranks(_compare_stages, 2, "gpt"):
         assert wrong == [[], [], []]

@@ -222,6 +222,7 @@ def _like_fsdp(name: str) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.days(3)
 def test_replicas_train_the_bits_of_fsdp2_with_whole_slices_or_parts_of_them(on_four: list[_OnFour]) -> None:
     assert all(found.like_fsdp == {"mesh": [], "shard": []} for found in on_four)
 

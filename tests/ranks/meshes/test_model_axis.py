@@ -223,6 +223,7 @@ def test_values_of_one_rank_are_offloaded_and_come_back(found: list[Found]) -> N
     assert [rank.offloaded for rank in found] == [[], []]
 
 
+@pytest.mark.days(3)
 def test_the_norm_of_gradients_counts_each_once(found: list[Found]) -> None:
     assert [rank.clipped for rank in found] == [[], []]
 

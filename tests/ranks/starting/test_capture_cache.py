@@ -69,6 +69,7 @@ def captured(
     return found, HIT in said
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("case", ["tied", "batchnorm", "dropout", "frozen", "arguments"])
 def test_models_of_all_kinds(tmp_path: Path, case: str) -> None:

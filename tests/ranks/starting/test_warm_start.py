@@ -265,6 +265,7 @@ def test_another_request_is_built(starts: Starts) -> None:
     assert not starts.is_built()
 
 
+@pytest.mark.days(3)
 def test_switches_count(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     starts.is_built()
     for name, found in (("ZEROFX_DISABLE", "prefetch"), ("ZEROFX_VERIFY", "0")):
@@ -365,6 +366,7 @@ def test_a_report_of_what_is_not_the_step_that_runs_is_refused(starts: Starts, m
     step.close()
 
 
+@pytest.mark.days(3)
 def test_a_kept_step_does_not_hold_the_batch(starts: Starts) -> None:
     starts.is_built()
     step, batch = starts.step()

@@ -69,6 +69,7 @@ def _nightly(runs: list[Run]) -> list[Any]:
     return [[run for run in runs if run not in first], pytest.param(first, marks=pytest.mark.slow)]
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("runs", _nightly(ON_TWO), ids=["turns", "forward first"])
 def test_two_stages_train_like_one_process(runs: list[Run]) -> None:
     free = [run if run.accumulate > 1 else Run(run.model, run.mesh, 1, steps=run.steps) for run in runs]
@@ -143,6 +144,7 @@ def _go_on(run: Run, folder: Path, *, save: bool) -> Outcome | None:
     return Outcome([*losses, *whole.values()], optimizer.state_dict()["state"], {}, {}, None)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("to_stages", [True, False])
 @pytest.mark.parametrize(("model", "optimizer"), [("gpt2", "AdamW"), ("norms", "AdamW"), ("matrices", "Muon")])
 def test_checkpoints_go_between_stages_and_one_process(
@@ -190,6 +192,7 @@ def _lose_one(lost: int, folder: Path) -> None:
     (folder / "reason").write_text(str(failure.value))
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_stage_that_dies_ends_all_with_its_reason(lost: int, tmp_path: Path) -> None:
     with pytest.raises((RankError, RuntimeError)):  # of the test's own group, which has lost a rank too
@@ -218,6 +221,7 @@ def _evaluate(runs: list[Run]) -> list[tuple[list[Tensor], bool]]:
     return outcomes
 
 
+@pytest.mark.days(3)
 @pytest.mark.filterwarnings("ignore:a batch of another shape")
 def test_stages_evaluate_and_train_on_batches_of_any_shape_like_one_process() -> None:
     runs = [Run("gpt2", {"pipe": 2}, 2, steps=2), Run("norms", {"pipe": 2}, 2, steps=2)]

@@ -61,6 +61,7 @@ def _read_all(runs: list[Run]) -> list[list[Tensor]]:
     return [_read(run) for run in runs]
 
 
+@pytest.mark.days(3)
 def test_tensors_of_all_stages_are_read_and_written_by_name() -> None:
     alone = _read_all([run.on(None) for run in RUNS])
     for of_rank in run_ranks(_read_all, 2, RUNS):
@@ -99,6 +100,7 @@ def _save_and_go_on(run: Run, folder: Path, alone: Path) -> list[list[Tensor]]:
     return [_go_on(run, folder), _go_on(run, alone)]
 
 
+@pytest.mark.days(3)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_dcp_saves_stages_and_loads_them_anywhere(tmp_path: Path) -> None:
     run = Run("dropout", {"pipe": 2}, 2, steps=4)
@@ -129,6 +131,7 @@ def _train_by_plans(run: Run, folder: Path) -> list[list[Tensor]]:
     return losses
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -88,6 +88,7 @@ def test_one_process_has_the_bits_of_stepping_each_in_turn(stage: int, way: str)
     assert _compare(stage, way) == []
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("way", WAYS)
@@ -106,6 +107,7 @@ def _compare_with_one(stage: int, options: dict[str, Any]) -> list[str]:
     return differences(expected, trained)
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -121,6 +123,7 @@ def _clip_on_all_stages() -> list[list[str]]:
     return [differences(first, other) for other in others]
 
 
+@pytest.mark.days(3)
 def test_gradients_of_all_are_clipped_by_one_norm_at_every_stage() -> None:
     assert run_ranks(_clip_on_all_stages, 2) == [[[], []]] * 2
 

@@ -49,11 +49,13 @@ def _all_differences(cases: list[WholeCase]) -> list[str]:
     return [text for case in cases for text in differences_of(case)]
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("name", "stage"), ALONE)
 def test_one_process_has_the_bits_of_the_optimizers_own_step(name: str, stage: int) -> None:
     assert differences_of(WholeCase(name, {"stage": stage})) == []
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("num_ranks", "cases"),

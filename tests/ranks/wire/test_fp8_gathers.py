@@ -88,6 +88,7 @@ def _count(recipe: Fp8Recipe) -> Counts:
     return Counts((wire[0], wire[1]), (peak[0], peak[1]), less)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_what_is_sent_is_a_byte_for_each_element_less_as_counted_at_the_transport(recipe: Fp8Recipe) -> None:
     for counts in run_ranks(_count, 2, recipe):
@@ -124,6 +125,7 @@ def _go_on(folder: str) -> list[list[float]]:
     return found
 
 
+@pytest.mark.days(3)
 @pytest.mark.filterwarnings("ignore:a batch of another shape:zerofx.ZeroFXNotice")
 def test_plans_that_are_given_evaluations_other_shapes_and_checkpoints_go_with_it(tmp_path: Any) -> None:
     for own, given, plain, loaded in run_ranks(_go_on, 2, str(tmp_path / "saved")):

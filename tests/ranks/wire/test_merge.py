@@ -56,6 +56,7 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(_on_a_rank, 2)
 
 
+@pytest.mark.days(3)
 def test_training_is_the_same_to_the_bit(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert not {name: wrong for name, wrong in rank["wrong"].items() if wrong}

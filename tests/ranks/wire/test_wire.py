@@ -108,6 +108,7 @@ def counts(request: pytest.FixtureRequest) -> list[Counts]:
     return found
 
 
+@pytest.mark.days(3)
 def test_bytes_sent_are_those_of_the_plan_and_of_theory(counts: list[Counts]) -> None:
     num_ranks = len(counts)
     for rank in counts:

@@ -206,6 +206,7 @@ def world(request: pytest.FixtureRequest) -> list[Found]:
     return found
 
 
+@pytest.mark.days(3)
 def test_all_ranks_have_the_same_parameters_and_plan(world: list[Found]) -> None:
     for label, run in world[0].runs.items():
         for other in world[1:]:

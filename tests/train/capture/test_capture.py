@@ -290,6 +290,7 @@ def _functions() -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
     yield "bicubic", lambda x: functional.interpolate(x[None, None], size=(7, 5), mode="bicubic")
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(11)
 @pytest.mark.parametrize("name", [name for name, _ in _functions()])
 def test_operators_that_tracing_takes_apart_give_the_bits_of_eager_mode(name: str) -> None:

@@ -76,6 +76,7 @@ def test_what_is_checked_trains_as_in_eager_mode(model: type[nn.Module], num_mic
     assert differences(train_plain(case, 3, num_micro_batches), found) == []
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize(
     ("wrong", "expected"),

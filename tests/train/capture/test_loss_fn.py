@@ -29,6 +29,7 @@ class Weighted(nn.Module):
         return loss
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

@@ -166,6 +166,7 @@ def _chosen(seed: int, number: int) -> dict[str, str]:
 SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))]
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_process_trains_like_eager_mode(seed: int) -> None:
@@ -281,6 +282,7 @@ def _sources() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in files}
 
 
+@pytest.mark.days(3)
 def test_no_name_of_a_node_is_put_together_to_find_it() -> None:
     """What passes call their nodes (``f"gather_{number}"``) is written where they are made, and nowhere else."""
     makers, texts = set[str](), list[tuple[Path, ast.JoinedStr]]()

@@ -87,6 +87,7 @@ CASES = {
 }
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(7)
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")  # eager mode's
 @pytest.mark.parametrize("name", CASES)

@@ -44,6 +44,7 @@ def test_a_value_put_where_a_mask_says_trains_as_in_eager_mode(stage: int, num_m
     assert differences(train_plain(case, 4, num_micro_batches), found) == []
 
 
+@pytest.mark.days(3)
 def test_a_compiled_step_puts_it_there_too() -> None:
     case = Case(Masked, rows)
     found = train_compiled(case, 3, 4, backend="inductor")

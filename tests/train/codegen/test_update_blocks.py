@@ -76,6 +76,7 @@ def _whole(function: Region, inputs: list[Any]) -> Region:
     return function
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(60)
 @pytest.mark.parametrize("length", ENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

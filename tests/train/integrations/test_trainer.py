@@ -52,6 +52,7 @@ def different(mine: Any, plain: Any) -> list[str]:
     return apart(history(mine, *LOGGED), history(plain, *LOGGED)) + norms
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("model", [llama, bert])
 def test_thirty_steps_are_those_of_the_trainer(model: Callable[[], nn.Module], tmp_path: Path) -> None:
@@ -59,6 +60,7 @@ def test_thirty_steps_are_those_of_the_trainer(model: Callable[[], nn.Module], t
     assert different(mine, plain) == []
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("size", [22, 20, 18], ids="samples {}".format)
 def test_an_epoch_may_end_within_an_update_and_a_batch(size: int, plain: Callable[[int], Any], tmp_path: Path) -> None:
@@ -80,6 +82,7 @@ def _accuracy(outcome: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(np.mean(np.asarray(outcome.predictions).argmax(-1) == outcome.label_ids))}
 
 
+@pytest.mark.days(3)
 def test_evaluations_come_before_between_and_after_steps(tmp_path: Path) -> None:
     seen = []
     for kind in (Trainer, ZeroFXTrainer):
@@ -94,6 +97,7 @@ def test_evaluations_come_before_between_and_after_steps(tmp_path: Path) -> None
     assert apart(seen[1], seen[0]) == []
 
 
+@pytest.mark.days(3)
 def test_the_best_model_is_found_saved_and_trained_on(tmp_path: Path) -> None:
     seen: list[dict[str, list[float]]] = []
     for kind in (Trainer, ZeroFXTrainer):

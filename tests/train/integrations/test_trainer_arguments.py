@@ -116,6 +116,7 @@ def test_two_precisions_are_refused(tmp_path: Path) -> None:
         trainer(ZeroFXTrainer, llama(1), arguments(tmp_path, bf16=True), precision="fp16")
 
 
+@pytest.mark.days(3)
 def test_a_budget_that_cannot_be_is_refused_before_the_first_step(tmp_path: Path) -> None:
     from zerofx import MemoryBudgetError
 

@@ -65,6 +65,7 @@ def _made(kind: Any, folder: Path, *, given: dict[str, Any] | None = None, model
     )
 
 
+@pytest.mark.days(3)
 def test_losses_and_metrics_are_those_of_trl(tmp_path: Path) -> None:
     from zerofx.integrations.trl import ZeroFXSFTTrainer
 

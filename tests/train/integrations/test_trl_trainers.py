@@ -126,6 +126,7 @@ def differences(kind: str, folder: Path, *, adapters: bool = False, max_steps: i
     ]
 
 
+@pytest.mark.days(3)
 @pytest.mark.captures
 @pytest.mark.parametrize("adapters", [False, True], ids=["whole", "lora"])
 @pytest.mark.parametrize(

@@ -219,6 +219,7 @@ def test_the_longest_that_fits_a_budget_is_said_before_training() -> None:
     assert max(measured) <= options["memory_budget"]
 
 
+@pytest.mark.days(3)
 def test_what_the_longest_has_on_the_host_stays_there_for_all() -> None:
     def made() -> GPT:
         torch.manual_seed(0)

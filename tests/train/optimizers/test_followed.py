@@ -140,6 +140,7 @@ def assert_same(expected: Run, found: Run) -> None:
     torch.testing.assert_close(states["state"], expected_states["state"], rtol=0, atol=0)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("where", ["group", "attribute", "list", "state", "state tensor"])
 def test_counters_branches_and_math_are_followed(where: str) -> None:
     def make(params: Any) -> torch.optim.Optimizer:

@@ -131,6 +131,7 @@ def test_reports_and_plans_name_all_of_them() -> None:
     assert planned.plan.buckets == pair.step.plan.buckets
 
 
+@pytest.mark.days(3)
 def test_tuning_trains_copies_of_all() -> None:
     trained = model()
     optimizers = several(trained)

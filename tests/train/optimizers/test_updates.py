@@ -133,6 +133,7 @@ def test_initial_values() -> None:
     assert [s.name for s in rprop.states if s.written_first] == ["step_size"]
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     ("name", "fused"),
     [

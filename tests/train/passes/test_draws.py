@@ -144,6 +144,7 @@ def test_all_operators_that_draw_are_tried() -> None:
     assert len(names) > 60
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", DRAWS)
 def test_what_is_computed_again_draws_nothing(name: str) -> None:

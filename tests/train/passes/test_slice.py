@@ -83,6 +83,7 @@ def test_each_slice_has_a_part_of_every_product(golden: Callable[..., None]) -> 
     golden(difference(step.text(), sliced(step, {"inner.0.weight": 2}).text()))
 
 
+@pytest.mark.days(3)
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     counts=st.lists(st.integers(1, 6), min_size=len(NAMES), max_size=len(NAMES)),

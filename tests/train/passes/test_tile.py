@@ -102,6 +102,7 @@ def test_the_loss_and_all_gradients_stay_outputs() -> None:
     assert tensor(after.loss).shape == ()
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tiled_step_trains_like_a_whole_one_within_rounding(tied: bool) -> None:

@@ -163,6 +163,7 @@ def test_without_such_sockets_there_is_no_name(monkeypatch: pytest.MonkeyPatch) 
     assert Calls(60).name == 0
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("end", [0, 1])
 def test_an_end_that_nobody_has_any_more_is_closed(end: int) -> None:
     ends: list[AnnouncingEnd | ReadingEnd] = list(_line())

@@ -221,6 +221,7 @@ def _run(folder: Path, how: str) -> list[Path]:
     return sorted(folder.iterdir())
 
 
+@pytest.mark.days(3)
 def test_folders_are_removed_when_the_process_ends_and_left_ones_by_the_next(tmp_path: Path) -> None:
     assert _run(tmp_path, "ends") == []
     left = _run(tmp_path, "killed")

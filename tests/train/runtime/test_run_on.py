@@ -225,6 +225,7 @@ by_way = pytest.mark.parametrize("way", WAYS, ids=_name)
 by_failing = pytest.mark.parametrize("way", FAILING, ids=_name)
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(8)
 @by_action
 @by_way
@@ -239,6 +240,7 @@ def test_what_reads_the_state_waits_for_what_is_under_way(
         assert torch.equal(value, states[1][name]), name
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(8)
 @by_action
 @by_failing

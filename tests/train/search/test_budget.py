@@ -31,6 +31,7 @@ def bounds_of_gpt() -> tuple[int, int]:
     return least_and_most(*gpt())
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(
     "make",
     [
@@ -75,6 +76,7 @@ def test_what_a_refusal_says_is_possible_does_not_depend_on_the_budget_and_is() 
     assert found.slices
 
 
+@pytest.mark.days(3)
 def test_a_budget_below_the_least_possible_says_what_is_and_what_is_live_there() -> None:
     model, batch = gpt()
     before = [p.detach().clone() for p in model.parameters()]
@@ -98,6 +100,7 @@ def test_without_recompute_a_budget_asks_for_the_option() -> None:
         planned(model, batch, 1000, recompute="none")
 
 
+@pytest.mark.days(3)
 def test_every_recomputed_value_has_a_reason_with_its_price() -> None:
     model, batch = gpt()
     least, most = bounds_of_gpt()
@@ -135,6 +138,7 @@ OPERATORS = st.lists(st.sampled_from(["linear", "tanh", "sigmoid", "sin", "cos"]
 )
 
 
+@pytest.mark.days(3)
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(names=OPERATORS, depth=st.integers(1, 3), share=st.floats(0, 1))
 def test_random_chains_fit_their_budget_and_train_the_same_bits(names: list[str], depth: int, share: float) -> None:

@@ -41,6 +41,7 @@ def blocks_of(step: PlannedStep) -> int:
     return step.lowered.simulation.live.host_block_bytes
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("offload", ["nvme", "auto"])
 def test_a_plan_takes_no_more_of_the_host_than_it_may(offload: OffloadOption) -> None:
@@ -52,6 +53,7 @@ def test_a_plan_takes_no_more_of_the_host_than_it_may(offload: OffloadOption) ->
     assert found.plan.peak_bytes["nvme"] > 0
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("offload", ["nvme", "auto"])
 def test_without_one_a_plan_takes_no_more_than_a_ranks_share_of_the_machines(offload: OffloadOption) -> None:
@@ -62,6 +64,7 @@ def test_without_one_a_plan_takes_no_more_than_a_ranks_share_of_the_machines(off
     assert 0 < found.plan.peak_bytes["host"] <= share and found.fits
 
 
+@pytest.mark.days(3)
 def test_a_fraction_of_a_ranks_share_that_is_too_small_is_refused_with_what_would_do() -> None:
     memory_budget, tiny = int(0.6 * most()), 5e3 / H100.for_ranks(1).host_bytes_per_rank
     with pytest.raises(MemoryBudgetError, match=r"host_budget=4\.9 KiB: the least possible") as found:

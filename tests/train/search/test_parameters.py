@@ -80,6 +80,7 @@ def test_where_activations_leave_too_those_of_a_layer_come_up_first() -> None:
     assert all(behind[name][1].seconds == pytest.approx(leave.seconds + waited) for name, (_, leave) in alone.items())
 
 
+@pytest.mark.days(3)
 def test_slices_that_gathers_wait_for_leave_after_what_frees_more() -> None:
     """On many ranks they are next to nothing, and would come up behind the activations of a layer."""
     with torch.device("meta"):
@@ -147,6 +148,7 @@ def moved(plan: Plan) -> tuple[int, int]:
     return len(plan.states), len(plan.parameters)
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("num_ranks", "least"), [(1, 0.45), (2, 0.36)])
 def test_states_leave_before_parameters_and_a_smaller_budget_moves_more(num_ranks: int, least: float) -> None:

@@ -83,6 +83,7 @@ def planned(memory_budget: str | None) -> PlannedStep:
     )
 
 
+@pytest.mark.days(3)
 def test_a_budget_below_the_states_moves_some_buckets_and_a_smaller_one_moves_more() -> None:
     most = planned(None).plan
     some, more = (planned(f"{int(share * most.peak_bytes['device'])}B").plan for share in (0.7, 0.45))
@@ -104,6 +105,7 @@ def test_training_with_states_on_the_host_has_the_same_bits(share: float) -> Non
     assert same_bits(found, expected)
 
 
+@pytest.mark.days(3)
 def test_states_of_what_ranks_have_parts_of_are_there_where_its_gradients_are_complete() -> None:
     """Nobody else sums those, so that they are updated as on one rank, however many ranks there are."""
     model, batch = gpt()

@@ -47,6 +47,7 @@ def test_a_hidden_size_eight_times_as_large_trains_in_the_same_budget() -> None:
     assert measured == pytest.approx(step.plan.peak_bytes["device"], rel=0.02)
 
 
+@pytest.mark.days(3)
 def test_peaks_fall_with_the_budget_through_all_ways_to_tile() -> None:
     model, x = mlps(2, dim=8, inner=64), torch.randn(1024, 8)
     least, most = (least_bytes(model, (x,), optimizer=sgd(model), tile=tiling) for tiling in ("auto", "none"))

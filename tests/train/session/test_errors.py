@@ -219,6 +219,7 @@ with untouched(model, optimizer):
 """
 
 
+@pytest.mark.days(3)
 def test_inductor_without_a_compiler_says_what_to_install() -> None:
     environment = {**os.environ, "PATH": "/nowhere", "CXX": "no-such-compiler", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

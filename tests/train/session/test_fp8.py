@@ -32,6 +32,7 @@ def _needs_torchao() -> None:
     pytest.importorskip("torchao", reason="its layers with products in fp8 are trained, where it is installed")
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_peak_is_as_planned_and_the_source_says_what_is_multiplied(recipe: Fp8Recipe) -> None:
     step = compile_in_fp8("gpt", recipe, build("gpt"))
@@ -67,6 +68,7 @@ def test_a_model_in_float32_has_the_bits_of_torchao_too(recipe: Fp8Recipe) -> No
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.days(3)
 def test_a_number_of_micro_batches_that_a_plan_chooses_has_the_bits_of_one_that_is_asked_for() -> None:
     batch, losses = _batch(rows=8), []
     given: dict[str, Any] = {"recompute": "none", "offload": "none", "tile": "none"}
@@ -112,6 +114,7 @@ def test_layers_that_are_checkpointed_have_the_bits_of_torchao_too(recipe: Fp8Re
     _check_losses(step, plain, optimizer)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_in_float16_a_loss_is_scaled_and_falls_as_in_bfloat16(recipe: Fp8Recipe) -> None:
     losses = []

@@ -33,6 +33,7 @@ def _step(model: nn.Module, **options: Any) -> zerofx.Step:
     return zerofx.compile(model, optimizer_of(model), backend="eager", **options)
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_trains_adapters_like_eager_mode(kind: str) -> None:
     _need(kind)
@@ -81,6 +82,7 @@ def test_a_checkpoint_brings_codes_scales_and_tables(kind: str, tmp_path: Path) 
     assert [name for name, value in values_of(other).items() if not torch.equal(value, values[name])] == []
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_optimizer_may_be_given_all_parameters(kind: str, tmp_path: Path) -> None:
     _need(kind)

@@ -28,6 +28,7 @@ CASES = [
 ]
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(14)
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_computes_what_eager_mode_would(case: Case) -> None:

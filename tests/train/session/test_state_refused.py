@@ -61,6 +61,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], Callable[[Any, Tensor], Tensor], 
 }  # fmt: skip
 
 
+@pytest.mark.days(3)
 @pytest.mark.parametrize(("scale", "use", "match"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_changes_in_each_step_is_named(
     scale: Callable[[int], Any], use: Callable[[Any, Tensor], Tensor], match: str

@@ -179,6 +179,7 @@ def test_another_mode_is_another_step() -> None:
     assert "bernoulli" not in step.source
 
 
+@pytest.mark.days(3)
 def test_autocast_and_the_default_dtype_are_part_of_what_a_step_is_for() -> None:
     class Scaled(Tiny):
         def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:

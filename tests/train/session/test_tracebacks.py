@@ -95,6 +95,7 @@ def test_all_lines_are_shown_where_debugging_is_asked_for(monkeypatch: pytest.Mo
     assert any("scheduler" in line for line in lines_of(plan, MemoryBudgetError))
 
 
+@pytest.mark.days(3)
 def test_a_trainers_user_sees_the_loop_and_what_is_wrong(tmp_path: Path) -> None:
     from tests.lib.runs.trainers import arguments, llama, trainer
     from zerofx.integrations.transformers import ZeroFXTrainer

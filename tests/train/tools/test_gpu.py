@@ -127,6 +127,7 @@ pathlib.Path(sys.argv[1], 'result.json').write_text(json.dumps({'ticks': ticks})
 """
 
 
+@pytest.mark.days(3)
 def test_one_case_at_a_time_has_the_device_and_the_machine_stands_still_for_it(tmp_path: Path) -> None:
     known = run_all(
         tmp_path,
@@ -206,6 +207,7 @@ def test_killed_at_a_random_second_it_leaves_what_can_be_read(tmp_path: Path) ->
         assert {Entry(**entry).status for entry in data["cases"]} <= {"ran", "running", "not run", "lacking"}
 
 
+@pytest.mark.days(3)
 def test_sigterm_writes_what_is_under_way(tmp_path: Path) -> None:
     code = (
         "import time, pathlib, json\nfrom tests.train.tools.test_gpu import *\n"
@@ -269,6 +271,7 @@ def test_the_table_is_forty_lines_at_most() -> None:
     assert "... and" in lines[-3] and lines[-1] == "60 ran, 60 not run; 500 s"
 
 
+@pytest.mark.days(3)
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("masters", [True, False])
 def test_losses_are_those_of_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masters: bool) -> None:
@@ -282,6 +285,7 @@ def test_losses_are_those_of_plain_torch(tmp_path: Path, monkeypatch: pytest.Mon
     assert 0.99 * result["predicted_bytes"] < result["measured_bytes"] <= result["predicted_bytes"]
 
 
+@pytest.mark.days(3)
 def test_a_step_is_measured_within_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = {"shape": "tiny", "changes": {"depth": 3}, "backend": "eager", "device": "cpu", "dtype": "float32"}
     results: list[dict[str, Any]] = []
@@ -323,6 +327,7 @@ def test_skipped(): pass
 """
 
 
+@pytest.mark.days(3)
 def test_tests_go_on_after_one_that_takes_its_process_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test_all.py").write_text(TESTS)
     request = {"arguments": [str(tmp_path / "test_all.py"), "--rootdir", str(tmp_path)], "test_seconds": 2}
@@ -365,6 +370,7 @@ RESULTS: dict[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.days(3)
 def test_the_report_has_a_table_of_each_part_and_rows_with_their_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

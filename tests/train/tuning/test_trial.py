@@ -36,6 +36,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, change: Callable[[Plan, Measureme
     return ran
 
 
+@pytest.mark.days(3)
 def test_a_peak_that_is_measured_over_the_budget_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = peak_of("none")
 
@@ -49,6 +50,7 @@ def test_a_peak_that_is_measured_over_the_budget_does_not_fit(monkeypatch: pytes
     assert "does not fit: measured 2.0 KiB too much" in str(result)
 
 
+@pytest.mark.days(3)
 def test_what_promises_more_once_costs_are_corrected_is_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
     # One candidate at first; regions that only it has turn out to be slow, so that the other looks better.
     model = noisy()
@@ -78,6 +80,7 @@ class OutOfMemoryStep(zerofx.Step):
         return super().measure(*args, num_steps=num_steps, **kwargs)
 
 
+@pytest.mark.days(3)
 def test_a_candidate_without_memory_is_reported_and_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "Step", OutOfMemoryStep)
     model = noisy()
