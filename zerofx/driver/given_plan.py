@@ -64,7 +64,7 @@ def _check(plan: Plan, options: CompileOptions, machine: Machine, control: Contr
         "precision": (_precision(plan.precision), _precision(options.precision.compute)),
         "products in fp8": (plan.fp8 or "none", options.precision.fp8 or "none"),
         "micro-batches": (str(plan.num_micro_batches), _micro_batches(options, plan)),
-        "order": (_order(plan), _asked_order(options, plan)),
+        "order": (_order(plan), _order_in_options(options, plan)),
         "wire": (plan.wire, options.wire),
         "saved": (plan.saved or "None", options.saved or "None"),
         "max_grad_norm": (str(plan.max_grad_norm), str(options.max_grad_norm)),
@@ -269,7 +269,7 @@ def _order(plan: Plan) -> str:
     return "layer" if plan.by_layer else turns
 
 
-def _asked_order(options: CompileOptions, plan: Plan) -> str:
+def _order_in_options(options: CompileOptions, plan: Plan) -> str:
     # Not every stage can compute weight gradients apart.
     is_first = plan.pipe > 1 and _order(plan) == "micro-batch" and options.order == "zero-bubble"
     return _order(plan) if options.order == "auto" or is_first else options.order

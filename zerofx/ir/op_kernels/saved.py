@@ -44,7 +44,7 @@ def quantise_saved(values: Tensor, encoding: str, order: Sequence[int]) -> tuple
     """``zerofx.quantise_saved``: codes and scales, some blocks at a time; ``order`` as ``memory_order`` gives it."""
     codes, scales = empty_saved(values, encoding, order)
     flat = values.permute(*order).reshape(-1)
-    for first, last, width in _runs(values.numel(), _at_a_time(values.numel())):
+    for first, last, width in _runs(values.numel(), _num_at_a_time(values.numel())):
         stored, of_blocks = encode(flat[first:last].view(-1, width), encoding)
         codes[first:last].view(-1, width).copy_(stored)
         scales[first // BLOCK : _num_blocks(last)].copy_(of_blocks.view(-1))
@@ -58,7 +58,7 @@ def restore_saved(
     """``zerofx.restore_saved``: the values, laid out as they were."""
     values = empty_restored(codes, scales, encoding, size, stride, dtype)
     flat = values.as_strided((values.numel(),), (1,))
-    for first, last, _ in _runs(values.numel(), _at_a_time(values.numel())):
+    for first, last, _ in _runs(values.numel(), _num_at_a_time(values.numel())):
         part = flat[first:last]
         wide = part if dtype == torch.float32 else part.to(torch.float32)
         of_blocks = scales[first // BLOCK : _num_blocks(last)].view(-1, 1)
@@ -106,10 +106,10 @@ def restore_saved_inside(
 
 def _most_at_once(numel: int) -> int:
     """Values of the largest run; of less than a block, those of a block."""
-    return max(min(numel, _at_a_time(numel)) // BLOCK, 1) * BLOCK
+    return max(min(numel, _num_at_a_time(numel)) // BLOCK, 1) * BLOCK
 
 
-def _at_a_time(numel: int) -> int:
+def _num_at_a_time(numel: int) -> int:
     return max(_LEAST_AT_A_TIME, numel // 64)
 
 
