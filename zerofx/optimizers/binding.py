@@ -14,6 +14,7 @@ from zerofx.errors import OptimizerError, UsageError
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.optimizers.blame import NotElementwiseError
 from zerofx.optimizers.held_states import HeldState, collect_states
+from zerofx.optimizers.nested import NestedOptimizer
 from zerofx.optimizers.program import UpdateProgram, cast_states
 from zerofx.optimizers.several import Optimizers, ShadowOptimizers
 from zerofx.optimizers.shadow import structural_flags
@@ -21,6 +22,7 @@ from zerofx.optimizers.shadow_optimizer import flat_state_dtypes, scalar_state_n
 from zerofx.optimizers.stand_in import StandIn
 from zerofx.optimizers.support import has_fused
 from zerofx.optimizers.whole import WholeOptimizer
+from zerofx.optimizers.whole.states import split_tensors
 
 
 class BucketStates(Protocol):
@@ -313,10 +315,19 @@ class OptimizerBinding:
             ShadowOptimizers(self.optimizers).programs(at, stand_ins)
         except NotElementwiseError as error:
             whole = WholeOptimizer(self.optimizers.steppers[at], error, at)
-            return error if whole.runs_without_states() else None  # or else it needs the states of steps before
+            if whole.runs_without_states() or not self._has_flat_states(at):
+                return error
+            return None  # it reads what earlier steps have made
         except OptimizerError:  # it steps only where there are states already
             return None
         return None
+
+    def _has_flat_states(self, at: int) -> bool:
+        """True if an optimizer by itself has states, each of its parameter's shape or without dimensions."""
+        optimizer = self.optimizers.each[at]
+        entries = [(p, split_tensors(entry)[1]) for p, entry in optimizer.state.items() if isinstance(p, torch.Tensor)]
+        is_flat = all(tensor.shape == p.shape for p, tensors in entries for tensor in tensors.values())
+        return bool(entries) and is_flat and not isinstance(optimizer, NestedOptimizer)
 
     def _is_fused(self, bucket: Bucket) -> bool:
         at, index = self.place_index(bucket)
