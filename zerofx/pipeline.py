@@ -116,11 +116,7 @@ PREPARE = (
     # What collectives on those values overlap with.
     PassEntry(Overlap, {"overlaps": ()}, lambda given: given.num_parts > 1),
     # One stage of several, with what it sends and receives.
-    PassEntry(
-        Stages,
-        {"stage_cuts": (), "pipe_stage": (), "weights_lag": ()},
-        lambda given: given.pipe is not None,
-    ),
+    PassEntry(Stages, {"stage_cuts": (), "pipe_stage": (), "weights_lag": ()}, lambda given: given.pipe is not None),
     # Products of linear layers in fp8, as one rank has them.
     PassEntry(Multiply, {"products": ("node", "left", "right", "in_fp8"), "fp8": ()}, lambda given: given.products),
     # Huge parameters a slice at a time.

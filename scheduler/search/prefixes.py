@@ -21,13 +21,8 @@ from zerofx.scheduler.search.rehearsal import Held, Rehearsal
 
 _SCANNED = 16  # lengths of an order that are tried, at least, before a budget is said to be out of its reach
 _HALVED_AFTER = 5  # every fifth guess is the middle of what is left, in case moves free other bytes than they should
-_CARRIED_OUT = (
-    "tile",
-    "divide",
-    "recompute",
-    "spread",
-    "compress",
-)  # the passes that the graph of ``plan_of`` has been through
+# The passes that the graph of ``plan_of`` has been through.
+_CARRIED_OUT = ("tile", "divide", "recompute", "spread", "compress")
 
 
 class Prefixes:

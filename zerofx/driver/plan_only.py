@@ -328,18 +328,19 @@ def _plan_stages(request: Request, one_rank: Captures, balance: Balance) -> Plan
     """The largest of the stages of the step that one rank of the model axis runs, with all of them."""
     cut = cut_into_stages(request, one_rank, balance=balance)
     planned: dict[StageOrder, list[PlannedStep]] = {}
+    outcomes: dict[StageOrder, list[PlannedStage]] = {}
 
     def plan_in(order: StageOrder) -> list[PlannedStage]:
         ordered = order.request(request)
         planned[order] = plan_all(partial(_plan_stage, ordered, order.captures(stage)) for stage in cut.stages)
-        return [PlannedStage.of(stage.lowered) for stage in planned[order]]
+        outcomes[order] = [PlannedStage.of(stage.lowered) for stage in planned[order]]
+        return outcomes[order]
 
     order = choose_order(request, cut, plan_in)
     if order not in planned:
         plan_in(order)
     stages = planned[order]
-    lowered = [PlannedStage.of(stage.lowered) for stage in stages]
-    pipeline = order.simulate(lowered, stages[0].plan.num_micro_batches)
+    pipeline = order.simulate(outcomes[order], stages[0].plan.num_micro_batches)
     predicted = [
         replace(stage, lowered=replace(stage.lowered, plan=predict_stage(stage.plan, pipeline, order.why)))
         for stage in stages

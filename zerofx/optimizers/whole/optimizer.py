@@ -164,7 +164,7 @@ class WholeOptimizer:
         for group in self._optimizer.param_groups:
             refuse_by_name(self._optimizer, group)
         with on_host():
-            samples, starts = self._try_ways(parameters)
+            samples, starts = self._try_ways(parameters, with_states=bool(self._optimizer.state))
             self._tokens = {
                 index: torch.nn.Parameter(sample(*listed[0], -1.0, 1.3)) for index, listed in samples.items()
             }
@@ -175,28 +175,27 @@ class WholeOptimizer:
     def runs_without_states(self) -> bool:
         """True if a step of now runs on whole parameters without states, or is refused for what it does to them."""
         with on_host():
-            for smaller in (shrink, keep_divisors):
-                try:
-                    self._try_small(self._all_parameters(), smaller, {})
-                except DoesNotRunError:
-                    continue
-                except OptimizerError:
-                    pass
-                return True
-        return False
+            try:
+                self._try_ways(self._all_parameters(), with_states=False)
+            except DoesNotRunError:
+                return False
+            except OptimizerError:
+                pass
+        return True
 
     def _try_ways(
-        self, parameters: Mapping[int, Sequence[tuple[tuple[int, ...], torch.dtype]]]
+        self, parameters: Mapping[int, Sequence[tuple[tuple[int, ...], torch.dtype]]], *, with_states: bool
     ) -> tuple[Samples, Starts]:
-        """Try the step on small parameters in the place of these, in ways that let more and more optimizers run."""
+        """Try the step on small parameters in the place of these, in ways that let more and more optimizers run:
+        without states, then with those that there are, if ``with_states``."""
         ways = [(smaller, starts) for starts in (False, True) for smaller in (shrink, keep_divisors)]
-        for smaller, has_starts in ways if self._optimizer.state else ways[:2]:
+        for smaller, has_starts in ways if with_states else ways[:2]:
             starts = self._starts(smaller) if has_starts else {}
             try:  # it may view rows as groups of so many, or need the states that its constructor makes
                 return self._try_small(parameters, smaller, starts), starts
             except DoesNotRunError as error:
                 last = error
-        if self._optimizer.state:  # of which it may need others: what was in the way on flat shards says more
+        if with_states:  # it may need others: what was in the way on flat shards says more
             raise self._because from last
         raise last
 
