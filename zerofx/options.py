@@ -211,14 +211,14 @@ class CompileOptions:
         words(OrderOption),
         Exclusion("reduce", "a layer's gradients are reduced once a step", one_of("layer"), one_of("each")),
         Exclusion("offload", "no gradients wait for the next micro-batch", one_of("layer"), instances(Mapping)),
-        Exclusion("mesh", "weight gradients fill the waits of stages", one_of("zero-bubble"), has_no_stages),
+        Exclusion("mesh", "it fills the waits of stages", one_of("zero-bubble", "interleaved"), has_no_stages),
         not_for=("sharing", "evaluation"),
     )
     """the order of micro-batches: ``"layer"`` runs all of them through a layer before the next layer, so that its
     parameters come once a step, and what is handed from layer to layer is held for all; ``"micro-batch"`` runs one
     after the other, in stages one forward and one backward by turns; ``"zero-bubble"``, in stages alone, is that with
-    weight gradients some turns later; ``"auto"`` is ``"micro-batch"``, and with a budget or in stages what is faster.
-    All have the same bits."""
+    weight gradients some turns later, ``"interleaved"`` that with two chunks of layers a stage; ``"auto"`` is
+    ``"micro-batch"``, and with a budget or in stages what is faster. All have the same bits."""
 
     mesh: Mesh | Literal["auto"] | None = option(None, MESH, *NOT_IN_STAGES)
     """the axes that ranks lie along, outer to inner ``pipe``, ``replicate``, ``shard`` and ``model``, by numbers of

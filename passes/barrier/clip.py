@@ -35,6 +35,7 @@ Does not handle: clipping of delayed updates, which are refused together with it
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -120,14 +121,17 @@ class Clip:
 
 def _gather_stages(step: StepGraph, pipe: PipeStage, own: fx.Node) -> fx.Node:
     """The squares of all stages' buckets, in order: to each, the others add zeros."""
-    graph, num_own = step.graph, tensor(own).numel()
-    sizes = (pipe.first_bucket, num_own, max(pipe.num_buckets - pipe.first_bucket - num_own, 0))
-    how = {"dtype": tensor(own).dtype, "device": step.device}
-    parts = [
-        own if number == 1 else insert_call(graph, _aten.full.default, ([size], 0.0), _WHERE, how)
-        for number, size in enumerate(sizes)
-        if size
-    ]
+    graph, how = step.graph, {"dtype": tensor(own).dtype, "device": step.device}
+    parts, begin = list[fx.Node](), 0
+    for is_own, run in itertools.groupby(range(pipe.num_buckets), pipe.buckets.__contains__):
+        size = len([*run])
+        if not is_own:
+            parts.append(insert_call(graph, _aten.full.default, ([size], 0.0), _WHERE, how))
+        elif size == len(pipe.buckets):
+            parts.append(own)
+        else:
+            parts.append(insert_call(graph, _aten.slice.Tensor, (own, 0, begin, begin + size), _WHERE))
+            begin += size
     mine = insert_call(graph, _aten.cat.default, (parts,), _WHERE, name="squares_in_place")
     args = (mine, "sum", pipe.num_stages)
     pending = insert_call(graph, ops.all_reduce_values, args, _WHERE, dict(axes_argument(PIPE)))

@@ -68,7 +68,7 @@ from zerofx.ir.facts import (
     tensor,
 )
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import stage_turns, stretch_lags
+from zerofx.ir.micro_batches import backward_lag, stage_turns, stretch_lags
 from zerofx.passes.lib.draws_ahead import draw_ahead, mark_draws
 from zerofx.passes.lib.turns import hand_on_values
 from zerofx.scheduler.analysis.saved_values import value_node
@@ -98,7 +98,9 @@ def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]
     lags = stretch_lags(step, num_micro_batches) if step.takes_turns else ()
     if step.pipe is not None and lags:
         weights = 0 if step.pipe.weights_lag is None else lags[-1]
-        step.num_before = max(*lags, 1 + weights, 1 + min(step.pipe.num_after, num_micro_batches - 1))
+        chunk, num_chunks = step.pipe.number, len(step.pipe.cuts) + 1
+        longest = backward_lag(chunk, num_chunks, step.pipe.num_stages)
+        step.num_before = max(*lags, 1 + weights, 1 + min(longest, num_micro_batches - 1))
     inputs = [node for node in step.placeholders(Role.INPUT) if placeholder(node).name in divided]
     buffers = {placeholder(node).name: node for node in step.placeholders(Role.BUFFER)}
     for node in inputs:
@@ -190,7 +192,7 @@ def _take_turns(
     buffers = {placeholder(node).name: node for node in step.placeholders(Role.BUFFER)}
     mutations, total, end = step.mutations, step.loss, step.output
     latest, handed_on = dict(mutations), [name for name in mutations if buffers[name].users]
-    of_loss = next(number for number, nodes in enumerate(stretches) if step.loss in nodes)
+    run_of = {node: number for number, nodes in enumerate(stretches) for node in nodes}
     for turn, running in enumerate(stage_turns(step, step.num_micro_batches, step.num_bodies)):
         if turn:
             carried = list[fx.Node]()
@@ -205,13 +207,13 @@ def _take_turns(
                 for node in stretches[number]:
                     end.prepend(node)
                 continue
-            copies |= {buffers[name]: node for name, node in latest.items()} if not number else {}
+            changed = [name for name, node in mutations.items() if run_of.get(node, 0) == number]
+            copies |= {buffers[name]: latest[name] for name in changed}
             for node in stretches[number]:
                 copies[node] = _copy(step, node, copies, body, end)
-            if number == of_loss:
+            if number == run_of[step.loss]:
                 total = _sum(step, total, copies[step.loss])
-            if not number:
-                latest = {name: copies[node] for name, node in mutations.items()}
+            latest |= {name: copies[mutations[name]] for name in changed}
     for number, copies in enumerate(bodies):
         for node in (*inputs, *itertools.chain.from_iterable(stretches)):
             set_twin(copies[node], (node.name, number))

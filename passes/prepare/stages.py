@@ -20,6 +20,9 @@ backward, to the one before that two turns later, and so on. The runs of nodes t
 forward, backward, and these waits. Of the last stage forward and backward are one run. Where weight gradients come some
 turns later, what no message depends on is a run of its own, the last.
 
+A stage may have several chunks of the model, each as far from the next as there are stages (2104.04473): a run of
+forward for each, then one of backward for each, the last chunk's first.
+
 What a step or an evaluation gives, each value of it, goes to all stages, when its forward is over.
 
 Random operators of other stages draw here, too, for nothing: the generators go on as those of one process would.
@@ -29,7 +32,8 @@ Does not handle: steps that change buffers in backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,10 +47,12 @@ from zerofx.ir.facts import (
     Origin,
     Phase,
     Role,
+    chunk_of,
     is_random,
     origin,
     placeholder,
     set_begun_stretch,
+    set_chunk,
     set_message_number,
     set_origin,
     set_value,
@@ -54,6 +60,7 @@ from zerofx.ir.facts import (
     value,
 )
 from zerofx.ir.graph import PipeStage, StepGraph
+from zerofx.ir.micro_batches import backward_lag, forward_lag
 from zerofx.ir.streams import axes_argument
 from zerofx.passes.lib.draws_ahead import draw_for_nothing
 from zerofx.scheduler.analysis.stages_of_nodes import (
@@ -89,29 +96,36 @@ def keep_stage(step: StepGraph, pipe: PipeStage) -> None:
         UsageError: the step cannot run in stages; says why.
     """
     check_stages(step)
-    where, stage = stages_of_nodes(step, pipe.cuts), pipe.number
-    step.pipe = replace(pipe, buffers=tuple(where.changed.items()))
+    where, own = stages_of_nodes(step, pipe.cuts, pipe.num_stages), pipe.chunks
+    changed = {name: chunk % pipe.num_stages for name, chunk in where.changed.items()}
+    step.pipe = replace(pipe, buffers=tuple(changed.items()))
     calls, order = list(step.calls()), step.positions()
+    for node in calls:
+        set_chunk(node, chunk if (chunk := where.homes.get(node)) in own else None)
     loss, gradients = own_source(step.loss), dict(step.gradients)
     first_backward = next((node for node in calls if order[node] >= where.backward), step.output)
-    arrived = _receive(step, where, stage, first_backward, order)
-    waits = _send(step, where, stage, calls[0], arrived.get(loss) if gradients else None)
+    arrived = _receive(step, where, own, first_backward, order)
+    waits = _send(step, where, own, calls[0], arrived.get(loss) if gradients else None)
     remade = dict(arrived)
-    for reader in [*(node for node in calls if where.homes.get(node) == stage), step.output]:
+    for reader in [*(node for node in calls if chunk_of(node) is not None), step.output]:
         for source in list(reader.all_input_nodes):
             if own_source(source) in arrived:
                 with step.graph.inserting_before(reader):
                     reader.replace_input_with(source, view_again(step.graph, source, remade))
-    own = {placeholder(node).name for node in step.placeholders(Role.PARAMETER) if where.homes[node] == stage}
-    mutations = {name: node for name, node in step.mutations.items() if where.changed.get(name, stage) == stage}
-    step.set_outputs(step.loss, mutations, {name: node for name, node in gradients.items() if name in own})
+    names = {placeholder(node).name for node in step.placeholders(Role.PARAMETER) if where.homes[node] in own}
+    mutations = {name: node for name, node in step.mutations.items() if where.changed.get(name, own[0]) in own}
+    step.set_outputs(step.loss, mutations, {name: node for name, node in gradients.items() if name in names})
     if gradients:
-        _copy_for_backward(step, mutations, calls[0], first_backward, order)
-    _drop_others(step, where, calls, stage)
+        first_of = {chunk: next(node for node in calls if chunk_of(node) == chunk) for chunk in own[1:]}
+        places = {name: where.changed.get(name, own[0]) for name in mutations}
+        _copy_for_backward(step, places, {own[0]: calls[0], **first_of}, first_backward, order)
+    _drop_others(step, where, calls, own)
     if gradients:
         _divide_convolutions(step)
-        _mark_stretches(step, pipe, arrived.get(loss), waits)
-    step.parameters = tuple(info for info in step.parameters if info.name in own)
+        apart = weight_gradients(step) if pipe.weights_lag is not None else []
+        runs = _sort_runs(step, own, len(pipe.cuts), {*apart, *(wait for _, wait in waits)}) if len(own) > 1 else {}
+        _mark_stretches(step, pipe, runs, own_source(step.loss), waits)
+    step.parameters = tuple(info for info in step.parameters if info.name in names)
 
 
 def end_forward(step: StepGraph) -> None:
@@ -145,18 +159,21 @@ def check_stages(step: StepGraph) -> None:
 
 def _copy_for_backward(
     step: StepGraph,
-    mutations: Mapping[str, fx.Node],
-    first: fx.Node,
+    places: Mapping[str, int],
+    first_of: Mapping[int, fx.Node],
     first_backward: fx.Node,
     order: Mapping[fx.Node, int],
 ) -> None:
-    """Have backward read copies of buffers that the forwards of later micro-batches change."""
+    """Have backward read copies of buffers that the forwards of later micro-batches change: each in its chunk of
+    ``places``, where that begins (``first_of``)."""
     for buffer in step.placeholders(Role.BUFFER):
         late = [node for node in consumers(buffer) if order.get(node, -1) >= order[first_backward]]
-        if placeholder(buffer).name not in mutations or not late:
+        chunk = places.get(placeholder(buffer).name)
+        if chunk is None or not late:
             continue
-        with step.graph.inserting_before(first):
+        with step.graph.inserting_before(first_of[chunk]):
             copy = insert_call(step.graph, _aten.clone.default, (buffer,), Origin("", Phase.FORWARD))
+        set_chunk(copy, chunk)
         for reader in late:
             for source in list(reader.all_input_nodes):
                 if own_source(source) is buffer:
@@ -165,43 +182,53 @@ def _copy_for_backward(
 
 
 def _receive(
-    step: StepGraph, where: StageMap, stage: int, first_backward: fx.Node, order: Mapping[fx.Node, int]
+    step: StepGraph, where: StageMap, own: range, first_backward: fx.Node, order: Mapping[fx.Node, int]
 ) -> dict[fx.Node, fx.Node]:
-    """Receive other stages' values, each before its first reader, and before what the same stage sends after it is;
-    returns what is in their places."""
+    """Receive other stages' values, each before its first reader, and before what the same chunk sends after it is;
+    returns what is in their places. What another chunk of the stage reads first is awaited there."""
     readers: dict[fx.Node, fx.Node] = {}
+    begins: dict[tuple[int | None, bool], fx.Node] = {}
     for node in step.calls():
-        if where.homes.get(node) == stage:
+        if chunk_of(node) is not None:
+            begins.setdefault((chunk_of(node), order[node] >= order[first_backward]), node)
             for source in _all_sources(where, node):
                 readers.setdefault(source, node)
     arrived: dict[fx.Node, fx.Node] = {}
-    places: dict[int, fx.Node] = {}
+    places: dict[tuple[int, int], fx.Node] = {}
     is_loss = own_source(step.loss)
-    chosen: list[tuple[Message, fx.Node]] = []
-    for message in reversed(where.messages_to(stage)):
-        reader = readers.get(message.value, first_backward)
+    chosen: list[tuple[Message, fx.Node, fx.Node | None]] = []
+    for message in reversed(where.messages_to(own)):
+        reader, later = readers.get(message.value, first_backward), None
         if message.value is is_loss:
             reader = min(reader, first_backward, key=order.__getitem__)
-        if message.sender < stage:
-            reader = min(reader, first_backward, key=order.__getitem__)
-        elif message.sender > stage:
+        if len(own) > 1 and (chunk_of(reader), order[reader] >= order[first_backward]) != message.run:
+            later = readers.get(message.value)
+            reader = begins.get(message.run, first_backward)
+        elif message.is_back:
             reader = max(reader, first_backward, key=order.__getitem__)
-        reader = min(reader, places.get(message.sender, reader), key=order.__getitem__)
-        places[message.sender] = reader
-        chosen.append((message, reader))
+        else:
+            reader = min(reader, first_backward, key=order.__getitem__)
+        between = message.sender, message.receiver
+        reader = min(reader, places.get(between, reader), key=order.__getitem__)
+        places[between] = reader
+        chosen.append((message, reader, later))
     chosen.reverse()
     # What earlier stages send ends the forward, before what later ones do.
-    for message, reader in sorted(chosen, key=lambda each: each[0].sender > stage):
+    for message, reader, later in sorted(chosen, key=lambda each: each[0].is_back):
         value = message.value
         like, at = tensor(value), origin(reader if reader.op == "call_function" else value)
-        phase = Phase.BACKWARD if message.sender > stage and step.gradients else Phase.FORWARD
-        args = (message.sender, list(like.shape), list(like.stride()), like.dtype)
+        phase = Phase.BACKWARD if message.is_back and step.gradients else Phase.FORWARD
+        args = (message.sender % own.step, list(like.shape), list(like.stride()), like.dtype)
         how = {"device": like.device, **_OVER}
         with step.graph.inserting_before(reader):
             at = Origin(at.layer, phase)
             pending = insert_call(step.graph, ops.receive_value, args, at, how, name=f"receive_{value.name}", fake=like)
             set_message_number(pending, where.messages.index(message))
+        with step.graph.inserting_before(later or reader):
+            at = at if later is None else origin(later)
             arrived[value] = insert_call(step.graph, ops.wait, (pending,), at, name=f"received_{value.name}")
+        set_chunk(pending, message.receiver)
+        set_chunk(arrived[value], message.receiver if later is None else chunk_of(later))
     return arrived
 
 
@@ -220,7 +247,7 @@ def _all_sources(where: StageMap, node: fx.Node) -> list[fx.Node]:
 
 
 def _send(
-    step: StepGraph, where: StageMap, stage: int, first: fx.Node, loss: fx.Node | None
+    step: StepGraph, where: StageMap, own: range, first: fx.Node, loss: fx.Node | None
 ) -> list[tuple[Message, fx.Node]]:
     """Start to send what other stages read, as soon as it is there; returns the waits, which stand where the step ends.
 
@@ -230,7 +257,7 @@ def _send(
     started: list[tuple[Message, fx.Node, fx.Node]] = []
     copies: dict[fx.Node, fx.Node] = {}
     for number, message in enumerate(where.messages):
-        if message.sender != stage:
+        if message.sender not in own:
             continue
         value = message.value
         if value not in copies:
@@ -243,15 +270,17 @@ def _send(
                     copies[value] = insert_call(step.graph, _aten.clone.default, (value,), where_copied)
         sent = copies[value]
         place = sent.next if sent is not value else skip_getitems(value).next
-        if loss is not None and message.receiver < stage and value in where.results:
+        if loss is not None and message.is_back and value in where.results:
             place = loss.next
         while place.target is ops.send_value:
             place = place.next
         with step.graph.inserting_before(place):
-            name = f"send_{value.name}_{message.receiver}"
-            args = (sent, message.receiver)
-            pending = insert_call(step.graph, ops.send_value, args, origin(sent), dict(_OVER), name=name)
+            receiver = message.receiver % own.step
+            name = f"send_{value.name}_{receiver}"
+            pending = insert_call(step.graph, ops.send_value, (sent, receiver), origin(sent), dict(_OVER), name=name)
             set_message_number(pending, number)
+        for node in (sent, pending):
+            set_chunk(node, message.sender)
         started.append((message, pending, sent))
     waits = []
     with step.graph.inserting_before(step.output):
@@ -267,16 +296,16 @@ def _is_dense(node: fx.Node) -> bool:
     return storage_bytes(like) == like.numel() * like.element_size()
 
 
-def _drop_others(step: StepGraph, where: StageMap, calls: list[fx.Node], stage: int) -> None:
+def _drop_others(step: StepGraph, where: StageMap, calls: list[fx.Node], own: range) -> None:
     """Erase what is not of the stage, and what only that reads."""
     for node in reversed(calls):
         place = where.homes.get(node)
-        if place not in (None, EVERYWHERE, stage) and is_random(node):
+        if place not in (None, EVERYWHERE, *own) and is_random(node):
             draw_for_nothing(step, node)
-        if place != stage and not node.users:
+        if place not in own and not node.users:
             step.graph.erase_node(node)
     for node in list(step.placeholders(Role.PARAMETER)):
-        if where.homes[node] != stage:
+        if where.homes[node] not in own:
             step.graph.erase_node(node)
 
 
@@ -291,42 +320,79 @@ def _divide_convolutions(step: StepGraph) -> None:
         with step.graph.inserting_after(end):
             args, fake = (*node.args[:-1], [False, *mask[1:]]), (None, *of_weights)
             weights = insert_call(step.graph, node.target, args, origin(node), name=f"{node.name}_weights", fake=fake)
+        set_chunk(weights, chunk_of(node))
         set_value(node, (of_input, None, None)).args = (*node.args[:-1], [True, False, False])
         for name in [user for user in node.users if user.args[1]]:
             name.replace_input_with(node, weights)
             weights.append(name)
 
 
-def _comes_back(node: fx.Node, stage: int) -> bool:
+def _sort_runs(step: StepGraph, own: range, last: int, others: Collection[fx.Node]) -> dict[int, fx.Node]:
+    """Put the nodes of each run together, but for ``others``: forward of each chunk, then backward of each, the last
+    first. Returns the first nodes of all runs but the first, by their lags.
+
+    What no chunk has, as it is computed wherever it is read, is of the first run that reads it.
+    """
+    runs: dict[fx.Node, tuple[int, int]] = {}
+    calls = [node for node in step.calls() if node not in others]
+    for node in calls:
+        chunk, is_late = chunk_of(node), origin(node).phase is Phase.BACKWARD
+        runs[node] = max((runs[source] for source in node.all_input_nodes if source in runs), default=(0, own[0]))
+        if chunk is not None:
+            runs[node] = (1, -chunk) if is_late and chunk != last else (0, chunk)
+    for node in reversed(calls):
+        if chunk_of(node) is None:
+            runs[node] = min((runs[user] for user in node.users if user in runs), default=runs[node])
+    begins: dict[int, fx.Node] = {}
+    for node in sorted(calls, key=runs.__getitem__):
+        step.output.prepend(node)
+        is_back, chunk = runs[node]
+        lag = backward_lag(-chunk, last + 1, own.step) if is_back else forward_lag(chunk, own.step)
+        begins.setdefault(lag, node)
+    begins.pop(0)
+    return begins
+
+
+def _comes_back(node: fx.Node) -> bool:
     """True for what receives a value of a later stage."""
-    sender = node.args[0] if node.target is ops.receive_value else None
-    return isinstance(sender, int) and sender > stage
+    return node.target is ops.receive_value and origin(node).phase is Phase.BACKWARD
 
 
 def _mark_stretches(
     step: StepGraph,
     pipe: PipeStage,
-    loss: fx.Node | None,
+    runs: Mapping[int, fx.Node],
+    loss: fx.Node,
     waits: list[tuple[Message, fx.Node]],
 ) -> None:
-    """Mark where runs of nodes begin, and put the waits for what later stages have by then after the loss.
+    """Mark where runs of nodes begin, and put the waits for what later chunks have by then after the loss.
 
-    Waits for what earlier stages are sent come as many turns later as those are further away, the nearest first.
+    ``runs`` are the first nodes of those of several chunks, by their lags. Waits for what earlier chunks are sent come
+    when the stages of these have come to their backward, the nearest first.
     """
-    later = [wait for message, wait in waits if message.receiver > pipe.number]
-    earlier = {wait: pipe.number - message.receiver for message, wait in waits if message.receiver < pipe.number}
-    if loss is not None:
-        for wait in reversed(later):
+    num_chunks = len(pipe.cuts) + 1
+
+    def lag_of(chunk: int) -> int:
+        return backward_lag(chunk, num_chunks, pipe.num_stages)
+
+    for message, wait in reversed(waits):
+        if not message.is_back:
             loss.append(wait)
-        set_begun_stretch(next(node for node in step.calls() if _comes_back(node, pipe.number)), pipe.num_after)
+    if len(pipe.chunks) == 1 and pipe.num_after:
+        runs = {pipe.num_after: next(filter(_comes_back, step.calls()))}
+    for lag, node in runs.items():
+        set_begun_stretch(node, lag)
+    earlier = {
+        wait: max(lag_of(message.sender) + 1, lag_of(message.receiver)) for message, wait in waits if message.is_back
+    }
     begun = set[int]()
-    for wait, distance in sorted(earlier.items(), key=lambda each: each[1]):
+    for wait, lag in sorted(earlier.items(), key=operator.itemgetter(1)):
         step.output.prepend(wait)
-        if distance not in begun:
-            set_begun_stretch(wait, pipe.num_after + distance)
-            begun.add(distance)
+        if lag not in begun:
+            set_begun_stretch(wait, lag)
+            begun.add(lag)
     if pipe.weights_lag is not None:
         apart = weight_gradients(step)
         for node in apart:
             step.output.prepend(node)
-        set_begun_stretch(apart[0], pipe.num_after + pipe.weights_lag)
+        set_begun_stretch(apart[0], lag_of(pipe.number) + pipe.weights_lag)

@@ -19,7 +19,7 @@ from torch import fx
 
 from zerofx.ir.aliasing import Storage, is_view, mutated_inputs, storage_source
 from zerofx.ir.edit import consumers
-from zerofx.ir.facts import Phase, is_random, origin, tile_of
+from zerofx.ir.facts import Phase, is_random, origin, tile_of, twin_of
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import calls_by_body
 from zerofx.scheduler.analysis.saved_values import is_forward_call, outputs_of, storage_size, value_node
@@ -96,9 +96,13 @@ def pieces(step: StepGraph, runs: Sequence[ForwardRun]) -> tuple[PieceDecision, 
 def _forward_runs(step: StepGraph) -> list[list[tuple[str, list[fx.Node]]]]:
     """The runs of forward by unit, for each micro-batch."""
     by_micro_batch: list[list[tuple[str, list[fx.Node]]]] = [[] for _ in range(step.num_bodies)]
+    number = 0
     for node, body in calls_by_body(step):
+        # In a turn a later chunk's forward is of an earlier micro-batch, and so is what adds its losses up.
+        twin = twin_of(node)
+        number = body if not step.takes_turns else number if twin is None else twin[1]
         if is_forward_call(node) and not is_view(node):
-            unit, runs = step.unit_of(node), by_micro_batch[body]
+            unit, runs = step.unit_of(node), by_micro_batch[number]
             if not runs or runs[-1][0] != unit:
                 runs.append((unit, []))
             runs[-1][1].append(node)

@@ -1,17 +1,19 @@
-"""The stage of each node of a captured step that is cut along the axis pipe, and the values that stages hand on.
+"""The chunk of each node of a captured step that is cut along the axis pipe, and the values that stages hand on.
 
-A stage is an interval of the forward's nodes, with the parameters that are first read there, and the part of backward
-that needs them. Backward goes through the stages in the reverse order: a node there runs where the forward values that
-it reads are, or the parameter whose gradient it makes; a sum of what several later stages send runs at the last stage
+A chunk is an interval of the forward's nodes, with the parameters that are first read there, and the part of backward
+that needs them. Backward goes through the chunks in the reverse order: a node there runs where the forward values that
+it reads are, or the parameter whose gradient it makes; a sum of what several later chunks give runs at the last one
 that it can, so that one value is sent for several. What follows from the batch alone is computed wherever it is read,
-and views are made again there: what is sent is memory of a value's own. A buffer that is changed is of the stage that
+and views are made again there: what is sent is memory of a value's own. A buffer that is changed is of the chunk that
 changes it; where its next value follows from the batch alone (a count, say) each stage changes its own.
+
+A stage has a chunk, or several (``PipeStage``): what these hand to each other is not sent.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -25,23 +27,33 @@ from zerofx.ir.facts import Phase, Role, is_random, origin, placeholder
 from zerofx.ir.graph import StepGraph
 
 EVERYWHERE = -1
-"""In the place of a stage's number: wherever it is read."""
+"""In the place of a chunk's number: wherever it is read."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """A value that stage ``sender`` hands to stage ``receiver``."""
+    """A value that chunk ``sender`` hands to another stage, where its receipt starts in chunk ``receiver``."""
 
     value: fx.Node
     sender: int
     receiver: int
 
+    @property
+    def is_back(self) -> bool:
+        """True for what is handed to an earlier chunk."""
+        return self.receiver < self.sender
+
+    @property
+    def run(self) -> tuple[int, bool]:
+        """The chunk in which its receipt starts, and whether that is in backward."""
+        return self.receiver, self.is_back
+
 
 @dataclass(frozen=True)
 class StageMap:
-    """The stage that has each value of its own, and the messages between stages, in the order of their values.
+    """The chunk that has each value of its own, and the messages between stages, in the order of their values.
 
-    Views are in no stage. ``backward`` is the position where backward begins, ``changed`` has by name the stages of
+    Views are in no chunk. ``backward`` is the position where backward begins, ``changed`` has by name the chunks of
     the buffers that one of them changes, ``results`` are the values that all stages have in the end.
     """
 
@@ -51,16 +63,17 @@ class StageMap:
     changed: Mapping[str, int]
     results: frozenset[fx.Node]
 
-    def messages_to(self, stage: int) -> list[Message]:
-        """The messages that a stage receives, in order."""
-        return [message for message in self.messages if message.receiver == stage]
+    def messages_to(self, chunks: Collection[int]) -> list[Message]:
+        """The messages that the stage of some chunks receives, in order."""
+        return [message for message in self.messages if message.receiver in chunks]
 
 
-def stages_of_nodes(step: StepGraph, cuts: Sequence[str]) -> StageMap:
-    """Give each node of the whole graph of a micro-batch its stage; ``cuts`` as ``PipeStage`` has them.
+def stages_of_nodes(step: StepGraph, cuts: Sequence[str], num_stages: int | None = None) -> StageMap:
+    """Give each node of the whole graph of a micro-batch its chunk; ``cuts`` and ``num_stages`` as ``PipeStage`` has
+    them, None for a stage for each chunk.
 
     Raises:
-        UsageError: values would have to be sent against the order of stages.
+        UsageError: values would have to be sent against the order of chunks.
     """
     order = step.positions()
     backward = min((order[node] for node in step.calls() if origin(node).phase is Phase.BACKWARD), default=len(order))
@@ -79,16 +92,23 @@ def stages_of_nodes(step: StepGraph, cuts: Sequence[str]) -> StageMap:
     last = len(cuts)
     if step.gradients and homes[own_source(step.loss)] != last:
         _refuse(f"the loss in stage {homes[own_source(step.loss)]} of {last + 1}")
-    messages = [
-        Message(value, homes[value], stage)
-        for stage in range(last + 1)
-        for value in _read_elsewhere(step, homes, stage)
-    ]
-    results = frozenset(_results(step))
-    for message in messages:
-        is_late = order[message.value] >= backward
-        if message.value not in results and is_late == (message.receiver > message.sender):
-            _refuse(f"{message.value.name} of stage {message.sender} read in stage {message.receiver}")
+    results, num_stages = frozenset(_results(step)), num_stages or last + 1
+    receivers: dict[tuple[fx.Node, int], list[int]] = {}
+    for chunk in range(last + 1):
+        for value in _read_elsewhere(step, homes, chunk):
+            is_late = order[value] >= backward
+            if value not in results and is_late == (chunk > homes[value]):
+                _refuse(f"{value.name} of stage {homes[value]} read in stage {chunk}")
+            receivers.setdefault((value, chunk % num_stages), []).append(chunk)
+    messages = list[Message]()
+    for (value, stage), chunks in receivers.items():
+        sender, of_stage = homes[value], range(stage, last + 1, num_stages)
+        if stage == sender % num_stages:
+            continue
+        # The next to run after the sender, whichever of them reads it: so stages receive in the order of what is sent.
+        is_back = max(chunks) < sender
+        after = [chunk for chunk in of_stage if (chunk < sender) == is_back]
+        messages.append(Message(value, sender, max(after) if is_back else min(after)))
     messages.sort(key=lambda message: (order[message.value], message.receiver))
     return StageMap(homes, tuple(messages), backward, changed, results)
 

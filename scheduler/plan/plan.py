@@ -51,10 +51,10 @@ class Plan:
     ``ranks_per_node`` where it takes nodes to end; both say nothing of an exact plan. ``saved`` is the encoding of the
     values that ``compresses`` names, ``""`` where none may be in 8 bits. ``replicate``, ``model`` and
     ``pipe`` are the ranks on those axes of the mesh; ``num_ranks`` are all there are. On ``pipe`` the plan is that of
-    stage number ``pipe_stage``, and ``stage_cuts`` are the nodes of the captured graph's forward that later stages
-    begin with; ``draws_together``: whether any of them draws random numbers, which all do then. ``weights_lag``: how
-    many turns after the rest of backward it computes weight gradients, None for with it. ``states_reason``: why
-    replicas update parts of slices each, or all of them the whole.
+    stage number ``pipe_stage``, and ``stage_cuts`` are the nodes of the captured graph's forward that later chunks
+    begin with, of which each stage has as many; ``draws_together``: whether any of them draws random numbers, which all
+    do then. ``weights_lag``: how many turns after the rest of backward it computes weight gradients, None for with it.
+    ``states_reason``: why replicas update parts of slices each, or all of them the whole.
     """
 
     stage: int
@@ -167,6 +167,11 @@ class Plan:
     def num_stage_ranks(self) -> int:
         """The ranks of one stage: all of them without the axis ``pipe``."""
         return self.num_ranks // self.pipe
+
+    @property
+    def num_chunks(self) -> int:
+        """The chunks of each stage."""
+        return (len(self.stage_cuts) + 1) // self.pipe
 
     @property
     def has_casts(self) -> bool:

@@ -86,19 +86,27 @@ def find_cuts(step: StepGraph, machine: Machine, names: Sequence[str]) -> tuple[
 
 
 def decide_stages(
-    step: StepGraph, mesh: Mesh, machine: Machine, balance: Balance, num_micro_batches: int, copies: float
+    step: StepGraph,
+    mesh: Mesh,
+    machine: Machine,
+    balance: Balance,
+    num_micro_batches: int,
+    copies: float,
+    num_chunks: int = 1,
 ) -> tuple[int, ...]:
-    """The parts of a captured micro-batch's forward, by their numbers, that later stages begin with.
+    """The parts of a captured micro-batch's forward, by their numbers, that later chunks begin with, of which each
+    stage has ``num_chunks``.
 
     ``copies``: how often a rank has each parameter of its stage, with gradients and states.
 
     Raises:
         UsageError: there are fewer places to cut at than that takes; says how many there are.
     """
-    runs = _runs(step, machine)
-    if len(runs) < mesh.pipe:
+    runs, num_parts = _runs(step, machine), num_chunks * mesh.pipe
+    if len(runs) < num_parts:
+        what = "stages" if num_chunks == 1 else f"chunks, {num_chunks} a stage,"
         raise UsageError(
-            f"expected at least {mesh.pipe} parts of a step that are not cut, a layer at the least, for as many stages "
+            f"expected at least {num_parts} parts of a step that are not cut, a layer at the least, for as many {what} "
             f"on the axis 'pipe', found {len(runs)} ({first_few([run.first for run in runs])}): give fewer ranks there"
         )
 
@@ -114,11 +122,11 @@ def decide_stages(
         if balance == "seconds":
             return seconds[end] - seconds[begin] + (send_seconds(runs[begin].crossing_bytes) if stage else 0.0)
         of_each = saved[end] - saved[begin] if balance == "bytes" else runs[begin].crossing_bytes
-        return copies * (parameters[end] - parameters[begin]) + min(num_micro_batches, mesh.pipe - stage) * of_each
+        return copies * (parameters[end] - parameters[begin]) + min(num_micro_batches, num_parts - stage) * of_each
 
     # best[k][i]: of k stages over the first i runs, the most that one costs, all bytes sent, and the cuts.
     best: list[tuple[float, int, tuple[int, ...]]] = [(cost(0, 0, i), 0, ()) for i in range(len(runs) + 1)]
-    for stage in range(1, mesh.pipe):
+    for stage in range(1, num_parts):
         coming = [(math.inf, 0, tuple[int, ...]())] * (len(runs) + 1)
         for end in range(stage + 1, len(runs) + 1):
             coming[end] = min(

@@ -66,7 +66,7 @@ from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.comm.stages import agree_in_stages, share_in_stages
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.pipeline import predict_stage, simulate_stages, stage_seconds
+from zerofx.scheduler.cost.pipeline import chunks_in_order, predict_stage, simulate_stages, stage_seconds
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
@@ -145,7 +145,9 @@ def _build(request: Request, earlier: Earlier | None, control: Control) -> Built
     placements = prepared.layout.placements
     if request.mesh.pipe > 1 and request.mesh.model > 1:
         placements = dict(ChainMap(*control.gather(placements, "share how parameters lie")))
-    shared = replace(record_shardings(request, captures, compiled.plan, placements), cuts=own.cuts)
+    buckets = own.captures.pipe.buckets if own.captures.pipe is not None else ()
+    shared = record_shardings(request, captures, compiled.plan, placements)
+    shared = replace(shared, cuts=own.cuts, buckets=buckets)
     return Built(compiled, layout, prepared.binding, programs, shared)
 
 
@@ -159,14 +161,18 @@ def _take_stage(
     """
     if request.mesh.pipe == 1:
         return OwnStage(request, one_rank)
-    cut, given = _cut(request, one_rank, earlier, control, balance), request.options.plan
+    given, place = request.options.plan, request.mesh.place(control.rank, "pipe")
     if isinstance(given, Plan):
         hint = "Give all ranks of a stage the plan of that."
         agree_in_stages(control, request.mesh, "compare plans", given.decisions_hash(), "plan", hint)
-    own = cut.stages[request.mesh.place(control.rank, "pipe")]
+    _check_model(request)
     with wrap_defects("plan a step"):
-        order = choose_order(request, cut, lambda order: _plan_in(request, order, own, earlier, control))
-    return OwnStage(order.request(request), order.captures(own), cut.cuts, order.why)
+        order, cut = choose_order(
+            request,
+            lambda num_chunks: _cut(request, one_rank, earlier, control, balance, num_chunks),
+            lambda order, cut: _plan_in(request, order, cut.stages[place], earlier, control),
+        )
+    return OwnStage(order.request(request), order.captures(cut.stages[place]), cut.cuts, order.why)
 
 
 def _plan_in(
@@ -191,8 +197,10 @@ def _ranks_of_stages(mesh: Mesh) -> Sequence[Sequence[int]]:
     return mesh.groups(mesh.stage_axes)[: mesh.pipe]
 
 
-def _cut(request: Request, captures: Captures, earlier: Earlier | None, control: Control, balance: Balance) -> CutStep:
-    """The step in its stages, the same on all ranks, which have captured the same."""
+def _check_model(request: Request) -> None:
+    """Raises:
+    UsageError: the model is one that cannot run in stages.
+    """
     if not is_on_cpu(device_of(request.model)):
         raise UsageError(
             f"expected ranks with CPUs where the mesh has an axis 'pipe', found a model on {device_of(request.model)}: "
@@ -203,11 +211,24 @@ def _cut(request: Request, captures: Captures, earlier: Earlier | None, control:
             "expected a model with values where the mesh has an axis 'pipe', found a deferred one: make it without "
             "zerofx.empty_init(), or leave the axis out"
         )
+
+
+def _cut(
+    request: Request,
+    captures: Captures,
+    earlier: Earlier | None,
+    control: Control,
+    balance: Balance,
+    num_chunks: int,
+) -> CutStep:
+    """The step in its stages, the same on all ranks, which have captured the same. Collective."""
     step = control.attempt("capture a step", lambda: captures.rank_graph(captures.candidates[0]))
     agree_on_graph(step, control, replace(request.mesh, pipe=1))
     strides = str([(info.name, info.stride) for info in step.parameters])  # in which stages send each other some
     control.agree("compare parameters", strides, "strides", "Build the same model on every rank.")
-    cut = control.attempt("cut the step into stages", lambda: cut_into_stages(request, captures, earlier, balance))
+    cut = control.attempt(
+        "cut the step into stages", lambda: cut_into_stages(request, captures, earlier, balance, num_chunks)
+    )
     control.agree("cut the step into stages", str(cut.cuts), "cuts", "Give every rank the same options.")
     return cut
 
@@ -350,7 +371,9 @@ def _predict_among_stages(compiled: CompiledStep, lowered: LoweredStep, control:
     own = stage_seconds(lowered.graph, lowered.simulation), plan.weights_lag
     of_ranks = control.gather(own, "predict a step in stages")
     stages, lags = zip(*(of_ranks[members[0]] for members in _ranks_of_stages(plan.mesh)), strict=True)
-    pipeline = simulate_stages(stages, plan.num_micro_batches, by_turns=not plan.by_layer, lags=lags)
+    pipeline = simulate_stages(
+        chunks_in_order(stages), plan.num_micro_batches, by_turns=not plan.by_layer, lags=lags, num_stages=len(stages)
+    )
     predicted = predict_stage(plan, pipeline, order)
     details = replace(compiled.lowered, plan=predicted)
     return replace(compiled, plan=predicted, details=lambda: details)

@@ -265,8 +265,9 @@ def _micro_batches(options: CompileOptions, plan: Plan) -> str:
 
 
 def _order(plan: Plan) -> str:
-    turns = "micro-batch" if plan.weights_lag is None else "zero-bubble"
-    return "layer" if plan.by_layer else turns
+    if plan.by_layer or plan.num_chunks > 1:
+        return "layer" if plan.by_layer else "interleaved"
+    return "micro-batch" if plan.weights_lag is None else "zero-bubble"
 
 
 def _order_in_options(options: CompileOptions, plan: Plan) -> str:

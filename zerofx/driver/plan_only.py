@@ -26,11 +26,20 @@ from zerofx.driver.meshes.choice import choose_mesh
 from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.driver.shardings import decide_alone, lay_out, layouts
-from zerofx.driver.stages import PlannedStage, StageOrder, choose_order, cut_into_stages, name_stage, plan_all
+from zerofx.driver.stages import (
+    CutStep,
+    PlannedStage,
+    StageOrder,
+    choose_order,
+    cut_into_stages,
+    name_stage,
+    plan_all,
+)
 from zerofx.errors import UsageError, wrap_defects
 from zerofx.garbage import limit_garbage_collection
 from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.micro_batches import times_run
 from zerofx.lowering.lower import LoweredStep
 from zerofx.mesh_option import AUTO, mesh_for
 from zerofx.optimizers import Optimizers
@@ -99,7 +108,8 @@ class PlannedStep:
         counts as full.
         """
         seconds = self.plan.step_seconds
-        busy = sum(matmul_seconds_at_peak(node, self.machine) for node in self.lowered.graph.calls())
+        times = times_run(self.lowered.graph)
+        busy = sum(times[node] * matmul_seconds_at_peak(node, self.machine) for node in self.lowered.graph.calls())
         return busy / seconds if seconds else 0.0
 
     @property
@@ -326,19 +336,21 @@ def _plan_on(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedSte
 
 def _plan_stages(request: Request, one_rank: Captures, balance: Balance) -> PlannedStep:
     """The largest of the stages of the step that one rank of the model axis runs, with all of them."""
-    cut = cut_into_stages(request, one_rank, balance=balance)
     planned: dict[StageOrder, list[PlannedStep]] = {}
     outcomes: dict[StageOrder, list[PlannedStage]] = {}
 
-    def plan_in(order: StageOrder) -> list[PlannedStage]:
+    def cut_in(num_chunks: int) -> CutStep:
+        return cut_into_stages(request, one_rank, balance=balance, num_chunks=num_chunks)
+
+    def plan_in(order: StageOrder, cut: CutStep) -> list[PlannedStage]:
         ordered = order.request(request)
         planned[order] = plan_all(partial(_plan_stage, ordered, order.captures(stage)) for stage in cut.stages)
         outcomes[order] = [PlannedStage.of(stage.lowered) for stage in planned[order]]
         return outcomes[order]
 
-    order = choose_order(request, cut, plan_in)
+    order, cut = choose_order(request, cut_in, plan_in)
     if order not in planned:
-        plan_in(order)
+        plan_in(order, cut)
     stages = planned[order]
     pipeline = order.simulate(outcomes[order], stages[0].plan.num_micro_batches)
     predicted = [

@@ -136,6 +136,9 @@ task_of, set_task = _fact("task", Task)
 begun_stretch, set_begun_stretch = _fact("stretch", int)
 """Where one of a stage's runs of nodes begins, its stretches, the lag of that (``zerofx/ir/micro_batches.py``)."""
 
+chunk_of, set_chunk = _fact("chunk", int)
+"""The part of the model between two cuts that a node of a step in stages is of, by its number."""
+
 message_number, set_message_number = _fact("message", int)
 """The number of a message among all those of a step in stages, at its sender and at its receiver."""
 

@@ -76,17 +76,18 @@ class Unscaling:
 class PipeStage:
     """The part of a captured step that ranks with one place on the axis pipe run.
 
-    ``number`` counts stages from 0. ``cuts`` are the names of the nodes in the whole graph's forward that later stages
-    begin with. ``first_bucket``: how many trained buckets of ``num_buckets`` in all the stages before it have.
-    ``draws``: whether any of them draws random numbers. ``buffers`` are, by name, the stages of the buffers that one of
-    them changes. ``weights_lag``: where a stage by turns computes weight gradients apart from the rest of backward, how
-    many turns after it.
+    ``number`` counts stages from 0. ``cuts`` are the names of the nodes in the whole graph's forward that later chunks
+    begin with: stage i has chunk i, and, where there are more chunks than stages, every ``num_stages``-th after it
+    (interleaved, 2104.04473). ``buckets``: which its trained buckets are of the ``num_buckets`` that all stages have,
+    in order. ``draws``: whether any of them draws random numbers. ``buffers`` are, by name, the stages of the buffers
+    that one of them changes. ``weights_lag``: where a stage by turns computes weight gradients apart from the rest of
+    backward, how many turns after it.
     """
 
     number: int
     num_stages: int
     cuts: tuple[str, ...]
-    first_bucket: int = 0
+    buckets: tuple[int, ...] = ()
     num_buckets: int = 0
     draws: bool = False
     buffers: tuple[tuple[str, int], ...] = ()
@@ -96,6 +97,11 @@ class PipeStage:
     def num_after(self) -> int:
         """Stages after this one."""
         return self.num_stages - 1 - self.number
+
+    @property
+    def chunks(self) -> range:
+        """The numbers of its chunks, in order."""
+        return range(self.number, len(self.cuts) + 1, self.num_stages)
 
 
 @dataclass
@@ -166,7 +172,8 @@ class StepGraph:
     @property
     def is_ahead(self) -> bool:
         """True if forward is some turns ahead of backward, or of weight gradients."""
-        return self.takes_turns and self.pipe is not None and bool(self.pipe.num_after or self.pipe.weights_lag)
+        pipe = self.pipe if self.takes_turns else None
+        return pipe is not None and bool(pipe.num_after or pipe.weights_lag or len(pipe.chunks) > 1)
 
     @property
     def num_backwards(self) -> int:

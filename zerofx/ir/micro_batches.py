@@ -20,7 +20,9 @@ to one with a larger lag, rounds hand on (``passes/lib/turns.py``). Of a stage b
     turn 7: forward(7), backward(6)
     turn 8: backward(7)
 
-Weight gradients may be a stretch of their own, the last, which fills the time until the next message (2401.10241).
+Weight gradients may be a stretch of their own, the last, which fills the time until the next message (2401.10241). A
+stage of several chunks has a stretch of forward and of backward for each: a later chunk's forward lags by as many turns
+as there are stages, since a micro-batch comes back to the first stage then (interleaved, 2104.04473).
 """
 
 from __future__ import annotations
@@ -67,22 +69,47 @@ def micro_batches_of(body: int, num_micro_batches: int, num_before: int = 1) -> 
     return range(first, first + 1 + (more if body == num_before else 0))
 
 
+def forward_lag(chunk: int, num_stages: int) -> int:
+    """The lag of a chunk's forward in its stage: a micro-batch comes to the next chunk once all stages have had it."""
+    return chunk // num_stages * num_stages
+
+
+def backward_lag(chunk: int, num_chunks: int, num_stages: int) -> int:
+    """The lag of a chunk's backward in its stage: a turn for each later stage until the last chunk's forward is done,
+    and for each later chunk of the stage as many as a micro-batch takes through the other stages."""
+    later = (num_chunks - 1 - chunk) // num_stages
+    return forward_lag(num_chunks - 1, num_stages) + num_stages - 1 - chunk % num_stages + later * (num_stages - 1)
+
+
 def stretch_lags(step: StepGraph, num_micro_batches: int) -> tuple[int, ...]:
     """The lags of a stage's stretches where it takes micro-batches by turns; what is longer than there are is less."""
     assert step.pipe is not None, "turns are taken by stages"
-    longer = max(0, step.pipe.num_after - num_micro_batches + 1)
+    longer = max(0, step.pipe.num_after - num_micro_batches + 1) if len(step.pipe.chunks) == 1 else 0
     marks = [mark for node in step.calls() if (mark := begun_stretch(node)) is not None]
     return (0, *(mark - longer for mark in marks))
 
 
 def turns(
-    lags: Sequence[int], num_micro_batches: int, *, weights_apart: bool = False
+    lags: Sequence[int],
+    num_micro_batches: int,
+    *,
+    num_chunks: int = 1,
+    is_last: bool = False,
+    weights_apart: bool = False,
 ) -> Iterator[list[tuple[int, int]]]:
-    """For each turn the stretches that run, in order, each with its micro-batch: forward first, then waits, which free
-    what was sent, backward, and weight gradients, if these are the last stretch."""
-    order = [0, *reversed(range(1, len(lags)))]
-    if weights_apart:
-        order.append(order.pop(1))
+    """For each turn the stretches that run, in order, each with its micro-batch.
+
+    They are forward of each chunk, backward of each, the last chunk first, waits, and weight gradients, if these are
+    ``weights_apart``. Waits, which free what was sent, run before backward; the first of several chunks comes last,
+    so that stages receive in the order in which others send. ``is_last``: a stage that has the last chunk, whose
+    forward and backward are one stretch.
+    """
+    end = len(lags) - weights_apart
+    backward = range(num_chunks, min(2 * num_chunks - is_last, end))
+    forward = [*reversed(range(1, num_chunks))]
+    order = [*forward, *reversed(range(backward.stop, end)), *backward]
+    order = [*order, 0] if forward else [0, *order]
+    order += range(end, len(lags))
     for turn in range(num_micro_batches + max(lags)):
         running = ((number, turn - lags[number]) for number in order)
         yield [(number, batch) for number, batch in running if batch in range(num_micro_batches)]
@@ -90,8 +117,11 @@ def turns(
 
 def stage_turns(step: StepGraph, num_micro_batches: int, num_runs: int) -> Iterator[list[tuple[int, int]]]:
     """The turns of a stage that takes ``num_micro_batches``, of which ``num_runs`` are written out."""
-    apart = step.pipe is not None and step.pipe.weights_lag is not None
-    return turns(stretch_lags(step, num_micro_batches), num_runs, weights_apart=apart)
+    assert step.pipe is not None, "turns are taken by stages"
+    return turns(
+        stretch_lags(step, num_micro_batches), num_runs, num_chunks=len(step.pipe.chunks),
+        is_last=not step.pipe.num_after, weights_apart=step.pipe.weights_lag is not None,
+    )  # fmt: skip
 
 
 def borders(step: StepGraph) -> list[fx.Node]:

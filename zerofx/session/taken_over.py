@@ -118,10 +118,11 @@ class TakenOver:
         """Have all stages know which of them has each parameter, and the layers of all, in order. Collective."""
         mesh, sources = self.layout.mesh, [slot.source for bucket in self.layout.buckets for slot in bucket.slots]
         own = list(reversed(dict.fromkeys(reversed(sources))))  # of one in slices the last one completes it
-        of_ranks = control.gather((own, self.layers), "find the parameters of stages")
+        layers = [*zip(self._shared.buckets, self.layers, strict=True)]
+        of_ranks = control.gather((own, layers), "find the parameters of stages")
         stages = [of_ranks[members[0]] for members in mesh.groups(mesh.stage_axes)[: mesh.pipe]]
         self.state.homes = {name: stage for stage, (names, _) in enumerate(stages) for name in names}
-        self.layers = tuple(itertools.chain.from_iterable(layers for _, layers in stages))
+        self.layers = tuple(layer for _, layer in sorted(itertools.chain.from_iterable(each for _, each in stages)))
 
     def watch_parameters(self) -> None:
         """Watch the parameters that the model has now, and guard it where they have no values."""

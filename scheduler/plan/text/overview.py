@@ -34,8 +34,13 @@ def order_words(plan: Plan) -> str:
     """The order of a plan's micro-batches."""
     if plan.pipe > 1:
         later = "" if plan.weights_lag is None else f", weight gradients {turns_later(plan.weights_lag)}"
-        return f"{ORDERS_IN_STAGES[not plan.by_layer]}{later}"
+        return f"{ORDERS_IN_STAGES[not plan.by_layer]}{chunks_a_stage(plan.num_chunks)}{later}"
     return "layer by layer" if plan.by_layer else "one micro-batch after the other"
+
+
+def chunks_a_stage(num_chunks: int) -> str:
+    """The chunks of each stage, where it has several."""
+    return f", {num_chunks} chunks a stage" if num_chunks > 1 else ""
 
 
 def turns_later(lag: int) -> str:

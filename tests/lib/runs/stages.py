@@ -146,8 +146,8 @@ def _convolution(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(2, outputs), nn.SiLU())
 
 
-def _gpt() -> nn.Module:
-    return GPT(vocab=19, dim=16, depth=4, heads=2, block=16)
+def _gpt(depth: int = 4) -> nn.Module:
+    return GPT(vocab=19, dim=16, depth=depth, heads=2, block=16)
 
 
 def _llama() -> nn.Module:
@@ -170,8 +170,8 @@ def _gpt2() -> nn.Module:
 
 
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
-    "gpt": _gpt, "dropout": Dropping, "u-net": UNet, "llama": _llama, "gpt2": _gpt2, "norms": Norms,
-    "telling": Telling, "tagger": Tagger, "matrices": Matrices,
+    "gpt": _gpt, "deep": partial(_gpt, 8), "dropout": Dropping, "u-net": UNet, "llama": _llama, "gpt2": _gpt2,
+    "norms": Norms, "telling": Telling, "tagger": Tagger, "matrices": Matrices,
     "bert": partial(bert, 0.1), "t5": partial(t5, 0.1), "vit": partial(vit, 0.1), "mixtral": mixtral,
 }  # fmt: skip
 OPTIMIZERS: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -224,7 +224,7 @@ def stage_batch(model: str, rows: int, generator: torch.Generator) -> Given:
         length = 4 * int(torch.randint(1, 5, (), generator=generator))
         labels = torch.where(torch.rand(rows, 16, generator=generator) < 0.6, labels, -100)
         return (ids[:, :length], labels[:, :length]), {}
-    return ((ids, labels), {}) if model in ("gpt", "dropout") else ((), {"input_ids": ids, "labels": labels})
+    return ((ids, labels), {}) if model in ("gpt", "deep", "dropout") else ((), {"input_ids": ids, "labels": labels})
 
 
 def begin_run(run: Run) -> tuple[zerofx.Step, torch.optim.Optimizer, list[Given]]:

@@ -54,7 +54,7 @@ def test_equal_stages_idle_as_the_paper_says(num_stages: int, num: int, at_once:
     assert choose_lags(equal, num, num_stages - 1, [True] * num_stages) == _apart(num_stages, num)
 
 
-def _actions(name: str, num_stages: int, num: int, chunks: int = 1) -> list[list[tuple[int, int, str]]]:
+def torch_actions(name: str, num_stages: int, num: int, chunks: int = 1) -> list[list[tuple[int, int, str]]]:
     """What each rank of a schedule of torch's runs: stage, micro-batch, and F, I, W or B."""
     ranks = get_schedule_ops(name, num_stages, num, num_stages_per_rank=chunks)
     return [
@@ -67,7 +67,7 @@ def _actions(name: str, num_stages: int, num: int, chunks: int = 1) -> list[list
     ]
 
 
-def _replay(ranks: Sequence[Sequence[tuple[int, int, str]]], seconds: dict[str, float], num_stages: int) -> list[float]:
+def replay(ranks: Sequence[Sequence[tuple[int, int, str]]], seconds: dict[str, float], num_stages: int) -> list[float]:
     """Seconds in which each rank idles: F, I and B wait for their neighbour, W for I."""
     done: dict[tuple[int, int, str], float] = {}
     free, places = [0.0] * len(ranks), [0] * len(ranks)
@@ -93,19 +93,19 @@ def _replay(ranks: Sequence[Sequence[tuple[int, int, str]]], seconds: dict[str, 
 def test_torch_s_schedules_idle_as_long(num_stages: int, num: int) -> None:
     equal = [StageSeconds(1.0, 2.0, weights=1.0)] * num_stages
     seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-    gpipe = _replay(_actions("GPipe", num_stages, num), seconds, num_stages)
+    gpipe = replay(torch_actions("GPipe", num_stages, num), seconds, num_stages)
     assert gpipe == list(simulate_stages(equal, num).idle)
-    theirs = _actions("1F1B", num_stages, num)
+    theirs = torch_actions("1F1B", num_stages, num)
     # The last rank's list counts forwards from 1 in torch 2.13.
     off = theirs[-1][0][1]
     theirs[-1] = [(stage, batch - off * (kind == "F"), kind) for stage, batch, kind in theirs[-1]]
-    assert _replay(theirs, seconds, num_stages) == list(simulate_stages(equal, num, by_turns=True).idle)
+    assert replay(theirs, seconds, num_stages) == list(simulate_stages(equal, num, by_turns=True).idle)
 
 
 def test_torch_s_schedules_with_two_parts_a_rank_idle_half_as_long() -> None:
     for num_stages, num in ((4, 8), (8, 16)):
         halves = {"F": 0.5, "B": 1.0, "I": 0.5, "W": 0.5}
-        zbv = _replay(_actions("ZBVZeroBubble", num_stages, num, 2), halves, 2 * num_stages)
+        zbv = replay(torch_actions("ZBVZeroBubble", num_stages, num, 2), halves, 2 * num_stages)
         equal = [StageSeconds(1.0, 2.0, weights=1.0)] * num_stages
         own = simulate_stages(equal, num, by_turns=True, lags=_apart(num_stages, num)).idle
         assert [2 * idle for idle in zbv] == list(own)
@@ -126,7 +126,7 @@ def test_the_order_is_that_of_torch_with_one_stage_a_rank(num_stages: int, num: 
         assert pieces == [(str(action)[1], action.microbatch_index) for action in theirs if action]
 
 
-def _next_states(state: tuple[Counts, ...], limits: Sequence[int], num: int) -> Iterator[tuple[Counts, ...]]:
+def _next_states(state: tuple[Counts, ...], limits: Sequence[float], num: int) -> Iterator[tuple[Counts, ...]]:
     """States after each stage has run one piece of a second, or has waited."""
     choices: list[list[Counts]] = []
     for stage, (f, i, w) in enumerate(state):
@@ -147,7 +147,7 @@ def _is_behind(state: tuple[Counts, ...], other: tuple[Counts, ...]) -> bool:
     )
 
 
-def _least_seconds(num_stages: int, num: int, limits: Sequence[int]) -> int:
+def _least_seconds(num_stages: int, num: int, limits: Sequence[float]) -> int:
     """The fewest seconds of all orders of pieces of a second that hold no more micro-batches in a stage than its limit.
 
     What is behind another state in nothing but what it waited for cannot end before it, and is left out.

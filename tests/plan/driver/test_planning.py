@@ -74,6 +74,14 @@ def test_each_product_is_measured_against_the_peak_of_its_own_dtype(num_float32:
     assert f"{100 * planned.flops_utilisation:.1f} % of peak FLOP/s" in str(planned)
 
 
+def test_all_micro_batches_count_for_the_part_of_the_peak() -> None:
+    model = torch.nn.Linear(SIZE, SIZE, bias=False)
+    optimizer, batch = torch.optim.SGD(model.parameters()), (torch.ones(8 * TOKENS, SIZE), torch.ones(8 * TOKENS, SIZE))
+    planned = zerofx.plan(model, optimizer, batch, loss_fn=torch.nn.MSELoss(), accumulate=8)
+    seconds = 2 * 8 * 2 * TOKENS * SIZE**2 / H100.device.peak.float32  # forward, and the weight's gradient
+    assert planned.flops_utilisation == pytest.approx(seconds / planned.plan.step_seconds)
+
+
 def test_products_in_float32_run_on_tf32_where_the_program_allows_it() -> None:
     exact = _planned(torch.float32, torch.bfloat16)
     with products_in_tf32():

@@ -22,6 +22,7 @@ from zerofx.scheduler.cost.machine import Link
 
 CLIPPED = (("max_grad_norm", 0.1),)
 TURNS, FIRST, APART = ("order", "micro-batch"), ("order", "layer"), ("order", "zero-bubble")
+CHUNKS = ("order", "interleaved")
 # On which a byte takes longer than all that a step computes.
 SLOW = replace(Machine.named("cpu"), intra_node=Link(bandwidth=1.0, latency=1e-6))
 ON_TWO = [
@@ -61,6 +62,22 @@ MORE_APART = [
     ],
     [Run("norms", {"pipe": 4}, 9, (APART,), steps=2), Run("llama", {"pipe": 4}, 3, (APART,), steps=2)],
 ]
+IN_CHUNKS = [
+    [
+        Run("gpt", {"pipe": 2}, 2, (*CLIPPED, ("grad_norms", True), CHUNKS), steps=3),
+        Run("llama", {"pipe": 2}, 8, (*CLIPPED, ("stage", 0), CHUNKS), steps=3),
+        Run("norms", {"pipe": 2}, 7, (CHUNKS,), steps=3),
+    ],
+    [Run("deep", {"pipe": 4}, 16, (*CLIPPED, CHUNKS), steps=3)],
+]
+MORE_IN_CHUNKS = [
+    [
+        Run("gpt", {"pipe": 2}, 9, (*CLIPPED, ("recompute", "full"), CHUNKS), steps=2),
+        Run("u-net", {"pipe": 2}, 7, (CHUNKS,), steps=3),
+        Run("telling", {"pipe": 2}, 6, (CHUNKS,), steps=3),
+    ],
+    [Run("deep", {"pipe": 4}, 4, (("stage", 0), CHUNKS), steps=3)],
+]
 
 
 def _nightly(runs: list[Run]) -> list[Any]:
@@ -86,11 +103,17 @@ def test_weight_gradients_some_turns_later_have_the_bits_of_one_process(runs: li
     check_runs(runs, dict(runs[0].mesh or {})["pipe"], [train_runs([run.on(None) for run in runs])])
 
 
+@pytest.mark.parametrize("runs", [*IN_CHUNKS, *(pytest.param(runs, marks=pytest.mark.slow) for runs in MORE_IN_CHUNKS)])
+def test_stages_of_two_chunks_have_the_bits_of_one_process(runs: list[Run]) -> None:
+    check_runs(runs, dict(runs[0].mesh or {})["pipe"], [train_runs([run.on(None) for run in runs])])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", ["shard", "model"])
-def test_weight_gradients_come_later_in_stages_of_several_ranks(shared: str) -> None:
+def test_weight_gradients_and_chunks_in_stages_of_several_ranks(shared: str) -> None:
     options = (*CLIPPED, ("stage", 0 if shared == "model" else 3), APART)
     runs = [Run(model, {"pipe": 2, shared: 2}, 6, options, 3) for model in ("dropout", "llama")]
+    runs.append(Run("gpt", {"pipe": 2, shared: 2}, 7, (*options[:-1], CHUNKS), 3))
     once = [replace(run.on({shared: 2}), options=(*options[:-1], ("reduce", "once"))) for run in runs]
     check_runs(runs, 4, run_ranks(train_runs, 2, once))
 
