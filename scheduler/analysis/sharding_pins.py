@@ -180,7 +180,7 @@ def _refusal_to_send(ways: ShardingWays, pin: Pin) -> str:
     return (
         f"expected rows of {pin.module} that {ways.num_ranks} ranks of the model axis can send each other, as "
         f"{pin} asks: tokens that the ranks divide, taken by one index of rows, grouped products of them by "
-        f"experts that the ranks divide, and no buffer that the forward changes; found none, of a batch of {tokens}"
+        f"experts that the ranks divide, and no buffer that backward changes; found none, of a batch of {tokens}"
     )
 
 

@@ -29,6 +29,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.json_format import parse_value, to_data
 from zerofx.option_table import defaults_for
 from zerofx.options import CompileOptions
+from zerofx.passes.prepare.stages import buffers_of_backward
 from zerofx.progress import watch_progress
 from zerofx.runtime.state.optimizer import hyperparameter_texts
 from zerofx.scheduler.analysis.sharding_pins import EXCHANGE, apply_pins, pins_of
@@ -287,7 +288,8 @@ def _decide(
     if earlier is not None and earlier.shared.given == _step_key(request, captures):
         return _with_capacity(earlier.shared.shardings, request.capacity)  # another update of the same step
     # A step that is run again begins with what it began with, and none of its updates are under way.
-    may_send = request.locations is None and request.options.delayed_update is None and not step.mutations
+    delayed = request.options.delayed_update is not None
+    may_send = request.locations is None and not delayed and not buffers_of_backward(step)
     asked = dict(request.options.shardings or {})
     sends = may_send and EXCHANGE in asked.values()
     if request.locations is not None:  # an evaluation, which gathers
