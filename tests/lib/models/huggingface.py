@@ -45,10 +45,12 @@ def mixtral(**options: Any) -> nn.Module:
     """Four experts a layer, of which two work for each token."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, **options}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, **options,
+    }  # fmt: skip
     config = MixtralConfig(
-        vocab_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
-        num_experts_per_tok=2, max_position_embeddings=16, **sizes,
+        vocab_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
+        **sizes,
     )  # fmt: skip
     return MixtralForCausalLM(config)
 

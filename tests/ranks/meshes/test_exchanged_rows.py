@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,9 +89,9 @@ MODELS = {
 }
 
 
-def _whole_elsewhere(ways: ShardingWays, pins: Pins) -> ShardingWays:
+def _whole_elsewhere(ways: ShardingWays, pins: Pins, unasked: Collection[str] = ()) -> ShardingWays:
     """The ways that do as the pins say, with all else done whole by each rank, in one process's order."""
-    pinned = apply_pins(ways, pins)
+    pinned = apply_pins(ways, pins, unasked)
     for node, rules in pinned.rules.items():
         is_within = "experts" in origin(node).layer
         pinned.rules[node] = [
