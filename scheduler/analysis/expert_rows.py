@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from zerofx.ir.facts import Phase, Role, origin, placeholder
+from zerofx.ir.facts import Phase, Role, origin, placeholder, tensor
 from zerofx.ir.sharding.grouped import ends_of
 from zerofx.ir.sharding.rule import Rule, read_tensors, results_of
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays
@@ -34,7 +34,7 @@ def experts_of(ways: ShardingWays) -> list[Experts]:
         if ends is None or origin(first).phase is not Phase.FORWARD:
             continue
         of_kind = weights.setdefault(ways.slot(ends)[0].name, {})
-        of_kind.update(dict.fromkeys(filter(None, (_weight(read_tensors(member)[1]) for member in members))))
+        of_kind.update((weight, None) for member in members for weight in _weights(read_tensors(member)[1]))
     return [Experts(kind, tuple(nodes)) for kind, nodes in weights.items() if nodes]
 
 
@@ -65,8 +65,12 @@ def _bounded(ways: ShardingWays, rule: Rule) -> Iterator[str]:
             yield ways.classes.first[ways.nodes_by_name[lies.ends]].name
 
 
-def _weight(node: fx.Node) -> fx.Node | None:
-    """The parameter that a product reads, itself or as views and casts of it."""
-    while node.op == "call_function" and len(read_tensors(node)) == 1:
-        (node,) = read_tensors(node)
-    return node if node.op == "placeholder" and placeholder(node).role is Role.PARAMETER else None
+def _weights(node: fx.Node) -> Iterator[fx.Node]:
+    """The parameters, a matrix for each expert, that a product's operand is made of: one, with what adapters add."""
+    pending, seen = [node], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node.op == "placeholder" and placeholder(node).role is Role.PARAMETER and tensor(node).ndim > 2:
+            yield node
+        seen.add(node)
+        pending += [source for source in node.all_input_nodes if source not in seen]

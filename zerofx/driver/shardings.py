@@ -343,7 +343,8 @@ def _decide(
 
         return tuple(replace(decision, reason=reason(decision)) for decision in decided)
 
-    said = [repr(sorted(request.options.shardings.items())), repr(sorted(given.items())), str(explained), str(obstacle)]
+    said = [repr(sorted(request.options.shardings.items())), repr(sorted(given.items())), str(explained)]
+    said += [str(obstacle), str(FIRST_CAPACITY)]
     if request.locations is None:  # layouts are simulated, which follows from all that a plan does
         said += [*request.options.texts("plan"), str(hyperparameter_texts(request.optimizers)), str(simulated)]
     with watch_progress("sharing the computation", show=request.verbose):

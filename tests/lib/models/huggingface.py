@@ -79,6 +79,23 @@ def olmoe() -> nn.Module:
     return OlmoeForCausalLM(config)
 
 
+def gpt_oss() -> nn.Module:
+    """Four experts a layer with biases, of which two work for each token; every second layer's attention is local."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=16, num_local_experts=4, num_experts_per_tok=2,
+        attention_bias=False, sliding_window=4, pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    model = GptOssForCausalLM._from_config(config, attn_implementation="eager")
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "sinks")):  # zeros, unless told otherwise
+            nn.init.normal_(parameter, std=0.02)
+    return model
+
+
 def deepseek_v3() -> nn.Module:
     """A dense layer, and one of four experts and a shared one; two, of one group, work for each token."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
