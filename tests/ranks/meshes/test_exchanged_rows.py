@@ -181,7 +181,7 @@ def test_rows_of_experts_are_exchanged_to_the_bit(mesh: dict[str, int], name: st
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"stage": 3}, {"stage": 3, "recompute": "full"}, {"stage": 3, "offload": {"parameters": "host"}}],
+    [{"stage": 3}, {"stage": 3, "recompute": "full"}, {"stage": 3, "offload": "host", "memory_budget": "76KiB"}],
     ids=str,
 )
 def test_rows_are_exchanged_next_to_what_else_a_step_does(options: dict[str, Any]) -> None:
