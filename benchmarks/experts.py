@@ -1,11 +1,13 @@
 """Experts on four gloo ranks that share one computation: rows sent to their experts next to gathered tokens.
 
     torchrun --nproc-per-node 4 -m benchmarks.experts    # some minutes on two cores
+    python -m benchmarks.experts --rate 200mbit          # each rank on a node of its own, as benchmarks.nodes has them
     python -m benchmarks.experts --plan                  # Qwen3-30B-A3B on 8 H100s, as simulated; some minutes as well
 
 A Mixtral of 28 million parameters, 16 experts a layer, of which 2 or 8 work for each token, on ``mesh={"model": 4}``:
-as a plan has it by default, and with ``shardings={"*experts*": "exchange"}``. The two take turns step by step; ratios
-are of medians, of minima, and of processor seconds of all ranks, which hold on a busy machine too.
+with tokens gathered and each rank with columns of all experts, with ``shardings={"*experts*": "exchange"}``, and as a
+plan has it unasked. They take turns step by step; ratios are of medians, of minima, and of processor seconds of all
+ranks, which hold on a busy machine too.
 
 ``--plan``: both, and FSDP, in bfloat16 with masters in float32, 4,096 tokens a GPU and step, within 72 GiB.
 """
@@ -13,8 +15,13 @@ are of medians, of minima, and of processor seconds of all ranks, which hold on 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,13 +29,19 @@ from tabulate import tabulate
 from torch import nn
 
 import zerofx
+from benchmarks.nodes import network, start
 
-VOCAB, DIM, DEPTH, HEADS, EXPERTS, SEQUENCES, LENGTH = 4096, 256, 4, 4, 16, 4, 256
-WAYS: dict[str, dict[str, str]] = {"gathered": {}, "exchanged": {"*experts*": "exchange"}}
+VOCAB, DIM, DEPTH, HEADS, EXPERTS, LENGTH = 4096, 256, 4, 4, 16, 256
+WAYS: dict[str, dict[str, str]] = {
+    "gathered": {"*.experts.gate_up_proj": "column", "*.experts.down_proj": "row"},
+    "exchanged": {"*experts*": "exchange"},
+    "unasked": {},
+}
 TOKENS, GPUS = 4096, 8
+RANKS = 4  # on nodes of their own
 
 
-def _step(top: int, dtype: torch.dtype, shardings: dict[str, str]) -> zerofx.Step:
+def _step(top: int, dtype: torch.dtype, shardings: dict[str, str], options: dict[str, Any]) -> zerofx.Step:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -42,16 +55,17 @@ def _step(top: int, dtype: torch.dtype, shardings: dict[str, str]) -> zerofx.Ste
     nn.init.normal_(model.get_parameter("model.embed_tokens.weight"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     mesh = {"model": dist.get_world_size()}
-    return zerofx.compile(model, optimizer, 0, mesh=mesh, shardings=shardings, backend="eager")
+    return zerofx.compile(model, optimizer, 0, mesh=mesh, shardings=shardings, **options)
 
 
-def measure(top: int, dtype: torch.dtype, num_steps: int) -> dict[str, list[tuple[float, float]]]:
+def measure(top: int, parsed: argparse.Namespace, options: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
     """Seconds of each step, and of the processors of all ranks, by way, after four to warm up."""
-    steps = {name: _step(top, dtype, shardings) for name, shardings in WAYS.items()}
+    dtype, num_steps = getattr(torch, parsed.dtype), parsed.steps
+    steps = {name: _step(top, dtype, WAYS[name], options) for name in parsed.ways}
     generator = torch.Generator().manual_seed(0)
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for number in range(num_steps + 4):
-        ids = torch.randint(0, VOCAB, (SEQUENCES, LENGTH), generator=generator)
+        ids = torch.randint(0, VOCAB, (parsed.sequences, LENGTH), generator=generator)
         for name, step in steps.items():
             dist.barrier()
             begin, worked = time.perf_counter(), time.process_time()
@@ -62,8 +76,9 @@ def measure(top: int, dtype: torch.dtype, num_steps: int) -> dict[str, list[tupl
                 seconds[name].append((time.perf_counter() - begin, spent.item()))
     for name, step in steps.items():
         if not dist.get_rank():
-            print(f"{top} experts a token, {name}: {step.plan.wire_bytes / 2**20:.1f} MiB sent, as planned, "
-                  f"{step.num_repeated} steps run again", flush=True)  # fmt: skip
+            print(f"{top} experts a token, {name}: {step.plan.wire_bytes / 2**20:.1f} MiB sent and "
+                  f"{step.plan.step_seconds:.3f} s, as planned, {step.num_repeated} steps run again; rows are "
+                  f"{'sent' if step.plan.sends_rows else 'not sent'} to their experts", flush=True)  # fmt: skip
         step.close()
     return seconds
 
@@ -90,12 +105,42 @@ def plan(name: str) -> tuple[object, ...]:
     return name, step, exposed, f"{TOKENS / step:,.0f}", *(size / 2**30 for size in sizes)
 
 
+def run_on_nodes(rate: str, arguments: Sequence[str]) -> None:
+    """Run this benchmark's ranks on nodes of one rank each, which send at ``rate``.
+
+    Raises:
+        CalledProcessError: a rank has failed.
+    """
+    addresses = {"MASTER_ADDR": "10.231.0.1", "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": "net0"}
+    places = {"WORLD_SIZE": str(RANKS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with network(RANKS, rate) as nodes:
+        ranks = [
+            subprocess.Popen(
+                [*start(node), sys.executable, "-m", "benchmarks.experts", "--measure-machine", *arguments],
+                env={**os.environ, **addresses, **places, "RANK": str(rank)},
+            )
+            for rank, node in enumerate(nodes)
+        ]
+        try:
+            for rank in ranks:
+                if rank.wait():
+                    raise subprocess.CalledProcessError(rank.returncode, rank.args)
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+
 def main() -> None:
     """Measure, or plan, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--top", type=int, nargs="+", default=[2, 8], help="experts a token")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--sequences", type=int, default=4, help="of 256 tokens, in a step of all ranks")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--backend", choices=["eager", "inductor"], default="eager")
+    parser.add_argument("--measure-machine", action="store_true", help="plan for the machine as it is measured first")
+    parser.add_argument("--rate", help="of what leaves a node, as tc has it: start four ranks, each on one; needs root")
     parser.add_argument("--plan", choices=["FSDP", *WAYS], nargs="*", help="plan all, or some, in place of measuring")
     parsed = parser.parse_args()
     torch.set_num_threads(1)
@@ -104,10 +149,14 @@ def main() -> None:
         rows = [plan(name) for name in parsed.plan or ("FSDP", *WAYS)]
         print(tabulate(rows, headers=headers, floatfmt=".3f", colalign=("left", *["right"] * 6)))
         return
+    if parsed.rate is not None:
+        run_on_nodes(parsed.rate, [a for a in sys.argv[1:] if a not in ("--rate", parsed.rate)])
+        return
     dist.init_process_group("gloo")
+    options = {"backend": parsed.backend, "machine": zerofx.Machine.measure() if parsed.measure_machine else None}
     rows = []
     for top in parsed.top:
-        seconds = measure(top, getattr(torch, parsed.dtype), parsed.steps)
+        seconds = measure(top, parsed, options)
         of_each = {
             name: (statistics.median(wall for wall, _ in each), min(each)[0], statistics.median(cpu for _, cpu in each))
             for name, each in seconds.items()
@@ -120,6 +169,7 @@ def main() -> None:
     if not dist.get_rank():
         headers = ["experts a token", "", "seconds a step", "of gathered", "minima", "of processors"]
         print(tabulate(rows, headers=headers, floatfmt=".3f"))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

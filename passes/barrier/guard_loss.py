@@ -14,7 +14,11 @@ of the loss, and add these up where the step ends.
                                                  check_overflow(loss)
 
 Where ranks send each other the rows of experts, the loss says whether all have found room; the step is run again with
-more of it if some have not.
+more of it if some have not. Buffers that forward changes are then written after that, as such a step begins with what
+they have been:
+
+    copy_(running_mean, mean_next)               check_overflow(loss)
+    ...                                          copy_(running_mean, mean_next)
 
     largest_gradient = amax(parts)               largest_gradient = amax(parts)
                                                  check_gradients(largest_gradient, [loss])
@@ -32,16 +36,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from zerofx.ir import ops
-from zerofx.ir.aliasing import mutated_inputs
+from zerofx.ir.aliasing import aliased_input, mutated_inputs
 from zerofx.ir.edit import insert_call
-from zerofx.ir.facts import Origin, Phase, origin
+from zerofx.ir.facts import Origin, Phase, Role, origin
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.row_routes import groups_missed, rows_missed
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.torch_private.operators import OpOverload
+
+_aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class GuardLoss:
         with step.graph.inserting_before(place):
             if _may_miss_rows(step):
                 _check_loss(step, ops.check_overflow, "check_overflow")
+                _write_buffers_before(place, step)
             if step.guarded:
                 _check_loss(step, ops.check_finite, "check_finite")
 
@@ -68,6 +76,21 @@ def _check_loss(step: StepGraph, check: OpOverload[..., Any], name: str) -> None
 def _may_miss_rows(step: StepGraph) -> bool:
     """True if rows may find no room; not with room for all, where the loss may be -inf by itself."""
     return any(node.target in (rows_missed, groups_missed) for node in step.calls())
+
+
+def _write_buffers_before(place: fx.Node, step: StepGraph) -> None:
+    """Move what writes to buffers in front of ``place``, from earlier on."""
+    buffers = set(step.placeholders(Role.BUFFER))
+    writes = [node for node in step.calls() if node.target is _aten.copy_.default and node.args[0] in buffers]
+    for write in writes:
+        if write < place:
+            value = write.args[1]
+            assert isinstance(value, fx.Node)
+            if value.op == "placeholder" or aliased_input(value) is not None:  # which may be given back by then
+                with step.graph.inserting_before(write):
+                    copy = insert_call(step.graph, _aten.clone.default, (value,), origin(write))
+                write.replace_input_with(value, copy)
+            place.prepend(write)
 
 
 def _first_update(step: StepGraph) -> fx.Node:

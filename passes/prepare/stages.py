@@ -149,12 +149,17 @@ def check_stages(step: StepGraph) -> None:
     Raises:
         UsageError: it changes buffers in backward.
     """
-    for node in step.placeholders(Role.BUFFER):
-        if any(node in mutated_inputs(user) for user in node.users):
-            raise UsageError(
-                f"expected a model that changes buffers in its forward alone where the mesh has an axis 'pipe', found "
-                f"that backward changes {placeholder(node).name}: leave the axis 'pipe' out of the mesh"
-            )
+    for name in buffers_of_backward(step):
+        raise UsageError(
+            f"expected a model that changes buffers in its forward alone where the mesh has an axis 'pipe', found "
+            f"that backward changes {name}: leave the axis 'pipe' out of the mesh"
+        )
+
+
+def buffers_of_backward(step: StepGraph) -> list[str]:
+    """The buffers that the backward of a captured step changes; what forward does to them are results of the step."""
+    buffers = step.placeholders(Role.BUFFER)
+    return [placeholder(node).name for node in buffers if any(node in mutated_inputs(user) for user in node.users)]
 
 
 def _copy_for_backward(

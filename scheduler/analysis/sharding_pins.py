@@ -23,6 +23,7 @@ from zerofx.ir.facts import Phase, Role, origin, placeholder, source_line, tenso
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.sharding.rule import Rule, read_tensors, results_of
 from zerofx.ir.text import target_name
+from zerofx.scheduler.analysis.expert_rows import kinds_that_send, send_rows
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, slot_of
 from zerofx.scheduler.plan.facts import is_within
 from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, Replicated, Sharded
@@ -104,15 +105,19 @@ def pins_of(step: StepGraph, asked: Mapping[str, str]) -> Pins:
     return Pins(pins, results, tuple(ignored))
 
 
-def apply_pins(ways: ShardingWays, pins: Pins) -> ShardingWays:
+def apply_pins(ways: ShardingWays, pins: Pins, unasked: Collection[str] = ()) -> ShardingWays:
     """The ways of ``ways``, whose classes are told apart by ``pins.marks``, that do as the pins say.
+
+    Rows of experts are sent where the pins ask for it, and those of kinds that are ``unasked``.
 
     Raises:
         UsageError: a pin cannot be met; names the operator that is in the way.
     """
-    placeholders, rules = dict(ways.placeholders), dict(ways.rules)
     asking = {pin for of_node in pins.parameters.values() for pin in of_node if pin.word == EXCHANGE}
-    sending = {pin for pin in asking if any(_calls_that_send(ways, pin))}
+    sent = {pin: kinds_that_send(ways, set(_calls_of_rows(ways, pin))) for pin in asking}
+    sending = {pin for pin, kinds in sent.items() if kinds}
+    placeholders = dict(ways.placeholders)
+    rules = dict(send_rows(ways, {*unasked, *(kind for kinds in sent.values() for kind in kinds)}).rules)
     patterns = {pin.pattern for pin in sending}
     for node, of_node in pins.parameters.items():
         for pin in of_node:
@@ -133,9 +138,7 @@ def apply_pins(ways: ShardingWays, pins: Pins) -> ShardingWays:
                     f"{' and '.join(map(str, of_node))}, which do not go together: it is one tensor of several names"
                 )
             placeholders[first] = left
-            if pin.word == EXCHANGE:
-                _exchange_rows(ways, rules, pin)
-            elif REPLICATED not in left:
+            if pin.word != EXCHANGE and REPLICATED not in left:
                 _keep_readers(ways, rules, node, pin.module, left)
     for node, pin in pins.results.items():
         source, index = slot_of(node)
@@ -155,12 +158,6 @@ def apply_pins(ways: ShardingWays, pins: Pins) -> ShardingWays:
     return replace(ways, placeholders=placeholders, rules=rules)
 
 
-def _exchange_rows(ways: ShardingWays, rules: dict[fx.Node, list[Rule]], pin: Pin) -> None:
-    """Leave the calls of a module, forward and backward, the rules by which ranks send each other rows."""
-    for first in _calls_of_rows(ways, pin):
-        rules[first] = [rule for rule in rules[first] if rule.is_bounded] or rules[first]
-
-
 def _calls_of_rows(ways: ShardingWays, pin: Pin) -> Iterator[fx.Node]:
     """The first of each class of calls of the module of ``pin`` that give rows, or matrices."""
     for call in ways.step.calls():
@@ -169,18 +166,12 @@ def _calls_of_rows(ways: ShardingWays, pin: Pin) -> Iterator[fx.Node]:
             yield first
 
 
-def _calls_that_send(ways: ShardingWays, pin: Pin) -> Iterator[fx.Node]:
-    return (
-        first for first in _calls_of_rows(ways, pin) if any(rule.extra.exchanged_bytes for rule in ways.rules[first])
-    )
-
-
 def _refusal_to_send(ways: ShardingWays, pin: Pin) -> str:
     tokens = " and ".join(str(list(tensor(n).shape)) for n in ways.step.placeholders(Role.INPUT))
     return (
         f"expected rows of {pin.module} that {ways.num_ranks} ranks of the model axis can send each other, as "
         f"{pin} asks: tokens that the ranks divide, taken by one index of rows, grouped products of them by "
-        f"experts that the ranks divide, and no buffer that the forward changes; found none, of a batch of {tokens}"
+        f"experts that the ranks divide, and no buffer that backward changes; found none, of a batch of {tokens}"
     )
 
 

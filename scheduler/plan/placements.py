@@ -77,8 +77,8 @@ LOSS_OF_OVERFLOW = float("-inf")
 
 
 def next_capacity(capacity: float, num_ranks: int) -> float:
-    """The capacity that is tried next: twice as much, all rows of a rank's tokens on each rank, and at last any."""
-    return min(2 * capacity, num_ranks) if capacity < num_ranks else float(num_ranks**2)
+    """The capacity that is tried next: with twice the room beyond an equal share, at last for all of any rank."""
+    return min(capacity + max(capacity - 1, 0.25), num_ranks) if capacity < num_ranks else float(num_ranks**2)
 
 
 Placement = Replicated | Sharded | Partial | Ragged

@@ -10,16 +10,17 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import xxhash
+from torch import fx
 
 from zerofx.capture.cache import trace_settings
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.driver.captures import Captures
-from zerofx.driver.meshes.layouts import best_prices
+from zerofx.driver.meshes.layouts import Judge, Shardings, best_prices, choose_sending
 from zerofx.driver.prepared import Earlier, Request, Shared
 from zerofx.errors import RankMismatchError, UsageError, notify
 from zerofx.ir.batch import Batch, hash_of
@@ -29,17 +30,20 @@ from zerofx.ir.graph import StepGraph
 from zerofx.json_format import parse_value, to_data
 from zerofx.option_table import defaults_for
 from zerofx.options import CompileOptions
+from zerofx.passes.prepare.stages import buffers_of_backward
 from zerofx.progress import watch_progress
 from zerofx.runtime.state.optimizer import hyperparameter_texts
+from zerofx.scheduler.analysis.expert_rows import Experts, experts_of, kinds_that_send
 from zerofx.scheduler.analysis.sharding_pins import EXCHANGE, apply_pins, pins_of
-from zerofx.scheduler.analysis.sharding_ways import sharding_ways
+from zerofx.scheduler.analysis.sharding_ways import ShardingWays, sharding_ways
 from zerofx.scheduler.cost.sharding_seconds import Prices
 from zerofx.scheduler.decide.shardings import decide_shardings
 from zerofx.scheduler.decide.value_overlap import decide_overlaps
 from zerofx.scheduler.plan.decisions import MovedNodes, ProductDecision, ShardingDecision
 from zerofx.scheduler.plan.mesh import TOGETHER, Mesh, batch_number
-from zerofx.scheduler.plan.placements import FIRST_CAPACITY, Placement, Ragged, placement_of
+from zerofx.scheduler.plan.placements import FIRST_CAPACITY, Placement, Ragged, Sharded, placement_of
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.text.shared import placement_words
 from zerofx.scheduler.search.fp8_products import ProductKey, decide_products
 from zerofx.scheduler.search.stage_cuts import BALANCES, Balance
 from zerofx.torch_private.profiler import is_profiling
@@ -286,10 +290,7 @@ def _decide(
     step = captures.whole_graph(captures.candidates[0])
     if earlier is not None and earlier.shared.given == _step_key(request, captures):
         return _with_capacity(earlier.shared.shardings, request.capacity)  # another update of the same step
-    # A step that is run again begins with what it began with, and none of its updates are under way.
-    may_send = request.locations is None and request.options.delayed_update is None and not step.mutations
     asked = dict(request.options.shardings or {})
-    sends = may_send and EXCHANGE in asked.values()
     if request.locations is not None:  # an evaluation, which gathers
         asked = {name: word for name, word in asked.items() if word != EXCHANGE}
     pins = pins_of(step, asked)
@@ -299,32 +300,74 @@ def _decide(
     given = {**lent, **(earlier.shared.placements if earlier else {})}
     names = {node: placeholder(node).name for node in step.placeholders(Role.PARAMETER)}
     lying = {node: given[name] for node, name in names.items() if name in given}
-
-    def decide() -> tuple[ShardingDecision, ...]:
-        marks = {node: f"{pins.marks.get(node, '')} {lies}" for node, lies in lying.items()}
-        ways = apply_pins(sharding_ways(step, request.mesh.model, {**pins.marks, **marks}, capacity), pins)
-        for node, lies in lying.items():  # whether or not what reads it here can
-            possible = ways.placeholders[ways.classes.first[node]]
-            possible += [] if lies in possible else [lies]
-
-        def decide_at(prices: Prices, explained: bool = False) -> tuple[ShardingDecision, ...]:
-            return decide_shardings(ways, request.mesh, request.machine, prices, given, explained=explained)
-
-        prices = best_prices(request, captures, share_one_rank, decide_at, Prices()) if simulated else Prices()
-        decided = decide_at(prices, explained)
-        why = {node.name: f"as {', '.join(map(str, of_node))} asks" for node, of_node in pins.parameters.items()}
-        why |= {node.name: "as the step has it that trains it" for node in lying if names[node] in lent}
-        return tuple(replace(decision, reason=why.get(decision.node, decision.reason)) for decision in decided)
-
-    capacity = FIRST_CAPACITY if sends else 0.0
+    obstacle = _obstacle_to_sending(request, step)
+    sends = EXCHANGE in asked.values() and obstacle is None
     simulated = explained and request.locations is None and (earlier is None or within_budget)
     if not within_budget:
         request = replace(request, options=replace(request.options, **defaults_for(CompileOptions, "sharing")))
-    said = [repr(sorted(request.options.shardings.items())), repr(sorted(given.items())), str(explained), str(capacity)]
-    if simulated:  # which follows from all that a plan does
-        said += [*request.options.texts("plan"), str(hyperparameter_texts(request.optimizers))]
+
+    @functools.cache
+    def ways_with(capacity: float) -> ShardingWays:
+        marks = {node: f"{pins.marks.get(node, '')} {lies}" for node, lies in lying.items()}
+        ways = sharding_ways(step, request.mesh.model, {**pins.marks, **marks}, capacity)
+        for node, lies in lying.items():  # whether or not what reads it here can
+            possible = ways.placeholders[ways.classes.first[node]]
+            possible += [] if lies in possible else [lies]
+        return ways
+
+    def decide_at(prices: Prices, kinds: Sequence[str] = (), *, explained: bool = False) -> Shardings:
+        ways = apply_pins(ways_with(FIRST_CAPACITY if kinds or sends else 0.0), pins, kinds)
+        return decide_shardings(ways, request.mesh, request.machine, prices, given, explained=explained)
+
+    def decide() -> Shardings:
+        prices = best_prices(request, captures, share_one_rank, decide_at, Prices()) if simulated else Prices()
+        experts = [] if request.locations is not None else experts_of(ways_with(FIRST_CAPACITY if sends else 0.0))
+        experts = [each for each in experts if not any(node in pins.parameters for node in each.weights)]
+        offered = kinds_that_send(ways_with(FIRST_CAPACITY)) if experts and obstacle is None else ()
+        trouble = {each.kind: obstacle or _obstacle_of(each, offered, lying) for each in experts}
+        kinds, said = [kind for kind, why in trouble.items() if why is None], dict[str, str]()
+        if kinds:
+            judge = Judge(request, captures, share_one_rank)
+            kinds, said = choose_sending(judge, lambda some: decide_at(prices, some), kinds)
+        decided = decide_at(prices, kinds, explained=explained)
+        how = {kind: f"rows are not sent to their experts: {why}" for kind, why in trouble.items()} | said
+        more = {node.name: how[each.kind] for each in experts for node in each.weights} if explained else {}
+        why = {node.name: f"as {', '.join(map(str, of_node))} asks" for node, of_node in pins.parameters.items()}
+        why |= {node.name: "as the step has it that trains it" for node in lying if names[node] in lent}
+
+        why |= {node.name: "" for each in experts if each.kind in kinds for node in each.weights}  # `more` tells
+
+        def reason(decision: ShardingDecision) -> str:
+            given = why.get(decision.node, decision.reason)
+            return "; ".join(filter(None, (given, more.get(decision.node, ""))))
+
+        return tuple(replace(decision, reason=reason(decision)) for decision in decided)
+
+    said = [repr(sorted(request.options.shardings.items())), repr(sorted(given.items())), str(explained)]
+    said += [str(obstacle), str(FIRST_CAPACITY)]
+    if request.locations is None:  # layouts are simulated, which follows from all that a plan does
+        said += [*request.options.texts("plan"), str(hyperparameter_texts(request.optimizers)), str(simulated)]
     with watch_progress("sharing the computation", show=request.verbose):
         return _with_capacity(decide_with_cache(request, step, ShardingDecision, decide, *said), request.capacity)
+
+
+def _obstacle_to_sending(request: Request, step: StepGraph) -> str | None:
+    """The reason why no rows of experts can be sent, if there is one: a step that is run again, with more room for
+    them, begins with what it began with, and none of its updates are under way."""
+    if request.locations is not None:
+        return "evaluations gather"
+    if request.options.delayed_update is not None:
+        return "updates are delayed"
+    changed = buffers_of_backward(step)
+    return f"backward changes the buffer {changed[0]}" if changed else None
+
+
+def _obstacle_of(experts: Experts, offered: Collection[str], lying: Mapping[fx.Node, Placement]) -> str | None:
+    """The reason why rows of these experts cannot be sent, if there is one."""
+    if experts.kind not in offered:
+        return "their number, or that of tokens, is none that the ranks divide, or rows are not taken by one index"
+    lies = next((lying[node] for node in experts.weights if lying.get(node, Sharded(0)) != Sharded(0)), None)
+    return None if lies is None else f"they lie {placement_words(str(lies))}, as another step has them"
 
 
 def _with_capacity(shardings: Sequence[ShardingDecision], capacity: float) -> tuple[ShardingDecision, ...]:

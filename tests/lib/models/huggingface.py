@@ -45,10 +45,12 @@ def mixtral(**options: Any) -> nn.Module:
     """Four experts a layer, of which two work for each token."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, **options}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, **options,
+    }  # fmt: skip
     config = MixtralConfig(
-        vocab_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
-        num_experts_per_tok=2, max_position_embeddings=16, **sizes,
+        vocab_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
+        **sizes,
     )  # fmt: skip
     return MixtralForCausalLM(config)
 
@@ -75,6 +77,23 @@ def olmoe() -> nn.Module:
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return OlmoeForCausalLM(config)
+
+
+def gpt_oss() -> nn.Module:
+    """Four experts a layer with biases, of which two work for each token; every second layer's attention is local."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=16, num_local_experts=4, num_experts_per_tok=2,
+        attention_bias=False, sliding_window=4, pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    model = GptOssForCausalLM._from_config(config, attn_implementation="eager")
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "sinks")):  # zeros, unless told otherwise
+            nn.init.normal_(parameter, std=0.02)
+    return model
 
 
 def deepseek_v3() -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import zerofx
+from tests.lib.models.huggingface import mixtral
 from tests.ranks.meshes.test_sequences import MACHINE, WIDTH, Sequence
 from zerofx import MemoryBudgetError
 from zerofx.driver.meshes import layouts as layouts_module
@@ -16,6 +18,7 @@ from zerofx.driver.meshes.layouts import best_prices
 from zerofx.driver.plan_only import capture_for_plans
 from zerofx.optimizers import Optimizers
 from zerofx.options import check_options
+from zerofx.scheduler.cost.machine import Link
 from zerofx.scheduler.cost.sharding_seconds import Prices
 from zerofx.scheduler.plan.decisions import ShardingDecision
 
@@ -91,8 +94,52 @@ def test_the_layout_that_is_simulated_fastest_is_taken() -> None:
             lambda prices: layouts[prices.exposed], Prices(),
         )  # fmt: skip
 
-    with mock.patch.object(layouts_module._Judge, "judge", judged):
+    with mock.patch.object(layouts_module.Judge, "judge", judged):
         assert taken() == Prices(exposed=0.5)
         seconds[0.5] = 3.0 * (1 - 1e-4)  # next to nothing
         seconds[0.0] = 3.0
         assert taken() == Prices()
+
+
+def _planned_experts(top: int, bandwidth: float, tokens: tuple[int, int] = (16, 16), **options: Any) -> zerofx.Plan:
+    """Four ranks, each on a node of its own."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": top}
+    with torch.device("meta"):
+        model, ids = mixtral(**sizes), torch.empty(tokens, dtype=torch.int64)
+    cpu, link = zerofx.Machine.named("cpu"), Link(bandwidth, 1e-7)
+    machine = replace(cpu, ranks_per_node=1, intra_node=link, inter_node=link)
+    given = {"backend": "eager", "machine": machine, "mesh": {"model": 4}, "world_size": 4, **options}
+    batch = {"input_ids": ids, "labels": ids}
+    return zerofx.plan(model, torch.optim.SGD(model.parameters(), lr=0.3), batch, **given).plan
+
+
+def _says(plan: zerofx.Plan) -> str:
+    return next(decision.reason for decision in plan.shardings if "experts.down_proj" in decision.parameter)
+
+
+@pytest.mark.parametrize(
+    ("top", "bandwidth", "is_sent"),
+    [
+        pytest.param(1, 1e7, True, id="slow links"),
+        pytest.param(1, 1e12, False, id="fast links", marks=pytest.mark.days(3)),
+        pytest.param(6, 1e7, False, id="more experts a token than ranks", marks=pytest.mark.days(3)),
+    ],
+)
+def test_rows_of_experts_are_sent_where_that_is_faster(top: int, bandwidth: float, is_sent: bool) -> None:
+    plan = _planned_experts(top, bandwidth)
+    assert plan.sends_rows == is_sent
+    assert f"rows are {'' if is_sent else 'not '}sent to their experts: a step takes" in str(plan)
+
+
+@pytest.mark.days(3)
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"tokens": (1, 15)}, "none that the ranks divide"),
+        ({"delayed_update": 1, "offload": "auto"}, "updates are delayed"),
+    ],
+    ids=str,
+)
+def test_the_plan_says_why_rows_of_experts_cannot_be_sent(options: dict[str, Any], why: str) -> None:
+    plan = _planned_experts(1, 1e7, **options)
+    assert not plan.sends_rows and why in _says(plan)

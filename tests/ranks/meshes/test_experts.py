@@ -17,9 +17,10 @@ from tests.lib.runs.sharing import SHARING, one_process
 from tests.lib.runs.training import Trained, build, differences, world
 
 BY_EXPERT = {"*.experts.gate_up_proj": "grouped_gemm", "*.experts.down_proj": "grouped_gemm"}
+BY_COLUMN = {"*.experts.gate_up_proj": "column", "*.experts.down_proj": "row"}
 EXPERTS: dict[str, dict[str, Any]] = {
-    "grouped_mm": {},  # what transformers has unless told otherwise
-    "batched_mm": {},
+    "grouped_mm": {"shardings": BY_COLUMN},  # what transformers has unless told otherwise
+    "batched_mm": {"shardings": BY_COLUMN},
     "by expert": {"shardings": BY_EXPERT},
 }
 BYTES_OF_STATES = 3 * 4  # of a number: parameter, gradient, momentum

@@ -9,7 +9,7 @@ savings, or else the one that needs least.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from zerofx.budgets import budget_bytes
@@ -18,6 +18,7 @@ from zerofx.driver.meshes.short_steps import ShortSteps, StepTotals
 from zerofx.driver.prepared import Request
 from zerofx.scheduler.cost.sharding_seconds import Prices
 from zerofx.scheduler.plan.decisions import ShardingDecision
+from zerofx.units import format_bytes, format_seconds
 
 Shardings = tuple[ShardingDecision, ...]
 Share = Callable[[Request, Captures, Shardings], Captures]
@@ -25,6 +26,7 @@ Share = Callable[[Request, Captures, Shardings], Captures]
 _EXPOSED = (0.5, 0.0)  # parts of the seconds of gathers that may not be hidden: tried besides the part asked for
 _DEARER = (0.25, 1.0, 4.0, 16.0)  # prices of a byte, by what one costs that is given up
 _NEXT_TO_NOTHING = 1e-3  # of a step: what is faster by less is the same
+_UNEVEN = 0.05  # of a step: what rows that are sent have to gain, which are simulated as if routing were even
 
 
 def best_prices(
@@ -43,7 +45,7 @@ def best_prices(
         layouts.setdefault(decide(Prices(exposed, asked.seconds_per_byte)), Prices(exposed, asked.seconds_per_byte))
     if len(layouts) == 1 and limit is None:
         return asked
-    judge = _Judge(request, captures, share, limit)
+    judge = Judge(request, captures, share)
     best, *others = [(judge.judge(layout), prices) for layout, prices in layouts.items()]
     for other in others:
         best = other if other[0].is_better(best[0]) else best
@@ -59,6 +61,26 @@ def best_prices(
     return best[1]
 
 
+def choose_sending(
+    judge: Judge, decide: Callable[[Sequence[str]], Shardings], kinds: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """The kinds of experts whose rows ranks send each other, of ``kinds``, and why; ``decide`` has the layout in which
+    those of some do.
+
+    Raises: as ``best_prices``.
+    """
+    sent, why, best = list[str](), dict[str, str](), judge.judge(decide(()))
+    for kind in kinds:
+        judged = judge.judge(decide([*sent, kind]))
+        is_better = judged.is_better(best, _UNEVEN)
+        way = "sent" if is_better else "not sent"
+        why[kind] = (
+            f"rows are {way} to their experts: a step takes {judged} where they are, {best} where tokens are gathered"
+        )
+        sent, best = ([*sent, kind], judged) if is_better else (sent, best)
+    return sent, why
+
+
 @dataclass(frozen=True)
 class _Judged:
     """A simulated layout: the bytes by which its peak misses the budget, and its seconds. ``is_forced``: whether it
@@ -69,24 +91,29 @@ class _Judged:
     is_forced: bool
     seconds_per_byte: float
 
-    def is_better(self, other: _Judged) -> bool:
-        """True if this fits where ``other`` does not, or misses by less, or is faster."""
+    def __str__(self) -> str:
+        beyond = f", {format_bytes(round(self.missed_bytes))} beyond the budget" if self.missed_bytes else ""
+        return f"{format_seconds(self.seconds)}{beyond}"
+
+    def is_better(self, other: _Judged, gain: float = _NEXT_TO_NOTHING) -> bool:
+        """True if this fits where ``other`` does not, or misses by less, or is faster, by a part ``gain`` at least."""
         if self.missed_bytes or other.missed_bytes:
             return self.missed_bytes < other.missed_bytes
-        return self.seconds < other.seconds * (1 - _NEXT_TO_NOTHING)
+        return self.seconds < other.seconds * (1 - gain)
 
 
 @dataclass
-class _Judge:
+class Judge:
     """Simulates layouts of one step; ``limit``: bytes of the memory budget, if there is one."""
 
     request: Request
     captures: Captures
     share: Share
-    limit: int | None
+    limit: int | None = field(init=False)
     short: ShortSteps = field(init=False)
 
     def __post_init__(self) -> None:
+        self.limit = budget_bytes(self.request.options.memory_budget, self.request.machine)
         self.short = ShortSteps(self.request, self.captures, on_cpu=self.request.machine.is_cpu)
 
     def judge(self, layout: Shardings) -> _Judged:

@@ -51,6 +51,14 @@ def _patterns(node: fx.Node) -> list[Pattern]:
     return [*patterns, *_linear(inputs, outputs)]
 
 
+def ends_of(node: fx.Node) -> fx.Node | None:
+    """The value that says where the groups of a grouped product's rows end; None for any other call."""
+    if not isinstance(node.target, OpOverload) or base_name(node.target) not in GROUPED:
+        return None
+    ends = argument(node, _ENDS, "offs")
+    return ends if isinstance(ends, fx.Node) else None
+
+
 def group_placements(node: fx.Node, ends: str) -> tuple[tuple[Lies, ...], tuple[Lies, ...]]:
     """Placements of results and of tensor arguments if each rank has some of the groups, whose rows end at ``ends``."""
 
