@@ -14,15 +14,14 @@ its own, and Python attributes for the rest, is a parameter with these attribute
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from zerofx.errors import UsageError
-from zerofx.torch_private.tensors import IS_PARAMETER, flattens
+from zerofx.torch_private.tensors import flattens, memory_of
 
 TABLE_NUMEL = 256  # of the largest table of codes: one of 8 bits
 _DEEPEST = 3  # of records in records
@@ -56,28 +55,14 @@ def parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"": tensor} | attributes if attributes else {}
 
 
-def rebuild(tensor: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A stand-in for ``tensor`` in a model's forward, made of other ``parts`` of the same shapes."""
-    if (codes := parts.get("")) is not None:
-        for name, value in _replaced(vars(tensor), parts).items():
-            setattr(codes, name, value)
-        return codes
-    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = {
-        name: parts[name] if name in parts else rebuild(getattr(tensor, name), _below(name, parts)) for name in names
-    }
-    unflatten = class_of(tensor).__tensor_unflatten__  # type: ignore[attr-defined]
-    whole: torch.Tensor = unflatten(inner, context, tensor.shape, tensor.stride())
-    setattr(whole, IS_PARAMETER, True)
-    return whole
+def remember_attributes(table: MutableMapping[str, Any], name: str) -> Callable[[], bool]:
+    """Remember a parameter that consists of its memory and attributes, and these, as a table of a module has it.
 
-
-def remember_attributes(tensor: torch.Tensor) -> Callable[[], bool]:
-    """Remember the attributes of a parameter that consists of its memory and these.
-
-    Returns a function that puts them back, and says whether any was another: a library may keep codes in another order
-    for a while, with other scales.
+    Returns a function that puts both back, and says whether any attribute was another: a library may keep codes in
+    another order for a while, with other scales. Another parameter is taken out where it lies in the same memory: peft
+    makes such, where a CPU computes DoRA.
     """
+    tensor = table[name]
     if "" not in parts_of(tensor):
         return lambda: False
     held = [(record, dict(record)) for record in _records_in(vars(tensor))]
@@ -91,6 +76,8 @@ def remember_attributes(tensor: torch.Tensor) -> Callable[[], bool]:
                 changed = True
                 record.clear()
                 record.update({name: before[name] for name in before if name in then} | private)
+        if (shown := table.get(name)) is not None and memory_of(shown) == memory_of(tensor):
+            table[name] = tensor
         return changed
 
     return put_back
@@ -108,6 +95,11 @@ def named_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iter
 def named_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """``model.named_buffers()``, and after them the tables of parameters."""
     yield from model.named_buffers(remove_duplicate=remove_duplicate)
+    yield from named_tables(model, remove_duplicate=remove_duplicate)
+
+
+def named_tables(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tables among the parts of parameters, by their names in a step."""
     seen: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
         for path, part in parts_of(parameter).items():
@@ -151,12 +143,13 @@ def path_name(name: str, path: str) -> str:
     return f"{name}.{path}" if name and path else name or path
 
 
-def _below(name: str, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def within(name: str, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of ``parts`` that are in what is called ``name``, by their paths in it."""
     prefix = f"{name}."
     return {path.removeprefix(prefix): part for path, part in parts.items() if path.startswith(prefix)}
 
 
-def _is_record(name: str, value: Any) -> bool:
+def is_record(name: str, value: Any) -> bool:
     """True for an attribute that holds others, as a state of quantisation does."""
     is_plain = not isinstance(value, torch.Tensor | nn.Module | type) and not callable(value)
     return is_plain and not name.startswith("_") and hasattr(value, "__dict__")
@@ -167,7 +160,7 @@ def _tensors_in(attributes: Mapping[str, Any], depth: int = 0) -> Iterator[tuple
     for name, value in attributes.items():
         if isinstance(value, torch.Tensor) and not name.startswith("_"):
             yield name, value
-        elif _is_record(name, value) and depth < _DEEPEST:
+        elif is_record(name, value) and depth < _DEEPEST:
             yield from ((f"{name}.{path}", tensor) for path, tensor in _tensors_in(vars(value), depth + 1))
 
 
@@ -175,19 +168,5 @@ def _records_in(attributes: dict[str, Any], depth: int = 0) -> Iterator[dict[str
     """The attributes, and those of records among them."""
     yield attributes
     for name, value in list(attributes.items()):
-        if _is_record(name, value) and depth < _DEEPEST:
+        if is_record(name, value) and depth < _DEEPEST:
             yield from _records_in(vars(value), depth + 1)
-
-
-def _replaced(attributes: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Attributes of a parameter, or of a record in it, with other tensors."""
-    replaced: dict[str, Any] = {}
-    for name, value in attributes.items():
-        if isinstance(value, torch.Tensor) and name in parts:
-            replaced[name] = parts[name]
-        elif _is_record(name, value) and (inner := _below(name, parts)):
-            replaced[name] = copy.copy(value)
-            vars(replaced[name]).update(_replaced(vars(value), inner))
-        else:
-            replaced[name] = value
-    return replaced

@@ -7,20 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerofx
 from tests.lib.models import batches, tokens
 from tests.lib.models.cases import Case
-from tests.lib.models.low_bits import Stateful, Tuned
-from tests.lib.runs.low_bits import MAKERS, OF_LIBRARIES, build, optimizer_of, unlike_eager_mode, values_of
+from tests.lib.models.low_bits import LowBits, Stateful, Tuned, stateful
+from tests.lib.runs.low_bits import MAKERS, OF_LIBRARIES, build, need, optimizer_of, unlike_eager_mode, values_of
 
 KINDS = ["flat", "stateful", *OF_LIBRARIES]
-
-
-def _need(kind: str) -> None:
-    if kind in OF_LIBRARIES:
-        pytest.importorskip(OF_LIBRARIES[kind], reason="its weights are tried too, where it is installed")
 
 
 def _batch() -> tuple[Tensor, ...]:
@@ -36,13 +32,13 @@ def _step(model: nn.Module, **options: Any) -> zerofx.Step:
 @pytest.mark.days(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_process_trains_adapters_like_eager_mode(kind: str) -> None:
-    _need(kind)
+    need(kind)
     assert unlike_eager_mode(kind, {"stage 3": {"stage": 3}, "micro-batches": {"stage": 0, "accumulate": 2}}) == {}
 
 
 @pytest.mark.parametrize("kind", ["flat", "bitsandbytes", "bitsandbytes, double"])
 def test_so_it_does_in_bfloat16(kind: str) -> None:
-    _need(kind)
+    need(kind)
     assert unlike_eager_mode(kind, {"stage 3": {"stage": 3}}, low=True) == {}
 
 
@@ -57,7 +53,7 @@ def test_scales_keep_their_dtype_whatever_is_computed_in(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_brings_codes_scales_and_tables(kind: str, tmp_path: Path) -> None:
-    _need(kind)
+    need(kind)
     model, batch = build(kind), _batch()
     step = _step(model)
     step(*batch)
@@ -65,7 +61,7 @@ def test_a_checkpoint_brings_codes_scales_and_tables(kind: str, tmp_path: Path) 
     torch.manual_seed(99)
     other: nn.Module = Tuned(MAKERS[kind])
     resumed = _step(other, stage=1)
-    if kind == "bitsandbytes, double":  # whose offsets are numbers in a file
+    if kind.endswith("double"):  # whose offsets are numbers in a file
         with pytest.raises(zerofx.CheckpointError, match=r"quantised as this one is|of another shape"):
             resumed.load_checkpoint(tmp_path / "saved")
         other = build(kind)
@@ -85,7 +81,7 @@ def test_a_checkpoint_brings_codes_scales_and_tables(kind: str, tmp_path: Path) 
 @pytest.mark.days(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_optimizer_may_be_given_all_parameters(kind: str, tmp_path: Path) -> None:
-    _need(kind)
+    need(kind)
     batch, models = _batch(), [build(kind) for _ in range(2)]
     expected, step = _step(models[0]), _new_step_of_all(models[1])
     for _ in range(2):
@@ -111,9 +107,9 @@ def _new_step_of_all(model: nn.Module) -> zerofx.Step:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_evaluation_computes_as_training_does(kind: str) -> None:
-    _need(kind)
+    need(kind)
     model, batch = build(kind), _batch()
-    expected = model.train(False)(*batch) if kind not in ("bitsandbytes", "bitsandbytes, double") else None
+    expected = model.train(False)(*batch) if "bitsandbytes" not in OF_LIBRARIES.get(kind, ()) else None
     model.train()
     step = _step(model)
     step.prepare(*batch)
@@ -159,6 +155,30 @@ def test_what_an_evaluation_does_to_a_weight_is_put_back() -> None:
     assert torch.equal(other(*batch), last)
 
 
+def test_a_parameter_that_an_evaluation_replaces_is_put_back() -> None:
+    model, batch = build("stateful"), _batch()
+    step = _step(model)
+    step(*batch)
+    before = dict(model.named_parameters())
+    with step.full_parameters():
+        model(*batch)  # whose layers have another parameter of the same memory then
+        assert [name for name, parameter in model.named_parameters() if parameter is not before[name]] != []
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    step(*batch)
+    step.close()
+
+
+class _Casting(LowBits):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def test_a_forward_that_casts_a_weight_in_few_bits_is_refused() -> None:
+    model = Tuned(lambda out, inside: _Casting(stateful(out, inside).weight))  # type: ignore[arg-type]  # no module
+    with pytest.raises(zerofx.CaptureError, match=r"Stateful\.to\(torch\.float32\): do so before zerofx\.compile"):
+        _step(model)(*_batch())
+
+
 def test_a_trained_parameter_of_parts_is_refused() -> None:
     model = build("flat")
     for name, parameter in model.named_parameters():
@@ -177,7 +197,8 @@ def test_weights_from_files_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of transformers and peft, of themselves
 @pytest.mark.parametrize("double", [False, True])
-def test_a_model_of_transformers_in_four_bits_with_adapters_of_peft(double: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_model_of_transformers_in_four_bits_with_adapters_of_peft(double: bool, dora: bool, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -196,7 +217,7 @@ def test_a_model_of_transformers_in_four_bits_with_adapters_of_peft(double: bool
             tmp_path / "model", quantization_config=quantised, dtype=torch.bfloat16, device_map={"": "cpu"}
         )
         torch.manual_seed(1)
-        lora = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
+        lora = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=dora)
         return peft.get_peft_model(model.requires_grad_(False), lora).train()
 
     batch = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(2))
