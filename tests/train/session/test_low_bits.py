@@ -179,6 +179,22 @@ def test_a_forward_that_casts_a_weight_in_few_bits_is_refused() -> None:
         _step(model)(*_batch())
 
 
+@pytest.mark.parametrize("kind", ["flat", "stateful", "bitsandbytes", "bitsandbytes, double", "nf4"])
+def test_weights_that_are_made_and_quantised_without_memory_train_as_any(kind: str) -> None:
+    need(kind)
+    with zerofx.empty_init():
+        model = build(kind)
+    losses = []
+    for trained in (build(kind), model):  # the first is quantised by tables that the library may have from the second
+        step = _step(trained)
+        torch.manual_seed(5)
+        losses.append([step(*_batch()) for _ in range(2)])
+        step.close()
+    assert losses[0] == losses[1]
+    values = values_of(model)
+    assert [n for n, value in values_of(trained).items() if not torch.equal(value, values[n])] == []
+
+
 def test_a_trained_parameter_of_parts_is_refused() -> None:
     model = build("flat")
     for name, parameter in model.named_parameters():
