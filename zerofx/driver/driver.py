@@ -198,10 +198,10 @@ def _cut(request: Request, captures: Captures, earlier: Earlier | None, control:
             f"expected ranks with CPUs where the mesh has an axis 'pipe', found a model on {device_of(request.model)}: "
             f"on GPUs a step can be planned so (zerofx.plan), and not run yet; leave the axis out"
         )
-    if is_deferred(request.model):
+    if is_deferred(request.model) and request.options.weights is None:
         raise UsageError(
-            "expected a model with values where the mesh has an axis 'pipe', found a deferred one: make it without "
-            "zerofx.empty_init(), or leave the axis out"
+            "expected a model with values, or weights= to read them from, where the mesh has an axis 'pipe', found a "
+            "deferred one: make it without zerofx.empty_init(), or leave the axis out"
         )
     step = control.attempt("capture a step", lambda: captures.rank_graph(captures.candidates[0]))
     agree_on_graph(step, control, replace(request.mesh, pipe=1))
