@@ -14,6 +14,7 @@ its own, and Python attributes for the rest, is a parameter with these attribute
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from zerofx.errors import UsageError
+from zerofx.ir.op_kernels.own_draws import generator_of
 from zerofx.torch_private.tensors import flattens, memory_of
 
 TABLE_NUMEL = 256  # of the largest table of codes: one of 8 bits
@@ -128,14 +130,39 @@ def check_frozen(name: str, parameter: torch.Tensor) -> None:
     """Check that a parameter of several parts is not trained.
 
     Raises:
-        UsageError: it is.
+        UsageError: it is; the message says why one of its class cannot be.
     """
-    if parameter.requires_grad and parts_of(parameter):
-        raise UsageError(
-            f"expected parameters of tensor subclasses to be frozen, found that {name}, a "
-            f"{class_of(parameter).__name__}, requires a gradient: codes have none. Call requires_grad_(False) on it, "
-            f"and train adapters (LoRA) next to it"
+    if not parameter.requires_grad or not (parts := parts_of(parameter)):
+        return
+    first = next(iter(parts.values()))
+    reason, advice = "codes have none", "Call"
+    if len(parts) == 1 and (first.shape, first.dtype) == (parameter.shape, parameter.dtype):
+        reason = "it is one plain tensor, which its class computes with in another way"
+        advice = (
+            "Have a module compute so with a plain parameter, which is trained (of torchao: MXFP8Linear, Float8Linear, "
+            "module_swap=True); or call"
         )
+    elif _draws(parameter):
+        reason = (
+            "its class rounds at random in each update, and processes that update other parameters would draw other "
+            "numbers than one process does"
+        )
+        advice = "Keep its layer in 16 or 32 bits, and round in products (precision='fp8', for example); or call"
+    raise UsageError(
+        f"expected parameters of tensor subclasses to be frozen, found that {name}, a {class_of(parameter).__name__}, "
+        f"requires a gradient: {reason}. {advice} requires_grad_(False) on it, and train adapters (LoRA) next to it"
+    )
+
+
+def _draws(parameter: torch.Tensor) -> bool:
+    """True if an update in place draws random numbers, which is tried on a copy."""
+    generator = generator_of(parameter.device)
+    before = generator.get_state()
+    with torch.no_grad(), contextlib.suppress(Exception):  # there may be no such update
+        parameter.detach().clone().add_(torch.zeros_like(parameter))
+    draws = not torch.equal(before, generator.get_state())
+    generator.set_state(before)
+    return draws
 
 
 def path_name(name: str, path: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zerofx
 from tests.lib.models import batches, tokens
 from tests.lib.models.cases import Case
-from tests.lib.models.low_bits import LowBits, Stateful, Tuned, stateful
+from tests.lib.models.low_bits import Flat, LowBits, Stateful, Tuned, flat, stateful
 from tests.lib.runs.low_bits import MAKERS, OF_LIBRARIES, build, need, optimizer_of, unlike_eager_mode, values_of
 
 KINDS = ["flat", "stateful", *OF_LIBRARIES]
@@ -195,12 +195,71 @@ def test_weights_that_are_made_and_quantised_without_memory_train_as_any(kind: s
     assert [n for n, value in values_of(trained).items() if not torch.equal(value, values[n])] == []
 
 
-def test_a_trained_parameter_of_parts_is_refused() -> None:
-    model = build("flat")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("base" in name)
-    with pytest.raises(zerofx.UsageError, match=r"to be frozen, found that layers\.0\.up\.base\.weight, a Flat"):
+class _Rounded(Flat):
+    """Is updated by rounding at random."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.zeros_like.default:
+            return torch.zeros(args[0].shape)
+        if func is torch.ops.aten.add_.Tensor:
+            args[0].codes.add_(torch.rand(args[0].shape).round().byte())
+            return args[0]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _Wrapper(Flat):
+    """Is one plain tensor, and has no table."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes"], self.dtype
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Flat, "codes have none. Call requires_grad_"),
+        (_Rounded, "rounds at random in each update, and .* Keep its layer in 16 or 32 bits.*; or call requires_grad_"),
+        (_Wrapper, "it is one plain tensor, .* Have a module compute so with a plain parameter.*; or call requires_"),
+    ],
+)
+def test_a_trained_parameter_of_parts_is_refused(kind: type[Flat], why: str) -> None:
+    def make(out: int, inside: int) -> nn.Module:
+        layer = flat(out, inside)
+        of: Any = layer.weight
+        codes = of.scales.new_ones(out, inside) if kind is _Wrapper else of.codes
+        layer.weight = nn.Parameter(kind(codes, of.scales, of.table, torch.float32))
+        return layer
+
+    model = Tuned(make)
+    before = torch.get_rng_state()
+    with pytest.raises(zerofx.UsageError, match=rf"to be frozen, found that layers\.0\.up\.base\.weight, a .*{why}"):
         zerofx.compile(model, optimizer_of(model), backend="eager")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("int8_weight_only_quantized_training", "rounds at random in each update"),
+        ("int8_mixed_precision_training", "it is one plain tensor"),
+        ("bitnet_training", "it is one plain tensor"),
+    ],
+)
+def test_why_weights_that_torchao_trains_are_refused(kind: str, why: str) -> None:
+    training = pytest.importorskip("torchao.prototype.quantized_training")
+    quantization = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 1))
+    quantization.quantize_(model, getattr(training, kind)())
+    with pytest.raises(zerofx.UsageError, match=why):
+        zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager", loss_fn=Tensor.mean)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # which draws, in eager mode, just where that is the reason
+    model(torch.randn(4, 32)).mean().backward()
+    before = torch.get_rng_state()
+    optimizer.step()
+    assert torch.equal(torch.get_rng_state(), before) == (why == "it is one plain tensor")
 
 
 def test_weights_from_files_are_refused(tmp_path: Path) -> None:
