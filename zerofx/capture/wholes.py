@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from zerofx.errors import CaptureError
-from zerofx.ir.tensor_parts import class_of, is_record, within
+from zerofx.ir.tensor_parts import class_of, is_record, parts_below
 from zerofx.torch_private.dispatch import without_torch_functions
 from zerofx.torch_private.operators import pytree
 from zerofx.torch_private.tensors import IS_PARAMETER, make_wrapper
@@ -55,12 +55,13 @@ def rebuild(tensor: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Te
     """A stand-in for ``tensor`` in a model's forward, made of other ``parts`` of the same shapes."""
     if (memory := parts.get("")) is not None:
         layout = {"strides": memory.stride(), "dtype": memory.dtype, "device": memory.device}
-        traced: torch.Tensor = make_wrapper(_traced_class(class_of(tensor)), memory.shape, **layout)
-        vars(traced).update({_MEMORY: memory, **_replaced(vars(tensor), parts)})
+        traced: torch.Tensor = make_wrapper(_stand_in_class(class_of(tensor)), memory.shape, **layout)
+        vars(traced).update({_MEMORY: memory, **_replace_tensors(vars(tensor), parts)})
         return traced
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {
-        name: parts[name] if name in parts else rebuild(getattr(tensor, name), within(name, parts)) for name in names
+        name: parts[name] if name in parts else rebuild(getattr(tensor, name), parts_below(name, parts))
+        for name in names
     }
     unflatten = class_of(tensor).__tensor_unflatten__  # type: ignore[attr-defined]
     whole: torch.Tensor = unflatten(inner, context, tensor.shape, tensor.stride())
@@ -69,7 +70,7 @@ def rebuild(tensor: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Te
 
 
 @functools.cache
-def _traced_class(kind: type) -> Any:
+def _stand_in_class(kind: type) -> Any:
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind)(kind.__name__, (_Traced, kind), names)
 
@@ -78,15 +79,15 @@ def _unwrap(tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: vars(leaf)[_MEMORY] if isinstance(leaf, _Traced) else leaf, tree)
 
 
-def _replaced(attributes: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _replace_tensors(attributes: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Attributes of a parameter, or of a record in it, with other tensors."""
     replaced: dict[str, Any] = {}
     for name, value in attributes.items():
         if isinstance(value, torch.Tensor) and name in parts:
             replaced[name] = parts[name]
-        elif is_record(name, value) and (inner := within(name, parts)):
+        elif is_record(name, value) and (inner := parts_below(name, parts)):
             replaced[name] = copy.copy(value)
-            vars(replaced[name]).update(_replaced(vars(value), inner))
+            vars(replaced[name]).update(_replace_tensors(vars(value), inner))
         else:
             replaced[name] = value
     return replaced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,7 +62,7 @@ class DeferredTensor(torch.Tensor):
             args, kwargs = pytree.tree_map_only(DeferredTensor, DeferredTensor.materialise, (args, kwargs))
             return func(*args, **kwargs)
         result = _perform(func, args, kwargs, _Scratch())
-        kind = class_being_made(sys._getframe(1)) if func is _aten.detach.default else None
+        kind = class_being_made(inspect.currentframe()) if func is _aten.detach.default else None
         return result if kind is None or issubclass(kind, DeferredTensor) else _deferred_class(kind)(result.recipe)
 
     @property

@@ -97,10 +97,10 @@ def named_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iter
 def named_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """``model.named_buffers()``, and after them the tables of parameters."""
     yield from model.named_buffers(remove_duplicate=remove_duplicate)
-    yield from named_tables(model, remove_duplicate=remove_duplicate)
+    yield from tables_of(model, remove_duplicate=remove_duplicate)
 
 
-def named_tables(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+def tables_of(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """The tables among the parts of parameters, by their names in a step."""
     seen: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
@@ -170,7 +170,7 @@ def path_name(name: str, path: str) -> str:
     return f"{name}.{path}" if name and path else name or path
 
 
-def within(name: str, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def parts_below(name: str, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Those of ``parts`` that are in what is called ``name``, by their paths in it."""
     prefix = f"{name}."
     return {path.removeprefix(prefix): part for path, part in parts.items() if path.startswith(prefix)}

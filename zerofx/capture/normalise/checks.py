@@ -163,10 +163,10 @@ def _refuse_fp8_products(graph: fx.Graph, capability: tuple[int, int] | None) ->
         if is_grouped and left.device.type == "cpu":
             obstacle = "groups on a CPU, which has no such kernel (plan it for a GPU: zerofx.plan(machine=...))"
         elif capability is not None and is_grouped and capability[0] not in _FP8_OF_GROUPS:
-            obstacle = f"groups on a GPU of compute capability {_said(capability)} (9.x or 10.x: an H100, a B200)"
+            obstacle = f"groups on a GPU of compute capability {_text(capability)} (9.x or 10.x: an H100, a B200)"
         elif capability is not None and capability < _FP8_FROM:
             obstacle = (
-                f"a GPU of compute capability {_said(capability)} ({_said(_FP8_FROM)} or more: an RTX 4090, an H100)"
+                f"a GPU of compute capability {_text(capability)} ({_text(_FP8_FROM)} or more: an RTX 4090, an H100)"
             )
         elif is_grouped and right.shape[-1] % _FP8_COLUMNS:
             obstacle = f"groups and {right.shape[-1]} columns (a multiple of {_FP8_COLUMNS})"
@@ -181,5 +181,5 @@ def _refuse_fp8_products(graph: fx.Graph, capability: tuple[int, int] | None) ->
             )
 
 
-def _said(capability: tuple[int, int]) -> str:
+def _text(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
