@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.capture.wholes import rebuild
 from zerofx.ir.casts import ComputeDtype, cast_of
 from zerofx.ir.parameters import Strides
-from zerofx.ir.tensor_parts import is_table, parts_of, path_name, rebuild
+from zerofx.ir.tensor_parts import is_table, parts_of, path_name
 from zerofx.torch_private.capture import FakeTensorMode, fake_tensor
 from zerofx.torch_private.modules import buffer_table, parameter_table
 from zerofx.torch_private.tensors import mark_as_parameter

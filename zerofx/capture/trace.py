@@ -27,7 +27,7 @@ from zerofx.errors import ZeroFXError, warn, wrap_defects
 from zerofx.ir.batch import Batch as Batch
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.returned import Returned
-from zerofx.torch_private.capture import FakeTensorMode, joint_graph
+from zerofx.torch_private.capture import FakeTensorMode, compute_capability, joint_graph
 from zerofx.units import first_few
 
 
@@ -83,7 +83,8 @@ def _capture(forward: Forward, compiled: bool, returned: Returned | None) -> Ste
         step = StepGraph(joint.graph, device, forward.parameters(), forward.units())
         if returned is not None and returned.num_tensors == lossy.returned.num_tensors:
             lossy.returned = returned
-        rewritten = Joint(step, joint, forward.model, batch, watcher, lossy)
+        capability = compute_capability(device) if gpu is None else gpu.capability
+        rewritten = Joint(step, joint, forward.model, batch, watcher, lossy, capability)
         for rewrite in NORMALISATIONS:
             rewrite.run(rewritten)
         return step

@@ -14,7 +14,7 @@ from torch import nn
 from zerofx.deferred.recipe import check_constants
 from zerofx.deferred.tensor import DeferredTensor, DeferringMode, replace_parameter
 from zerofx.errors import UsageError
-from zerofx.ir.tensor_parts import named_buffers, named_parameters
+from zerofx.ir.tensor_parts import named_buffers, named_parameters, tables_of
 from zerofx.torch_private.modules import ADAPTERS, RESETS, TABLES, buffer_table, initializer, refer_to_weights
 from zerofx.torch_private.operators import pytree
 from zerofx.units import first_few
@@ -91,6 +91,9 @@ def make_buffers(model: nn.Module, without: frozenset[str] = frozenset()) -> Non
         for name, value in vars(module).items():
             if name not in TABLES and any(_is_deferred_value(leaf) for leaf in pytree.tree_leaves(value)):
                 vars(module)[name] = pytree.tree_map(make, value)
+    for name, table in tables_of(model):
+        if name not in without and isinstance(table, DeferredTensor):
+            table.data = table.materialise()
 
 
 def _is_deferred_value(value: Any) -> bool:

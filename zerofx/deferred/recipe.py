@@ -46,6 +46,14 @@ class Cell:
     last_read: int = 0
     is_written: bool = False
 
+    @property
+    def is_constant(self) -> bool:
+        """True if it is made of tensors that exist, as of Python's numbers, and nothing has changed it."""
+        if not self.operations or any(operation.written for operation in self.operations):
+            return False
+        inputs = self.operations[0].inputs
+        return bool(inputs) and all(isinstance(value, Constant) or value.cell.is_constant for value in inputs)
+
 
 @dataclass(eq=False, frozen=True)
 class Value:

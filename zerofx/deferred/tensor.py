@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +14,8 @@ from torch import nn
 from zerofx.deferred.recipe import Cell, Constant, Value, fills_first_argument, note, replay
 from zerofx.errors import UsageError
 from zerofx.ir.op_kernels.own_draws import generator_of
-from zerofx.ir.tensor_parts import HELD_CLASS, class_of
-from zerofx.torch_private.dispatch import TorchDispatchMode
+from zerofx.ir.tensor_parts import HELD_CLASS, class_of, is_record
+from zerofx.torch_private.dispatch import TorchDispatchMode, class_being_made
 from zerofx.torch_private.operators import pytree, schema_of
 from zerofx.torch_private.tensors import IS_PARAMETER, make_wrapper, memory_of, version_of, without_torch_function
 
@@ -51,7 +53,17 @@ class DeferredTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch types a default that does nothing
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _perform(func, args, kwargs or {}, _Scratch())
+        kwargs = kwargs or {}
+        tensors = {leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        deferred = {tensor for tensor in tensors if isinstance(tensor, DeferredTensor)}
+        reads_alone = deferred.isdisjoint(_tensors_written(func, args, kwargs))
+        if reads_alone and tensors > deferred and all(tensor.recipe.cell.is_constant for tensor in deferred):
+            # A table that a library keeps, made inside, which computes with what is real.
+            args, kwargs = pytree.tree_map_only(DeferredTensor, DeferredTensor.materialise, (args, kwargs))
+            return func(*args, **kwargs)
+        result = _perform(func, args, kwargs, _Scratch())
+        kind = class_being_made(inspect.currentframe()) if func is _aten.detach.default else None
+        return result if kind is None or issubclass(kind, DeferredTensor) else _deferred_class(kind)(result.recipe)
 
     @property
     def recipe(self) -> Value:
@@ -93,12 +105,15 @@ class DeferredTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied: Any = self.detach().clone()
-        if isinstance(self, nn.Parameter):
+        if (kind := class_of(self)) is not DeferredTensor:
+            copied = _deferred_class(kind)(copied.recipe)
+        elif isinstance(self, nn.Parameter):
             copied = nn.Parameter(copied, requires_grad=self.requires_grad)
-        copied.__dict__.update(
-            {name: attribute for name, attribute in self.__dict__.items() if name not in copied.__dict__}
-        )
         memo[id(self)] = copied
+        for name, attribute in self.__dict__.items():
+            if name not in copied.__dict__:
+                owned = isinstance(attribute, torch.Tensor) or is_record(name, attribute)
+                copied.__dict__[name] = copy.deepcopy(attribute, memo) if owned else attribute
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:

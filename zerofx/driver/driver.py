@@ -206,10 +206,10 @@ def _check_model(request: Request) -> None:
             f"expected ranks with CPUs where the mesh has an axis 'pipe', found a model on {device_of(request.model)}: "
             f"on GPUs a step can be planned so (zerofx.plan), and not run yet; leave the axis out"
         )
-    if is_deferred(request.model):
+    if is_deferred(request.model) and request.options.weights is None:
         raise UsageError(
-            "expected a model with values where the mesh has an axis 'pipe', found a deferred one: make it without "
-            "zerofx.empty_init(), or leave the axis out"
+            "expected a model with values, or weights= to read them from, where the mesh has an axis 'pipe', found a "
+            "deferred one: make it without zerofx.empty_init(), or leave the axis out"
         )
 
 

@@ -14,15 +14,16 @@ its own, and Python attributes for the rest, is a parameter with these attribute
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from zerofx.errors import UsageError
-from zerofx.torch_private.tensors import IS_PARAMETER, flattens
+from zerofx.ir.op_kernels.own_draws import generator_of
+from zerofx.torch_private.tensors import flattens, memory_of
 
 TABLE_NUMEL = 256  # of the largest table of codes: one of 8 bits
 _DEEPEST = 3  # of records in records
@@ -56,28 +57,14 @@ def parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"": tensor} | attributes if attributes else {}
 
 
-def rebuild(tensor: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A stand-in for ``tensor`` in a model's forward, made of other ``parts`` of the same shapes."""
-    if (codes := parts.get("")) is not None:
-        for name, value in _replaced(vars(tensor), parts).items():
-            setattr(codes, name, value)
-        return codes
-    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = {
-        name: parts[name] if name in parts else rebuild(getattr(tensor, name), _below(name, parts)) for name in names
-    }
-    unflatten = class_of(tensor).__tensor_unflatten__  # type: ignore[attr-defined]
-    whole: torch.Tensor = unflatten(inner, context, tensor.shape, tensor.stride())
-    setattr(whole, IS_PARAMETER, True)
-    return whole
+def remember_attributes(table: MutableMapping[str, Any], name: str) -> Callable[[], bool]:
+    """Remember a parameter that consists of its memory and attributes, and these, as a table of a module has it.
 
-
-def remember_attributes(tensor: torch.Tensor) -> Callable[[], bool]:
-    """Remember the attributes of a parameter that consists of its memory and these.
-
-    Returns a function that puts them back, and says whether any was another: a library may keep codes in another order
-    for a while, with other scales.
+    Returns a function that puts both back, and says whether any attribute was another: a library may keep codes in
+    another order for a while, with other scales. Another parameter is taken out where it lies in the same memory: peft
+    makes such, where a CPU computes DoRA.
     """
+    tensor = table[name]
     if "" not in parts_of(tensor):
         return lambda: False
     held = [(record, dict(record)) for record in _records_in(vars(tensor))]
@@ -91,6 +78,8 @@ def remember_attributes(tensor: torch.Tensor) -> Callable[[], bool]:
                 changed = True
                 record.clear()
                 record.update({name: before[name] for name in before if name in then} | private)
+        if (shown := table.get(name)) is not None and memory_of(shown) == memory_of(tensor):
+            table[name] = tensor
         return changed
 
     return put_back
@@ -108,6 +97,11 @@ def named_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iter
 def named_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """``model.named_buffers()``, and after them the tables of parameters."""
     yield from model.named_buffers(remove_duplicate=remove_duplicate)
+    yield from tables_of(model, remove_duplicate=remove_duplicate)
+
+
+def tables_of(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tables among the parts of parameters, by their names in a step."""
     seen: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
         for path, part in parts_of(parameter).items():
@@ -136,14 +130,39 @@ def check_frozen(name: str, parameter: torch.Tensor) -> None:
     """Check that a parameter of several parts is not trained.
 
     Raises:
-        UsageError: it is.
+        UsageError: it is; the message says why one of its class cannot be.
     """
-    if parameter.requires_grad and parts_of(parameter):
-        raise UsageError(
-            f"expected parameters of tensor subclasses to be frozen, found that {name}, a "
-            f"{class_of(parameter).__name__}, requires a gradient: codes have none. Call requires_grad_(False) on it, "
-            f"and train adapters (LoRA) next to it"
+    if not parameter.requires_grad or not (parts := parts_of(parameter)):
+        return
+    first = next(iter(parts.values()))
+    reason, advice = "codes have none", "Call"
+    if len(parts) == 1 and (first.shape, first.dtype) == (parameter.shape, parameter.dtype):
+        reason = "it is one plain tensor, which its class computes with in another way"
+        advice = (
+            "Have a module compute so with a plain parameter, which is trained (of torchao: MXFP8Linear, Float8Linear, "
+            "module_swap=True); or call"
         )
+    elif _draws(parameter):
+        reason = (
+            "its class rounds at random in each update, and processes that update other parameters would draw other "
+            "numbers than one process does"
+        )
+        advice = "Keep its layer in 16 or 32 bits, and round in products (precision='fp8', for example); or call"
+    raise UsageError(
+        f"expected parameters of tensor subclasses to be frozen, found that {name}, a {class_of(parameter).__name__}, "
+        f"requires a gradient: {reason}. {advice} requires_grad_(False) on it, and train adapters (LoRA) next to it"
+    )
+
+
+def _draws(parameter: torch.Tensor) -> bool:
+    """True if an update in place draws random numbers, which is tried on a copy."""
+    generator = generator_of(parameter.device)
+    before = generator.get_state()
+    with torch.no_grad(), contextlib.suppress(Exception):  # there may be no such update
+        parameter.detach().clone().add_(torch.zeros_like(parameter))
+    draws = not torch.equal(before, generator.get_state())
+    generator.set_state(before)
+    return draws
 
 
 def path_name(name: str, path: str) -> str:
@@ -151,12 +170,13 @@ def path_name(name: str, path: str) -> str:
     return f"{name}.{path}" if name and path else name or path
 
 
-def _below(name: str, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def parts_below(name: str, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of ``parts`` that are in what is called ``name``, by their paths in it."""
     prefix = f"{name}."
     return {path.removeprefix(prefix): part for path, part in parts.items() if path.startswith(prefix)}
 
 
-def _is_record(name: str, value: Any) -> bool:
+def is_record(name: str, value: Any) -> bool:
     """True for an attribute that holds others, as a state of quantisation does."""
     is_plain = not isinstance(value, torch.Tensor | nn.Module | type) and not callable(value)
     return is_plain and not name.startswith("_") and hasattr(value, "__dict__")
@@ -167,7 +187,7 @@ def _tensors_in(attributes: Mapping[str, Any], depth: int = 0) -> Iterator[tuple
     for name, value in attributes.items():
         if isinstance(value, torch.Tensor) and not name.startswith("_"):
             yield name, value
-        elif _is_record(name, value) and depth < _DEEPEST:
+        elif is_record(name, value) and depth < _DEEPEST:
             yield from ((f"{name}.{path}", tensor) for path, tensor in _tensors_in(vars(value), depth + 1))
 
 
@@ -175,19 +195,5 @@ def _records_in(attributes: dict[str, Any], depth: int = 0) -> Iterator[dict[str
     """The attributes, and those of records among them."""
     yield attributes
     for name, value in list(attributes.items()):
-        if _is_record(name, value) and depth < _DEEPEST:
+        if is_record(name, value) and depth < _DEEPEST:
             yield from _records_in(vars(value), depth + 1)
-
-
-def _replaced(attributes: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Attributes of a parameter, or of a record in it, with other tensors."""
-    replaced: dict[str, Any] = {}
-    for name, value in attributes.items():
-        if isinstance(value, torch.Tensor) and name in parts:
-            replaced[name] = parts[name]
-        elif _is_record(name, value) and (inner := _below(name, parts)):
-            replaced[name] = copy.copy(value)
-            vars(replaced[name]).update(_replaced(vars(value), inner))
-        else:
-            replaced[name] = value
-    return replaced

@@ -155,6 +155,11 @@ def pretend_compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """That of an NVIDIA GPU; None for other devices."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and not torch.version.hip else None
+
+
 @contextlib.contextmanager
 def pretend_capability(capability: tuple[int, int]) -> Iterator[None]:
     """Make ``torch.cuda.get_device_capability()`` say that of an absent GPU, by which libraries choose kernels."""

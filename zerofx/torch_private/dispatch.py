@@ -69,6 +69,17 @@ def reader(frame: FrameType | None) -> FrameType | None:
     return None
 
 
+def class_being_made(frame: FrameType | None) -> type[torch.Tensor] | None:
+    """The subclass of tensors whose ``__new__`` has called into torch's dispatcher, and so the ``__torch_dispatch__``
+    of ``frame``: it makes one of the result, by ``torch.Tensor._make_subclass``, which takes such a one as it is.
+    """
+    frame = frame and frame.f_back
+    if frame is None or frame.f_code.co_name != "__new__" or frame.f_globals.get("__name__", "").startswith("torch."):
+        return None
+    kind = frame.f_locals.get(frame.f_code.co_varnames[0])
+    return kind if isinstance(kind, type) and issubclass(kind, torch.Tensor) else None
+
+
 @contextlib.contextmanager
 def silence_fake_log() -> Iterator[None]:
     """Turn off torch's log of errors in operators' arguments, which are raised anyway, with all stacks."""

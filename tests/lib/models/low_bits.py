@@ -108,6 +108,10 @@ class Stateful(nn.Parameter):
         made.state = state
         return made
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Another parameter of the same memory, as bitsandbytes makes."""
+        return Stateful(super().to(*args, **kwargs), self.state)
+
 
 class LowBits(nn.Module):
     """A linear layer with a weight of a subclass."""
@@ -117,9 +121,10 @@ class LowBits(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False) if isinstance(weight, Flat) else weight
 
     def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.weight, Flat):
+        if type(self.weight).__name__ != "Stateful":  # as peft asks
             return F.linear(x, self.weight)
-        weight: Any = self.weight
+        weight: Any = self.weight.to(x.device)
+        self.weight = weight
         return _multiply(x, weight, weight.state.scales.of_blocks, weight.state.table)
 
 
@@ -161,6 +166,21 @@ def four_bits(*, double: bool, dtype: torch.dtype | None = None) -> Callable[[in
         )
         quantised: nn.Module = layer.to(dtype or torch.float32).to("cpu")
         return quantised
+
+    return make
+
+
+def dora(*, double: bool) -> Callable[[int, int], nn.Module]:
+    """Layers of bitsandbytes with adapters of peft, for which their weight is made whole, and its rows measured."""
+
+    def make(out: int, inside: int) -> nn.Module:
+        import peft
+
+        base = nn.Sequential(four_bits(double=double)(out, inside))
+        base.is_loaded_in_4bit = True  # type: ignore[assignment]  # by which peft chooses its layers
+        adapted: Any = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["0"], use_dora=True))
+        layer: nn.Module = adapted.base_model.model[0]
+        return layer
 
     return make
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zerofx
 from tests.lib.models import batches, tokens
 from tests.lib.models.cases import Case, adamw
-from tests.lib.models.low_bits import Tuned, flat, four_bits, fp8, int8, nf4, stateful
+from tests.lib.models.low_bits import Tuned, dora, flat, four_bits, fp8, int8, nf4, stateful
 from tests.lib.runs.training import parts, world
 from zerofx.ir.tensor_parts import named_buffers, named_parameters
 from zerofx.scheduler.search.problem import BudgetMissedError
@@ -26,12 +26,16 @@ MAKERS: Mapping[str, Callable[[int, int], nn.Module]] = {
     "int8": int8,
     "bitsandbytes": four_bits(double=False),
     "bitsandbytes, double": four_bits(double=True),
+    "DoRA": dora(double=False),
+    "DoRA, double": dora(double=True),
 }
 OF_LIBRARIES = {
-    "nf4": "torchao",
-    "int8": "torchao",
-    "bitsandbytes": "bitsandbytes",
-    "bitsandbytes, double": "bitsandbytes",
+    "nf4": ["torchao"],
+    "int8": ["torchao"],
+    "bitsandbytes": ["bitsandbytes"],
+    "bitsandbytes, double": ["bitsandbytes"],
+    "DoRA": ["bitsandbytes", "peft"],
+    "DoRA, double": ["bitsandbytes", "peft"],
 }
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 BFLOAT16 = {
@@ -41,6 +45,12 @@ BFLOAT16 = {
     **{f"fp8, {recipe}": fp8(recipe) for recipe in RECIPES},
 }
 STEPS = 3
+
+
+def need(kind: str) -> None:
+    """Skip the test where the libraries that a kind of weight is of are not installed."""
+    for library in OF_LIBRARIES.get(kind, ()):
+        pytest.importorskip(library, reason="its weights are tried too, where it is installed")
 
 
 def build(kind: str, *, low: bool = False, **sizes: int) -> nn.Module:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,8 +56,8 @@ def _causal(family: str) -> nn.Module:
     return model
 
 
-def _tokens() -> Batch:
-    return (torch.randint(3, 96, (2, 12)),)
+def _tokens(length: int = 12) -> Batch:
+    return (torch.randint(3, 96, (2, length)),)
 
 
 def _loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -82,26 +83,26 @@ def _load(model: nn.Module, config: Any) -> nn.Module:
     return loaded
 
 
-def _bitsandbytes(family: str, *, bits: int = 4, **options: Any) -> ModelCase:
+def _bitsandbytes(family: str, *, bits: int = 4, dora: bool = False, **options: Any) -> ModelCase:
     def build() -> Built:
         importlib.import_module("bitsandbytes")
         kind = {f"load_in_{bits}bit": True, **options}
         model = _load(_causal(family), _transformers().BitsAndBytesConfig(**kind))
-        return Loss(_with_adapters(model.train()), _loss), _tokens
+        return Loss(_with_adapters(model.train(), use_dora=dora), _loss), _tokens
 
-    said = "".join(f", {name}={value}" for name, value in options.items())
+    said = "".join(f", {name}={value}" for name, value in options.items()) + (", DoRA" if dora else "")
     return ModelCase(f"{family}, BitsAndBytesConfig {bits} bits{said}", "bitsandbytes", build)
 
 
-def _torchao(family: str, kind: str, **options: Any) -> ModelCase:
+def _torchao(family: str, kind: str, *, dora: bool = False, **options: Any) -> ModelCase:
     """``kind`` is the name of a configuration of ``torchao.quantization``."""
 
     def build() -> Built:
         config = getattr(importlib.import_module("torchao.quantization"), kind)(**options)
         model = _load(_causal(family), _transformers().TorchAoConfig(config))
-        return Loss(_with_adapters(model.train()), _loss), _tokens
+        return Loss(_with_adapters(model.train(), use_dora=dora), _loss), _tokens
 
-    return ModelCase(f"{family}, TorchAoConfig {kind}", "torchao", build)
+    return ModelCase(f"{family}, TorchAoConfig {kind}{', DoRA' if dora else ''}", "torchao", build)
 
 
 def _fp8(family: str, recipe: str) -> ModelCase:
@@ -131,6 +132,34 @@ def _aware(family: str, **options: Any) -> ModelCase:
     return ModelCase(f"{family}, QATConfig", "torchao", build)
 
 
+def _swapped(family: str, *, mx: bool) -> ModelCase:
+    """Modules of ``torchao.prototype`` that multiply in MXFP8 (as emulated) or in int8, with plain parameters."""
+
+    def to_mx(layer: nn.Linear) -> nn.Module:
+        kinds = importlib.import_module("torchao.prototype.moe_training.mxfp8_linear")
+        made: nn.Module = kinds.MXFP8Linear(
+            layer.in_features, layer.out_features, layer.bias is not None, dtype=layer.weight.dtype,
+            kernel_preference=kinds.KernelPreference.EMULATED,
+        )  # fmt: skip
+        made.load_state_dict(layer.state_dict())
+        return made
+
+    def build() -> Built:
+        model = _causal(family).to(torch.bfloat16)
+        inner = model.get_submodule("model")
+        if mx:
+            for name, layer in list(inner.named_modules()):
+                if isinstance(layer, nn.Linear):
+                    inner.set_submodule(name, to_mx(layer))
+        else:
+            training = importlib.import_module("torchao.prototype.quantized_training")
+            config = training.Int8MixedPrecisionTrainingConfig(module_swap=True)
+            importlib.import_module("torchao.quantization").quantize_(inner, config)
+        return Loss(model.train(), _loss), partial(_tokens, 16)  # blocks of 32 tokens
+
+    return ModelCase(f"{family}, {'MXFP8Linear' if mx else 'Int8MixedPrecisionTrainingLinear'}", "torchao", build)
+
+
 def _trained(family: str, kind: str) -> ModelCase:
     """Weights that are trained in the form that ``kind`` of ``torchao.prototype.quantized_training`` gives them."""
 
@@ -152,7 +181,10 @@ QUANTISED = (
     *(_bitsandbytes(family, bnb_4bit_quant_type="fp4") for family in ("Qwen3", "GPTNeoX")),
     _bitsandbytes("Granite", bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_type="nf4"),
     _bitsandbytes("Llama", bits=8),
+    _bitsandbytes("Llama", dora=True, bnb_4bit_quant_type="nf4"),
+    _bitsandbytes("Gemma2", dora=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
     *(_torchao(family, "Int8WeightOnlyConfig") for family in ("Llama", "Cohere", "Starcoder2")),
+    _torchao("Llama", "Int8WeightOnlyConfig", dora=True),
     _torchao("Olmo2", "Float8WeightOnlyConfig"),
     _torchao("Qwen2", "IntxWeightOnlyConfig", weight_dtype=_INT4),
     _torchao("Mistral", "Int8DynamicActivationInt8WeightConfig"),
@@ -160,6 +192,7 @@ QUANTISED = (
     _fp8("Olmo2", "rowwise"),
     _aware("Llama"),
     _aware("Gemma2"),
+    *(_swapped(family, mx=mx) for family in ("Llama", "Qwen3") for mx in (True, False)),
     *(
         _trained("Llama", kind)
         for kind in ("int8_weight_only_quantized_training", "int8_mixed_precision_training", "bitnet_training")

@@ -195,6 +195,14 @@ def test_products_in_fp8_that_no_gpu_has_are_refused(model: nn.Module, refusal: 
         plan(model, "h100-sxm")
 
 
+def test_a_gpu_without_products_in_fp8_is_refused_one() -> None:
+    model, batch = _Scaled(64, 64), (torch.ones(64, 64),)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(zerofx.CaptureError, match=r"with a GPU of compute capability 8\.0 \(8\.9 or more: an RTX 4090"):
+        zerofx.plan(model, optimizer, batch, world_size=1, machine="a100-80", backend="eager")
+    zerofx.plan(model, optimizer, batch, world_size=1, machine="l4", backend="eager")
+
+
 def test_a_product_in_fp8_takes_half_the_time_of_one_in_bf16() -> None:
     model = _Scaled(4096, 4096)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -274,6 +282,15 @@ def test_products_of_groups_in_fp8_that_no_gpu_has_are_refused(model: _Experts, 
 def test_a_cpu_has_no_products_of_groups_in_fp8() -> None:
     with pytest.raises(zerofx.CaptureError, match="groups on a CPU, which has no such kernel"):
         _planned_experts(_Experts(), machine="cpu")
+
+
+@pytest.mark.parametrize("machine", ["rtx-4090", "a100-80"])
+def test_only_some_gpus_have_products_of_groups_in_fp8(machine: str) -> None:
+    with pytest.raises(
+        zerofx.CaptureError, match=r"groups on a GPU of compute capability 8\.[09] \(9\.x or 10\.x: an H100"
+    ):
+        _planned_experts(_Experts(), machine=machine)
+    _planned_experts(_Experts(), machine="b200")
 
 
 def test_all_products_of_groups_take_the_time_of_fp8() -> None:

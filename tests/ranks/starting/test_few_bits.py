@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,16 @@ def _without_values(kind: str, **sizes: Any) -> nn.Module:
         return Tuned(_packed(KINDS[kind]), **sizes)
 
 
+def _inside_empty_init(kind: str) -> nn.Module:
+    with zerofx.empty_init():
+        return Tuned(_packed(KINDS[kind]))
+
+
 def _train(model: nn.Module, **options: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
     step = zerofx.compile(model, optimizer_of(model), backend="eager", **options)
-    torch.manual_seed(world()[0])
-    losses = [step(*args).clone() for args, _ in batches(Case(nn.Identity, tokens), world()[0], 2)]
+    rank = 0 if "mesh" in options else world()[0]  # ranks of one computation have the same batch
+    torch.manual_seed(rank)
+    losses = [step(*args).clone() for args, _ in batches(Case(nn.Identity, tokens), rank, 2)]
     step.close()
     return losses, values_of(model)
 
@@ -88,11 +95,13 @@ def _unlike(expected: tuple[list[Tensor], dict[str, Tensor]], model: nn.Module, 
     return wrong
 
 
-def _all_unlike(folder: str, kind: str, stage: int) -> list[list[str]]:
+def _all_unlike(folder: str, kind: str, **options: Any) -> list[list[str]]:
     """What differs, from stored weights and from those that are quantised while they are read."""
     files = {how: Path(folder) / f"{how}.safetensors" for how in ("16 bits", "stored")}
-    expected = _train(_loaded(load_file(files["16 bits"]), kind), stage=stage)
-    return [_unlike(expected, _without_values(kind), stage=stage, weights=path) for path in files.values()]
+    expected = _train(_loaded(load_file(files["16 bits"]), kind), **options)
+    models = [build(kind) for build in (_without_values, _inside_empty_init) for _ in files]
+    paths = [*files.values()] * 2
+    return [_unlike(expected, model, weights=path, **options) for model, path in zip(models, paths, strict=True)]
 
 
 def _save_all(folder: Path, kind: str) -> None:
@@ -104,7 +113,7 @@ def _save_all(folder: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_without_values_trains_as_one_that_was_quantised_whole(kind: str, tmp_path: Path) -> None:
     _save_all(tmp_path, kind)
-    assert _all_unlike(str(tmp_path), kind, 3) == [[], []]
+    assert _all_unlike(str(tmp_path), kind, stage=3) == [[]] * 4
 
 
 @pytest.mark.parametrize(
@@ -116,7 +125,14 @@ def test_a_model_without_values_trains_as_one_that_was_quantised_whole(kind: str
 )
 def test_so_it_does_on_two_ranks(kind: str, stage: int, tmp_path: Path) -> None:
     _save_all(tmp_path, kind)
-    assert run_ranks(_all_unlike, 2, str(tmp_path), kind, stage) == [[[], []]] * 2
+    assert run_ranks(partial(_all_unlike, stage=stage), 2, str(tmp_path), kind) == [[[]] * 4] * 2
+
+
+@pytest.mark.parametrize("options", [{"mesh": {"pipe": 2}, "accumulate": 2}, {"mesh": {"model": 2}}])
+def test_so_it_does_on_a_mesh(options: dict[str, Any], tmp_path: Path) -> None:
+    kind = "bitsandbytes, double"
+    _save_all(tmp_path, kind)
+    assert run_ranks(partial(_all_unlike, **options), 2, str(tmp_path), kind) == [[[]] * 4] * 2
 
 
 class Reads:
@@ -234,7 +250,7 @@ def test_weights_of_torchao_are_quantised_while_they_are_read(tmp_path: Path) ->
         zerofx.compile(other, optimizer_of(other), backend="eager", weights=path)
 
 
-def _pretrained(folder: Path) -> tuple[Any, Any]:
+def _pretrained(folder: Path, num_layers: int = 1) -> tuple[Any, Any]:
     """A model that transformers has saved in 16 bits, and how its weights are to be quantised."""
     import transformers
 
@@ -245,7 +261,7 @@ def _pretrained(folder: Path) -> tuple[Any, Any]:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    config = transformers.LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes)
+    config = transformers.LlamaConfig(vocab_size=32, num_hidden_layers=num_layers, **sizes)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     bits = transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
@@ -254,27 +270,36 @@ def _pretrained(folder: Path) -> tuple[Any, Any]:
     return config, bits
 
 
+_LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear"}
+
+
+def _with_adapters(config: Any, bits: Any) -> Any:
+    """A model in 4 bits without values, with adapters."""
+    import peft
+    import transformers
+    from transformers.integrations import replace_with_bnb_linear  # type: ignore[attr-defined]  # lazily imported
+
+    with zerofx.empty_init():
+        base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        replace_with_bnb_linear(base, ["lm_head"], bits)
+        base.is_loaded_in_4bit = True
+        return peft.get_peft_model(base, peft.LoraConfig(**_LORA)).train()
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_adapters_of_peft_stay_the_models_own(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="its weights are tried too, where it is installed")
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    from transformers.integrations import replace_with_bnb_linear  # type: ignore[attr-defined]  # lazily imported
-
     config, bits = _pretrained(tmp_path / "own")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own", quantization_config=bits)
     loaded.save_pretrained(tmp_path / "stored")
-    lora = peft.LoraConfig(r=4, target_modules="all-linear")
-    expected = peft.get_peft_model(loaded, lora).train()
+    expected = peft.get_peft_model(loaded, peft.LoraConfig(**_LORA)).train()
     batch = torch.arange(32).view(2, 16)
     found: list[list[Tensor]] = []
     adapters: dict[str, Tensor] = {}
     for name in ("own", "stored", ""):
         if name:
-            with zerofx.empty_init():
-                base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-                replace_with_bnb_linear(base, ["lm_head"], bits)
-                base.is_loaded_in_4bit = True
-                model = peft.get_peft_model(base, lora).train()
+            model = _with_adapters(config, bits)
         else:
             model = expected
             model.load_state_dict(adapters, strict=False)
@@ -289,3 +314,29 @@ def test_adapters_of_peft_stay_the_models_own(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
     for key, one in adapters.items():
         assert one.any() == ("lora_A" in key), f"{key} does not begin as peft has it"
+
+
+def _adapters_on_a_mesh(
+    folder: str, config: Any, bits: Any, options: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses, and adapters after them."""
+    batch, model = torch.arange(64).view(4, 16) % 32, _with_adapters(config, bits)
+    torch.manual_seed(8)
+    step = zerofx.compile(model, optimizer_of(model), 0, backend="eager", weights=folder, accumulate=2, **options)
+    torch.manual_seed(8)
+    losses = [step(input_ids=batch, labels=batch).clone() for _ in range(2)]
+    step.close()
+    return losses, [one.detach() for name, one in model.named_parameters() if "lora" in name]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_stages_begin_with_the_adapters_of_one_process(tmp_path: Path) -> None:
+    for library in ("bitsandbytes", "peft", "transformers"):
+        pytest.importorskip(library, reason="its models are tried too, where it is installed")
+    config, bits = _pretrained(tmp_path / "own", num_layers=2)
+    given = str(tmp_path / "own"), config, bits
+    losses, adapters = _adapters_on_a_mesh(*given, {})
+    for found, ours in run_ranks(_adapters_on_a_mesh, 2, *given, {"mesh": {"pipe": 2}}):
+        assert found == losses
+        assert len(ours) == len(adapters) and all(map(torch.equal, ours, adapters))

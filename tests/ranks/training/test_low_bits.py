@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from tests.lib.distributed import run_ranks
-from tests.lib.runs.low_bits import OF_LIBRARIES, RECIPES, Counts, counts, fp8_unlike_eager_mode, unlike_eager_mode
+from tests.lib.runs.low_bits import (
+    OF_LIBRARIES,
+    RECIPES,
+    Counts,
+    counts,
+    fp8_unlike_eager_mode,
+    need,
+    unlike_eager_mode,
+)  # fmt: skip
 
 RUNS: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
@@ -20,10 +28,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "stage 3, two micro-batches, computed again": {"stage": 3, "accumulate": 2, "reduce": "once", "recompute": "full"},
 }
 OWN = ["flat", "stateful"]
-
-
-def _of_library(kind: str) -> Any:
-    pytest.importorskip(OF_LIBRARIES[kind], reason="its weights are trained too, where it is installed")
 
 
 @pytest.mark.sweep(3)
@@ -38,7 +42,7 @@ def test_ranks_train_adapters_like_eager_mode(kind: str, run: str, num_ranks: in
 @pytest.mark.parametrize("kind", OF_LIBRARIES)
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_train_so_with_weights_of_other_libraries(kind: str, num_ranks: int) -> None:
-    _of_library(kind)
+    need(kind)
     for rank, wrong in enumerate(run_ranks(unlike_eager_mode, num_ranks, kind, RUNS)):
         assert wrong == {}, f"rank {rank}"
 
@@ -68,13 +72,13 @@ def test_what_is_sent_are_codes_and_scales_and_the_peak_is_as_planned() -> None:
 
 @pytest.mark.parametrize(("kind", "most"), [("bitsandbytes", 0.42), ("bitsandbytes, double", 0.40)])
 def test_so_are_those_of_four_bits(kind: str, most: float) -> None:
-    _of_library(kind)
+    need(kind)
     _check_counts(kind, most)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("bitsandbytes", 0.30), ("bitsandbytes, double", 0.28)])
 def test_of_a_wide_model_whose_adapters_are_few_three_tenths_are_left(kind: str, most: float) -> None:
-    _of_library(kind)
+    need(kind)
     _check_counts(kind, most, {"width": 1024, "inside": 2048})
 
 
@@ -87,7 +91,6 @@ def _unlike_on_a_drive(kind: str, drive: str) -> dict[str, list[str]]:
 @pytest.mark.days(3)
 @pytest.mark.parametrize("kind", ["flat", "bitsandbytes, double"])
 def test_weights_wait_on_a_drive_with_the_same_bits(kind: str, tmp_path: Path) -> None:
-    if kind in OF_LIBRARIES:
-        _of_library(kind)
+    need(kind)
     for rank, wrong in enumerate(run_ranks(_unlike_on_a_drive, 2, kind, str(tmp_path))):
         assert wrong == {}, f"rank {rank}"

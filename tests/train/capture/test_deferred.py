@@ -190,6 +190,43 @@ def test_what_cannot_be_recorded_is_refused() -> None:
     assert repr(weight) == "<deferred tensor of shape [4], torch.float32, on cpu>"
 
 
+def test_a_table_that_outlives_the_model_computes_with_what_is_real() -> None:
+    with zerofx.empty_init():
+        table, weight = torch.tensor([1.0, 2.0]).double(), torch.ones(2)
+        changed = torch.tensor([1.0, 2.0]).mul_(weight)
+    real = torch.ones(2)
+    for other, kind in ((table, Tensor), (weight, DeferredTensor), (changed, DeferredTensor)):
+        assert type(real + other) is kind
+    assert (real + table).equal(torch.tensor([2.0, 3.0]).double()) and made(real + changed).equal(
+        torch.tensor([2.0, 3.0])
+    )
+    table.mul_(real)  # is part of the recipe, as ever
+    assert type(real + table) is DeferredTensor and made(table).equal(torch.tensor([1.0, 2.0]).double())
+
+
+class Tagged(nn.Parameter):
+    """A parameter with an attribute, which makes itself of memory as many libraries' do."""
+
+    tag: str
+
+    @staticmethod
+    def __new__(cls, data: Tensor, tag: str) -> Tagged:
+        tagged: Tagged = Tensor._make_subclass(cls, data, False)
+        tagged.tag = tag
+        return tagged
+
+
+def test_a_class_may_make_itself_of_a_deferred_tensor() -> None:
+    with zerofx.empty_init():
+        inside = Tagged(torch.randn(3, 2), "inside")
+        weight = torch.randn(4)
+    for tagged, tag in ((inside, "inside"), (Tagged(weight, "after"), "after"), (copy.deepcopy(inside), "inside")):
+        assert isinstance(tagged, Tagged) and isinstance(tagged, DeferredTensor) and tagged.tag == tag
+        assert not tagged.requires_grad
+    inside.data = torch.ones(5)
+    assert type(inside) is Tagged and inside.equal(torch.ones(5)) and inside.tag == "inside"
+
+
 def test_what_was_overwritten_is_not_made() -> None:
     with zerofx.empty_init():
         weight = torch.empty(100)

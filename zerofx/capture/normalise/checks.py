@@ -68,6 +68,8 @@ def _check_result(graph: fx.Graph, info: fx.Node, name: str, *, is_matrix: bool 
 
 
 _FP8_COLUMNS = 16  # which divides the number of columns of a product in fp8
+_FP8_FROM = (8, 9)  # the compute capability
+_FP8_OF_GROUPS = (9, 10)  # the first number of it
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Refuse:
         _refuse_sparse(joint.graph)
         _refuse_sparse_values(joint)
         _refuse_mixed_products(joint.graph)
-        _refuse_fp8_products(joint.graph)
+        _refuse_fp8_products(joint.graph, joint.capability)
 
 
 def _refuse_wrapped(graph: fx.Graph) -> None:
@@ -146,11 +148,12 @@ def _refuse_mixed_products(graph: fx.Graph) -> None:
             )
 
 
-def _refuse_fp8_products(graph: fx.Graph) -> None:
+def _refuse_fp8_products(graph: fx.Graph, capability: tuple[int, int] | None) -> None:
     """Raise a ``CaptureError`` for a product in fp8 that fake tensors and CPUs have, and no GPU.
 
     Sizes and layouts are checked by torch's fakes, but for the columns of products of groups: rows of these begin at
-    multiples of 16 bytes. Source: ``_scaled_mm`` and ``_scaled_grouped_mm`` in ``aten/src/ATen/native/cuda/Blas.cpp``.
+    multiples of 16 bytes. Source: ``_scaled_mm``, ``_scaled_grouped_mm`` and ``_scaled_mm_allowed_device`` in
+    ``aten/src/ATen/native/cuda/``. ``capability``: of the NVIDIA GPU, if any.
     """
     aten = torch.ops.aten
     of_groups = graph.find_nodes(op="call_function", target=aten._scaled_grouped_mm.default)
@@ -159,6 +162,12 @@ def _refuse_fp8_products(graph: fx.Graph) -> None:
         obstacle, is_grouped = "", node.target == aten._scaled_grouped_mm.default
         if is_grouped and left.device.type == "cpu":
             obstacle = "groups on a CPU, which has no such kernel (plan it for a GPU: zerofx.plan(machine=...))"
+        elif capability is not None and is_grouped and capability[0] not in _FP8_OF_GROUPS:
+            obstacle = f"groups on a GPU of compute capability {_text(capability)} (9.x or 10.x: an H100, a B200)"
+        elif capability is not None and capability < _FP8_FROM:
+            obstacle = (
+                f"a GPU of compute capability {_text(capability)} ({_text(_FP8_FROM)} or more: an RTX 4090, an H100)"
+            )
         elif is_grouped and right.shape[-1] % _FP8_COLUMNS:
             obstacle = f"groups and {right.shape[-1]} columns (a multiple of {_FP8_COLUMNS})"
         elif left.dtype == right.dtype == torch.float8_e5m2:
@@ -170,3 +179,7 @@ def _refuse_fp8_products(graph: fx.Graph) -> None:
                 f"expected an fp8 product that a GPU has, found one with {obstacle}, at\n"
                 f"  {source_line(node) or origin(node).layer or 'the model'}"
             )
+
+
+def _text(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

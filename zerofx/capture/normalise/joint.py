@@ -34,7 +34,7 @@ class Joint:
 
     ``step`` has the graph. ``traced`` is the module that holds its constants, ``lossy`` the module that was traced, and
     ``watcher`` knows its in-place calls. ``unread`` are placeholders of free tensors that nothing reads. ``outputs``
-    exist once they are sorted (``SortOutputs``).
+    exist once they are sorted (``SortOutputs``). ``capability`` is that of the NVIDIA GPU that the step is for, if any.
     """
 
     step: StepGraph
@@ -43,6 +43,7 @@ class Joint:
     batch: Batch
     watcher: CallWatcher
     lossy: LossModule
+    capability: tuple[int, int] | None
     unread: list[fx.Node] = field(default_factory=list)
     sorted_outputs: Outputs | None = None
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zerofx.capture.checks import device_of
-from zerofx.deferred import adopt_meta, check_recipes, make_buffers
+from zerofx.deferred import DeferredTensor, adopt_meta, check_recipes, make_buffers
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.comm.groups import Communicators
 from zerofx.runtime.state.loaded_weights import LoadedWeights, Matched, describe, match
@@ -48,6 +48,9 @@ class Values:
             assert transport is not None, "there are several ranks"
             # Stages ask for buckets of their own: rank 0's values are everywhere before one does.
             own = [tensor for name, tensor in tensors.items() if name not in self._loaded]
+            for tensor in own:
+                if isinstance(tensor, DeferredTensor):  # next to what files have: an adapter
+                    tensor.data = tensor.materialise()
             transport.broadcast([tensor.detach() for tensor in own])
             transport = None
         of_model = ModelWeights(tensors, device, transport, self._control)

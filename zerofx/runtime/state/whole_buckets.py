@@ -22,6 +22,7 @@ from zerofx.runtime.state.weights import whole_bucket
 from zerofx.runtime.tiers.stored import Stored
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.plan.mesh import AXES, MODEL, PIPE, Axes
+from zerofx.torch_private.modules import parameter_table
 
 
 class WholeBuckets:
@@ -63,7 +64,10 @@ class WholeBuckets:
 
     def remember_attributes(self) -> None:
         """Have what parameters of parts consist of now put back whenever they have been shown."""
-        self._attributes = [remember_attributes(parameter) for parameter in self.model.parameters()]
+        tables = [parameter_table(module) for module in self.model.modules()]
+        self._attributes = [
+            remember_attributes(table, name) for table in tables for name, value in table.items() if value is not None
+        ]
 
     def hide_parameters(self) -> None:
         """Show the model its parameters where they are whole; where they are not, they are held (``held.py``), and lie
