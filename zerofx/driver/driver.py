@@ -19,7 +19,6 @@ import torch
 
 from zerofx.budgets import budget_bytes
 from zerofx.capture.checks import device_of
-from zerofx.deferred import is_deferred
 from zerofx.disk.cache import MALFORMED
 from zerofx.driver.captures import Captures
 from zerofx.driver.given_plan import check_budget, check_graph, check_host_budget
@@ -41,6 +40,7 @@ from zerofx.driver.stages import (
     choose_worst,
     cut_into_stages,
     name_stage,
+    reason_against_stages,
 )
 from zerofx.errors import (
     InternalError,
@@ -193,16 +193,9 @@ def _ranks_of_stages(mesh: Mesh) -> Sequence[Sequence[int]]:
 
 def _cut(request: Request, captures: Captures, earlier: Earlier | None, control: Control, balance: Balance) -> CutStep:
     """The step in its stages, the same on all ranks, which have captured the same."""
-    if not is_on_cpu(device_of(request.model)):
-        raise UsageError(
-            f"expected ranks with CPUs where the mesh has an axis 'pipe', found a model on {device_of(request.model)}: "
-            f"on GPUs a step can be planned so (zerofx.plan), and not run yet; leave the axis out"
-        )
-    if is_deferred(request.model):
-        raise UsageError(
-            "expected a model with values where the mesh has an axis 'pipe', found a deferred one: make it without "
-            "zerofx.empty_init(), or leave the axis out"
-        )
+    trouble = reason_against_stages(request.model)
+    if trouble:
+        raise UsageError(f"expected a model that can run on a mesh with an axis 'pipe', found {trouble}; leave it out")
     step = control.attempt("capture a step", lambda: captures.rank_graph(captures.candidates[0]))
     agree_on_graph(step, control, replace(request.mesh, pipe=1))
     strides = str([(info.name, info.stride) for info in step.parameters])  # in which stages send each other some

@@ -26,11 +26,20 @@ from zerofx.driver.meshes.choice import choose_mesh
 from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.driver.shardings import decide_alone, lay_out, layouts
-from zerofx.driver.stages import PlannedStage, StageOrder, choose_order, cut_into_stages, name_stage, plan_all
+from zerofx.driver.stages import (
+    PlannedStage,
+    StageOrder,
+    choose_order,
+    cut_into_stages,
+    name_stage,
+    plan_all,
+    reason_against_stages,
+)
 from zerofx.errors import UsageError, wrap_defects
 from zerofx.garbage import limit_garbage_collection
 from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.micro_batches import times_run
 from zerofx.lowering.lower import LoweredStep
 from zerofx.mesh_option import AUTO, mesh_for
 from zerofx.optimizers import Optimizers
@@ -99,7 +108,8 @@ class PlannedStep:
         counts as full.
         """
         seconds = self.plan.step_seconds
-        busy = sum(matmul_seconds_at_peak(node, self.machine) for node in self.lowered.graph.calls())
+        times = times_run(self.lowered.graph)
+        busy = sum(num * matmul_seconds_at_peak(node, self.machine) for node, num in times.items())
         return busy / seconds if seconds else 0.0
 
     @property
@@ -402,7 +412,7 @@ def _choose(request: Request, num_ranks: int) -> Mesh:
     captured = CapturedStep(request, captures)
     _, comparison = choose_mesh(
         request, captures, num_ranks, lambda mesh: plan_captured(captured, mesh, verbose=False),
-        on_cpu=is_on_cpu(captures.first.device),
+        on_cpu=is_on_cpu(captures.first.device), without_stages=reason_against_stages(request.model),
     )  # fmt: skip
     if request.settings.debug:
         sys.stderr.write(f"{comparison}\n")

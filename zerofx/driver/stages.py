@@ -8,7 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from torch import nn
+
+from zerofx.capture.checks import device_of
 from zerofx.choices import OrderOption
+from zerofx.deferred import is_deferred
 from zerofx.driver.captures import Captures
 from zerofx.driver.prepared import Earlier, Request
 from zerofx.errors import MemoryBudgetError, UsageError, ZeroFXError
@@ -19,6 +23,7 @@ from zerofx.lowering.lower import LoweredStep
 from zerofx.passes.lib.draws_ahead import find_unforeseen_draw
 from zerofx.passes.lib.message_check import check_messages
 from zerofx.passes.prepare.stages import check_stages
+from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.state.parameter_groups import group_of_parameters, histories_of
 from zerofx.scheduler.analysis.stages_of_nodes import weight_gradients
 from zerofx.scheduler.cost.pipeline import (
@@ -277,13 +282,7 @@ def cut_into_stages(
         )
     captures = captures.before_stages()
     step = captures.rank_graph(captures.candidates[0])
-    check_stages(step)
-    draw, draws = find_unforeseen_draw(step), any(map(is_random, step.calls()))
-    if draw is not None:
-        raise UsageError(
-            f"expected random operators whose draws depend on shapes alone where the mesh has an axis 'pipe', found "
-            f"{draw.target} in {origin(draw).layer or 'the model'}: leave the axis out"
-        )
+    draws = check_draws(step)
     cuts = _decide(request, step, captures.candidates[0], balance) if earlier is None else earlier.shared.cuts
     names = name_cuts(step, request.machine, cuts)
     pipes = [PipeStage(number, num_stages, names, draws=draws) for number in range(num_stages)]
@@ -291,8 +290,7 @@ def cut_into_stages(
     num_micro_batches = captures.candidates[0]
     graphs = [staged.rank_graph(num_micro_batches) for staged in stages]
     check_messages(graphs, min(num_micro_batches, num_stages + 1))
-    takes_turns = not any(is_random(node) and origin(node).phase is Phase.BACKWARD for node in step.calls())
-    if takes_turns:
+    if by_turns := takes_turns(step):
         check_messages(graphs, min(num_micro_batches, 2 * num_stages + 1), by_turns=True)
     elif request.options.order in ("micro-batch", "zero-bubble"):
         raise UsageError(
@@ -303,7 +301,7 @@ def cut_into_stages(
     if earlier is not None:
         _check_places(graphs, earlier)
     if not step.gradients:
-        return CutStep(tuple(stages), cuts, takes_turns, splits)
+        return CutStep(tuple(stages), cuts, by_turns, splits)
     groups = group_of_parameters(request.model, request.optimizers, step.parameters, set(step.gradients))
     histories = histories_of(request.model, request.optimizers)
     layouts = [layout_of(graph, groups, request.mesh, histories=histories) for graph in graphs]
@@ -320,9 +318,40 @@ def cut_into_stages(
             for pipe in pipes
         ),
         cuts,
-        takes_turns,
+        by_turns,
         splits,
     )
+
+
+def reason_against_stages(model: nn.Module) -> str:
+    """The reason why a model cannot run in stages here, although its step can be planned so; empty where it can."""
+    device = device_of(model)
+    if not is_on_cpu(device):
+        return f"one on {device}: on GPUs a step can be planned so (zerofx.plan), and not run yet"
+    if is_deferred(model):
+        return "a deferred one: make it without zerofx.empty_init()"
+    return ""
+
+
+def check_draws(step: StepGraph) -> bool:
+    """Check that a captured step can run in stages, whatever the cuts; True if it draws random numbers.
+
+    Raises:
+        UsageError: it cannot; says why.
+    """
+    check_stages(step)
+    draw = find_unforeseen_draw(step)
+    if draw is not None:
+        raise UsageError(
+            f"expected random operators whose draws depend on shapes alone where the mesh has an axis 'pipe', found "
+            f"{draw.target} in {origin(draw).layer or 'the model'}: leave the axis out"
+        )
+    return any(map(is_random, step.calls()))
+
+
+def takes_turns(step: StepGraph) -> bool:
+    """True if stages of a captured step can run backward of a micro-batch before the forward of later ones."""
+    return not any(is_random(node) and origin(node).phase is Phase.BACKWARD for node in step.calls())
 
 
 def _decide(request: Request, step: StepGraph, num_micro_batches: int, balance: Balance) -> tuple[int, ...]:
