@@ -194,7 +194,7 @@ class ShortStages:
             delayed, _, more = measured[stage[0]]
             totals[stage] = self._fit(request, stage[1], delayed, whole, more, limit)
             if totals[stage].peak_bytes > limit:
-                break  # as one stage is enough
+                return replace(free, peak_bytes=totals[stage].peak_bytes)  # as one stage is enough
         return self._combine(order, [totals[stage] for stage in stages])
 
     def _combine(self, order: StageOrder, totals: Sequence[StageTotals]) -> StepInStages:
